@@ -1,0 +1,29 @@
+# `make demo` and `make test` set everything up by themselves; running them again skips what is done.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint clean
+
+help:            ## show this help
+	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
+
+setup: .venv/.ready  ## build .venv from pinned requirements (about 100 s, once)
+
+.venv/.ready: requirements/cpu.lock scripts/setup.py pyproject.toml
+	@$(PYTHON) scripts/setup.py
+
+demo: setup      ## run the main job on this machine and write out/demo/report.html
+	@$(BIN)/rose demo $(ARGS)
+
+test: setup      ## run all tests; lists the ones that need a GPU and were skipped
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: setup      ## ruff, pyright, import-linter
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/pyright
+	@$(BIN)/lint-imports
+
+clean:           ## remove .venv, caches and out/
+	rm -rf .venv out build *.egg-info
