@@ -1,0 +1,38 @@
+"""ROSE's vLLM plugin: inert unless ``ROSE_ROLE`` says otherwise.
+
+vLLM calls :func:`register` in every process it starts.  Without ``ROSE_ROLE`` it returns at once:
+nothing is imported, nothing is patched.  With it:
+
+``ROSE_ROLE=serving``
+    Production.  The engine lends KV memory and publishes its slack.  Anything that goes wrong here
+    (unknown version, unsupported configuration, an exception in one of our hooks) leaves vLLM as
+    it would be without us, with one log line and ``phase = off`` in ``serving.lease``.
+``ROSE_ROLE=rollout``
+    The rollout engine.  It runs only while production has slack, inside a memory budget that may
+    shrink at any moment.  What goes wrong here stops the engine: its node agent restarts it.
+
+``ROSE_DIR`` names the node directory that both engines and the node agent share.
+"""
+
+from __future__ import annotations
+
+import os
+
+ENV_ROLE = "ROSE_ROLE"
+ENV_DIR = "ROSE_DIR"
+ROLES = ("serving", "rollout")
+
+
+def role() -> str | None:
+    """The role of this process tree; None when ROSE is switched off."""
+    return os.environ.get(ENV_ROLE) or None
+
+
+def register() -> None:
+    """Entry point of ``vllm.general_plugins``.  Idempotent; called in every process of vLLM."""
+    wanted = role()
+    if wanted is None:
+        return
+    from vllm_plugin import compat
+
+    compat.switch_on(wanted)

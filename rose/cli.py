@@ -1,0 +1,202 @@
+"""The ``rose`` command: names every program of ROSE and starts the one that was asked for.
+
+Decides nothing itself.  Each command imports its part when it runs, so that ``rose --help`` is quick and
+``rose node status`` works where torch, vLLM and Ray are not installed.
+
+Every :class:`~rose.errors.RoseError` ends as one red line on stderr and exit code 2; the last line that a
+user reads is what to fix.  130 after Ctrl-C.  A traceback means a bug.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from rose.errors import ConfigError, RoseError
+
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="rose",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    rich_markup_mode="rich",
+    help="Reinforcement-learning rollouts on the idle part of GPUs that already serve production traffic.",
+    epilog="Start with [bold]rose demo[/bold]: the whole job on this machine, no GPU needed, in minutes.",
+)
+
+# Sub-programs parse their own arguments, --help included.
+_PASS_ON: dict[str, Any] = {
+    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
+    "add_help_option": False,
+}
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    show_version: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False,
+) -> None:
+    if show_version:
+        try:
+            typer.echo(f"rose {version('rose-rl')}")
+        except PackageNotFoundError:
+            typer.echo("rose (not installed)")
+        raise typer.Exit
+
+
+@app.command()
+def demo(
+    config: Annotated[
+        Path | None, typer.Option(help="Settings as TOML; see rose/demo/config.py for every key.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of models, maps and traffic.")] = None,
+    steps: Annotated[int | None, typer.Option(help="RL steps.")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Azure LLM inference trace (CSV) to replay instead of the traffic generator."),
+    ] = None,
+    seconds: Annotated[float | None, typer.Option(help="Length of one arm of the measurement.")] = None,
+    rate: Annotated[float | None, typer.Option(help="Production requests per second, on average.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where report.json and report.html go.")] = None,
+    base_port: Annotated[int | None, typer.Option(help="First of the loopback ports in use.")] = None,
+    run_directory: Annotated[
+        Path | None, typer.Option(help="Parent of this run's private directory; a tmpfs is best.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="Any other setting, as key=value; repeatable.")
+    ] = None,
+) -> None:
+    """Run the main job on this machine and measure it.
+
+    Starts a production vLLM server, replays bursty traffic at it, and trains a small policy by
+    reinforcement learning with real rollouts, a part of them on production's own core.
+    Writes [bold]out/demo/report.html[/bold]: what production's users felt, what the policy
+    learned, and what ran where.
+
+    Ctrl-C stops everything it started.
+    """
+    from rose.demo.config import load_demo_config
+    from rose.demo.run import run_demo
+
+    named = {
+        "seed": seed,
+        "steps": steps,
+        "trace": trace,
+        "traffic.period_s": seconds,
+        "traffic.mean_rate_hz": rate,
+        "out": out,
+        "base_port": base_port,
+        "run_directory": run_directory,
+    }
+    given = {name: value for name, value in named.items() if value is not None}
+    raise typer.Exit(run_demo(load_demo_config(config, given, overrides or [])))
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Option(help="The job, as TOML; see examples/.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="Change a setting: a.b=value; repeatable.")
+    ] = None,
+) -> None:
+    """Train a policy: environments, rollouts through rose-scheduler, optimiser steps, weight updates."""
+    result = _load("rose.train.cli", "train_main", "train")(config, overrides or [])
+    raise typer.Exit(result if isinstance(result, int) else 0)
+
+
+@app.command(**_PASS_ON)
+def node(context: typer.Context) -> None:
+    """Co-serving on this host: run | on | off | set | status."""
+    _forward("rose.coserve.cli", "app", "node", context.args)
+
+
+@app.command(**_PASS_ON)
+def scheduler(context: typer.Context) -> None:
+    """The rollout scheduler and its OpenAI-compatible endpoint (the same as rose-scheduler)."""
+    _forward("rose.scheduler.cli", "main", "scheduler", context.args)
+
+
+@app.command(**_PASS_ON)
+def relay(context: typer.Context) -> None:
+    """The weight relay: versioned objects over HTTP, from the trainer to the nodes."""
+    _forward("rose.weights.cli", "relay_main", "relay", context.args)
+
+
+@app.command(**_PASS_ON)
+def weights(context: typer.Context) -> None:
+    """Look at published weight versions: ls | verify."""
+    _forward("rose.weights.cli", "app", "weights", context.args)
+
+
+@app.command()
+def tokens(
+    path: Annotated[Path, typer.Argument(help="The token file to write, with mode 0600.")],
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+) -> None:
+    """Make a token file: one random bearer token for each role.
+
+    Every program of ROSE reads it through [bold]--token-file[/bold] or [bold]ROSE_TOKEN_FILE[/bold].
+    """
+    from rose.auth import Tokens
+
+    if path.exists() and not force:
+        raise ConfigError(f"{path} exists", field="path", fix="--force replaces it and locks its users out")
+    try:
+        Tokens.generate().save(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}", field="path") from error
+    typer.echo(f"wrote {path}")
+
+
+def _load(module: str, name: str, command: str) -> Any:
+    """Import a part; a library that is not installed is the user's to add, not a traceback."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        if error.name and error.name.split(".")[0] == "rose":
+            raise
+        raise ConfigError(
+            f"needs '{error.name}', which is not installed",
+            field=f"rose {command}",
+            fix="pip install 'rose-rl[cpu]', or [gpu]",
+        ) from error
+
+
+def _forward(module: str, name: str, command: str, arguments: Sequence[str]) -> None:
+    """Hand ``arguments`` to a part's own command line; it ends by itself."""
+    program = f"rose {command}"
+    target = _load(module, name, command)
+    if isinstance(target, typer.Typer):
+        typer.main.get_command(target)(args=list(arguments), prog_name=program)
+    else:
+        sys.argv = [program, *arguments]
+        result = target()
+        raise typer.Exit(result if isinstance(result, int) else 0)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    try:
+        app()
+    except RoseError as error:
+        # Text, not markup: a message may hold square brackets.
+        Console(stderr=True, soft_wrap=True).print(
+            Text("error: ", style="bold red") + Text(str(error), style="red")
+        )
+        sys.exit(EXIT_ERROR)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""``rose node``: run the agent of a device, and steer it.
+
+``run`` stays in the foreground; the others talk to a running agent through the socket in its directory.
+Errors are :class:`~rose.errors.RoseError`; ``rose.cli`` prints them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rose.auth import Tokens
+from rose.config import load_config
+from rose.coserve.config import NodeConfig
+from rose.coserve.control import ControlClient
+from rose.errors import ConfigError, EngineError
+from rose.units import PAGE_BYTES, format_bytes, format_s
+
+ENV_DIR = "ROSE_DIR"
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    help="Co-serving on this host: lend what production does not use to a rollout engine.",
+)
+
+Dir = Annotated[Path | None, typer.Option("--dir", help="Node directory; default: ROSE_DIR.")]
+TokenFile = Annotated[Path | None, typer.Option(help="Default: ROSE_TOKEN_FILE.")]
+Json = Annotated[bool, typer.Option("--json", help="The whole answer as JSON.")]
+
+
+@app.command()
+def run(
+    config: Annotated[Path, typer.Option(help="Settings as TOML; every key is in rose/coserve/config.py.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="Change a setting: a.b=value; repeatable.")
+    ] = None,
+) -> None:
+    """Run the node agent: it starts the rollout engine, and ends it when it ends."""
+    from rose.coserve.agent import NodeAgent
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    settings = load_config(NodeConfig, config, overrides or [])
+    asyncio.run(_run(NodeAgent, settings))
+
+
+async def _run(agent_type: Any, settings: NodeConfig) -> None:
+    await agent_type(settings, Tokens.load(settings.token_file)).run()
+
+
+@app.command()
+def on(directory: Dir = None, token_file: TokenFile = None) -> None:
+    """Lend again; starts the engine if it was stopped."""
+    client = _client(directory, token_file)
+    _show(client.set(mode="on", engine=True), False)
+
+
+@app.command()
+def off(
+    directory: Dir = None,
+    token_file: TokenFile = None,
+    wait: Annotated[float, typer.Option(help="Seconds to wait for the memory.")] = 30.0,
+    stop_engine: Annotated[bool, typer.Option(help="End the engine's process too.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Take everything back, and prove it.  Production is not restarted.
+
+    Exit code 1 if the rollout engine still holds something.
+    """
+    answer = _client(directory, token_file).off(wait, engine=not stop_engine)
+    if as_json:
+        typer.echo(json.dumps(answer, indent=2))
+    else:
+        for name in ("before", "after"):
+            proof = answer[name]
+            kv = proof["engine_kv_resident_bytes"]
+            typer.echo(
+                f"{name:6}  reserved {proof['reserved_pages']} pages, "
+                f"resident {proof['resident_pages']} pages ({format_bytes(proof['resident_pages'] * PAGE_BYTES)}) "
+                f"by the workers, KV {'unknown' if kv is None else format_bytes(kv)} by the kernel, "
+                f"process {format_bytes(proof['engine_rss_bytes'])}, steps {proof['steps']}"
+            )
+        typer.echo("all memory is back" if answer["given_back"] else "NOT all memory is back")
+    if not answer["given_back"]:
+        raise typer.Exit(1)
+
+
+@app.command(name="set")
+def set_(
+    directory: Dir = None,
+    token_file: TokenFile = None,
+    mode: Annotated[str | None, typer.Option(help="off, observe or on.")] = None,
+    floor_pages: Annotated[int | None, typer.Option(help="Pages of 2 MiB that are never lent.")] = None,
+    max_lend_pages: Annotated[int | None, typer.Option(help="Never lend more.")] = None,
+    slo_ttft_ms: Annotated[float | None, typer.Option(help="Production's time to first token.")] = None,
+    slo_tpot_ms: Annotated[float | None, typer.Option(help="Production's time between tokens.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Change what is in force, now and until the agent ends."""
+    given = {
+        "mode": mode,
+        "floor_pages": floor_pages,
+        "max_lend_pages": max_lend_pages,
+        "slo_ttft_ms": slo_ttft_ms,
+        "slo_tpot_ms": slo_tpot_ms,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given:
+        raise ConfigError("nothing to change was given", field="set", fix="rose node set --help")
+    _show(_client(directory, token_file).set(**given), as_json)
+
+
+@app.command()
+def status(directory: Dir = None, token_file: TokenFile = None, as_json: Json = False) -> None:
+    """What is in force on this device."""
+    _show(_client(directory, token_file).status(), as_json)
+
+
+def _client(directory: Path | None, token_file: Path | None) -> ControlClient:
+    text = directory or os.environ.get(ENV_DIR)
+    if not text:
+        raise ConfigError("no node directory", field="dir", fix=f"--dir PATH, or set {ENV_DIR}")
+    if not (Path(text) / "agent.sock").exists():
+        raise EngineError(
+            f"no node agent runs in {text}", field="dir", fix="rose node run --config node.toml"
+        )
+    return ControlClient(Path(text), Tokens.load(token_file))
+
+
+def _show(status: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(status, indent=2))
+        return
+    lending, serving, rollout, engine = (status[k] for k in ("lending", "serving", "rollout", "engine"))
+    typer.echo(
+        f"node      {status['node_id']} ({status['tier']}), mode {status['mode']}, epoch {status['epoch']}"
+    )
+    typer.echo(
+        f"lending   {lending['lend_pages']} of at most {lending['cap_pages']} pages: {lending['reason']}; "
+        f"headroom {lending['headroom_pages']}, reclaim p99 {format_s(lending['reclaim_p99_s'])}, "
+        f"cuts {lending['cuts']}"
+    )
+    typer.echo(
+        f"serving   {serving['phase']}{'' if serving['alive'] else ' (no process)'}, "
+        f"{serving['used_pages']} used, {serving['reserved_pages']} reserved of {serving['total_pages']} pages, "
+        f"claims {serving['claim_pages']}"
+    )
+    typer.echo(
+        f"rollout   {rollout['phase']}{'' if rollout['alive'] else ' (no process)'}, "
+        f"{rollout['reserved_pages']} reserved, {rollout['resident_pages']} resident, "
+        f"gate {'open' if rollout['gate_open'] else 'closed'}, {rollout['steps']} steps, "
+        f"{rollout['cut_requests']} requests cut"
+    )
+    waits = f", waits: {engine['waits_for']}" if engine["waits_for"] and engine["state"] != "ready" else ""
+    typer.echo(
+        f"engine    {engine['state']}, version {engine['version']}, {engine['starts']} starts, "
+        f"{engine['kills']} kills{waits}{'; ' + engine['error'] if engine['error'] else ''}"
+    )
+    for name in ("scheduler", "weights"):
+        link = status[name]
+        if link is not None:
+            detail = ", ".join(f"{key} {value}" for key, value in link.items() if value not in ("", {}))
+            typer.echo(f"{name:9} {detail}")
+    for name, error in status["errors"].items():
+        typer.echo(f"error     {name}: {error}")

@@ -1,0 +1,127 @@
+"""Settings of ``rose node``: what runs on this device, what it may take, and whom it reports to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rose.config import Section
+from rose.policy.lending import ALL_PAGES, DEAD_AFTER_S, LendingParams
+
+Url = Annotated[str, Field(pattern=r"^https?://[^\s/]+[^\s]*$", max_length=512)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+
+
+class ServingConfig(Section):
+    """The production engine of this device.  Left out on a dedicated host: everything is lent."""
+
+    slo_ttft_ms: Positive = 500.0
+    """Time to the first token that production promises."""
+    slo_tpot_ms: Positive = 150.0
+    """Time between two tokens."""
+    floor_pages: int = Field(default=0, ge=0)
+    """Pages of 2 MiB that are never lent."""
+
+
+class EngineConfig(Section):
+    """The rollout engine."""
+
+    model: str = Field(min_length=1, max_length=4096)
+    """Folder or name of the policy model."""
+    served_model_name: str | None = Field(default=None, max_length=256)
+    command: tuple[str, ...] = ("vllm", "serve")
+    args: tuple[str, ...] = ()
+    """Added behind ROSE's own; never put a secret here."""
+    env: dict[str, str] = Field(default_factory=dict, repr=False)
+    host: str = "127.0.0.1"
+    port: int = Field(default=8100, ge=1, le=65535)
+    advertise_url: Url | None = None
+    """How rose-scheduler reaches the engine; None = http://host:port."""
+    max_model_len: int = Field(gt=0)
+    cores: tuple[int, ...] = ()
+    sched: Literal["normal", "batch", "idle"] | None = None
+    """Scheduling class; None = idle beside serving, normal on a dedicated host."""
+    nice: int = Field(default=0, ge=0, le=19)
+    log_path: Path | None = None
+    start_timeout_s: Positive = 900.0
+    stop_grace_s: float = Field(default=10.0, ge=0)
+    max_restarts: int = Field(default=5, ge=0)
+    """Within ``restart_window_s``; then the engine stays down for the window, and ``rose node status`` says so."""
+    restart_window_s: Positive = 600.0
+
+
+class LendingConfig(Section):
+    """See ``rose.policy.lending``; fractions are of the device's pages."""
+
+    policy: Literal["rose", "paper"] = "rose"
+    max_lend_pages: int = Field(default=ALL_PAGES, ge=0)
+    min_headroom_fraction: Fraction = 0.1
+    growth_window_s: Positive = 300.0
+    reclaim_deadline_s: Positive = 0.1
+    """A cut that is not obeyed until then ends with the rollout engine's death."""
+    backstop_s: Positive = 0.5
+    period_s: Positive = 0.05
+    grow_period_s: Positive = 0.5
+    grow_step_fraction: Fraction = 0.2
+    hysteresis_fraction: Fraction = 0.02
+    cool_down_s: Positive = 2.0
+    max_cuts: int = Field(default=4, ge=1)
+    cut_window_s: Positive = 60.0
+    dead_after_s: Positive = DEAD_AFTER_S
+
+    def params(self) -> LendingParams:
+        return LendingParams(**self.model_dump(exclude={"policy", "max_lend_pages"}))
+
+
+class SchedulerLink(Section):
+    """rose-scheduler; left out, the engine is used by hand."""
+
+    url: Url
+    heartbeat_s: Positive = 0.5
+    timeout_s: Positive = 5.0
+
+
+class WeightsLink(Section):
+    """Where new weights come from; left out, the engine keeps those it started with."""
+
+    relay_url: Url
+    run_id: str = Field(min_length=1, max_length=128)
+    directory: Path | None = None
+    """Host copy and update files; None = ``weights`` in the node directory."""
+    poll_s: Positive = 2.0
+    """Longest wait of one long poll; the node ends no sooner than the poll in progress."""
+    timeout_s: Positive = 300.0
+    """Staging one version in the engine."""
+
+
+class NodeConfig(Section):
+    node_id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
+    """Worker id at the scheduler."""
+    dir: Path
+    """Shared with the serving engine (its ``ROSE_DIR``); best on tmpfs, for example /dev/shm/rose-gpu0."""
+    token_file: Path | None = None
+    """None = the file that ROSE_TOKEN_FILE names."""
+    mode: Literal["off", "observe", "on"] = "on"
+    """At start; ``rose node on|off|set`` changes it."""
+    serving: ServingConfig | None = None
+    engine: EngineConfig
+    lending: LendingConfig = LendingConfig()
+    scheduler: SchedulerLink | None = None
+    weights: WeightsLink | None = None
+
+    @property
+    def tier(self) -> str:
+        return "dedicated" if self.serving is None else "harvested"
+
+    @property
+    def socket_path(self) -> Path:
+        return self.dir / "agent.sock"
+
+    @property
+    def weights_dir(self) -> Path:
+        if self.weights is not None and self.weights.directory is not None:
+            return self.weights.directory
+        return self.dir / "weights"

@@ -1,0 +1,198 @@
+"""How an operator talks to the node agent of a device: HTTP on a unix socket in the node directory.
+
+Routes, all with the bearer token of role ``node`` (or ``admin``); bodies are JSON objects of at most 4 KiB:
+
+``GET /status``
+    What is in force.
+``POST /set {mode?, floor_pages?, max_lend_pages?, slo_ttft_ms?, slo_tpot_ms?, engine?}``
+    Change it now; answers the status.  ``engine`` false stops the engine's process, true starts it again.
+``POST /off {wait_s?, engine?}``
+    Mode off, then wait until the rollout engine holds nothing; answers proof before and after.
+
+The socket is readable by the owner alone and the token is asked for as well: a shared volume may have
+more than one tenant.  Errors have OpenAI's shape.  Callers: ``rose.coserve.cli``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import httpx
+from aiohttp import web
+from pydantic import Field
+
+from rose.auth import Tokens, bearer
+from rose.config import Section, validate
+from rose.coserve.ledger import Mode
+from rose.errors import ConfigError, EngineError, RequestError, RoseError
+
+if TYPE_CHECKING:
+    from rose.coserve.agent import NodeAgent
+
+logger = logging.getLogger("rose.node")
+
+MAX_BODY_BYTES = 4096
+MAX_SOCKET_PATH = 100
+"""The kernel's limit is 108 bytes with the end."""
+
+
+class SetBody(Section):
+    mode: Literal["off", "observe", "on"] | None = None
+    floor_pages: int | None = None
+    max_lend_pages: int | None = None
+    slo_ttft_ms: float | None = None
+    slo_tpot_ms: float | None = None
+    engine: bool | None = None
+
+
+class OffBody(Section):
+    wait_s: float = Field(default=30.0, ge=0, le=600)
+    engine: bool = True
+    """False also ends the engine's process."""
+
+
+class ControlServer:
+    """The server side; owned by the agent."""
+
+    def __init__(self, agent: NodeAgent, path: Path, tokens: Tokens) -> None:
+        self._agent, self._path, self._tokens = agent, path, tokens
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        """Listen.  The caller owns ``node.state``, so a socket that is there belongs to a dead agent.
+
+        Raises:
+            ConfigError: The path is too long for a socket, or cannot be made.
+        """
+        if len(os.fsencode(self._path)) > MAX_SOCKET_PATH:
+            raise ConfigError(f"{self._path} is too long for a socket", field="dir", fix="use a shorter path")
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.router.add_get("/status", self._guarded(self._status))
+        app.router.add_post("/set", self._guarded(self._set))
+        app.router.add_post("/off", self._guarded(self._off))
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        self._path.unlink(missing_ok=True)
+        mask = os.umask(0o177)
+        try:
+            await web.UnixSite(self._runner, str(self._path)).start()
+        except OSError as error:
+            raise ConfigError(f"{self._path}: {error.strerror}", field="dir") from error
+        finally:
+            os.umask(mask)
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+        self._path.unlink(missing_ok=True)
+
+    async def _status(self, request: web.Request) -> dict[str, Any]:
+        return self._agent.status()
+
+    async def _set(self, request: web.Request) -> dict[str, Any]:
+        body = await _body(request, SetBody)
+        self._agent.change(
+            mode=None if body.mode is None else Mode[body.mode.upper()],
+            floor_pages=body.floor_pages,
+            max_lend_pages=body.max_lend_pages,
+            slo_ttft_ms=body.slo_ttft_ms,
+            slo_tpot_ms=body.slo_tpot_ms,
+        )
+        if body.engine is not None:
+            await self._agent.set_engine(body.engine)
+        return self._agent.status()
+
+    async def _off(self, request: web.Request) -> dict[str, Any]:
+        body = await _body(request, OffBody)
+        before = await self._agent.proof()
+        self._agent.change(mode=Mode.OFF)
+        given_back = await self._agent.wait_given_back(body.wait_s)
+        if not body.engine:
+            await self._agent.set_engine(False)
+            given_back = True  # the kernel has it: the process is gone
+        return {"given_back": given_back, "before": before, "after": await self._agent.proof()}
+
+    def _guarded(
+        self, handler: Callable[[web.Request], Awaitable[dict[str, Any]]]
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def route(request: web.Request) -> web.StreamResponse:
+            try:
+                self._tokens.check(request.headers.get("Authorization"), "node")
+                return web.json_response(await handler(request))
+            except RoseError as error:
+                status = error.status
+                body = {"message": error.message, "param": error.field, "code": error.code}
+            except web.HTTPRequestEntityTooLarge:
+                status = 413
+                body = {"message": f"more than {MAX_BODY_BYTES} bytes", "param": "body", "code": "too_large"}
+            kind = "invalid_request_error" if status < 500 else "server_error"
+            return web.json_response({"error": {"type": kind, **body}}, status=status)
+
+        return route
+
+
+async def _body(request: web.Request, kind: type[Any]) -> Any:
+    raw = await request.read()
+    try:
+        table = json.loads(raw or b"{}")
+    except ValueError:
+        raise RequestError("is not JSON", field="body") from None
+    if not isinstance(table, dict):
+        raise RequestError("is not a JSON object", field="body")
+    try:
+        return validate(kind, table)
+    except ConfigError as error:
+        raise RequestError(error.message, field=error.field, fix=error.fix) from None
+
+
+class ControlClient:
+    """The operator's side: blocking calls to the agent of ``directory``.
+
+    Raises:
+        EngineError: No agent answers there.
+        RequestError: It refuses.
+    """
+
+    def __init__(self, directory: Path, tokens: Tokens) -> None:
+        self._path = directory / "agent.sock"
+        self._client = httpx.Client(
+            transport=httpx.HTTPTransport(uds=str(self._path)),
+            base_url="http://node",
+            headers=bearer(tokens.node),
+        )
+
+    def status(self) -> dict[str, Any]:
+        return self._call("GET", "/status", None, 10.0)
+
+    def set(self, **values: Any) -> dict[str, Any]:
+        return self._call("POST", "/set", values, 60.0)
+
+    def off(self, wait_s: float, engine: bool = True) -> dict[str, Any]:
+        return self._call("POST", "/off", {"wait_s": wait_s, "engine": engine}, wait_s + 60.0)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _call(self, method: str, path: str, body: Any, timeout_s: float) -> dict[str, Any]:
+        try:
+            response = self._client.request(method, path, json=body, timeout=timeout_s)
+            answer = response.json()
+        except (httpx.HTTPError, ValueError) as error:
+            raise EngineError(
+                f"no node agent answers at {self._path}", field="dir", fix="rose node run --config node.toml"
+            ) from error
+        if response.status_code >= 400:
+            error = answer.get("error", {}) if isinstance(answer, dict) else {}
+            raise RequestError(
+                str(error.get("message", response.status_code)),
+                field=error.get("param"),
+                status=response.status_code,
+                code=str(error.get("code", "refused")),
+            )
+        return answer

@@ -1,0 +1,264 @@
+"""The rollout engine as the node agent holds it: one process tree, and the routes that it answers.
+
+What it decides: how the engine is started, and when it has been started too often.  Not whether it should run,
+nor what it may hold: that is the agent's and the policies'.
+
+Every start is an *incarnation* with a token of its own, which guards the engine's routes; the token travels in
+the environment and to rose-scheduler, never in argv or a log.  The process dies with this one (``rose.proc``).
+
+Callers: ``rose.coserve.agent`` and ``rose.coserve.links``, on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from rose.auth import bearer
+from rose.coserve.config import NodeConfig
+from rose.errors import ConfigError, EngineError, RequestError, RoseError
+from rose.proc import Child, ProcSpec, require_free_port
+
+logger = logging.getLogger("rose.node")
+
+MAX_ANSWER_BYTES = 4 << 20
+_REQUEST_S = 10.0
+
+
+class RolloutEngine:
+    """Starts, watches and ends the rollout engine.
+
+    Attributes:
+        state: ``down``, ``starting``, ``ready`` or ``failed`` (restarted too often).
+        version: Weight version that all ranks run, as ``a.v``; None = unknown.
+    """
+
+    def __init__(self, config: NodeConfig) -> None:
+        self.config = config
+        self.url = f"http://{config.engine.host}:{config.engine.port}"
+        self.state = "down"
+        self.error = ""
+        self.incarnation = ""
+        self.version: str | None = None
+        self.token = ""
+        self.num_starts = 0
+        self.num_kills = 0
+        self._child: Child | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self._starts_s: deque[float] = deque(maxlen=config.engine.max_restarts + 1)
+        self._killing = asyncio.Lock()
+
+    @property
+    def running(self) -> bool:
+        """Is the process there?"""
+        return self._child is not None and self._child.returncode() is None
+
+    @property
+    def may_start(self) -> bool:
+        """False once it was restarted too often lately."""
+        limit, window_s = self.config.engine.max_restarts + 1, self.config.engine.restart_window_s
+        return len(self._starts_s) < limit or time.monotonic() - self._starts_s[0] > window_s
+
+    def describe(self) -> dict[str, Any]:
+        """For ``rose node status``."""
+        child = self._child if self.running else None
+        return {
+            "state": self.state,
+            "url": self.url,
+            "pid": child.pid if child is not None else None,
+            "incarnation": self.incarnation,
+            "version": self.version,
+            "starts": self.num_starts,
+            "kills": self.num_kills,
+            "error": self.error,
+        }
+
+    async def start(self) -> None:
+        """Start it and wait until it answers.
+
+        Raises:
+            ConfigError: It cannot be started at all: no such program, port taken.
+            EngineError: It died or was not ready in time; nothing of it is left.
+        """
+        engine = self.config.engine
+        require_free_port(engine.port, "engine.port", engine.host)
+        self.incarnation, self.token, self.version = secrets.token_hex(8), secrets.token_urlsafe(24), None
+        self.state, self.error = "starting", ""
+        self._starts_s.append(time.monotonic())
+        self.num_starts += 1
+        self._child = child = Child.start(self._spec())
+        logger.info("rollout engine starting, incarnation %s", self.incarnation)
+        try:
+            took_s = await child.wait_ready_async(f"{self.url}/health", engine.start_timeout_s)
+            self._session = aiohttp.ClientSession(headers=bearer(self.token))
+            await self.refresh_status()
+        except asyncio.CancelledError:
+            raise
+        except RoseError as error:
+            self.error = error.message
+            await self.stop(grace_s=0.0)
+            raise
+        self.state = "ready"
+        logger.info("rollout engine ready after %.1f s, version %s", took_s, self.version)
+
+    def _spec(self) -> ProcSpec:
+        config, engine = self.config, self.config.engine
+        sched = engine.sched or ("normal" if config.serving is None else "idle")
+        return ProcSpec(
+            name="rollout engine",
+            argv=(
+                *engine.command,
+                engine.model,
+                *("--host", engine.host, "--port", str(engine.port)),
+                *("--served-model-name", engine.served_model_name or engine.model),
+                *("--max-model-len", str(engine.max_model_len)),
+                "--enable-scale-out",
+                *("--weight-transfer-config", json.dumps({"backend": "rose"}, separators=(",", ":"))),
+                *("--logprobs-mode", "processed_logprobs"),
+                *engine.args,
+            ),
+            env={
+                **engine.env,
+                "ROSE_ROLE": "rollout",
+                "ROSE_DIR": str(config.dir),
+                "ROSE_WEIGHTS_DIR": str(config.weights_dir),
+                "ROSE_NODE_TOKEN": self.token,
+                "ROSE_TOKEN_FILE": None,  # the engine needs none of the fleet's secrets
+                "VLLM_API_KEY": self.token,
+                "VLLM_PLUGINS": "rose",
+            },
+            cores=engine.cores,
+            sched=sched,
+            nice=engine.nice,
+            log_path=engine.log_path,
+        )
+
+    async def wait_exit(self) -> None:
+        """Return when the process has ended by itself or was killed."""
+        while self.running:  # noqa: ASYNC110 - a process has no event to wait for here
+            await asyncio.sleep(0.05)
+        self.version = None
+        if self.state in ("ready", "starting"):
+            self.state = "down"
+            code = self._child.returncode() if self._child is not None else None
+            self.error = self.error or f"ended with {code}"
+            logger.warning("rollout engine %s", self.error)
+
+    async def kill(self, reason: str) -> None:
+        """SIGKILL for the whole tree; returns when nothing is left.  A second call waits for the first."""
+        async with self._killing:
+            if self.running and self._child is not None:
+                self.num_kills += 1
+                self.error = f"killed: {reason}"
+                logger.error("killing the rollout engine: %s", reason)
+                await asyncio.to_thread(self._child.kill)
+
+    async def stop(self, grace_s: float | None = None) -> None:
+        """End it and everything below it.
+
+        Raises:
+            EngineError: Something of it still lives.
+        """
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+        self.version = None
+        if self._child is not None:
+            await self._child.terminate_async(self.config.engine.stop_grace_s if grace_s is None else grace_s)
+        if self.state != "failed":
+            self.state = "down"
+
+    def give_up(self) -> None:
+        """Started too often: stay down until the window is over or an operator says otherwise."""
+        if self.state != "failed":
+            self.state = "failed"
+            logger.error("rollout engine stays down after %d starts: %s", self.num_starts, self.error)
+
+    def forgive(self) -> None:
+        """Forget the restarts so far."""
+        self._starts_s.clear()
+
+    def rss_bytes(self) -> int:
+        """Resident memory of the whole tree."""
+        return self._child.rss_bytes() if self.running and self._child is not None else 0
+
+    # -- its routes -----------------------------------------------------------------------------------
+
+    async def refresh_status(self) -> dict[str, Any]:
+        """``GET /rose/status``; also learns :attr:`version`."""
+        status = await self.call("GET", "/rose/status")
+        version = status.get("version")
+        self.version = version if isinstance(version, str) and len(version) <= 32 else None
+        return status
+
+    async def call(
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = _REQUEST_S
+    ) -> dict[str, Any]:
+        """One request to the engine.
+
+        Raises:
+            RequestError: It refuses, with its status, field and code.
+            EngineError: It does not answer, or not with a JSON object.
+        """
+        if self._session is None:
+            raise EngineError("is not running", field="rollout engine")
+        try:
+            async with self._session.request(
+                method, self.url + path, json=body, timeout=aiohttp.ClientTimeout(total=timeout_s)
+            ) as response:
+                raw = await _read_bounded(response)
+                status = response.status
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise EngineError(
+                f"{path}: no answer ({type(error).__name__})", field="rollout engine"
+            ) from error
+        try:
+            answer = json.loads(raw)
+        except ValueError:
+            answer = None
+        if status >= 400:
+            raise _refusal(path, status, answer)
+        if not isinstance(answer, dict):
+            raise EngineError(f"{path}: answered {status} without a JSON object", field="rollout engine")
+        return answer
+
+
+async def _read_bounded(response: aiohttp.ClientResponse) -> bytes:
+    data = bytearray()
+    async for chunk in response.content.iter_chunked(65536):
+        data += chunk
+        if len(data) > MAX_ANSWER_BYTES:
+            raise EngineError(f"answer is longer than {MAX_ANSWER_BYTES} bytes", field="rollout engine")
+    return bytes(data)
+
+
+def _refusal(path: str, status: int, answer: Any) -> RoseError:
+    error = answer.get("error") if isinstance(answer, dict) else None
+    if not isinstance(error, dict):
+        return EngineError(f"{path}: answered {status}", field="rollout engine")
+    message, param, code = error.get("message"), error.get("param"), error.get("code")
+    return RequestError(
+        str(message)[:500],
+        field=str(param)[:100] if param is not None else None,
+        status=status,
+        code=str(code)[:64],
+    )
+
+
+def check_update_path(path: Path, directory: Path) -> Path:
+    """An update file must lie in the directory that the engine reads from.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    if not path.resolve().is_relative_to(directory.resolve()):
+        raise ConfigError(f"{path} is not below {directory}", field="weights.directory")
+    return path

@@ -1,0 +1,104 @@
+"""Two services of the Linux kernel that the ledger stands on: futexes and open-file locks.
+
+A *futex* is a word of a shared mapping that a process can sleep on until another wakes it.  An *open-file
+lock* (``F_OFD``) belongs to the open file, ends with its last descriptor, and can be queried without being
+taken.
+
+Callers: ``rose.coserve.ledger`` only.  Standard library only; x86-64 and arm64.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import platform
+import struct
+
+from rose.errors import LedgerError
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_SYS_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), -1)
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1  # without FUTEX_PRIVATE_FLAG: the waiters are other processes
+_EVERYBODY = 0x7FFFFFFF
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = [("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long)]
+
+
+_int, _size = ctypes.c_int, ctypes.c_size_t
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, _size, _int, _int, _int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, _size]
+_libc.syscall.restype = ctypes.c_long
+_libc.syscall.argtypes = [
+    ctypes.c_long,
+    ctypes.c_void_p,
+    ctypes.c_int,
+    ctypes.c_uint32,
+    ctypes.POINTER(_Timespec),
+    ctypes.c_void_p,
+    ctypes.c_int,
+]
+
+
+def futex_wake(address: int) -> None:
+    """Wake everybody who sleeps on the word at ``address``."""
+    _libc.syscall(_SYS_FUTEX, address, _FUTEX_WAKE, _EVERYBODY, None, None, 0)
+
+
+def futex_wait(address: int, word: int, timeout_s: float) -> bool:
+    """Sleep while the word at ``address`` is ``word``; other threads run meanwhile.
+
+    Returns:
+        True: woken, interrupted, or the word differs.  False: the time is over.
+    """
+    whole = int(timeout_s)
+    limit = _Timespec(whole, int((timeout_s - whole) * 1e9))
+    result = _libc.syscall(_SYS_FUTEX, address, _FUTEX_WAIT, word, ctypes.byref(limit), None, 0)
+    return not (result == -1 and ctypes.get_errno() == errno.ETIMEDOUT)
+
+
+class FutexWord:
+    """A read-only mapping of a file's first page, for the address of the word at ``offset``."""
+
+    def __init__(self, descriptor: int, offset: int) -> None:
+        address = _libc.mmap(None, mmap.PAGESIZE, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
+        if address in (None, ctypes.c_void_p(-1).value):
+            raise LedgerError(f"cannot be mapped: {os.strerror(ctypes.get_errno())}")
+        self._start: int | None = address
+        self.address: int = address + offset
+
+    def close(self) -> None:
+        if self._start is not None:
+            _libc.munmap(self._start, mmap.PAGESIZE)
+            self._start = None
+
+    def __enter__(self) -> FutexWord:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+_FLOCK = struct.Struct("@hhqqi4x")  # struct flock, 64-bit Linux: type, whence, start, length, pid (0: OFD)
+
+
+def take_lock(descriptor: int) -> bool:
+    """Take the exclusive lock of the open file; False if another open file has it."""
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise
+    return True
+
+
+def is_locked(descriptor: int) -> bool:
+    """Does another open file hold the lock?  Takes nothing."""
+    answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0))
+    return _FLOCK.unpack(answer)[0] != fcntl.F_UNLCK

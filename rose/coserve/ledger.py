@@ -1,0 +1,590 @@
+"""Shared files between the processes of one device: one writer each, any number of readers, nobody waits.
+
+What it decides: how a record is laid out, how a reader knows that it read a whole one, who is the writer,
+and whether that writer lives.  What it does not: what the numbers mean (``rose.coserve.records``) and who
+may hold how much (``rose.policy``).
+
+Layout of a file, little-endian, in this order::
+
+    header, 64 bytes, never changes   magic, version, schema, record size, extra bytes, incarnation, checksum
+    sequence word, 64 bytes           u32 = number of the newest record (0: none yet); also the futex
+    slot 0, slot 1                    u32 number, u32 checksum over number and body, body of 64-bit ints
+    extra                             bytes of the owner's, each valid by itself (chunk maps)
+
+Invariants:
+
+- **Whole or nothing.**  A writer fills the slot that is not current and then sets the word.  One that is
+  stopped or killed half-way leaves the previous record readable, and readers never spin on it.  A reader
+  accepts a slot only if its number is the word's and its checksum fits, so a write by anyone but the owner
+  is an error, not a value.
+- **One writer.**  It holds an exclusive advisory lock for as long as it lives (``F_OFD``: owned by the open
+  file, so it works across containers, where pids mean nothing).  Readers *query* that lock and never take
+  it: no reader can keep a writer out, however many poll.
+- **A new writer makes a new file** and moves it over the old one, so a header never changes under a reader
+  and no file is ever truncated under a mapping.  Readers notice by inode, and are woken.
+- **Readers copy with pread**, so a file that someone truncates is an error and not a SIGBUS in the reader.
+- ``write`` makes no system call and no lasting allocation; ``wake`` is one futex call.  Put the directory
+  on tmpfs (``/dev/shm``, ``/run``): on a disk, write-back may stall the page that serving writes.
+
+Callers: the vLLM plugin in both roles, the node agent, the tests.  Standard library and ``rose.policy`` only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import secrets
+import stat
+import struct
+import time
+import weakref
+import zlib
+from dataclasses import fields
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar, cast
+
+from rose.coserve.kernel import FutexWord, futex_wait, futex_wake, is_locked, take_lock
+from rose.coserve.records import (
+    ChunkState,
+    Mode,
+    NodeState,
+    Phase,
+    RankState,
+    RolloutLease,
+    ServingBoard,
+    ServingLease,
+)
+from rose.errors import LedgerError
+
+__all__ = [
+    "ChunkState",
+    "Mode",
+    "NodeDir",
+    "NodeState",
+    "Phase",
+    "RankState",
+    "RecordReader",
+    "RecordWriter",
+    "Role",
+    "RolloutLease",
+    "ServingBoard",
+    "ServingLease",
+]
+
+R = TypeVar("R")
+Role = Literal["serving", "rollout"]
+ROLES: tuple[Role, ...] = ("serving", "rollout")
+
+VERSION = 1
+MAX_EXTRA_BYTES = 1 << 24
+"""One byte per chunk: 16 M chunks are 32 TiB.  More is a corrupt header, not a device."""
+MAX_RANKS = 64
+
+_MAGIC = b"ROSELGR\n"
+_HEADER = struct.Struct("<8sIIIIQ")  # magic, version, schema, record bytes, extra bytes, incarnation
+_HEADER_BYTES = 64
+_WORD_AT = 64
+_SLOTS_AT = 128
+_U32 = struct.Struct("<I")
+_SLOT_HEAD = struct.Struct("<II")
+_READ_RETRIES = 64
+"""Needed only when the writer lapped the reader twice inside one copy; 64 in a row is corruption."""
+_MISSING_FILE_WAIT_S = 0.02
+"""There is no futex to sleep on before the file exists; only this start-up case looks again by itself."""
+
+
+class _Layout(Generic[R]):
+    """How records of one type lie in a file.  Built once per type and size."""
+
+    def __init__(self, record_type: type[R]) -> None:
+        self.names = tuple(field.name for field in fields(cast(Any, record_type)))
+        self.values_of = attrgetter(*self.names)
+        self.body = struct.Struct(f"<{len(self.names)}q")
+        self.slot = struct.Struct(f"<II{len(self.names)}q")
+        self.slot_bytes = (self.slot.size + 63) & ~63
+        self.extra_at = _SLOTS_AT + 2 * self.slot_bytes
+        self.schema = zlib.crc32(f"{record_type.__name__}:{','.join(self.names)}".encode())
+
+    def header(self, extra_bytes: int, incarnation: int) -> bytes:
+        head = _HEADER.pack(_MAGIC, VERSION, self.schema, self.body.size, extra_bytes, incarnation)
+        return (head + _U32.pack(zlib.crc32(head))).ljust(_HEADER_BYTES, b"\0")
+
+    def check_header(self, data: bytes, size: int, path: Path, extra_bytes: int | None) -> tuple[int, int]:
+        """``(extra_bytes, incarnation)`` of a file of ``size`` bytes that starts with ``data``.
+
+        Raises:
+            LedgerError: Not a ledger file, damaged, truncated, or of another version, record or size.
+        """
+        if len(data) < _HEADER_BYTES or not data.startswith(_MAGIC):
+            raise LedgerError("not a ledger file, or truncated", field=str(path), fix="remove it")
+        head = data[: _HEADER.size]
+        if _U32.unpack_from(data, _HEADER.size)[0] != zlib.crc32(head):
+            raise LedgerError("header checksum is wrong", field=str(path), fix="remove it")
+        _, version, schema, record_bytes, extra, incarnation = _HEADER.unpack(head)
+        if version != VERSION:
+            raise LedgerError(
+                f"ledger version {version}, this program speaks {VERSION}",
+                field=str(path),
+                fix="run the same ROSE version in every process of the device",
+            )
+        if schema != self.schema or record_bytes != self.body.size:
+            raise LedgerError(
+                "holds another kind of record, or one of another ROSE version",
+                field=str(path),
+                fix="run the same ROSE version in every process of the device",
+            )
+        if extra > MAX_EXTRA_BYTES or (extra_bytes is not None and extra != extra_bytes):
+            raise LedgerError(f"has {extra} extra bytes, expected {extra_bytes}", field=str(path))
+        if size != self.extra_at + extra:
+            raise LedgerError(f"is {size} bytes, its header says {self.extra_at + extra}", field=str(path))
+        return extra, incarnation
+
+
+_layouts: dict[type[Any], _Layout[Any]] = {}
+
+
+def _layout_of(record_type: type[R]) -> _Layout[R]:
+    layout = _layouts.get(record_type)
+    if layout is None:
+        layout = _layouts[record_type] = _Layout(record_type)
+    return cast(_Layout[R], layout)
+
+
+def _private_dir(path: Path) -> None:
+    """Make ``path`` with mode 0700, or accept it if no stranger owns it or may write there."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        info = path.stat()
+    except OSError as error:
+        raise LedgerError(f"cannot be made or read: {error.strerror}", field=str(path)) from error
+    if info.st_mode & stat.S_IWOTH:
+        raise LedgerError("anyone may write there", field=str(path), fix=f"chmod o-w {path}")
+    if os.geteuid() not in (0, info.st_uid) and info.st_uid != 0:
+        raise LedgerError(
+            f"belongs to user {info.st_uid}", field=str(path), fix="use a directory of your own"
+        )
+
+
+_writers: weakref.WeakSet[RecordWriter[Any]] = weakref.WeakSet()
+
+
+def _forget_writers_after_fork() -> None:
+    # A forked child shares the parent's open file and so its lock: kept open there, it would
+    # make a dead parent look alive.  The child is not the writer.
+    for writer in list(_writers):
+        writer._abandon()  # pyright: ignore[reportPrivateUsage]
+
+
+os.register_at_fork(after_in_child=_forget_writers_after_fork)
+
+
+class RecordWriter(Generic[R]):
+    """The one writer of a shared file, from construction to :meth:`close` or process death.
+
+    Args:
+        path: The file; made with mode 0600, its directory with 0700.
+        record_type: A frozen dataclass of ints.
+        extra_bytes: Room behind the record, zeroed, reached through :attr:`extra`.
+
+    Raises:
+        LedgerError: Another live process writes this file, or the file cannot be made.
+
+    Not thread-safe: one thread writes.  ``wake`` may be called from any thread.
+    """
+
+    def __init__(self, path: Path | str, record_type: type[R], extra_bytes: int = 0) -> None:
+        if not 0 <= extra_bytes <= MAX_EXTRA_BYTES:
+            raise LedgerError(f"{extra_bytes} extra bytes, at most {MAX_EXTRA_BYTES}", field=str(path))
+        self.path = Path(path)
+        self._layout = _layout_of(record_type)
+        self._number = 0
+        self._crc = 0
+        # A random start: whoever waits on the previous writer's number must not find it again here.
+        self._first = secrets.randbits(31) | 1
+        self._lock_fd = -1
+        self._map, self._lock_fd = _create(self.path, self._layout, extra_bytes)
+        self._view = memoryview(self._map)
+        self._word = self._view[_WORD_AT : _WORD_AT + 4].cast("I")
+        self._c_word = ctypes.c_uint32.from_buffer(self._map, _WORD_AT)
+        self._word_address = ctypes.addressof(self._c_word)
+        self._extra = self._view[self._layout.extra_at : self._layout.extra_at + extra_bytes]
+        self._scratch = bytearray(4 + self._layout.body.size)
+        _writers.add(self)
+
+    def write(self, record: R) -> None:
+        """Publish ``record``.  A few microseconds, no system call; readers see it at their next look.
+
+        Raises:
+            LedgerError: A field is no 64-bit int, or the writer is closed.  The last record stands.
+        """
+        if self._lock_fd < 0:
+            raise LedgerError("this process is not its writer", field=str(self.path))
+        layout, scratch = self._layout, self._scratch
+        number = (self._number + 1) & 0xFFFFFFFF if self._number else self._first
+        if number == 0:
+            number = 2  # 0 means "none yet", and 1 would be the slot that 0xFFFFFFFF used
+        try:
+            _U32.pack_into(scratch, 0, number)
+            layout.body.pack_into(scratch, 4, *layout.values_of(record))
+        except (struct.error, AttributeError, TypeError) as error:
+            raise LedgerError(f"a record has a bad field: {error}", field=str(self.path)) from error
+        at = _SLOTS_AT + (number & 1) * layout.slot_bytes
+        crc = zlib.crc32(scratch)
+        _SLOT_HEAD.pack_into(self._view, at, number, crc)
+        self._view[at + 8 : at + layout.slot.size] = memoryview(scratch)[4:]
+        self._word[0] = number  # one aligned 32-bit store: the moment of publication
+        self._number, self._crc = number, crc
+
+    def wake(self) -> None:
+        """Wake everybody in :meth:`RecordReader.wait` on this file."""
+        if self._lock_fd >= 0:
+            futex_wake(self._word_address)
+
+    @property
+    def extra(self) -> memoryview:
+        """The bytes behind the record.  Each shows to readers at once; call ``write`` and ``wake`` after."""
+        return self._extra
+
+    def intact(self) -> bool:
+        """Is the current record still what this writer wrote?  False: somebody else wrote into the file."""
+        if self._number == 0:
+            return self._word[0] == 0
+        at = _SLOTS_AT + (self._number & 1) * self._layout.slot_bytes
+        number, crc = _SLOT_HEAD.unpack_from(self._view, at)
+        body = self._view[at + 8 : at + self._layout.slot.size]
+        found = zlib.crc32(body, zlib.crc32(_U32.pack(self._word[0])))
+        return self._word[0] == self._number == number and crc == self._crc == found
+
+    def close(self) -> None:
+        """Give up the file and wake its waiters.  The last record stays readable; ``alive`` is false."""
+        if self._lock_fd < 0:
+            return
+        descriptor, self._lock_fd = self._lock_fd, -1
+        os.close(descriptor)
+        futex_wake(self._word_address)
+        _writers.discard(self)
+
+    def _abandon(self) -> None:
+        descriptor, self._lock_fd = self._lock_fd, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __enter__(self) -> RecordWriter[R]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _create(path: Path, layout: _Layout[Any], extra_bytes: int) -> tuple[mmap.mmap, int]:
+    """Become the writer of ``path``: ``(mapping, descriptor that holds the lock)``.
+
+    The lock of an existing file is taken first, and held until ours is in its place: of two
+    processes that start together one is refused.
+    """
+    _private_dir(path.parent)
+    size = layout.extra_at + extra_bytes
+    for _ in range(100):
+        old = -1
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
+        try:
+            try:
+                old = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except FileNotFoundError:
+                pass
+            if old >= 0:
+                if not take_lock(old):
+                    raise LedgerError(
+                        "another live process writes it",
+                        field=str(path),
+                        fix="one engine of a role and one node agent per device",
+                    )
+                if not _same_file(old, path):
+                    continue  # replaced between open and lock
+            lock_fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                take_lock(lock_fd)
+                # Blocks are claimed now: a full disk is an error here, not a SIGBUS in a later write.
+                os.posix_fallocate(lock_fd, 0, size)
+                os.pwrite(lock_fd, layout.header(extra_bytes, secrets.randbits(64)), 0)
+                # Mapped through its own open file: mmap keeps a duplicate of the descriptor it is given, and
+                # that must not keep the lock alive in a forked child.
+                map_fd = os.open(temporary, os.O_RDWR | os.O_CLOEXEC)
+                try:
+                    mapping = mmap.mmap(map_fd, size)
+                finally:
+                    os.close(map_fd)
+                if old >= 0:
+                    os.rename(temporary, path)
+                    _wake_waiters_of(old)
+                else:
+                    os.link(temporary, path)
+                    os.unlink(temporary)
+            except FileExistsError:  # another process was first; look at its lock
+                os.close(lock_fd)
+                os.unlink(temporary)
+                continue
+            except BaseException:
+                os.close(lock_fd)
+                temporary.unlink(missing_ok=True)
+                raise
+            return mapping, lock_fd
+        except OSError as error:
+            raise LedgerError(f"cannot be made: {error.strerror}", field=str(path)) from error
+        finally:
+            if old >= 0:
+                os.close(old)
+    raise LedgerError("is being replaced all the time", field=str(path))
+
+
+def _same_file(descriptor: int, path: Path) -> bool:
+    try:
+        there = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    here = os.fstat(descriptor)
+    return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+
+
+def _wake_waiters_of(descriptor: int) -> None:
+    """Those who sleep on a file that was just replaced."""
+    if os.fstat(descriptor).st_size >= _SLOTS_AT:
+        with FutexWord(descriptor, _WORD_AT) as word:
+            futex_wake(word.address)
+
+
+class RecordReader(Generic[R]):
+    """Looks at a shared file, which may not exist yet, or may get a new writer at any time.
+
+    ``extra_bytes=None`` accepts whatever size the file has.  Cheap to make; one per thread.
+    """
+
+    def __init__(self, path: Path | str, record_type: type[R], extra_bytes: int | None = 0) -> None:
+        self.path = Path(path)
+        self._path_text = str(path)
+        self._record_type = record_type
+        self._layout = _layout_of(record_type)
+        self._want_extra = extra_bytes
+        self._extra_bytes = 0
+        self._fd = -1
+        self._identity = (0, 0)
+        self._futex: FutexWord | None = None
+        self.incarnation = 0
+
+    def read(self) -> R | None:
+        """The newest record, or None where there is no file or nothing was written yet.
+
+        Raises:
+            LedgerError: Torn beyond repair or written by a stranger, truncated, of another version, damaged.
+        """
+        if not self._refresh():
+            return None
+        layout = self._layout
+        length = layout.extra_at - _WORD_AT
+        for _ in range(_READ_RETRIES):
+            data = os.pread(self._fd, length, _WORD_AT)
+            if len(data) < length:
+                raise LedgerError("is truncated", field=self._path_text)
+            number = _U32.unpack_from(data)[0]
+            if number == 0:
+                return None
+            at = _SLOTS_AT - _WORD_AT + (number & 1) * layout.slot_bytes
+            slot_number, crc = _SLOT_HEAD.unpack_from(data, at)
+            body = data[at + 8 : at + layout.slot.size]
+            if slot_number == number and crc == zlib.crc32(body, zlib.crc32(data[:4])):
+                values = layout.body.unpack(body)
+                return self._record_type(**dict(zip(layout.names, values, strict=True)))
+        raise LedgerError(
+            "record is torn, or written by a process that does not own it", field=self._path_text
+        )
+
+    def alive(self) -> bool:
+        """Does a process live that writes this file?  Takes no lock itself."""
+        return self._refresh() and is_locked(self._fd)
+
+    def word(self) -> int:
+        """Number of the newest record; changes with every write.  0: no file, or nothing written."""
+        if not self._refresh():
+            return 0
+        data = os.pread(self._fd, 4, _WORD_AT)
+        return _U32.unpack(data)[0] if len(data) == 4 else 0
+
+    def wait(self, word: int, timeout_s: float) -> bool:
+        """Sleep in the kernel until the word is no longer ``word`` or the writer calls ``wake``.
+
+        Returns:
+            True when woken or changed (also without reason: look again), False when ``timeout_s`` is over.
+        """
+        until_s = time.monotonic() + timeout_s
+        while True:
+            left_s = until_s - time.monotonic()
+            if self.word() != word:
+                return True
+            if left_s <= 0:
+                return False
+            if self._fd < 0:
+                time.sleep(min(left_s, _MISSING_FILE_WAIT_S))
+                continue
+            if self._futex is None:
+                self._futex = FutexWord(self._fd, _WORD_AT)
+            return futex_wait(self._futex.address, word, left_s)
+
+    @property
+    def extra(self) -> bytes:
+        """A copy of the bytes behind the record; empty where there is no file."""
+        if not self._refresh():
+            return b""
+        data = os.pread(self._fd, self._extra_bytes, self._layout.extra_at)
+        if len(data) != self._extra_bytes:
+            raise LedgerError("is truncated", field=self._path_text)
+        return data
+
+    def close(self) -> None:
+        if self._futex is not None:
+            self._futex.close()
+            self._futex = None
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        self._identity = (0, 0)
+
+    def _refresh(self) -> bool:
+        """Hold the file that is at the path now; False where there is none.
+
+        The inode we hold open cannot be given out again, so comparing it is enough.
+        """
+        try:
+            there = os.stat(self._path_text, follow_symlinks=False)
+        except FileNotFoundError:
+            self.close()
+            return False
+        except OSError as error:
+            raise LedgerError(f"cannot be read: {error.strerror}", field=self._path_text) from error
+        if (there.st_dev, there.st_ino) == self._identity:
+            if there.st_size != self._layout.extra_at + self._extra_bytes:
+                raise LedgerError("changed its size: truncated or overwritten", field=self._path_text)
+            return True
+        self.close()
+        return self._open()
+
+    def _open(self) -> bool:
+        try:
+            descriptor = os.open(self._path_text, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise LedgerError(f"cannot be read: {error.strerror}", field=self._path_text) from error
+        try:
+            info = os.fstat(descriptor)
+            if not stat.S_ISREG(info.st_mode):
+                raise LedgerError("is not a regular file", field=self._path_text, fix="remove it")
+            self._extra_bytes, self.incarnation = self._layout.check_header(
+                os.pread(descriptor, _HEADER_BYTES, 0), info.st_size, self.path, self._want_extra
+            )
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._fd = descriptor
+        self._identity = (info.st_dev, info.st_ino)
+        return True
+
+    def __del__(self) -> None:
+        try:
+            self.close()
+        except (AttributeError, OSError):  # half-built, or the interpreter is going down
+            pass
+
+
+class NodeDir:
+    """The shared files of one device, by name.  Making one touches nothing."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+
+    def node_writer(self) -> RecordWriter[NodeState]:
+        return RecordWriter(self.path / "node.state", NodeState)
+
+    def node(self) -> RecordReader[NodeState]:
+        return RecordReader(self.path / "node.state", NodeState)
+
+    def serving_lease_writer(self) -> RecordWriter[ServingLease]:
+        return RecordWriter(self.path / "serving.lease", ServingLease)
+
+    def serving_lease(self) -> RecordReader[ServingLease]:
+        return RecordReader(self.path / "serving.lease", ServingLease)
+
+    def serving_board_writer(self) -> RecordWriter[ServingBoard]:
+        return RecordWriter(self.path / "serving.board", ServingBoard)
+
+    def serving_board(self) -> RecordReader[ServingBoard]:
+        return RecordReader(self.path / "serving.board", ServingBoard)
+
+    def rollout_lease_writer(self) -> RecordWriter[RolloutLease]:
+        return RecordWriter(self.path / "rollout.lease", RolloutLease)
+
+    def rollout_lease(self) -> RecordReader[RolloutLease]:
+        return RecordReader(self.path / "rollout.lease", RolloutLease)
+
+    def chunks_writer(self, role: Role, num_chunks: int) -> RecordWriter[ChunkState]:
+        return RecordWriter(self._named(role, "chunks"), ChunkState, num_chunks)
+
+    def chunks(self, role: Role, num_chunks: int | None = None) -> RecordReader[ChunkState]:
+        return RecordReader(self._named(role, "chunks"), ChunkState, num_chunks)
+
+    def rank_writer(self, role: Role, rank: int, num_chunks: int) -> RecordWriter[RankState]:
+        return RecordWriter(self._named(role, _rank_name(rank)), RankState, num_chunks)
+
+    def rank(self, role: Role, rank: int, num_chunks: int | None = None) -> RecordReader[RankState]:
+        return RecordReader(self._named(role, _rank_name(rank)), RankState, num_chunks)
+
+    def ranks(self, role: Role) -> list[int]:
+        """Ranks of ``role`` that have a file."""
+        return [rank for rank in range(MAX_RANKS) if self._named(role, _rank_name(rank)).exists()]
+
+    def remove(self) -> list[str]:
+        """Unlink every file whose writer is gone, and the directory if nothing is left.
+
+        Returns:
+            Names that stayed, because a live process writes them.  Taking them away would
+            make a living engine invisible to its peer.
+        """
+        left: list[str] = []
+        names = [self.path / "node.state", *(p for role in ROLES for p in self._files_of(role))]
+        # A writer killed while it was being made leaves its file under a temporary name.
+        halves = [path for name in names for path in self.path.glob(f".{name.name}.*")]
+        for path in [*names, *halves]:
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise LedgerError(f"cannot be removed: {error.strerror}", field=str(path)) from error
+            try:
+                if is_locked(descriptor):
+                    left.append(path.name)
+                else:
+                    path.unlink(missing_ok=True)
+            finally:
+                os.close(descriptor)
+        try:
+            self.path.rmdir()
+        except OSError:  # somebody's files are still there, or it never was
+            pass
+        return left
+
+    def _files_of(self, role: Role) -> list[Path]:
+        names = ["lease", "chunks", *(_rank_name(rank) for rank in range(MAX_RANKS))]
+        return [self._named(role, name) for name in (*names, "board")]
+
+    def _named(self, role: Role, name: str) -> Path:
+        if role not in ROLES:
+            raise LedgerError(f"'{role}' is neither serving nor rollout", field="role")
+        return self.path / f"{role}.{name}"
+
+
+def _rank_name(rank: int) -> str:
+    if not 0 <= rank < MAX_RANKS:
+        raise LedgerError(f"{rank} is not in 0..{MAX_RANKS - 1}", field="rank")
+    return f"rank{rank}"

@@ -1,0 +1,248 @@
+"""The node agent's two links outward: to rose-scheduler (turns) and to the relay (weights).
+
+:class:`SchedulerUplink` registers the engine once per incarnation and then sends a heartbeat twice a second; a
+scheduler that was restarted says ``known: false`` and gets the registration again.  :class:`WeightLoop` brings
+the engine to the newest published version: fetch in a thread, stage while requests run, commit between two steps.
+
+Neither stops the node when the other side is away: they log the change, back off, and go on.
+
+Callers: ``rose.coserve.agent``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import aiohttp
+
+from rose.auth import Tokens, bearer
+from rose.coserve.config import NodeConfig, SchedulerLink, WeightsLink
+from rose.coserve.engine import RolloutEngine, check_update_path
+from rose.errors import ConfigError, EngineError, RequestError, RoseError, SectionCorrupt, WeightsError
+from rose.weights.version import WeightVersion
+
+logger = logging.getLogger("rose.node")
+
+_MAX_ANSWER_BYTES = 1 << 16
+_BACK_OFF_S = (0.5, 1.0, 2.0, 5.0)
+
+
+class SchedulerUplink:
+    """Keeps rose-scheduler informed.
+
+    Args:
+        heartbeat: Builds the part of a heartbeat that the agent knows, see ``docs/architecture.md``.
+    """
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        link: SchedulerLink,
+        tokens: Tokens,
+        engine: RolloutEngine,
+        heartbeat: Callable[[], dict[str, Any]],
+    ) -> None:
+        self._config, self._link, self._engine, self._heartbeat = config, link, engine, heartbeat
+        self._tokens = tokens
+        self._registered: str | None = None
+        self._seq = 0
+        self.connected = False
+        self.error = "not tried yet"
+        self.required_version: str | None = None
+
+    async def run(self) -> None:
+        """Until cancelled; takes the worker off the registry on the way out."""
+        timeout = aiohttp.ClientTimeout(total=self._link.timeout_s)
+        async with aiohttp.ClientSession(headers=bearer(self._tokens.node), timeout=timeout) as session:
+            try:
+                while True:
+                    await self._beat(session)
+                    await asyncio.sleep(self._link.heartbeat_s)
+            finally:
+                await self._leave(session)
+
+    async def _beat(self, session: aiohttp.ClientSession) -> None:
+        engine = self._engine
+        try:
+            if engine.state == "ready" and self._registered != engine.incarnation:
+                await self._post(session, "/workers", self._registration())
+                self._registered = engine.incarnation
+                logger.info("registered at the scheduler as %s", self._config.node_id)
+            if self._registered is None:
+                return
+            self._seq += 1
+            body = {"incarnation": self._registered, "seq": self._seq, **self._heartbeat()}
+            answer = await self._post(session, f"/workers/{self._config.node_id}/heartbeat", body)
+            if answer.get("known") is False:
+                self._registered = None
+            required = answer.get("required_version")
+            self.required_version = str(required)[:32] if required is not None else None
+        except RequestError as error:
+            if error.status == 404:
+                self._registered = None
+            self._note(str(error))
+        except EngineError as error:
+            self._note(str(error))
+        else:
+            self._note("")
+
+    def _registration(self) -> dict[str, Any]:
+        config = self._config
+        return {
+            "worker_id": config.node_id,
+            "url": config.engine.advertise_url or self._engine.url,
+            "tier": config.tier,
+            "model": config.engine.served_model_name or config.engine.model,
+            "max_model_len": config.engine.max_model_len,
+            "incarnation": self._engine.incarnation,
+            "engine_token": self._engine.token,
+        }
+
+    async def _leave(self, session: aiohttp.ClientSession) -> None:
+        if self._registered is None:
+            return
+        try:
+            url = f"{self._link.url.rstrip('/')}/workers/{self._config.node_id}"
+            async with session.delete(url, timeout=aiohttp.ClientTimeout(total=1.0)):
+                pass
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            pass  # it will notice the silence
+
+    async def _post(self, session: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        try:
+            async with session.post(self._link.url.rstrip("/") + path, json=body) as response:
+                raw = await response.content.read(_MAX_ANSWER_BYTES)
+                status = response.status
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise EngineError(f"no answer ({type(error).__name__})", field="scheduler") from error
+        if status >= 400:
+            raise RequestError(f"{path} answered {status}", field="scheduler", status=status)
+        try:
+            answer = json.loads(raw or b"{}")
+        except ValueError:
+            raise EngineError(f"{path} answered no JSON", field="scheduler") from None
+        return answer if isinstance(answer, dict) else {}
+
+    def _note(self, error: str) -> None:
+        """Log a change of the link's state, not every beat of it."""
+        if (not error) != self.connected or (error and error != self.error):
+            log = logger.info if not error else logger.warning
+            log("scheduler %s: %s", self._link.url, error or "connected")
+        self.connected, self.error = not error, error
+
+
+class WeightSource(Protocol):
+    """What ``rose.weights.subscriber.WeightSubscriber`` offers; blocking, called from a thread."""
+
+    def poll(self, timeout_s: float) -> WeightVersion | None:
+        """Newest published version, waiting for one newer than known; None when there is none."""
+        ...
+
+    def fetch(self, version: WeightVersion, engine_version: WeightVersion | None) -> Path:
+        """Update file that leads from ``engine_version`` (None: from anything) to ``version``."""
+        ...
+
+
+class WeightLoop:
+    """Brings the engine to the newest version, again after each of its restarts."""
+
+    def __init__(
+        self, link: WeightsLink, directory: Path, engine: RolloutEngine, source: WeightSource
+    ) -> None:
+        self._link, self._directory, self._engine, self._source = link, directory, engine, source
+        self.newest: WeightVersion | None = None
+        self.num_commits = 0
+        self.error = ""
+        self.last: dict[str, Any] = {}
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        failures = 0
+        while True:
+            try:
+                newest = await asyncio.to_thread(self._source.poll, self._poll_s())
+                if newest is not None:
+                    self.newest = newest
+                if await self._catch_up():
+                    self.num_commits += 1
+                failures = 0
+                self._note("")
+            except RoseError as error:
+                failures += 1
+                self._note(str(error))
+                await asyncio.sleep(_BACK_OFF_S[min(failures, len(_BACK_OFF_S)) - 1])
+
+    def _poll_s(self) -> float:
+        # An engine that is starting may become ready during a long poll, and must not wait for its end.
+        return self._link.poll_s if self._engine.state == "ready" else min(1.0, self._link.poll_s)
+
+    async def _catch_up(self) -> bool:
+        """Bring a ready engine to the newest version; False when there is nothing to do."""
+        engine, target = self._engine, self.newest
+        if target is None or engine.state != "ready" or engine.version == str(target):
+            return False
+        try:
+            base = None if engine.version is None else WeightVersion.parse(engine.version)
+            await self._update(target, base)
+        except (WeightsError, RequestError) as error:
+            if isinstance(error, SectionCorrupt) or engine.version is None:
+                raise
+            # The engine is not what the delta is for (restarted, or another lineage): from scratch.
+            logger.warning("update to %s refused (%s), taking the whole version", target, error)
+            await engine.refresh_status()
+            await self._update(target, None)
+        return True
+
+    async def _update(self, target: WeightVersion, base: WeightVersion | None) -> None:
+        engine = self._engine
+        path = await asyncio.to_thread(self._source.fetch, target, base)
+        check_update_path(path, self._directory)
+        body = {"path": str(path), "attempt": target.attempt, "version": target.version}
+        staged = {"state": "staging"}
+        try:
+            async with asyncio.timeout(self._link.timeout_s):
+                while staged.get("state") == "staging":
+                    staged = await engine.call("POST", "/rose/weights/stage", body, timeout_s=60.0)
+        except TimeoutError:
+            raise EngineError(f"staging {target} took over {self._link.timeout_s:.0f} s") from None
+        done = await engine.call(
+            "POST",
+            "/rose/weights/commit",
+            {"attempt": target.attempt, "version": target.version},
+            timeout_s=120.0,
+        )
+        engine.version = str(target)
+        self.last = {
+            key: value
+            for key, value in {**staged, **done}.items()
+            if isinstance(value, (int, float, str)) and len(str(value)) <= 64
+        }
+        logger.info("engine runs version %s", target)
+
+    def _note(self, error: str) -> None:
+        if error != self.error:
+            logger.log(logging.WARNING if error else logging.INFO, "weights: %s", error or "well again")
+        self.error = error
+
+
+def open_weight_source(config: NodeConfig, link: WeightsLink, tokens: Tokens) -> WeightSource:
+    """The subscriber of this node.
+
+    Raises:
+        ConfigError: ``rose.weights`` cannot be used with these settings.
+    """
+    from rose.weights.http_store import HttpStore
+    from rose.weights.subscriber import WeightSubscriber
+
+    directory = config.weights_dir
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{directory}: {error.strerror}", field="weights.directory") from error
+    store = HttpStore(link.relay_url, tokens.relay)
+    return WeightSubscriber(store, link.run_id, directory)

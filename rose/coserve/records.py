@@ -1,0 +1,108 @@
+"""The words of the shared files of one device: what each writer says, in integers.
+
+Every record is a frozen dataclass of ints (64-bit signed in the file).  Times are CLOCK_MONOTONIC
+nanoseconds, 0 = none; memory is in pages of 2 MiB.  A record's schema is its name and its field names in
+order: changing either makes old and new programs refuse each other instead of misreading each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rose.policy.lending import Mode, Phase
+
+__all__ = [
+    "ChunkState",
+    "Mode",
+    "NodeState",
+    "Phase",
+    "RankState",
+    "RolloutLease",
+    "ServingBoard",
+    "ServingLease",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeState:
+    """``node.state``: what the node agent wants.  ``epoch`` rises with each change of mode or lend_pages."""
+
+    mode: int = 0
+    epoch: int = 0
+    lend_pages: int = 0
+    floor_pages: int = 0
+    deadline_ns: int = 0
+    slo_ttft_ns: int = 0
+    slo_tpot_ns: int = 0
+    has_serving: int = 0
+    heartbeat_ns: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServingLease:
+    """``serving.lease``: memory of the serving engine; ``lent_pages`` is total - reserved as it sees it."""
+
+    phase: int = 0
+    total_pages: int = 0
+    reserved_pages: int = 0
+    lent_pages: int = 0
+    heartbeat_ns: int = 0
+    errors: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServingBoard:
+    """``serving.board``: written every step by the engine thread.
+
+    ``claim_pages`` is what serving wants back beyond what it holds; ``pressure_seq`` counts how often it
+    asked.
+    """
+
+    step: int = 0
+    busy: int = 0
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0
+    ttft_deadline_ns: int = 0
+    tpot_deadline_ns: int = 0
+    step_started_ns: int = 0
+    step_ns: int = 0
+    used_pages: int = 0
+    claim_pages: int = 0
+    pressure_seq: int = 0
+    written_ns: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutLease:
+    """``rollout.lease``: memory and progress of the rollout engine."""
+
+    phase: int = 0
+    acked_epoch: int = 0
+    reserved_pages: int = 0
+    wanted_pages: int = 0
+    gate_open: int = 0
+    steps: int = 0
+    schedules: int = 0
+    tokens: int = 0
+    reclaim_seq: int = 0
+    cut_requests: int = 0
+    cut_ns: int = 0
+    heartbeat_ns: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkState:
+    """``<role>.chunks``: the engine's wish; one byte per chunk follows, 1 = wanted mapped."""
+
+    generation: int = 0
+    wanted_pages: int = 0
+    heartbeat_ns: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankState:
+    """``<role>.rank<k>``: what one worker holds; one byte per chunk follows, 1 = mapped."""
+
+    resident_pages: int = 0
+    heartbeat_ns: int = 0

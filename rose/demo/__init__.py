@@ -1,0 +1,1 @@
+"""``rose demo``: the whole job on one machine without a GPU, measured and written down."""

@@ -1,0 +1,526 @@
+"""The report as one HTML page: inline SVG and CSS, no script, nothing from the network, light and dark.
+
+Everything that came from outside (error texts, event texts, settings) passes through ``escape``.
+What was not measured says so; nothing is drawn from a value that is None.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from importlib import resources
+from string import Template
+
+from rose.demo.charts import (
+    Axis,
+    Band,
+    Lane,
+    Mark,
+    Series,
+    Span,
+    bar_chart,
+    bytes_axis,
+    legend,
+    line_chart,
+    linear_axis,
+    log_axis,
+    nice_ticks,
+    timeline,
+)
+from rose.demo.measure import ArmStats, Ratio
+from rose.demo.result import (
+    ALONE_1,
+    ALONE_2,
+    ARMS,
+    DEDICATED,
+    HARVESTED,
+    PHASE_NAMES,
+    SHARED,
+    TIERS,
+    DemoResult,
+    Step,
+    TierCount,
+    harvested_share,
+    summarize,
+)
+from rose.units import format_bytes, format_s
+
+TIER_NAMES = {DEDICATED: "dedicated (core 1)", HARVESTED: "harvested (core 0)"}
+ARM_CSS = {ALONE_1: "alone", ALONE_2: "again", SHARED: "shared"}
+LATENCY_ROWS = (
+    ("First token, P50", "ttft_p50_s", "ttft_p50", None),
+    ("First token, P99", "ttft_p99_s", "ttft_p99", "ttft"),
+    ("Between tokens, P50", "itl_p50_s", "itl_p50", None),
+    ("Between tokens, P99", "itl_p99_s", "itl_p99", "tpot"),
+    ("Longest stall, P99", "stall_p99_s", "stall_p99", None),
+    ("Longest stall, max", "stall_max_s", None, None),
+)
+NOT_MEASURED = "-"
+MAX_DISTRIBUTION_POINTS = 400
+
+
+def render_html(result: DemoResult) -> str:
+    """The whole page."""
+    template = resources.files("rose.demo").joinpath("report.html").read_text(encoding="utf-8")
+    return Template(template).substitute(
+        verdict=_verdict(result),
+        tiles=_tiles(result),
+        timeline=_timeline(result),
+        learning=_learning(result),
+        turns=_turns(result),
+        tier_table=_tier_table(result),
+        latency_table=_latency_table(result),
+        distributions=_distributions(result),
+        weights=_weights(result),
+        weights_note=_weights_note(result),
+        reclaim=_reclaim(result),
+        steps_table=_steps_table(result),
+        settings=_facts({**result.settings, "Traffic": result.traffic_source}),
+        machine=_facts(result.machine),
+        baseline_note=escape(result.baseline_note),
+    )
+
+
+# ---------------------------------------------------------------- top of the page
+
+
+def _verdict(result: DemoResult) -> str:
+    """One or two sentences; says first what went wrong, if anything did."""
+    parts: list[str] = []
+    if not result.complete:
+        parts.append("<b>This run was cut short; the figures cover what was done.</b>")
+    if result.steps:
+        first, last = result.steps[0].success_rate, result.steps[-1].success_rate
+        parts.append(
+            f"The policy went from {first:.0%} to {last:.0%} success in {len(result.steps)} RL steps"
+            + (
+                f", {share:.0%} of its turns on the idle part of production's core."
+                if (share := harvested_share(result.tiers)) is not None
+                else "."
+            )
+        )
+    failed = result.production_errors
+    parts.append(
+        f"Production answered {result.production_requests - failed:,} of "
+        f"{result.production_requests:,} requests"
+        + (f"; <b>{failed:,} failed.</b>" if failed else ", none failed.")
+    )
+    if pair := _ratio_pair(result, "ttft_p99"):
+        parts.append(
+            f"Its P99 time to first token was {pair[0].value:.2f}x that of production alone; "
+            f"two measurements of production alone differ by {pair[1].value:.2f}x."
+        )
+    return " ".join(parts)
+
+
+def _ratio_pair(result: DemoResult, name: str) -> tuple[Ratio, Ratio] | None:
+    ratio, noise = result.latency.ratios.get(name), result.latency.ratios.get(f"aa_{name}")
+    return (ratio, noise) if ratio and noise else None
+
+
+def _tiles(result: DemoResult) -> str:
+    summary = summarize(result)
+
+    def tile(label: str, value: str, note: str, state: str = "") -> str:
+        return (
+            f'<div class="tile {state}"><div class="label">{escape(label)}</div>'
+            f'<div class="value">{value}</div><div class="note">{escape(note)}</div></div>'
+        )
+
+    def times(name: str) -> str:
+        return NOT_MEASURED if summary[name] is None else f"{summary[name]:.2f}x"
+
+    first, last = summary["success_rate_first"], summary["success_rate_last"]
+    share = summary["harvested_turn_share"]
+    shared_share = harvested_share(result.tiers_shared)
+    dense, sent = summary["weight_bytes_dense"], summary["weight_bytes_sent"]
+    errors = result.production_errors
+    return "".join(
+        (
+            tile(
+                "Success rate",
+                NOT_MEASURED if first is None or last is None else f"{first:.0%} → {last:.0%}",
+                f"over {len(result.steps)} RL steps",
+            ),
+            tile(
+                "Harvested turns",
+                NOT_MEASURED if share is None else f"{share:.0%}",
+                "of all turns"
+                + (f"; {shared_share:.0%} while harvesting was on" if shared_share is not None else ""),
+            ),
+            tile("P99 first token", times("p99_ttft_ratio"), f"A/A noise {times('aa_ttft_ratio')}"),
+            tile("P99 between tokens", times("p99_itl_ratio"), f"A/A noise {times('aa_itl_ratio')}"),
+            tile(
+                "Failed production requests",
+                f"{errors:,}",
+                f"of {result.production_requests:,}",
+                "bad" if errors else "good",
+            ),
+            tile(
+                "Weights sent",
+                NOT_MEASURED if sent is None else escape(format_bytes(sent)),
+                "" if dense is None else f"dense: {format_bytes(dense)}",
+            ),
+        )
+    )
+
+
+# ---------------------------------------------------------------- charts
+
+
+def _seconds_axis(result: DemoResult) -> Axis:
+    end_s = max(
+        [result.seconds_total, *(phase.end_s for phase in result.phases), *(s.end_s for s in result.steps)]
+    )
+    return Axis(
+        low=0.0, high=end_s, ticks=nice_ticks(0.0, end_s, 10), format=lambda s: f"{s:.0f} s", label="time"
+    )
+
+
+def _timeline(result: DemoResult) -> str:
+    def curve(name: str, css: str) -> Series | None:
+        found = result.curves.get(name)
+        return Series(name=found.name, css=css, points=found.points) if found and found.points else None
+
+    def per_second(unit: str) -> Callable[[float], str]:
+        return lambda value: f"{value:,.0f} {unit}/s"
+
+    lanes = [
+        Lane(
+            name="Production",
+            note="core 0, requests",
+            curve=curve("production", "production"),
+            format=per_second("req"),
+        ),
+        Lane(
+            name="Harvested rollouts",
+            note="core 0, idle class",
+            curve=curve(HARVESTED, HARVESTED),
+            format=per_second("tok"),
+        ),
+        Lane(
+            name="Dedicated rollouts",
+            note="core 1",
+            curve=curve(DEDICATED, DEDICATED),
+            format=per_second("tok"),
+        ),
+        Lane(name="RL steps", note="core 1", spans=_step_spans(result.steps)),
+    ]
+    if lent := curve("lent", "lent"):
+        lanes.insert(
+            2, Lane(name="Pages lent", note="2 MiB each", curve=lent, format=lambda v: f"{v:,.0f} pages")
+        )
+    bands = [
+        Band(start=phase.start_s, end=phase.end_s, label=PHASE_NAMES.get(phase.name, phase.name))
+        for phase in result.phases
+    ]
+    shown = {"pressure": "pressure", "cut": "pressure", "kill": "event", "restart": "event"}
+    marks = [
+        Mark(at=event.at_s, css=shown[event.kind], title=f"{event.at_s:.1f} s: {event.text}")
+        for event in result.events
+        if event.kind in shown
+    ]
+    key = [("train", "training"), ("publish", "weights published")]
+    if any(mark.css == "pressure" for mark in marks):
+        key.append(("pressure", "production took memory back"))
+    if any(mark.css == "event" for mark in marks):
+        key.append(("event", "a process was killed or restarted"))
+    return legend(key) + timeline(
+        lanes, _seconds_axis(result), title="What ran where, over time", bands=bands, marks=marks
+    )
+
+
+def _step_spans(steps: Sequence[Step]) -> list[Span]:
+    spans: list[Span] = []
+    for step in steps:
+        tip = f"step {step.step}: success {step.success_rate:.0%}"
+        if step.rollout_s is None or step.train_s is None:
+            spans.append(
+                Span(start=step.start_s, end=step.end_s, css="rollout", label=str(step.step), title=tip)
+            )
+            continue
+        rollout_end_s = min(step.end_s, step.start_s + step.rollout_s)
+        train_end_s = min(step.end_s, rollout_end_s + step.train_s)
+        parts = (
+            (step.start_s, rollout_end_s, "rollout", "rollout"),
+            (rollout_end_s, train_end_s, "train", "training"),
+            (train_end_s, step.end_s, "publish", "publishing weights"),
+        )
+        for start_s, end_s, css, name in parts:
+            label = str(step.step) if css == "rollout" else ""
+            spans.append(
+                Span(
+                    start=start_s,
+                    end=end_s,
+                    css=css,
+                    label=label,
+                    title=f"{tip}; {name} {format_s(end_s - start_s)}",
+                )
+            )
+    return spans
+
+
+def _steps_axis(steps: Sequence[Step]) -> Axis:
+    first, last = steps[0].step, steps[-1].step
+    stride = max(1, math.ceil((last - first + 1) / 12))
+    return Axis(
+        low=first - 0.6,
+        high=last + 0.6,
+        ticks=[float(n) for n in range(first, last + 1, stride)],
+        format=lambda n: f"{n:.0f}",
+        label="RL step",
+    )
+
+
+def _fine_band(steps: Sequence[Step]) -> list[Band]:
+    fine = [step for step in steps if step.fine_tuning]
+    return (
+        [Band(start=fine[0].step - 0.5, end=fine[-1].step + 0.5, label=f"lr {fine[0].lr:g}")] if fine else []
+    )
+
+
+def _learning(result: DemoResult) -> str:
+    if not result.steps:
+        return _absent("no RL step was finished")
+    points = [(float(step.step), step.success_rate) for step in result.steps]
+    percent = Axis(low=0.0, high=1.0, ticks=[0, 0.25, 0.5, 0.75, 1.0], format=lambda v: f"{v:.0%}")
+    return line_chart(
+        [Series(name="success rate", css="policy", points=points)],
+        _steps_axis(result.steps),
+        percent,
+        title="Success rate per RL step",
+        bands=_fine_band(result.steps),
+    )
+
+
+def _turns(result: DemoResult) -> str:
+    if not result.steps:
+        return _absent("no RL step was finished")
+    series = [
+        Series(
+            name=TIER_NAMES[tier],
+            css=tier,
+            points=[(float(s.step), float(s.tiers.get(tier, TierCount()).num_turns)) for s in result.steps],
+        )
+        for tier in TIERS
+    ]
+    top = max(sum(count.num_turns for count in step.tiers.values()) for step in result.steps)
+    return legend([(tier, TIER_NAMES[tier]) for tier in TIERS]) + bar_chart(
+        series,
+        [float(step.step) for step in result.steps],
+        _steps_axis(result.steps),
+        linear_axis(float(top), lambda v: f"{v:,.0f}"),
+        title="Turns per RL step and tier",
+    )
+
+
+def _distributions(result: DemoResult) -> str:
+    found = {arm: result.latency.distributions[arm] for arm in ARMS if arm in result.latency.distributions}
+    charts: list[str] = []
+    objectives = (
+        ("Time to first token", 0, result.latency.slo.ttft_s),
+        ("Time between tokens", 1, result.latency.slo.tpot_s),
+    )
+    for title, which, slo_s in objectives:
+        values = [value for pair in found.values() for value in pair[which] if value > 0]
+        if not values:
+            continue
+        axis = log_axis(min(values), max(*values, slo_s), _short(format_s))
+        series = [
+            Series(name=PHASE_NAMES[arm], css=ARM_CSS[arm], points=_staircase(pair[which]))
+            for arm, pair in found.items()
+        ]
+        percent = Axis(low=0.0, high=1.0, ticks=[0, 0.25, 0.5, 0.75, 1.0], format=lambda v: f"{v:.0%}")
+        slo_line = Series(name=f"SLO {format_s(slo_s)}", css="slo", points=[(slo_s, 0.0), (slo_s, 1.0)])
+        charts.append(
+            f"<figure><figcaption>{title}: share of all values at or below</figcaption>"
+            + line_chart([slo_line, *series], axis, percent, title=title, dots=False, steps=True)
+            + "</figure>"
+        )
+    if not charts:
+        return _absent("no production request was measured")
+    key = legend([*((ARM_CSS[arm], PHASE_NAMES[arm]) for arm in found), ("slo", "SLO")])
+    return key + f'<div class="pair">{"".join(charts)}</div>'
+
+
+def _staircase(sorted_values: Sequence[float]) -> list[tuple[float, float]]:
+    """An empirical distribution in at most ``MAX_DISTRIBUTION_POINTS`` steps; its two ends are exact."""
+    num = len(sorted_values)
+    if not num:
+        return []
+    stride = max(1, math.ceil(num / MAX_DISTRIBUTION_POINTS))
+    kept = sorted({*range(0, num, stride), num - 1})
+    return [(sorted_values[0], 0.0), *((sorted_values[i], (i + 1) / num) for i in kept)]
+
+
+def _weights(result: DemoResult) -> str:
+    steps = [step for step in result.steps if step.bytes_sent and step.bytes_dense]
+    if not steps:
+        return _absent("no weight update was published")
+    sent = [(float(s.step), float(s.bytes_sent or 0)) for s in steps]
+    dense = [(float(s.step), float(s.bytes_dense or 0)) for s in steps]
+    values = [value for _, value in (*sent, *dense)]
+    return legend([("sent", "sent"), ("dense", "dense, for comparison")]) + bar_chart(
+        [Series(name="sent", css="sent", points=sent)],
+        [float(step.step) for step in steps],
+        _steps_axis(steps),
+        bytes_axis(min(values) / 2, max(values), _short(format_bytes)),
+        title="Bytes per weight update",
+        bands=_fine_band(steps),
+        outline=Series(name="dense", css="dense", points=dense),
+    )
+
+
+def _weights_note(result: DemoResult) -> str:
+    def describe(steps: Sequence[Step]) -> str:
+        sent, dense = sum(s.bytes_sent or 0 for s in steps), sum(s.bytes_dense or 0 for s in steps)
+        densities = [s.density for s in steps if s.density is not None]
+        density = f"{sum(densities) / len(densities):.1%} of the weights changed, " if densities else ""
+        return (
+            f"{density}{format_bytes(sent / len(steps))} sent per update, "
+            f"{dense / max(1, sent):.1f}x fewer than dense"
+        )
+
+    deltas = [s for s in result.steps if s.bytes_sent is not None and s.update_kind != "anchor"]
+    toy = [step for step in deltas if not step.fine_tuning]
+    fine = [step for step in deltas if step.fine_tuning]
+    lines: list[str] = []
+    if toy:
+        lines.append(
+            f"At the toy learning rate ({toy[0].lr:g}): {describe(toy)}. Sparse updates are "
+            "<i>not</i> made for this: a rate that learns in minutes changes nearly every bf16 weight."
+        )
+    if fine:
+        lines.append(f"At a fine-tuning learning rate ({fine[0].lr:g}), in the last steps: {describe(fine)}.")
+    return "".join(f"<p>{line}</p>" for line in lines)
+
+
+# ---------------------------------------------------------------- tables
+
+
+def _tier_table(result: DemoResult) -> str:
+    rows: list[list[str]] = []
+    for name, tiers in (
+        ("while traffic ran", result.tiers),
+        ("while harvesting was on", result.tiers_shared),
+    ):
+        share = harvested_share(tiers)
+        for tier in TIERS:
+            count = tiers.get(tier, TierCount())
+            rows.append(
+                [
+                    f"{escape(TIER_NAMES[tier])}, {name}",
+                    f"{count.num_turns:,}",
+                    f"{count.num_tokens:,}",
+                    NOT_MEASURED if share is None else f"{share if tier == HARVESTED else 1 - share:.0%}",
+                ]
+            )
+    return _table(["Tier", "Turns", "Tokens generated", "Share of turns"], rows)
+
+
+def _latency_table(result: DemoResult) -> str:
+    latency = result.latency
+    arms = [latency.arms.get(arm) for arm in ARMS]
+    slo = {"ttft": latency.slo.ttft_s, "tpot": latency.slo.tpot_s}
+
+    def seconds(stats: ArmStats | None, name: str) -> str:
+        value = getattr(stats, name) if stats else None
+        return NOT_MEASURED if value is None else format_s(value)
+
+    def ratio(name: str | None) -> str:
+        found = latency.ratios.get(name) if name else None
+        if found is None:
+            return NOT_MEASURED
+        return f'<b>{found.value:.2f}</b> <span class="ci">{found.low:.2f}-{found.high:.2f}</span>'
+
+    rows = [
+        [
+            label,
+            format_s(slo[objective]) if objective else "",
+            *(seconds(stats, name) for stats in arms),
+            ratio(key),
+            ratio(f"aa_{key}" if key else None),
+        ]
+        for label, name, key, objective in LATENCY_ROWS
+    ]
+    for label, name in (
+        ("Requests", "num_requests"),
+        ("Failed", "num_errors"),
+        ("SLO violations", "num_violations"),
+    ):
+        rows.append(
+            [label, "", *(f"{getattr(stats, name):,}" if stats else NOT_MEASURED for stats in arms), "", ""]
+        )
+    rows.append(["Sender late by, P99", "", *(seconds(stats, "late_p99_s") for stats in arms), "", ""])
+    heads = ["", "SLO", "Alone", "Alone again", "Shared", "Shared / alone", "A/A"]
+    errors = "".join(f"<li>{escape(text)}</li>" for text in result.error_examples)
+    return _table(heads, rows) + (f"<p>Failures:</p><ul>{errors}</ul>" if errors else "")
+
+
+def _reclaim(result: DemoResult) -> str:
+    found = result.reclaim
+    rows = [
+        ["Times production ran into its watermark", f"{found.pressure_events:,}"],
+        ["Cuts of the rollout engine's memory", f"{found.cuts:,}"],
+        ["Rollout requests stopped by a cut, with the tokens they had", f"{found.cut_requests:,}"],
+        ["Turns continued elsewhere from their tokens", f"{found.resumed_turns:,}"],
+        ["Rollout engines killed past their deadline", f"{found.kills:,}"],
+    ]
+    events = [event for event in result.events if event.kind != "version"]
+    listed = "".join(
+        f"<tr><td>{event.at_s:.1f} s</td><td>{escape(event.kind)}</td><td>{escape(event.text)}</td></tr>"
+        for event in events[:200]
+    )
+    more = f"<p>{len(events) - 200:,} more are in report.json.</p>" if len(events) > 200 else ""
+    log = (
+        f"<details><summary>All {len(events):,} events</summary><div class='scroll'><table class='left'>"
+        f"{listed}</table></div>{more}</details>"
+        if events
+        else ""
+    )
+    return _table(["What", "How often"], rows) + log
+
+
+def _steps_table(result: DemoResult) -> str:
+    def number(value: float | None, form: str) -> str:
+        return NOT_MEASURED if value is None else format(value, form)
+
+    rows = [
+        [
+            str(s.step),
+            f"{s.success_rate:.1%}",
+            f"{s.lr:g}",
+            *(f"{s.tiers.get(tier, TierCount()).num_turns:,}" for tier in TIERS),
+            *(NOT_MEASURED if v is None else format_s(v) for v in (s.rollout_s, s.train_s, s.publish_s)),
+            number(s.entropy, ".3f"),
+            number(s.mismatch_kl, ".1e"),
+            s.update_kind or NOT_MEASURED,
+            NOT_MEASURED if s.bytes_dense is None else format_bytes(s.bytes_dense),
+            NOT_MEASURED if s.bytes_sent is None else format_bytes(s.bytes_sent),
+            number(s.density, ".1%"),
+        ]
+        for s in result.steps
+    ]
+    heads = ["Step", "Success", "lr", "Dedicated turns", "Harvested turns", "Rollout", "Train", "Publish"]
+    return _table([*heads, "Entropy", "Mismatch KL", "Update", "Dense", "Sent", "Changed"], rows)
+
+
+def _facts(facts: Mapping[str, str]) -> str:
+    return "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in facts.items())
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Cells are HTML: callers escape what is not theirs."""
+    head = "".join(f"<th>{cell}</th>" for cell in heads)
+    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _short(format_value: Callable[[float], str]) -> Callable[[float], str]:
+    """For axis ticks: ``10 ms`` instead of ``10.0 ms``."""
+    return lambda value: format_value(value).replace(".0 ", " ")
+
+
+def _absent(text: str) -> str:
+    return f'<p class="absent">Not shown: {escape(text)}.</p>'

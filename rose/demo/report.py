@@ -1,0 +1,48 @@
+"""Write what a run found: ``report.json`` for programs, ``report.html`` for people.
+
+``report.json``: a flat ``summary`` (:data:`rose.demo.result.SUMMARY_KEYS`, always all of them; null = not
+measured) and ``details``.  ``report.html`` (:mod:`rose.demo.page`) is one self-contained file.  Both say the
+same numbers: they are made from the same :class:`~rose.demo.result.DemoResult`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rose.demo.page import render_html
+from rose.demo.result import DemoResult, summarize
+
+
+def write_report(result: DemoResult, directory: Path) -> tuple[Path, Path]:
+    """Write both files (each atomically) and return their paths."""
+    directory.mkdir(parents=True, exist_ok=True)
+    details = asdict(result)
+    details["latency"].pop("distributions")
+    document = {"schema": 1, "summary": summarize(result), "details": _finite(details)}
+    json_path, html_path = directory / "report.json", directory / "report.html"
+    _replace(json_path, json.dumps(document, indent=2, allow_nan=False) + "\n")
+    _replace(html_path, render_html(result))
+    return json_path, html_path
+
+
+def _finite(value: Any) -> Any:
+    """The same tree with NaN and infinities as null: JSON has no word for them."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)

@@ -1,0 +1,433 @@
+"""``rose demo``: start everything, measure production alone twice and then shared, train all the while, report.
+
+Main path (:func:`_measure`): parts up -> harvesting off -> RL job starts -> ``alone_1`` -> ``alone_2`` -> harvesting
+on -> ``shared`` until the job is done -> harvesting off -> report.  Production traffic runs from the
+moment production is up.  This file orders and waits; what each part is stands in :mod:`rose.demo.parts`.
+
+Guarantees: every process that it started has ended and its private directory is gone when
+:func:`run_demo` returns, whether the run succeeded, failed, or was interrupted.  What had been measured by then is
+reported, marked as cut short.
+
+Exit codes: 0 complete; 1 a part failed; 2 cannot run here (raised as ConfigError); 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+from rich.console import Console
+from rich.markup import escape
+
+from rose.auth import Tokens, bearer
+from rose.demo import parts
+from rose.demo.arrivals import Arrival, busiest_second_ratio, fit_trace, generate_arrivals, load_trace
+from rose.demo.config import DemoConfig
+from rose.demo.fleet import Fleet
+from rose.demo.measure import Ratio, Sample, arm_stats, ratio, read_records, to_samples
+from rose.demo.observe import Observer
+from rose.demo.preflight import check_facts, gather_facts
+from rose.demo.report import write_report
+from rose.demo.result import ALONE_1, ALONE_2, ARMS, SHARED, DemoResult, Latency, Phase
+from rose.demo.traffic import write_phase
+from rose.demo.ui import Stages, summary_table
+from rose.demo.workplace import SharedMemorySweep, Workplace, default_parent
+from rose.errors import EngineError, RoseError
+from rose.units import format_bytes
+
+EXIT_COMPLETE, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
+SAMPLE_EVERY_S = 0.5
+STARTUP, SWITCH, END = "startup", "switch", "end"
+MAX_ERROR_EXAMPLES = 5
+
+
+@dataclass(kw_only=True, slots=True)
+class Run:
+    """What one run holds while it runs."""
+
+    config: DemoConfig
+    plan: parts.Plan
+    observer: Observer
+    stages: Stages
+    fleet: Fleet
+    arrivals: list[Arrival]
+    marks: list[tuple[str, float]] = field(default_factory=list[tuple[str, float]])
+    """``(phase, CLOCK_MONOTONIC)`` of each phase's beginning; the last one has no end yet."""
+    report: Callable[[str, str], None]
+    num_job_restarts: int = 0
+
+
+def run_demo(config: DemoConfig) -> int:
+    """Run the whole demo; the exit code.
+
+    Raises:
+        ConfigError: This machine cannot run it, or a setting is wrong; nothing was started.
+    """
+    console = Console()
+    parent = config.run_directory or default_parent()
+    arrivals = _arrivals(config)  # first: a bad trace is wrong on every machine
+    check_facts(gather_facts(config.ports(), parent))
+    cores = config.cores()
+    stages = Stages(console)
+    with SharedMemorySweep(), Workplace(parent, keep=config.keep_run_directory) as workplace:
+        Tokens.generate().save(workplace.path / parts.TOKEN_FILE)
+        plan = parts.Plan(config=config, cores=cores, root=workplace.path, logs=config.out / "logs")
+        return asyncio.run(_supervise(config, plan, stages, arrivals))
+
+
+async def _supervise(config: DemoConfig, plan: parts.Plan, stages: Stages, arrivals: list[Arrival]) -> int:
+    """Run, clean up, then report: in this order, so that a report never delays the end of a process."""
+    observer = Observer(
+        start_s=stages.started_s,
+        node_dir=plan.node_dir,
+        records_path=plan.records_path,
+        steps_path=plan.steps_path,
+        fine_tuning_lr=config.job.fine_tuning_learning_rate,
+    )
+
+    def report(kind: str, text: str) -> None:
+        observer.note(time.monotonic(), kind, text)
+        stages.note(f"[yellow]{escape(text)}[/yellow]")
+
+    code, run = EXIT_COMPLETE, None
+    try:
+        with _interruptible(stages):
+            async with Fleet(report) as fleet:
+                run = Run(
+                    config=config,
+                    plan=plan,
+                    observer=observer,
+                    stages=stages,
+                    fleet=fleet,
+                    arrivals=arrivals,
+                    report=report,
+                )
+                plan.prepare(arrivals)
+                await fleet.guarded(_observed(run, _measure(run)))
+    except asyncio.CancelledError:
+        code = EXIT_INTERRUPTED
+        stages.note("[yellow]interrupted; everything is stopped[/yellow]")
+    except RoseError as error:
+        code = EXIT_FAILED
+        stages.note(f"[bold red]error:[/bold red] [red]{escape(str(error))}[/red]")
+        stages.note(f"logs: {escape(str(plan.logs))}")
+    if run is not None and run.marks:
+        observer.sample(time.monotonic())
+        result = _result(run, complete=code == EXIT_COMPLETE)
+        json_path, html_path = write_report(result, config.out)
+        stages.console.print()
+        stages.console.print(summary_table(result))
+        stages.console.print(f"\n{json_path}\n{html_path}", highlight=False, markup=False)
+    return code
+
+
+class _interruptible:
+    """SIGINT and SIGTERM cancel the current task, once; later ones are told to be patient."""
+
+    def __init__(self, stages: Stages) -> None:
+        self._stages = stages
+        self._seen = False
+
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._stop, task)
+
+    def __exit__(self, *_: object) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().remove_signal_handler(number)
+
+    def _stop(self, task: asyncio.Task[Any] | None) -> None:
+        self._stages.note("stopping ..." if not self._seen else "still stopping, a few seconds ...")
+        if not self._seen and task is not None:
+            task.cancel()
+        self._seen = True
+
+
+async def _observed(run: Run, work: Awaitable[None]) -> None:
+    """Do ``work`` while the observer samples."""
+
+    async def sample() -> None:
+        token = Tokens.load(run.plan.root / parts.TOKEN_FILE).agent
+        timeout = aiohttp.ClientTimeout(total=2.0)
+        async with aiohttp.ClientSession(timeout=timeout, headers=bearer(token)) as http:
+            while True:
+                run.observer.sample(time.monotonic())
+                # Absent while it starts or restarts: the next sample has it.
+                with suppress(aiohttp.ClientError, TimeoutError, OSError, ValueError):
+                    async with http.get(f"{run.config.url('scheduler')}/status") as answer:
+                        status = await answer.json()
+                        if answer.status == 200 and isinstance(status, dict):
+                            run.observer.see_status(time.monotonic(), status)
+                await asyncio.sleep(SAMPLE_EVERY_S)
+
+    sampling = asyncio.create_task(sample())
+    try:
+        await work
+    finally:
+        sampling.cancel()
+        await asyncio.gather(sampling, return_exceptions=True)
+
+
+async def _measure(run: Run) -> None:
+    """The main path."""
+    config, plan, stages, fleet = run.config, run.plan, run.stages, run.fleet
+    with stages.stage("Making two tiny models (once)"):
+        await fleet.start(plan.models())
+        if await fleet.wait_end("models", config.start_timeout_s) != 0:
+            raise EngineError(f"failed: {fleet.log_tail('models')}", field="models")
+        plan.find_models()
+    run.marks.append((STARTUP, stages.started_s))
+    with stages.stage("Starting relay, scheduler, production and the dedicated engine"):
+        await fleet.start(plan.relay())
+        await fleet.start(plan.scheduler())
+        # Production has core 0 and the dedicated engine core 1: together they take as long as one.
+        await _together(
+            _start_production(run),
+            fleet.start(plan.dedicated()),
+        )
+    with stages.stage("Starting the harvested engine beside production, under traffic"):
+        await fleet.start(plan.harvested(), lambda s: stages.update(f"{s:.0f} s"))
+        await _node(run, "off")
+    if config.baseline_load:
+        await _start_job(run)
+    with stages.stage(f"Production alone, {config.traffic.period_s:.0f} s"):
+        await _enter(run, ALONE_1, restart=True)
+        await _next_cycle(run, ALONE_2)
+    with stages.stage("Production alone again, for the noise"):
+        await _next_cycle(run, SWITCH)
+    with stages.stage("Switching harvesting on"):
+        await _node(run, "on")
+    if not config.baseline_load:
+        await _start_job(run)
+    with stages.stage("Production and harvested rollouts on one core"):
+        await _enter(run, SHARED, restart=True)
+        await _job_end(run)
+        # A job that was nearly done leaves a short phase; a whole period is what the others are compared with.
+        await asyncio.sleep(max(0.0, run.marks[-1][1] + config.traffic.period_s - time.monotonic()))
+        run.marks.append((END, time.monotonic()))
+    with stages.stage("Stopping"):
+        await fleet.stop("traffic")
+        await _node(run, "off")
+
+
+async def _start_production(run: Run) -> None:
+    await run.fleet.start(run.plan.production())
+    write_phase(run.plan.phase_path, STARTUP)
+    await run.fleet.start(run.plan.traffic())
+
+
+async def _start_job(run: Run) -> None:
+    with run.stages.stage("Starting the RL job (Ray)"):
+        await run.fleet.start(run.plan.train())
+        await _until(
+            run,
+            lambda: any(count.num_turns for count in run.observer.tier_totals().values()),
+            run.config.start_timeout_s,
+            "the RL job has not made a single turn",
+        )
+
+
+async def _job_end(run: Run) -> None:
+    """Wait for the job, showing its progress."""
+    deadline_s = time.monotonic() + run.config.train_timeout_s
+    while await _job_runs(run):
+        if time.monotonic() > deadline_s:
+            raise EngineError(f"not done after {run.config.train_timeout_s:.0f} s", field="train")
+        steps = run.observer.steps
+        last = f", success {steps[-1].success_rate:.0%}" if steps else ""
+        run.stages.update(
+            f"RL step {len(steps)} of {run.config.steps}{last}; {run.observer.num_requests} production requests"
+        )
+        await asyncio.sleep(SAMPLE_EVERY_S)
+
+
+async def _job_runs(run: Run) -> bool:
+    """False once it has done its steps.  A job that was killed goes on from its checkpoint.
+
+    Raises:
+        EngineError: It failed by itself, or was killed too often.
+    """
+    code = run.fleet.returncode("train")
+    if code is None or code == 0:
+        return code is None
+    if code <= 128 or run.num_job_restarts >= parts.RESTARTS:
+        raise EngineError(f"ended with {code}, see {run.plan.logs / 'train.log'}", field="train")
+    run.num_job_restarts += 1
+    run.report("kill", f"train was killed by signal {code - 128}")
+    await run.fleet.start(run.plan.train())
+    run.report("restart", "train was started again, from its last checkpoint")
+    return True
+
+
+async def _enter(run: Run, phase: str, *, restart: bool = False) -> None:
+    """Tell the sender, and wait until a period of that phase has begun."""
+    write_phase(run.plan.phase_path, phase, restart=restart)
+    seen = len(run.observer.cycles)
+
+    def begun() -> bool:
+        return any(name == phase for name, _ in run.observer.cycles[seen:])
+
+    await _until(run, begun, 2 * run.config.traffic.period_s + 30, f"traffic does not enter phase '{phase}'")
+    run.marks.append((phase, next(at_s for name, at_s in run.observer.cycles[seen:] if name == phase)))
+
+
+async def _next_cycle(run: Run, phase: str) -> None:
+    """Let the running period end; ``phase`` is the next."""
+    await _enter(run, phase)
+
+
+async def _node(run: Run, command: str) -> None:
+    """``rose node on|off`` on the harvested host, as an operator would; its own answer is the proof."""
+    part = run.plan.node_command(command)
+    await run.fleet.start(part)
+    if await run.fleet.wait_end(part.spec.name, part.timeout_s) != 0:
+        raise EngineError(f"failed: {run.fleet.log_tail(part.spec.name)}", field=f"rose node {command}")
+
+
+async def _until(run: Run, condition: Callable[[], bool], timeout_s: float, failure: str) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        if "train" in run.fleet.names():
+            await _job_runs(run)
+        if time.monotonic() > deadline_s:
+            raise EngineError(f"{failure} within {timeout_s:.0f} s", field="demo")
+        await asyncio.sleep(0.2)
+
+
+async def _together(*work: Awaitable[Any]) -> None:
+    """All of it, or the first failure (plain, not in a group: the reader wants one line)."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# ---------------------------------------------------------------- the result
+
+
+def _arrivals(config: DemoConfig) -> list[Arrival]:
+    if config.trace is None:
+        return generate_arrivals(config.shape(), config.seed)
+    return fit_trace(load_trace(config.trace), config.shape())
+
+
+def _result(run: Run, *, complete: bool) -> DemoResult:
+    config, observer = run.config, run.observer
+    now_s = time.monotonic()
+    ends = [at_s for _, at_s in run.marks[1:]] + [now_s]
+    phases = [
+        Phase(name=name, start_s=observer.at(start_s), end_s=observer.at(end_s))
+        for (name, start_s), end_s in zip(run.marks, ends, strict=True)
+        if name != END
+    ]
+    by_name = {phase.name: phase for phase in phases}
+    samples = to_samples(read_records(run.plan.records_path)) if run.plan.records_path.exists() else []
+    measured = [phase for phase in phases if phase.name in (*ARMS, SWITCH)]
+    shared = by_name.get(SHARED)
+    failed = [sample for sample in samples if sample.error is not None]
+    return DemoResult(
+        seed=config.seed,
+        complete=complete,
+        seconds_total=now_s - run.stages.started_s,
+        traffic_source=str(config.trace) if config.trace else f"generator, seed {config.seed}",
+        busiest_second_ratio=busiest_second_ratio(run.arrivals, config.traffic.period_s),
+        phases=phases,
+        latency=_latency(config, samples),
+        production_requests=len(samples),
+        production_errors=len(failed),
+        error_examples=[
+            f"{one.phase}, request {one.index}: {one.error}" for one in failed[:MAX_ERROR_EXAMPLES]
+        ],
+        steps=observer.steps,
+        tiers=observer.tiers_between(measured[0].start_s, measured[-1].end_s) if measured else {},
+        tiers_shared=observer.tiers_between(shared.start_s, shared.end_s) if shared else {},
+        reclaim=observer.reclaim(),
+        events=observer.events,
+        curves=observer.curves(),
+        machine=_machine(),
+        settings=_settings(run),
+        baseline_note=(
+            "Core 1 carried the RL job, on its dedicated engine, in all three phases."
+            if config.baseline_load
+            else "While production was measured alone, core 1 carried idle engines only; in the shared phase, the "
+            "RL job: the ratio contains what two busy cores of one machine cost each other."
+        ),
+    )
+
+
+def _latency(config: DemoConfig, samples: list[Sample]) -> Latency:
+    arms = {arm: [sample for sample in samples if sample.phase == arm] for arm in ARMS}
+    alone = arms[ALONE_1] + arms[ALONE_2]
+    ratios: dict[str, Ratio | None] = {}
+    for metric in ("ttft", "itl", "stall"):
+        for name, fraction in (("p50", 0.50), ("p99", 0.99)):
+            key = f"{metric}_{name}"
+            ratios[key] = ratio(arms[SHARED], alone, metric, fraction, seed=config.seed)
+            ratios[f"aa_{key}"] = ratio(arms[ALONE_2], arms[ALONE_1], metric, fraction, seed=config.seed)
+    found = {arm: [sample for sample in arms[arm] if sample.error is None] for arm in ARMS}
+    return Latency(
+        slo=config.slo(),
+        arms={arm: arm_stats(arms[arm], config.slo()) for arm in ARMS if arms[arm]},
+        ratios=ratios,
+        distributions={
+            arm: (sorted(s.ttft_s for s in some), sorted(gap for s in some for gap in s.itl_s))
+            for arm, some in found.items()
+            if some
+        },
+    )
+
+
+def _machine() -> dict[str, str]:
+    def installed(name: str) -> str:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            return "not installed"
+
+    processor = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.machine(),
+    )
+    return {
+        "Processor": processor,
+        "Cores usable": str(len(os.sched_getaffinity(0))),
+        "Memory": format_bytes(psutil.virtual_memory().total),
+        "Kernel": platform.release(),
+        "Python": platform.python_version(),
+        **{name: installed(name) for name in ("rose-rl", "vllm", "torch", "ray")},
+    }
+
+
+def _settings(run: Run) -> dict[str, str]:
+    config = run.config
+    job = config.job
+    core, other = run.plan.cores
+    return {
+        "Seed": str(config.seed),
+        "Cores": f"production and the harvested engine on {core}, everything else on {other}",
+        "Traffic": f"{len(run.arrivals)} requests per {config.traffic.period_s:g} s, busiest second "
+        f"{busiest_second_ratio(run.arrivals, config.traffic.period_s):.1f}x the mean",
+        "SLO": f"first token {config.production.slo_ttft_s * 1e3:g} ms, "
+        f"then {config.production.slo_tpot_s * 1e3:g} ms a token",
+        "RL job": f"{config.steps} steps of {job.num_groups} groups of {job.group_size} trajectories, "
+        f"lr {job.learning_rate:g}, in the last {job.fine_tuning_steps} steps {job.fine_tuning_learning_rate:g}",
+    }

@@ -1,0 +1,98 @@
+"""What each trajectory left in which engine's cache, and how long its turns usually are.
+
+Affinity is to what is *still resident*, not to what was used last: a restart, a KV cut or new weights empty
+it (``Worker.kv_epoch``), and so does the cache turning over.  Also remembers where the first turn of each
+group went, because the members of a group share their prompt.
+
+Pure bookkeeping; bounded in size; callers: ``rose.policy.turns``.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TypeVar
+
+from rose.policy.fleet import Fleet, Health, Worker
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Residency:
+    worker_id: str
+    incarnation: str
+    kv_epoch: int
+    num_tokens: int
+    admitted_tokens: int
+
+
+class Affinity:
+    """Args:
+    fleet: Where workers are looked up.
+    max_entries: Trajectories and groups remembered; the oldest are forgotten first.
+    expected_tokens: Output of a turn before a job has history.
+    ewma: Weight of a new observation of that.
+    """
+
+    def __init__(self, fleet: Fleet, *, max_entries: int, expected_tokens: int, ewma: float) -> None:
+        self._fleet = fleet
+        self._max_entries = max_entries
+        self._default_tokens = expected_tokens
+        self._ewma = ewma
+        self._residency: OrderedDict[str, _Residency] = OrderedDict()
+        self._group_worker: OrderedDict[str, tuple[str, int]] = OrderedDict()
+        self._expected: OrderedDict[str, float] = OrderedDict()
+
+    def expected_tokens(self, job: str) -> int:
+        """Output tokens of a turn of this job: running mean of what was seen."""
+        return max(1, round(self._expected.get(job, float(self._default_tokens))))
+
+    def where(self, trajectory_id: str) -> tuple[Worker | None, int]:
+        """The worker that ran this trajectory last, and how many of its tokens it still holds."""
+        entry = self._residency.get(trajectory_id)
+        worker = None if entry is None else self._fleet.workers.get(entry.worker_id)
+        if entry is None or worker is None or worker.health is Health.DEAD:
+            return None, 0
+        if entry.incarnation != worker.incarnation or entry.kv_epoch != worker.kv_epoch:
+            return worker, 0
+        budget = worker.kv_budget_tokens
+        if budget is not None and worker.admitted_tokens - entry.admitted_tokens > budget:
+            return worker, 0  # the cache has turned over since
+        return worker, entry.num_tokens
+
+    def group_worker(self, group_id: str | None) -> str | None:
+        entry = None if group_id is None else self._group_worker.get(group_id)
+        return None if entry is None else entry[0]
+
+    def started(self, group_id: str, worker: Worker) -> None:
+        """A first turn went to ``worker``: its group follows, up to half the worker's cap, then spreads."""
+        name, count = self._group_worker.get(group_id, (worker.worker_id, 0))
+        follow = name == worker.worker_id and count + 1 < max(1, worker.cap // 2)
+        self._group_worker[group_id] = (name, count + 1) if follow else (worker.worker_id, 1)
+        self._group_worker.move_to_end(group_id)
+        self._trim(self._group_worker)
+
+    def finished(
+        self, trajectory_id: str, job: str, worker: Worker, *, num_prompt: int, num_new: int
+    ) -> None:
+        """A turn ended on ``worker``, which now holds its prompt and output."""
+        seen = self._expected.get(job)
+        self._expected[job] = float(num_new) if seen is None else seen + self._ewma * (num_new - seen)
+        self._trim(self._expected)
+        self._residency[trajectory_id] = _Residency(
+            worker_id=worker.worker_id,
+            incarnation=worker.incarnation,
+            kv_epoch=worker.kv_epoch,
+            num_tokens=num_prompt + num_new,
+            admitted_tokens=worker.admitted_tokens,
+        )
+        self._residency.move_to_end(trajectory_id)
+        self._trim(self._residency)
+
+    def closed(self, trajectory_id: str) -> None:
+        self._residency.pop(trajectory_id, None)
+
+    def _trim(self, table: OrderedDict[str, T]) -> None:
+        while len(table) > self._max_entries:
+            table.popitem(last=False)

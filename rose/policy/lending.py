@@ -1,0 +1,622 @@
+"""Decide how many KV pages the serving engine of one device lends to rollouts.
+
+Serving owns the device.  It lends the pages its own traffic does not need and takes them back the moment
+that traffic needs them.  This module decides *how many* are on loan, until when a cut must be obeyed, and
+when an engine that does not obey must die; it never moves a page.
+
+Main path: :meth:`Lending.handle` takes one event, updates the books, and returns the actions that make the
+world agree with them.  The node agent, the simulator and the tests call that one method.  The rollout
+engine itself calls :func:`allowed_pages`, so that it gives memory back even when the agent is dead.
+
+Words.  *Headroom*: pages kept free above serving's use.  *Need*: the most that use has lately grown within
+one reclaim (notice, cut, kill included).  *Watermark*: the part of the headroom that must still be there
+when a cut starts; at least the need.  A *cut* is a smaller loan than the rollout engine holds.
+
+Invariants, after every event, asserted by :meth:`Lending.check`:
+
+1. ``0 <= lend <= max(0, total - floor - headroom)``, and at most what the operator allows.
+2. Lent is nothing unless the mode is on, serving is ready and heard of, and the rollout engine is ready.
+   (On a device without serving the last alone counts, and everything is lent.)
+3. (:class:`LendingPolicy`) a loan leaves serving its watermark: ``lend == 0`` or
+   ``total - used - lend >= watermark``.
+
+Pace: a loan shrinks at once.  It grows at most one step per period, not while a cut is unanswered, not
+within the cool-down after a cut, and not when the last minute already had its share of cuts.
+
+Pure: no I/O, no clock, no randomness, no logging.  Time arrives as ``at_s``.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections import deque
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+from rose.errors import ConfigError, PolicyError
+
+ALL_PAGES = 1 << 40
+"""More than any device has: the loan on a device without serving."""
+DEAD_AFTER_S = 2.0
+"""Silence after which a peer counts as gone; four heartbeats."""
+_MAX_RECLAIM_SAMPLES = 128
+_FEW_RECLAIM_SAMPLES = 20
+"""Below this many observed reclaims the p99 is the configured worst case."""
+_MAX_PROMISES = 64
+_NUM_BUCKETS = 32
+
+
+class Mode(IntEnum):
+    """What is asked of a device."""
+
+    OFF = 0
+    """Nothing is lent, no rollout step runs."""
+    OBSERVE = 1
+    """Measure and report what could be harvested; touch nothing."""
+    ON = 2
+
+
+class Phase(IntEnum):
+    """Where an engine is in its life."""
+
+    ABSENT = 0
+    STARTING = 1
+    """Before and while it sizes its memory: the peer must hold nothing."""
+    READY = 2
+    OFF = 3
+    """Alive, but it does not share: fail-open after an error, or switched off."""
+
+
+# --- events ---
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModeSet:
+    """The operator decided, or the agent started."""
+
+    at_s: float
+    mode: int
+    floor_pages: int = 0
+    """Never lent."""
+    max_lend_pages: int = ALL_PAGES
+    has_serving: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServingReported:
+    """What ``serving.lease`` and ``serving.board`` say.  ``alive``: lock held and heartbeat fresh."""
+
+    at_s: float
+    alive: bool
+    phase: int
+    total_pages: int
+    reserved_pages: int
+    used_pages: int
+    claim_pages: int = 0
+    pressure_seq: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutReported:
+    """What ``rollout.lease`` says; ``reserved_pages`` is 0 once the process is dead, whatever it wrote."""
+
+    at_s: float
+    alive: bool
+    phase: int
+    reserved_pages: int
+    wanted_pages: int = 0
+    """What it could use; 0 = it does not say."""
+    reclaim_seq: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RlStepStarted:
+    """A new RL step began.  Only :class:`PaperLending` cares."""
+
+    at_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tick:
+    at_s: float
+
+
+Event = ModeSet | ServingReported | RolloutReported | RlStepStarted | Tick
+
+# --- actions ---
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SetLend:
+    """The loan is now ``pages``.  A target, so sending it again is safe."""
+
+    pages: int
+    deadline_s: float | None
+    """Until then the rollout engine must hold no more; None when it already holds no more."""
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KillRollout:
+    """A cut was not obeyed in time.  Repeated until the pages are back."""
+
+    reason: str
+
+
+Action = SetLend | KillRollout
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LendingParams:
+    """Fractions are of the device's pages.
+
+    Raises:
+        ConfigError: A value out of range; nothing is corrected silently.
+    """
+
+    min_headroom_fraction: float = 0.1
+    growth_window_s: float = 300.0
+    """How long a burst is remembered."""
+    reclaim_deadline_s: float = 0.1
+    backstop_s: float = 0.5
+    """From the kill to usable memory."""
+    period_s: float = 0.05
+    """How late the caller may notice; part of every reclaim."""
+    grow_period_s: float = 0.5
+    grow_step_fraction: float = 0.2
+    hysteresis_fraction: float = 0.02
+    """A loan does not grow for less."""
+    cool_down_s: float = 2.0
+    max_cuts: int = 4
+    cut_window_s: float = 60.0
+    """After ``max_cuts`` cuts within it a loan stays as it is."""
+    dead_after_s: float = DEAD_AFTER_S
+
+    def __post_init__(self) -> None:
+        for name in ("min_headroom_fraction", "grow_step_fraction", "hysteresis_fraction"):
+            value = getattr(self, name)
+            if not 0.0 < value <= 1.0:
+                raise ConfigError(f"{value} is not in (0, 1]", field=name)
+        for name in (
+            "growth_window_s",
+            "reclaim_deadline_s",
+            "backstop_s",
+            "period_s",
+            "grow_period_s",
+            "cool_down_s",
+            "cut_window_s",
+            "dead_after_s",
+        ):
+            value = getattr(self, name)
+            if not (0.0 < value < math.inf):
+                raise ConfigError(f"{value} is not a positive number", field=name)
+        if self.max_cuts < 1:
+            raise ConfigError(f"{self.max_cuts} is not positive", field="max_cuts")
+
+    @property
+    def worst_reclaim_s(self) -> float:
+        """A cut that is not obeyed, and the kill."""
+        return self.reclaim_deadline_s + self.backstop_s
+
+
+@dataclass(slots=True)
+class _Promise:
+    """The rollout engine was told to hold at most ``pages`` until ``deadline_s``."""
+
+    pages: int
+    asked_s: float
+    deadline_s: float
+    killed_s: float | None = None
+
+
+class Lending(ABC):
+    """The books of one device, and what every policy shares: liveness, deadlines, kills.
+
+    Subclasses decide the size of the loan in :meth:`_decide`.
+    """
+
+    def __init__(self, params: LendingParams | None = None) -> None:
+        self.params = params or LendingParams()
+        self.lend_pages = 0
+        self.reason = "mode is off"
+        self.num_cuts = 0
+        self._now_s = -math.inf
+        self._mode = ModeSet(at_s=0.0, mode=Mode.OFF)
+        self._serving: ServingReported | None = None
+        self._rollout: RolloutReported | None = None
+        self._promises: list[_Promise] = []
+        self._reclaims_s: deque[float] = deque(maxlen=_MAX_RECLAIM_SAMPLES)
+
+    def handle(self, event: Event) -> list[Action]:
+        """Take one event; the actions it calls for, in order.
+
+        Raises:
+            PolicyError: Time went backwards, or a count is negative.  The books are unchanged.
+        """
+        self._refuse_nonsense(event)
+        self._now_s = event.at_s
+        match event:
+            case ModeSet():
+                self._mode = event
+            case ServingReported():
+                before, self._serving = self._serving, event
+                self._on_serving(event, before)
+            case RolloutReported():
+                before, self._rollout = self._rollout, event
+                self._on_rollout(event, before)
+            case RlStepStarted():
+                self._on_rl_step()
+            case Tick():
+                pass
+        return [*self._settle(), *self._resize()]
+
+    @property
+    def held_pages(self) -> int:
+        """What the rollout engine holds, as far as we know."""
+        return self._rollout.reserved_pages if self._rollout is not None else 0
+
+    @property
+    def total_pages(self) -> int:
+        return self._serving.total_pages if self._serving is not None else 0
+
+    @property
+    def reclaim_p99_s(self) -> float:
+        """From watermark to usable pages, notice included; the worst case until enough was observed."""
+        samples = sorted(self._reclaims_s)
+        if len(samples) < _FEW_RECLAIM_SAMPLES:
+            observed = max([self.params.worst_reclaim_s, *samples])
+        else:
+            observed = samples[math.ceil(0.99 * len(samples)) - 1]
+        return observed + self.params.period_s
+
+    @property
+    @abstractmethod
+    def headroom_pages(self) -> int: ...
+
+    @property
+    def cap_pages(self) -> int:
+        """What could be lent at most, to an idle serving engine's peer."""
+        if not self._mode.has_serving:
+            return self._mode.max_lend_pages
+        cap = self.total_pages - self._mode.floor_pages - self.headroom_pages
+        return max(0, min(cap, self._mode.max_lend_pages))
+
+    @property
+    def blocked(self) -> str | None:
+        """Why nothing may be lent now; None when something may."""
+        serving, rollout, now_s = self._serving, self._rollout, self._now_s
+        if self._mode.mode != Mode.ON:
+            return "mode is observe" if self._mode.mode == Mode.OBSERVE else "mode is off"
+        if self._mode.has_serving:
+            if serving is None or not serving.alive:
+                return "serving is not there"
+            if now_s - serving.at_s > self.params.dead_after_s:
+                return "serving is silent"
+            if serving.phase != Phase.READY:
+                return "serving is starting" if serving.phase == Phase.STARTING else "serving does not share"
+        if rollout is None or not rollout.alive or rollout.phase != Phase.READY:
+            return "rollout engine is not ready"
+        return None
+
+    def check(self) -> None:
+        """Assert the invariants of the module."""
+        assert 0 <= self.lend_pages <= self.cap_pages
+        assert self.lend_pages == 0 or self.blocked is None
+        # Promises get stricter one after the other, and none asks for more than the loan allows.
+        pages = [promise.pages for promise in self._promises]
+        assert pages == sorted(pages, reverse=True)
+        assert all(page >= self.lend_pages for page in pages)
+
+    @abstractmethod
+    def _decide(self) -> tuple[int, str]:
+        """The loan that should be, and why; called only when nothing blocks it."""
+
+    def _on_serving(self, event: ServingReported, before: ServingReported | None) -> None:
+        """Look at a report that is already in the books."""
+        return
+
+    def _on_rl_step(self) -> None:
+        """Look at the start of an RL step."""
+        return
+
+    def _on_cut(self) -> None:
+        """A cut is being asked for."""
+        return
+
+    def _on_rollout(self, event: RolloutReported, before: RolloutReported | None) -> None:
+        kept: list[_Promise] = []
+        for promise in self._promises:
+            if event.reserved_pages > promise.pages:
+                kept.append(promise)
+            else:
+                took_s = event.at_s - promise.asked_s
+                # A kill is counted in full: that it went fast this time is no promise for the next.
+                least_s = 0.0 if promise.killed_s is None else self.params.worst_reclaim_s
+                self._reclaims_s.append(max(took_s, least_s))
+        if not kept and event.reserved_pages > self.lend_pages:
+            # It holds more than it was ever allowed (we restarted, or it misbehaves): it gets one deadline.
+            kept.append(self._promise(self.lend_pages))
+        self._promises = kept
+
+    def _promise(self, pages: int) -> _Promise:
+        return _Promise(
+            pages=pages, asked_s=self._now_s, deadline_s=self._now_s + self.params.reclaim_deadline_s
+        )
+
+    def _settle(self) -> list[Action]:
+        """Kill for the first promise that is past its deadline, and again if that brought nothing."""
+        for promise in self._promises:
+            if self._now_s <= promise.deadline_s:
+                continue
+            if promise.killed_s is not None and self._now_s - promise.killed_s < self.params.backstop_s:
+                return []
+            promise.killed_s = self._now_s
+            late_s = self._now_s - promise.deadline_s
+            reason = (
+                f"{self.held_pages} pages held, {promise.pages} allowed, {late_s:.3f} s past the deadline"
+            )
+            return [KillRollout(reason=reason)]
+        return []
+
+    def _resize(self) -> list[Action]:
+        blocked = self.blocked
+        if blocked is not None:
+            pages, reason = 0, blocked
+        elif not self._mode.has_serving:
+            pages, reason = self.cap_pages, "no serving on this device"
+        else:
+            pages, reason = self._decide()
+        pages = max(0, min(pages, self.cap_pages))
+        if pages == self.lend_pages:
+            return []
+        shrinks = pages < self.lend_pages
+        self.lend_pages, self.reason = pages, reason
+        deadline_s = None
+        if shrinks and self.held_pages > pages:
+            promise = self._promise(pages)
+            deadline_s = promise.deadline_s
+            if len(self._promises) == _MAX_PROMISES:
+                # The older deadline for the stricter number: the list stays short and errs to serving's side.
+                promise = replace(self._promises.pop(), pages=pages)
+            self._promises.append(promise)
+            self.num_cuts += 1
+            self._on_cut()
+        return [SetLend(pages=pages, deadline_s=deadline_s, reason=reason)]
+
+    def _refuse_nonsense(self, event: Event) -> None:
+        if not math.isfinite(event.at_s) or event.at_s < self._now_s:
+            raise PolicyError(f"{event.at_s} s after {self._now_s} s", field="at_s")
+        match event:
+            case ModeSet():
+                counts = {"floor_pages": event.floor_pages, "max_lend_pages": event.max_lend_pages}
+            case ServingReported():
+                counts = {
+                    "total_pages": event.total_pages,
+                    "reserved_pages": event.reserved_pages,
+                    "used_pages": event.used_pages,
+                    "claim_pages": event.claim_pages,
+                }
+            case RolloutReported():
+                counts = {"reserved_pages": event.reserved_pages, "wanted_pages": event.wanted_pages}
+            case RlStepStarted() | Tick():
+                counts = {}
+        for name, value in counts.items():
+            if value < 0:
+                raise PolicyError(f"{value} is negative", field=name)
+
+
+class LendingPolicy(Lending):
+    """Ours: by time and by what was measured, not by RL steps.
+
+    - Headroom follows traffic: the larger of a minimum and what use grew lately within one reclaim.
+    - A cut restores the full headroom: the next one is at least ``headroom - watermark`` of growth away.
+    - Growth is paced and pauses after cuts, which bounds how often rollouts are preempted.
+    """
+
+    def __init__(self, params: LendingParams | None = None) -> None:
+        super().__init__(params)
+        self._grown_s = -math.inf
+        self._cuts_s: deque[float] = deque(maxlen=self.params.max_cuts)
+        self._recent: deque[tuple[float, int]] = deque(maxlen=1024)
+        self._bucket_s = self.params.growth_window_s / _NUM_BUCKETS
+        self._buckets: deque[tuple[float, int]] = deque(maxlen=_NUM_BUCKETS + 1)
+
+    @property
+    def need_pages(self) -> int:
+        """The most that serving's use grew within one reclaim, lately."""
+        oldest_s = self._now_s - self.params.growth_window_s
+        return max(
+            (pages for start_s, pages in self._buckets if start_s + self._bucket_s >= oldest_s), default=0
+        )
+
+    @property
+    def hysteresis_pages(self) -> int:
+        return max(1, math.ceil(self.params.hysteresis_fraction * self.total_pages))
+
+    @property
+    def headroom_pages(self) -> int:
+        minimum = math.ceil(self.params.min_headroom_fraction * self.total_pages)
+        return max(minimum, self.need_pages + self.hysteresis_pages)
+
+    @property
+    def watermark_pages(self) -> int:
+        return max(self.need_pages, self.headroom_pages // 2)
+
+    @property
+    def target_pages(self) -> int:
+        """What could be lent now if growth were free; also what mode observe reports as harvestable."""
+        serving = self._serving
+        if serving is None:
+            return 0
+        target = serving.total_pages - serving.used_pages - self.headroom_pages
+        if serving.claim_pages:
+            target = min(target, self._unclaimed_pages)
+        return max(0, min(target, self.cap_pages))
+
+    @property
+    def frozen_until_s(self) -> float:
+        """No growth before; ``-inf`` when free to grow."""
+        if not self._cuts_s:
+            return -math.inf
+        until_s = self._cuts_s[-1] + self.params.cool_down_s
+        if len(self._cuts_s) == self.params.max_cuts:
+            until_s = max(until_s, self._cuts_s[0] + self.params.cut_window_s)
+        return until_s
+
+    def check(self) -> None:
+        super().check()
+        serving = self._serving
+        if serving is not None and self.lend_pages:
+            assert serving.total_pages - serving.used_pages - self.lend_pages >= self.watermark_pages
+            assert not serving.claim_pages or self.lend_pages <= self._unclaimed_pages
+        assert self.watermark_pages < self.headroom_pages or self.total_pages == 0
+
+    @property
+    def _unclaimed_pages(self) -> int:
+        """What serving neither holds nor asks for."""
+        serving = self._serving
+        if serving is None:
+            return 0
+        return max(0, serving.total_pages - serving.reserved_pages - serving.claim_pages)
+
+    def _decide(self) -> tuple[int, str]:
+        serving, rollout = self._serving, self._rollout
+        assert serving is not None
+        assert rollout is not None
+        now_s, lend, target = self._now_s, self.lend_pages, self.target_pages
+        if serving.claim_pages and lend > self._unclaimed_pages:
+            return target, "serving claims pages"
+        if lend > self.cap_pages:
+            return target, "headroom grew with serving's bursts"
+        if lend and serving.total_pages - serving.used_pages - lend < self.watermark_pages:
+            return target, "serving's use crossed the watermark"
+        if rollout.wanted_pages:
+            # Lending what nobody uses would cost serving its prefix cache.  Never below what is held: a
+            # smaller wish is no cut.
+            wanted = max(rollout.wanted_pages, rollout.reserved_pages)
+            target = min(target, wanted)
+            if wanted + self.hysteresis_pages <= lend:
+                return wanted, "rollouts want less"
+        if target < lend + self.hysteresis_pages and target < min(
+            self.cap_pages, rollout.wanted_pages or ALL_PAGES
+        ):
+            return lend, self.reason
+        if (
+            target <= lend
+            or self._promises
+            or now_s < self.frozen_until_s
+            or now_s < self._grown_s + self.params.grow_period_s
+        ):
+            return lend, self.reason
+        self._grown_s = now_s
+        step = max(1, math.ceil(self.params.grow_step_fraction * serving.total_pages))
+        return min(target, lend + step), "serving left room"
+
+    def _on_serving(self, event: ServingReported, before: ServingReported | None) -> None:
+        if not event.alive or event.phase != Phase.READY:
+            self._recent.clear()  # a restart is no burst
+            return
+        horizon_s = event.at_s - self.reclaim_p99_s
+        while len(self._recent) > 1 and self._recent[1][0] <= horizon_s:
+            self._recent.popleft()
+        self._recent.append((event.at_s, event.used_pages))
+        growth = event.used_pages - min(used for _, used in self._recent)
+        if self._buckets and event.at_s - self._buckets[-1][0] < self._bucket_s:
+            start_s, most = self._buckets[-1]
+            self._buckets[-1] = (start_s, max(most, growth))
+        else:
+            self._buckets.append((event.at_s, growth))
+        if before is not None and event.pressure_seq != before.pressure_seq and self.held_pages:
+            self._count_cut()  # serving took pages back by itself, without waiting for us
+
+    def _on_cut(self) -> None:
+        self._count_cut()
+
+    def _count_cut(self) -> None:
+        """Note one; what serving reports and what we ask for within one deadline are the same cut."""
+        if self._cuts_s and self._now_s - self._cuts_s[-1] < self.params.reclaim_deadline_s:
+            return
+        self._cuts_s.append(self._now_s)
+
+
+class PaperLending(Lending):
+    """The published policy, for comparison: a fixed headroom, cut by half, frozen until the next RL step.
+
+    When serving's free pages fall below half the headroom, the loan is halved, once per crossing; it grows
+    again only when an RL step starts, and then at once to all that the headroom leaves.
+    """
+
+    def __init__(self, params: LendingParams | None = None, headroom_fraction: float = 0.2) -> None:
+        super().__init__(params)
+        if not 0.0 < headroom_fraction < 1.0:
+            raise ConfigError(f"{headroom_fraction} is not in (0, 1)", field="headroom_fraction")
+        self._headroom_fraction = headroom_fraction
+        self._frozen = False
+        self._crossed = False
+
+    @property
+    def headroom_pages(self) -> int:
+        return math.ceil(self._headroom_fraction * self.total_pages)
+
+    def _on_rl_step(self) -> None:
+        self._frozen = False
+
+    def _decide(self) -> tuple[int, str]:
+        serving = self._serving
+        assert serving is not None
+        free = serving.total_pages - serving.used_pages - self.lend_pages
+        below = free < self.headroom_pages // 2
+        if below and not self._crossed and self.lend_pages:
+            self._crossed = self._frozen = True
+            return self.lend_pages // 2, "serving's use crossed the watermark"
+        self._crossed = below
+        target = max(0, min(self.cap_pages, serving.total_pages - serving.used_pages - self.headroom_pages))
+        if self.lend_pages > self.cap_pages:
+            return self.cap_pages, "the device or its floor changed"
+        if self._frozen or self._promises or target <= self.lend_pages:
+            return self.lend_pages, self.reason
+        return target, "serving left room"
+
+
+def allowed_pages(
+    *,
+    mode: int,
+    lend_pages: int,
+    has_serving: bool | int,
+    serving_phase: int,
+    serving_alive: bool,
+    serving_total: int,
+    serving_reserved: int,
+    claim_pages: int,
+    node_age_s: float,
+    serving_age_s: float,
+    dead_after_s: float = DEAD_AFTER_S,
+) -> tuple[int, str]:
+    """What the rollout engine may hold now, by what the shared files say, and why.
+
+    It asks nobody: with a dead agent, or a serving engine that is dead, silent or starting, the
+    answer is 0.  A claim counts before the agent has seen it.  Without serving the loan is the only limit.
+
+    Args:
+        node_age_s: Seconds since the agent's heartbeat; ``inf`` when there is no file or no writer.
+        serving_age_s: The same of ``serving.lease``.
+    """
+    if not node_age_s <= dead_after_s:  # so that NaN counts as dead
+        return 0, "node agent is silent"
+    if mode != Mode.ON:
+        return 0, "mode is observe" if mode == Mode.OBSERVE else "mode is off"
+    lend = max(0, lend_pages)
+    if not has_serving:
+        return lend, "no serving on this device"
+    if not serving_alive:
+        return 0, "serving is not there"
+    if serving_phase != Phase.READY:
+        return 0, "serving is starting" if serving_phase == Phase.STARTING else "serving does not share"
+    if not serving_age_s <= dead_after_s:
+        return 0, "serving is silent"
+    claim = max(0, claim_pages)
+    left = max(0, serving_total - max(0, serving_reserved) - claim)
+    if lend <= left:
+        return lend, "the loan"
+    return left, "serving claims pages" if claim else "serving still holds them"

@@ -1,0 +1,507 @@
+"""Trajectories, groups and batches: each finished trajectory reaches a trainer exactly once.
+
+A *group* is what one prompt was sampled into.  It is ready when ``group_size`` of its trajectories have
+finished; members still running are then redundant.  A trainer *leases* whole ready groups, first ready first,
+and *acknowledges* the batch with its step.  A lease that expires, or whose trainer starts again, returns its
+groups to the front of the line.
+
+One door, :meth:`SampleBook.handle`.  The shell journals what was decided and replays it through the same door
+after a restart (a lease is replayed with its groups named, so that compaction may drop what was consumed).
+
+Staleness is checked where it counts, at the lease, on the oldest weight version among a group's tokens.
+Beyond ``alpha`` versions the whole group is dropped (``cancel``: a group with a hole is no group) or handed
+out marked (``mask``).
+
+An acknowledgement that comes after its lease ran out still counts while the groups have not been leased
+again; one from an attempt older than the job's last :class:`JobResumed` never does (its weights are gone).
+
+Invariants, checked by :meth:`SampleBook.check`:
+
+1. created = running + finished + leased + consumed + cancelled + stale, in total and per job.
+2. A trajectory is in at most one batch that is open, and never in one after it was consumed.
+3. A ready group has exactly ``group_size`` finished members.
+
+Refused events raise :class:`~rose.errors.RequestError` and change nothing.  Pure.  Callers:
+``rose.scheduler.store``, the simulator, the tests.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import assert_never
+
+from rose.errors import Conflict, Gone, NotFound
+from rose.policy.staleness import Version, worst_lag
+
+
+class SampleState(StrEnum):
+    RUNNING = "running"
+    FINISHED = "finished"
+    LEASED = "leased"
+    CONSUMED = "consumed"
+    CANCELLED = "cancelled"
+    STALE = "stale"
+
+
+FINAL = (SampleState.CONSUMED, SampleState.CANCELLED, SampleState.STALE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleParams:
+    alpha: int = 4
+    """Versions a sample may lie behind the trainer that takes it."""
+    on_stale: str = "cancel"
+    """``cancel`` drops the group, ``mask`` hands it out with ``stale`` set on its old members."""
+    max_acked: int = 4096
+    """Acknowledged batches remembered, so that an acknowledgement may be repeated."""
+
+
+# --- events ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrajectoryCreated:
+    trajectory_id: str
+    job: str
+    group_id: str
+    group_size: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrajectoryFinished:
+    """``oldest`` is the oldest version among its sampled tokens; None when it has none."""
+
+    trajectory_id: str
+    oldest: Version | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrajectoryCancelled:
+    trajectory_id: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchAsked:
+    at_s: float
+    batch_id: str
+    job: str
+    num_groups: int
+    version: Version
+    ttl_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchRestored:
+    """Replay of a lease that was granted before a restart."""
+
+    at_s: float
+    batch_id: str
+    job: str
+    group_ids: tuple[str, ...]
+    stale_group_ids: tuple[str, ...]
+    ttl_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchExpired:
+    batch_id: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchAcked:
+    batch_id: str
+    step: int
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobResumed:
+    """A trainer started again: its open leases return, except what its checkpoint has consumed."""
+
+    job: str
+    attempt: int
+    consumed: tuple[str, ...]
+
+
+Event = (
+    TrajectoryCreated
+    | TrajectoryFinished
+    | TrajectoryCancelled
+    | BatchAsked
+    | BatchRestored
+    | BatchExpired
+    | BatchAcked
+    | JobResumed
+)
+
+# --- actions ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupReady:
+    job: str
+    group_id: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Discard:
+    """These trajectories will not be trained on: stop their turns."""
+
+    trajectory_ids: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Leased:
+    batch_id: str
+    group_ids: tuple[str, ...]
+    trajectory_ids: tuple[str, ...]
+    stale_ids: tuple[str, ...]
+    stale_group_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Consumed:
+    """Their tokens may be forgotten."""
+
+    trajectory_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Returned:
+    """These groups can be leased again."""
+
+    batch_id: str
+    group_ids: tuple[str, ...]
+
+
+Action = GroupReady | Discard | Leased | Consumed | Returned
+
+
+@dataclass(kw_only=True, slots=True)
+class Sample:
+    trajectory_id: str
+    job: str
+    group_id: str
+    state: SampleState = SampleState.RUNNING
+    oldest: Version | None = None
+    reason: str = ""
+
+
+@dataclass(kw_only=True, slots=True)
+class Group:
+    job: str
+    group_id: str
+    size: int
+    members: list[str] = field(default_factory=lambda: list[str]())
+    ready: bool = False
+
+
+@dataclass(kw_only=True, slots=True)
+class Batch:
+    batch_id: str
+    job: str
+    group_ids: tuple[str, ...]
+    expires_at_s: float
+    ttl_s: float
+
+
+@dataclass(kw_only=True, slots=True)
+class SampleBook:
+    params: SampleParams = field(default_factory=SampleParams)
+    samples: dict[str, Sample] = field(default_factory=lambda: dict[str, Sample]())
+    groups: dict[tuple[str, str], Group] = field(default_factory=lambda: dict[tuple[str, str], Group]())
+    ready: dict[str, list[str]] = field(default_factory=lambda: dict[str, list[str]]())
+    batches: dict[str, Batch] = field(default_factory=lambda: dict[str, Batch]())
+    acked: OrderedDict[str, tuple[int, int]] = field(
+        default_factory=lambda: OrderedDict[str, tuple[int, int]]()
+    )
+    expired: OrderedDict[str, Batch] = field(default_factory=lambda: OrderedDict[str, Batch]())
+    """Leases that ran out, whose trainer may still acknowledge them."""
+    attempts: dict[str, int] = field(default_factory=lambda: dict[str, int]())
+    num_created: Counter[str] = field(default_factory=lambda: Counter[str]())
+    num_gone: Counter[tuple[str, SampleState]] = field(
+        default_factory=lambda: Counter[tuple[str, SampleState]]()
+    )
+    """Final trajectories that have left the book, by job and state."""
+
+    def handle(self, event: Event) -> list[Action]:
+        match event:
+            case TrajectoryCreated():
+                return self._create(event)
+            case TrajectoryFinished():
+                return self._finish(event)
+            case TrajectoryCancelled():
+                return self._cancel(event)
+            case BatchAsked():
+                return self._ask(event)
+            case BatchRestored():
+                return self._restore(event)
+            case BatchExpired():
+                return self._expire(event)
+            case BatchAcked():
+                return self._ack(event)
+            case JobResumed():
+                return self._resume(event)
+            case _:
+                assert_never(event)
+
+    def due(self, at_s: float) -> list[str]:
+        """Batches whose lease has run out; the shell feeds each back as :class:`BatchExpired`."""
+        return [batch.batch_id for batch in self.batches.values() if at_s >= batch.expires_at_s]
+
+    def counts(self, job: str | None = None) -> Counter[str]:
+        """Trajectories by state, those that have left the book included."""
+        counts: Counter[str] = Counter()
+        for sample in self.samples.values():
+            if job is None or sample.job == job:
+                counts[sample.state.value] += 1
+        for (gone_job, state), count in self.num_gone.items():
+            if job is None or gone_job == job:
+                counts[state.value] += count
+        return counts
+
+    # --- trajectories ----------------------------------------------------------------------------------
+
+    def _create(self, event: TrajectoryCreated) -> list[Action]:
+        if event.trajectory_id in self.samples:
+            raise Conflict(f"trajectory {event.trajectory_id} exists", field="id")
+        key = (event.job, event.group_id)
+        group = self.groups.get(key)
+        if group is not None and group.size != event.group_size:
+            raise Conflict(f"group {event.group_id} has size {group.size}", field="group_size")
+        if group is not None and group.ready:
+            raise Conflict(f"group {event.group_id} is complete", field="group_id")
+        if group is None:
+            group = self.groups[key] = Group(job=event.job, group_id=event.group_id, size=event.group_size)
+        group.members.append(event.trajectory_id)
+        self.samples[event.trajectory_id] = Sample(
+            trajectory_id=event.trajectory_id, job=event.job, group_id=event.group_id
+        )
+        self.num_created[event.job] += 1
+        return []
+
+    def _finish(self, event: TrajectoryFinished) -> list[Action]:
+        sample = self._running(event.trajectory_id)
+        sample.state, sample.oldest = SampleState.FINISHED, event.oldest
+        group = self.groups[(sample.job, sample.group_id)]
+        done = [member for member in group.members if self.samples[member].state is SampleState.FINISHED]
+        if len(done) < group.size:
+            return []
+        group.ready = True
+        surplus = tuple(member for member in group.members if member not in done)
+        for member in surplus:
+            self._final(member, SampleState.CANCELLED, "redundant")
+        group.members = done
+        self.ready.setdefault(group.job, []).append(group.group_id)
+        actions: list[Action] = [GroupReady(job=group.job, group_id=group.group_id)]
+        if surplus:
+            actions.append(Discard(trajectory_ids=surplus, reason="redundant"))
+        return actions
+
+    def _cancel(self, event: TrajectoryCancelled) -> list[Action]:
+        sample = self._running(event.trajectory_id)
+        group = self.groups[(sample.job, sample.group_id)]
+        group.members.remove(event.trajectory_id)
+        if not group.members:
+            del self.groups[(sample.job, sample.group_id)]
+        self._final(event.trajectory_id, SampleState.CANCELLED, event.reason)
+        return [Discard(trajectory_ids=(event.trajectory_id,), reason=event.reason)]
+
+    # --- batches ---------------------------------------------------------------------------------------
+
+    def _ask(self, event: BatchAsked) -> list[Action]:
+        if event.batch_id in self.batches or event.batch_id in self.acked:
+            raise Conflict(f"batch {event.batch_id} exists", field="batch_id")
+        actions: list[Action] = []
+        picked: list[str] = []
+        stale_groups: list[str] = []
+        for group_id in self.ready.get(event.job, []):
+            if len(picked) == event.num_groups:
+                break
+            if self.params.on_stale == "cancel" and self._stale_members(event.job, group_id, event.version):
+                stale_groups.append(group_id)
+            else:
+                picked.append(group_id)
+        if stale_groups:
+            actions.append(self._drop_stale(event.job, stale_groups))
+        if len(picked) < event.num_groups:
+            return actions
+        return actions + self._grant(event, tuple(picked), tuple(stale_groups), event.version)
+
+    def _restore(self, event: BatchRestored) -> list[Action]:
+        missing = [
+            group_id
+            for group_id in event.group_ids
+            if group_id not in self.ready.get(event.job, []) or event.batch_id in self.batches
+        ]
+        if missing:
+            raise Conflict(f"group {missing[0]} cannot be leased", field="group_ids")
+        actions: list[Action] = []
+        stale = [group_id for group_id in event.stale_group_ids if group_id in self.ready.get(event.job, [])]
+        if stale:
+            actions.append(self._drop_stale(event.job, stale))
+        return actions + (self._grant(event, event.group_ids, tuple(stale), None) if event.group_ids else [])
+
+    def _grant(
+        self,
+        event: BatchAsked | BatchRestored,
+        group_ids: tuple[str, ...],
+        stale_group_ids: tuple[str, ...],
+        version: Version | None,
+    ) -> list[Action]:
+        ids: list[str] = []
+        stale_ids: list[str] = []
+        for group_id in group_ids:
+            self.ready[event.job].remove(group_id)
+            for member in self.groups[(event.job, group_id)].members:
+                self.samples[member].state = SampleState.LEASED
+                ids.append(member)
+            if version is not None:
+                stale_ids.extend(self._stale_members(event.job, group_id, version))
+        self.batches[event.batch_id] = Batch(
+            batch_id=event.batch_id,
+            job=event.job,
+            group_ids=group_ids,
+            expires_at_s=event.at_s + event.ttl_s,
+            ttl_s=event.ttl_s,
+        )
+        return [
+            Leased(
+                batch_id=event.batch_id,
+                group_ids=group_ids,
+                trajectory_ids=tuple(ids),
+                stale_ids=tuple(stale_ids),
+                stale_group_ids=stale_group_ids,
+            )
+        ]
+
+    def _ack(self, event: BatchAcked) -> list[Action]:
+        done = self.acked.get(event.batch_id)
+        if done is not None:
+            if done == (event.step, event.attempt):
+                return []
+            raise Conflict(f"batch {event.batch_id} was acknowledged with step {done[0]}", field="step")
+        batch = self.batches.get(event.batch_id) or self.expired.get(event.batch_id)
+        if batch is None:
+            raise Gone(f"batch {event.batch_id} is unknown or was returned", field="batch_id")
+        if event.attempt < self.attempts.get(batch.job, 0):
+            raise Conflict(f"attempt {event.attempt} was replaced by a later one", field="attempt")
+        if self.batches.pop(event.batch_id, None) is None:
+            waiting = self.ready.get(batch.job, [])
+            if any(group_id not in waiting for group_id in batch.group_ids):
+                raise Gone(f"batch {event.batch_id} expired and was leased again", field="batch_id")
+            del self.expired[event.batch_id]
+            self.ready[batch.job] = [name for name in waiting if name not in batch.group_ids]
+        self.acked[event.batch_id] = (event.step, event.attempt)
+        while len(self.acked) > self.params.max_acked:
+            self.acked.popitem(last=False)
+        return [Consumed(trajectory_ids=tuple(self._consume(batch.job, batch.group_ids)))]
+
+    def _resume(self, event: JobResumed) -> list[Action]:
+        known = self.attempts.get(event.job, 0)
+        if event.attempt < known:
+            raise Conflict(f"attempt {event.attempt} was replaced by {known}", field="attempt")
+        self.attempts[event.job] = event.attempt
+        for batch_id in [name for name, batch in self.expired.items() if batch.job == event.job]:
+            del self.expired[batch_id]
+        actions: list[Action] = []
+        consumed = set(event.consumed)
+        for batch in [batch for batch in self.batches.values() if batch.job == event.job]:
+            actions.extend(self._return(batch))
+        taken: list[str] = []
+        for group_id in list(self.ready.get(event.job, [])):
+            members = self.groups[(event.job, group_id)].members
+            # Groups are leased and trained whole, so one consumed member means that all were.
+            if consumed.intersection(members):
+                self.ready[event.job].remove(group_id)
+                taken.extend(self._consume(event.job, (group_id,)))
+        if taken:
+            actions.append(Consumed(trajectory_ids=tuple(taken)))
+        return actions
+
+    def _expire(self, event: BatchExpired) -> list[Action]:
+        batch = self.batches.get(event.batch_id)
+        if batch is None:
+            raise Gone(f"batch {event.batch_id} is not leased", field="batch_id")
+        self.expired[batch.batch_id] = batch
+        while len(self.expired) > self.params.max_acked:
+            self.expired.popitem(last=False)
+        return self._return(batch)
+
+    def _return(self, batch: Batch) -> list[Action]:
+        del self.batches[batch.batch_id]
+        for group_id in batch.group_ids:
+            for member in self.groups[(batch.job, group_id)].members:
+                self.samples[member].state = SampleState.FINISHED
+        # To the front: they were ready before everything that waits there now.
+        self.ready[batch.job] = [*batch.group_ids, *self.ready.get(batch.job, [])]
+        return [Returned(batch_id=batch.batch_id, group_ids=batch.group_ids)]
+
+    # --- books -----------------------------------------------------------------------------------------
+
+    def _stale_members(self, job: str, group_id: str, version: Version) -> list[str]:
+        stale: list[str] = []
+        for member in self.groups[(job, group_id)].members:
+            oldest = self.samples[member].oldest
+            if oldest is not None and worst_lag(version, [oldest]) > self.params.alpha:
+                stale.append(member)
+        return stale
+
+    def _drop_stale(self, job: str, group_ids: list[str]) -> Discard:
+        ids: list[str] = []
+        for group_id in group_ids:
+            self.ready[job].remove(group_id)
+            for member in self.groups.pop((job, group_id)).members:
+                self._final(member, SampleState.STALE, "stale")
+                ids.append(member)
+        return Discard(trajectory_ids=tuple(ids), reason="stale")
+
+    def _consume(self, job: str, group_ids: tuple[str, ...]) -> list[str]:
+        ids: list[str] = []
+        for group_id in group_ids:
+            for member in self.groups.pop((job, group_id)).members:
+                self._final(member, SampleState.CONSUMED, "")
+                ids.append(member)
+        return ids
+
+    def _final(self, trajectory_id: str, state: SampleState, reason: str) -> None:
+        sample = self.samples[trajectory_id]
+        sample.state, sample.reason = state, reason
+
+    def forget(self, trajectory_id: str) -> None:
+        """Drop a final trajectory from the book; it stays counted."""
+        sample = self.samples.get(trajectory_id)
+        if sample is not None and sample.state in FINAL:
+            del self.samples[trajectory_id]
+            self.num_gone[(sample.job, sample.state)] += 1
+
+    def _running(self, trajectory_id: str) -> Sample:
+        sample = self.samples.get(trajectory_id)
+        if sample is None:
+            raise NotFound(f"trajectory {trajectory_id} is unknown", field="id", code="unknown_session")
+        if sample.state in (SampleState.CANCELLED, SampleState.STALE):
+            raise Gone(f"trajectory was cancelled ({sample.reason})", field="id", code="trajectory_cancelled")
+        if sample.state is not SampleState.RUNNING:
+            raise Conflict(f"trajectory is already {sample.state.value}", field="id")
+        return sample
+
+    def check(self) -> None:
+        """Assert the invariants of the module docstring, in its order."""
+        for job, created in self.num_created.items():
+            assert created == sum(self.counts(job).values())
+        leased: Counter[str] = Counter()
+        for batch in self.batches.values():
+            for group_id in batch.group_ids:
+                leased.update(self.groups[(batch.job, group_id)].members)
+        assert all(count == 1 for count in leased.values())
+        assert {name for name, s in self.samples.items() if s.state is SampleState.LEASED} == set(leased)
+        for job, group_ids in self.ready.items():
+            assert len(set(group_ids)) == len(group_ids)
+            for group_id in group_ids:
+                members = self.groups[(job, group_id)].members
+                assert len(members) == self.groups[(job, group_id)].size
+                assert all(self.samples[member].state is SampleState.FINISHED for member in members)

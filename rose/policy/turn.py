@@ -1,0 +1,142 @@
+"""One turn that has not ended, as the turn book sees it.
+
+Holds the tokens, who made them (segments) and with which weights (spans).  Changed only by
+``rose.policy.turns``; the invariants of its contents are in :meth:`Turn.check`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rose.policy.fleet import Worker
+from rose.policy.staleness import Version
+from rose.policy.turn_events import Segment, Span, TurnResult, TurnState, TurnSubmitted
+
+
+@dataclass(kw_only=True, slots=True)
+class Turn:
+    """A turn that has not ended."""
+
+    spec: TurnSubmitted
+    order: tuple[int, float, int]
+    queued_at_s: float
+    state: TurnState = TurnState.QUEUED
+    hold: str = "capacity"
+    attempt: int = 0
+    worker: Worker | None = None
+    dispatch_version: Version | None = None
+    reserved_tokens: int = 0
+    attempt_start: int = 0
+    attempt_at_s: float = 0.0
+    progress_at_s: float = 0.0
+    token_ids: list[int] = field(default_factory=lambda: list[int]())
+    logprobs: list[float] = field(default_factory=lambda: list[float]())
+    segments: list[Segment] = field(default_factory=lambda: list[Segment]())
+    spans: list[Span] = field(default_factory=lambda: list[Span]())
+    infra_left: int = 5
+    data_left: int = 2
+    num_reclaims: int = 0
+    num_futile: int = 0
+    backoff_until_s: dict[str, float] = field(default_factory=lambda: dict[str, float]())
+    num_cached_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    detached_at_s: float | None = None
+    answered_503: bool = False
+    first_dispatch_at_s: float | None = None
+    first_token_at_s: float | None = None
+
+    def append(self, worker: Worker, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Keep tokens of the live attempt.
+
+        Their version is provisional: the one at dispatch, the oldest it can be; the engine's own
+        spans replace it at the end of the attempt (:meth:`relabel`).
+        """
+        start, count = len(self.token_ids), len(token_ids)
+        self.token_ids.extend(token_ids)
+        self.logprobs.extend(logprobs or (0.0,) * count)
+        last = self.segments[-1] if self.segments else None
+        same = last is not None and last.attempt == self.attempt
+        if last is not None and same:
+            start, count = last.start, last.num_tokens + count
+            self.segments.pop()
+        self.segments.append(
+            Segment(
+                worker_id=worker.worker_id,
+                tier=worker.tier,
+                attempt=self.attempt,
+                start=start,
+                num_tokens=count,
+            )
+        )
+        _append_span(self.spans, self.dispatch_version or (0, 0), len(token_ids))
+
+    def relabel(self, versions: Sequence[Span]) -> None:
+        """Replace the provisional version of this attempt's tokens by the engine's spans, if they fit."""
+        num_new = len(self.token_ids) - self.attempt_start
+        at = 0
+        for span in versions:
+            if span.start != at or span.num_tokens < 1:
+                return
+            at += span.num_tokens
+        if at < num_new or not versions:
+            return
+        kept: list[Span] = []
+        for span in self.spans:
+            if span.start < self.attempt_start:
+                _append_span(kept, span.version, min(span.num_tokens, self.attempt_start - span.start))
+        for span in versions:
+            _append_span(kept, span.version, max(0, min(span.num_tokens, num_new - span.start)))
+        self.spans[:] = kept
+
+    def restart(self) -> None:
+        """Forget the output: this turn's sampling state cannot be carried to another engine."""
+        self.token_ids.clear()
+        self.logprobs.clear()
+        self.segments.clear()
+        self.spans.clear()
+
+    def result(self, at_s: float) -> TurnResult:
+        return TurnResult(
+            turn_id=self.spec.turn_id,
+            trajectory_id=self.spec.trajectory_id,
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+            segments=tuple(self.segments),
+            spans=tuple(self.spans),
+            num_attempts=self.attempt,
+            num_reclaims=self.num_reclaims,
+            num_cached_tokens=self.num_cached_tokens,
+            num_recomputed_tokens=self.num_recomputed_tokens,
+            submitted_at_s=self.spec.at_s,
+            first_dispatch_at_s=self.first_dispatch_at_s,
+            first_token_at_s=self.first_token_at_s,
+            ended_at_s=at_s,
+        )
+
+    def check(self) -> None:
+        """Each token has one segment, one span and one log-prob, contiguous from 0, within the limit."""
+        at = 0
+        for segment in self.segments:
+            assert segment.start == at
+            assert segment.num_tokens > 0
+            at += segment.num_tokens
+        assert at == len(self.token_ids) == len(self.logprobs) <= self.spec.max_tokens
+        at = 0
+        for span in self.spans:
+            assert span.start == at
+            assert span.num_tokens > 0
+            at += span.num_tokens
+        assert at == len(self.token_ids)
+
+
+def _append_span(spans: list[Span], version: Version, count: int) -> None:
+    """Grow the last span, or start one: spans stay run-length encoded."""
+    if count <= 0:
+        return
+    if spans and spans[-1].version == version:
+        last = spans[-1]
+        spans[-1] = Span(version=version, start=last.start, num_tokens=last.num_tokens + count)
+    else:
+        start = spans[-1].start + spans[-1].num_tokens if spans else 0
+        spans.append(Span(version=version, start=start, num_tokens=count))

@@ -1,0 +1,347 @@
+"""The vocabulary of the turn book: what the world tells it (events) and what it asks for (actions).
+
+Every event carries ``at_s``.  An attempt is named by ``(turn_id, attempt)``: a result that names any other
+attempt than the live one is *fenced*, that is dropped and counted, and changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rose.policy.fleet import Duty, Tier
+from rose.policy.staleness import Version
+
+
+class TurnState(StrEnum):
+    QUEUED = "queued"
+    DISPATCHED = "dispatched"
+    DECODING = "decoding"
+    DONE = "done"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+LIVE = (TurnState.DISPATCHED, TurnState.DECODING)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """Tokens ``[start, start + num_tokens)`` of a turn came from this attempt."""
+
+    worker_id: str
+    tier: Tier
+    attempt: int
+    start: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """Tokens ``[start, start + num_tokens)`` of a turn were sampled by this weight version."""
+
+    version: Version
+    start: int
+    num_tokens: int
+
+
+# --- events ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerRegistered:
+    at_s: float
+    worker_id: str
+    incarnation: str
+    tier: Tier
+    model: str
+    max_model_len: int
+    cap: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerHeartbeat:
+    at_s: float
+    worker_id: str
+    incarnation: str
+    seq: int
+    version: Version | None
+    state: str
+    kv_budget_tokens: int | None = None
+    kv_used_tokens: int | None = None
+    running: int = 0
+    gated: bool = False
+    reclaim_seq: int = 0
+    slack_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerLost:
+    """Reset, refused, exited or removed; ``incarnation`` None means whichever is registered."""
+
+    at_s: float
+    worker_id: str
+    reason: str
+    incarnation: str | None = None
+    forget: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerDuty:
+    at_s: float
+    worker_id: str
+    duty: Duty
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VersionRequired:
+    """The trainer of ``job`` published ``version``: workers below it take no new turn of this job."""
+
+    at_s: float
+    job: str
+    version: Version
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClockTicked:
+    at_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnSubmitted:
+    """``resumable`` False: state cannot cross engines (seed, penalties, grammar); a cut restarts it."""
+
+    at_s: float
+    turn_id: str
+    trajectory_id: str
+    job: str
+    model: str
+    num_prompt_tokens: int
+    max_tokens: int
+    group_id: str | None = None
+    resumable: bool = True
+    streamed: bool = False
+    min_version: Version | None = None
+    dedicated_only: bool = False
+    deadline_at_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokensArrived:
+    """More output of a live attempt; ``logprobs`` is as long as ``token_ids`` or empty."""
+
+    at_s: float
+    turn_id: str
+    attempt: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttemptEnded:
+    """The engine's terminal answer.  ``versions`` are spans over this attempt's own tokens, if it told."""
+
+    at_s: float
+    turn_id: str
+    attempt: int
+    finish_reason: str
+    stop_reason: str | int | None = None
+    num_cached_tokens: int | None = None
+    versions: tuple[Span, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttemptFailed:
+    """``kind``: lost (connection, 5xx), busy (429/503), bad (nonsense answer), data (deterministic 4xx)."""
+
+    at_s: float
+    turn_id: str
+    attempt: int
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnCancelled:
+    at_s: float
+    turn_id: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnStopped:
+    """A stop string was found across the seam of two attempts, where no engine could see it."""
+
+    at_s: float
+    turn_id: str
+    stop_reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClientGone:
+    at_s: float
+    turn_id: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClientBack:
+    at_s: float
+    turn_id: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrajectoryClosed:
+    """Finished or cancelled: its affinity is released."""
+
+    at_s: float
+    trajectory_id: str
+
+
+Event = (
+    WorkerRegistered
+    | WorkerHeartbeat
+    | WorkerLost
+    | WorkerDuty
+    | VersionRequired
+    | ClockTicked
+    | TurnSubmitted
+    | TokensArrived
+    | AttemptEnded
+    | AttemptFailed
+    | TurnCancelled
+    | TurnStopped
+    | ClientGone
+    | ClientBack
+    | TrajectoryClosed
+)
+
+
+# --- actions ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dispatch:
+    """Send the prompt and the first ``num_kept_tokens`` of output to ``worker_id``."""
+
+    turn_id: str
+    attempt: int
+    worker_id: str
+    num_kept_tokens: int
+    max_tokens: int
+    affinity: str
+    queued_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AbortAttempt:
+    """Stop this attempt in the engine, best effort; its results are already fenced."""
+
+    turn_id: str
+    attempt: int
+    worker_id: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokensKept:
+    """The arrived tokens now belong to the turn, from ``start`` on."""
+
+    turn_id: str
+    attempt: int
+    start: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokensDropped:
+    """A turn that cannot be resumed starts again from its prompt."""
+
+    turn_id: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Requeued:
+    """``reason``: reclaim, abort, lost, suspect, silent, restarted, busy, bad, stall, drain."""
+
+    turn_id: str
+    worker_id: str
+    reason: str
+    num_kept_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fenced:
+    """A late result of an attempt that is not live was dropped."""
+
+    turn_id: str
+    attempt: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerUnavailable:
+    """Waited ``max_queue_s``: answer 503.  The turn keeps its place; a retry rejoins it."""
+
+    turn_id: str
+    waited_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnResult:
+    """What a turn ended with; a plain copy, the book has forgotten the turn."""
+
+    turn_id: str
+    trajectory_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    segments: tuple[Segment, ...]
+    spans: tuple[Span, ...]
+    num_attempts: int
+    num_reclaims: int
+    num_cached_tokens: int
+    num_recomputed_tokens: int
+    submitted_at_s: float
+    first_dispatch_at_s: float | None
+    first_token_at_s: float | None
+    ended_at_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnEnded:
+    """``outcome`` DONE: ``reason`` is the finish reason.  CANCELLED, FAILED: why, and ``message``."""
+
+    turn_id: str
+    outcome: TurnState
+    reason: str
+    result: TurnResult
+    stop_reason: str | int | None = None
+    message: str = ""
+
+
+Action = (
+    Dispatch | AbortAttempt | TokensKept | TokensDropped | Requeued | Fenced | AnswerUnavailable | TurnEnded
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnParams:
+    """Bounds of a turn's life.  Reclaims cost no failure budget, so they have a bound of their own."""
+
+    max_queue_s: float = 300.0
+    max_queued: int = 4096
+    detach_s: float = 30.0
+    """How long a turn runs on after its client went away; the OpenAI SDK retries within about 8 s."""
+    infra_budget: int = 5
+    data_budget: int = 2
+    pin_after_reclaims: int = 3
+    backoff_s: float = 1.0
+    max_backoff_s: float = 8.0
+    stall_s: float = 30.0
+    """No token for this long on a streamed attempt whose engine is not gated: moved elsewhere."""
+    expected_tokens: int = 256
+    """Output assumed before a job has history; also what is reserved of the KV budget."""
+    expected_ewma: float = 0.05
+    max_affinity_entries: int = 200_000
+    prefill_tokens_per_unit: float = 50.0
+    forget_dead_s: float = 600.0
+    """A dead worker stays visible this long, then leaves the book."""

@@ -1,0 +1,597 @@
+"""The turn book: every turn from submission to its end, over workers that come and go.
+
+One door, :meth:`TurnBook.handle`: one event in, the actions that make the world agree out.  The daemon, the
+simulator and the tests call that one method.  Words are in ``rose.policy.turn_events``, workers in
+``rose.policy.fleet``, the choice of a worker in ``rose.policy.routing``.
+
+A turn is QUEUED, live (DISPATCHED, DECODING) or has ended.  A cut, an abort we did not ask for, a broken
+connection or a dead worker puts it back to the front of the queue *with its tokens*; the next attempt
+continues from them.  The agent never sees any of it.
+
+Invariants, checked by :meth:`TurnBook.check` after any sequence of events:
+
+1. A turn has at most one live attempt; a fenced attempt changes nothing.
+2. Each token has exactly one segment and one version span, contiguous from 0: no loss, no repeat.
+3. ``inflight`` of a worker is the number of its live attempts; ``reserved_tokens`` what they reserved.
+4. The queue holds exactly the QUEUED turns, resumed ones first, then by age.
+5. A turn is dispatched only to a worker that is ready, on duty, not under pressure, at the job's required
+   version or above, of the turn's model, with a free slot and KV room.
+
+An illegal event (unknown turn, same id twice, time going back) raises :class:`~rose.errors.PolicyError` and
+changes nothing.
+
+Pure: no I/O, no clock, no randomness of its own.
+"""
+
+from __future__ import annotations
+
+import bisect
+from typing import assert_never
+
+from rose.errors import PolicyError
+from rose.policy.affinity import Affinity
+from rose.policy.fleet import Duty, Fleet, FleetParams, Health, Tier, Worker
+from rose.policy.routing import Candidate, RoutingPolicy
+from rose.policy.staleness import Version, format_version
+from rose.policy.turn import Turn
+from rose.policy.turn_events import (
+    LIVE,
+    AbortAttempt,
+    Action,
+    AnswerUnavailable,
+    AttemptEnded,
+    AttemptFailed,
+    ClientBack,
+    ClientGone,
+    ClockTicked,
+    Dispatch,
+    Event,
+    Fenced,
+    Requeued,
+    TokensArrived,
+    TokensDropped,
+    TokensKept,
+    TrajectoryClosed,
+    TurnCancelled,
+    TurnEnded,
+    TurnParams,
+    TurnState,
+    TurnStopped,
+    TurnSubmitted,
+    VersionRequired,
+    WorkerDuty,
+    WorkerHeartbeat,
+    WorkerLost,
+    WorkerRegistered,
+)
+
+RECLAIMED = "rose:kv_reclaimed"
+"""``stop_reason`` of a request that the engine cut to give memory back."""
+
+
+class TurnBook:
+    """See the module docstring.
+
+    Args:
+        policy: Chooses among eligible workers.
+        params: Bounds of a turn.
+        fleet_params: Liveness limits and caps.
+    """
+
+    def __init__(
+        self,
+        policy: RoutingPolicy,
+        params: TurnParams | None = None,
+        fleet_params: FleetParams | None = None,
+    ) -> None:
+        self.policy = policy
+        self.params = params or TurnParams()
+        self.fleet = Fleet(params=fleet_params or FleetParams())
+        self.turns: dict[str, Turn] = {}
+        self.required: dict[str, Version] = {}
+        self.queue: list[tuple[tuple[int, float, int], str]] = []
+        self._live: dict[str, set[str]] = {}
+        self.affinity = Affinity(
+            self.fleet,
+            max_entries=self.params.max_affinity_entries,
+            expected_tokens=self.params.expected_tokens,
+            ewma=self.params.expected_ewma,
+        )
+        self._num_submitted = 0
+        self._now_s = float("-inf")
+
+    # --- the door --------------------------------------------------------------------------------------
+
+    def handle(self, event: Event) -> list[Action]:
+        if event.at_s < self._now_s:
+            raise PolicyError(f"{event.at_s} s after {self._now_s} s: time went back", field="at_s")
+        match event:
+            case TurnSubmitted():
+                actions = self._submit(event)
+            case TokensArrived():
+                return self._advance(event, self._tokens(event))
+            case AttemptEnded():
+                actions = self._ended(event)
+            case AttemptFailed():
+                actions = self._failed(event)
+            case WorkerHeartbeat():
+                actions = self._heartbeat(event)
+            case WorkerRegistered():
+                actions = self._register(event)
+            case WorkerLost():
+                actions = self._lost(event)
+            case WorkerDuty():
+                actions = self._duty(event)
+            case VersionRequired():
+                actions = self._version(event)
+            case ClockTicked():
+                actions = self._tick(event.at_s)
+            case TurnCancelled():
+                turn = self._known(event.turn_id)
+                actions = self._finish(turn, event.at_s, TurnState.CANCELLED, event.reason)
+            case TurnStopped():
+                turn = self._known(event.turn_id)
+                actions = self._abort(turn)
+                actions += self._finish(turn, event.at_s, TurnState.DONE, "stop", event.stop_reason)
+            case ClientGone():
+                self._known(event.turn_id).detached_at_s = event.at_s
+                actions = []
+            case ClientBack():
+                turn = self._known(event.turn_id)
+                if turn.answered_503:
+                    turn.queued_at_s = event.at_s  # a new wait for the client; its age in the queue is kept
+                turn.detached_at_s, turn.answered_503 = None, False
+                actions = []
+            case TrajectoryClosed():
+                self.affinity.closed(event.trajectory_id)
+                actions = []
+            case _:
+                assert_never(event)
+        actions = self._advance(event, actions)
+        actions.extend(self._place(event.at_s))
+        return actions
+
+    def _advance(self, event: Event, actions: list[Action]) -> list[Action]:
+        self._now_s = event.at_s
+        return actions
+
+    # --- turns -----------------------------------------------------------------------------------------
+
+    def _submit(self, event: TurnSubmitted) -> list[Action]:
+        if event.turn_id in self.turns:
+            raise PolicyError(f"turn {event.turn_id} is already running", field="turn_id")
+        if event.num_prompt_tokens < 1 or event.max_tokens < 1:
+            raise PolicyError("a turn needs a prompt and room for one token", field="num_prompt_tokens")
+        if len(self.queue) >= self.params.max_queued:
+            raise PolicyError(f"{len(self.queue)} turns are queued already", field="queue")
+        self._num_submitted += 1
+        turn = Turn(
+            spec=event,
+            order=(1, event.at_s, self._num_submitted),
+            queued_at_s=event.at_s,
+            infra_left=self.params.infra_budget,
+            data_left=self.params.data_budget,
+        )
+        self.turns[event.turn_id] = turn
+        bisect.insort(self.queue, (turn.order, event.turn_id))
+        return []
+
+    def _tokens(self, event: TokensArrived) -> list[Action]:
+        turn = self._live_attempt(event.turn_id, event.attempt)
+        if turn is None:
+            return [Fenced(turn_id=event.turn_id, attempt=event.attempt, num_tokens=len(event.token_ids))]
+        if event.logprobs and len(event.logprobs) != len(event.token_ids):
+            raise PolicyError("needs one entry per token", field="logprobs")
+        room = turn.spec.max_tokens - len(turn.token_ids)
+        token_ids = event.token_ids[:room]
+        if not token_ids:
+            return []
+        worker = turn.worker
+        assert worker is not None  # live
+        start, count = len(turn.token_ids), len(token_ids)
+        turn.state = TurnState.DECODING
+        turn.progress_at_s = event.at_s
+        if turn.first_token_at_s is None:
+            turn.first_token_at_s = event.at_s
+        turn.append(worker, token_ids, event.logprobs[:count])
+        return [TokensKept(turn_id=event.turn_id, attempt=event.attempt, start=start, num_tokens=count)]
+
+    def _ended(self, event: AttemptEnded) -> list[Action]:
+        turn = self._live_attempt(event.turn_id, event.attempt)
+        if turn is None:
+            return [Fenced(turn_id=event.turn_id, attempt=event.attempt, num_tokens=0)]
+        worker = turn.worker
+        assert worker is not None
+        turn.relabel(event.versions)
+        num_new = len(turn.token_ids) - turn.attempt_start
+        prefilled = turn.spec.num_prompt_tokens + turn.attempt_start
+        if event.num_cached_tokens is not None:
+            cached = min(event.num_cached_tokens, prefilled)
+            turn.num_cached_tokens += cached
+            if turn.attempt > 1:
+                turn.num_recomputed_tokens = max(0, turn.num_recomputed_tokens - cached)
+        if event.finish_reason != "abort":
+            self.affinity.finished(
+                turn.spec.trajectory_id,
+                turn.spec.job,
+                worker,
+                num_prompt=turn.spec.num_prompt_tokens,
+                num_new=len(turn.token_ids),
+            )
+            self.fleet.served(
+                worker,
+                seconds=event.at_s - turn.attempt_at_s,
+                units=num_new + prefilled / self.params.prefill_tokens_per_unit,
+            )
+            return self._finish(turn, event.at_s, TurnState.DONE, event.finish_reason, event.stop_reason)
+        if len(turn.token_ids) >= turn.spec.max_tokens:
+            return self._finish(turn, event.at_s, TurnState.DONE, "length", None)
+        reclaimed = event.stop_reason == RECLAIMED
+        if reclaimed:
+            turn.num_reclaims += 1
+            self.fleet.reclaimed(worker.worker_id, event.at_s)
+        # An abort that brought no token must not become a hot loop.
+        turn.num_futile = 0 if num_new else turn.num_futile + 1
+        wait_s = min(self.params.backoff_s * 2**turn.num_futile, self.params.max_backoff_s)
+        turn.backoff_until_s[worker.worker_id] = event.at_s + wait_s
+        return self._requeue(turn, event.at_s, "reclaim" if reclaimed else "abort", abort=False)
+
+    def _failed(self, event: AttemptFailed) -> list[Action]:
+        turn = self._live_attempt(event.turn_id, event.attempt)
+        if turn is None:
+            return [Fenced(turn_id=event.turn_id, attempt=event.attempt, num_tokens=0)]
+        worker = turn.worker
+        assert worker is not None
+        turn.num_futile += 1
+        wait_s = min(self.params.backoff_s * 2 ** min(turn.num_futile, 8), self.params.max_backoff_s)
+        turn.backoff_until_s[worker.worker_id] = event.at_s + wait_s
+        match event.kind:
+            case "data":
+                return self._finish(turn, event.at_s, TurnState.FAILED, "data", message=event.message)
+            case "bad":
+                turn.data_left -= 1
+                if turn.data_left < 0:
+                    return self._finish(turn, event.at_s, TurnState.FAILED, "bad", message=event.message)
+            case "busy":
+                pass  # a full engine is not a fault; the turn's queue limit bounds the wait
+            case _:
+                turn.infra_left -= 1
+                if turn.infra_left < 0:
+                    return self._finish(turn, event.at_s, TurnState.FAILED, "infra", message=event.message)
+        return self._requeue(turn, event.at_s, event.kind, abort=False)
+
+    def _requeue(self, turn: Turn, at_s: float, reason: str, *, abort: bool) -> list[Action]:
+        """Back to the front, with the tokens; ``abort`` tells the old engine to let go."""
+        worker = turn.worker
+        assert worker is not None
+        actions = self._abort(turn) if abort else []
+        self._release(turn)
+        if not turn.spec.resumable and turn.token_ids:
+            actions.append(TokensDropped(turn_id=turn.spec.turn_id, num_tokens=len(turn.token_ids)))
+            turn.restart()
+        turn.state, turn.queued_at_s = TurnState.QUEUED, at_s
+        turn.order = (0, turn.spec.at_s, turn.order[2])
+        bisect.insort(self.queue, (turn.order, turn.spec.turn_id))
+        actions.append(
+            Requeued(
+                turn_id=turn.spec.turn_id,
+                worker_id=worker.worker_id,
+                reason=reason,
+                num_kept_tokens=len(turn.token_ids),
+            )
+        )
+        return actions
+
+    def _finish(
+        self,
+        turn: Turn,
+        at_s: float,
+        outcome: TurnState,
+        reason: str,
+        stop_reason: str | int | None = None,
+        message: str = "",
+    ) -> list[Action]:
+        actions: list[Action] = []
+        spec = turn.spec
+        if turn.state in LIVE:
+            if outcome is not TurnState.DONE and reason not in ("data", "infra", "bad"):
+                actions.extend(self._abort(turn))
+            self._release(turn)
+        else:
+            self._unqueue(turn)
+        del self.turns[spec.turn_id]
+        actions.append(
+            TurnEnded(
+                turn_id=spec.turn_id,
+                outcome=outcome,
+                reason=reason,
+                stop_reason=stop_reason,
+                message=message,
+                result=turn.result(at_s),
+            )
+        )
+        return actions
+
+    def _abort(self, turn: Turn) -> list[Action]:
+        if turn.worker is None:
+            return []
+        return [
+            AbortAttempt(turn_id=turn.spec.turn_id, attempt=turn.attempt, worker_id=turn.worker.worker_id)
+        ]
+
+    # --- workers ---------------------------------------------------------------------------------------
+
+    def _register(self, event: WorkerRegistered) -> list[Action]:
+        down = self.fleet.register(
+            at_s=event.at_s,
+            worker_id=event.worker_id,
+            incarnation=event.incarnation,
+            tier=event.tier,
+            model=event.model,
+            max_model_len=event.max_model_len,
+            cap=event.cap,
+        )
+        return [action for item in down for action in self._evacuate(item.worker_id, item.reason, event.at_s)]
+
+    def _heartbeat(self, event: WorkerHeartbeat) -> list[Action]:
+        self.fleet.heartbeat(
+            at_s=event.at_s,
+            worker_id=event.worker_id,
+            incarnation=event.incarnation,
+            seq=event.seq,
+            version=event.version,
+            state=event.state,
+            kv_budget_tokens=event.kv_budget_tokens,
+            kv_used_tokens=event.kv_used_tokens,
+            running=event.running,
+            gated=event.gated,
+            reclaim_seq=event.reclaim_seq,
+            slack_s=event.slack_s,
+        )
+        return []
+
+    def _lost(self, event: WorkerLost) -> list[Action]:
+        actions: list[Action] = []
+        for item in self.fleet.lost(event.worker_id, event.incarnation, event.reason):
+            actions.extend(self._evacuate(item.worker_id, item.reason, event.at_s))
+        if event.forget:
+            self.fleet.workers.pop(event.worker_id, None)
+        return actions
+
+    def _duty(self, event: WorkerDuty) -> list[Action]:
+        worker = self.fleet.workers.get(event.worker_id)
+        if worker is None:
+            raise PolicyError(f"worker {event.worker_id} is not registered", field="worker_id")
+        worker.duty = event.duty
+        if event.duty is Duty.DRAINING:
+            return self._evacuate(event.worker_id, "drain", event.at_s)
+        return []
+
+    def _version(self, event: VersionRequired) -> list[Action]:
+        old = self.required.get(event.job)
+        if old is not None and event.version < old:
+            raise PolicyError(
+                f"{format_version(event.version)} is older than {format_version(old)}", field="version"
+            )
+        self.required[event.job] = event.version
+        self.fleet.thaw()
+        return []
+
+    def _evacuate(self, worker_id: str, reason: str, at_s: float) -> list[Action]:
+        actions: list[Action] = []
+        for turn_id in sorted(self._live.get(worker_id, ())):
+            turn = self.turns[turn_id]
+            if reason not in ("drain", "suspect", "restarted"):
+                turn.infra_left -= 1
+            if turn.infra_left < 0:
+                actions.extend(
+                    self._finish(
+                        turn,
+                        at_s,
+                        TurnState.FAILED,
+                        "infra",
+                        message=f"worker {worker_id} was lost ({reason})",
+                    )
+                )
+            else:
+                actions.extend(self._requeue(turn, at_s, reason, abort=True))
+        return actions
+
+    def _tick(self, at_s: float) -> list[Action]:
+        actions: list[Action] = []
+        for item in self.fleet.tick(at_s):
+            actions.extend(self._evacuate(item.worker_id, item.reason, at_s))
+        for worker in list(self.fleet):
+            if (
+                worker.health is Health.DEAD
+                and not self._live.get(worker.worker_id)
+                and at_s - worker.heard_at_s > self.params.forget_dead_s
+            ):
+                del self.fleet.workers[worker.worker_id]
+        for turn in list(self.turns.values()):
+            spec = turn.spec
+            if spec.deadline_at_s is not None and at_s >= spec.deadline_at_s:
+                actions.extend(
+                    self._finish(
+                        turn, at_s, TurnState.FAILED, "deadline", message="the turn's deadline passed"
+                    )
+                )
+            elif turn.detached_at_s is not None and at_s - turn.detached_at_s >= self.params.detach_s:
+                actions.extend(self._finish(turn, at_s, TurnState.CANCELLED, "client_gone"))
+            elif turn.state is TurnState.QUEUED:
+                waited_s = at_s - turn.queued_at_s
+                if waited_s >= self.params.max_queue_s and not turn.answered_503:
+                    turn.answered_503 = True
+                    turn.detached_at_s = turn.detached_at_s or at_s
+                    actions.append(AnswerUnavailable(turn_id=spec.turn_id, waited_s=waited_s))
+            elif (
+                spec.streamed
+                and turn.worker is not None
+                and not turn.worker.gated
+                and at_s - turn.progress_at_s >= self.params.stall_s
+            ):
+                turn.infra_left -= 1
+                turn.backoff_until_s[turn.worker.worker_id] = at_s + self.params.max_backoff_s
+                if turn.infra_left < 0:
+                    actions.extend(
+                        self._finish(turn, at_s, TurnState.FAILED, "infra", message="the engines stalled")
+                    )
+                else:
+                    actions.extend(self._requeue(turn, at_s, "stall", abort=True))
+        return actions
+
+    # --- placing ---------------------------------------------------------------------------------------
+
+    def _place(self, at_s: float) -> list[Action]:
+        if not self.queue:
+            return []
+        actions: list[Action] = []
+        open_workers = [w for w in self.fleet if w.may_take_turns and w.inflight < w.cap]
+        for entry in list(self.queue):
+            if not open_workers:
+                break
+            turn = self.turns[entry[1]]
+            eligible = [worker for worker in open_workers if self._eligible(turn, worker, at_s)]
+            if not eligible:
+                continue
+            candidate = self._candidate(turn)
+            worker = self.policy.choose(candidate, eligible)
+            if worker is None:
+                turn.hold = "policy"
+                continue
+            if worker not in eligible:
+                raise PolicyError(
+                    f"the policy chose {worker.worker_id}, which is not eligible", field="policy"
+                )
+            self._unqueue(turn)
+            actions.append(self._dispatch(turn, worker, candidate, at_s))
+            if worker.inflight >= worker.cap:
+                open_workers.remove(worker)
+        return actions
+
+    def _eligible(self, turn: Turn, worker: Worker, at_s: float) -> bool:
+        """Invariant 5, one line per clause; the last failing one is kept as the turn's hold."""
+        spec = turn.spec
+        num_tokens = spec.num_prompt_tokens + len(turn.token_ids)
+        if worker.model != spec.model or num_tokens >= worker.max_model_len:
+            turn.hold = "model"
+            return False
+        if spec.dedicated_only and worker.tier is not Tier.DEDICATED:
+            turn.hold = "tier"
+            return False
+        if (
+            turn.num_reclaims >= self.params.pin_after_reclaims
+            and worker.tier is not Tier.DEDICATED
+            and any(w.tier is Tier.DEDICATED and w.health is not Health.DEAD for w in self.fleet)
+        ):
+            turn.hold = "pinned"  # cut too often: wait for a dedicated worker, if the job owns one
+            return False
+        version = worker.version
+        own = turn.spans[-1].version if turn.spans else None  # versions never decrease within a turn
+        for floor in (self.required.get(spec.job), spec.min_version, own):
+            if floor is not None and (version is None or version < floor):
+                turn.hold = "weights"
+                return False
+        if turn.backoff_until_s.get(worker.worker_id, float("-inf")) > at_s:
+            turn.hold = "backoff"
+            return False
+        if not worker.has_room(self._need_tokens(turn)):
+            turn.hold = "capacity"
+            return False
+        return True
+
+    def _need_tokens(self, turn: Turn) -> int:
+        left = turn.spec.max_tokens - len(turn.token_ids)
+        return (
+            turn.spec.num_prompt_tokens
+            + len(turn.token_ids)
+            + min(left, self.affinity.expected_tokens(turn.spec.job))
+        )
+
+    def _candidate(self, turn: Turn) -> Candidate:
+        spec = turn.spec
+        affine, resident = self.affinity.where(spec.trajectory_id)
+        num_prompt = spec.num_prompt_tokens + len(turn.token_ids)
+        left = spec.max_tokens - len(turn.token_ids)
+        return Candidate(
+            num_prompt_tokens=num_prompt,
+            expected_tokens=min(left, self.affinity.expected_tokens(spec.job)),
+            affine=affine,
+            resident_tokens=min(resident, num_prompt),
+            group_worker=None if affine is not None else self.affinity.group_worker(spec.group_id),
+        )
+
+    def _dispatch(self, turn: Turn, worker: Worker, candidate: Candidate, at_s: float) -> Dispatch:
+        spec = turn.spec
+        turn.attempt += 1
+        turn.state = TurnState.DISPATCHED
+        turn.worker, turn.dispatch_version = worker, worker.version
+        turn.attempt_start, turn.attempt_at_s, turn.progress_at_s = len(turn.token_ids), at_s, at_s
+        turn.reserved_tokens = self._need_tokens(turn)
+        if turn.first_dispatch_at_s is None:
+            turn.first_dispatch_at_s = at_s
+        if turn.attempt > 1:
+            turn.num_recomputed_tokens += spec.num_prompt_tokens + len(turn.token_ids)
+        worker.inflight += 1
+        worker.reserved_tokens += turn.reserved_tokens
+        worker.admitted_tokens += max(0, candidate.num_prompt_tokens - candidate.resident_tokens)
+        self._live.setdefault(worker.worker_id, set()).add(spec.turn_id)
+        if spec.group_id is not None and candidate.affine is None:
+            self.affinity.started(spec.group_id, worker)
+        affinity = "miss" if candidate.affine is None else "hit" if candidate.affine is worker else "broken"
+        return Dispatch(
+            turn_id=spec.turn_id,
+            attempt=turn.attempt,
+            worker_id=worker.worker_id,
+            num_kept_tokens=len(turn.token_ids),
+            max_tokens=spec.max_tokens - len(turn.token_ids),
+            affinity=affinity,
+            queued_s=at_s - turn.queued_at_s,
+        )
+
+    # --- books -----------------------------------------------------------------------------------------
+
+    def _release(self, turn: Turn) -> None:
+        worker = turn.worker
+        assert worker is not None
+        worker.inflight -= 1
+        worker.reserved_tokens -= turn.reserved_tokens
+        live = self._live[worker.worker_id]
+        live.discard(turn.spec.turn_id)
+        if not live:
+            del self._live[worker.worker_id]
+        turn.worker, turn.reserved_tokens = None, 0
+
+    def _unqueue(self, turn: Turn) -> None:
+        index = bisect.bisect_left(self.queue, (turn.order, turn.spec.turn_id))
+        del self.queue[index]
+
+    def _known(self, turn_id: str) -> Turn:
+        turn = self.turns.get(turn_id)
+        if turn is None:
+            raise PolicyError(f"turn {turn_id} is not running", field="turn_id")
+        return turn
+
+    def _live_attempt(self, turn_id: str, attempt: int) -> Turn | None:
+        turn = self.turns.get(turn_id)
+        if turn is None or turn.state not in LIVE or turn.attempt != attempt:
+            return None
+        return turn
+
+    def check(self) -> None:
+        """Assert the invariants of the module docstring, in its order."""
+        live: dict[str, list[Turn]] = {}
+        for turn in self.turns.values():
+            assert (turn.worker is not None) == (turn.state in LIVE)  # 1
+            turn.check()  # 2
+            if turn.worker is not None:
+                live.setdefault(turn.worker.worker_id, []).append(turn)
+        for worker in self.fleet:  # 3
+            turns = live.pop(worker.worker_id, [])
+            assert worker.inflight == len(turns)
+            assert worker.reserved_tokens == sum(turn.reserved_tokens for turn in turns)
+            assert all(turn.worker is worker for turn in turns)
+        assert not live
+        queued = [turn_id for turn_id, turn in self.turns.items() if turn.state is TurnState.QUEUED]
+        assert sorted(queued) == sorted(turn_id for _, turn_id in self.queue)  # 4
+        assert self.queue == sorted(self.queue)

@@ -1,0 +1,344 @@
+"""Start a program so that it cannot outlive us, watch it become ready, and end it with everything below it.
+
+Used by the node agent (the rollout engine) and the demo (everything).  It decides nothing about restarts.
+
+- A child runs in a session of its own (a Ctrl-C in the terminal reaches only us), on given cores, in a given
+  scheduling class, below a *guard* process (``rose.proc_guard``).  When we die, even by SIGKILL, the
+  guard kills the child and all its descendants: no engine is left without an owner.
+- ``wait_ready`` ends early, with the last lines of the log, when the child dies.
+- ``terminate`` returns only when no process of the tree is left, or raises.
+
+Secrets belong in ``env`` (or better in a file named there), never in ``argv``: every user can read argv.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+import psutil
+
+from rose.errors import ConfigError, EngineError
+
+Probe = str | Callable[[], bool]
+"""An URL that must answer 2xx, or a function that says whether the child is ready."""
+Progress = Callable[[float], None]
+"""Called about once per look with the seconds waited so far."""
+
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # our own ports: never through a proxy
+_GUARD = Path(__file__).with_name("proc_guard.py")
+_LOG_TAIL_BYTES = 16384
+_LOOK_EVERY_S = 0.1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcSpec:
+    """What to run.
+
+    Args:
+        name: For messages.
+        argv: Program and arguments; looked up on ``PATH``.
+        env: Added to our own environment; a value of None takes the variable away.
+        cores: CPU numbers it may use; empty = ours.
+        sched: ``idle`` runs only where nothing else wants the core (and needs no privilege).
+        nice: 0 to 19.
+        log_path: Receives stdout and stderr, appended, mode 0600; None = thrown away.
+        cwd: Working directory; None = ours.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str | None] = field(default_factory=dict[str, str | None], repr=False)
+    cores: tuple[int, ...] = ()
+    sched: Literal["normal", "batch", "idle"] = "normal"
+    nice: int = 0
+    log_path: Path | None = None
+    cwd: Path | None = None
+
+
+class Child:
+    """A running program.  Made by :meth:`start`.  Methods may be called from any one thread at a time."""
+
+    def __init__(self, spec: ProcSpec, guard: subprocess.Popen[bytes], pid_pipe: BinaryIO) -> None:
+        self.spec = spec
+        self._guard = guard
+        self._pid_pipe = pid_pipe
+        self._pid: int | None = None
+        self._stopping = False
+        self.started_s = time.monotonic()
+
+    @classmethod
+    def start(cls, spec: ProcSpec) -> Child:
+        """Start ``spec``.
+
+        Raises:
+            ConfigError: No such program, a core that this machine does not give us, log file not writable.
+        """
+        if not spec.argv or shutil.which(spec.argv[0]) is None:
+            raise ConfigError(
+                f"'{spec.argv[0] if spec.argv else ''}' is no program here", field=f"{spec.name}.argv"
+            )
+        missing = sorted(set(spec.cores) - os.sched_getaffinity(0))
+        if missing:
+            raise ConfigError(
+                f"cores {missing} are not among {sorted(os.sched_getaffinity(0))}", field=f"{spec.name}.cores"
+            )
+        environment = {**os.environ, **spec.env}
+        pid_read, pid_write = os.pipe()
+        try:
+            settings = json.dumps(
+                {
+                    "parent": os.getpid(),
+                    "cores": list(spec.cores),
+                    "sched": spec.sched,
+                    "nice": spec.nice,
+                    "pid_fd": pid_write,
+                }
+            )
+            log = _open_log(spec)
+            try:
+                guard = subprocess.Popen(
+                    [sys.executable, "-I", "-S", str(_GUARD), settings, *spec.argv],
+                    env={name: value for name, value in environment.items() if value is not None},
+                    cwd=spec.cwd,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    pass_fds=(pid_write,),
+                )
+            finally:
+                if log >= 0:
+                    os.close(log)
+        except OSError as error:
+            os.close(pid_read)
+            raise ConfigError(f"cannot be started: {error.strerror}", field=spec.name) from error
+        finally:
+            os.close(pid_write)
+        return cls(spec, guard, os.fdopen(pid_read, "rb", buffering=0))
+
+    @property
+    def guard_pid(self) -> int:
+        return self._guard.pid
+
+    @property
+    def pid(self) -> int:
+        """The program's own pid; waits for the guard to tell it (tens of ms after start).
+
+        Raises:
+            EngineError: The program never started.
+        """
+        if self._pid is None:
+            readable, _, _ = select.select([self._pid_pipe], [], [], 10.0)
+            text = self._pid_pipe.read(32) if readable else b""
+            if not text.strip().isdigit():
+                raise EngineError(f"did not start{self._last_words()}", field=self.spec.name)
+            self._pid = int(text)
+        return self._pid
+
+    def returncode(self) -> int | None:
+        """None while it runs; 128 + signal when it was killed."""
+        return self._guard.poll()
+
+    def processes(self) -> list[psutil.Process]:
+        """Everything of it that is alive: guard, program, descendants."""
+        found: dict[int, psutil.Process] = {}
+        try:
+            guard = psutil.Process(self._guard.pid)
+            found = {p.pid: p for p in [guard, *guard.children(recursive=True)]}
+        except psutil.NoSuchProcess:
+            pass
+        if self._guard.poll() is not None:
+            # Somebody killed the guard: what is left no longer hangs below it, but carries its session,
+            # and a number is not given out again while a session has it.
+            found = {p.pid: p for p in psutil.process_iter() if _session_of(p.pid) == self._guard.pid}
+        return [p for p in found.values() if _lives(p)]
+
+    def rss_bytes(self) -> int:
+        """Resident memory of the tree (pages that its processes share count more than once)."""
+        total = 0
+        for process in self.processes():
+            try:
+                total += process.memory_info().rss
+            except psutil.Error:
+                continue
+        return total
+
+    def log_tail(self, num_lines: int = 20) -> str:
+        """The last lines of the log; empty without one."""
+        if self.spec.log_path is None:
+            return ""
+        try:
+            with self.spec.log_path.open("rb") as file:
+                file.seek(0, os.SEEK_END)
+                file.seek(max(0, file.tell() - _LOG_TAIL_BYTES))
+                return "\n".join(file.read().decode(errors="replace").splitlines()[-num_lines:])
+        except OSError:
+            return ""
+
+    def wait_ready(self, probe: Probe, timeout_s: float, progress: Progress | None = None) -> float:
+        """Block until ``probe`` succeeds; seconds it took.
+
+        Raises:
+            EngineError: The child died, was stopped, or ``timeout_s`` is over; ends with its last log lines.
+        """
+        started_s = time.monotonic()
+        while not _probe(probe):
+            self._check_waiting(started_s, timeout_s, progress)
+            time.sleep(_LOOK_EVERY_S)
+        return time.monotonic() - started_s
+
+    async def wait_ready_async(
+        self, probe: Probe, timeout_s: float, progress: Progress | None = None
+    ) -> float:
+        """:meth:`wait_ready` for an event loop; the probe runs in a thread."""
+        started_s = time.monotonic()
+        while not await asyncio.to_thread(_probe, probe):
+            self._check_waiting(started_s, timeout_s, progress)
+            await asyncio.sleep(_LOOK_EVERY_S)
+        return time.monotonic() - started_s
+
+    def _check_waiting(self, started_s: float, timeout_s: float, progress: Progress | None) -> None:
+        waited_s = time.monotonic() - started_s
+        if self._stopping:
+            raise EngineError("was stopped before it was ready", field=self.spec.name)
+        code = self.returncode()
+        if code is not None:
+            raise EngineError(
+                f"ended with {code} before it was ready{self._last_words()}", field=self.spec.name
+            )
+        if waited_s > timeout_s:
+            raise EngineError(f"not ready after {timeout_s:.0f} s{self._last_words()}", field=self.spec.name)
+        if progress is not None:
+            progress(waited_s)
+
+    def _last_words(self) -> str:
+        tail = self.log_tail()
+        if not tail:
+            return ""
+        return f"; the end of {self.spec.log_path}:\n{tail}"
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send ``number`` to the program alone (tests: SIGSTOP, SIGKILL)."""
+        if self.returncode() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self, grace_s: float = 10.0) -> None:
+        """SIGTERM, at most ``grace_s`` of patience, then SIGKILL for the whole tree.
+
+        Raises:
+            EngineError: A process of the tree still lives; should not happen short of kernel trouble.
+        """
+        self._stopping = True
+        if self._guard.poll() is None and grace_s > 0:
+            self._guard.send_signal(signal.SIGTERM)
+            try:
+                self._guard.wait(grace_s)
+            except subprocess.TimeoutExpired:
+                pass
+        self.kill()
+
+    async def terminate_async(self, grace_s: float = 10.0) -> None:
+        await asyncio.to_thread(self.terminate, grace_s)
+
+    def kill(self, timeout_s: float = 10.0) -> None:
+        """SIGKILL for the whole tree, now; returns when nothing is left.  Works on stopped processes too.
+
+        Raises:
+            EngineError: A process of the tree still lives after ``timeout_s``.
+        """
+        self._stopping = True
+        until_s = time.monotonic() + timeout_s
+        while True:
+            left = self.processes()
+            if not left and self._guard.poll() is not None:
+                return
+            if time.monotonic() > until_s:
+                pids = [p.pid for p in left] or [self._guard.pid]
+                raise EngineError(f"processes {pids} do not end", field=self.spec.name)
+            # The guard last: while it lives, orphans come to it and so stay in the tree that we see.
+            below = [p for p in left if p.pid != self._guard.pid]
+            for process in below or left:
+                try:
+                    process.kill()
+                except psutil.Error:
+                    pass
+            if self._guard.poll() is None:
+                self._guard.send_signal(signal.SIGUSR2)
+                self._guard.send_signal(signal.SIGCONT)
+            try:
+                self._guard.wait(0.2)
+            except subprocess.TimeoutExpired:
+                continue
+            psutil.wait_procs(below, timeout=0.2)
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.terminate()
+
+
+def require_free_port(port: int, field_name: str, host: str = "127.0.0.1") -> None:
+    """Raise :class:`ConfigError` if ``port`` is taken, before a child finds out half a minute later."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"port {port} is taken: {error.strerror}", field=field_name) from error
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that is free now.  Only for children that cannot bind port 0 and tell us."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+def _open_log(spec: ProcSpec) -> int:
+    if spec.log_path is None:
+        return subprocess.DEVNULL
+    try:
+        spec.log_path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(spec.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"{spec.log_path}: {error.strerror}", field=f"{spec.name}.log_path") from error
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _session_of(pid: int) -> int:
+    try:
+        return os.getsid(pid)
+    except OSError:
+        return -1
+
+
+def _probe(probe: Probe) -> bool:
+    if callable(probe):
+        return probe()
+    try:
+        with _opener.open(probe, timeout=2.0) as response:
+            return 200 <= response.status < 300
+    except (OSError, urllib.error.URLError, ValueError):
+        return False

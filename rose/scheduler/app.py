@@ -1,0 +1,328 @@
+"""Put ``rose-scheduler`` together: books, journal, routes, clock; and take it down cleanly.
+
+Start: recover the journal, listen, tick.  Stop: answer 503 to new turns, let running ones end for
+``drain_s``, abort the rest in their engines, close the journal.  Nothing is lost by a stop or a kill:
+finished turns are in the journal, and the client of an unfinished one asks again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import random
+from importlib.resources import files
+from pathlib import Path
+
+import aiohttp
+from aiohttp import web
+
+from rose.auth import Tokens
+from rose.clock import Clock, MonotonicClock
+from rose.errors import CapacityError, ConfigError, PolicyError, RoseError, Unauthorized
+from rose.policy import turn_events as te
+from rose.policy.fleet import FleetParams, Tier
+from rose.policy.routing import make_policy
+from rose.policy.samples import SampleParams
+from rose.policy.turns import TurnBook
+from rose.scheduler.config import SchedulerConfig, StaticWorker
+from rose.scheduler.control_api import ControlRoutes
+from rose.scheduler.dispatch import Dispatcher
+from rose.scheduler.engine import Endpoint, EngineClient
+from rose.scheduler.http import Handler, errors_middleware, json_response, requires
+from rose.scheduler.jobs import Jobs
+from rose.scheduler.journal import Journal
+from rose.scheduler.openai_api import OpenAIRoutes
+from rose.scheduler.prompts import Prompts
+from rose.scheduler.renderer import Renderer
+from rose.scheduler.status import Status
+from rose.scheduler.store import Store
+
+log = logging.getLogger("rose.scheduler")
+
+PROBE_S = 0.5
+
+
+class Scheduler:
+    """One daemon.
+
+    ::
+
+        scheduler = Scheduler(config, tokens, journal_dir)
+        await scheduler.start()      # scheduler.url
+        ...
+        await scheduler.stop()
+
+    Raises (constructor):
+        ConfigError: The journal directory is in use or cannot be written.
+        LedgerError: The journal is damaged.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, tokens: Tokens, journal_dir: Path, clock: Clock | None = None
+    ) -> None:
+        self.config = config
+        self.tokens = tokens
+        self.clock = clock or MonotonicClock()
+        self.status = Status()
+        self.journal = Journal(journal_dir)
+        try:
+            self.store = Store(
+                self.journal,
+                SampleParams(alpha=config.batches.alpha, on_stale=config.batches.on_stale),
+                max_trajectories=config.limits.max_trajectories,
+                retained_finals=config.limits.retained_finals,
+                compact_bytes=config.journal.compact_bytes,
+                on_stale=self.status.on_stale,
+            )
+        except RoseError:
+            self.journal.close()
+            raise
+        times, limits = config.timeouts, config.limits
+        self.book = TurnBook(
+            make_policy(config.policy, random.Random(config.seed)),
+            te.TurnParams(
+                max_queue_s=times.max_queue_s,
+                max_queued=limits.max_queued,
+                detach_s=times.detach_s,
+                stall_s=times.stall_s,
+                backoff_s=times.backoff_s,
+                max_backoff_s=8 * times.backoff_s,
+            ),
+            FleetParams(
+                suspect_s=times.suspect_s,
+                dead_s=times.dead_s,
+                cap_dedicated=config.cap_dedicated,
+                cap_harvested=config.cap_harvested,
+            ),
+        )
+        self.url = ""
+        self._tasks: list[asyncio.Task[None]] = []
+        self._runner: web.AppRunner | None = None
+        self._session: aiohttp.ClientSession | None = None
+
+    async def start(self) -> None:
+        """Listen and serve.
+
+        Raises:
+            ConfigError: The port is taken.
+        """
+        config, times = self.config, self.config.timeouts
+        self._started_at_s = self.clock.now_s()
+        # The default limit of 100 connections would queue turns where nobody sees them.
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=60), auto_decompress=True, trust_env=False
+        )
+        self.engines = EngineClient(
+            self._session,
+            connect_s=times.connect_s,
+            attempt_s=times.attempt_s,
+            render_s=times.render_s,
+        )
+        self.dispatcher = Dispatcher(
+            self.book,
+            self.engines,
+            self.clock,
+            max_running=config.limits.max_running,
+            stream_upstream=config.stream_upstream,
+            seed=config.seed,
+            on_action=self.status.on_action,
+        )
+        for job, version in self.store.versions.items():
+            self.dispatcher.require(job, version)
+        renderer = Renderer(
+            self.dispatcher, self.engines, max_wait_s=times.max_queue_s, sidecar=config.render_url
+        )
+        prompts = Prompts(renderer.call, history=config.history, cache_entries=config.render_cache_entries)
+        self.jobs = Jobs(
+            store=self.store,
+            dispatcher=self.dispatcher,
+            turn_s=times.turn_s,
+            max_turns=config.limits.max_turns_per_trajectory,
+            on_duplicate=self.status.on_duplicate,
+            on_fork=self.status.on_fork,
+            on_finished=self.status.on_finished,
+        )
+        self.control = ControlRoutes(config, self.store, self.dispatcher)
+        openai = OpenAIRoutes(config, self.store, self.dispatcher, self.jobs, prompts, renderer)
+        app = web.Application(client_max_size=config.limits.max_body_bytes, middlewares=[errors_middleware])
+        self._add_routes(app, openai)
+        # Cancelling a handler whose client has gone is how a turn learns that nobody waits for it.
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, config.host, config.port, backlog=1024)
+        try:
+            await site.start()
+        except OSError as error:
+            await self.stop(drain_s=0)
+            raise ConfigError(
+                f"{config.host}:{config.port} cannot be listened on: {error.strerror}",
+                field="port",
+                fix="choose another --port",
+            ) from error
+        host, port = self._runner.addresses[0][:2]
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        self._tasks.append(asyncio.create_task(self._tick()))
+        self._tasks.extend(asyncio.create_task(self._probe(worker)) for worker in config.workers)
+
+    async def stop(self, drain_s: float | None = None) -> None:
+        """Drain, then stop.  Safe to call at any point of the start."""
+        drain_s = self.config.timeouts.drain_s if drain_s is None else drain_s
+        if self._runner is not None and self.url:
+            self.dispatcher.draining = True
+            num_left = await self.jobs.drain(drain_s)
+            if num_left:
+                log.warning("%d requests still ran and were stopped", num_left)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._runner is not None:
+            if self.url:
+                await self.jobs.close()
+                await self.dispatcher.close()
+            await self._runner.cleanup()
+        if self._session is not None:
+            await self._session.close()
+        if self.journal.healthy:
+            try:
+                await self.journal.commit()
+            except CapacityError as error:
+                log.error("%s", error)
+        self.journal.close()
+
+    # --- routes ----------------------------------------------------------------------------------------
+
+    def _add_routes(self, app: web.Application, openai: OpenAIRoutes) -> None:
+        control = self.control
+
+        def add(method: str, path: str, handler: Handler, *roles: str) -> None:
+            app.router.add_route(method, path, requires(self.tokens, *roles)(handler) if roles else handler)
+
+        for base in ("", "/s/{session}"):
+            add("POST", f"{base}/v1/chat/completions", openai.chat, "agent")
+            add("POST", f"{base}/v1/completions", openai.completions, "agent")
+            add("GET", f"{base}/v1/models", openai.models, "agent")
+        add("POST", "/rose/v1/generate", openai.generate, "agent")
+        add("POST", "/rose/v1/trajectories", control.create, "agent")
+        add("GET", "/rose/v1/trajectories", control.list, "agent", "trainer")
+        add("GET", "/rose/v1/trajectories/{id}", control.get, "agent", "trainer")
+        add("POST", "/rose/v1/trajectories/{id}/finish", control.finish, "agent")
+        add("DELETE", "/rose/v1/trajectories/{id}", control.cancel, "agent")
+        add("POST", "/rose/v1/batches/lease", control.lease, "trainer")
+        add("POST", "/rose/v1/batches/{id}/ack", control.ack, "trainer")
+        add("POST", "/rose/v1/jobs/{job}/resume", control.resume, "trainer")
+        add("POST", "/rose/v1/versions", control.version, "trainer")
+        add("POST", "/workers", control.register, "node")
+        add("POST", "/workers/{id}/heartbeat", control.heartbeat, "node")
+        add("POST", "/workers/{id}/{verb}", control.duty, "node")
+        add("DELETE", "/workers/{id}", control.remove, "node")
+        add("GET", "/workers", control.workers, "agent", "trainer", "node")
+        add("GET", "/status", self._status, "agent", "trainer", "node")
+        add("GET", "/metrics", self._metrics)
+        add("GET", "/healthz", self._healthz)
+        add("GET", "/readyz", self._readyz)
+        add("GET", "/", self._page)
+
+    async def _status(self, request: web.Request) -> web.Response:
+        return json_response(
+            self.status.snapshot(self.dispatcher, self.store, started_at_s=self._started_at_s)
+        )
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        if not self.config.metrics_public and not _is_local(request.remote):
+            raise Unauthorized("metrics are for this machine only", field="metrics_public")
+        return web.Response(
+            body=self.status.metrics(self.dispatcher, self.store),
+            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
+        )
+
+    async def _healthz(self, request: web.Request) -> web.Response:
+        return json_response({"status": "ok"})
+
+    async def _readyz(self, request: web.Request) -> web.Response:
+        """Ready: the journal can be written, we are not stopping, and a worker can take a turn."""
+        problems = [
+            name
+            for name, wrong in (
+                ("draining", self.dispatcher.draining),
+                ("journal", not self.journal.healthy),
+                ("no_worker", not any(worker.may_take_turns for worker in self.book.fleet)),
+            )
+            if wrong
+        ]
+        return json_response(
+            {"status": "not ready" if problems else "ok", "problems": problems},
+            status=503 if problems else 200,
+        )
+
+    async def _page(self, request: web.Request) -> web.Response:
+        page = files("rose.scheduler").joinpath("page.html").read_text()
+        return web.Response(
+            text=page,
+            content_type="text/html",
+            headers={
+                "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
+                "script-src 'unsafe-inline'; connect-src 'self'"
+            },
+        )
+
+    # --- time ------------------------------------------------------------------------------------------
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.timeouts.tick_s)
+            try:
+                self.dispatcher.tick()
+                self.control.housekeep()
+            except RoseError as error:
+                log.error("tick: %s", error)
+
+    async def _probe(self, settings: StaticWorker) -> None:
+        """Stand in for the node agent of a plain ``vllm serve``: probe it, and report what is seen."""
+        endpoint = Endpoint(
+            worker_id=settings.worker_id,
+            url=settings.url.rstrip("/"),
+            token=settings.token,
+            vocab_size=settings.vocab_size,
+        )
+        seq = 0
+        while True:
+            if await self.engines.is_alive(endpoint):
+                now_s = self.clock.now_s()
+                worker = self.book.fleet.workers.get(settings.worker_id)
+                try:
+                    if worker is None or worker.health.value == "dead":
+                        self.dispatcher.register(
+                            te.WorkerRegistered(
+                                at_s=now_s,
+                                worker_id=settings.worker_id,
+                                incarnation=f"static-{seq}",
+                                tier=Tier.DEDICATED,
+                                model=settings.model,
+                                max_model_len=settings.max_model_len,
+                                cap=settings.cap,
+                            ),
+                            endpoint,
+                        )
+                    seq += 1
+                    worker = self.book.fleet.workers[settings.worker_id]
+                    self.dispatcher.heartbeat(
+                        te.WorkerHeartbeat(
+                            at_s=now_s,
+                            worker_id=settings.worker_id,
+                            incarnation=worker.incarnation,
+                            seq=seq,
+                            version=(0, 0),
+                            state="ready",
+                        )
+                    )
+                except PolicyError as error:
+                    log.error("worker %s: %s", settings.worker_id, error)
+            await asyncio.sleep(PROBE_S)
+
+
+def _is_local(remote: str | None) -> bool:
+    try:
+        return remote is not None and ipaddress.ip_address(remote).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,74 @@
+"""``rose-scheduler``: the daemon that agents, trainers and nodes talk to."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rose.auth import Tokens
+from rose.config import load_config
+from rose.errors import RoseError
+from rose.scheduler.app import Scheduler
+from rose.scheduler.config import SchedulerConfig
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def serve(
+    config: Annotated[Path | None, typer.Option(help="Settings (TOML).")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Override one setting: a.b=c.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port; 0 picks a free one.")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="Tokens by role; else ROSE_TOKEN_FILE.")] = None,
+    journal: Annotated[Path, typer.Option(help="Directory of the journal.")] = Path("rose-scheduler"),
+    policy: Annotated[str | None, typer.Option(help="Routing policy.")] = None,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+) -> None:
+    """Route the turns of RL rollouts over dedicated and harvested engines.  Prints one line when it is
+    ready."""
+    overrides = list(set_ or [])
+    if port is not None:
+        overrides.append(f"port={port}")
+    if policy is not None:
+        overrides.append(f'policy="{policy}"')
+    logging.basicConfig(
+        level=log_level.upper() if log_level.upper() in ("DEBUG", "INFO", "WARNING", "ERROR") else "INFO",
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+    )
+    try:
+        settings = load_config(SchedulerConfig, config, overrides)
+        tokens = Tokens.load(token_file)
+        asyncio.run(_serve(settings, tokens, journal))
+    except RoseError as error:
+        typer.echo(f"rose-scheduler: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+async def _serve(settings: SchedulerConfig, tokens: Tokens, journal: Path) -> None:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # A second signal ends the drain at once; the journal already holds what matters.
+        loop.add_signal_handler(number, lambda: os._exit(130) if stopping.is_set() else stopping.set())
+    scheduler = Scheduler(settings, tokens, journal)
+    await scheduler.start()
+    typer.echo(f"rose-scheduler ready at {scheduler.url}")
+    sys.stdout.flush()
+    await stopping.wait()
+    await scheduler.stop()
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Settings of ``rose-scheduler``: one typed tree, checked whole before anything starts."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rose.config import Section
+
+Policy = Literal["cost", "paper", "sticky_least_loaded", "round_robin", "random"]
+
+
+class StaticWorker(Section):
+    """A plain ``vllm serve --enable-scale-out`` without a node agent: probed, and taken as version 0.0."""
+
+    worker_id: str = Field(min_length=1, max_length=128)
+    url: str = Field(pattern=r"^https?://[^\s]+$", max_length=512)
+    model: str = Field(min_length=1, max_length=256)
+    max_model_len: int = Field(gt=0)
+    vocab_size: int | None = Field(default=None, gt=0)
+    cap: int | None = Field(default=None, gt=0)
+    token: str | None = Field(default=None, repr=False)
+
+
+class Limits(Section):
+    """Bounds on what a peer can make us hold."""
+
+    max_body_bytes: int = Field(default=16 * 2**20, gt=0)
+    max_messages: int = Field(default=4096, gt=0)
+    max_trajectories: int = Field(default=200_000, gt=0)
+    max_turns_per_trajectory: int = Field(default=1024, gt=0)
+    max_workers: int = Field(default=4096, gt=0)
+    max_queued: int = Field(default=4096, gt=0)
+    max_running: int = Field(default=8192, gt=0)
+    """Turns accepted and not ended, queued ones included; beyond it 429."""
+    max_n: int = Field(default=16, gt=0)
+    max_info_bytes: int = Field(default=256 * 2**10, gt=0)
+    retained_finals: int = Field(default=2000, ge=0)
+    """Consumed and cancelled trajectories that stay readable."""
+
+
+class Timeouts(Section):
+    """All in seconds."""
+
+    connect_s: float = Field(default=5.0, gt=0)
+    attempt_s: float = Field(default=3600.0, gt=0)
+    """One engine request that is not streamed; it has no other sign of life."""
+    render_s: float = Field(default=30.0, gt=0)
+    turn_s: float = Field(default=3600.0, gt=0)
+    max_queue_s: float = Field(default=300.0, gt=0)
+    trajectory_idle_s: float = Field(default=14_400.0, gt=0)
+    """A running trajectory without a turn for this long is cancelled: its agent is gone."""
+    detach_s: float = Field(default=30.0, ge=0)
+    stall_s: float = Field(default=30.0, gt=0)
+    suspect_s: float = Field(default=2.0, gt=0)
+    dead_s: float = Field(default=10.0, gt=0)
+    backoff_s: float = Field(default=1.0, gt=0)
+    """A worker that cut a turn, or failed it, is left alone by that turn for this long; doubling to 8 times."""
+    keepalive_s: float = Field(default=15.0, gt=0)
+    """A held stream gets an SSE comment this often, or proxies cut it."""
+    drain_s: float = Field(default=20.0, ge=0)
+    tick_s: float = Field(default=0.25, gt=0, le=1.0)
+    max_wait_s: float = Field(default=60.0, ge=0)
+    """Longest long poll of a lease."""
+
+
+class Batches(Section):
+    alpha: int = Field(default=4, ge=0)
+    """Versions a sample may lie behind the trainer that leases it."""
+    on_stale: Literal["cancel", "mask"] = "cancel"
+    max_ttl_s: float = Field(default=86_400.0, gt=0)
+
+
+class JournalConfig(Section):
+    compact_bytes: int = Field(default=256 * 2**20, gt=0)
+    """At start, a journal beyond this size is rewritten with the live state only."""
+
+
+class SchedulerConfig(Section):
+    host: str = "127.0.0.1"
+    port: int = Field(default=8800, ge=0, le=65535)
+    policy: Policy = "cost"
+    seed: int = 0
+    """Of the draws between equal workers."""
+    history: Literal["append", "template"] = "append"
+    """``append`` keeps sampled ids when a template would strip them; ``template`` forks there."""
+    stream_upstream: bool = False
+    """Stream every turn from its engine: a dead engine then costs no token, for more CPU here."""
+    render_url: str | None = Field(default=None, pattern=r"^https?://[^\s]+$")
+    """A render sidecar; None uses the workers."""
+    render_cache_entries: int = Field(default=512, ge=0)
+    cap_dedicated: int = Field(default=64, gt=0)
+    cap_harvested: int = Field(default=16, gt=0)
+    metrics_public: bool = False
+    """Answer ``/metrics`` to peers that are not on this machine."""
+    workers: tuple[StaticWorker, ...] = ()
+    limits: Limits = Limits()
+    timeouts: Timeouts = Timeouts()
+    batches: Batches = Batches()
+    journal: JournalConfig = JournalConfig()

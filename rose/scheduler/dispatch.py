@@ -1,0 +1,363 @@
+"""Run turns: the thin shell around the turn book.
+
+:class:`Dispatcher` feeds the book with what happens (submissions, engine output, heartbeats, the clock) and
+carries out what it answers: start an attempt, abort one, hand a result to whoever waits.  It decides
+nothing about *where* or *whether*; that is ``rose.policy.turns``.
+
+One attempt is one task and one engine request.  All books live in the event loop's thread, so an event and
+its actions are never interleaved with another's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rose.clock import Clock
+from rose.errors import CapacityError, EngineError, Gone, NotFound, PolicyError, RequestError, RoseError
+from rose.policy import turn_events as te
+from rose.policy.fleet import Duty, Health, Tier, Worker
+from rose.policy.staleness import Version
+from rose.policy.turns import TurnBook
+from rose.scheduler.engine import Endpoint, EngineClient, EngineFailure, Output, TokenLogprob
+
+log = logging.getLogger("rose.scheduler")
+
+
+@dataclass(kw_only=True, slots=True)
+class TurnHandle:
+    """A running turn as its waiters see it."""
+
+    turn_id: str
+    prompt_ids: list[int]
+    sampling_params: dict[str, Any]
+    tier: str = ""
+    worker_id: str = ""
+    queued_s: float = 0.0
+    keep_entries: bool = False
+    entries: list[TokenLogprob] = field(default_factory=list)
+    watchers: list[asyncio.Event] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    done: asyncio.Future[te.TurnEnded] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    on_unavailable: Callable[[], None] = lambda: None
+
+    def notify(self) -> None:
+        for watcher in self.watchers:
+            watcher.set()
+
+
+class Dispatcher:
+    """Args:
+    book: The turn book; owned from here on.
+    engines: To reach workers.
+    clock: Monotonic.
+    max_running: Bound on turns that have not ended.
+    on_action: Told of every action, for metrics; must not raise.
+    """
+
+    def __init__(
+        self,
+        book: TurnBook,
+        engines: EngineClient,
+        clock: Clock,
+        *,
+        max_running: int,
+        stream_upstream: bool = False,
+        seed: int = 0,
+        on_action: Callable[[te.Action], None] = lambda action: None,
+    ) -> None:
+        self.book = book
+        self.engines = engines
+        self.endpoints: dict[str, Endpoint] = {}
+        self.handles: dict[str, TurnHandle] = {}
+        self._clock = clock
+        self._max_running = max_running
+        self._stream_upstream = stream_upstream
+        self._rng = random.Random(seed)
+        self._on_action = on_action
+        self._attempts: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._background: set[asyncio.Task[None]] = set()
+        self._ready = asyncio.Event()
+        self.draining = False
+
+    def now_s(self) -> float:
+        return self._clock.now_s()
+
+    # --- turns -----------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        spec: te.TurnSubmitted,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        *,
+        keep_entries: bool = False,
+    ) -> TurnHandle:
+        """Start a turn.
+
+        Raises:
+            CapacityError: 429, too many turns; 503, we are shutting down.
+        """
+        if self.draining:
+            raise CapacityError("rose-scheduler is shutting down", retry_after_s=5.0)
+        if len(self.handles) >= self._max_running:
+            raise CapacityError("too many turns are running", status=429, code="queue_full")
+        handle = TurnHandle(
+            turn_id=spec.turn_id,
+            prompt_ids=prompt_ids,
+            sampling_params=sampling_params,
+            keep_entries=keep_entries,
+        )
+        self.handles[spec.turn_id] = handle
+        try:
+            self.feed(spec)
+        except PolicyError as error:
+            del self.handles[spec.turn_id]
+            raise CapacityError(str(error), status=429, code="queue_full") from error
+        return handle
+
+    def attach(self, handle: TurnHandle) -> None:
+        """Somebody waits for this turn (again)."""
+        if handle.turn_id in self.book.turns:
+            self.feed(te.ClientBack(at_s=self.now_s(), turn_id=handle.turn_id))
+
+    def detach(self, handle: TurnHandle) -> None:
+        """Nobody waits any more; the turn runs on for a while, for a retry to join."""
+        if handle.turn_id in self.book.turns:
+            self.feed(te.ClientGone(at_s=self.now_s(), turn_id=handle.turn_id))
+
+    def cancel_trajectory(self, trajectory_id: str, reason: str) -> None:
+        """Stop every turn of a trajectory, in the engines too."""
+        now_s = self.now_s()
+        for turn_id in [name for name, t in self.book.turns.items() if t.spec.trajectory_id == trajectory_id]:
+            self.feed(te.TurnCancelled(at_s=now_s, turn_id=turn_id, reason=reason))
+        self.feed(te.TrajectoryClosed(at_s=now_s, trajectory_id=trajectory_id))
+
+    def cancel_turn(self, turn_id: str, reason: str) -> None:
+        if turn_id in self.book.turns:
+            self.feed(te.TurnCancelled(at_s=self.now_s(), turn_id=turn_id, reason=reason))
+
+    def stop(self, turn_id: str, stop_reason: str) -> None:
+        if turn_id in self.book.turns:
+            self.feed(te.TurnStopped(at_s=self.now_s(), turn_id=turn_id, stop_reason=stop_reason))
+
+    # --- workers ---------------------------------------------------------------------------------------
+
+    def register(self, event: te.WorkerRegistered, endpoint: Endpoint) -> None:
+        self.endpoints[event.worker_id] = endpoint
+        self.feed(event)
+
+    def heartbeat(self, event: te.WorkerHeartbeat) -> bool:
+        worker = self.book.fleet.workers.get(event.worker_id)
+        if worker is None or worker.incarnation != event.incarnation or event.worker_id not in self.endpoints:
+            return False
+        self.feed(event)
+        return True
+
+    def remove(self, worker_id: str) -> None:
+        if worker_id not in self.book.fleet.workers:
+            raise NotFound(f"worker '{worker_id[:64]}' is not registered", field="worker_id")
+        self.feed(te.WorkerLost(at_s=self.now_s(), worker_id=worker_id, reason="lost", forget=True))
+        self.endpoints.pop(worker_id, None)
+
+    def set_duty(self, worker_id: str, duty: Duty) -> None:
+        if worker_id not in self.book.fleet.workers:
+            raise NotFound(f"worker '{worker_id[:64]}' is not registered", field="worker_id")
+        self.feed(te.WorkerDuty(at_s=self.now_s(), worker_id=worker_id, duty=duty))
+
+    def require(self, job: str, version: Version) -> None:
+        self.feed(te.VersionRequired(at_s=self.now_s(), job=job, version=version))
+
+    def models(self) -> dict[str, Worker]:
+        """Served model names, with one worker each."""
+        return {w.model: w for w in self.book.fleet if w.health is not Health.DEAD}
+
+    async def helper(self, model: str | None, tried: set[str], max_wait_s: float) -> Endpoint:
+        """A living worker for a render or derender call, dedicated ones first, waiting for one if need be.
+
+        Raises:
+            CapacityError: None came up in time.
+        """
+        deadline_s = self.now_s() + max_wait_s
+        while True:
+            usable = [
+                w
+                for w in self.book.fleet
+                if w.health is Health.READY and model in (None, w.model) and w.worker_id not in tried
+            ]
+            dedicated = [w for w in usable if w.tier is Tier.DEDICATED]
+            usable = dedicated or usable
+            if usable:
+                least = min(w.inflight for w in usable)
+                worker = self._rng.choice([w for w in usable if w.inflight == least])
+                return self.endpoints[worker.worker_id]
+            left_s = deadline_s - self.now_s()
+            if left_s <= 0:
+                raise CapacityError("no worker is ready", retry_after_s=5.0)
+            tried = set()
+            self._ready.clear()
+            try:
+                await asyncio.wait_for(self._ready.wait(), min(left_s, 1.0))
+            except TimeoutError:
+                pass
+
+    # --- events and actions ----------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        self.feed(te.ClockTicked(at_s=self.now_s()))
+
+    def feed(self, event: te.Event) -> list[te.Action]:
+        actions = self.book.handle(event)
+        for action in actions:
+            self._execute(action)
+            self._on_action(action)
+        if isinstance(event, te.WorkerHeartbeat):
+            self._ready.set()
+        return actions
+
+    def _execute(self, action: te.Action) -> None:
+        match action:
+            case te.Dispatch():
+                handle = self.handles[action.turn_id]
+                worker = self.book.fleet.workers[action.worker_id]
+                handle.worker_id, handle.tier = worker.worker_id, worker.tier.value
+                if action.attempt == 1:
+                    handle.queued_s = action.queued_s
+                task = asyncio.create_task(self._attempt(action, handle, self.endpoints[action.worker_id]))
+                self._attempts[(action.turn_id, action.attempt)] = task
+                task.add_done_callback(
+                    lambda _, key=(action.turn_id, action.attempt): self._attempts.pop(key, None) and None
+                )
+            case te.AbortAttempt():
+                task = self._attempts.get((action.turn_id, action.attempt))
+                if task is not None:
+                    task.cancel()
+                endpoint = self.endpoints.get(action.worker_id)
+                if endpoint is not None:
+                    self._spawn(self.engines.abort(endpoint, f"{action.turn_id}-{action.attempt}"))
+            case te.TokensDropped():
+                handle = self.handles[action.turn_id]
+                handle.entries.clear()
+                handle.tokens.clear()
+            case te.AnswerUnavailable():
+                handle = self.handles[action.turn_id]
+                handle.on_unavailable()
+            case te.TurnEnded():
+                handle = self.handles.pop(action.turn_id)
+                if not handle.done.done():
+                    handle.done.set_result(action)
+                handle.notify()
+            case te.TokensKept() | te.Requeued() | te.Fenced():
+                pass
+
+    async def _attempt(self, action: te.Dispatch, handle: TurnHandle, engine: Endpoint) -> None:
+        """Run one attempt and report how it went; never raises but for cancellation."""
+        turn_id, attempt = action.turn_id, action.attempt
+        turn = self.book.turns[turn_id]
+        streamed = turn.spec.streamed or self._stream_upstream
+        params = {**handle.sampling_params, "max_tokens": action.max_tokens}
+        kept = tuple(turn.token_ids[: action.num_kept_tokens])
+        if kept and params.get("min_tokens"):
+            params["min_tokens"] = max(0, params["min_tokens"] - len(kept))
+        body = {
+            "request_id": f"{turn_id}-{attempt}",
+            "token_ids": [*handle.prompt_ids, *kept],
+            "sampling_params": params,
+            "stream": streamed,
+        }
+        if streamed:
+            body["stream_options"] = {"include_usage": True}
+        try:
+            async with contextlib.aclosing(self.engines.generate(engine, body)) as outputs:
+                async for output in outputs:
+                    self._accept(handle, attempt, output)
+                    if output.finish_reason is not None:
+                        return
+        except EngineFailure as failure:
+            await self._attempt_failed(turn_id, attempt, engine, failure)
+        except RoseError as error:
+            log.error("attempt %s-%d: %s", turn_id, attempt, error)
+            self._report_failure(turn_id, attempt, "bad", str(error))
+
+    def _accept(self, handle: TurnHandle, attempt: int, output: Output) -> None:
+        if output.token_ids:
+            for kept in self.feed(
+                te.TokensArrived(
+                    at_s=self.now_s(),
+                    turn_id=handle.turn_id,
+                    attempt=attempt,
+                    token_ids=output.token_ids,
+                    logprobs=output.logprobs,
+                )
+            ):
+                if isinstance(kept, te.TokensKept):
+                    handle.tokens.extend(output.token_ids[: kept.num_tokens])
+                    if handle.keep_entries:
+                        handle.entries.extend(output.entries[: kept.num_tokens])
+                    handle.notify()
+        if output.finish_reason is not None:
+            self.feed(
+                te.AttemptEnded(
+                    at_s=self.now_s(),
+                    turn_id=handle.turn_id,
+                    attempt=attempt,
+                    finish_reason=output.finish_reason,
+                    stop_reason=output.stop_reason,
+                    num_cached_tokens=output.num_cached_tokens,
+                    versions=output.versions,
+                )
+            )
+
+    async def _attempt_failed(
+        self, turn_id: str, attempt: int, engine: Endpoint, failure: EngineFailure
+    ) -> None:
+        if failure.unreachable and not await self.engines.is_alive(engine):
+            # Refused or reset, and no answer to a probe: the process is gone, all its turns move at once.
+            worker = self.book.fleet.workers.get(engine.worker_id)
+            if worker is not None and self.endpoints.get(engine.worker_id) is engine:
+                log.warning("worker %s is gone: %s", engine.worker_id, failure)
+                # This moves the failed turn too, so there is nothing more to report about it.
+                self.feed(te.WorkerLost(at_s=self.now_s(), worker_id=engine.worker_id, reason="lost"))
+                return
+        self._report_failure(turn_id, attempt, failure.kind, failure.message)
+
+    def _report_failure(self, turn_id: str, attempt: int, kind: str, message: str) -> None:
+        self.feed(
+            te.AttemptFailed(at_s=self.now_s(), turn_id=turn_id, attempt=attempt, kind=kind, message=message)
+        )
+
+    def _spawn(self, coroutine: Any) -> None:
+        task = asyncio.create_task(coroutine)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def close(self) -> None:
+        """Abort what still runs and wait for the tasks."""
+        tasks = [*self._attempts.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, *self._background, return_exceptions=True)
+
+
+def turn_error(ended: te.TurnEnded) -> RoseError:
+    """The error a client gets for a turn that did not end well."""
+    if ended.outcome is te.TurnState.CANCELLED:
+        return Gone(f"the turn was cancelled ({ended.reason})", code="trajectory_cancelled")
+    match ended.reason:
+        case "deadline":
+            return CapacityError(
+                "the turn's deadline passed", status=504, code="deadline_exceeded", retry_after_s=None
+            )
+        case "data":
+            text = ended.message
+            long = "context length" in text or "max_model_len" in text
+            return RequestError(text, code="context_length_exceeded" if long else "invalid_request")
+        case _:
+            return EngineError(f"the engines failed: {ended.message}")

@@ -1,0 +1,570 @@
+"""A rollout engine without a model, for tests, benchmarks and trying things out.
+
+Speaks the routes that ``rose-scheduler`` uses of vLLM 0.32 with ``--enable-scale-out``
+(``/inference/v1/generate``, ``abort_requests``, render, derender, ``/health``, ``/v1/models``), in their
+shapes.  Its "model" is a deterministic function of the token prefix, so a turn that was cut and continued
+elsewhere must give the same tokens as one that was not: any loss, repeat or re-encoding shows at once.
+
+It can be told to misbehave, per request, in order (:class:`Fault`; over HTTP: ``POST /fake/faults``).
+
+``python -m rose.scheduler.fake_engine --scheduler URL --token-file FILE`` starts one that registers itself
+and sends heartbeats, like a node agent would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import aiohttp
+import msgspec
+import typer
+from aiohttp import web
+
+from rose.auth import Tokens, bearer
+from rose.policy.turns import RECLAIMED
+from rose.scheduler.toy_tokenizer import HFTokenizer, Tokenizer, ToyTokenizer
+
+_P = 2_147_483_647
+_A = 48_271
+
+encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """How one generate request goes wrong, after ``after`` tokens.
+
+    ``kind``: ``reclaim`` (abort with our stop reason), ``abort`` (a native abort), ``reset`` (the
+    connection breaks), ``stall`` (silence), ``error`` (HTTP ``status``), ``garbage`` (an answer that is no
+    answer), ``exit`` (the process ends).
+    """
+
+    kind: str
+    after: int = 0
+    status: int = 500
+
+
+class PrefixModel:
+    """Next token and log-prob from all tokens before it.
+
+    Args:
+        word_ids: What it may sample.
+        eos_id: Ends a turn, about once in ``mean_tokens``.
+    """
+
+    def __init__(self, word_ids: Sequence[int], eos_id: int, mean_tokens: int) -> None:
+        self._word_ids = word_ids
+        self._eos_id = eos_id
+        self._mean_tokens = mean_tokens
+
+    def state(self, token_ids: Sequence[int]) -> int:
+        state = 1
+        for token in token_ids:
+            state = (state * _A + token + 1) % _P
+        return state
+
+    def step(self, state: int, allowed: Sequence[int] | None, *, may_end: bool) -> tuple[int, float, int]:
+        """``(token, log-prob, next state)``."""
+        mixed = (state * 69_621 + 12_345) % _P
+        logprob = -((mixed >> 3) % 4096) / 2048
+        if allowed:
+            token = allowed[(mixed >> 7) % len(allowed)]
+        elif may_end and (mixed >> 5) % self._mean_tokens == 0:
+            token = self._eos_id
+        else:
+            token = self._word_ids[(mixed >> 7) % len(self._word_ids)]
+        return token, logprob, (state * _A + token + 1) % _P
+
+
+class FakeEngine:
+    """Args:
+    tokenizer: :class:`ToyTokenizer` by default.
+    model: Served name.
+    token_s: Time per token; 0 answers at once.
+    mean_tokens: Mean length of a turn that ends by itself.
+    report_versions: Stamp tokens with :attr:`version`, as an engine with our plug-in does.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokenizer: Tokenizer | None = None,
+        model: str = "policy",
+        max_model_len: int = 4096,
+        token_s: float = 0.0,
+        mean_tokens: int = 24,
+        version: str = "0.0",
+        report_versions: bool = True,
+        token: str | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer or ToyTokenizer()
+        self.model = model
+        self.max_model_len = max_model_len
+        self.token_s = token_s
+        self.version = version
+        self.report_versions = report_versions
+        self.faults: deque[Fault] = deque()
+        self.requests: deque[dict[str, Any]] = deque(maxlen=4096)
+        """Bodies of generate requests, newest last."""
+        self.aborted: list[str] = []
+        self.num_renders = 0
+        self.num_derenders = 0
+        self.num_running = 0
+        self.hold: asyncio.Event | None = None
+        """When set, generation waits for it before the first token."""
+        self._token = token
+        self._running: dict[str, asyncio.Event] = {}
+        self._model = PrefixModel(self.tokenizer.word_ids, self.tokenizer.eos_id, mean_tokens)
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=64 * 2**20, middlewares=[self._guard])
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/inference/v1/generate", self._generate)
+        app.router.add_post("/inference/v1/abort_requests", self._abort)
+        app.router.add_post("/v1/chat/completions/render", self._render_chat)
+        app.router.add_post("/v1/completions/render", self._render_completion)
+        app.router.add_post("/v1/chat/completions/derender", self._derender_chat)
+        app.router.add_post("/v1/completions/derender", self._derender_completion)
+        app.router.add_post("/fake/faults", self._set_faults)
+        return app
+
+    # --- the model -------------------------------------------------------------------------------------
+
+    def greedy(self, prompt: Sequence[int], params: Mapping[str, Any]) -> tuple[list[int], str, str | None]:
+        """What an uninterrupted turn gives: ``(tokens, finish reason, stop string)``."""
+        tokens: list[int] = []
+        for token, _ in self._sample(prompt, params):
+            tokens.append(token)
+            reason, stop = self._finished(tokens, params)
+            if reason is not None:
+                return tokens, reason, stop
+        raise AssertionError("unreachable: a turn has a limit")
+
+    def _sample(self, prompt: Sequence[int], params: Mapping[str, Any]) -> Any:
+        state, count = self._model.state(prompt), 0
+        allowed = params.get("allowed_token_ids")
+        while True:
+            may_end = count >= (params.get("min_tokens") or 0) and not params.get("ignore_eos")
+            token, logprob, state = self._model.step(state, allowed, may_end=may_end)
+            count += 1
+            yield token, logprob
+
+    def _finished(self, tokens: list[int], params: Mapping[str, Any]) -> tuple[str | None, str | None]:
+        stops = params.get("stop") or []
+        if stops:
+            text = self.tokenizer.decode(tokens)
+            for stop in [stops] if isinstance(stops, str) else stops:
+                if stop in text:
+                    return "stop", stop
+        if tokens[-1] == self.tokenizer.eos_id:
+            return "stop", None
+        return ("length", None) if len(tokens) >= params.get("max_tokens", 16) else (None, None)
+
+    # --- generate --------------------------------------------------------------------------------------
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.requests.append(body)
+        params = body["sampling_params"]
+        if len(body["token_ids"]) + params.get("max_tokens", 16) > self.max_model_len:
+            return _error(400, f"exceeds the maximum context length of {self.max_model_len} tokens")
+        fault = self.faults.popleft() if self.faults else None
+        if fault is not None and fault.kind == "error":
+            return _error(fault.status, "told to fail")
+        if fault is not None and fault.kind == "garbage":
+            return web.Response(body=b'{"choices": "none"}', content_type="application/json")
+        self.num_running += 1
+        try:
+            if body.get("stream"):
+                return await self._streamed(request, body, fault)
+            tokens: list[int] = []
+            entries: list[dict[str, Any]] = []
+            reason: str | None = None
+            stop: str | None = None
+            async for token, logprob, finish, why in self._run(request, body, fault):
+                if token is not None:
+                    tokens.append(token)
+                    entries.append(_entry(token, logprob, params))
+                if finish is not None:
+                    reason, stop = finish, why
+            return _json(
+                {
+                    "request_id": f"generate-tokens-{body['request_id']}",
+                    "choices": [self._choice(tokens, entries, reason, stop, len(tokens))],
+                    "usage": self._usage(body, len(tokens)),
+                }
+            )
+        finally:
+            self.num_running -= 1
+            self._running.pop(body["request_id"], None)
+
+    async def _streamed(
+        self, request: web.Request, body: dict[str, Any], fault: Fault | None
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        count = 0
+        async for token, logprob, finish, why in self._run(request, body, fault):
+            count += token is not None
+            tokens = [] if token is None else [token]
+            entries = [] if token is None else [_entry(token, logprob, body["sampling_params"])]
+            choice = self._choice(tokens, entries, finish, why, count if finish is not None else None)
+            await response.write(b"data: " + encode({"request_id": "r", "choices": [choice]}) + b"\n\n")
+        usage = {"request_id": "r", "choices": [], "usage": self._usage(body, count)}
+        await response.write(b"data: " + encode(usage) + b"\n\ndata: [DONE]\n\n")
+        return response
+
+    async def _run(
+        self, request: web.Request, body: dict[str, Any], fault: Fault | None
+    ) -> AsyncIterator[tuple[int | None, float, str | None, str | None]]:
+        params = body["sampling_params"]
+        aborted = self._running[body["request_id"]] = asyncio.Event()
+        if self.hold is not None:
+            await self.hold.wait()
+        tokens: list[int] = []
+        for token, logprob in self._sample(body["token_ids"], params):
+            if fault is not None and len(tokens) >= fault.after:
+                match fault.kind:
+                    case "reclaim":
+                        yield None, 0.0, "abort", RECLAIMED
+                        return
+                    case "abort":
+                        yield None, 0.0, "abort", None
+                        return
+                    case "reset":
+                        assert request.transport is not None
+                        request.transport.abort()
+                        await asyncio.sleep(3600)  # this handler is cancelled with its connection
+                    case "stall":
+                        await aborted.wait()
+                    case "exit":
+                        os._exit(1)
+                    case _:
+                        raise ValueError(fault.kind)
+            if self.token_s:
+                await asyncio.sleep(self.token_s)
+            if aborted.is_set():
+                yield None, 0.0, "abort", None
+                return
+            tokens.append(token)
+            reason, stop = self._finished(tokens, params)
+            yield token, logprob, reason, stop
+            if reason is not None:
+                return
+
+    def _choice(
+        self,
+        tokens: list[int],
+        entries: list[dict[str, Any]],
+        finish: str | None,
+        stop: str | None,
+        num_total: int | None,
+    ) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": 0,
+            "token_ids": tokens,
+            "logprobs": {"content": entries},
+            "finish_reason": finish,
+            "stop_reason": stop,
+            "weight_versions": None,
+        }
+        if num_total and self.report_versions:
+            choice["weight_versions"] = [{"version": self.version, "start": 0, "end": num_total}]
+        return choice
+
+    def _usage(self, body: dict[str, Any], num_new: int) -> dict[str, Any]:
+        num_prompt = len(body["token_ids"])
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_new,
+            "total_tokens": num_prompt + num_new,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        for name in (await request.json())["request_ids"]:
+            self.aborted.append(name)
+            running = self._running.get(name.removeprefix("generate-tokens-"))
+            if running is not None:
+                running.set()
+        return web.Response()
+
+    # --- render and derender ---------------------------------------------------------------------------
+
+    async def _render_chat(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.num_renders += 1
+        if body.get("model") not in (None, self.model):
+            return _error(404, f"The model `{body['model']}` does not exist.")
+        try:
+            token_ids = self.tokenizer.chat(body)
+        except Exception as error:  # noqa: BLE001 - a template may raise anything; the client wrote the input
+            return _error(400, f"cannot render: {error}")
+        return self._rendered(
+            body, token_ids, logprobs=body.get("top_logprobs") if body.get("logprobs") else None
+        )
+
+    async def _render_completion(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.num_renders += 1
+        prompt = body["prompt"]
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        return self._rendered(body, token_ids, logprobs=body.get("logprobs"), many=True)
+
+    def _rendered(
+        self, body: dict[str, Any], token_ids: list[int], *, logprobs: int | None, many: bool = False
+    ) -> web.Response:
+        if len(token_ids) + body.get("max_tokens", 1) > self.max_model_len:
+            return _error(400, f"exceeds the maximum context length of {self.max_model_len} tokens")
+        stop = body.get("stop")
+        params = {
+            "n": 1,
+            "temperature": body.get("temperature", 1.0),
+            "top_p": body.get("top_p", 1.0),
+            "seed": body.get("seed"),
+            "presence_penalty": body.get("presence_penalty", 0.0),
+            "stop": [stop] if isinstance(stop, str) else stop or [],
+            "max_tokens": body.get("max_tokens", 16),
+            "min_tokens": body.get("min_tokens", 0),
+            "logprobs": logprobs,
+            "allowed_token_ids": body.get("allowed_token_ids"),
+            "skip_clone": True,
+            "output_kind": 2,
+        }
+        rendered = {
+            "request_id": "rendered",
+            "token_ids": token_ids,
+            "sampling_params": params,
+            "model": self.model,
+        }
+        return _json([rendered] if many else rendered)
+
+    async def _derender_chat(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.num_derenders += 1
+        if body.get("stream"):
+            text, choice, state = self._delta(body)
+            delta = {"content": text} if text else {}
+            if not state["role_sent"]:
+                delta["role"] = "assistant"
+                state["role_sent"] = True
+            piece = {"index": 0, "delta": delta, "logprobs": self._openai_logprobs(choice)}
+            piece["finish_reason"] = choice["finish_reason"]
+            return _json({"chunk": {"id": "x", "choices": [piece]}, "stream_state": state})
+        choice = body["generate_response"]["choices"][0]
+        if not choice["token_ids"]:
+            return _error(400, "choice 0 has empty or null token_ids")
+        message: dict[str, Any] = {"role": "assistant", "content": self.tokenizer.decode(choice["token_ids"])}
+        choice = {
+            "index": 0,
+            "message": message,
+            "logprobs": self._openai_logprobs(choice),
+            "finish_reason": choice["finish_reason"],
+            "stop_reason": choice["stop_reason"],
+        }
+        return _json({"id": "x", "choices": [choice]})
+
+    async def _derender_completion(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.num_derenders += 1
+        if body.get("stream"):
+            text, choice, state = self._delta(body)
+            piece = {"index": 0, "text": text, "logprobs": None, "finish_reason": choice["finish_reason"]}
+            return _json({"chunk": {"id": "x", "choices": [piece]}, "stream_state": state})
+        choice = body["generate_responses"][0]["choices"][0]
+        answer = {
+            "index": 0,
+            "text": self.tokenizer.decode(choice["token_ids"]),
+            "logprobs": None,
+            "finish_reason": choice["finish_reason"],
+            "stop_reason": choice["stop_reason"],
+        }
+        return _json({"id": "x", "choices": [answer]})
+
+    def _delta(self, body: dict[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any]]:
+        choice = body["generate_chunk"]["choices"][0]
+        state = body.get("stream_state") or {"ids": [], "role_sent": False}
+        before = self.tokenizer.decode(state["ids"])
+        state["ids"] = [*state["ids"], *(choice["token_ids"] or [])]
+        after = self.tokenizer.decode(state["ids"])
+        return after[len(before) :], choice, state
+
+    def _openai_logprobs(self, choice: dict[str, Any]) -> dict[str, Any] | None:
+        if not choice.get("logprobs"):
+            return None
+        content = []
+        for entry in choice["logprobs"]["content"]:
+            text = self.tokenizer.decode([entry["token_id"]])
+            content.append(
+                {"token": text, "logprob": entry["logprob"], "bytes": list(text.encode()), "top_logprobs": []}
+            )
+        return {"content": content}
+
+    # --- the rest --------------------------------------------------------------------------------------
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return _json({"object": "list", "data": [{"id": self.model, "max_model_len": self.max_model_len}]})
+
+    async def _set_faults(self, request: web.Request) -> web.Response:
+        self.faults.extend(msgspec.convert(await request.json(), list[Fault]))
+        return web.Response()
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        given = request.headers.get("Authorization")
+        if self._token is not None and request.path != "/health" and given != f"Bearer {self._token}":
+            return _error(401, "Unauthorized")
+        return await handler(request)
+
+
+class FakeNode:
+    """Registers a fake engine with a scheduler and sends its heartbeats, as a node agent does."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        scheduler_url: str,
+        token: str,
+        engine: FakeEngine,
+        engine_url: str,
+        *,
+        worker_id: str,
+        tier: str = "dedicated",
+        period_s: float = 0.5,
+        engine_token: str | None = None,
+    ) -> None:
+        self.engine = engine
+        self.worker_id = worker_id
+        self.reclaim_seq = 0
+        self.kv_budget_tokens: int | None = None
+        self.gated = False
+        self._session = session
+        self._url = scheduler_url
+        self._headers = bearer(token)
+        self._engine_url = engine_url
+        self._engine_token = engine_token
+        self._tier = tier
+        self._period_s = period_s
+        self._incarnation = f"{os.getpid()}-{time.monotonic_ns()}"
+        self._seq = 0
+
+    async def register(self) -> None:
+        body = {
+            "worker_id": self.worker_id,
+            "url": self._engine_url,
+            "tier": self._tier,
+            "model": self.engine.model,
+            "max_model_len": self.engine.max_model_len,
+            "incarnation": self._incarnation,
+            "vocab_size": self.engine.tokenizer.vocab_size,
+            "engine_token": self._engine_token,
+        }
+        async with self._session.post(f"{self._url}/workers", json=body, headers=self._headers) as response:
+            response.raise_for_status()
+
+    async def beat(self, state: str = "ready") -> bool:
+        """One heartbeat; False when the scheduler does not know us."""
+        self._seq += 1
+        body = {
+            "incarnation": self._incarnation,
+            "seq": self._seq,
+            "version": self.engine.version,
+            "state": state,
+            "kv_budget_tokens": self.kv_budget_tokens,
+            "kv_used_tokens": 0,
+            "running": self.engine.num_running,
+            "gated": self.gated,
+            "reclaim_seq": self.reclaim_seq,
+            "slack_s": None,
+        }
+        url = f"{self._url}/workers/{self.worker_id}/heartbeat"
+        async with self._session.post(url, json=body, headers=self._headers) as response:
+            response.raise_for_status()
+            return (await response.json())["known"]
+
+    async def run(self) -> None:
+        """Beat until cancelled; outlives restarts of the scheduler."""
+        while True:
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                if not await self.beat():
+                    await self.register()
+                    await self.beat()
+            await asyncio.sleep(self._period_s)
+
+
+def _entry(token: int, logprob: float, params: Mapping[str, Any]) -> dict[str, Any]:
+    return {"token_id": token, "logprob": logprob, "rank": 1, "top_logprobs": []}
+
+
+def _json(value: Any) -> web.Response:
+    return web.Response(body=encode(value), content_type="application/json")
+
+
+def _error(status: int, message: str) -> web.Response:
+    body = {"error": {"message": message, "type": "BadRequestError", "param": None, "code": status}}
+    return web.Response(body=encode(body), status=status, content_type="application/json")
+
+
+async def serve_engine(engine: FakeEngine, port: int = 0) -> tuple[web.AppRunner, str]:
+    """Start an engine on a free port of this machine; returns its runner and URL."""
+    runner = web.AppRunner(engine.app(), handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port, backlog=1024).start()
+    return runner, f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+
+def main(
+    port: Annotated[int, typer.Option(help="0 picks a free one.")] = 0,
+    scheduler: Annotated[str | None, typer.Option(help="URL to register at.")] = None,
+    token_file: Annotated[Path | None, typer.Option()] = None,
+    worker_id: Annotated[str, typer.Option()] = "fake",
+    tier: Annotated[str, typer.Option()] = "dedicated",
+    token_s: Annotated[float, typer.Option(help="Seconds per token.")] = 0.0,
+    mean_tokens: Annotated[int, typer.Option()] = 24,
+    max_model_len: Annotated[int, typer.Option()] = 4096,
+    tokenizer: Annotated[Path | None, typer.Option(help="Folder of a transformers tokenizer.")] = None,
+) -> None:
+    """Run a fake engine until it is killed; prints its URL."""
+
+    async def run() -> None:
+        loaded: Tokenizer = ToyTokenizer()
+        if tokenizer is not None:
+            from transformers import AutoTokenizer
+
+            loaded = HFTokenizer(AutoTokenizer.from_pretrained(str(tokenizer)))
+        engine = FakeEngine(
+            tokenizer=loaded, token_s=token_s, mean_tokens=mean_tokens, max_model_len=max_model_len
+        )
+        _, url = await serve_engine(engine, port)
+        typer.echo(f"fake engine ready at {url}")
+        if scheduler is None:
+            await asyncio.Event().wait()
+            return
+        async with aiohttp.ClientSession() as session:
+            await FakeNode(
+                session,
+                scheduler,
+                Tokens.load(token_file).node,
+                engine,
+                url,
+                worker_id=worker_id,
+                tier=tier,
+            ).run()
+
+    asyncio.run(run())
+
+
+if __name__ == "__main__":
+    typer.run(main)

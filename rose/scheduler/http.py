@@ -1,0 +1,216 @@
+"""What every route shares: bodies in, errors out, roles, request ids.
+
+All input is hostile.  A body is bounded, must be one JSON object, and is read field by field with
+:class:`Fields`, whose errors name the field.  Every error leaves as one line in OpenAI's shape::
+
+    {"error": {"message": ..., "type": ..., "param": field, "code": ...}}
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from rose.auth import Tokens
+from rose.errors import CapacityError, EngineError, PolicyError, RequestError, RoseError, TooLarge
+
+log = logging.getLogger("rose.scheduler")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+encode = msgspec.json.Encoder().encode
+
+REQUEST_ID = web.RequestKey("rose_request_id", str)
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}\Z")
+_NAME = re.compile(r"[^\x00-\x1f\x7f]{1,256}\Z")
+NO_RETRY = {"x-should-retry": "false"}
+
+
+def json_response(body: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    data = body if isinstance(body, bytes) else encode(body)
+    return web.Response(body=data, status=status, content_type="application/json", headers=headers)
+
+
+def error_body(error: RoseError) -> dict[str, Any]:
+    kind = "invalid_request_error" if 400 <= error.status < 500 else "server_error"
+    message = error.message if error.fix is None else f"{error.message} ({error.fix})"
+    message = " ".join(message.split())[:1000]
+    return {"error": {"message": message, "type": kind, "param": error.field, "code": error.code}}
+
+
+def error_response(error: RoseError) -> web.Response:
+    headers: dict[str, str] = {}
+    if isinstance(error, CapacityError):
+        if error.retry_after_s is None:
+            headers |= NO_RETRY
+        else:
+            headers["Retry-After"] = str(max(1, min(120, round(error.retry_after_s))))
+    elif error.status in (409, 410, 422) or isinstance(error, EngineError):
+        # The OpenAI client retries 409 and 5xx by itself; these would only fail again.
+        headers |= NO_RETRY
+    return json_response(error_body(error), status=error.status, headers=headers)
+
+
+@web.middleware
+async def errors_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turn every exception into one error object, once; echo the request's id."""
+    given = request.headers.get("X-Request-Id", "")
+    request_id = given if _REQUEST_ID.match(given) else secrets.token_hex(8)
+    request[REQUEST_ID] = request_id
+    try:
+        response = await handler(request)
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        response = error_response(
+            RequestError(
+                error.reason.lower(), status=error.status, code=error.reason.lower().replace(" ", "_")
+            )
+        )
+        if "Allow" in error.headers:
+            response.headers["Allow"] = error.headers["Allow"]
+    except PolicyError as error:
+        log.error("request %s: refused by the books: %s", request_id, error)
+        response = error_response(error)
+    except RoseError as error:
+        response = error_response(error)
+    except ConnectionError:
+        raise
+    except Exception:
+        log.exception("request %s: %s %s", request_id, request.method, request.path)
+        response = error_response(RoseError("an internal error; the log has the details"))
+    if not response.prepared:
+        response.headers["X-Request-Id"] = request_id
+    return response
+
+
+def requires(tokens: Tokens, *roles: str) -> Callable[[Handler], Handler]:
+    """Only bearers of these roles get through."""
+
+    def wrap(handler: Handler) -> Handler:
+        async def checked(request: web.Request) -> web.StreamResponse:
+            tokens.check(request.headers.get("Authorization"), *roles)
+            return await handler(request)
+
+        return checked
+
+    return wrap
+
+
+async def read_object(request: web.Request) -> dict[str, Any]:
+    """The body as a JSON object.
+
+    Raises:
+        RequestError: Not JSON, not UTF-8, nested too deeply, not an object.
+        TooLarge: Over the limit.
+    """
+    try:
+        data = await request.read()
+    except web.HTTPRequestEntityTooLarge:
+        raise TooLarge(f"the body exceeds {request.client_max_size} bytes", field="body") from None
+    try:
+        value = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"is not JSON: {error}", field="body") from error
+    except RecursionError as error:
+        raise RequestError("is nested too deeply", field="body") from error
+    if not isinstance(value, dict):
+        raise RequestError("must be a JSON object", field="body")
+    return value
+
+
+class Fields:
+    """Typed access to a JSON object; every failure is a 400 that names the field.
+
+    :meth:`done` refuses what was not asked for, so that a misspelt field is not a default.
+    """
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        self._body = body
+        self._seen: set[str] = set()
+
+    def raw(self, name: str, *, required: bool = False) -> Any:
+        self._seen.add(name)
+        value = self._body.get(name)
+        if value is None and required:
+            raise RequestError("is required", field=name)
+        return value
+
+    def text(self, name: str, *, default: str | None = None, max_chars: int = 256) -> str:
+        value = self.raw(name, required=default is None)
+        if value is None:
+            assert default is not None
+            return default
+        if not isinstance(value, str) or not _NAME.match(value) or len(value) > max_chars:
+            raise RequestError(f"must be text of 1 to {max_chars} printable characters", field=name)
+        return value
+
+    def integer(self, name: str, *, default: int | None = None, least: int = 0, most: int = 2**53) -> int:
+        value = self.raw(name, required=default is None)
+        if value is None:
+            assert default is not None
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise RequestError(f"must be a whole number from {least} to {most}", field=name)
+        return value
+
+    def optional_integer(self, name: str, *, least: int = 0, most: int = 2**53) -> int | None:
+        return None if self.raw(name) is None else self.integer(name, least=least, most=most)
+
+    def number(self, name: str, *, default: float | None = None, least: float, most: float) -> float:
+        value = self.raw(name, required=default is None)
+        if value is None:
+            assert default is not None
+            return default
+        if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
+            raise RequestError(f"must be a number from {least:g} to {most:g}", field=name)
+        return float(value)
+
+    def optional_number(self, name: str, *, least: float, most: float) -> float | None:
+        return None if self.raw(name) is None else self.number(name, least=least, most=most)
+
+    def boolean(self, name: str, *, default: bool | None = False) -> bool | None:
+        value = self.raw(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise RequestError("must be true or false", field=name)
+        return value
+
+    def choice(self, name: str, options: tuple[str, ...], *, default: str | None = None) -> str:
+        value = self.text(name, default=default)
+        if value not in options:
+            raise RequestError(f"must be one of {', '.join(options)}", field=name)
+        return value
+
+    def token_ids(self, name: str, *, vocab_size: int | None, most: int = 2**21) -> list[int]:
+        value = self.raw(name, required=True)
+        return check_token_ids(value, field=name, vocab_size=vocab_size, most=most)
+
+    def done(self) -> None:
+        unknown = sorted(set(self._body) - self._seen)
+        if unknown:
+            raise RequestError("unknown field", field=str(unknown[0])[:64])
+
+
+def check_token_ids(value: Any, *, field: str, vocab_size: int | None, most: int = 2**21) -> list[int]:
+    if not isinstance(value, list) or not 1 <= len(value) <= most:
+        raise RequestError(f"must be a list of 1 to {most} token ids", field=field)
+    if not all(type(token) is int for token in value):
+        raise RequestError("must hold whole numbers only", field=field)
+    limit = 2**32 if vocab_size is None else vocab_size
+    if min(value) < 0 or max(value) >= limit:
+        raise RequestError(f"token ids must lie in 0..{limit - 1}", field=field)
+    return value
+
+
+def bounded_json(value: Any, *, field: str, max_bytes: int) -> Any:
+    """``value`` if its JSON is small enough to keep."""
+    if len(encode(value)) > max_bytes:
+        raise TooLarge(f"exceeds {max_bytes} bytes of JSON", field=field)
+    return value

@@ -1,0 +1,404 @@
+"""One client request: prompt, turns, parsed answer, journal; and what happens when the client asks again.
+
+A :class:`Job` runs apart from the connection that asked for it.  A client that goes away and comes back
+joins it; one that comes back after the end gets the stored answer.  So an equal request is answered by one
+generation, once.
+
+Keys, first match: ``Idempotency-Key``; (trajectory, ``X-ROSE-Turn``); (trajectory, digest of the body).
+The digest counts only for a declared retry (``x-stainless-retry-count``) or when nobody waits for the
+earlier job any more: otherwise an equal body is a new turn, since an agent may sample one prompt twice on
+purpose.
+
+Invariant: a turn of a trajectory is in the journal before its answer leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rose.errors import CapacityError, RequestError
+from rose.policy import turn_events as te
+from rose.policy.staleness import Version, format_version
+from rose.scheduler.dispatch import Dispatcher, TurnHandle, turn_error
+from rose.scheduler.ids import pack_ids, pack_logprobs
+from rose.scheduler.journal import TurnRecord
+from rose.scheduler.prompts import Prompt
+from rose.scheduler.store import Store, Trajectory
+
+log = logging.getLogger("rose.scheduler")
+
+RECORDED_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "allowed_token_ids",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "seed",
+)
+"""What shapes the distribution a token was drawn from; the trainer applies the same."""
+
+_MAX_DONE_JOBS = 2048
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wish:
+    """Who asked, and how to recognise that they ask again."""
+
+    request_id: str
+    trajectory: Trajectory | None
+    digest: str
+    turn_key: str = ""
+    idempotency_key: str = ""
+    is_retry: bool = False
+    dedicated_only: bool = False
+    min_version: Version | None = None
+    deadline_s: float | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class Finished:
+    """A turn that is done and, in a trajectory, recorded."""
+
+    ended: te.TurnEnded
+    handle: TurnHandle
+    prompt: Prompt
+    turn: int | None
+    summary: dict[str, Any]
+
+
+class Job:
+    """A request in progress.  ``answer`` resolves to the body of a non-streamed answer."""
+
+    def __init__(self, dispatcher: Dispatcher, wish: Wish) -> None:
+        loop = asyncio.get_running_loop()
+        self.wish = wish
+        self.handles: list[TurnHandle] = []
+        self.started: asyncio.Event = asyncio.Event()
+        """All turns are submitted (or the job has failed): a stream may begin to watch them."""
+        self.task: asyncio.Task[bytes] | None = None
+        self.num_attached = 0
+        self.finished: list[Finished] = []
+        self._dispatcher = dispatcher
+        self._unavailable: asyncio.Future[None] = loop.create_future()
+
+    def add(self, handle: TurnHandle) -> None:
+        self.handles.append(handle)
+        handle.on_unavailable = self._give_up_for_now
+        if self.num_attached == 0:
+            self._dispatcher.detach(handle)
+
+    @property
+    def is_waiting_too_long(self) -> bool:
+        return self._unavailable.done()
+
+    def attach(self) -> None:
+        self.num_attached += 1
+        if self.num_attached == 1:
+            if self._unavailable.done():
+                self._unavailable = asyncio.get_running_loop().create_future()
+            for handle in self.handles:
+                self._dispatcher.attach(handle)
+
+    def detach(self) -> None:
+        self.num_attached -= 1
+        if self.num_attached == 0:
+            for handle in self.handles:
+                self._dispatcher.detach(handle)
+
+    async def wait(self) -> bytes:
+        """The answer, on behalf of one attached client.
+
+        Raises:
+            CapacityError: 503, it waited too long; the turn keeps its place for a retry.
+            RoseError: The job failed.
+        """
+        assert self.task is not None
+        await asyncio.wait({self.task, self._unavailable}, return_when=asyncio.FIRST_COMPLETED)
+        if not self.task.done():
+            raise CapacityError("no worker could take the turn in time", retry_after_s=5.0)
+        return self.task.result()
+
+    def _give_up_for_now(self) -> None:
+        if not self._unavailable.done():
+            self._unavailable.set_result(None)
+
+
+@dataclass(kw_only=True, slots=True)
+class Jobs:
+    """All jobs of this process.
+
+    Args:
+        store, dispatcher: Shared.
+        turn_s: Deadline of a turn that names none.
+        max_turns: Per trajectory.
+    """
+
+    store: Store
+    dispatcher: Dispatcher
+    turn_s: float
+    max_turns: int
+    on_duplicate: Callable[[], None] = lambda: None
+    on_fork: Callable[[str], None] = lambda reason: None
+    on_finished: Callable[[Finished, Wish], None] = lambda finished, wish: None
+    _by_key: OrderedDict[str, Job] = field(default_factory=OrderedDict)
+    _running: set[asyncio.Task[bytes]] = field(default_factory=set)
+
+    def start(self, wish: Wish, work: Callable[[Job], Awaitable[bytes]]) -> Job | bytes:
+        """Join the job this request repeats, replay its stored answer, or start a new one.
+
+        Raises:
+            RequestError: 422, the same key with another body.
+        """
+        again = self._repeated(wish)
+        if again is not None:
+            self.on_duplicate()
+            return again
+        job = Job(self.dispatcher, wish)
+
+        async def run() -> bytes:
+            try:
+                return await work(job)
+            finally:
+                job.started.set()
+                for handle in job.handles:
+                    handle.notify()
+
+        job.task = asyncio.create_task(run())
+        self._running.add(job.task)
+        job.task.add_done_callback(self._reap)
+        for key in _keys(wish):
+            self._by_key[key] = job
+            self._by_key.move_to_end(key)
+        while len(self._by_key) > _MAX_DONE_JOBS:
+            key, old = next(iter(self._by_key.items()))
+            if old.task is not None and not old.task.done():
+                self._by_key.move_to_end(key)
+                if len(self._running) >= _MAX_DONE_JOBS:
+                    break
+            else:
+                del self._by_key[key]
+        return job
+
+    def _repeated(self, wish: Wish) -> Job | bytes | None:
+        keys = _keys(wish)
+        for key in keys:
+            job = self._by_key.get(key)
+            if job is None or job.task is None:
+                continue
+            if job.wish.digest != wish.digest:
+                raise RequestError(
+                    "the same turn was asked with another body",
+                    field="Idempotency-Key" if key.startswith("i:") else "X-ROSE-Turn",
+                    status=422,
+                    code="turn_conflict",
+                )
+            failed = job.task.done() and (job.task.cancelled() or job.task.exception() is not None)
+            by_digest = key.startswith("d:")
+            if failed or (by_digest and not (wish.is_retry or job.num_attached == 0)):
+                continue
+            if by_digest and job.task.done() and not wish.is_retry:
+                continue
+            if by_digest and wish.trajectory is None and job.num_attached > 0:
+                continue  # another client's equal prompt
+            return job
+        if wish.trajectory is not None and (wish.is_retry or wish.turn_key):
+            # Before a restart: the answer that the client may not have seen is in the journal.
+            for record in reversed(wish.trajectory.turns):
+                if wish.turn_key and record.turn_key == wish.turn_key:
+                    if record.digest != wish.digest:
+                        raise RequestError(
+                            "the same turn was asked with another body",
+                            field="X-ROSE-Turn",
+                            status=422,
+                            code="turn_conflict",
+                        )
+                    return record.answer
+                if wish.is_retry and record.digest == wish.digest and record.answer:
+                    return record.answer
+        return None
+
+    def _reap(self, task: asyncio.Task[bytes]) -> None:
+        self._running.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.debug("a job ended with %s", type(task.exception()).__name__)
+
+    # --- turns -----------------------------------------------------------------------------------------
+
+    def submit(
+        self, job: Job, prompt: Prompt, params: dict[str, Any], *, model: str, streamed: bool, entries: bool
+    ) -> TurnHandle:
+        """Start one turn of a job."""
+        wish, trajectory = job.wish, job.wish.trajectory
+        if trajectory is not None and len(trajectory.turns) >= self.max_turns:
+            raise RequestError(f"a trajectory has at most {self.max_turns} turns", field="X-Session-ID")
+        now_s = self.dispatcher.now_s()
+        floors = [v for v in (wish.min_version, trajectory.newest if trajectory else None) if v is not None]
+        spec = te.TurnSubmitted(
+            at_s=now_s,
+            turn_id=f"n-{secrets.token_hex(8)}",
+            trajectory_id=trajectory.id if trajectory is not None else f"anonymous-{secrets.token_hex(8)}",
+            job=trajectory.created.job if trajectory is not None else "",
+            group_id=trajectory.created.group_id if trajectory is not None else None,
+            model=model,
+            num_prompt_tokens=len(prompt.token_ids),
+            max_tokens=params["max_tokens"],
+            resumable=is_resumable(params, streamed=streamed),
+            streamed=streamed,
+            min_version=max(floors, default=None),
+            dedicated_only=wish.dedicated_only,
+            deadline_at_s=now_s + min(self.turn_s, wish.deadline_s or self.turn_s),
+        )
+        handle = self.dispatcher.submit(spec, prompt.token_ids, params, keep_entries=entries)
+        job.add(handle)
+        return handle
+
+    async def finish(self, job: Job, handle: TurnHandle, prompt: Prompt) -> Finished:
+        """Wait for a turn and sum it up.
+
+        Raises:
+            RoseError: The turn was cancelled or failed.
+        """
+        ended = await handle.done
+        if ended.outcome is not te.TurnState.DONE:
+            raise turn_error(ended)
+        done = Finished(
+            ended=ended,
+            handle=handle,
+            prompt=prompt,
+            turn=None,
+            summary=_summary(ended.result, handle, prompt),
+        )
+        job.finished.append(done)
+        return done
+
+    def next_turns(self, job: Job, done: list[Finished]) -> None:
+        """Number turns that are about to be recorded; the numbers hold until the next await.
+
+        Raises:
+            Gone, Conflict: The trajectory ended while they ran.
+        """
+        trajectory = job.wish.trajectory
+        if trajectory is not None:
+            self.store.open(trajectory.id)
+            for offset, item in enumerate(done):
+                item.turn = len(trajectory.turns) + offset
+
+    def record(self, job: Job, done: Finished, *, kind: str, tip: bytes = b"", answer: bytes = b"") -> None:
+        """Journal a finished turn with the answer that its client gets."""
+        trajectory, result = job.wish.trajectory, done.ended.result
+        if trajectory is not None and done.turn is not None:
+            params, prompt = done.handle.sampling_params, done.prompt
+            fork = prompt.fork
+            sibling = prompt.parent in trajectory.parents if prompt.parent is not None else bool(done.turn)
+            if fork is None and sibling:
+                fork = "branch"
+            if fork is not None:
+                self.on_fork(fork)
+            self.store.add_turn(
+                TurnRecord(
+                    trajectory_id=trajectory.id,
+                    turn=done.turn,
+                    kind=kind,
+                    parent=prompt.parent,
+                    fork=fork,
+                    suffix_ids=pack_ids(prompt.token_ids[prompt.num_inherited :]),
+                    token_ids=pack_ids(result.token_ids),
+                    logprobs=pack_logprobs(result.logprobs),
+                    finish_reason=done.ended.reason,
+                    stop_reason=done.ended.stop_reason,
+                    versions=done.summary["versions"],
+                    segments=done.summary["segments"],
+                    usage=done.summary["usage"],
+                    timing=done.summary["timing"],
+                    sampling={k: params[k] for k in RECORDED_SAMPLING if params.get(k) is not None},
+                    tip=tip,
+                    context=prompt.context,
+                    digest=job.wish.digest,
+                    turn_key=job.wish.turn_key,
+                    answer=answer,
+                )
+            )
+        self.on_finished(done, job.wish)
+
+    async def drain(self, timeout_s: float) -> int:
+        """Let running jobs end; returns how many did not."""
+        if not self._running:
+            return 0
+        _, pending = await asyncio.wait(set(self._running), timeout=timeout_s)
+        return len(pending)
+
+    async def close(self) -> None:
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+
+def is_resumable(params: Mapping[str, Any], *, streamed: bool) -> bool:
+    """Can another engine go on in the middle, as if nothing had happened?
+
+    No for a seed (its draws would repeat), penalties that count output only, and anything that keeps state
+    per request.  A stop string may lie across the seam: a stream is watched by the gateway, other turns
+    start again.
+    """
+    stateful = (
+        "presence_penalty",
+        "frequency_penalty",
+        "structured_outputs",
+        "bad_words",
+        "thinking_token_budget",
+        "repetition_detection",
+        "logits_processors",
+    )
+    if params.get("seed") is not None or any(params.get(name) for name in stateful):
+        return False
+    return streamed or not params.get("stop")
+
+
+def _keys(wish: Wish) -> list[str]:
+    scope = "" if wish.trajectory is None else wish.trajectory.id
+    keys = [f"d:{scope}:{wish.digest}"]
+    if wish.turn_key and scope:
+        keys.insert(0, f"t:{scope}:{wish.turn_key}")
+    if wish.idempotency_key:
+        keys.insert(0, f"i:{scope}:{wish.idempotency_key}")
+    return keys
+
+
+def _summary(result: te.TurnResult, handle: TurnHandle, prompt: Prompt) -> dict[str, Any]:
+    """What the wire says about a turn besides its tokens."""
+    first_s = result.first_token_at_s
+    return {
+        "versions": [(format_version(s.version), s.start, s.num_tokens) for s in result.spans],
+        "segments": [
+            {
+                "worker": s.worker_id,
+                "tier": s.tier.value,
+                "attempt": s.attempt,
+                "start": s.start,
+                "n": s.num_tokens,
+            }
+            for s in result.segments
+        ],
+        "usage": {
+            "prompt": len(prompt.token_ids),
+            "cached": result.num_cached_tokens,
+            "generated": len(result.token_ids),
+            "recomputed": result.num_recomputed_tokens,
+        },
+        "timing": {
+            "queue_ms": round(handle.queued_s * 1e3, 3),
+            "ttft_ms": round((((first_s or result.ended_at_s) - result.submitted_at_s) * 1e3), 3),
+            "total_ms": round((result.ended_at_s - result.submitted_at_s) * 1e3, 3),
+        },
+        "attempts": result.num_attempts,
+    }

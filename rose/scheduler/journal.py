@@ -1,0 +1,316 @@
+"""The scheduler's memory across restarts: one append-only file of typed, checked frames.
+
+A frame is ``length (u32) | crc32 (u32) | msgpack``.  :meth:`Journal.append` hands the frame to the kernel
+before it returns, so that killing this process loses nothing; :meth:`Journal.commit` returns when the disk
+has it, and many callers share one ``fdatasync``.  Answers that promise durability (finish, lease,
+acknowledge) wait for it.
+
+A torn last frame (power loss, full disk) is cut off at the next start; a bad frame *before* the tail is an
+error, because what follows it cannot be trusted.  A write that fails part-way is undone, and the journal
+refuses further records until the process starts again: a scheduler that cannot remember must not promise.
+
+One process per directory, held by a lock.  Not thread-safe; owned by the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import struct
+import zlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rose.errors import CapacityError, ConfigError, LedgerError
+
+MAGIC = b"ROSEJRN1"
+FRAME = struct.Struct("<II")
+MAX_RECORD_BYTES = 256 * 2**20
+
+
+class TurnRecord(msgspec.Struct, tag="turn", frozen=True, omit_defaults=True):
+    """A finished turn.
+
+    ``suffix_ids`` are the prompt ids after the parent's prompt and output (the whole prompt when ``parent``
+    is None); all ids are little-endian u32, log-probs little-endian f64.  ``tip`` names the message list
+    that ends with this turn's answer; ``digest`` the request, for a client that asks again.
+    """
+
+    trajectory_id: str
+    turn: int
+    kind: str
+    suffix_ids: bytes
+    token_ids: bytes
+    logprobs: bytes
+    finish_reason: str
+    versions: list[tuple[str, int, int]]
+    segments: list[dict[str, Any]]
+    usage: dict[str, int]
+    timing: dict[str, float]
+    sampling: dict[str, Any]
+    parent: int | None = None
+    fork: str | None = None
+    stop_reason: str | int | None = None
+    tip: bytes = b""
+    context: bytes = b""
+    digest: str = ""
+    turn_key: str = ""
+    answer: bytes = b""
+
+
+class CreateRecord(msgspec.Struct, tag="create", frozen=True, omit_defaults=True):
+    id: str
+    job: str
+    group_id: str
+    group_size: int
+    created_at: float
+    task: Any = None
+    sampling: dict[str, Any] = {}
+    key: str = ""
+    """``Idempotency-Key`` of the creation."""
+
+
+class FinishRecord(msgspec.Struct, tag="finish", frozen=True, omit_defaults=True):
+    id: str
+    reward: float
+    success: bool | None = None
+    info: Any = None
+
+
+class CancelRecord(msgspec.Struct, tag="cancel", frozen=True):
+    id: str
+    reason: str
+
+
+class LeaseRecord(msgspec.Struct, tag="lease", frozen=True):
+    batch_id: str
+    job: str
+    group_ids: list[str]
+    stale_group_ids: list[str]
+    ttl_s: float
+
+
+class ExpireRecord(msgspec.Struct, tag="expire", frozen=True):
+    batch_id: str
+
+
+class AckRecord(msgspec.Struct, tag="ack", frozen=True):
+    batch_id: str
+    step: int
+    attempt: int
+
+
+class AckedRecord(msgspec.Struct, tag="acked", frozen=True):
+    """Batches acknowledged before a compaction: the answer to a repeated acknowledgement."""
+
+    batches: list[tuple[str, int, int]]
+
+
+class ResumeRecord(msgspec.Struct, tag="resume", frozen=True):
+    job: str
+    attempt: int
+    consumed: list[str]
+
+
+class VersionRecord(msgspec.Struct, tag="version", frozen=True):
+    job: str
+    attempt: int
+    version: int
+
+
+Record = (
+    TurnRecord
+    | CreateRecord
+    | FinishRecord
+    | CancelRecord
+    | LeaseRecord
+    | ExpireRecord
+    | AckRecord
+    | AckedRecord
+    | ResumeRecord
+    | VersionRecord
+)
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode: Callable[[bytes], Record] = msgspec.msgpack.Decoder(Record).decode
+
+
+class Journal:
+    """Args:
+    directory: Created if missing; holds ``journal.rose`` and its lock.
+
+    Raises:
+        ConfigError: Another process holds the directory, or it cannot be written.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "journal.rose"
+        self._lock = -1
+        self._file = -1
+        self._size = 0
+        self._broken: str | None = None
+        self._written = 0
+        self._synced = 0
+        self._syncing: asyncio.Task[None] | None = None
+        try:
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise ConfigError(
+                f"{directory} is in use by another rose-scheduler",
+                field="journal",
+                fix="choose another --journal",
+            ) from None
+        except OSError as error:
+            raise ConfigError(f"{directory} cannot be used: {error.strerror}", field="journal") from error
+
+    @property
+    def size_bytes(self) -> int:
+        return self._size
+
+    @property
+    def is_syncing(self) -> bool:
+        return self._syncing is not None
+
+    @property
+    def healthy(self) -> bool:
+        return self._broken is None
+
+    def recover(self) -> list[Record]:
+        """Read every record, cut a torn tail, and open the file for appending.
+
+        Raises:
+            LedgerError: Not our file, or damaged before its tail.
+        """
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        data = self.path.read_bytes()
+        if len(data) < len(MAGIC) and MAGIC.startswith(data):
+            self._truncate(0)
+            self._write(MAGIC)
+            return []
+        if not data.startswith(MAGIC):
+            raise LedgerError(f"{self.path.name} is not a journal of this version", field="journal")
+        records: list[Record] = []
+        at = len(MAGIC)
+        while at < len(data):
+            end, record = _read_frame(data, at)
+            if record is None:
+                if _later_frame(data, at):
+                    raise LedgerError(f"{self.path.name} is damaged at byte {at}", field="journal")
+                break
+            records.append(record)
+            at = end
+        self._truncate(at)
+        return records
+
+    def append(self, record: Record) -> None:
+        """Give ``record`` to the kernel.
+
+        Raises:
+            CapacityError: The journal cannot be written; nothing was recorded.
+        """
+        if self._broken is not None:
+            raise CapacityError(f"the journal is read-only: {self._broken}", retry_after_s=None)
+        payload = _encode(record)
+        if len(payload) > MAX_RECORD_BYTES:
+            raise CapacityError("a record is too large for the journal", retry_after_s=None)
+        try:
+            self._write(FRAME.pack(len(payload), zlib.crc32(payload)) + payload)
+        except OSError as error:
+            self._broken = error.strerror or "write failed"
+            try:
+                self._truncate(self._size)
+            except OSError:
+                pass  # the torn tail is cut at the next start
+            raise CapacityError(
+                f"the journal cannot be written: {self._broken}", retry_after_s=None
+            ) from error
+
+    async def commit(self) -> None:
+        """Return when everything appended so far is on disk."""
+        goal = self._written
+        while self._synced < goal:
+            if self._syncing is None:
+                self._syncing = asyncio.create_task(self._sync())
+            await asyncio.shield(self._syncing)
+
+    async def _sync(self) -> None:
+        goal = self._written
+        try:
+            await asyncio.to_thread(os.fdatasync, self._file)
+        except OSError as error:
+            # After a failed fsync the kernel may have dropped the pages: nothing later can be promised.
+            self._broken = error.strerror or "fsync failed"
+            raise CapacityError(
+                f"the journal cannot be written: {self._broken}", retry_after_s=None
+            ) from error
+        finally:
+            self._syncing = None
+        self._synced = max(self._synced, goal)
+
+    def compact(self, records: Iterable[Record]) -> None:
+        """Replace the file by ``records``, atomically.  Blocks; not while :attr:`is_syncing`."""
+        fresh = self.path.with_suffix(".new")
+        with open(fresh, "wb") as file:
+            os.fchmod(file.fileno(), 0o600)
+            file.write(MAGIC)
+            for record in records:
+                payload = _encode(record)
+                file.write(FRAME.pack(len(payload), zlib.crc32(payload)) + payload)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, self.path)
+        directory = os.open(self.path.parent, os.O_RDONLY)
+        os.fsync(directory)
+        os.close(directory)
+        os.close(self._file)
+        self._file = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        self._size = os.lseek(self._file, 0, os.SEEK_END)
+        self._synced = self._written
+
+    def close(self) -> None:
+        for descriptor in (self._file, self._lock):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._file = self._lock = -1
+
+    def _write(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._file, view) :]
+        self._size += len(data)
+        self._written += 1
+
+    def _truncate(self, size: int) -> None:
+        os.ftruncate(self._file, size)
+        os.lseek(self._file, size, os.SEEK_SET)
+        self._size = size
+
+
+def _read_frame(data: bytes, at: int) -> tuple[int, Record | None]:
+    start = at + FRAME.size
+    if start > len(data):
+        return at, None
+    length, crc = FRAME.unpack_from(data, at)
+    payload = data[start : start + length]
+    if length > MAX_RECORD_BYTES or len(payload) < length or zlib.crc32(payload) != crc:
+        return at, None
+    try:
+        return start + length, _decode(payload)
+    except (msgspec.DecodeError, RecursionError):
+        return at, None
+
+
+def _later_frame(data: bytes, at: int) -> bool:
+    """Is the bad frame at ``at`` followed by a good one?  Then it is damage, not a torn tail."""
+    if at + FRAME.size > len(data):
+        return False
+    length, _ = FRAME.unpack_from(data, at)
+    after = at + FRAME.size + length
+    return after < len(data) and _read_frame(data, after)[1] is not None

@@ -1,0 +1,526 @@
+"""``/v1/chat/completions``, ``/v1/completions``, ``/v1/models`` and ``/rose/v1/generate``.
+
+A request is: prompt (``rose.scheduler.prompts``), one turn per choice (``rose.scheduler.jobs``), answer
+parsed by vLLM's derender route, journal, answer.  This module builds the three kinds of request; streaming
+is in ``rose.scheduler.streams``.
+
+A trajectory is named by the path ``/s/{id}/v1/...``, the header ``X-Session-ID`` (``X-SMG-Routing-Key``) or
+the body's ``session_id``, in this order; a request without one is served and forgotten.  A trajectory's own
+``sampling`` wins over what the agent sends: the trainer must know the distribution it trains on.  A request
+of a trajectory may name any model (agents carry foreign model names in their code) as long as one model is
+served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from aiohttp import web
+
+from rose.errors import CapacityError, EngineError, NotFound, RequestError, RoseError
+from rose.policy.staleness import parse_version
+from rose.scheduler.config import SchedulerConfig
+from rose.scheduler.dispatch import Dispatcher
+from rose.scheduler.http import REQUEST_ID, Fields, check_token_ids, encode, json_response, read_object
+from rose.scheduler.ids import unpack_ids
+from rose.scheduler.jobs import Finished, Job, Jobs, Wish
+from rose.scheduler.messages import canonical_json, digest, extend
+from rose.scheduler.prompts import NOT_RENDERED, Prompt, Prompts, continuation
+from rose.scheduler.renderer import Renderer
+from rose.scheduler.stops import cut_at_stop
+from rose.scheduler.store import Store, Trajectory
+from rose.scheduler.streams import replay_stream, stream_job
+
+REFUSED_PARAMS = ("output_kind", "skip_clone", "extra_args", "prompt_logprobs")
+"""Not for ``/rose/v1/generate``: they change the shape of the answer or reach into the engine."""
+
+
+class OpenAIRoutes:
+    """The agent's routes.  Holds no state of its own."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        store: Store,
+        dispatcher: Dispatcher,
+        jobs: Jobs,
+        prompts: Prompts,
+        renderer: Renderer,
+    ) -> None:
+        self._config = config
+        self._store = store
+        self._dispatcher = dispatcher
+        self._jobs = jobs
+        self._prompts = prompts
+        self._renderer = renderer
+
+    # --- routes ----------------------------------------------------------------------------------------
+
+    async def models(self, request: web.Request) -> web.Response:
+        data = [
+            {
+                "id": name,
+                "object": "model",
+                "created": 0,
+                "owned_by": "rose",
+                "max_model_len": self._max_model_len(name),
+            }
+            for name in sorted(self._dispatcher.models())
+        ]
+        return json_response({"object": "list", "data": data})
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        body = await read_object(request)
+        self._check_messages(body)
+        trajectory = self._trajectory(request, body)
+        body = self._with_sampling(body, trajectory)
+        num_choices = self._num_choices(body)
+        model = await self._model(body, trajectory)
+        body["model"] = model
+        wish = self._wish(request, body, trajectory)
+
+        async def work(job: Job) -> bytes:
+            prompt = await self._prompts.chat(trajectory, body)
+            params = self._params(prompt.sampling_params, body, len(prompt.token_ids), model)
+            done = await self._run(job, [(prompt, params)] * num_choices, body, model)
+            want = bool(body.get("logprobs"))
+            choices = [await self._chat_choice(body, item, entries=want) for item in done]
+            self._jobs.next_turns(job, done)
+            answer = self._answer(body, done, choices, "chat.completion")
+            for item, choice in zip(done, choices, strict=True):
+                tip = extend(prompt.tip_base, choice["message"]) if prompt.tip_base else b""
+                self._jobs.record(job, item, kind="chat", tip=tip, answer=answer)
+            return answer
+
+        return await self._serve(request, body, wish, work, chat=True)
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        body = await read_object(request)
+        for field in ("echo", "suffix", "use_beam_search", "prompt_logprobs", "prompt_embeds"):
+            if body.get(field):
+                raise RequestError("is not supported here", field=field)
+        trajectory = self._trajectory(request, body)
+        body = self._with_sampling(body, trajectory)
+        num_choices = self._num_choices(body)
+        prompts = self._raw_prompts(body)
+        model = await self._model(body, trajectory)
+        body["model"] = model
+        body.setdefault("max_tokens", 16)  # OpenAI's default for this route
+        wish = self._wish(request, body, trajectory)
+        for prompt in prompts:
+            if isinstance(prompt, list):
+                check_token_ids(prompt, field="prompt", vocab_size=self._vocab_size(model))
+
+        async def work(job: Job) -> bytes:
+            plan: list[tuple[Prompt, dict[str, Any]]] = []
+            for raw in prompts:
+                rendered = await self._prompts.render_completion(body, raw)
+                prompt = self._raw_prompt(trajectory, rendered.token_ids, rendered.sampling_params)
+                params = self._params(prompt.sampling_params, body, len(prompt.token_ids), model)
+                plan.extend([(prompt, params)] * num_choices)
+            done = await self._run(job, plan, body, model)
+            want = body.get("logprobs") is not None
+            choices = [await self._completion_choice(body, item, entries=want) for item in done]
+            self._jobs.next_turns(job, done)
+            answer = self._answer(body, done, choices, "text_completion")
+            for item in done:
+                self._jobs.record(job, item, kind="completion", answer=answer)
+            return answer
+
+        return await self._serve(request, body, wish, work, chat=False)
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        body = await read_object(request)
+        fields = Fields(body)
+        trajectory = self._trajectory(request, body)
+        fields.raw("session_id")
+        model = await self._model(body, trajectory)
+        fields.raw("model")
+        vocab_size = self._vocab_size(model)
+        if body.get("token_ids_b64") is not None:
+            token_ids = check_token_ids(
+                _from_base64(fields.raw("token_ids_b64")), field="token_ids_b64", vocab_size=vocab_size
+            )
+        else:
+            token_ids = fields.token_ids("token_ids", vocab_size=vocab_size)
+        given = fields.raw("sampling_params")
+        fields.raw("token_ids")
+        fields.done()
+        given = {} if given is None else given
+        if not isinstance(given, dict):
+            raise RequestError("must be an object", field="sampling_params")
+        for name in REFUSED_PARAMS:
+            if name in given:
+                raise RequestError("is not allowed", field=f"sampling_params.{name}")
+        given = self._with_sampling(given, trajectory)
+        if given.pop("n", 1) != 1:
+            raise RequestError("must be 1", field="sampling_params.n")
+        params = self._params(given, given, len(token_ids), model, prefix="sampling_params.")
+        wish = self._wish(request, body, trajectory)
+
+        async def work(job: Job) -> bytes:
+            prompt = self._raw_prompt(trajectory, token_ids, params)
+            (done,) = await self._run(job, [(prompt, params)], {}, model)
+            self._jobs.next_turns(job, [done])
+            answer = encode(
+                {
+                    "token_ids": done.ended.result.token_ids,
+                    "logprobs": done.ended.result.logprobs,
+                    "finish_reason": done.ended.reason,
+                    "stop_reason": done.ended.stop_reason,
+                    "turn": done.turn,
+                    **done.summary,
+                }
+            )
+            self._jobs.record(job, done, kind="generate", answer=answer)
+            return answer
+
+        job = self._jobs.start(wish, work)
+        if isinstance(job, bytes):
+            return json_response(job)
+        job.attach()
+        try:
+            return json_response(await job.wait(), headers=_headers(job.finished))
+        finally:
+            job.detach()
+
+    # --- running ---------------------------------------------------------------------------------------
+
+    async def _serve(
+        self,
+        request: web.Request,
+        body: dict[str, Any],
+        wish: Wish,
+        work: Callable[[Job], Awaitable[bytes]],
+        *,
+        chat: bool,
+    ) -> web.StreamResponse:
+        streamed = bool(body.get("stream"))
+        job = self._jobs.start(wish, work)
+        if isinstance(job, bytes):
+            return await replay_stream(request, job, chat=chat) if streamed else json_response(job)
+        job.attach()
+        try:
+            if streamed:
+                return await stream_job(
+                    request,
+                    job,
+                    body=_engine_request(body),
+                    include_usage=bool((body.get("stream_options") or {}).get("include_usage")),
+                    chat=chat,
+                    renderer=self._renderer,
+                    dispatcher=self._dispatcher,
+                    keepalive_s=self._config.timeouts.keepalive_s,
+                )
+            return json_response(await job.wait(), headers=_headers(job.finished))
+        finally:
+            job.detach()
+
+    async def _run(
+        self, job: Job, plan: list[tuple[Prompt, dict[str, Any]]], body: Mapping[str, Any], model: str
+    ) -> list[Finished]:
+        """Submit every choice, wait for all; if one fails, the others are stopped."""
+        streamed = bool(body.get("stream"))
+        entries = body.get("logprobs") not in (None, False)
+        handles = [
+            self._jobs.submit(job, prompt, params, model=model, streamed=streamed, entries=entries)
+            for prompt, params in plan
+        ]
+        job.started.set()
+        try:
+            return list(
+                await asyncio.gather(
+                    *(
+                        self._jobs.finish(job, handle, prompt)
+                        for handle, (prompt, _) in zip(handles, plan, strict=True)
+                    )
+                )
+            )
+        except (RoseError, asyncio.CancelledError):
+            for handle in handles:
+                self._dispatcher.cancel_turn(handle.turn_id, "sibling_failed")
+            raise
+
+    async def _chat_choice(self, body: dict[str, Any], done: Finished, *, entries: bool) -> dict[str, Any]:
+        result, handle = done.ended.result, done.handle
+        if not result.token_ids:
+            return {
+                "index": 0,
+                "message": {"role": "assistant", "content": ""},
+                "logprobs": None,
+                "finish_reason": done.ended.reason,
+            }
+        choice = await self._renderer.derender_chat(
+            _engine_request(body),
+            turn_id=result.turn_id,
+            prompt_ids=handle.prompt_ids,
+            token_ids=result.token_ids,
+            finish_reason=done.ended.reason,
+            stop_reason=done.ended.stop_reason,
+            entries=handle.entries if entries else None,
+        )
+        message = choice.get("message")
+        if not isinstance(message, dict):
+            raise EngineError("the derender route answered no message")
+        if message.get("tool_calls") and choice.get("finish_reason") == "stop":
+            choice["finish_reason"] = "tool_calls"
+        stop = done.ended.stop_reason
+        if isinstance(stop, str) and isinstance(message.get("content"), str):
+            keep = bool(body.get("include_stop_str_in_output"))
+            message["content"] = cut_at_stop(message["content"], stop, keep=keep)
+        return choice
+
+    async def _completion_choice(
+        self, body: dict[str, Any], done: Finished, *, entries: bool
+    ) -> dict[str, Any]:
+        result, handle = done.ended.result, done.handle
+        if not result.token_ids:
+            return {"index": 0, "text": "", "logprobs": None, "finish_reason": done.ended.reason}
+        choice = await self._renderer.derender_completion(
+            _engine_request(body) | {"prompt": handle.prompt_ids},
+            turn_id=result.turn_id,
+            prompt_ids=handle.prompt_ids,
+            token_ids=result.token_ids,
+            finish_reason=done.ended.reason,
+            stop_reason=done.ended.stop_reason,
+            entries=handle.entries if entries else None,
+        )
+        stop = done.ended.stop_reason
+        if isinstance(stop, str) and isinstance(choice.get("text"), str):
+            keep = bool(body.get("include_stop_str_in_output"))
+            choice["text"] = cut_at_stop(choice["text"], stop, keep=keep)
+        return choice
+
+    def _answer(
+        self, body: Mapping[str, Any], done: list[Finished], choices: list[dict[str, Any]], kind: str
+    ) -> bytes:
+        for index, choice in enumerate(choices):
+            choice["index"] = index
+            if body.get("return_token_ids"):
+                choice["token_ids"] = done[index].ended.result.token_ids
+        prefix = "chatcmpl" if kind == "chat.completion" else "cmpl"
+        answer: dict[str, Any] = {
+            "id": f"{prefix}-{done[0].ended.result.turn_id}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": body["model"],
+            "choices": choices,
+            "usage": openai_usage(done),
+            "rose": rose_object(done),
+        }
+        if body.get("return_token_ids"):
+            answer["prompt_token_ids"] = done[0].prompt.token_ids
+        return encode(answer)
+
+    # --- reading requests ------------------------------------------------------------------------------
+
+    def _trajectory(self, request: web.Request, body: dict[str, Any]) -> Trajectory | None:
+        name = (
+            request.match_info.get("session")
+            or request.headers.get("X-Session-ID")
+            or request.headers.get("X-SMG-Routing-Key")
+            or body.get("session_id")
+        )
+        if name is None:
+            return None
+        if not isinstance(name, str):
+            raise RequestError("must be text", field="session_id")
+        return self._store.open(name)
+
+    def _wish(self, request: web.Request, body: dict[str, Any], trajectory: Trajectory | None) -> Wish:
+        headers = request.headers
+        retry_count = headers.get("x-stainless-retry-count", "0")
+        deadline_ms = headers.get("X-ROSE-Deadline-Ms")
+        minimum = headers.get("X-ROSE-Min-Version")
+        tier = headers.get("X-ROSE-Tier", "any")
+        if tier not in ("any", "dedicated"):
+            raise RequestError("must be any or dedicated", field="X-ROSE-Tier")
+        if deadline_ms is not None and not (
+            deadline_ms.isascii() and deadline_ms.isdigit() and int(deadline_ms)
+        ):
+            raise RequestError("must be a whole number of milliseconds", field="X-ROSE-Deadline-Ms")
+        keys = {name: headers.get(name, "") for name in ("X-ROSE-Turn", "Idempotency-Key")}
+        for name, value in keys.items():
+            if len(value) > 256:
+                raise RequestError("must have at most 256 characters", field=name)
+        asked = {k: v for k, v in body.items() if k not in ("stream", "stream_options")}
+        return Wish(
+            request_id=request[REQUEST_ID],
+            trajectory=trajectory,
+            digest=digest([request.path.rsplit("/", 1)[-1], canonical_json(asked).decode()]).hex(),
+            turn_key=keys["X-ROSE-Turn"],
+            idempotency_key=keys["Idempotency-Key"],
+            is_retry=retry_count.isascii() and retry_count.isdigit() and int(retry_count) > 0,
+            dedicated_only=tier == "dedicated",
+            min_version=None if minimum is None else parse_version(minimum, "X-ROSE-Min-Version"),
+            deadline_s=None if deadline_ms is None else int(deadline_ms) / 1e3,
+        )
+
+    def _check_messages(self, body: dict[str, Any]) -> None:
+        messages = body.get("messages")
+        limit = self._config.limits.max_messages
+        if not isinstance(messages, list) or not 1 <= len(messages) <= limit:
+            raise RequestError(f"must be a list of 1 to {limit} messages", field="messages")
+        for index, message in enumerate(messages):
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                raise RequestError("must be an object with a role", field=f"messages[{index}]")
+
+    def _raw_prompts(self, body: dict[str, Any]) -> list[str | list[int]]:
+        given = body.get("prompt")
+        if isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int):
+            prompts: list[Any] = [given]
+        elif isinstance(given, list) and given:
+            prompts = given
+        else:
+            raise RequestError("must be text, token ids, or a list of these", field="prompt")
+        if len(prompts) > self._config.limits.max_n:
+            raise RequestError(f"at most {self._config.limits.max_n} prompts per request", field="prompt")
+        if not all(prompt and isinstance(prompt, str | list) for prompt in prompts):
+            raise RequestError("must be text, token ids, or a list of these, none empty", field="prompt")
+        return prompts
+
+    def _num_choices(self, body: dict[str, Any]) -> int:
+        best_of = body.get("best_of")
+        if best_of not in (None, 1, body.get("n")):
+            raise RequestError("is not supported here", field="best_of")
+        return Fields(body).integer("n", default=1, least=1, most=self._config.limits.max_n)
+
+    def _with_sampling(self, body: dict[str, Any], trajectory: Trajectory | None) -> dict[str, Any]:
+        if trajectory is None:
+            return dict(body)
+        merged = {**body, **trajectory.created.sampling}
+        if "max_tokens" in trajectory.created.sampling:
+            merged.pop("max_completion_tokens", None)
+        return merged
+
+    async def _model(self, body: Mapping[str, Any], trajectory: Trajectory | None) -> str:
+        asked = body.get("model")
+        if asked is not None and not isinstance(asked, str):
+            raise RequestError("must be text", field="model")
+        models = self._dispatcher.models()
+        if not models:
+            await self._dispatcher.helper(None, set(), self._config.timeouts.max_queue_s)
+            models = self._dispatcher.models()
+        if asked in models and asked is not None:
+            return asked
+        if len(models) == 1 and (asked is None or trajectory is not None):
+            return next(iter(models))
+        if asked is None:
+            raise RequestError(f"is required: {', '.join(sorted(models))}", field="model")
+        raise NotFound(f"model '{asked[:64]}' is not served", field="model", code="model_not_found")
+
+    def _params(
+        self,
+        rendered: Mapping[str, Any],
+        body: Mapping[str, Any],
+        num_prompt: int,
+        model: str,
+        prefix: str = "",
+    ) -> dict[str, Any]:
+        """Sampling parameters for the engine: one choice, log-probs always, a limit that fits."""
+        limit = self._max_model_len(model)
+        room = limit - num_prompt
+        if room < 1:
+            raise RequestError(
+                f"the prompt has {num_prompt} tokens, the context length is {limit}",
+                field="messages" if "messages" in body else "prompt" if "prompt" in body else "token_ids",
+                code="context_length_exceeded",
+            )
+        name = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
+        asked = body.get(name)
+        if asked is not None and (type(asked) is not int or asked < 1):
+            raise RequestError("must be a whole number from 1", field=prefix + name)
+        params = dict(rendered)
+        params.pop("max_completion_tokens", None)
+        params["n"] = 1
+        params["max_tokens"] = room if asked is None else min(asked, room)
+        logprobs = params.get("logprobs")
+        params["logprobs"] = logprobs if type(logprobs) is int and logprobs > 0 else 0
+        return params
+
+    def _raw_prompt(
+        self, trajectory: Trajectory | None, token_ids: list[int], params: Mapping[str, Any]
+    ) -> Prompt:
+        parent, inherited = (None, 0) if trajectory is None else continuation(trajectory, token_ids)
+        forked = trajectory is not None and bool(trajectory.turns) and parent is None
+        return Prompt(
+            token_ids=token_ids,
+            num_inherited=inherited,
+            sampling_params=dict(params),
+            parent=parent,
+            fork="prompt" if forked else None,
+        )
+
+    def _max_model_len(self, model: str) -> int:
+        lengths = [w.max_model_len for w in self._dispatcher.book.fleet if w.model == model]
+        if not lengths:
+            raise CapacityError("no worker serves this model now")
+        return min(lengths)
+
+    def _vocab_size(self, model: str) -> int | None:
+        fleet, endpoints = self._dispatcher.book.fleet, self._dispatcher.endpoints
+        sizes = [
+            endpoints[w.worker_id].vocab_size for w in fleet if w.model == model and w.worker_id in endpoints
+        ]
+        return min((size for size in sizes if size is not None), default=None)
+
+
+def openai_usage(done: list[Finished]) -> dict[str, Any]:
+    prompts = {id(item.prompt): len(item.prompt.token_ids) for item in done}
+    num_prompt = sum(prompts.values())
+    num_new = sum(len(item.ended.result.token_ids) for item in done)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_new,
+        "total_tokens": num_prompt + num_new,
+        "prompt_tokens_details": {"cached_tokens": sum(item.summary["usage"]["cached"] for item in done)},
+    }
+
+
+def rose_object(done: list[Finished]) -> dict[str, Any]:
+    """The extra object of our answers: where the tokens came from."""
+    first = done[0]
+    return {
+        "turn": first.turn,
+        "turns": [item.turn for item in done],
+        "worker": first.handle.worker_id,
+        "tier": first.handle.tier,
+        "fork": first.prompt.fork,
+        **first.summary,
+    }
+
+
+def _headers(done: list[Finished]) -> dict[str, str]:
+    if not done:
+        return {}
+    item = done[0]
+    return {
+        "X-ROSE-Worker": item.handle.worker_id,
+        "X-ROSE-Tier": item.handle.tier,
+        "X-ROSE-Queue-Ms": str(round(item.handle.queued_s * 1e3)),
+        "X-ROSE-Attempts": str(item.ended.result.num_attempts),
+        "X-ROSE-Cached-Tokens": str(item.ended.result.num_cached_tokens),
+        "X-ROSE-Versions": ",".join(version for version, _, _ in item.summary["versions"]),
+    }
+
+
+def _engine_request(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The client's request as the derender route wants to see it."""
+    return {key: value for key, value in body.items() if key not in NOT_RENDERED}
+
+
+def _from_base64(text: Any) -> list[int]:
+    if not isinstance(text, str):
+        raise RequestError("must be base64 text", field="token_ids_b64")
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RequestError("is not base64", field="token_ids_b64") from error
+    if len(data) % 4:
+        raise RequestError("must hold whole little-endian u32 values", field="token_ids_b64")
+    return unpack_ids(data)

@@ -1,0 +1,341 @@
+"""What token ids a turn starts with.
+
+The first turn of a history is rendered by vLLM's own render route.  A later one *appends*: the ids of the
+turn it continues (prompt and sampled output, exactly as they were) plus the *bridge*, the rendered text
+between that turn's answer and the point where the next one starts.  Sampled text is never encoded again.
+
+**The bridge.**  Render the new message list with our answer's content replaced by a sentinel, a random
+word.  What follows the sentinel in the rendered ids is ``closing + new messages + generation prompt``,
+whatever the template does to earlier history (some drop reasoning).  Where the sentinel ends is found by
+rendering with two different sentinels: their longest common suffix is what follows.  Once a template is
+known, one render and a search for the sentinel's ids is enough.  The output may already end with the start
+of the closing (an end-of-turn token that was sampled): the longest overlap is left out; a missing
+end-of-turn token is thereby inserted, with mask 0.
+
+A template that refuses an answer without its tool calls is bridged from the end-of-turn token that was
+sampled, if the render of the history is a prefix of the render of the whole.  Otherwise the turn *forks*:
+it is rendered afresh and starts a branch of its own.  Reasons: ``context`` (tools, template arguments or
+model changed), ``history`` (messages rewritten, truncated or reordered), ``branch`` (an answer continued a
+second time), ``unbridgeable``, ``template`` (``history = template`` and the template strips what was
+sampled), ``prompt`` (raw prompts).
+
+Invariant: the ids of a continued turn start with its parent's prompt and output.
+Callers: the OpenAI routes.  Tested against real chat templates in ``tests/scheduler/test_prompts.py``.
+"""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from rose.errors import EngineError, RequestError
+from rose.scheduler.ids import MAX_TOKEN_ID
+from rose.scheduler.messages import canonical_json, chain, context_digest, digest
+from rose.scheduler.store import Trajectory
+
+CallEngine = Callable[[str, str | None, bytes], Awaitable[bytes]]
+"""``(path, model, body) -> answer`` on any worker that renders for this model."""
+
+_MAX_CACHED_TOKENS = 4_000_000
+_ENGINE_SETS = ("skip_clone", "output_kind")
+"""Fields of the rendered sampling parameters that the generate route sets itself."""
+NOT_RENDERED = (
+    "stream",
+    "stream_options",
+    "n",
+    "user",
+    "session_id",
+    "metadata",
+    "store",
+    "request_id",
+    "max_tokens",
+    "max_completion_tokens",
+    "nvext",
+    "cache_salt",
+    "priority",
+)
+
+
+class _Rendered(msgspec.Struct):
+    token_ids: list[int]
+    sampling_params: dict[str, Any]
+
+
+_decode_one = msgspec.json.Decoder(_Rendered).decode
+_decode_many = msgspec.json.Decoder(list[_Rendered]).decode
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """Where a turn starts.  ``tip_base`` and ``context`` name the message list for the turns to come."""
+
+    token_ids: list[int]
+    num_inherited: int
+    sampling_params: dict[str, Any]
+    parent: int | None = None
+    fork: str | None = None
+    tip_base: bytes = b""
+    context: bytes = b""
+
+
+class Prompts:
+    """Args:
+    call: Reaches an engine's render routes.
+    history: ``append`` or ``template``.
+    cache_entries: Rendered prompts kept: the members of a group all start with the same one.
+    """
+
+    def __init__(self, call: CallEngine, *, history: str = "append", cache_entries: int = 512) -> None:
+        self._call = call
+        self._history = history
+        self._cache: OrderedDict[bytes, _Rendered] = OrderedDict()
+        self._cache_entries = cache_entries
+        self._cached_tokens = 0
+        self._sentinel_ids: OrderedDict[bytes, list[int]] = OrderedDict()
+        # Random, so that no agent can put it into its messages; letters, so that no tokenizer merges it
+        # with the punctuation or newline of a template; different first and last letters, so that two
+        # sentinels share no token at either end.
+        alphabet = string.ascii_lowercase[1:-1]
+        middle = "".join(secrets.choice(alphabet) for _ in range(10))
+        self._sentinels = (f"a{middle}a", f"z{middle[::-1]}z")
+        self.num_cache_hits = 0
+
+    # --- chat ------------------------------------------------------------------------------------------
+
+    async def chat(self, trajectory: Trajectory | None, body: Mapping[str, Any]) -> Prompt:
+        """The prompt of a chat turn.
+
+        Raises:
+            RequestError: The engine refuses the messages.
+            EngineError: No engine could render them.
+        """
+        messages: list[dict[str, Any]] = body["messages"]
+        if trajectory is None:
+            rendered = await self.render_chat(body)
+            return Prompt(
+                token_ids=rendered.token_ids, num_inherited=0, sampling_params=dict(rendered.sampling_params)
+            )
+        context = context_digest(body)
+        hashes = chain(context, messages)
+        base, parent = 0, None
+        for at in range(len(hashes), 0, -1):
+            if hashes[at - 1] in trajectory.tips and messages[at - 1].get("role") == "assistant":
+                base, parent = at, trajectory.tips[hashes[at - 1]]
+                break
+        fork: str | None = None
+        if parent is not None:
+            bridged = await self._bridge(trajectory, parent, body, base, context)
+            if bridged is not None:
+                suffix, params = bridged
+                inherited = trajectory.full_ids(parent)
+                return Prompt(
+                    token_ids=inherited + suffix,
+                    num_inherited=len(inherited),
+                    sampling_params=params,
+                    parent=parent,
+                    tip_base=hashes[-1],
+                    context=context,
+                )
+            fork = "template" if self._history == "template" else "unbridgeable"
+        elif trajectory.turns:
+            known = any(record.context == context for record in trajectory.turns)
+            fork = "history" if known else "context"
+            if any(record.tip == b"" for record in trajectory.turns) and not trajectory.tips:
+                fork = "prompt"
+        rendered = await self.render_chat(body)
+        return Prompt(
+            token_ids=rendered.token_ids,
+            num_inherited=0,
+            sampling_params=dict(rendered.sampling_params),
+            fork=fork,
+            tip_base=hashes[-1],
+            context=context,
+        )
+
+    async def render_chat(self, body: Mapping[str, Any]) -> _Rendered:
+        payload = {key: value for key, value in body.items() if key not in NOT_RENDERED}
+        # Our own limit is set later, on the ids that are really sent; 1 keeps the engine from refusing a
+        # prompt whose rendered form is longer than what we send, and equal prompts equal in the cache.
+        payload["max_tokens"] = 1
+        data = canonical_json(payload)
+        key = digest(data.decode())
+        found = self._cache.get(key)
+        if found is not None:
+            self._cache.move_to_end(key)
+            self.num_cache_hits += 1
+            return found
+        answer = await self._call("/v1/chat/completions/render", payload.get("model"), data)
+        rendered = _checked(_decode(_decode_one, answer))
+        self._remember(key, rendered)
+        return rendered
+
+    async def render_completion(self, body: Mapping[str, Any], prompt: str | Sequence[int]) -> _Rendered:
+        payload = {key: value for key, value in body.items() if key not in NOT_RENDERED}
+        payload["prompt"] = prompt
+        payload["max_tokens"] = 1
+        data = canonical_json(payload)
+        key = digest(data.decode())
+        found = self._cache.get(key)
+        if found is not None:
+            self._cache.move_to_end(key)
+            self.num_cache_hits += 1
+            return found
+        answer = _decode(_decode_many, await self._call("/v1/completions/render", payload.get("model"), data))
+        if len(answer) != 1:
+            raise EngineError(f"the render route made {len(answer)} prompts of one")
+        rendered = _checked(answer[0])
+        self._remember(key, rendered)
+        return rendered
+
+    # --- the bridge ------------------------------------------------------------------------------------
+
+    async def _bridge(
+        self, trajectory: Trajectory, parent: int, body: Mapping[str, Any], base: int, context: bytes
+    ) -> tuple[list[int], dict[str, Any]] | None:
+        """Ids that follow the parent's output, and the sampling parameters; None to fork."""
+        messages: list[dict[str, Any]] = body["messages"]
+        full = trajectory.full_ids(parent)
+        output = full[len(full) - len(trajectory.turns[parent].token_ids) // 4 :]
+        if self._history == "template":
+            rendered = await self.render_chat(body)
+            if rendered.token_ids[: len(full)] != full:
+                return None
+            return rendered.token_ids[len(full) :], dict(rendered.sampling_params)
+        try:
+            after, params = await self._after_answer(messages, base, body, context)
+        except RequestError:
+            # Some templates want every tool message announced by the call that it answers.
+            if not messages[base - 1].get("tool_calls"):
+                raise
+            after, params = await self._after_end_token(messages, base, body, output)
+        if after is None:
+            return None
+        return after[overlap(output, after) :], params
+
+    async def _after_answer(
+        self, messages: list[dict[str, Any]], base: int, body: Mapping[str, Any], context: bytes
+    ) -> tuple[list[int] | None, dict[str, Any]]:
+        def with_answer(word: str) -> dict[str, Any]:
+            changed = [*messages[: base - 1], {"role": "assistant", "content": word}, *messages[base:]]
+            return {**body, "messages": changed}
+
+        # These prompts are never sent, so the cache would only fill up with them.
+        one = await self._render_uncached(with_answer(self._sentinels[0]))
+        known = self._sentinel_ids.get(context)
+        if known is not None:
+            at = _only_index(one.token_ids, known)
+            if at is not None:
+                return one.token_ids[at + len(known) :], dict(one.sampling_params)
+        two = await self._render_uncached(with_answer(self._sentinels[1]))
+        suffix = _common_suffix(one.token_ids, two.token_ids)
+        prefix = _common_prefix(one.token_ids, two.token_ids)
+        middle = one.token_ids[prefix : len(one.token_ids) - suffix]
+        if suffix == 0 or not middle:
+            return None, {}
+        self._sentinel_ids[context] = middle
+        while len(self._sentinel_ids) > 1024:
+            self._sentinel_ids.popitem(last=False)
+        return one.token_ids[len(one.token_ids) - suffix :], dict(one.sampling_params)
+
+    async def _after_end_token(
+        self, messages: list[dict[str, Any]], base: int, body: Mapping[str, Any], output: list[int]
+    ) -> tuple[list[int] | None, dict[str, Any]]:
+        if not output:
+            return None, {}
+        whole = await self._render_uncached(body)
+        history = await self._render_uncached(
+            {**body, "messages": messages[:base], "add_generation_prompt": False}
+        )
+        end = len(history.token_ids)
+        if whole.token_ids[:end] != history.token_ids or output[-1] not in history.token_ids:
+            return None, {}
+        last = end - 1 - history.token_ids[::-1].index(output[-1])
+        if end - last > 8:
+            return None, {}  # not the end of this answer but of something before it
+        return whole.token_ids[last:], dict(whole.sampling_params)
+
+    async def _render_uncached(self, body: Mapping[str, Any]) -> _Rendered:
+        payload = {key: value for key, value in body.items() if key not in NOT_RENDERED}
+        payload["max_tokens"] = 1
+        answer = await self._call(
+            "/v1/chat/completions/render", payload.get("model"), canonical_json(payload)
+        )
+        return _checked(_decode(_decode_one, answer))
+
+    def _remember(self, key: bytes, rendered: _Rendered) -> None:
+        if self._cache_entries == 0:
+            return
+        self._cache[key] = rendered
+        self._cached_tokens += len(rendered.token_ids)
+        while len(self._cache) > self._cache_entries or self._cached_tokens > _MAX_CACHED_TOKENS:
+            _, old = self._cache.popitem(last=False)
+            self._cached_tokens -= len(old.token_ids)
+
+
+def continuation(trajectory: Trajectory, token_ids: Sequence[int]) -> tuple[int | None, int]:
+    """The turn whose prompt and output ``token_ids`` extends furthest, and how many ids that is."""
+    best: tuple[int | None, int] = (None, 0)
+    for record in reversed(trajectory.turns):
+        full = trajectory.full_ids(record.turn)
+        if best[1] < len(full) <= len(token_ids) and list(token_ids[: len(full)]) == full:
+            best = (record.turn, len(full))
+    return best
+
+
+def overlap(output: Sequence[int], after: Sequence[int]) -> int:
+    """The most ids at the start of ``after`` with which ``output`` already ends."""
+    for count in range(min(len(output), len(after)), 0, -1):
+        if list(output[-count:]) == list(after[:count]):
+            return count
+    return 0
+
+
+def _common_suffix(one: Sequence[int], two: Sequence[int]) -> int:
+    count = 0
+    while count < min(len(one), len(two)) and one[-1 - count] == two[-1 - count]:
+        count += 1
+    return count
+
+
+def _common_prefix(one: Sequence[int], two: Sequence[int]) -> int:
+    count = 0
+    while count < min(len(one), len(two)) and one[count] == two[count]:
+        count += 1
+    return count
+
+
+def _only_index(ids: Sequence[int], part: Sequence[int]) -> int | None:
+    """Where ``part`` occurs in ``ids``, if it does exactly once."""
+    found: int | None = None
+    size = len(part)
+    at = -1
+    while True:
+        try:
+            at = ids.index(part[0], at + 1)
+        except ValueError:
+            return found
+        if list(ids[at : at + size]) == list(part):
+            if found is not None:
+                return None
+            found = at
+
+
+def _decode(decoder: Callable[[bytes], Any], answer: bytes) -> Any:
+    try:
+        return decoder(answer)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise EngineError(f"the render route answered nonsense: {error}") from error
+
+
+def _checked(rendered: _Rendered) -> _Rendered:
+    if not rendered.token_ids or not 0 <= min(rendered.token_ids) <= max(rendered.token_ids) <= MAX_TOKEN_ID:
+        raise EngineError("the render route answered no token ids, or some out of range")
+    for field in _ENGINE_SETS:
+        rendered.sampling_params.pop(field, None)
+    return rendered

@@ -1,0 +1,221 @@
+"""What the scheduler shows: Prometheus metrics, ``/status``, and the last turns for the page.
+
+Counters only ever count what the turn book's actions and the job's ends say; nothing is sampled.
+``rose_turns_total`` counts a turn under the tier of its last segment; tokens are counted per segment, so a
+turn that moved counts in both tiers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
+from prometheus_client import Counter as PromCounter
+
+from rose.policy import samples as sp
+from rose.policy import turn_events as te
+from rose.policy.fleet import Tier
+from rose.policy.staleness import format_version
+from rose.scheduler.control_api import worker_status
+from rose.scheduler.dispatch import Dispatcher
+from rose.scheduler.jobs import Finished, Wish
+from rose.scheduler.store import Store
+
+RECENT_TURNS = 50
+_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_TIERS = tuple(tier.value for tier in Tier)
+
+
+class Status:
+    """One per process."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self._turns = PromCounter("rose_turns", "Ended turns", ["tier", "outcome"], registry=registry)
+        self._reroutes = PromCounter("rose_reroutes", "Turns sent elsewhere", ["reason"], registry=registry)
+        self._tokens = PromCounter("rose_tokens", "Tokens by kind", ["kind"], registry=registry)
+        self._tier_tokens = PromCounter(
+            "rose_generated_tokens", "Generated tokens by tier", ["tier"], registry=registry
+        )
+        self._affinity = PromCounter("rose_affinity", "Placements", ["result"], registry=registry)
+        self._cancelled = PromCounter("rose_cancelled", "Cancelled turns", ["reason"], registry=registry)
+        self._fenced = PromCounter("rose_fenced_results", "Late results dropped", registry=registry)
+        self._duplicates = PromCounter("rose_duplicate_requests", "Requests joined", registry=registry)
+        self._stale = PromCounter("rose_dropped_stale", "Stale trajectories dropped", registry=registry)
+        self._forks = PromCounter(
+            "rose_token_forks", "Histories started afresh", ["reason"], registry=registry
+        )
+        self._queue_s = Histogram(
+            "rose_queue_seconds", "Wait for a worker", buckets=_SECONDS, registry=registry
+        )
+        self._ttft_s = Histogram(
+            "rose_ttft_seconds", "To the first token", buckets=_SECONDS, registry=registry
+        )
+        self._turn_s = Histogram("rose_turn_seconds", "Whole turns", buckets=_SECONDS, registry=registry)
+        self._reroute_s = Histogram(
+            "rose_reroute_seconds", "Requeued to dispatched again", buckets=_SECONDS, registry=registry
+        )
+        self._workers = Gauge("rose_workers", "Workers", ["tier", "state"], registry=registry)
+        self._inflight = Gauge("rose_inflight_turns", "Turns on engines", ["tier"], registry=registry)
+        self._depth = Gauge("rose_queue_depth", "Turns that wait", registry=registry)
+        self._kv_budget = Gauge("rose_kv_budget_tokens", "Advertised", ["tier"], registry=registry)
+        self._kv_used = Gauge("rose_kv_used_tokens", "In use", ["tier"], registry=registry)
+        self._groups = Gauge("rose_trajectories", "Trajectories", ["state"], registry=registry)
+        self.turns_by_tier: Counter[str] = Counter(dict.fromkeys(_TIERS, 0))
+        self.tokens_by_tier: Counter[str] = Counter(dict.fromkeys(_TIERS, 0))
+        self.outcomes: Counter[str] = Counter()
+        self.reroutes: Counter[str] = Counter()
+        self.forks: Counter[str] = Counter()
+        self.tokens: Counter[str] = Counter()
+        self.num_resumed_turns = 0
+        self.num_fenced = 0
+        self.num_duplicates = 0
+        self.num_stale = 0
+        self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT_TURNS)
+
+    # --- what happened ---------------------------------------------------------------------------------
+
+    def on_action(self, action: te.Action) -> None:
+        match action:
+            case te.Dispatch():
+                self._affinity.labels(action.affinity).inc()
+                if action.attempt == 1:
+                    self._queue_s.observe(action.queued_s)
+                else:
+                    self._reroute_s.observe(action.queued_s)
+            case te.Requeued():
+                self.reroutes[action.reason] += 1
+                self._reroutes.labels(action.reason).inc()
+            case te.Fenced():
+                self.num_fenced += 1
+                self._fenced.inc()
+            case te.TokensDropped():
+                self._count_tokens("discarded", action.num_tokens)
+            case te.TurnEnded():
+                self._ended(action)
+            case te.AbortAttempt() | te.TokensKept() | te.AnswerUnavailable():
+                pass
+
+    def _ended(self, action: te.TurnEnded) -> None:
+        result = action.result
+        tier = result.segments[-1].tier.value if result.segments else "none"
+        outcome = action.outcome.value
+        self._turns.labels(tier, outcome).inc()
+        self.outcomes[outcome] += 1
+        if outcome == "done":
+            self.turns_by_tier[tier] += 1
+            self.num_resumed_turns += len(result.segments) > 1
+            self._turn_s.observe(result.ended_at_s - result.submitted_at_s)
+            if result.first_token_at_s is not None:
+                self._ttft_s.observe(result.first_token_at_s - result.submitted_at_s)
+        else:
+            self._cancelled.labels(action.reason).inc()
+            self._count_tokens("discarded", len(result.token_ids))
+        for segment in result.segments:
+            self.tokens_by_tier[segment.tier.value] += segment.num_tokens
+            self._tier_tokens.labels(segment.tier.value).inc(segment.num_tokens)
+
+    def on_finished(self, done: Finished, wish: Wish) -> None:
+        usage = done.summary["usage"]
+        for kind in ("prompt", "cached", "generated", "recomputed"):
+            self._count_tokens(kind, usage[kind])
+        self.recent.append(
+            {
+                "turn_id": done.ended.turn_id,
+                "trajectory": None if wish.trajectory is None else wish.trajectory.id,
+                "turn": done.turn,
+                "finish_reason": done.ended.reason,
+                "versions": done.summary["versions"],
+                "segments": done.summary["segments"],
+                "usage": usage,
+                "timing": done.summary["timing"],
+            }
+        )
+
+    def on_duplicate(self) -> None:
+        self.num_duplicates += 1
+        self._duplicates.inc()
+
+    def on_fork(self, reason: str) -> None:
+        self.forks[reason] += 1
+        self._forks.labels(reason).inc()
+
+    def on_stale(self, count: int) -> None:
+        self.num_stale += count
+        self._stale.inc(count)
+
+    def _count_tokens(self, kind: str, count: int) -> None:
+        self.tokens[kind] += count
+        self._tokens.labels(kind).inc(count)
+
+    # --- what is ---------------------------------------------------------------------------------------
+
+    def metrics(self, dispatcher: Dispatcher, store: Store) -> bytes:
+        """The Prometheus text."""
+        self._workers.clear()
+        for tier in Tier:
+            mine = [worker for worker in dispatcher.book.fleet if worker.tier is tier]
+            for worker in mine:
+                self._workers.labels(tier.value, worker.health.value).inc()
+            self._inflight.labels(tier.value).set(sum(worker.inflight for worker in mine))
+            self._kv_budget.labels(tier.value).set(sum(worker.kv_budget_tokens or 0 for worker in mine))
+            self._kv_used.labels(tier.value).set(sum(worker.kv_used_tokens or 0 for worker in mine))
+        self._depth.set(len(dispatcher.book.queue))
+        counts = store.book.counts()
+        for state in sp.SampleState:
+            self._groups.labels(state.value).set(counts[state.value])
+        return generate_latest(self.registry)
+
+    def snapshot(self, dispatcher: Dispatcher, store: Store, *, started_at_s: float) -> dict[str, Any]:
+        """``/status``."""
+        now_s = dispatcher.now_s()
+        book = dispatcher.book
+        queued = [book.turns[turn_id] for _, turn_id in book.queue]
+        held = Counter(turn.hold for turn in queued)
+        oldest = sorted(book.turns.values(), key=lambda turn: turn.spec.at_s)[:20]
+        return {
+            "uptime_s": round(now_s - started_at_s, 3),
+            "draining": dispatcher.draining,
+            "workers": [worker_status(worker, now_s) for worker in book.fleet],
+            "turns": {
+                "running": len(book.turns) - len(queued),
+                "queued": len(queued),
+                "done": self.outcomes["done"],
+                "failed": self.outcomes["failed"],
+                "cancelled": self.outcomes["cancelled"],
+                "by_tier": dict(self.turns_by_tier),
+            },
+            "tokens": {"by_tier": dict(self.tokens_by_tier), **dict(self.tokens)},
+            "reroutes": dict(self.reroutes),
+            "resumed_turns": self.num_resumed_turns,
+            "fenced_results": self.num_fenced,
+            "duplicate_requests": self.num_duplicates,
+            "forks": dict(self.forks),
+            "queue": {
+                "depth": len(queued),
+                "held": dict(held),
+                "oldest_s": round(max((now_s - t.spec.at_s for t in queued), default=0.0), 3),
+            },
+            "trajectories": dict(store.book.counts()),
+            "groups_ready": {job: len(names) for job, names in store.book.ready.items()},
+            "batches_leased": len(store.book.batches),
+            "batches_acked": len(store.book.acked),
+            "dropped_stale": self.num_stale,
+            "versions": {job: format_version(version) for job, version in store.versions.items()},
+            "journal_bytes": store.journal.size_bytes,
+            "recovered_records": store.num_recovered,
+            "stuck": [
+                {
+                    "turn_id": turn.spec.turn_id,
+                    "trajectory": turn.spec.trajectory_id,
+                    "state": turn.state.value,
+                    "hold": turn.hold if turn.state is te.TurnState.QUEUED else None,
+                    "worker": None if turn.worker is None else turn.worker.worker_id,
+                    "age_s": round(now_s - turn.spec.at_s, 3),
+                    "num_tokens": len(turn.token_ids),
+                }
+                for turn in oldest
+            ],
+            "last_turns": list(self.recent),
+        }

@@ -1,0 +1,56 @@
+"""Stop strings: the engine ends at one but returns every token, so the text is cut here.
+
+:class:`StopMatcher` watches streamed text and holds back what may be the start of a stop string; it also
+finds one that lies across the seam of two attempts, which no engine could see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def cut_at_stop(text: str, stop: str, *, keep: bool) -> str:
+    """``text`` up to the first ``stop``; with it when ``keep``."""
+    at = text.find(stop)
+    if at < 0:
+        return text
+    return text[: at + len(stop)] if keep else text[:at]
+
+
+class StopMatcher:
+    """Args:
+    stops: Stop strings.
+    keep: Whether the matched one is part of the output.
+    """
+
+    def __init__(self, stops: Sequence[str], *, keep: bool) -> None:
+        self._stops = [stop for stop in stops if stop]
+        self._keep = keep
+        self._held = ""
+        self.matched: str | None = None
+
+    def feed(self, text: str) -> str:
+        """Text that is safe to show now; nothing after a match."""
+        if self.matched is not None or not text:
+            return ""
+        if not self._stops:
+            return text
+        text = self._held + text
+        hits = [(text.find(stop), stop) for stop in self._stops if stop in text]
+        if hits:
+            at, self.matched = min(hits)
+            self._held = ""
+            return text[: at + len(self.matched)] if self._keep else text[:at]
+        hold = 0
+        for stop in self._stops:
+            for size in range(min(len(stop) - 1, len(text)), hold, -1):
+                if text.endswith(stop[:size]):
+                    hold = size
+                    break
+        self._held = text[len(text) - hold :]
+        return text[: len(text) - hold]
+
+    def flush(self) -> str:
+        """What was held back, once no more text comes."""
+        held, self._held = self._held, ""
+        return "" if self.matched is not None else held

@@ -1,0 +1,483 @@
+"""Trajectories and their turns in memory, in step with the journal.
+
+:class:`Store` is the one place that changes them: each method journals what it decided, then applies it; a
+restart applies the same records again through the same code.  Which trajectory a trainer gets is decided by
+``rose.policy.samples``; what a prompt is made of by ``rose.scheduler.prompts``.
+
+A turn keeps only what its parent does not have (``suffix_ids`` and its own output), so a trajectory of n
+turns costs its length once, not n times.  :meth:`Trajectory.full_ids` puts a branch together.
+
+Invariant: the journal is written before the change is visible to anyone; finish, lease, acknowledge and
+resume are on disk before their caller is answered (``await store.journal.commit()``, in the routes).
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rose.errors import CapacityError, Conflict, Gone, NotFound, PolicyError
+from rose.policy import samples as sp
+from rose.policy.staleness import Version, parse_version
+from rose.scheduler.ids import unpack_ids, unpack_logprobs
+from rose.scheduler.journal import (
+    AckedRecord,
+    AckRecord,
+    CancelRecord,
+    CreateRecord,
+    ExpireRecord,
+    FinishRecord,
+    Journal,
+    LeaseRecord,
+    Record,
+    ResumeRecord,
+    TurnRecord,
+    VersionRecord,
+)
+
+
+class Trajectory:
+    """One run of an environment: a tree of turns, mostly a line."""
+
+    __slots__ = ("created", "finish", "newest", "oldest", "parents", "stale", "tips", "touched_s", "turns")
+
+    def __init__(self, created: CreateRecord) -> None:
+        self.created = created
+        self.turns: list[TurnRecord] = []
+        self.tips: dict[bytes, int] = {}
+        """Message list that ends with our answer -> the turn that answered."""
+        self.finish: FinishRecord | None = None
+        self.stale = False
+        self.touched_s = time.monotonic()
+        self.parents: set[int] = set()
+        """Turns that another turn continues."""
+        self.oldest: Version | None = None
+        self.newest: Version | None = None
+
+    @property
+    def id(self) -> str:
+        return self.created.id
+
+    def add(self, record: TurnRecord) -> None:
+        self.turns.append(record)
+        self.touched_s = time.monotonic()
+        if record.tip:
+            self.tips[record.tip] = record.turn
+        if record.parent is not None:
+            self.parents.add(record.parent)
+        for text, _, _ in record.versions:
+            version = parse_version(text)
+            self.oldest = version if self.oldest is None else min(self.oldest, version)
+            self.newest = version if self.newest is None else max(self.newest, version)
+
+    def full_ids(self, turn: int) -> list[int]:
+        """Prompt and output of ``turn``: what a continuation starts with."""
+        return unpack_ids(self._packed(turn))
+
+    def prompt_ids(self, turn: int) -> list[int]:
+        record = self.turns[turn]
+        return unpack_ids(self._packed_prompt(record))
+
+    def sampled(self, turn: int) -> list[list[int]]:
+        """``[[start, num_tokens, turn], ...]``: which of this branch's ids were sampled, and in which
+        turn."""
+        line: list[TurnRecord] = []
+        at: int | None = turn
+        while at is not None:
+            line.append(self.turns[at])
+            at = self.turns[at].parent
+        spans: list[list[int]] = []
+        position = 0
+        for record in reversed(line):
+            position += len(record.suffix_ids) // 4
+            count = len(record.token_ids) // 4
+            spans.append([position, count, record.turn])
+            position += count
+        return spans
+
+    def trace_turn(self, record: TurnRecord) -> dict[str, Any]:
+        """A turn as the wire has it."""
+        prompt_ids = self.prompt_ids(record.turn)
+        return {
+            "turn": record.turn,
+            "kind": record.kind,
+            "parent": record.parent,
+            "fork": record.fork,
+            "prompt_token_ids": prompt_ids,
+            "token_ids": unpack_ids(record.token_ids),
+            "logprobs": unpack_logprobs(record.logprobs),
+            "finish_reason": record.finish_reason,
+            "stop_reason": record.stop_reason,
+            "versions": record.versions,
+            "segments": record.segments,
+            "usage": record.usage,
+            "timing": record.timing,
+            "sampling": record.sampling,
+            "sampled": self.sampled(record.turn),
+        }
+
+    def trace(self, state: str, reason: str = "") -> dict[str, Any]:
+        created, finish = self.created, self.finish
+        return {
+            "id": created.id,
+            "job": created.job,
+            "group_id": created.group_id,
+            "group_size": created.group_size,
+            "task": created.task,
+            "sampling": created.sampling,
+            "created_at": created.created_at,
+            "state": state,
+            "reason": reason,
+            "stale": self.stale,
+            "reward": None if finish is None else finish.reward,
+            "success": None if finish is None else finish.success,
+            "info": None if finish is None else finish.info,
+            "turns": [self.trace_turn(record) for record in self.turns],
+            "branches": [record.turn for record in self.turns if record.turn not in self.parents],
+        }
+
+    def _packed(self, turn: int) -> bytes:
+        record = self.turns[turn]
+        return self._packed_prompt(record) + record.token_ids
+
+    def _packed_prompt(self, record: TurnRecord) -> bytes:
+        parts: list[bytes] = []
+        at: TurnRecord | None = record
+        while at is not None:
+            parts.append(at.suffix_ids)
+            if at.parent is None:
+                break
+            at = self.turns[at.parent]
+            parts.append(at.token_ids)
+        return b"".join(reversed(parts))
+
+
+class Store:
+    """Args:
+    journal: Recovered here.
+    params: Of the sample book.
+    max_trajectories: Bound on trajectories in memory.
+    retained_finals: Consumed or cancelled ones that stay readable.
+    compact_bytes: A journal beyond this is rewritten with the live state.
+    on_stale: Told how many trajectories were dropped as stale.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        params: sp.SampleParams,
+        *,
+        max_trajectories: int,
+        retained_finals: int,
+        compact_bytes: int,
+        on_stale: Callable[[int], None] = lambda count: None,
+    ) -> None:
+        self.journal = journal
+        self.book = sp.SampleBook(params=params)
+        self.trajectories: dict[str, Trajectory] = {}
+        self.versions: dict[str, Version] = {}
+        self._by_key: dict[str, str] = {}
+        self._finals: OrderedDict[str, None] = OrderedDict()
+        self._on_stale = on_stale
+        self._max_trajectories = max_trajectories
+        self._retained_finals = retained_finals
+        self.num_recovered = 0
+        for record in journal.recover():
+            self._apply(record)
+            self.num_recovered += 1
+        self._compact_bytes = compact_bytes
+        self.compact_if_large()
+
+    def compact_if_large(self) -> None:
+        """Rewrite the journal with the live state once it is large and mostly history.  Blocks meanwhile."""
+        if self.journal.size_bytes <= self._compact_bytes or self.journal.is_syncing:
+            return
+        self.journal.compact(self._snapshot())
+        self._compact_bytes = max(self._compact_bytes, 2 * self.journal.size_bytes)
+
+    # --- trajectories ----------------------------------------------------------------------------------
+
+    def get(self, trajectory_id: str) -> Trajectory:
+        """Raises:
+        NotFound: Unknown or long forgotten.
+        """
+        trajectory = self.trajectories.get(trajectory_id)
+        if trajectory is None:
+            raise NotFound(
+                f"trajectory '{trajectory_id[:64]}' is unknown", field="X-Session-ID", code="unknown_session"
+            )
+        return trajectory
+
+    def open(self, trajectory_id: str) -> Trajectory:
+        """A trajectory that may take another turn.
+
+        Raises:
+            NotFound: Unknown.
+            Gone: Cancelled.
+            Conflict: Finished already.
+        """
+        trajectory = self.get(trajectory_id)
+        sample = self.book.samples[trajectory_id]
+        if sample.state in (sp.SampleState.CANCELLED, sp.SampleState.STALE):
+            raise Gone(
+                f"trajectory was cancelled ({sample.reason})",
+                field="X-Session-ID",
+                code="trajectory_cancelled",
+            )
+        if sample.state is not sp.SampleState.RUNNING:
+            raise Conflict(
+                f"trajectory is {sample.state.value}, it takes no more turns", field="X-Session-ID"
+            )
+        return trajectory
+
+    def state(self, trajectory_id: str) -> tuple[str, str]:
+        sample = self.book.samples[trajectory_id]
+        return sample.state.value, sample.reason
+
+    def create(
+        self,
+        *,
+        job: str,
+        group_id: str | None,
+        group_size: int,
+        task: Any,
+        sampling: dict[str, Any],
+        key: str = "",
+    ) -> str:
+        """A new trajectory; the same ``key`` again gives the same one."""
+        if key and key in self._by_key:
+            return self._by_key[key]
+        if len(self.trajectories) >= self._max_trajectories:
+            raise CapacityError("too many trajectories are open", status=429, code="queue_full")
+        name = f"t-{secrets.token_hex(10)}"
+        record = CreateRecord(
+            id=name,
+            job=job,
+            group_id=name if group_id is None else group_id,
+            group_size=group_size,
+            created_at=time.time(),
+            task=task,
+            sampling=sampling,
+            key=key,
+        )
+        self._write(record)
+        return name
+
+    def expire_idle(self, idle_s: float, busy: set[str]) -> list[sp.Action]:
+        """Cancel running trajectories that nobody has touched for ``idle_s``: their agent is gone."""
+        limit_s = time.monotonic() - idle_s
+        actions: list[sp.Action] = []
+        for name, sample in list(self.book.samples.items()):
+            if (
+                sample.state is sp.SampleState.RUNNING
+                and self.trajectories[name].touched_s < limit_s
+                and name not in busy
+            ):
+                actions.extend(self._write(CancelRecord(id=name, reason="idle")))
+        return actions
+
+    def add_turn(self, record: TurnRecord) -> None:
+        """A turn is done: remembered before its client is answered."""
+        self.journal.append(record)
+        self._apply(record)
+
+    def finish(self, record: FinishRecord) -> list[sp.Action]:
+        """Idempotent: the same reward again is no error."""
+        trajectory = self.trajectories.get(record.id)
+        if trajectory is not None and trajectory.finish is not None:
+            if trajectory.finish == record:
+                return []
+            raise Conflict("trajectory was finished with another reward", field="reward")
+        return self._write(record)
+
+    def cancel(self, trajectory_id: str, reason: str) -> list[sp.Action]:
+        self.get(trajectory_id)
+        if self.book.samples[trajectory_id].state in (sp.SampleState.CANCELLED, sp.SampleState.STALE):
+            return []
+        return self._write(CancelRecord(id=trajectory_id, reason=reason))
+
+    # --- batches ---------------------------------------------------------------------------------------
+
+    def lease(
+        self, *, job: str, num_groups: int, version: Version, ttl_s: float
+    ) -> tuple[sp.Leased | None, list[sp.Action]]:
+        batch_id = f"b-{secrets.token_hex(10)}"
+        event = sp.BatchAsked(
+            at_s=time.monotonic(),
+            batch_id=batch_id,
+            job=job,
+            num_groups=num_groups,
+            version=version,
+            ttl_s=ttl_s,
+        )
+        # Which groups are stale depends on the book alone, so deciding first and recording the decision
+        # is safe: nothing is visible before the record is written, and a failed write undoes nothing
+        # that was promised (the lease then expires).
+        before = dict.fromkeys(self.book.ready.get(job, ()))
+        actions = self.book.handle(event)
+        leased = next((action for action in actions if isinstance(action, sp.Leased)), None)
+        dropped = [
+            name
+            for name in before
+            if name not in self.book.ready[job] and (leased is None or name not in leased.group_ids)
+        ]
+        if leased is not None or dropped:
+            self.journal.append(
+                LeaseRecord(
+                    batch_id=batch_id,
+                    job=job,
+                    group_ids=[] if leased is None else list(leased.group_ids),
+                    stale_group_ids=dropped,
+                    ttl_s=ttl_s,
+                )
+            )
+        self._after(actions)
+        for name in () if leased is None else leased.stale_ids:
+            self.trajectories[name].stale = True
+        return leased, actions
+
+    def ack(self, batch_id: str, step: int, attempt: int) -> list[sp.Action]:
+        if self.book.acked.get(batch_id) == (step, attempt):
+            return []
+        return self._write(AckRecord(batch_id=batch_id, step=step, attempt=attempt))
+
+    def resume(self, job: str, attempt: int, consumed: list[str]) -> list[sp.Action]:
+        return self._write(ResumeRecord(job=job, attempt=attempt, consumed=consumed))
+
+    def expire(self, at_s: float) -> list[sp.Action]:
+        """Return the batches whose trainer has gone quiet."""
+        actions: list[sp.Action] = []
+        for batch_id in self.book.due(at_s):
+            actions.extend(self._write(ExpireRecord(batch_id=batch_id)))
+        return actions
+
+    def require(self, job: str, version: Version) -> bool:
+        """Note a job's published version; False when it was known."""
+        if self.versions.get(job) == version:
+            return False
+        if job in self.versions and version < self.versions[job]:
+            raise Conflict("is older than the version published before", field="version")
+        self.journal.append(VersionRecord(job=job, attempt=version[0], version=version[1]))
+        self.versions[job] = version
+        return True
+
+    # --- one way in, live and at recovery --------------------------------------------------------------
+
+    def _write(self, record: Record) -> list[sp.Action]:
+        """Decide, then record.  A refused event raises before anything is written; a failed write means
+        that the process stops promising (see the journal), and a restart sees the last durable state."""
+        actions = self._apply(record)
+        self.journal.append(record)
+        return actions
+
+    def _apply(self, record: Record) -> list[sp.Action]:
+        match record:
+            case TurnRecord():
+                trajectory = self.trajectories.get(record.trajectory_id)
+                if trajectory is not None and record.turn == len(trajectory.turns):
+                    trajectory.add(record)
+                return []
+            case CreateRecord():
+                actions = self.book.handle(
+                    sp.TrajectoryCreated(
+                        trajectory_id=record.id,
+                        job=record.job,
+                        group_id=record.group_id,
+                        group_size=record.group_size,
+                    )
+                )
+                self.trajectories[record.id] = Trajectory(record)
+                if record.key:
+                    self._by_key[record.key] = record.id
+            case FinishRecord():
+                trajectory = self.get(record.id)
+                actions = self.book.handle(
+                    sp.TrajectoryFinished(trajectory_id=record.id, oldest=trajectory.oldest)
+                )
+                trajectory.finish = record
+            case CancelRecord():
+                actions = self.book.handle(
+                    sp.TrajectoryCancelled(trajectory_id=record.id, reason=record.reason)
+                )
+            case LeaseRecord():
+                actions = self.book.handle(
+                    sp.BatchRestored(
+                        at_s=time.monotonic(),
+                        batch_id=record.batch_id,
+                        job=record.job,
+                        group_ids=tuple(record.group_ids),
+                        stale_group_ids=tuple(record.stale_group_ids),
+                        ttl_s=record.ttl_s,
+                    )
+                )
+            case ExpireRecord():
+                actions = self.book.handle(sp.BatchExpired(batch_id=record.batch_id))
+            case AckRecord():
+                actions = self.book.handle(
+                    sp.BatchAcked(batch_id=record.batch_id, step=record.step, attempt=record.attempt)
+                )
+            case ResumeRecord():
+                actions = self.book.handle(
+                    sp.JobResumed(job=record.job, attempt=record.attempt, consumed=tuple(record.consumed))
+                )
+            case AckedRecord():
+                for batch_id, step, attempt in record.batches:
+                    self.book.acked[batch_id] = (step, attempt)
+                return []
+            case VersionRecord():
+                self.versions[record.job] = (record.attempt, record.version)
+                return []
+            case _:
+                raise PolicyError(f"unknown record {type(record).__name__}")
+        self._after(actions)
+        return actions
+
+    def _after(self, actions: list[sp.Action]) -> None:
+        """Final trajectories leave memory, oldest first, once enough newer ones are kept to look at."""
+        for action in actions:
+            if isinstance(action, sp.Discard) and action.reason == "stale":
+                self._on_stale(len(action.trajectory_ids))
+            if isinstance(action, sp.Consumed | sp.Discard):
+                for name in action.trajectory_ids:
+                    self._finals[name] = None
+        while len(self._finals) > self._retained_finals:
+            name, _ = self._finals.popitem(last=False)
+            gone = self.trajectories.pop(name, None)
+            if gone is not None:
+                self._by_key.pop(gone.created.key, None)
+            self.book.forget(name)
+
+    def _snapshot(self) -> Iterator[Record]:
+        """The live state as records: what is not final, leases in front of what waits."""
+        for job, version in self.versions.items():
+            yield VersionRecord(job=job, attempt=version[0], version=version[1])
+        yield AckedRecord(batches=[(name, *done) for name, done in self.book.acked.items()])
+        for job, attempt in self.book.attempts.items():
+            yield ResumeRecord(job=job, attempt=attempt, consumed=[])
+        live = [name for name, sample in self.book.samples.items() if sample.state not in sp.FINAL]
+        for name in live:
+            yield self.trajectories[name].created
+            yield from self.trajectories[name].turns
+        ordered: list[str] = []
+        for batch in self.book.batches.values():
+            for group_id in batch.group_ids:
+                ordered.extend(self.book.groups[(batch.job, group_id)].members)
+        for job, group_ids in self.book.ready.items():
+            for group_id in group_ids:
+                ordered.extend(self.book.groups[(job, group_id)].members)
+        seen = set(ordered)
+        for name in [*ordered, *(name for name in live if name not in seen)]:
+            finish = self.trajectories[name].finish
+            if finish is not None:
+                yield finish
+        for batch in self.book.batches.values():
+            yield LeaseRecord(
+                batch_id=batch.batch_id,
+                job=batch.job,
+                group_ids=list(batch.group_ids),
+                stale_group_ids=[],
+                ttl_s=batch.ttl_s,
+            )

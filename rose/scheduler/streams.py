@@ -1,0 +1,275 @@
+"""Server-sent events for ``stream: true``.
+
+The turn's tokens are read from its handle, parsed piece by piece by vLLM's streaming derender route, and
+sent in OpenAI's chunk shapes.  A stream never shows that its turn moved between engines.  It begins when
+there is something to say, so an error before that is a plain HTTP error; afterwards it is an event.  While
+a turn is held, a comment keeps the connection alive.
+
+- A turn that cannot be continued elsewhere (seed, penalties, grammar) is buffered until it is done: what
+was shown
+  could not be taken back.
+- The last chunk leaves after the turn is in the journal, and carries the ``rose`` object.
+- A client that comes back gets the stream from its beginning.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from rose.errors import CapacityError, RoseError
+from rose.policy.turn_events import TurnState
+from rose.scheduler.dispatch import Dispatcher, TurnHandle, turn_error
+from rose.scheduler.engine import TokenLogprob
+from rose.scheduler.http import REQUEST_ID, encode, error_body
+from rose.scheduler.jobs import Job, is_resumable
+from rose.scheduler.renderer import Renderer
+from rose.scheduler.stops import StopMatcher
+
+HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+class _Events:
+    """One client's event stream; begun by the first event."""
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self.response = web.StreamResponse(headers={**HEADERS, "X-Request-Id": request[REQUEST_ID]})
+        self._lock = asyncio.Lock()
+
+    @property
+    def begun(self) -> bool:
+        return self.response.prepared
+
+    async def send(self, data: bytes) -> None:
+        async with self._lock:  # several choices write to one response
+            if not self.begun:
+                await self.response.prepare(self._request)
+            await self.response.write(data)
+
+    async def event(self, value: Any) -> None:
+        await self.send(b"data: " + (value if isinstance(value, bytes) else encode(value)) + b"\n\n")
+
+    async def finish(self) -> web.StreamResponse:
+        await self.event(b"[DONE]")
+        await self.response.write_eof()
+        return self.response
+
+
+async def stream_job(
+    request: web.Request,
+    job: Job,
+    *,
+    body: Mapping[str, Any],
+    include_usage: bool,
+    chat: bool,
+    renderer: Renderer,
+    dispatcher: Dispatcher,
+    keepalive_s: float,
+) -> web.StreamResponse:
+    """Stream a job to one client.
+
+    Raises:
+        RoseError: Before the stream began.
+    """
+    assert job.task is not None
+    events = _Events(request)
+    try:
+        while not job.started.is_set():
+            try:
+                await asyncio.wait_for(job.started.wait(), keepalive_s)
+            except TimeoutError:
+                await events.send(b": held\n\n")
+        if not job.handles:
+            job.task.result()  # raises what went wrong before the first turn
+        created = int(time.time())
+        prefix = "chatcmpl" if chat else "cmpl"
+        base = {
+            "id": f"{prefix}-{job.handles[0].turn_id}",
+            "object": "chat.completion.chunk" if chat else "text_completion",
+            "created": created,
+            "model": body.get("model"),
+        }
+        choices = [
+            _Choice(
+                index=index,
+                job=job,
+                handle=handle,
+                base=base,
+                body=body,
+                chat=chat,
+                renderer=renderer,
+                dispatcher=dispatcher,
+                events=events,
+                keepalive_s=keepalive_s,
+            )
+            for index, handle in enumerate(job.handles)
+        ]
+        await asyncio.gather(*(choice.run() for choice in choices))
+        answer = msgspec.json.decode(await job.wait())
+        for choice in choices:
+            finish_reason = answer["choices"][choice.index].get("finish_reason")
+            await choice.send_last(finish_reason, answer["rose"])
+        if include_usage:
+            await events.event({**base, "choices": [], "usage": answer["usage"], "rose": answer["rose"]})
+        return await events.finish()
+    except RoseError as error:
+        if not events.begun:
+            raise
+        await events.event(error_body(error))
+        return await events.finish()
+
+
+class _Choice:
+    """One choice of a stream."""
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        job: Job,
+        handle: TurnHandle,
+        base: Mapping[str, Any],
+        body: Mapping[str, Any],
+        chat: bool,
+        renderer: Renderer,
+        dispatcher: Dispatcher,
+        events: _Events,
+        keepalive_s: float,
+    ) -> None:
+        self.index = index
+        self._job = job
+        self._handle = handle
+        self._base = base
+        self._body = body
+        self._chat = chat
+        self._renderer = renderer
+        self._dispatcher = dispatcher
+        self._events = events
+        self._keepalive_s = keepalive_s
+        stop = body.get("stop")
+        stops = [stop] if isinstance(stop, str) else stop if isinstance(stop, list) else []
+        self._stops = StopMatcher(
+            [item for item in stops if isinstance(item, str)],
+            keep=bool(body.get("include_stop_str_in_output")),
+        )
+        self._state: Any = None
+        self._role_sent = False
+
+    async def run(self) -> None:
+        """Send all text; the finish is left to :meth:`send_last`."""
+        handle = self._handle
+        changed = asyncio.Event()
+        handle.watchers.append(changed)
+        live = is_resumable(handle.sampling_params, streamed=True)
+        want_entries = self._body.get("logprobs") not in (None, False)
+        sent = 0
+        try:
+            while True:
+                changed.clear()
+                done = handle.done.done()
+                if self._job.is_waiting_too_long and not done:
+                    raise CapacityError("no worker could take the turn in time", retry_after_s=5.0)
+                if done and handle.done.result().outcome is not TurnState.DONE:
+                    raise turn_error(handle.done.result())
+                if done or live:
+                    # Whatever piled up while the last piece was parsed goes out as one.
+                    token_ids = handle.tokens[sent:]
+                    entries = handle.entries[sent : sent + len(token_ids)] if want_entries else None
+                    sent += len(token_ids)
+                    if token_ids or done:
+                        await self._piece(token_ids, entries, done=done)
+                if done:
+                    return
+                try:
+                    await asyncio.wait_for(changed.wait(), self._keepalive_s)
+                except TimeoutError:
+                    await self._events.send(b": held\n\n")
+        finally:
+            handle.watchers.remove(changed)
+
+    async def _piece(self, token_ids: list[int], entries: list[TokenLogprob] | None, *, done: bool) -> None:
+        handle = self._handle
+        ended = handle.done.result() if done else None
+        if not token_ids and self._state is None:
+            return  # ended without a token
+        piece, self._state = await self._renderer.derender_chunk(
+            self._body,
+            chat=self._chat,
+            turn_id=handle.turn_id,
+            prompt_ids=handle.prompt_ids,
+            token_ids=token_ids,
+            finish_reason=None if ended is None else ended.reason,
+            stop_reason=None if ended is None else ended.stop_reason,
+            entries=entries,
+            state=self._state,
+        )
+        choice = piece["choices"][0] if piece["choices"] else {}
+        before = self._stops.matched
+        if self._chat:
+            delta = choice.get("delta") or {}
+            content = delta.get("content")
+            if isinstance(content, str):
+                delta["content"] = self._stops.feed(content)
+            out: dict[str, Any] = {"delta": {k: v for k, v in delta.items() if v not in (None, "", [])}}
+            if out["delta"].get("role"):
+                if self._role_sent:
+                    out["delta"].pop("role")
+                else:
+                    out["delta"].setdefault("content", "")
+                self._role_sent = True
+            empty = not out["delta"]
+        else:
+            text = choice.get("text")
+            out = {"text": self._stops.feed(text) if isinstance(text, str) else ""}
+            empty = not out["text"]
+        if not empty or choice.get("logprobs"):
+            await self._chunk({**out, "logprobs": choice.get("logprobs"), "finish_reason": None})
+        if self._stops.matched is not None and before is None and not done:
+            self._dispatcher.stop(handle.turn_id, self._stops.matched)
+
+    async def send_last(self, finish_reason: str | None, rose: Any) -> None:
+        held = self._stops.flush()
+        payload: dict[str, Any] = (
+            {"delta": {"content": held} if held else {}} if self._chat else {"text": held}
+        )
+        if self._chat and not self._role_sent:
+            payload["delta"] = {"role": "assistant", "content": held}
+        await self._chunk({**payload, "logprobs": None, "finish_reason": finish_reason}, rose=rose)
+
+    async def _chunk(self, choice: dict[str, Any], rose: Any = None) -> None:
+        value = {**self._base, "choices": [{"index": self.index, **choice}]}
+        if rose is not None:
+            value["rose"] = rose
+        await self._events.event(value)
+
+
+async def replay_stream(request: web.Request, stored: bytes, *, chat: bool) -> web.StreamResponse:
+    """A stored answer as a stream of one chunk per choice."""
+    answer = msgspec.json.decode(stored)
+    events = _Events(request)
+    base = {key: answer[key] for key in ("id", "created", "model")}
+    base["object"] = "chat.completion.chunk" if chat else "text_completion"
+    for choice in answer["choices"]:
+        payload: dict[str, Any]
+        if chat:
+            delta = {k: v for k, v in choice["message"].items() if v not in (None, [])}
+            for at, call in enumerate(delta.get("tool_calls", [])):
+                call["index"] = at
+            payload = {"delta": delta}
+        else:
+            payload = {"text": choice.get("text", "")}
+        payload |= {"index": choice["index"], "finish_reason": choice.get("finish_reason")}
+        await events.event({**base, "choices": [payload], "rose": answer.get("rose")})
+    return await events.finish()

@@ -1,0 +1,292 @@
+"""From recorded trajectories to tensors: which tokens are trained, and what is known of each.
+
+:func:`samples_of` turns one trajectory, as the scheduler hands it out, into training sequences.  A turn
+says which ids it was prompted with and which it sampled; a conversation that only grows is **one**
+sequence, the last turn's prompt and sample, with a mask that is 1 exactly on sampled tokens.  Where the
+agent rewrote its history the conversation forks: a new sequence begins, and each sampled token is trained
+in one sequence only, the first that holds it.
+
+Nothing here trusts the trace: ids, lengths, log-probs, temperatures and sampling settings are checked,
+and what cannot be trained correctly is refused by name (top-p, for example: the recorded log-probs would
+be those of another distribution than the one the trainer computes).
+
+Shapes: ``B`` sequences, ``T`` positions (right-padded), ``N`` sampled tokens of the minibatch.
+
+Callers: ``rose.train.trainer``; ``rose.train.loop`` for the counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rose.errors import TrainError
+from rose.train.loss import distinct_restrictions
+
+NEUTRAL_SAMPLING: Mapping[str, tuple[Any, ...]] = {
+    "top_p": (None, 1, 1.0),
+    "top_k": (None, 0, -1),
+    "min_p": (None, 0, 0.0),
+    "presence_penalty": (None, 0, 0.0),
+    "frequency_penalty": (None, 0, 0.0),
+    "repetition_penalty": (None, 1, 1.0),
+    "logit_bias": (None, {}),
+}
+"""Settings that change the sampled distribution in ways the trainer does not reproduce, and their neutral values."""
+
+MIN_PART_SEQUENCES = 8
+MAX_PART_TOKENS = 16_384
+"""Bounds the activations of one forward pass."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One training sequence.  Everything after ``token_ids`` is per *sampled* token, in order."""
+
+    trajectory_id: str
+    group_id: str
+    reward: float
+    token_ids: tuple[int, ...]
+    positions: tuple[int, ...]
+    """Indices into ``token_ids`` of the sampled tokens; strictly increasing, never 0."""
+    logprobs: tuple[float, ...]
+    """Behaviour log-probs, as the engine processed them."""
+    temperatures: tuple[float, ...]
+    allowed: tuple[tuple[int, ...] | None, ...]
+    masked: bool = False
+    """Too stale to train on; its reward still counts in its group."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Minibatch:
+    """Tensors of some samples.  ``rows_N, columns_N`` say where in ``[B, T]`` the logits of a token are."""
+
+    input_ids_BT: Tensor
+    rows_N: Tensor
+    columns_N: Tensor
+    targets_N: Tensor
+    behaviour_N: Tensor
+    temperature_N: Tensor
+    advantage_N: Tensor
+    allowed_KV: Tensor | None
+    allowed_index_N: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return self.targets_N.numel()
+
+
+def samples_of(trajectory: Mapping[str, Any], *, vocab_size: int, max_tokens: int) -> list[Sample]:
+    """Check a trajectory and return its training sequences; empty if nothing was sampled.
+
+    Raises:
+        TrainError: The trace is malformed or cannot be trained correctly; ``field`` says where.
+    """
+    trajectory_id = _text(trajectory, "id")
+    group_id = _text(trajectory, "group_id")
+    reward = trajectory.get("reward")
+    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+        # A missing reward must never train as 0.
+        raise TrainError(f"reward of trajectory {trajectory_id} is {reward!r}", field="reward")
+    turns = trajectory.get("turns")
+    if not isinstance(turns, list):
+        raise TrainError(f"trajectory {trajectory_id} has no list of turns", field="turns")
+    chains: list[_Chain] = []
+    for index, turn in enumerate(turns):
+        where = f"trajectories[{trajectory_id}].turns[{index}]"
+        if not isinstance(turn, Mapping):
+            raise TrainError("is not an object", field=where)
+        prompt = _ids(turn, "prompt_token_ids", vocab_size, max_tokens, where)
+        sampled = _ids(turn, "token_ids", vocab_size, max_tokens, where)
+        if not sampled:
+            continue
+        if not prompt:
+            raise TrainError("a sampled token needs a prompt before it", field=f"{where}.prompt_token_ids")
+        if len(prompt) + len(sampled) > max_tokens:
+            raise TrainError(f"is longer than {max_tokens} tokens", field=where)
+        logprobs = _logprobs(turn, len(sampled), where)
+        temperature, allowed = _sampling(turn, sampled, vocab_size, where)
+        # The longest chain that this prompt continues; a branch point therefore starts a new chain, which
+        # trains only what was sampled in it.
+        parents = [chain for chain in chains if _is_prefix(chain.ids, prompt)]
+        chain = max(parents, key=lambda chain: len(chain.ids), default=None)
+        if chain is None:
+            chain = _Chain()
+            chains.append(chain)
+        chain.extend(prompt, sampled, logprobs, temperature, allowed)
+    return [
+        Sample(
+            trajectory_id=trajectory_id,
+            group_id=group_id,
+            reward=float(reward),
+            token_ids=tuple(chain.ids),
+            positions=tuple(chain.positions),
+            logprobs=tuple(chain.logprobs),
+            temperatures=tuple(chain.temperatures),
+            allowed=tuple(chain.allowed),
+            masked=trajectory.get("stale") is True,
+        )
+        for chain in chains
+    ]
+
+
+def make_minibatch(
+    samples: Sequence[Sample], advantages: Mapping[str, float], *, vocab_size: int, pad_id: int = 0
+) -> Minibatch:
+    """Pad on the right: with causal attention no real token sees a pad, so no attention mask is needed."""
+    width = max(len(sample.token_ids) for sample in samples)
+    input_ids_BT = torch.full((len(samples), width), pad_id, dtype=torch.long)
+    rows: list[int] = []
+    columns: list[int] = []
+    targets: list[int] = []
+    behaviour: list[float] = []
+    temperatures: list[float] = []
+    advantage: list[float] = []
+    allowed: list[tuple[int, ...] | None] = []
+    for row, sample in enumerate(samples):
+        input_ids_BT[row, : len(sample.token_ids)] = torch.tensor(sample.token_ids, dtype=torch.long)
+        for position in sample.positions:
+            rows.append(row)
+            columns.append(position - 1)  # a token is predicted by the position before it
+            targets.append(sample.token_ids[position])
+            advantage.append(advantages[sample.trajectory_id])
+        behaviour.extend(sample.logprobs)
+        temperatures.extend(sample.temperatures)
+        allowed.extend(sample.allowed)
+    allowed_KV, allowed_index = distinct_restrictions(allowed, vocab_size)
+    return Minibatch(
+        # The last position predicts nothing that was sampled.
+        input_ids_BT=input_ids_BT[:, :-1] if width > 1 else input_ids_BT,
+        rows_N=torch.tensor(rows, dtype=torch.long),
+        columns_N=torch.tensor(columns, dtype=torch.long),
+        targets_N=torch.tensor(targets, dtype=torch.long),
+        behaviour_N=torch.tensor(behaviour, dtype=torch.float32),
+        temperature_N=torch.tensor(temperatures, dtype=torch.float32),
+        advantage_N=torch.tensor(advantage, dtype=torch.float32),
+        allowed_KV=allowed_KV,
+        allowed_index_N=torch.tensor(allowed_index, dtype=torch.long),
+    )
+
+
+def split_by_length(indices: Iterable[int], lengths: Sequence[int]) -> list[list[int]]:
+    """Cut samples into parts of similar length, so that little is padded; every index comes once.
+
+    Short and long trajectories mix in RL (half end early), and padding all to the longest more than doubles
+    the work.  A part is closed when its longest member would be a quarter longer than its shortest, or
+    when it holds :data:`MAX_PART_TOKENS`; parts under :data:`MIN_PART_SEQUENCES` go on growing, because a
+    forward pass has a fixed cost too.
+    """
+    parts: list[list[int]] = []
+    for index in sorted(indices, key=lambda index: (lengths[index], index)):
+        part = parts[-1] if parts else []
+        full = (len(part) + 1) * lengths[index] > MAX_PART_TOKENS
+        uneven = len(part) >= MIN_PART_SEQUENCES and lengths[index] > 1.25 * lengths[part[0]]
+        if not part or full or uneven:
+            parts.append([index])
+        else:
+            part.append(index)
+    return parts
+
+
+class _Chain:
+    """A growing conversation."""
+
+    __slots__ = ("allowed", "ids", "logprobs", "positions", "temperatures")
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.positions: list[int] = []
+        self.logprobs: list[float] = []
+        self.temperatures: list[float] = []
+        self.allowed: list[tuple[int, ...] | None] = []
+
+    def extend(
+        self,
+        prompt: list[int],
+        sampled: list[int],
+        logprobs: list[float],
+        temperature: float,
+        allowed: tuple[int, ...] | None,
+    ) -> None:
+        self.ids = prompt + sampled
+        self.positions.extend(range(len(prompt), len(prompt) + len(sampled)))
+        self.logprobs.extend(logprobs)
+        self.temperatures.extend([temperature] * len(sampled))
+        self.allowed.extend([allowed] * len(sampled))
+
+
+def _is_prefix(short: list[int], long: list[int]) -> bool:
+    return len(short) <= len(long) and long[: len(short)] == short
+
+
+def _text(table: Mapping[str, Any], name: str) -> str:
+    value = table.get(name)
+    if not isinstance(value, str) or not value:
+        raise TrainError(f"needs a non-empty string, got {value!r:.40}", field=name)
+    return value
+
+
+def _ids(turn: Mapping[str, Any], name: str, vocab_size: int, max_tokens: int, where: str) -> list[int]:
+    ids = turn.get(name)
+    if not isinstance(ids, list):
+        raise TrainError("needs a list of token ids", field=f"{where}.{name}")
+    if len(ids) > max_tokens:
+        raise TrainError(f"is longer than {max_tokens} tokens", field=f"{where}.{name}")
+    for token_id in ids:
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            raise TrainError(
+                f"token id {token_id!r:.40} is outside 0..{vocab_size - 1}", field=f"{where}.{name}"
+            )
+    return ids
+
+
+def _logprobs(turn: Mapping[str, Any], num_sampled: int, where: str) -> list[float]:
+    logprobs = turn.get("logprobs")
+    if not isinstance(logprobs, list) or len(logprobs) != num_sampled:
+        raise TrainError(f"needs {num_sampled} log-probs, one per sampled token", field=f"{where}.logprobs")
+    for logprob in logprobs:
+        # Rounding in the engine may leave a probability a hair above 1.
+        if isinstance(logprob, bool) or not isinstance(logprob, int | float) or not -1e4 < logprob <= 1e-3:
+            raise TrainError(f"{logprob!r:.40} is not a log-prob", field=f"{where}.logprobs")
+    return logprobs
+
+
+def _sampling(
+    turn: Mapping[str, Any], sampled: list[int], vocab_size: int, where: str
+) -> tuple[float, tuple[int, ...] | None]:
+    sampling = turn.get("sampling") or {}
+    if not isinstance(sampling, Mapping):
+        raise TrainError("is not an object", field=f"{where}.sampling")
+    for name, neutral in NEUTRAL_SAMPLING.items():
+        if sampling.get(name) not in neutral:
+            raise TrainError(
+                f"{sampling[name]!r:.40} changes the sampled distribution",
+                field=f"{where}.sampling.{name}",
+                fix="leave it out: the trainer applies temperature and allowed_token_ids only",
+            )
+    temperature = sampling.get("temperature")
+    temperature = 1.0 if temperature is None else temperature
+    if (
+        isinstance(temperature, bool)
+        or not isinstance(temperature, int | float)
+        or not 0.01 <= temperature <= 100.0
+    ):
+        raise TrainError(
+            f"{temperature!r:.40} is not a sampling temperature",
+            field=f"{where}.sampling.temperature",
+            fix="use 0.01 to 100; greedy turns have no log-probs to train on",
+        )
+    allowed_ids = sampling.get("allowed_token_ids")
+    if not allowed_ids:
+        return float(temperature), None
+    allowed = tuple(
+        sorted(set(_ids(sampling, "allowed_token_ids", vocab_size, vocab_size, f"{where}.sampling")))
+    )
+    if not set(sampled) <= set(allowed):
+        raise TrainError("a sampled token was not allowed", field=f"{where}.sampling.allowed_token_ids")
+    return float(temperature), allowed

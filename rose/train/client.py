@@ -1,0 +1,324 @@
+"""The training side's way to rose-scheduler: trajectories and turns (role agent), batches and versions (role
+trainer), one method per route of ``docs/architecture.md``.
+
+Answers are checked for shape here; what is inside a trajectory is checked by ``rose.train.batch``.
+
+Retries: a scheduler that cannot be reached, or says 429 or 503, is asked again for ``retry_s``, because it may be
+restarting and loses nothing when it does.  Each repeated call is safe: a turn carries its number and its
+retry count, so the scheduler joins or replays it; finishing, acknowledging, publishing and resuming are
+idempotent; a trajectory created twice leaves one that nobody finishes, and the group drops it when it is complete.
+A lease is the exception (a lost answer may have leased a batch), so its retry first calls ``resume``,
+which hands every open lease of the job back.
+
+Tokens travel in a header and are in no message.  One client per event loop.  Callers: ``rose.train.rollout``,
+``rose.train.actors``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+
+from rose.auth import bearer
+from rose.errors import (
+    CapacityError,
+    Conflict,
+    EngineError,
+    Gone,
+    NotFound,
+    RequestError,
+    RoseError,
+    TooLarge,
+    TrainError,
+    Unauthorized,
+)
+from rose.train.env import Message, Task
+
+MAX_ANSWER_BYTES = 256 * 1024 * 1024
+"""A leased batch of a thousand long trajectories stays below this; anything larger is a mistake."""
+CALL_TIMEOUT_S = 60.0
+FIRST_DELAY_S, MAX_DELAY_S = 0.1, 2.0
+
+_BY_STATUS: dict[int, type[RequestError]] = {
+    401: Unauthorized,
+    404: NotFound,
+    409: Conflict,
+    410: Gone,
+    413: TooLarge,
+    422: Conflict,
+}
+
+
+class SchedulerClient:
+    """Args:
+    url: Base URL of the scheduler.
+    agent_token: For trajectories and turns.
+    trainer_token: For batches and versions; None where only episodes are run.
+    turn_timeout_s: Longest wait for one turn.
+    retry_s: How long an unreachable scheduler is tried again.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        agent_token: str,
+        trainer_token: str | None = None,
+        turn_timeout_s: float = 600.0,
+        retry_s: float = 60.0,
+    ) -> None:
+        self._url = url.rstrip("/")
+        self._agent = bearer(agent_token)
+        self._trainer = None if trainer_token is None else bearer(trainer_token)
+        self._turn_timeout_s = turn_timeout_s
+        self._retry_s = retry_s
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        self._open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    # --- episodes (role agent) -------------------------------------------------------------------------
+
+    async def create_trajectory(self, *, job: str, group_id: str, group_size: int, task: Task) -> str:
+        body = {"job": job, "group_id": group_id, "group_size": group_size, "task": dict(task)}
+        answer = await self._call("POST", "/rose/v1/trajectories", self._agent, body)
+        return _field(answer, "id", str)
+
+    async def chat(
+        self,
+        trajectory_id: str,
+        turn: int,
+        *,
+        model: str,
+        messages: Sequence[Message],
+        temperature: float,
+        max_tokens: int,
+        allowed_token_ids: Sequence[int] | None = None,
+    ) -> str:
+        """Sample the answer of turn ``turn`` and return its text."""
+        body: dict[str, Any] = {
+            "model": model,
+            "messages": list(messages),
+            "temperature": temperature,
+            "max_tokens": max_tokens,
+            "logprobs": True,
+        }
+        if allowed_token_ids is not None:
+            body["allowed_token_ids"] = list(allowed_token_ids)
+        headers = {"X-Session-ID": trajectory_id, "X-ROSE-Turn": str(turn)}
+        answer = await self._call(
+            "POST",
+            "/v1/chat/completions",
+            self._agent,
+            body,
+            headers=headers,
+            timeout_s=self._turn_timeout_s,
+        )
+        choices = _field(answer, "choices", list)
+        if not choices or not isinstance(choices[0], dict):
+            raise EngineError("the answer has no choice", field="choices")
+        content = _field(choices[0], "message", dict).get("content")
+        if content is not None and not isinstance(content, str):
+            raise EngineError("is not text", field="choices[0].message.content")
+        return content or ""
+
+    async def finish(
+        self, trajectory_id: str, *, reward: float, success: bool, info: Mapping[str, Any]
+    ) -> None:
+        body = {"reward": reward, "success": success, "info": dict(info)}
+        await self._call("POST", f"/rose/v1/trajectories/{trajectory_id}/finish", self._agent, body)
+
+    async def cancel(self, trajectory_id: str) -> None:
+        """Give a trajectory up.  One that is gone already is what we wanted."""
+        try:
+            await self._call("DELETE", f"/rose/v1/trajectories/{trajectory_id}", self._agent)
+        except (NotFound, Gone, Conflict):
+            pass
+
+    async def list_trajectories(self, *, job: str, state: str) -> list[dict[str, Any]]:
+        """Trajectories of a job in one state: at least ``id`` and ``group_id``."""
+        answer = await self._call(
+            "GET", "/rose/v1/trajectories", self._agent, params={"job": job, "state": state}
+        )
+        found = _field(answer, "trajectories", list)
+        if not all(isinstance(one, dict) and isinstance(one.get("id"), str) for one in found):
+            raise EngineError("holds something that is no trajectory", field="trajectories")
+        return found
+
+    async def get_trajectory(self, trajectory_id: str) -> dict[str, Any]:
+        """The full trace; also ``group_size`` and ``task``, which the list leaves out."""
+        answer = await self._call("GET", f"/rose/v1/trajectories/{trajectory_id}", self._agent)
+        _field(answer, "id", str)
+        return answer
+
+    # --- batches and versions (role trainer) -----------------------------------------------------------
+
+    async def lease(
+        self, *, job: str, num_groups: int, attempt: int, version: int, ttl_s: float, wait_s: float
+    ) -> tuple[str, list[dict[str, Any]]] | None:
+        """``(batch_id, trajectories)``, or None when too few groups are ready after ``wait_s``."""
+        body = {
+            "job": job,
+            "num_groups": num_groups,
+            "version": [attempt, version],
+            "ttl_s": ttl_s,
+            "wait_s": wait_s,
+        }
+
+        async def hand_back() -> None:
+            await self.resume(job=job, attempt=attempt, consumed=())
+
+        answer = await self._call(
+            "POST",
+            "/rose/v1/batches/lease",
+            self._trainer,
+            body,
+            timeout_s=CALL_TIMEOUT_S + wait_s,
+            before_retry=hand_back,
+        )
+        if answer is None:
+            return None
+        trajectories = _field(answer, "trajectories", list)
+        if not all(isinstance(trajectory, dict) for trajectory in trajectories):
+            raise EngineError("holds something that is no trajectory", field="trajectories")
+        return _field(answer, "batch_id", str), trajectories
+
+    async def ack(self, batch_id: str, *, step: int, attempt: int) -> None:
+        body = {"step": step, "attempt": attempt}
+        await self._call("POST", f"/rose/v1/batches/{batch_id}/ack", self._trainer, body)
+
+    async def set_version(self, *, job: str, attempt: int, version: int) -> None:
+        """Workers below this version take no new turn of the job."""
+        body = {"job": job, "attempt": attempt, "version": version}
+        await self._call("POST", "/rose/v1/versions", self._trainer, body)
+
+    async def resume(self, *, job: str, attempt: int, consumed: Sequence[str]) -> None:
+        """A trainer starts: open leases return, except what ``consumed`` names."""
+        body = {"attempt": attempt, "consumed": list(consumed)}
+        await self._call("POST", f"/rose/v1/jobs/{job}/resume", self._trainer, body)
+
+    # --- transport -------------------------------------------------------------------------------------
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            # Every episode holds one connection while it waits; the pool must not be the queue.
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        return self._session
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        token: Mapping[str, str] | None,
+        body: Mapping[str, Any] | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        params: Mapping[str, str] | None = None,
+        timeout_s: float = CALL_TIMEOUT_S,
+        before_retry: Any = None,
+    ) -> Any:
+        """One request with retries; the parsed answer, None for 204."""
+        if token is None:
+            raise TrainError("this client has no trainer token", field="trainer_token")
+        session = self._open()
+        until_s = time.monotonic() + self._retry_s
+        delay_s, num_retries = FIRST_DELAY_S, 0
+        while True:
+            sent = {**token, **(headers or {}), "x-stainless-retry-count": str(num_retries)}
+            try:
+                async with session.request(
+                    method,
+                    self._url + path,
+                    json=body,
+                    headers=sent,
+                    params=params,
+                    timeout=aiohttp.ClientTimeout(total=timeout_s),
+                ) as response:
+                    if response.status == 204:
+                        return None
+                    raw = await response.content.read(MAX_ANSWER_BYTES + 1)
+                    while len(raw) <= MAX_ANSWER_BYTES and (more := await response.content.readany()):
+                        raw += more
+                    if len(raw) > MAX_ANSWER_BYTES:
+                        raise EngineError(f"the answer exceeds {MAX_ANSWER_BYTES} bytes", field=path)
+                    answer = _parse(raw, path)
+                    if response.status < 300:
+                        return answer
+                    raise error_of(response.status, answer, response.headers.get("Retry-After"))
+            except CapacityError as error:
+                if error.retry_after_s is None or time.monotonic() >= until_s:
+                    raise
+                delay_s = max(delay_s, min(error.retry_after_s, MAX_DELAY_S))
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                if time.monotonic() >= until_s:
+                    raise CapacityError(
+                        f"the scheduler at {self._url} did not answer: {type(error).__name__}",
+                        field="scheduler.url",
+                    ) from error
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, MAX_DELAY_S)
+            num_retries += 1
+            if before_retry is not None:
+                await before_retry()
+
+
+def error_of(status: int, answer: Any, retry_after: str | None = None) -> RoseError:
+    """The error tree's name for an HTTP error in OpenAI's shape."""
+    described = answer.get("error") if isinstance(answer, dict) else None
+    described = described if isinstance(described, dict) else {}
+    message = str(described.get("message") or f"HTTP {status}")[:500]
+    field = described.get("param")
+    field = field if isinstance(field, str) else None
+    code = described.get("code")
+    code = code if isinstance(code, str) else None
+    if status in (429, 503, 504):
+        return CapacityError(
+            message,
+            status=status,
+            code=code or "no_capacity",
+            retry_after_s=None if status == 504 else _seconds(retry_after),
+            field=field,
+        )
+    if status >= 500:
+        return EngineError(message, field=field)
+    return _BY_STATUS.get(status, RequestError)(message, field=field, status=status, code=code)
+
+
+def _seconds(text: str | None) -> float:
+    try:
+        return min(max(float(text or 1.0), 0.0), 120.0)
+    except ValueError:
+        return 1.0
+
+
+def _parse(raw: bytes, path: str) -> Any:
+    if not raw:
+        return {}
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise EngineError("the answer is not JSON", field=path) from error
+
+
+def _field(answer: Any, name: str, kind: type[Any]) -> Any:
+    value = answer.get(name) if isinstance(answer, dict) else None
+    if not isinstance(value, kind):
+        raise EngineError(f"the answer has no {kind.__name__} here", field=name)
+    return value

@@ -1,0 +1,377 @@
+"""The client side of the relay: a :class:`~rose.weights.store.Store` over HTTP.
+
+A read that breaks goes on by Range from the byte where it broke; a relay that restarts in between is not noticed.
+A write is repeated whole; when the answer to an earlier try was lost, a Conflict is checked against the bytes that
+are there before it is reported.  Only transport faults and 5xx are retried, with growing pauses, until
+``patience_s`` has passed without progress; then CapacityError says that the relay cannot be reached.
+
+Blocking; one kept-alive connection per thread.  The token travels in a header and is in no message.
+"""
+
+from __future__ import annotations
+
+import http.client
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote, urlencode, urlsplit
+
+import msgspec
+
+from rose.errors import (
+    CapacityError,
+    ConfigError,
+    Conflict,
+    Gone,
+    NotFound,
+    RequestError,
+    SectionCorrupt,
+    TooLarge,
+    Unauthorized,
+)
+from rose.weights import manifest
+from rose.weights.manifest import MAX_OBJECT_BYTES, Head, check_key, check_run_id
+from rose.weights.store import (
+    MAX_HEAD_BYTES,
+    Buffer,
+    ObjectStat,
+    check_lease,
+    check_prefix,
+    check_range,
+)
+from rose.weights.version import WeightVersion
+
+MAX_LIST_BYTES = 64 << 20
+_MAX_ERROR_BYTES = 64 << 10
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 1.0
+_BROKEN = (OSError, http.client.HTTPException)
+_ERRORS: dict[int, type[RequestError]] = {
+    401: Unauthorized,
+    403: Unauthorized,
+    404: NotFound,
+    409: Conflict,
+    410: Gone,
+    413: TooLarge,
+}
+
+
+class _Retry(Exception):
+    """A fault that another try may cure."""
+
+
+class HttpStore:
+    """See the module's docstring.
+
+    Args:
+        url: ``http://host:port`` or ``https://...`` of a relay, with an optional path prefix.
+        token: Bearer token of role relay.
+        timeout_s: Of one socket operation, not of a transfer.
+        patience_s: How long to go on trying without progress.
+    """
+
+    def __init__(self, url: str, token: str, *, timeout_s: float = 30.0, patience_s: float = 20.0) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
+            raise ConfigError(f"{url!r} is not of the form http://HOST:PORT", field="relay.url")
+        self.url = url.rstrip("/")
+        self._path = parts.path.rstrip("/")
+        self._host, self._port, self._tls = parts.hostname, parts.port, parts.scheme == "https"
+        self._token = token
+        self._timeout_s = timeout_s
+        self._patience_s = patience_s
+        self._local = threading.local()
+        self._open: weakref.WeakSet[http.client.HTTPConnection] = weakref.WeakSet()
+
+    def __repr__(self) -> str:
+        return f"HttpStore({self.url!r})"
+
+    def close(self) -> None:
+        """Close the connections of all threads; a later call opens new ones."""
+        for connection in list(self._open):
+            connection.close()
+
+    # -- objects
+
+    def put_new(self, key: str, data: Buffer) -> None:
+        path = f"/objects/{check_key(key)}"
+        body = memoryview(data).cast("B")
+        headers = {"X-Rose-Xxh3": manifest.digest(body), "Content-Type": "application/octet-stream"}
+        lost_answer = False
+        patience = _Patience(self._patience_s)
+        while True:
+            try:
+                self._send("PUT", path, body=body, headers=headers)
+                return
+            except Conflict:
+                # Our own earlier try may have arrived though its answer did not.
+                if lost_answer and self.get(key, max_bytes=len(body)) == body:
+                    return
+                raise
+            except _Retry as error:
+                lost_answer = True
+                patience.pause(self.url, error)
+
+    def get(self, key: str, *, max_bytes: int = MAX_OBJECT_BYTES) -> bytes:
+        return bytes(self._read(key, 0, None, max_bytes))
+
+    def get_range(self, key: str, offset: int, nbytes: int) -> bytes:
+        if offset < 0 or nbytes < 0:
+            check_range(key, offset, nbytes, 0)
+        if nbytes == 0:
+            check_range(key, offset, 0, self.stat(key).nbytes)
+            return b""
+        return bytes(self._read(key, offset, nbytes, nbytes))
+
+    def _read(self, key: str, offset: int, nbytes: int | None, max_bytes: int) -> bytearray:
+        """``nbytes`` from ``offset`` (None: to the end), however often the connection breaks."""
+        path = f"/objects/{check_key(key)}"
+        buffer: bytearray | None = None if nbytes is None else bytearray(nbytes)
+        done = 0
+        patience = _Patience(self._patience_s)
+        while buffer is None or done < len(buffer):
+            headers = {}
+            if buffer is not None:
+                headers["Range"] = f"bytes={offset + done}-{offset + len(buffer) - 1}"
+            try:
+                with self._request("GET", path, headers=headers) as response:
+                    length = response.length
+                    if length is None:
+                        raise _Retry("answer without a length")
+                    if buffer is None:
+                        if length > max_bytes:
+                            raise TooLarge(f"{length} bytes, at most {max_bytes}", field=key)
+                        buffer = bytearray(length)
+                    elif response.status != 206 or length != len(buffer) - done:
+                        raise RequestError(
+                            f"bytes {offset}+{len(buffer)} are not all there", field=key, status=416
+                        )
+                    view = memoryview(buffer)
+                    while done < len(buffer):
+                        count = response.readinto(view[done:])
+                        if not count:
+                            raise _Retry(f"connection ended {len(buffer) - done} bytes early")
+                        done += count
+                        patience.progress()
+            except (_Retry, *_BROKEN) as error:
+                patience.pause(self.url, error)
+        return buffer
+
+    def stat(self, key: str) -> ObjectStat:
+        _, headers = self._call("HEAD", f"/objects/{check_key(key)}", 0)
+        return ObjectStat(nbytes=int(headers["Content-Length"]))
+
+    def list(self, prefix: str) -> list[str]:
+        query = urlencode({"prefix": check_prefix(prefix)})
+        data, _ = self._call("GET", f"/objects?{query}", MAX_LIST_BYTES)
+        return _decode(data, dict[str, list[str]])["keys"]
+
+    def delete(self, key: str) -> bool:
+        try:
+            self._call("DELETE", f"/objects/{check_key(key)}", 0)
+        except NotFound:
+            return False
+        return True
+
+    # -- heads and leases
+
+    def set_head(self, head: Head, *, expected: WeightVersion | None) -> None:
+        query = urlencode({"expected": "none" if expected is None else str(expected)})
+        path = f"/runs/{check_run_id(head.run_id)}/head?{query}"
+        self._call(
+            "PUT", path, 0, body=manifest.encode(head)
+        )  # bit-equal retries succeed by the store's rule
+
+    def get_head(self, run_id: str) -> Head | None:
+        return self._head(run_id, {})
+
+    def wait_head(self, run_id: str, after: WeightVersion | None, timeout_s: float) -> Head | None:
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            left_s = max(0.0, deadline_s - time.monotonic())
+            # A poll stays below the socket's own timeout, so that a dead relay is told from a quiet one.
+            query = {"wait_s": f"{min(left_s, self._timeout_s / 2):.3f}"}
+            if after is not None:
+                query["after"] = str(after)
+            head = self._head(run_id, query)
+            if head is not None or left_s <= 0:
+                return head
+
+    def _head(self, run_id: str, query: Mapping[str, str]) -> Head | None:
+        path = f"/runs/{check_run_id(run_id)}/head"
+        data, _ = self._call("GET", f"{path}?{urlencode(query)}" if query else path, MAX_HEAD_BYTES)
+        return manifest.decode_head(data, run_id) if data else None
+
+    def lease(self, run_id: str, holder: str, version: WeightVersion | None, ttl_s: float) -> None:
+        check_lease(run_id, holder, ttl_s)
+        record = {
+            "run_id": run_id,
+            "holder": holder,
+            "version": None if version is None else str(version),
+            "ttl_s": ttl_s,
+        }
+        self._call("POST", "/leases", 0, body=msgspec.json.encode(record))
+
+    def leases(self, run_id: str) -> list[WeightVersion]:
+        data, _ = self._call("GET", f"/leases?{urlencode({'run_id': check_run_id(run_id)})}", MAX_LIST_BYTES)
+        return [WeightVersion.parse(text) for text in _decode(data, dict[str, list[str]])["versions"]]
+
+    # -- transport
+
+    def _call(
+        self, method: str, path: str, max_bytes: int, body: Buffer | None = None
+    ) -> tuple[bytes, Mapping[str, str]]:
+        """A request that may simply be repeated, with a small answer."""
+        patience = _Patience(self._patience_s)
+        while True:
+            try:
+                return self._send(method, path, body=body, max_bytes=max_bytes)
+            except _Retry as error:
+                patience.pause(self.url, error)
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Buffer | None = None,
+        headers: Mapping[str, str] | None = None,
+        max_bytes: int = 0,
+    ) -> tuple[bytes, Mapping[str, str]]:
+        try:
+            with self._request(method, path, body=body, headers=headers or {}) as response:
+                data = response.read(max_bytes + 1)
+                if len(data) > max_bytes and method != "HEAD":
+                    raise SectionCorrupt(f"an answer of more than {max_bytes} bytes", field=path)
+                if response.length:  # less came than was announced
+                    raise _Retry("answer cut short")
+                return data, response.headers
+        except _BROKEN as error:
+            raise _Retry(str(error)) from error
+
+    def _request(
+        self, method: str, path: str, *, body: Buffer | None = None, headers: Mapping[str, str]
+    ) -> _Response:
+        """Send, and raise the error that the status means.  Raises _Retry or a transport error when broken."""
+        connection = self._connection()
+        response = _Response(connection)
+        with response.on_error_close():
+            all_headers = {"Authorization": f"Bearer {self._token}", **headers}
+            try:
+                connection.request(method, quote(self._path) + path, body=body, headers=all_headers)
+            except (BrokenPipeError, ConnectionResetError):
+                # A relay may refuse an upload before its end; the answer is then waiting to be read.
+                if body is None:
+                    raise
+            response.start()
+            if response.status >= 300:
+                raise response.error(path)
+        return response
+
+    def _connection(self) -> http.client.HTTPConnection:
+        connection = getattr(self._local, "connection", None)
+        if connection is None:
+            kind = http.client.HTTPSConnection if self._tls else http.client.HTTPConnection
+            connection = kind(self._host, self._port, timeout=self._timeout_s)
+            self._local.connection = connection
+            self._open.add(connection)
+        return connection
+
+
+class _Response:
+    """One answer; leaves the connection reusable only when it was read to its end."""
+
+    def __init__(self, connection: http.client.HTTPConnection) -> None:
+        self._connection = connection
+        self._response: Any = None
+
+    def start(self) -> None:
+        self._response = self._connection.getresponse()
+        self.status: int = self._response.status
+        self.headers = self._response.headers
+
+    @property
+    def length(self) -> int | None:
+        """Bytes still to come."""
+        return self._response.length
+
+    def read(self, nbytes: int) -> bytes:
+        return self._response.read(nbytes)
+
+    def readinto(self, view: memoryview) -> int:
+        return self._response.readinto(view)
+
+    def error(self, path: str) -> Exception:
+        """What this failure means, in our words; the relay's message is kept, bounded."""
+        text = self.read(_MAX_ERROR_BYTES)
+        message, field, code = f"relay answered {self.status}", path.partition("?")[0], None
+        try:
+            detail = msgspec.json.decode(text)["error"]
+            message = str(detail["message"])[:300]
+            field = str(detail["param"] or field)[:300]
+            code = str(detail["code"])
+        except (msgspec.DecodeError, KeyError, TypeError):
+            pass
+        if self.status == 507:
+            return CapacityError(message, status=507, field=field)
+        if self.status >= 500:
+            return _Retry(message)
+        if self.status == 429:
+            return CapacityError(message, status=429, field=field)
+        if code == SectionCorrupt.code:
+            return SectionCorrupt(message, field=field)
+        kind = _ERRORS.get(self.status)
+        if kind is not None:
+            return kind(message, field=field)
+        return RequestError(message, field=field, status=self.status)
+
+    def on_error_close(self) -> _CloseOnError:
+        return _CloseOnError(self._connection)
+
+    def __enter__(self) -> _Response:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if error is not None or not self._response.isclosed():
+            self._connection.close()
+
+
+class _CloseOnError:
+    def __init__(self, connection: http.client.HTTPConnection) -> None:
+        self._connection = connection
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if error is not None:
+            self._connection.close()
+
+
+class _Patience:
+    """Pauses between tries, and the end of them."""
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self.progress()
+
+    def progress(self) -> None:
+        self._until_s = time.monotonic() + self._patience_s
+        self._pause_s = _FIRST_PAUSE_S
+
+    def pause(self, url: str, error: Exception) -> None:
+        """Sleep before the next try, or give up."""
+        if time.monotonic() + self._pause_s > self._until_s:
+            raise CapacityError(
+                f"relay {url} cannot be reached: {str(error) or type(error).__name__}"
+            ) from error
+        time.sleep(self._pause_s)
+        self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
+
+
+def _decode(data: bytes, kind: Any) -> Any:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.DecodeError as error:
+        raise SectionCorrupt(f"relay answered nonsense: {error}", field="relay") from None

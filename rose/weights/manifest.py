@@ -1,0 +1,360 @@
+"""Manifests and heads: what one published version consists of, in JSON with a schema number.
+
+A version ``A.V`` of run ``R`` is a set of immutable objects under ``R/A.V/`` and one or two manifests::
+
+    R/A.V/delta.json     how to get here from ``base``
+    R/A.V/anchor.json    everything, for a reader that has nothing (the first version, every Nth, a dense one)
+
+Objects are written first, then the manifest, then the run's head names the version: a reader that follows heads
+never meets a missing piece.  A version that is both delta and anchor has the same state either way.
+
+A *section* is a contiguous flat range of one tensor inside one object, encoded ``planes`` or ``raw``.  Its ``dh``
+is by how much the range moves its tensor's state hash (from nothing, in an anchor).
+
+:func:`decode_manifest` refuses anything that contradicts itself: keys outside the version's folder, sections
+outside their object or tensor, overlaps, a base of another attempt, hashes that do not add up, an anchor with holes.
+What it lets pass can be trusted in shape; contents are checked against ``xxh3`` (transport) and ``dh`` (meaning).
+
+Lineages cannot mix: a delta's base has the delta's own attempt.  Callers: publisher, subscriber, retention, cli.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+import xxhash
+
+from rose.errors import RequestError, SectionCorrupt, WeightsError
+from rose.weights import statehash
+from rose.weights.spec import MAX_TENSORS, TensorSpec, model_digest
+from rose.weights.version import WeightVersion
+
+__all__ = ["Head", "Kind", "Manifest", "ObjectRef", "Section", "TensorState", "WeightVersion"]
+
+SCHEMA = 1
+MAX_MANIFEST_BYTES = 64 << 20
+MAX_OBJECT_BYTES = 1 << 30
+MAX_OBJECTS = 100_000
+MAX_SECTIONS = 1_000_000
+
+Kind = Literal["delta", "anchor"]
+Encoding = Literal["planes", "raw"]
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}(/[A-Za-z0-9][A-Za-z0-9._-]{0,127}){0,7}")
+_XXH3 = re.compile(r"[0-9a-f]{32}")
+
+
+class ObjectRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    key: str
+    nbytes: int
+    xxh3: str
+    """xxh3_128 over the object's bytes, in hex."""
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    object: int
+    """Index into the manifest's ``objects``."""
+    offset: int
+    nbytes: int
+    xxh3: str
+    encoding: Encoding
+    tensor: str
+    start: int
+    """Flat index of the range's first element in its tensor."""
+    num_elements: int
+    num_changed: int
+    dh: str
+
+
+class TensorState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    h_before: str | None
+    """State hash in the base; null in an anchor."""
+    h_after: str
+
+
+class Base(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    attempt: int
+    version: int
+    kind: Kind
+    """Which manifest of the base to read next when walking back: ``delta`` where there is one."""
+
+    @property
+    def identity(self) -> WeightVersion:
+        return WeightVersion(self.attempt, self.version)
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One way to reach one version.  ``density``, ``lr``, ``step``, ``created_s`` are for people only."""
+
+    schema: int
+    run_id: str
+    attempt: int
+    version: int
+    kind: Kind
+    base: Base | None
+    anchor: tuple[int, int]
+    """The newest version at or before this one that has an anchor manifest."""
+    model: str
+    objects: tuple[ObjectRef, ...]
+    sections: tuple[Section, ...]
+    tensors: tuple[TensorState, ...]
+    num_changed: int
+    num_elements: int
+    bytes_dense: int
+    bytes_sent: int
+    density: float
+    created_s: float
+    lr: float | None = None
+    step: int | None = None
+
+    @property
+    def identity(self) -> WeightVersion:
+        return WeightVersion(self.attempt, self.version)
+
+    def specs(self) -> dict[str, TensorSpec]:
+        return {t.name: TensorSpec(t.name, t.dtype, t.shape) for t in self.tensors}
+
+    def state(self) -> dict[str, str]:
+        """State hash after this version, by tensor name."""
+        return {tensor.name: tensor.h_after for tensor in self.tensors}
+
+    def sections_by_tensor(self) -> dict[str, list[Section]]:
+        found: dict[str, list[Section]] = {}
+        for section in self.sections:
+            found.setdefault(section.tensor, []).append(section)
+        return found
+
+
+class Head(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The newest version of a run, and the manifest to read first."""
+
+    schema: int
+    run_id: str
+    attempt: int
+    version: int
+    kind: Kind
+    manifest: ObjectRef
+
+    @property
+    def identity(self) -> WeightVersion:
+        return WeightVersion(self.attempt, self.version)
+
+
+# --- keys -------------------------------------------------------------------------------------------------
+
+
+def check_run_id(run_id: str) -> str:
+    """Letters, digits, dot, dash, underscore; starts with a letter or digit; at most 64.
+
+    Raises:
+        RequestError: Anything else.
+    """
+    if not isinstance(run_id, str) or _RUN_ID.fullmatch(run_id) is None:
+        raise RequestError(f"{str(run_id)[:80]!r} needs 1..64 of A-Z a-z 0-9 . _ -", field="run_id")
+    return run_id
+
+
+def check_key(key: str) -> str:
+    """A store key: up to eight segments like run ids, joined by '/'.  No segment can be '..' or hidden.
+
+    Raises:
+        RequestError: Anything else.
+    """
+    if not isinstance(key, str) or _KEY.fullmatch(key) is None:
+        raise RequestError(f"{str(key)[:80]!r} is not an object key", field="key")
+    return key
+
+
+def version_prefix(run_id: str, identity: WeightVersion) -> str:
+    return f"{check_run_id(run_id)}/{identity}/"
+
+
+def manifest_key(run_id: str, identity: WeightVersion, kind: Kind) -> str:
+    return f"{version_prefix(run_id, identity)}{kind}.json"
+
+
+def object_key(run_id: str, identity: WeightVersion, bucket: int, xxh3: str) -> str:
+    """Content-addressed: a retry of the same bytes meets itself, other bytes get another name."""
+    return f"{version_prefix(run_id, identity)}{bucket:05d}-{xxh3}"
+
+
+def digest(data: bytes | bytearray | memoryview) -> str:
+    """xxh3_128 in hex: the transport checksum."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+# --- wire -------------------------------------------------------------------------------------------------
+
+
+def encode(record: Manifest | Head) -> bytes:
+    return msgspec.json.encode(record)
+
+
+def decode_head(data: bytes | bytearray | memoryview, run_id: str) -> Head:
+    """Read and check a head of ``run_id``.
+
+    Raises:
+        SectionCorrupt: Malformed, of another schema or run, or pointing outside its version.
+    """
+    try:
+        head = msgspec.json.decode(data, type=Head)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise SectionCorrupt(f"head of {run_id} is malformed: {error}", field="head") from None
+    with _Refuse("head"):
+        _expect(head.schema == SCHEMA, f"schema {head.schema}, this reader knows {SCHEMA}")
+        _expect(head.run_id == run_id, "names another run")
+        _check_object(head.manifest, MAX_MANIFEST_BYTES)
+        _expect(head.manifest.key == manifest_key(run_id, head.identity, head.kind), "names another manifest")
+    return head
+
+
+def decode_manifest(
+    data: bytes | bytearray | memoryview, run_id: str, identity: WeightVersion, kind: Kind
+) -> Manifest:
+    """Read and check the manifest of one version; see the module's docstring for what is refused.
+
+    Raises:
+        SectionCorrupt: The text is malformed or contradicts itself.
+    """
+    name = f"manifest {identity}"
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise SectionCorrupt(f"{len(data)} bytes, at most {MAX_MANIFEST_BYTES}", field=name)
+    try:
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise SectionCorrupt(f"is malformed: {error}", field=name) from None
+    with _Refuse(name):
+        _expect(manifest.schema == SCHEMA, f"schema {manifest.schema}, this reader knows {SCHEMA}")
+        _expect(manifest.run_id == run_id, "names another run")
+        _expect(manifest.identity == identity, f"says it is {manifest.identity}")
+        _expect(manifest.kind == kind, f"says it is a {manifest.kind}")
+        _check(manifest)
+    return manifest
+
+
+class _Refuse:
+    """Rename what the shared checks raise into SectionCorrupt that names the document."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, WeightsError | RequestError):
+            raise SectionCorrupt(str(error), field=self.name) from error
+
+
+def _expect(holds: bool, message: str) -> None:
+    if not holds:
+        raise WeightsError(message)
+
+
+def _check(manifest: Manifest) -> None:
+    """The invariants of a manifest, once, in the order of the docstring."""
+    identity = manifest.identity
+    anchor = WeightVersion(*manifest.anchor)
+    if manifest.kind == "anchor":
+        _expect(manifest.base is None, "an anchor has no base")
+        _expect(anchor == identity, "an anchor is its own anchor")
+    else:
+        _expect(manifest.base is not None, "a delta needs a base")
+        assert manifest.base is not None
+        base = manifest.base.identity
+        _expect(base.attempt == identity.attempt and base < identity, f"base {base} of {identity}")
+        _expect(anchor.attempt == identity.attempt and anchor <= base, f"anchor {anchor} of {identity}")
+
+    _expect(len(manifest.objects) <= MAX_OBJECTS, f"more than {MAX_OBJECTS} objects")
+    _expect(len(manifest.sections) <= MAX_SECTIONS, f"more than {MAX_SECTIONS} sections")
+    _expect(len(manifest.tensors) <= MAX_TENSORS, f"more than {MAX_TENSORS} tensors")
+    prefix = version_prefix(manifest.run_id, identity)
+    for reference in manifest.objects:
+        _check_object(reference, MAX_OBJECT_BYTES)
+        _expect(reference.key.startswith(prefix), f"object '{reference.key}' is outside {prefix}")
+
+    specs = manifest.specs()
+    _expect(manifest.model == model_digest(specs.values()), "'model' is not the digest of the tensors")
+    _expect(len(specs) == len(manifest.tensors), "a tensor is named twice")
+    for section in manifest.sections:
+        _check_section(section, manifest, specs)
+    by_tensor = manifest.sections_by_tensor()
+    for tensor in manifest.tensors:
+        _check_tensor(tensor, by_tensor.get(tensor.name, []), specs[tensor.name], manifest.kind)
+
+
+def _check_object(reference: ObjectRef, limit: int) -> None:
+    check_key(reference.key)
+    _expect(0 <= reference.nbytes <= limit, f"'{reference.key}' has {reference.nbytes} bytes, limit {limit}")
+    _expect(_XXH3.fullmatch(reference.xxh3) is not None, f"'{reference.key}' has no xxh3_128")
+
+
+def _check_section(section: Section, manifest: Manifest, specs: dict[str, TensorSpec]) -> None:
+    where = f"section of '{section.tensor[:80]}' at {section.start}"
+    _expect(0 <= section.object < len(manifest.objects), f"{where}: no object {section.object}")
+    _expect(
+        section.offset >= 0
+        and section.nbytes >= 0
+        and section.offset + section.nbytes <= manifest.objects[section.object].nbytes,
+        f"{where}: reaches outside its object",
+    )
+    spec = specs.get(section.tensor)
+    _expect(spec is not None, f"{where}: no such tensor")
+    assert spec is not None
+    _expect(
+        section.start >= 0
+        and section.num_elements >= 1
+        and section.start + section.num_elements <= spec.num_elements,
+        f"{where}: reaches outside its tensor",
+    )
+    _expect(0 <= section.num_changed <= section.num_elements, f"{where}: {section.num_changed} changes")
+    _expect(_XXH3.fullmatch(section.xxh3) is not None, f"{where}: no xxh3_128")
+    if section.encoding == "planes":
+        _expect(manifest.kind == "delta", f"{where}: planes in an anchor")
+        _expect(spec.sparse_codec, f"{where}: planes cannot code {spec.dtype}")
+    else:
+        _expect(section.nbytes == section.num_elements * spec.width_bytes, f"{where}: raw of another size")
+
+
+def _check_tensor(tensor: TensorState, sections: list[Section], spec: TensorSpec, kind: Kind) -> None:
+    end = 0
+    total = 0
+    for section in sections:
+        gap_allowed = kind == "delta"
+        _expect(
+            section.start >= end if gap_allowed else section.start == end,
+            f"'{tensor.name}': sections overlap, are unsorted, or leave a hole",
+        )
+        end = section.start + section.num_elements
+        total = statehash.add(total, statehash.from_hex(section.dh))
+    before = 0
+    if kind == "anchor":
+        _expect(tensor.h_before is None, f"'{tensor.name}': an anchor has no h_before")
+        _expect(end == spec.num_elements, f"'{tensor.name}': the anchor is incomplete")
+    else:
+        _expect(tensor.h_before is not None, f"'{tensor.name}': h_before is missing")
+        assert tensor.h_before is not None
+        before = statehash.from_hex(tensor.h_before)
+    _expect(
+        statehash.add(before, total) == statehash.from_hex(tensor.h_after),
+        f"'{tensor.name}': state hashes do not add up",
+    )
+
+
+def versions_in(keys: list[str], run_id: str) -> Iterator[WeightVersion]:
+    """The versions that have at least one key under ``run_id/``, ascending; other keys are ignored."""
+    found: set[WeightVersion] = set()
+    for key in keys:
+        parts = key.split("/")
+        if len(parts) == 3 and parts[0] == run_id:
+            try:
+                found.add(WeightVersion.parse(parts[1]))
+            except RequestError:
+                continue
+    yield from sorted(found)

@@ -1,0 +1,387 @@
+"""The embedded relay: a folder of weight objects behind HTTP, one process per cluster.
+
+It moves bytes: uploads stream to a temporary file and appear whole, downloads go out by ``sendfile`` with Range, a
+reader may wait for a newer head (long poll).  It understands no manifest and decides nothing about versions beyond
+the store's rules (:mod:`rose.weights.store`), which it inherits from :class:`FileStore`.
+
+Routes, all behind a bearer token of role ``relay`` but the last two::
+
+    PUT GET HEAD DELETE /objects/{key}      201, 409 exists; Range; X-Rose-Xxh3 is checked on the way in
+    GET    /objects?prefix=RUN/             {"keys": [...]}
+    PUT    /runs/{run_id}/head?expected=A.V|none
+    GET    /runs/{run_id}/head?after=A.V&wait_s=S     204 when nothing newer
+    POST   /leases  {run_id, holder, version|null, ttl_s};  GET /leases?run_id=
+    GET    /healthz, /metrics
+
+Errors are JSON in OpenAI's shape.  State is the folder: a relay may be killed at any moment and started again, and
+readers and writers go on where they were.  One relay owns a folder (``flock``).
+
+Callers: ``rose relay`` through :func:`run_relay`; tests and single-process set-ups through :class:`RelayThread`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import signal
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+import msgspec
+import xxhash
+from aiohttp import web
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+
+from rose.auth import Tokens
+from rose.errors import (
+    CapacityError,
+    ConfigError,
+    NotFound,
+    RequestError,
+    RoseError,
+    SectionCorrupt,
+    TooLarge,
+)
+from rose.weights import manifest
+from rose.weights.manifest import MAX_OBJECT_BYTES, check_key, check_run_id
+from rose.weights.store import MAX_HEAD_BYTES, FileStore, check_prefix
+from rose.weights.version import WeightVersion
+
+MAX_WAIT_S = 60.0
+MAX_WAITERS = 4096
+_WRITE_BYTES = 4 << 20  # of an upload, gathered before a thread writes them
+_STALL_S = 60.0  # an upload that brings nothing for this long is dropped
+_SHUTDOWN_S = 5.0
+_log = logging.getLogger(__name__)
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class _Lease(msgspec.Struct, forbid_unknown_fields=True):
+    run_id: str
+    holder: str
+    version: str | None
+    ttl_s: float
+
+
+class Relay:
+    """The aiohttp application around one :class:`FileStore`; see the module's docstring.
+
+    Args:
+        store: Owned by this relay from :meth:`open` to :meth:`close`.
+        tokens: Who may; role ``relay``.
+    """
+
+    def __init__(self, store: FileStore, tokens: Tokens) -> None:
+        self.store = store
+        self._tokens = tokens
+        self._moved = asyncio.Event()  # set and replaced whenever some head moves
+        self._stopping = asyncio.Event()
+        self._num_waiters = 0
+        self._lock_file: BinaryIO | None = None
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "rose_relay_requests", "Requests answered", ["method", "status"], registry=self._registry
+        )
+        self._bytes = Counter("rose_relay_bytes", "Object bytes", ["direction"], registry=self._registry)
+        gauge = Gauge("rose_relay_stored_bytes", "Bytes of objects held", registry=self._registry)
+        gauge.set_function(lambda: self.store.total_bytes)
+        gauge = Gauge("rose_relay_waiting_readers", "Open long polls", registry=self._registry)
+        gauge.set_function(lambda: self._num_waiters)
+
+    def application(self) -> web.Application:
+        app = web.Application(middlewares=[self._boundary], client_max_size=MAX_HEAD_BYTES)
+        app.router.add_put("/objects/{key:.+}", self._put_object)
+        app.router.add_get("/objects/{key:.+}", self._get_object)  # and HEAD
+        app.router.add_delete("/objects/{key:.+}", self._delete_object)
+        app.router.add_get("/objects", self._list_objects)
+        app.router.add_put("/runs/{run_id}/head", self._put_head)
+        app.router.add_get("/runs/{run_id}/head", self._get_head)
+        app.router.add_post("/leases", self._post_lease)
+        app.router.add_get("/leases", self._get_leases)
+        app.router.add_get("/healthz", self._healthz)
+        app.router.add_get("/metrics", self._metrics)
+        app.cleanup_ctx.append(self._own_folder)
+        app.on_response_prepare.append(self._account)
+        app.on_shutdown.append(self._stop_waiters)
+        return app
+
+    # -- objects
+
+    async def _put_object(self, request: web.Request) -> web.StreamResponse:
+        key = check_key(request.match_info["key"])
+        nbytes = request.content_length
+        if nbytes is None:
+            raise RequestError("is needed", field="Content-Length", status=411)
+        checksum = xxhash.xxh3_128()
+        upload = self.store.begin(key, nbytes)
+        try:
+            async for chunk in _gathered(request, nbytes):
+                checksum.update(chunk)
+                await asyncio.to_thread(upload.write, chunk)
+            expected = request.headers.get("X-Rose-Xxh3")
+            if expected is not None and checksum.hexdigest() != expected:
+                raise SectionCorrupt("bytes do not match X-Rose-Xxh3", field=key, fix="send it again")
+            await asyncio.to_thread(upload.commit)
+        except (ConnectionError, TimeoutError) as error:
+            raise RequestError("upload ended early", field=key, status=408) from error
+        finally:
+            upload.discard()
+        self._bytes.labels("in").inc(nbytes)
+        return web.Response(status=201)
+
+    async def _get_object(self, request: web.Request) -> web.StreamResponse:
+        path = self.store.path_of(request.match_info["key"])
+        return web.FileResponse(path, headers={"Content-Type": "application/octet-stream"})
+
+    async def _delete_object(self, request: web.Request) -> web.StreamResponse:
+        key = request.match_info["key"]
+        if not self.store.delete(key):
+            raise NotFound("no such object", field=key)
+        return web.Response(status=204)
+
+    async def _list_objects(self, request: web.Request) -> web.StreamResponse:
+        prefix = check_prefix(request.query.get("prefix", ""))
+        keys = await asyncio.to_thread(self.store.list, prefix)
+        return _json({"keys": keys})
+
+    # -- heads
+
+    async def _put_head(self, request: web.Request) -> web.StreamResponse:
+        run_id = check_run_id(request.match_info["run_id"])
+        text = request.query.get("expected", "")
+        expected = None if text == "none" else WeightVersion.parse(text, field="expected")
+        head = manifest.decode_head(await request.read(), run_id)
+        await asyncio.to_thread(self.store.set_head, head, expected=expected)
+        self._wake_waiters()
+        _log.info("run %s is at %s", run_id, head.identity)
+        return web.Response(status=200)
+
+    async def _get_head(self, request: web.Request) -> web.StreamResponse:
+        run_id = check_run_id(request.match_info["run_id"])
+        after = request.query.get("after")
+        newer_than = None if after is None else WeightVersion.parse(after, field="after")
+        deadline_s = asyncio.get_running_loop().time() + _number(request, "wait_s", MAX_WAIT_S)
+        while True:
+            moved = self._moved  # taken before the read: no wake-up is lost
+            head = self.store.get_head(run_id)
+            if head is not None and (newer_than is None or head.identity > newer_than):
+                return web.Response(body=manifest.encode(head), content_type="application/json")
+            left_s = deadline_s - asyncio.get_running_loop().time()
+            if left_s <= 0 or self._stopping.is_set():
+                return web.Response(status=204)
+            if self._num_waiters >= MAX_WAITERS:
+                raise CapacityError(f"{MAX_WAITERS} readers wait already", status=429)
+            self._num_waiters += 1
+            try:
+                async with asyncio.timeout(left_s):
+                    await moved.wait()
+            except TimeoutError:
+                pass
+            finally:
+                self._num_waiters -= 1
+
+    # -- leases
+
+    async def _post_lease(self, request: web.Request) -> web.StreamResponse:
+        try:
+            lease = msgspec.json.decode(await request.read(), type=_Lease)
+        except msgspec.DecodeError as error:
+            raise RequestError(str(error), field="body") from None
+        version = None if lease.version is None else WeightVersion.parse(lease.version)
+        await asyncio.to_thread(self.store.lease, lease.run_id, lease.holder, version, lease.ttl_s)
+        return web.Response(status=204)
+
+    async def _get_leases(self, request: web.Request) -> web.StreamResponse:
+        run_id = check_run_id(request.query.get("run_id", ""))
+        held = await asyncio.to_thread(self.store.leases, run_id)
+        return _json({"versions": [str(version) for version in held]})
+
+    # -- the rest
+
+    async def _healthz(self, request: web.Request) -> web.StreamResponse:
+        return _json({"status": "ok"})
+
+    async def _metrics(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(body=generate_latest(self._registry), content_type="text/plain")
+
+    @web.middleware
+    async def _boundary(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        """The one place where requests are let in and errors become answers."""
+        try:
+            if request.path not in ("/healthz", "/metrics"):
+                self._tokens.check(request.headers.get("Authorization"), "relay")
+            response = await handler(request)
+        except RoseError as error:
+            response = _error(error.status if isinstance(error, RequestError) else 400, error)
+        except web.HTTPException as error:
+            response = _error(error.status, RequestError(error.reason, field=request.path))
+        except OSError as error:
+            # The folder was taken from under us, or the disk failed; a reader may try another relay.
+            _log.warning("%s %s: %s", request.method, request.path, error)
+            response = _error(503, CapacityError(f"storage: {error.strerror}"))
+        return response
+
+    async def _account(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Called when the headers go out: only then does a file's answer know its status and length."""
+        self._requests.labels(request.method, str(response.status)).inc()
+        if isinstance(response, web.FileResponse) and request.method == "GET" and response.status < 300:
+            self._bytes.labels("out").inc(response.content_length or 0)
+
+    async def _own_folder(self, app: web.Application) -> AsyncIterator[None]:
+        with (self.store.directory / "relay.lock").open("ab") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"{self.store.directory} is in use by another relay", field="directory"
+                ) from None
+            self.store.remove_temporaries()
+            yield
+
+    async def _stop_waiters(self, app: web.Application) -> None:
+        self._stopping.set()
+        self._wake_waiters()
+
+    def _wake_waiters(self) -> None:
+        self._moved.set()
+        self._moved = asyncio.Event()
+
+
+async def _gathered(request: web.Request, nbytes: int) -> AsyncIterator[bytes]:
+    """The body in pieces of some megabytes; a body that is longer or shorter than announced is refused."""
+    buffer = bytearray()
+    total = 0
+    while True:
+        async with asyncio.timeout(_STALL_S):
+            chunk = await request.content.readany()
+        total += len(chunk)
+        if total > nbytes:
+            raise TooLarge(f"more than the announced {nbytes} bytes", field=request.path)
+        buffer += chunk
+        if buffer and (len(buffer) >= _WRITE_BYTES or not chunk):
+            yield bytes(buffer)
+            buffer.clear()
+        if not chunk:
+            return
+
+
+def _number(request: web.Request, name: str, limit: float) -> float:
+    text = request.query.get(name, "0")
+    try:
+        value = float(text)
+    except ValueError:
+        raise RequestError(f"'{text[:40]}' is not a number", field=name) from None
+    if not 0 <= value <= limit:  # NaN fails too
+        raise RequestError(f"must be within 0..{limit:.0f}, got {text[:40]}", field=name)
+    return value
+
+
+def _json(table: dict[str, Any]) -> web.Response:
+    return web.Response(body=msgspec.json.encode(table), content_type="application/json")
+
+
+def _error(status: int, error: RoseError) -> web.Response:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    message = error.message if error.fix is None else f"{error.message} ({error.fix})"
+    detail = {"message": message, "type": kind, "param": error.field, "code": error.code}
+    headers = {"Retry-After": "1"} if isinstance(error, CapacityError) else {}
+    body = msgspec.json.encode({"error": detail})
+    return web.Response(status=status, body=body, content_type="application/json", headers=headers)
+
+
+async def serve(relay: Relay, host: str, port: int) -> tuple[web.AppRunner, int]:
+    """Start listening; returns the runner (``await runner.cleanup()`` stops it) and the port taken.
+
+    Raises:
+        ConfigError: The port is in use, or the folder belongs to another relay.
+    """
+    runner = web.AppRunner(relay.application(), access_log=None, shutdown_timeout=_SHUTDOWN_S)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, host, port)
+        await site.start()
+    except OSError as error:
+        await runner.cleanup()
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}", field="relay.port") from error
+    return runner, runner.addresses[0][1]
+
+
+def run_relay(
+    *,
+    host: str,
+    port: int,
+    directory: Path,
+    tokens: Tokens,
+    max_object_bytes: int = MAX_OBJECT_BYTES,
+    max_total_bytes: int | None = None,
+    durable: bool = True,
+    started: Callable[[int], None] = lambda port: None,
+) -> None:
+    """Serve until SIGTERM or SIGINT; open transfers get a few seconds, waiting readers are answered at once."""
+
+    async def main() -> None:
+        store = FileStore(
+            directory, max_object_bytes=max_object_bytes, max_total_bytes=max_total_bytes, durable=durable
+        )
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        runner, taken = await serve(Relay(store, tokens), host, port)
+        try:
+            started(taken)
+            await stop.wait()
+        finally:
+            await runner.cleanup()
+
+    asyncio.run(main())
+
+
+class RelayThread:
+    """A relay in a thread of this process; a context manager.  ``url`` is where it listens.
+
+    For tests and for programs that hold trainer and engine in one process; a deployment runs ``rose relay``.
+    """
+
+    def __init__(self, store: FileStore, tokens: Tokens, *, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._store, self._tokens, self._host, self._port = store, tokens, host, port
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rose-relay", daemon=True)
+        self._runner: web.AppRunner | None = None
+        self.url = ""
+
+    def start(self) -> Self:
+        self._thread.start()
+
+        async def begin() -> tuple[web.AppRunner, int]:
+            return await serve(Relay(self._store, self._tokens), self._host, self._port)
+
+        try:
+            self._runner, port = asyncio.run_coroutine_threadsafe(begin(), self._loop).result(30)
+        except BaseException:
+            self.stop()
+            raise
+        self.url = f"http://{self._host}:{port}"
+        return self
+
+    def stop(self) -> None:
+        if self._runner is not None:
+            asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(30)
+            self._runner = None
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(10)
+            with contextlib.suppress(RuntimeError):
+                self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()

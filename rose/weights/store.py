@@ -1,0 +1,535 @@
+"""Where versions live between trainer and engines: one protocol, in memory and in a folder.
+
+A store keeps immutable objects under keys, one head per run, and leases.  Rules, the same for all (one contract
+suite in ``tests/weights/test_stores.py``):
+
+* ``put_new`` creates or fails with Conflict, atomically; an object is never seen half-written, never replaced.
+* A head moves forward only, and only from the version that the writer says it follows: of two trainers with one run
+  id, one is refused.
+* A lease says "do not delete what this version needs" for a while; :mod:`rose.weights.retention` honours it.
+* Keys are checked against a narrow grammar before anything else happens; no key leaves the store's folder.
+* Nothing here checks contents: readers verify every byte by the manifest, whatever the store says.
+
+Methods block and may be called from any thread.  :class:`rose.weights.http_store.HttpStore` is the same over HTTP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import msgspec
+
+from rose.errors import CapacityError, Conflict, NotFound, RequestError, TooLarge
+from rose.weights import manifest
+from rose.weights.manifest import MAX_MANIFEST_BYTES, MAX_OBJECT_BYTES, Head, check_key, check_run_id
+from rose.weights.version import WeightVersion
+
+Buffer = bytes | bytearray | memoryview
+
+MAX_LEASE_S = 3600.0
+MAX_LEASES = 1024
+MAX_HEAD_BYTES = 64 << 10
+_HEAD_POLL_S = 0.05  # for heads set by another process; one in this process wakes us at once
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ObjectStat:
+    nbytes: int
+
+
+class Store(Protocol):
+    """See the module's docstring for what every implementation guarantees."""
+
+    def put_new(self, key: str, data: Buffer) -> None:
+        """Raises Conflict if ``key`` exists, TooLarge, CapacityError when full."""
+        ...
+
+    def get(self, key: str, *, max_bytes: int = MAX_OBJECT_BYTES) -> bytes:
+        """Raises NotFound, or TooLarge above ``max_bytes``."""
+        ...
+
+    def get_range(self, key: str, offset: int, nbytes: int) -> bytes:
+        """Exactly ``nbytes``; raises NotFound, or RequestError when the object ends before."""
+        ...
+
+    def stat(self, key: str) -> ObjectStat:
+        """Raises NotFound."""
+        ...
+
+    def list(self, prefix: str) -> list[str]:
+        """Keys below ``prefix`` (one or more whole segments, ending in '/'), sorted."""
+        ...
+
+    def delete(self, key: str) -> bool:
+        """True if it existed."""
+        ...
+
+    def set_head(self, head: Head, *, expected: WeightVersion | None) -> None:
+        """Move the run's head; raises Conflict unless it is at ``expected`` (None: no head yet) and older.
+
+        Setting the head that is already set, bit by bit, succeeds: a retry is not a conflict.
+        """
+        ...
+
+    def get_head(self, run_id: str) -> Head | None: ...
+
+    def wait_head(self, run_id: str, after: WeightVersion | None, timeout_s: float) -> Head | None:
+        """The head as soon as it is newer than ``after``; None when ``timeout_s`` passes first."""
+        ...
+
+    def lease(self, run_id: str, holder: str, version: WeightVersion | None, ttl_s: float) -> None:
+        """Hold ``version`` for ``ttl_s``, instead of what ``holder`` held before; None lets go."""
+        ...
+
+    def leases(self, run_id: str) -> list[WeightVersion]:
+        """Versions held now, sorted."""
+        ...
+
+
+def check_move(current: Head | None, head: Head, expected: WeightVersion | None) -> bool:
+    """Whether to write ``head``; False when it is there already.
+
+    Raises:
+        Conflict: The head is elsewhere than ``expected``, or would go back or change its content.
+    """
+    if current == head:
+        return False
+    at = None if current is None else current.identity
+    if at != expected:
+        raise Conflict(
+            f"head is at {at}, not at {expected}", field="expected", fix="another trainer wrote it"
+        )
+    if at is not None and head.identity <= at:
+        raise Conflict(f"head is at {at}; {head.identity} is not newer", field="version")
+    return True
+
+
+def check_lease(run_id: str, holder: str, ttl_s: float) -> None:
+    check_run_id(run_id)
+    try:
+        check_run_id(holder)
+    except RequestError as error:
+        raise RequestError(error.message, field="holder") from None
+    if not 0 < ttl_s <= MAX_LEASE_S:
+        raise RequestError(f"must be above 0 and at most {MAX_LEASE_S:.0f}, got {ttl_s}", field="ttl_s")
+
+
+def check_prefix(prefix: str) -> str:
+    """A prefix names whole segments: ``run/`` or ``run/1.2/``.
+
+    Raises:
+        RequestError: Anything else.
+    """
+    if not isinstance(prefix, str) or not prefix.endswith("/"):
+        raise RequestError(f"{str(prefix)[:80]!r} must end with '/'", field="prefix")
+    check_key(prefix[:-1])
+    return prefix
+
+
+class MemoryStore:
+    """A store inside one process: tests, and trainer and engine in one program."""
+
+    def __init__(self, *, max_object_bytes: int = MAX_OBJECT_BYTES) -> None:
+        self._max_object_bytes = max_object_bytes
+        self._objects: dict[str, bytes] = {}
+        self._heads: dict[str, Head] = {}
+        self._leases: dict[tuple[str, str], tuple[WeightVersion, float]] = {}
+        self._changed = threading.Condition()
+
+    def put_new(self, key: str, data: Buffer) -> None:
+        check_key(key)
+        if len(data) > self._max_object_bytes:
+            raise TooLarge(f"{len(data)} bytes, at most {self._max_object_bytes}", field=key)
+        with self._changed:
+            if key in self._objects:
+                raise Conflict("exists", field=key)
+            self._objects[key] = bytes(data)
+
+    def get(self, key: str, *, max_bytes: int = MAX_OBJECT_BYTES) -> bytes:
+        data = self._find(key)
+        if len(data) > max_bytes:
+            raise TooLarge(f"{len(data)} bytes, at most {max_bytes}", field=key)
+        return data
+
+    def get_range(self, key: str, offset: int, nbytes: int) -> bytes:
+        data = self._find(key)
+        check_range(key, offset, nbytes, len(data))
+        return data[offset : offset + nbytes]
+
+    def stat(self, key: str) -> ObjectStat:
+        return ObjectStat(nbytes=len(self._find(key)))
+
+    def _find(self, key: str) -> bytes:
+        data = self._objects.get(check_key(key))
+        if data is None:
+            raise NotFound("no such object", field=key)
+        return data
+
+    def list(self, prefix: str) -> list[str]:
+        check_prefix(prefix)
+        with self._changed:
+            return sorted(key for key in self._objects if key.startswith(prefix))
+
+    def delete(self, key: str) -> bool:
+        with self._changed:
+            return self._objects.pop(check_key(key), None) is not None
+
+    def set_head(self, head: Head, *, expected: WeightVersion | None) -> None:
+        check_run_id(head.run_id)
+        with self._changed:
+            if check_move(self._heads.get(head.run_id), head, expected):
+                self._heads[head.run_id] = head
+                self._changed.notify_all()
+
+    def get_head(self, run_id: str) -> Head | None:
+        return self._heads.get(check_run_id(run_id))
+
+    def wait_head(self, run_id: str, after: WeightVersion | None, timeout_s: float) -> Head | None:
+        def newer() -> bool:
+            head = self.get_head(run_id)
+            return head is not None and (after is None or head.identity > after)
+
+        with self._changed:
+            return self.get_head(run_id) if self._changed.wait_for(newer, timeout_s) else None
+
+    def lease(self, run_id: str, holder: str, version: WeightVersion | None, ttl_s: float) -> None:
+        check_lease(run_id, holder, ttl_s)
+        with self._changed:
+            if version is None:
+                self._leases.pop((run_id, holder), None)
+                return
+            if len(self._leases) >= MAX_LEASES and (run_id, holder) not in self._leases:
+                raise CapacityError(f"{MAX_LEASES} leases are held", field="holder")
+            self._leases[run_id, holder] = (version, time.monotonic() + ttl_s)
+
+    def leases(self, run_id: str) -> list[WeightVersion]:
+        check_run_id(run_id)
+        now_s = time.monotonic()
+        with self._changed:
+            self._leases = {k: v for k, v in self._leases.items() if v[1] > now_s}
+            return sorted({v for (run, _), (v, _) in self._leases.items() if run == run_id})
+
+
+class _LeaseFile(msgspec.Struct, forbid_unknown_fields=True):
+    version: str
+    until_s: float  # wall clock: other processes and later boots must read it
+
+
+class Upload:
+    """An object on its way into a :class:`FileStore`: ``write`` pieces, ``commit``, and in any case ``discard``.
+
+    The object appears, whole, in ``commit`` and nowhere else.
+    """
+
+    def __init__(
+        self, store: FileStore, key: str, target: Path, temporary: Path, nbytes: int, durable: bool
+    ) -> None:
+        self._store, self._key, self._target, self._temporary = store, key, target, temporary
+        self._nbytes, self._durable = nbytes, durable
+        self._committed = self._discarded = False
+        self._file: BinaryIO | None = None
+
+    def write(self, data: Buffer) -> None:
+        with self._disk():
+            if self._file is None:
+                self._file = self._temporary.open("xb")
+            self._file.write(data)
+
+    def commit(self) -> None:
+        """Raises Conflict when the key exists by now, RequestError when the size is not the announced one."""
+        self.write(b"")
+        assert self._file is not None
+        with self._disk():
+            self._file.flush()
+            written = self._file.tell()
+            if written != self._nbytes:
+                raise RequestError(f"{written} bytes came, {self._nbytes} were announced", field=self._key)
+            if self._durable:
+                os.fsync(self._file.fileno())
+            _link(self._temporary, self._target)
+            self._committed = True
+            if self._durable:
+                _sync_folder(self._target.parent)
+
+    def discard(self) -> None:
+        """Drop the temporary file, and the space taken unless committed.  Safe to call twice."""
+        if self._discarded:
+            return
+        self._discarded = True
+        if self._file is not None:
+            self._file.close()
+            self._temporary.unlink(missing_ok=True)
+        if not self._committed:
+            self._store.forget_bytes(self._nbytes)
+
+    @contextlib.contextmanager
+    def _disk(self) -> Iterator[None]:
+        try:
+            yield
+        except FileExistsError:
+            raise Conflict("exists", field=self._key) from None
+        except NotADirectoryError:
+            raise Conflict("a part of this key is itself an object", field=self._key) from None
+        except OSError as error:
+            raise CapacityError(
+                f"cannot be written: {error.strerror}", status=507, field=self._key
+            ) from error
+
+
+class FileStore:
+    """A store in a folder, safe for several processes on one machine or one POSIX file system.
+
+    Args:
+        directory: Created if missing.  ``objects/`` mirrors the keys, ``runs/R/`` holds head and leases.
+        max_object_bytes: Limit of one object.
+        max_total_bytes: Limit of all objects together; None for the disk's own.
+        durable: fsync files and folders.  False only where a restart of the machine may lose them (tmpfs).
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        *,
+        max_object_bytes: int = MAX_OBJECT_BYTES,
+        max_total_bytes: int | None = None,
+        durable: bool = True,
+    ) -> None:
+        self.directory = Path(directory).resolve()
+        self.max_object_bytes = max_object_bytes
+        self._max_total_bytes = max_total_bytes
+        self._durable = durable
+        self._objects = self.directory / "objects"
+        self._runs = self.directory / "runs"
+        self._temporary = self.directory / "tmp"
+        for folder in (self._objects, self._runs, self._temporary):
+            folder.mkdir(parents=True, exist_ok=True)
+        self._changed = threading.Condition()
+        self._total_bytes = sum(p.stat().st_size for p in self._objects.rglob("*") if p.is_file())
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of objects, as counted by this process."""
+        return self._total_bytes
+
+    def remove_temporaries(self) -> None:
+        """Drop what writers that died left behind.  Only for the sole owner of the folder (the relay)."""
+        for path in self._temporary.iterdir():
+            path.unlink(missing_ok=True)
+
+    # -- objects
+
+    def path_of(self, key: str) -> Path:
+        """Where ``key`` lives; raises NotFound unless it is a plain file there."""
+        path = self._objects / check_key(key)
+        if not path.is_file() or path.is_symlink():
+            raise NotFound("no such object", field=key)
+        return path
+
+    def put_new(self, key: str, data: Buffer) -> None:
+        upload = self.begin(key, len(data))
+        try:
+            upload.write(data)
+            upload.commit()
+        finally:
+            upload.discard()
+
+    def begin(self, key: str, nbytes: int) -> Upload:
+        """Start writing an object of ``nbytes`` in pieces.  The caller ends it with ``discard``, always."""
+        target = self._objects / check_key(key)
+        if nbytes > self.max_object_bytes:
+            raise TooLarge(f"{nbytes} bytes, at most {self.max_object_bytes}", field=key)
+        if target.exists():
+            raise Conflict("exists", field=key)
+        with self._changed:
+            total = self._total_bytes + nbytes
+            if self._max_total_bytes is not None and total > self._max_total_bytes:
+                raise CapacityError(
+                    f"store is full: {total} bytes, at most {self._max_total_bytes}", status=507
+                )
+            self._total_bytes = total
+        return Upload(self, key, target, self._temporary / secrets.token_hex(12), nbytes, self._durable)
+
+    def forget_bytes(self, nbytes: int) -> None:
+        """Take ``nbytes`` out of the count of stored bytes."""
+        with self._changed:
+            self._total_bytes -= nbytes
+
+    def get(self, key: str, *, max_bytes: int = MAX_OBJECT_BYTES) -> bytes:
+        with self._open(key) as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            if nbytes > max_bytes:
+                raise TooLarge(f"{nbytes} bytes, at most {max_bytes}", field=key)
+            return file.read()
+
+    def get_range(self, key: str, offset: int, nbytes: int) -> bytes:
+        with self._open(key) as file:
+            check_range(key, offset, nbytes, os.fstat(file.fileno()).st_size)
+            file.seek(offset)
+            return file.read(nbytes)
+
+    def _open(self, key: str) -> BinaryIO:
+        try:
+            return self.path_of(key).open("rb")
+        except FileNotFoundError:  # deleted in between
+            raise NotFound("no such object", field=key) from None
+
+    def stat(self, key: str) -> ObjectStat:
+        return ObjectStat(nbytes=self.path_of(key).stat().st_size)
+
+    def list(self, prefix: str) -> list[str]:
+        root = self._objects / check_prefix(prefix)[:-1]
+        found = (p for p in root.rglob("*") if p.is_file() and not p.is_symlink()) if root.is_dir() else ()
+        return sorted(p.relative_to(self._objects).as_posix() for p in found)
+
+    def delete(self, key: str) -> bool:
+        try:
+            path = self.path_of(key)
+            nbytes = path.stat().st_size
+            path.unlink()
+        except (NotFound, FileNotFoundError):
+            return False
+        self.forget_bytes(nbytes)
+        with contextlib.suppress(OSError):  # an empty version folder goes too; one in use stays
+            path.parent.rmdir()
+        return True
+
+    # -- heads
+
+    def set_head(self, head: Head, *, expected: WeightVersion | None) -> None:
+        folder = self._run_folder(head.run_id)
+        with self._changed, _locked(folder / "lock"):
+            if check_move(self.get_head(head.run_id), head, expected):
+                self._replace(folder / "head.json", manifest.encode(head))
+                self._changed.notify_all()
+
+    def get_head(self, run_id: str) -> Head | None:
+        path = self._runs / check_run_id(run_id) / "head.json"
+        try:
+            data = path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return manifest.decode_head(data, run_id)
+
+    def wait_head(self, run_id: str, after: WeightVersion | None, timeout_s: float) -> Head | None:
+        deadline_s = time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                head = self.get_head(run_id)
+                if head is not None and (after is None or head.identity > after):
+                    return head
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    return None
+                self._changed.wait(min(left_s, _HEAD_POLL_S))
+
+    # -- leases
+
+    def lease(self, run_id: str, holder: str, version: WeightVersion | None, ttl_s: float) -> None:
+        check_lease(run_id, holder, ttl_s)
+        folder = self._run_folder(run_id) / "leases"
+        folder.mkdir(exist_ok=True)
+        if version is None:
+            (folder / holder).unlink(missing_ok=True)
+            return
+        if len(list(folder.iterdir())) >= MAX_LEASES and not (folder / holder).exists():
+            self.leases(run_id)  # drops the expired
+            if len(list(folder.iterdir())) >= MAX_LEASES:
+                raise CapacityError(f"{MAX_LEASES} leases are held", field="holder")
+        record = _LeaseFile(version=str(version), until_s=time.time() + ttl_s)
+        self._replace(folder / holder, msgspec.json.encode(record))
+
+    def leases(self, run_id: str) -> list[WeightVersion]:
+        folder = self._runs / check_run_id(run_id) / "leases"
+        held: set[WeightVersion] = set()
+        now_s = time.time()
+        for path in folder.iterdir() if folder.is_dir() else ():
+            try:
+                record = msgspec.json.decode(path.read_bytes(), type=_LeaseFile)
+                version = WeightVersion.parse(record.version)
+            except (FileNotFoundError, msgspec.DecodeError, RequestError):
+                continue
+            # A lease from the far future is a clock that went back; it must not hold objects for ever.
+            if now_s < record.until_s <= now_s + 2 * MAX_LEASE_S:
+                held.add(version)
+            else:
+                path.unlink(missing_ok=True)
+        return sorted(held)
+
+    def _run_folder(self, run_id: str) -> Path:
+        folder = self._runs / check_run_id(run_id)
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    def _replace(self, path: Path, data: bytes) -> None:
+        temporary = self._temporary / secrets.token_hex(12)
+        try:
+            with temporary.open("xb") as file:
+                file.write(data)
+                file.flush()
+                if self._durable:
+                    os.fsync(file.fileno())
+            os.replace(temporary, path)
+            if self._durable:
+                _sync_folder(path.parent)
+        except OSError as error:
+            raise CapacityError(
+                f"cannot be written: {error.strerror}", status=507, field=path.name
+            ) from error
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def check_range(key: str, offset: int, nbytes: int, size: int) -> None:
+    if offset < 0 or nbytes < 0 or offset + nbytes > size:
+        raise RequestError(f"bytes {offset}+{nbytes} of an object of {size}", field=key, status=416)
+
+
+def _link(temporary: Path, target: Path) -> None:
+    """Atomic, and fails if the key exists: a rename would replace it."""
+    for attempt in range(3):
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            raise NotADirectoryError from None
+        try:
+            os.link(temporary, target)
+            return
+        except FileNotFoundError:  # a delete took the emptied folder away in between
+            if attempt == 2:
+                raise
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+__all__ = [
+    "MAX_MANIFEST_BYTES",
+    "MAX_OBJECT_BYTES",
+    "Buffer",
+    "FileStore",
+    "Head",
+    "MemoryStore",
+    "ObjectStat",
+    "Store",
+]

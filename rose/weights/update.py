@@ -1,0 +1,314 @@
+"""The update file: one step from what an engine holds to another version, handed over as a file.
+
+The node agent writes it, the rollout engine stages it.  It is a safetensors file; tensors inside it are named
+
+* ``dense/NAME``: all bits of tensor NAME, as an unsigned integer array of the checkpoint's shape, or
+* ``idx/NAME`` and ``val/NAME``: flat row-major indices (uint32 or int64, strictly increasing) and the new
+  bits there,
+
+and its metadata holds one JSON text under ``rose`` (:class:`Header`).  The header lists *every* tensor of the
+model with its state hash before and after; a tensor without data is unchanged.  Values are absolute, so
+applying a file twice is the same as once.
+
+:func:`read_update` proves the file is well formed: types, shapes, sizes, order and range of indices, and that
+header and data agree.  It does not prove the contents: the engine does, by comparing state hashes
+(``h_before`` against what it holds, ``h_after`` against what it staged) before it changes anything.
+
+Invariants: without a ``base`` every tensor is dense (an engine in any state may take it), and ``h_before``
+is None exactly then.  A 64-bit tensor travels dense only.
+
+Callers: ``rose.weights.subscriber`` writes; the plugin's weight updater reads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from rose.errors import RoseError, SectionCorrupt, WeightsError
+from rose.weights import statehash
+from rose.weights.spec import MAX_TENSORS, TensorSpec, model_digest
+from rose.weights.version import WeightVersion
+
+SCHEMA = 1
+MAX_UPDATE_BYTES = 1 << 40
+"""1 TiB: a sanity bound on a file we are asked to read, not a memory limit (tensors are read one by one)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorUpdate:
+    """One tensor of the model in an update: unchanged, sparse, or dense.
+
+    Args:
+        h_before: State hash that the engine must hold; None when the update has no base.
+        h_after: State hash once applied.
+        dense: All new bits, in the checkpoint's shape, as an unsigned integer array; or None.
+        idx: Sorted unique flat indices, uint32 or int64, ``[K]``; or None.
+        val: New bits at ``idx``, ``[K]``; or None.
+    """
+
+    spec: TensorSpec
+    h_before: int | None
+    h_after: int
+    dense: NDArray[Any] | None = field(default=None, repr=False)
+    idx: NDArray[Any] | None = field(default=None, repr=False)
+    val: NDArray[Any] | None = field(default=None, repr=False)
+
+    @property
+    def num_changed(self) -> int:
+        """Elements that the update writes (for a dense tensor: all of them)."""
+        if self.dense is not None:
+            return self.spec.num_elements
+        return 0 if self.idx is None else int(self.idx.size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Update:
+    """A whole update file in memory.  ``tensors`` names every tensor of the model, in file order."""
+
+    run_id: str
+    target: WeightVersion
+    base: WeightVersion | None
+    model: str
+    tensors: Mapping[str, TensorUpdate]
+
+    @property
+    def num_changed(self) -> int:
+        return sum(tensor.num_changed for tensor in self.tensors.values())
+
+
+class TensorHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    dtype: str
+    shape: list[int]
+    h_before: str | None
+    h_after: str
+    num_changed: int
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The JSON text under ``rose`` in the file's metadata."""
+
+    schema: int
+    run_id: str
+    attempt: int
+    version: int
+    base: tuple[int, int] | None
+    model: str
+    tensors: dict[str, TensorHeader]
+
+
+def write_update(path: Path | str, update: Update) -> int:
+    """Write ``update`` at once or not at all (temporary file, fsync, rename); returns the size in bytes.
+
+    Raises:
+        WeightsError: ``update`` breaks a rule of the format.
+        OSError: The disk did.
+    """
+    path = Path(path)
+    arrays: dict[str, NDArray[Any]] = {}
+    rows: dict[str, TensorHeader] = {}
+    for name, tensor in update.tensors.items():
+        if name != tensor.spec.name:
+            raise WeightsError(f"is filed under '{name}'", field=tensor.spec.name)
+        _check(tensor, update.base)
+        if tensor.dense is not None:
+            arrays[f"dense/{name}"] = np.ascontiguousarray(tensor.dense)
+        elif tensor.idx is not None and tensor.val is not None:
+            arrays[f"idx/{name}"] = np.ascontiguousarray(tensor.idx)
+            arrays[f"val/{name}"] = np.ascontiguousarray(tensor.val)
+        rows[name] = TensorHeader(
+            dtype=tensor.spec.dtype,
+            shape=list(tensor.spec.shape),
+            h_before=None if tensor.h_before is None else statehash.to_hex(tensor.h_before),
+            h_after=statehash.to_hex(tensor.h_after),
+            num_changed=tensor.num_changed,
+        )
+    if update.model != model_digest(tensor.spec for tensor in update.tensors.values()):
+        raise WeightsError("is not the digest of these tensors", field="model")
+    header = Header(
+        schema=SCHEMA,
+        run_id=update.run_id,
+        attempt=update.target.attempt,
+        version=update.target.version,
+        base=None if update.base is None else (update.base.attempt, update.base.version),
+        model=update.model,
+        tensors=rows,
+    )
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        save_file(arrays, temporary, metadata={"rose": msgspec.json.encode(header).decode()})
+        descriptor = os.open(temporary, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+            size_bytes = os.fstat(descriptor).st_size
+        finally:
+            os.close(descriptor)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return size_bytes
+
+
+class UpdateFile:
+    """An update file open for reading, one tensor at a time; a context manager.
+
+    The constructor checks the header and that header and stored arrays agree in name, type and shape;
+    :meth:`read` checks a tensor's values.  Memory: one tensor.
+
+    Raises:
+        SectionCorrupt: The file is not a well-formed update; nothing of it may be used.
+    """
+
+    def __init__(self, path: Path | str, *, max_bytes: int = MAX_UPDATE_BYTES) -> None:
+        self.path = Path(path)
+        try:
+            size_bytes = self.path.stat().st_size
+        except OSError as error:
+            raise SectionCorrupt(f"cannot be read: {error.strerror}", field=self.path.name) from error
+        if size_bytes > max_bytes:
+            raise SectionCorrupt(f"{size_bytes} bytes, at most {max_bytes}", field=self.path.name)
+        self._file = self._guard(lambda: safe_open(self.path, framework="numpy"))
+        try:
+            self._load_header()
+        except BaseException:
+            self.close()
+            raise
+
+    def _load_header(self) -> None:
+        text = (self._guard(self._file.metadata) or {}).get("rose", "")
+        try:
+            self.header = msgspec.json.decode(text, type=Header)
+        except msgspec.DecodeError as error:  # ValidationError is one
+            raise self._corrupt(f"metadata 'rose' is malformed: {error}") from None
+        header = self.header
+        if header.schema != SCHEMA:
+            raise self._corrupt(f"schema {header.schema}, this reader knows {SCHEMA}")
+        if len(header.tensors) > MAX_TENSORS:
+            raise self._corrupt(f"{len(header.tensors)} tensors, at most {MAX_TENSORS}")
+        self.target = self._version((header.attempt, header.version))
+        self.base = None if header.base is None else self._version(header.base)
+        self.specs = {
+            name: self._guard(lambda n=name, r=row: TensorSpec(n, r.dtype, tuple(r.shape)))
+            for name, row in header.tensors.items()
+        }
+        if header.model != self._guard(lambda: model_digest(self.specs.values())):
+            raise self._corrupt("'model' is not the digest of the tensors listed")
+        self._stored: set[str] = set(self._file.keys())
+        for key in self._stored:
+            kind, _, name = key.partition("/")
+            if name not in self.specs or kind not in ("dense", "idx", "val"):
+                raise self._corrupt(f"unknown array '{key[:80]}'")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.specs)
+
+    def read(self, name: str) -> TensorUpdate:
+        """One tensor, checked."""
+        row = self.header.tensors[name]
+        arrays = {
+            kind: self._guard(lambda k=kind: self._file.get_tensor(f"{k}/{name}"))
+            for kind in ("dense", "idx", "val")
+            if f"{kind}/{name}" in self._stored
+        }
+        tensor = self._guard(
+            lambda: TensorUpdate(
+                spec=self.specs[name],
+                h_before=None if row.h_before is None else statehash.from_hex(row.h_before),
+                h_after=statehash.from_hex(row.h_after),
+                **arrays,
+            )
+        )
+        self._guard(lambda: _check(tensor, self.base))
+        if tensor.num_changed != row.num_changed:
+            raise self._corrupt(
+                f"'{name}' has {tensor.num_changed} changes, its header says {row.num_changed}"
+            )
+        return tensor
+
+    def close(self) -> None:
+        self._file.__exit__(None, None, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _corrupt(self, message: str) -> SectionCorrupt:
+        return SectionCorrupt(message, field=self.path.name)
+
+    def _version(self, pair: tuple[int, int]) -> WeightVersion:
+        return self._guard(lambda: WeightVersion(*pair))
+
+    def _guard(self, call: Callable[[], Any]) -> Any:
+        """Run ``call``; whatever it says is wrong becomes SectionCorrupt naming this file."""
+        try:
+            return call()
+        except (RoseError, SafetensorError, OSError, ValueError, TypeError) as error:
+            raise self._corrupt(str(error)) from error
+
+
+def read_update(path: Path | str, *, max_bytes: int = MAX_UPDATE_BYTES) -> Update:
+    """Read and check a whole update file into memory.
+
+    Raises:
+        SectionCorrupt: See :class:`UpdateFile`.
+    """
+    with UpdateFile(path, max_bytes=max_bytes) as file:
+        return Update(
+            run_id=file.header.run_id,
+            target=file.target,
+            base=file.base,
+            model=file.header.model,
+            tensors={name: file.read(name) for name in file},
+        )
+
+
+def _check(tensor: TensorUpdate, base: WeightVersion | None) -> None:
+    """The rules of one tensor, for writer and reader alike."""
+    spec = tensor.spec
+
+    def refuse(message: str) -> WeightsError:
+        return WeightsError(message, field=spec.name)
+
+    if (tensor.idx is None) != (tensor.val is None):
+        raise refuse("idx and val belong together")
+    if tensor.dense is not None and tensor.idx is not None:
+        raise refuse("is both dense and sparse")
+    if (base is None) != (tensor.h_before is None):
+        raise refuse("h_before is needed exactly when the update has a base")
+    if tensor.dense is not None:
+        if tensor.dense.dtype != spec.bits_dtype:
+            raise refuse(f"dense bits are {tensor.dense.dtype}, {spec.dtype} needs {spec.bits_dtype}")
+        if tensor.dense.shape != spec.shape:
+            raise refuse(f"dense bits have shape {tensor.dense.shape}, the tensor {spec.shape}")
+        return
+    if base is None:
+        raise refuse("an update without a base needs every tensor dense")
+    if tensor.idx is None or tensor.val is None:
+        if tensor.h_before != tensor.h_after:
+            raise refuse("state hash changes but no data does")
+        return
+    idx, val = tensor.idx, tensor.val
+    if spec.width_bytes > 4:
+        raise refuse(f"{spec.dtype} travels dense only")
+    if idx.ndim != 1 or idx.dtype not in (np.dtype(np.uint32), np.dtype(np.int64)):
+        raise refuse(f"indices are {idx.dtype}, need 1-D uint32 or int64")
+    if val.shape != idx.shape or val.dtype != spec.bits_dtype:
+        raise refuse(f"values are {val.dtype}{val.shape}, need {spec.bits_dtype}{idx.shape}")
+    if idx.size == 0:
+        raise refuse("a sparse change of nothing; leave the tensor out")
+    if int(idx[0]) < 0 or int(idx[-1]) >= spec.num_elements or not bool(np.all(idx[1:] > idx[:-1])):
+        raise refuse(f"indices must increase strictly within 0..{spec.num_elements - 1}")

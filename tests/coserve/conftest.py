@@ -1,0 +1,170 @@
+"""A device for the node agent: production that writes the serving files, and an engine that is real but for its model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rose.auth import Tokens
+from rose.config import validate
+from rose.coserve.agent import NodeAgent
+from rose.coserve.config import NodeConfig
+from rose.coserve.ledger import NodeDir, Phase, ServingBoard, ServingLease
+from rose.coserve.links import WeightSource
+from rose.proc import free_port
+
+FAKE_ENGINE = Path(__file__).with_name("fake_engine.py")
+TOTAL_PAGES = 20
+"""With a minimum headroom of 10 %: at most 18 lent, of which the fake engine uses 16."""
+
+
+async def until(condition: Callable[[], bool], what: str = "condition", timeout_s: float = 20.0) -> None:
+    """Other processes have no event to wait for; this looks until they got there."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"{what} did not come true"
+        await asyncio.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+class Production:
+    """The serving engine's side of the files: lends what it is asked to, takes back what is free."""
+
+    def __init__(self, path: Path) -> None:
+        self._dir = NodeDir(path)
+        self._lease = self._dir.serving_lease_writer()
+        self._board = self._dir.serving_board_writer()
+        self._node, self._peer = self._dir.node(), self._dir.rollout_lease()
+        self.phase = Phase.READY
+        self.used = 0
+        self.claim = 0
+        self.overdrawn = 0
+        self.publish()
+        self._task = asyncio.create_task(self._run())
+
+    def publish(self) -> None:
+        node, peer = self._node.read(), self._peer.read()
+        lend = node.lend_pages if node is not None and self._node.alive() else 0
+        held = peer.reserved_pages if peer is not None and self._peer.alive() else 0
+        # Smaller at once; larger only into pages that the peer does not have.
+        reserved = max(TOTAL_PAGES - min(lend, TOTAL_PAGES), 0)
+        reserved = min(reserved, TOTAL_PAGES - held) if held else reserved
+        self.overdrawn += reserved + held > TOTAL_PAGES
+        now_ns = time.monotonic_ns()
+        self._lease.write(
+            ServingLease(
+                phase=self.phase, total_pages=TOTAL_PAGES, reserved_pages=reserved, heartbeat_ns=now_ns
+            )
+        )
+        self._board.write(ServingBoard(used_pages=self.used, claim_pages=self.claim, written_ns=now_ns))
+        self._board.wake()
+
+    async def _run(self) -> None:
+        while True:
+            self.publish()
+            await asyncio.sleep(0.01)
+
+    async def stop(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._lease.close()
+        self._board.close()
+
+
+class Device:
+    """One node directory with everything that a test may start on it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.dir = path / "n"
+        self.tokens = Tokens.generate()
+        self.token_file = path / "tokens.toml"
+        self.tokens.save(self.token_file)
+        self.report_path = path / "engine.json"
+        self.log_path = path / "engine.log"
+        self.production: Production | None = None
+        self.agents: list[tuple[NodeAgent, asyncio.Task[None]]] = []
+
+    def table(self, mode: str = "", **change: Any) -> dict[str, Any]:
+        """Settings of the node agent, as in its TOML file."""
+        engine = {
+            "model": "policy",
+            "command": [sys.executable, str(FAKE_ENGINE)],
+            "port": free_port(),
+            "max_model_len": 256,
+            "env": {"FAKE_MODE": mode, "FAKE_REPORT": str(self.report_path)},
+            "log_path": str(self.log_path),
+            "stop_grace_s": 0.2,
+            **change.pop("engine", {}),
+        }
+        lending = {
+            "reclaim_deadline_s": 2.0,
+            "grow_period_s": 0.05,
+            "cool_down_s": 0.2,
+            "growth_window_s": 1.0,
+            "period_s": 0.02,
+            **change.pop("lending", {}),
+        }
+        return {
+            "node_id": "n0",
+            "dir": str(self.dir),
+            "token_file": str(self.token_file),
+            "serving": {},
+            "engine": engine,
+            "lending": lending,
+            **change,
+        }
+
+    def agent(self, mode: str = "", source: WeightSource | None = None, **change: Any) -> NodeAgent:
+        """Run a node agent on this loop until the test ends."""
+        table = {k: v for k, v in self.table(mode, **change).items() if v is not None}
+        agent = NodeAgent(validate(NodeConfig, table), self.tokens, source)
+        self.agents.append((agent, asyncio.create_task(agent.run())))
+        return agent
+
+    def produce(self) -> Production:
+        self.production = Production(self.dir)
+        return self.production
+
+    def report(self) -> dict[str, Any]:
+        """What the engine saw at its start."""
+        return json.loads(self.report_path.read_text())
+
+    def resident_pages(self) -> int:
+        record = NodeDir(self.dir).rank("rollout", 0).read()
+        return record.resident_pages if record is not None else -1
+
+    async def stop_agents(self) -> None:
+        for agent, task in self.agents:
+            agent.stop()
+            await asyncio.wait_for(task, 20.0)
+        self.agents.clear()
+
+    async def close(self) -> None:
+        for agent, task in self.agents:
+            agent.stop()
+            await asyncio.gather(task, return_exceptions=True)
+        if self.production is not None:
+            await self.production.stop()
+
+
+@pytest.fixture
+async def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Device]:
+    monkeypatch.setattr("rose.coserve.agent._RESTART_PAUSE_S", 0.0)
+    device = Device(tmp_path)
+    yield device
+    await device.close()

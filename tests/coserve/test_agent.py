@@ -1,0 +1,324 @@
+"""The node agent on a device: lends, cuts, kills, restarts, reports, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from rose.config import validate
+from rose.coserve.config import NodeConfig
+from rose.coserve.ledger import Mode, NodeDir, Phase
+from rose.errors import ConfigError, LedgerError
+from rose.policy.lending import ALL_PAGES
+from tests.coserve.conftest import TOTAL_PAGES, Device, alive, until
+
+
+async def ready(device: Device, agent: object) -> None:
+    await until(lambda: agent.engine.state == "ready", "engine ready")  # type: ignore[attr-defined]
+
+
+async def lent(device: Device, pages: int) -> None:
+    await until(
+        lambda: device.resident_pages() == pages, f"{pages} pages resident, not {device.resident_pages()}"
+    )
+
+
+async def test_the_engine_gets_its_role_its_class_and_its_flags_and_no_secret_in_argv(device: Device) -> None:
+    device.produce()
+    agent = device.agent(engine={"args": ["--num-gpu-blocks-override", "64"]})
+    await ready(device, agent)
+    report = device.report()
+    argv = " ".join(report["argv"][1:])
+    assert argv == (
+        f"policy --host 127.0.0.1 --port {agent.config.engine.port} --served-model-name policy "
+        '--max-model-len 256 --enable-scale-out --weight-transfer-config {"backend":"rose"} '
+        "--logprobs-mode processed_logprobs --num-gpu-blocks-override 64"
+    )
+    env = report["env"]
+    assert env["ROSE_ROLE"] == "rollout"
+    assert env["ROSE_DIR"] == str(device.dir)
+    assert env["VLLM_PLUGINS"] == "rose"
+    assert env["ROSE_NODE_TOKEN"] == env["VLLM_API_KEY"] == agent.engine.token
+    assert "ROSE_TOKEN_FILE" not in env
+    assert report["idle_class"]
+    secrets = {agent.engine.token, device.tokens.node, device.tokens.relay}
+    seen = argv + device.log_path.read_text() + repr(agent.config) + repr(agent.status())
+    assert not [secret for secret in secrets if secret in seen]
+
+
+async def test_the_engine_is_not_started_before_serving_is_ready(device: Device) -> None:
+    production = device.produce()
+    production.phase = Phase.STARTING
+    agent = device.agent()
+    await until(lambda: agent.waits_for() == "serving is not ready")
+    await until(lambda: agent.lease is not None and agent.lease.phase == Phase.STARTING)
+    assert agent.engine.num_starts == 0
+    production.phase = Phase.READY
+    await ready(device, agent)
+
+
+async def test_idle_memory_is_lent_and_a_burst_takes_it_back_at_once(device: Device) -> None:
+    production = device.produce()
+    agent = device.agent()
+    await lent(device, 16)
+    assert agent.status()["lending"]["cap_pages"] == 18
+    production.used = 12
+    await until(lambda: device.resident_pages() <= TOTAL_PAGES - 12)
+    await until(lambda: agent.policy.lend_pages + 12 + agent.policy.headroom_pages <= TOTAL_PAGES)
+    assert agent.engine.num_kills == 0
+    production.used = 0
+    await lent(device, 16)
+    assert production.overdrawn == 0
+
+
+async def test_serving_that_starts_again_gets_everything_back(device: Device) -> None:
+    production = device.produce()
+    device.agent()
+    await lent(device, 16)
+    production.phase = Phase.STARTING
+    await lent(device, 0)
+    production.phase = Phase.READY
+    await lent(device, 16)
+
+
+async def test_serving_that_dies_gets_everything_back(device: Device) -> None:
+    production = device.produce()
+    device.agent()
+    await lent(device, 16)
+    await production.stop()
+    await lent(device, 0)
+    device.production = None
+
+
+async def test_an_engine_that_keeps_memory_past_the_deadline_is_killed_and_started_again(
+    device: Device,
+) -> None:
+    production = device.produce()
+    agent = device.agent("stubborn", lending={"reclaim_deadline_s": 0.2, "backstop_s": 0.5})
+    await lent(device, 16)
+    pid = device.report()["pid"]
+    production.used = 14
+    await until(lambda: not alive(pid), "killed")
+    assert "pages held" in agent.engine.error
+    assert agent.engine.num_kills == 1
+    await until(lambda: agent.engine.num_starts == 2)
+    await ready(device, agent)
+
+
+async def test_a_stopped_engine_is_killed_by_the_deadline_too(device: Device) -> None:
+    production = device.produce()
+    device.agent(lending={"reclaim_deadline_s": 0.2, "backstop_s": 0.5})
+    await lent(device, 16)
+    pid = device.report()["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    production.used = 14
+    await until(lambda: not alive(pid), "killed")
+
+
+async def test_an_engine_that_cannot_run_is_started_a_bounded_number_of_times(
+    device: Device,
+) -> None:
+    device.produce()
+    agent = device.agent("die", engine={"max_restarts": 2})
+    await until(lambda: agent.engine.state == "failed")
+    assert agent.engine.num_starts == 3
+    assert "no such model" in agent.status()["engine"]["error"]
+    assert agent.policy.lend_pages == 0
+    assert not agent.engine.running
+    await agent.set_engine(True)  # the operator has mended it
+    await until(lambda: agent.engine.num_starts > 3)
+
+
+async def test_an_engine_killed_from_outside_comes_back_with_another_incarnation(device: Device) -> None:
+    device.produce()
+    agent = device.agent()
+    await ready(device, agent)
+    first = agent.engine.incarnation, agent.engine.token
+    os.kill(device.report()["pid"], signal.SIGKILL)
+    await until(lambda: agent.engine.num_starts == 2)
+    await ready(device, agent)
+    assert agent.engine.incarnation != first[0]
+    assert agent.engine.token != first[1]
+    await lent(device, 16)
+
+
+async def test_mode_observe_lends_nothing_but_says_what_it_could(device: Device) -> None:
+    device.produce()
+    agent = device.agent(mode="", engine={}, lending={})
+    agent.mode = Mode.OBSERVE
+    await ready(device, agent)
+    await until(lambda: agent.status()["lending"]["harvestable_pages"] == 18)
+    assert agent.policy.lend_pages == 0
+    assert device.resident_pages() == 0
+    state = NodeDir(device.dir).node().read()
+    assert state is not None
+    assert (state.mode, state.lend_pages) == (Mode.OBSERVE, 0)
+
+
+async def test_a_dedicated_device_lends_everything_and_runs_in_the_normal_class(device: Device) -> None:
+    agent = device.agent(serving=None)
+    await lent(device, 16)
+    assert agent.policy.lend_pages == ALL_PAGES
+    assert not device.report()["idle_class"]
+    state = NodeDir(device.dir).node().read()
+    assert state is not None
+    assert state.has_serving == 0
+    assert agent.config.tier == "dedicated"
+
+
+async def test_the_state_file_carries_slo_and_floor_and_its_epoch_rises_with_the_loan(device: Device) -> None:
+    production = device.produce()
+    agent = device.agent(serving={"slo_ttft_ms": 250.0, "slo_tpot_ms": 40.0, "floor_pages": 10})
+    await lent(device, 8)  # 20 - floor 10 - headroom 2
+    reader = NodeDir(device.dir).node()
+    before = reader.read()
+    assert before is not None
+    assert (before.slo_ttft_ns, before.slo_tpot_ns, before.floor_pages) == (250_000_000, 40_000_000, 10)
+    production.used = 15
+    await until(lambda: agent.policy.lend_pages < 8)
+    await until(lambda: (reader.read() or before).epoch > before.epoch)
+
+
+async def test_leaving_ends_the_engine_and_removes_our_files_but_not_productions(device: Device) -> None:
+    device.produce()
+    device.agent()
+    await lent(device, 16)
+    pid = device.report()["pid"]
+    await device.stop_agents()
+    assert not alive(pid)
+    assert sorted(path.name for path in device.dir.iterdir()) == ["serving.board", "serving.lease"]
+
+
+async def test_leaving_a_device_without_serving_leaves_no_directory(device: Device) -> None:
+    device.agent("deaf", serving=None)
+    await lent(device, 16)
+    await device.stop_agents()
+    assert not device.dir.exists()
+
+
+async def test_a_second_agent_of_a_device_is_refused_and_harms_nothing(device: Device) -> None:
+    device.produce()
+    agent = device.agent()
+    await ready(device, agent)
+    second = device.agent()
+    with pytest.raises(LedgerError, match=r"node\.state: another live process writes it"):
+        await device.agents[1][1]
+    del device.agents[1]
+    assert second.engine.num_starts == 0
+    assert device.dir.joinpath("agent.sock").exists()
+    await lent(device, 16)
+
+
+async def test_a_taken_port_or_missing_program_ends_the_agent_with_the_field_named(device: Device) -> None:
+    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    device.produce()
+    device.agent(engine={"port": port})
+    with pytest.raises(ConfigError, match=rf"engine\.port: port {port} is taken"):
+        await device.agents[0][1]
+    server.close()
+    device.agents.clear()
+    device.agent(engine={"command": ["no-such-program"]})
+    with pytest.raises(ConfigError, match="'no-such-program' is no program here"):
+        await device.agents[0][1]
+    device.agents.clear()
+    assert sorted(path.name for path in device.dir.iterdir()) == ["serving.board", "serving.lease"]
+
+
+async def start_program(device: Device) -> asyncio.subprocess.Process:
+    """``rose node run`` as a process of its own."""
+    lines = [f"{key} = {_toml(value)}" for key, value in _flat(device.table())]
+    path = device.path / "node.toml"
+    path.write_text("\n".join(lines))
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "rose.cli", "node", "run", "--config", str(path), stderr=asyncio.subprocess.PIPE
+    )
+
+
+def _flat(table: dict[str, object], prefix: str = "") -> list[tuple[str, object]]:
+    found: list[tuple[str, object]] = []
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            found += _flat(value, f"{prefix}{key}.")
+        else:
+            found.append((prefix + key, value))
+    return found
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, dict):
+        return "{}"
+    if isinstance(value, list):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+async def test_a_killed_agent_takes_its_engine_along_and_the_next_one_starts_at_once(device: Device) -> None:
+    production = device.produce()
+    process = await start_program(device)
+    try:
+        await lent(device, 16)
+        pid = device.report()["pid"]
+        device.report_path.unlink()
+    finally:
+        process.kill()
+        await process.wait()
+    await until(lambda: not alive(pid), "the engine died with its agent")
+    reader = NodeDir(device.dir).node()
+    assert not reader.alive()
+
+    agent = device.agent()
+    await ready(device, agent)
+    await lent(device, 16)
+    assert agent.engine.num_starts == 1
+    assert production.overdrawn == 0
+
+
+async def test_sigterm_ends_the_program_cleanly(device: Device) -> None:
+    device.produce()
+    process = await start_program(device)
+    try:
+        await lent(device, 16)
+        pid = device.report()["pid"]
+    finally:
+        process.terminate()
+        _, log = await asyncio.wait_for(process.communicate(), 20.0)
+    assert process.returncode == 0, log.decode()
+    assert not alive(pid)
+    assert not (device.dir / "node.state").exists()
+    text = log.decode()
+    assert "rollout engine ready" in text
+    assert not [token for token in (device.tokens.node, device.tokens.relay) if token in text]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"nod_id": "x"}, r"nod_id: unknown key \(did you mean 'node_id'\?\)"),
+        ({"engine": {"model": "m", "max_model_len": 8, "prot": 1}}, r"engine\.prot: unknown key.*'port'"),
+        ({"engine": {"model": "m"}}, r"engine\.max_model_len: is required"),
+        ({"engine": {"model": "m", "max_model_len": 8, "port": 70000}}, r"engine\.port"),
+        ({"serving": {"slo_ttft_ms": 0}}, r"serving\.slo_ttft_ms"),
+        ({"lending": {"min_headroom_fraction": 1.5}}, r"lending\.min_headroom_fraction"),
+        ({"lending": {"cool_down_s": float("inf")}}, r"lending\.cool_down_s"),
+        ({"node_id": "../x"}, "node_id"),
+        ({"scheduler": {"url": "ftp://x"}}, r"scheduler\.url"),
+        ({"mode": "maybe"}, "mode"),
+    ],
+)
+def test_bad_settings_name_their_field(change: dict[str, object], message: str) -> None:
+    table = {"node_id": "n", "dir": "/x", "engine": {"model": "m", "max_model_len": 8}, **change}
+    with pytest.raises(ConfigError, match=message):
+        validate(NodeConfig, table)
+
+
+async def test_a_directory_too_long_for_a_socket_is_refused(device: Device, tmp_path: Path) -> None:
+    device.agent(dir=str(tmp_path / ("x" * 100)))
+    with pytest.raises(ConfigError, match="too long for a socket"):
+        await device.agents[0][1]
+    device.agents.clear()

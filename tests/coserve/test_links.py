@@ -1,0 +1,410 @@
+"""The node agent's links: what rose-scheduler hears, how new weights reach the engine, what an operator can do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import queue
+import signal
+import stat
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from aiohttp import web
+from typer.testing import CliRunner
+
+from rose.coserve.agent import NodeAgent
+from rose.coserve.cli import app as cli
+from rose.coserve.control import ControlClient
+from rose.errors import EngineError, RequestError, SectionCorrupt
+from rose.weights.version import WeightVersion
+from tests.coserve.conftest import Device, alive, until
+
+
+class Registry:
+    """rose-scheduler's side of ``docs/architecture.md`` section 3."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+        self.known: dict[str, str] = {}
+        self.registrations: list[dict[str, Any]] = []
+        self.beats: list[dict[str, Any]] = []
+        self.removed: list[str] = []
+        self.down = False
+        self.url = ""
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.router.add_post("/workers", self.register)
+        app.router.add_post("/workers/{id}/heartbeat", self.heartbeat)
+        app.router.add_delete("/workers/{id}", self.remove)
+        self._runner = web.AppRunner(app)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        server = site._server  # pyright: ignore[reportPrivateUsage]
+        assert isinstance(server, asyncio.Server)
+        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def _check(self, request: web.Request) -> None:
+        if self.down:
+            raise web.HTTPServiceUnavailable
+        if request.headers.get("Authorization") != f"Bearer {self._token}":
+            raise web.HTTPUnauthorized
+
+    async def register(self, request: web.Request) -> web.Response:
+        self._check(request)
+        body = await request.json()
+        self.registrations.append(body)
+        self.known[body["worker_id"]] = body["incarnation"]
+        return web.json_response({})
+
+    async def heartbeat(self, request: web.Request) -> web.Response:
+        self._check(request)
+        body = await request.json()
+        self.beats.append(body)
+        known = self.known.get(request.match_info["id"]) == body["incarnation"]
+        return web.json_response({"known": known, "required_version": "1.3"})
+
+    async def remove(self, request: web.Request) -> web.Response:
+        self._check(request)
+        self.removed.append(request.match_info["id"])
+        return web.json_response({})
+
+
+@pytest.fixture
+async def registry(device: Device) -> AsyncIterator[Registry]:
+    registry = Registry(device.tokens.node)
+    await registry.start()
+    yield registry
+    # The agents say good-bye; only then may the registry go.
+    await device.stop_agents()
+    await registry.stop()
+
+
+def linked(device: Device, registry: Registry, **change: Any) -> NodeAgent:
+    device.produce()
+    return device.agent(scheduler={"url": registry.url, "heartbeat_s": 0.02}, **change)
+
+
+async def test_an_engine_is_registered_once_and_then_beats(device: Device, registry: Registry) -> None:
+    agent = linked(device, registry, engine={"served_model_name": "policy-7b"})
+    await until(lambda: len(registry.beats) > 5)
+    assert registry.registrations == [
+        {
+            "worker_id": "n0",
+            "url": agent.engine.url,
+            "tier": "harvested",
+            "model": "policy-7b",
+            "max_model_len": 256,
+            "incarnation": agent.engine.incarnation,
+            "engine_token": agent.engine.token,
+        }
+    ]
+    seqs = [beat["seq"] for beat in registry.beats]
+    assert seqs == sorted(set(seqs))
+    await until(lambda: registry.beats[-1]["kv_budget_tokens"] == 1600)
+    beat = registry.beats[-1]
+    assert {key: beat[key] for key in ("version", "state", "kv_used_tokens", "running", "gated")} == {
+        "version": "0.0",
+        "state": "ready",
+        "kv_used_tokens": 7,
+        "running": 3,
+        "gated": False,
+    }
+
+
+async def test_a_scheduler_that_forgot_us_gets_the_registration_again(
+    device: Device, registry: Registry
+) -> None:
+    linked(device, registry)
+    await until(lambda: len(registry.beats) > 2)
+    registry.known.clear()
+    await until(lambda: len(registry.registrations) == 2)
+    count = len(registry.beats)
+    await until(lambda: len(registry.beats) > count + 2)
+    assert len(registry.registrations) == 2
+
+
+async def test_a_new_engine_process_registers_with_its_own_token(device: Device, registry: Registry) -> None:
+    linked(device, registry)
+    await until(lambda: len(registry.beats) > 0)
+    os.kill(device.report()["pid"], signal.SIGKILL)
+    await until(lambda: any(beat["state"] == "starting" for beat in registry.beats))
+    await until(lambda: len(registry.registrations) == 2)
+    first, second = registry.registrations
+    assert first["incarnation"] != second["incarnation"]
+    assert first["engine_token"] != second["engine_token"]
+
+
+async def test_a_scheduler_that_is_away_is_tried_again_and_lending_goes_on(
+    device: Device, registry: Registry
+) -> None:
+    registry.down = True
+    agent = linked(device, registry)
+    await until(lambda: "answered 503" in (agent.status()["scheduler"] or {}).get("error", ""))
+    await until(lambda: device.resident_pages() == 16)
+    registry.down = False
+    await until(lambda: agent.status()["scheduler"]["connected"])
+
+
+async def test_a_cut_is_told_to_the_scheduler(device: Device, registry: Registry) -> None:
+    linked(device, registry)
+    await until(lambda: device.resident_pages() == 16)
+    assert device.production is not None
+    before = registry.beats[-1]["reclaim_seq"] if registry.beats else 0
+    device.production.used = 12
+    await until(lambda: bool(registry.beats) and registry.beats[-1]["reclaim_seq"] > before)
+
+
+async def test_switched_off_means_not_ready_and_leaving_means_removed(
+    device: Device, registry: Registry
+) -> None:
+    agent = linked(device, registry)
+    await until(lambda: bool(registry.beats) and registry.beats[-1]["state"] == "ready")
+    async with control(device) as client:
+        await asyncio.to_thread(client.set, mode="off")
+    await until(lambda: registry.beats[-1]["state"] == "starting")
+    agent.stop()
+    await until(lambda: registry.removed == ["n0"])
+
+
+# --- weights ---
+
+
+class Source:
+    """A subscriber whose publications are ours to make; update files as the fake engine reads them."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.published: queue.Queue[WeightVersion] = queue.Queue()
+        self.fetched: list[tuple[str, str | None]] = []
+        self.failures: list[Exception] = []
+        self.claimed_base: str | None = None
+        self.outside = False
+
+    def poll(self, timeout_s: float) -> WeightVersion | None:
+        try:
+            return self.published.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def fetch(self, version: WeightVersion, engine_version: WeightVersion | None) -> Path:
+        base = str(engine_version) if engine_version is not None else None
+        self.fetched.append((str(version), base))
+        if self.failures:
+            raise self.failures.pop(0)
+        directory = self.directory.parent if self.outside else self.directory
+        directory.mkdir(exist_ok=True)
+        path = directory / f"{version}.update"
+        path.write_text(json.dumps({"base": self.claimed_base if base is not None else None}))
+        return path
+
+
+def updated(device: Device, **change: Any) -> tuple[NodeAgent, Source]:
+    device.produce()
+    source = Source(device.path / "w")
+    weights = {
+        "relay_url": "http://127.0.0.1:9",
+        "run_id": "r",
+        "directory": str(source.directory),
+        "poll_s": 0.05,
+    }
+    return device.agent(source=source, weights=weights, **change), source
+
+
+async def test_each_published_version_is_staged_and_committed_in_order(device: Device) -> None:
+    agent, source = updated(device)
+    source.claimed_base = "0.0"
+    source.published.put(WeightVersion(1, 1))
+    await until(lambda: agent.engine.version == "1.1")
+    source.claimed_base = "1.1"
+    source.published.put(WeightVersion(1, 2))
+    await until(lambda: agent.engine.version == "1.2")
+    assert source.fetched == [("1.1", "0.0"), ("1.2", "1.1")]
+    assert (await agent.engine.refresh_status())["version"] == "1.2"
+    weights = agent.status()["weights"]
+    assert (weights["newest"], weights["commits"], weights["error"]) == ("1.2", 2, "")
+    assert weights["last"]["num_changed"] == 5
+    assert agent.heartbeat()["version"] == "1.2"
+
+
+async def test_a_restarted_engine_is_brought_to_the_newest_version_again(device: Device) -> None:
+    agent, source = updated(device)
+    source.claimed_base = "0.0"
+    source.published.put(WeightVersion(1, 1))
+    await until(lambda: agent.engine.version == "1.1")
+    os.kill(device.report()["pid"], signal.SIGKILL)
+    await until(lambda: agent.engine.version is None)
+    await until(lambda: agent.engine.version == "1.1")
+    assert source.fetched == [("1.1", "0.0"), ("1.1", "0.0")]
+
+
+async def test_an_update_for_another_base_is_replaced_by_the_whole_version(device: Device) -> None:
+    agent, source = updated(device)
+    source.claimed_base = "7.7"
+    source.published.put(WeightVersion(1, 1))
+    await until(lambda: agent.engine.version == "1.1")
+    assert source.fetched == [("1.1", "0.0"), ("1.1", None)]
+
+
+async def test_a_corrupt_object_is_fetched_again(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rose.coserve.links._BACK_OFF_S", (0.0,))
+    agent, source = updated(device)
+    source.claimed_base = "0.0"
+    source.failures = [SectionCorrupt("checksum"), EngineError("relay is away")]
+    source.published.put(WeightVersion(1, 1))
+    await until(lambda: agent.engine.version == "1.1")
+    assert source.fetched == [("1.1", "0.0")] * 3
+    assert agent.engine.num_starts == 1
+
+
+async def test_an_update_file_outside_the_weights_directory_is_not_given_to_the_engine(
+    device: Device,
+) -> None:
+    agent, source = updated(device)
+    source.outside = True
+    source.published.put(WeightVersion(1, 1))
+    await until(lambda: "is not below" in (agent.status()["weights"] or {}).get("error", ""))
+    assert agent.engine.version == "0.0"
+
+
+# --- operators ---
+
+
+class control:
+    """A client of the device's agent."""
+
+    def __init__(self, device: Device) -> None:
+        self._client = ControlClient(device.dir, device.tokens)
+
+    async def __aenter__(self) -> ControlClient:
+        return self._client
+
+    async def __aexit__(self, *_: object) -> None:
+        self._client.close()
+
+
+async def test_off_proves_that_all_memory_is_back_and_on_lends_again(device: Device) -> None:
+    production = device.produce()
+    agent = device.agent()
+    await until(lambda: device.resident_pages() == 16)
+    pid = device.report()["pid"]
+    async with control(device) as client:
+        answer = await asyncio.to_thread(client.off, 10.0)
+        assert answer["given_back"]
+        before, after = answer["before"], answer["after"]
+        assert (before["reserved_pages"], before["resident_pages"]) == (16, 16)
+        assert before["engine_kv_resident_bytes"] == 32 << 20
+        assert (after["reserved_pages"], after["resident_pages"]) == (0, 0)
+        assert after["engine_kv_resident_bytes"] == 0
+        # The process is 32 MiB smaller, by the kernel's count.
+        assert before["engine_rss_bytes"] - after["engine_rss_bytes"] > 28 << 20
+        assert not after["gate_open"]
+        steps = after["steps"]
+        assert (await asyncio.to_thread(client.status))["rollout"]["steps"] == steps
+        assert alive(pid)
+        await asyncio.to_thread(client.set, mode="on")
+    await until(lambda: device.resident_pages() == 16)
+    assert agent.engine.num_starts == 1
+    assert production.overdrawn == 0
+
+
+async def test_off_kills_an_engine_that_gives_nothing_back(device: Device) -> None:
+    device.produce()
+    agent = device.agent("stubborn", lending={"reclaim_deadline_s": 0.2})
+    await until(lambda: device.resident_pages() == 16)
+    pid = device.report()["pid"]
+    async with control(device) as client:
+        answer = await asyncio.to_thread(client.off, 10.0)
+    assert answer["given_back"]
+    assert not alive(pid)
+    assert agent.engine.num_kills == 1
+
+
+async def test_off_can_end_the_engines_process_and_on_starts_it_again(device: Device) -> None:
+    device.produce()
+    agent = device.agent()
+    await until(lambda: device.resident_pages() == 16)
+    pid = device.report()["pid"]
+    async with control(device) as client:
+        answer = await asyncio.to_thread(client.off, 10.0, False)
+        assert answer["given_back"]
+        assert answer["after"]["engine_rss_bytes"] == 0
+        assert not alive(pid)
+        await asyncio.to_thread(client.set, mode="on", engine=True)
+    await until(lambda: agent.engine.num_starts == 2 and device.resident_pages() == 16)
+
+
+async def test_the_command_line_shows_sets_and_switches(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device.produce()
+    device.agent()
+    await until(lambda: device.resident_pages() == 16)
+    monkeypatch.setenv("ROSE_DIR", str(device.dir))
+    monkeypatch.setenv("ROSE_TOKEN_FILE", str(device.token_file))
+
+    async def rose_node(*args: str) -> str:
+        result = await asyncio.to_thread(CliRunner().invoke, cli, list(args), catch_exceptions=False)
+        assert result.exit_code == 0
+        return result.output
+
+    text = await rose_node("status")
+    assert "node      n0 (harvested), mode on" in text
+    assert "16 reserved, 16 resident" in text
+    await rose_node("set", "--floor-pages", "15")
+    await until(lambda: device.resident_pages() == 3)
+    status = json.loads(await rose_node("status", "--json"))
+    assert (status["floor_pages"], status["lending"]["cap_pages"]) == (15, 3)
+    assert "all memory is back" in await rose_node("off")
+    assert "mode on" in await rose_node("on")
+
+
+async def test_control_asks_for_a_token_and_names_bad_fields(device: Device) -> None:
+    device.produce()
+    agent = device.agent()
+    await until(lambda: (device.dir / "agent.sock").exists())
+    assert stat.S_IMODE((device.dir / "agent.sock").stat().st_mode) == 0o600
+    transport = httpx.AsyncHTTPTransport(uds=str(device.dir / "agent.sock"))
+    async with httpx.AsyncClient(transport=transport, base_url="http://node") as client:
+        for token in ("", "Basic abc", f"Bearer {device.tokens.agent}"):
+            answer = await client.get("/status", headers={"Authorization": token})
+            assert answer.status_code == 401
+            assert answer.json()["error"]["code"] == "unauthorized"
+        good = {"Authorization": f"Bearer {device.tokens.node}"}
+        for body, status, field in (
+            (b"{", 400, "body"),
+            (b"[]", 400, "body"),
+            (b"{" + b" " * 5000 + b"}", 413, "body"),
+            (b'{"mod": "on"}', 400, "mod"),
+            (b'{"mode": "sideways"}', 400, "mode"),
+            (b'{"floor_pages": -1}', 400, "floor_pages"),
+            (b'{"slo_ttft_ms": 0}', 400, "slo_ttft_ms"),
+        ):
+            answer = await client.post("/set", content=body, headers=good)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (status, field)
+    assert agent.floor_pages == 0
+
+
+async def test_without_an_agent_the_client_says_so(device: Device) -> None:
+    async with control(device) as client:
+        with pytest.raises(EngineError, match="no node agent answers"):
+            client.status()
+
+
+async def test_a_dedicated_device_refuses_settings_of_serving(device: Device) -> None:
+    device.agent(serving=None)
+    await until(lambda: (device.dir / "agent.sock").exists())
+    async with control(device) as client:
+        with pytest.raises(RequestError, match="serving: this device has no serving engine"):
+            await asyncio.to_thread(client.set, floor_pages=1)

@@ -1,0 +1,101 @@
+"""The ``rose`` command: light to import, clear when wrong."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rose.auth import Tokens
+
+HEAVY = ("torch", "vllm", "ray", "numpy", "numba", "aiohttp", "transformers", "gymnasium")
+
+
+def rose(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "rose.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "COLUMNS": "120", **(env or {})},
+    )
+
+
+def test_importing_the_command_line_loads_no_heavy_library() -> None:
+    probe = f"import sys, rose.cli; print([name for name in {HEAVY!r} if name in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_help_names_every_program() -> None:
+    done = rose("--help")
+
+    assert done.returncode == 0
+    for name in ("demo", "train", "node", "scheduler", "relay", "weights", "tokens"):
+        assert f" {name} " in done.stdout
+
+
+def test_an_error_is_one_line_on_stderr_and_exit_code_2(tmp_path: Path) -> None:
+    done = rose("demo", "--config", str(tmp_path / "none.toml"))
+
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: config:")
+    assert "none.toml does not exist" in done.stderr
+
+
+@pytest.mark.parametrize("override", ["stepz=3", "job.group_size=2", "nonsense"])
+def test_a_wrong_override_is_refused_before_anything_starts(override: str) -> None:
+    done = rose("demo", "--set", override)
+
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_bad_trace_names_file_and_line(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,-1,1\n")
+
+    done = rose("demo", "--trace", str(trace))
+
+    assert done.returncode == 2
+    assert f"{trace}:2: ContextTokens is -1" in done.stderr
+
+
+def test_tokens_are_written_private_and_never_replaced_unasked(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.toml"
+
+    done = rose("tokens", str(path))
+
+    assert done.returncode == 0
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    first = Tokens.load(path)
+    assert first.agent not in done.stdout
+    again = rose("tokens", str(path))
+    assert again.returncode == 2
+    assert Tokens.load(path) == first
+    assert rose("tokens", str(path), "--force").returncode == 0
+    assert Tokens.load(path) != first
+
+
+def test_a_library_that_is_not_installed_is_named_with_its_cure(tmp_path: Path) -> None:
+    """A stand-in ``ray`` that cannot be imported, as on a machine without the extras."""
+    from rose import cli
+    from rose.errors import ConfigError
+
+    (tmp_path / "needs_missing.py").write_text("import no_such_library_x\n")
+    sys.path.insert(0, str(tmp_path))
+    try:
+        with pytest.raises(
+            ConfigError, match=r"needs 'no_such_library_x', which is not installed.*pip install"
+        ):
+            cli._load("needs_missing", "main", "train")
+    finally:
+        sys.path.remove(str(tmp_path))

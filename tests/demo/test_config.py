@@ -1,0 +1,122 @@
+"""Settings of the demo: refusals that name the field, and files that come out as they went in."""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rose.demo.arrivals import Arrival
+from rose.demo.config import DemoConfig, load_demo_config
+from rose.demo.fleet import Part
+from rose.demo.parts import TOKEN_FILE, Plan, to_toml
+from rose.demo.traffic import load_plan
+from rose.errors import ConfigError
+
+
+def test_defaults_are_valid_and_ports_are_consecutive() -> None:
+    config = load_demo_config(None)
+
+    assert list(config.ports().values()) == list(range(18470, 18475))
+    assert config.url("scheduler") == "http://127.0.0.1:18472"
+
+
+def test_named_options_and_overrides_win_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "demo.toml"
+    path.write_text("seed = 1\nsteps = 9\n[traffic]\nperiod_s = 20\n")
+
+    config = load_demo_config(path, {"steps": 7, "out": Path("x y")}, ["traffic.mean_rate_hz=2.5"])
+
+    assert (config.seed, config.steps, config.out) == (1, 7, Path("x y"))
+    assert (config.traffic.period_s, config.traffic.mean_rate_hz) == (20, 2.5)
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"steps": 0}, "steps"),
+        ({"base_port": 80}, "base_port"),
+        ({"traffic.period_s": 1.0}, "traffic.period_s"),
+        ({"traffic.prompt_max_tokens": 2000}, "traffic.prompt_max_tokens"),
+        ({"job.group_size": 4}, "job.group_size"),
+        ({"job.fine_tuning_steps": 20}, "job.fine_tuning_steps"),
+        ({"stepz": 3}, "stepz"),
+    ],
+)
+def test_a_wrong_setting_names_its_field(given: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_demo_config(None, given)
+    assert caught.value.field == field
+
+
+def test_a_misspelt_key_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'steps'"):
+        load_demo_config(None, {"stepz": 3})
+
+
+def test_cores_are_two_different_ones_that_we_may_use() -> None:
+    usable = sorted(os.sched_getaffinity(0))
+    if len(usable) < 2:
+        pytest.skip("one core only")
+
+    assert DemoConfig().cores() == (usable[0], usable[1])
+    assert DemoConfig(production_core=usable[1]).cores() == (usable[1], usable[0])
+    with pytest.raises(ConfigError, match="core 4096"):
+        DemoConfig(production_core=4096).cores()
+    with pytest.raises(ConfigError, match="two different"):
+        DemoConfig(production_core=usable[0], other_core=usable[0]).cores()
+
+
+def test_toml_comes_out_as_it_went_in() -> None:
+    table = {
+        "a": 'x "y" \\ z',
+        "n": 3,
+        "f": 1e-06,
+        "flag": True,
+        "l": ["p", "q"],
+        "t": {"u": {"v": 1}, "w": 2},
+    }
+
+    assert tomllib.loads(to_toml({**table, "none": None, "path": Path("/p")})) == {**table, "path": "/p"}
+
+
+def test_no_part_has_a_secret_on_its_command_line_and_the_senders_plan_loads(tmp_path: Path) -> None:
+    from rose.auth import Tokens
+
+    root = tmp_path / "run"
+    root.mkdir()
+    tokens = Tokens.generate()
+    tokens.save(root / TOKEN_FILE)
+    plan = Plan(config=DemoConfig(), cores=(0, 1), root=root, logs=tmp_path / "logs")
+    plan.prepare([Arrival(at_s=0.5, prompt_tokens=3, output_tokens=4)])
+    (root / "models.json").write_text(json.dumps(["/m/production", "/m/policy"]))
+    plan.find_models()
+
+    assert load_plan(root / "traffic.json").to_arrivals()[0].prompt_tokens == 3
+    words = [word for part in plan.all_parts() for word in part.spec.argv]
+    files = [path.read_text() for path in root.glob("*.toml") if path.name != TOKEN_FILE]
+    for secret in (tokens.agent, tokens.trainer, tokens.node, tokens.relay, tokens.admin):
+        assert not any(secret in text for text in (*words, *files))
+
+
+def test_only_production_and_the_harvested_engine_use_the_first_core(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    root.mkdir()
+    plan = Plan(config=DemoConfig(), cores=(0, 1), root=root, logs=tmp_path / "logs")
+    plan.prepare([Arrival(at_s=0.5, prompt_tokens=3, output_tokens=4)])
+
+    def core_of(part: Part) -> tuple[int, ...]:
+        """Of the part, or of the engine that it starts."""
+        if part.spec.name not in ("harvested", "dedicated"):
+            return part.spec.cores
+        words = tomllib.loads((root / f"{part.spec.name}.toml").read_text())["engine"]["command"]
+        return (int(words[words.index("--cpu-list") + 1]),)
+
+    on_first = {part.spec.name for part in plan.all_parts() if 0 in core_of(part)}
+
+    assert on_first == {"production", "harvested"}
+    assert {p.spec.name for p in plan.all_parts() if p.spec.sched == "normal"} >= {"production", "traffic"}

@@ -1,0 +1,183 @@
+"""The report: what is written, what it says when things went wrong, and that it needs nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from rose.demo.charts import bytes_axis, linear_axis, log_axis, nice_ticks
+from rose.demo.page import render_html
+from rose.demo.report import write_report
+from rose.demo.result import SUMMARY_KEYS, DemoResult, Latency, Reclaim, summarize
+from rose.units import format_bytes
+from tests.demo.sample import SLO, sample_result
+
+
+@pytest.fixture(scope="module")
+def result() -> DemoResult:
+    return sample_result()
+
+
+@pytest.fixture(scope="module")
+def empty() -> DemoResult:
+    """A run that ended before anything was measured."""
+    return DemoResult(
+        seed=0,
+        complete=False,
+        seconds_total=3.0,
+        traffic_source="generator",
+        busiest_second_ratio=6.0,
+        phases=[],
+        latency=Latency(slo=SLO, arms={}, ratios={}),
+        production_requests=0,
+        production_errors=0,
+        error_examples=[],
+        steps=[],
+        tiers={},
+        tiers_shared={},
+        reclaim=Reclaim(),
+    )
+
+
+class Checker(HTMLParser):
+    """Collects text, and fails on tags that do not nest."""
+
+    VOID = frozenset({"meta", "br", "link", "img", "path", "rect", "circle"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in {"meta"}:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag in self.VOID
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] not in {"style", "title"}:
+            self.text.append(data)
+
+
+def text_of(page: str) -> str:
+    checker = Checker()
+    checker.feed(page)
+    assert checker.open == []
+    return " ".join(" ".join(checker.text).split())
+
+
+def test_summary_is_flat_and_has_exactly_the_promised_keys(result: DemoResult, tmp_path: Path) -> None:
+    json_path, _ = write_report(result, tmp_path / "out" / "demo")
+
+    document = json.loads(json_path.read_text())
+
+    assert tuple(document["summary"]) == SUMMARY_KEYS
+    assert all(isinstance(value, int | float) for value in document["summary"].values())
+    assert document["details"]["steps"][0]["tiers"]["dedicated"]["num_turns"] == 780
+
+
+def test_summary_takes_first_and_last_step_sums_bytes_and_counts_turns(result: DemoResult) -> None:
+    summary = summarize(result)
+
+    assert summary["success_rate_first"] == result.steps[0].success_rate
+    assert summary["success_rate_last"] == result.steps[-1].success_rate
+    assert summary["weight_bytes_dense"] == 20 * 1_900_000
+    assert summary["weight_bytes_sent"] == 1_900_000 + 16 * 1_310_000 + 3 * 61_000
+    assert summary["harvested_turn_share"] == round(5_100 / 14_900, 4)
+    assert summary["resumed_turns"] == 31
+
+
+def test_a_run_cut_short_still_has_all_keys_with_null_for_what_is_unknown(
+    empty: DemoResult, tmp_path: Path
+) -> None:
+    json_path, html_path = write_report(empty, tmp_path)
+
+    summary = json.loads(json_path.read_text())["summary"]
+    assert tuple(summary) == SUMMARY_KEYS
+    assert summary["p99_ttft_ratio"] is None
+    assert summary["success_rate_last"] is None
+    text = text_of(html_path.read_text())
+    assert "This run was cut short" in text
+    assert "Not shown: no RL step was finished." in text
+
+
+def test_page_takes_nothing_from_the_network_and_runs_no_script(result: DemoResult) -> None:
+    page = render_html(result)
+
+    assert not re.search(r"https?://|<script|<link|<img|url\(|@import", page)
+    assert "prefers-color-scheme: dark" in page
+
+
+def test_page_nests_and_says_the_figures_of_the_summary(result: DemoResult) -> None:
+    summary, text = summarize(result), text_of(render_html(result))
+
+    assert f"{summary['success_rate_first']:.0%} → {summary['success_rate_last']:.0%}" in text
+    assert f"{summary['p99_ttft_ratio']:.2f}x" in text
+    assert f"A/A noise {summary['aa_itl_ratio']:.2f}x" in text
+    assert format_bytes(summary["weight_bytes_sent"] or 0) in text
+    assert "Core 1 carried the RL job in all three." in text
+
+
+def test_toy_learning_rate_is_named_beside_the_density(result: DemoResult) -> None:
+    text = text_of(render_html(result))
+
+    assert "At the toy learning rate (0.001): 93.0% of the weights changed" in text
+    assert "At a fine-tuning learning rate (5e-06), in the last steps: 3.1% of the weights changed" in text
+
+
+def test_failed_requests_lead_the_page_and_are_listed() -> None:
+    page = render_html(sample_result(num_errors=2))
+
+    assert "<b>2 failed.</b>" in page
+    assert '<div class="tile bad">' in page
+
+
+def test_text_from_other_processes_is_escaped() -> None:
+    result = sample_result(num_errors=1)
+    hostile = dataclasses.replace(result.events[0], text="<script>alert(1)</script>", kind="<i>")
+    page = render_html(
+        dataclasses.replace(
+            result, events=[hostile, *result.events], settings={"<b>": "$verdict & </dl>"}, machine={}
+        )
+    )
+
+    assert "<script>" not in page
+    assert "HTTP 503: &lt;busy&gt;" in page
+    assert "$verdict &amp; &lt;/dl&gt;" in page
+    text_of(page)
+
+
+def test_every_class_a_chart_uses_has_a_colour(result: DemoResult) -> None:
+    page = render_html(result)
+    used = set(re.findall(r"s-([a-z]+)", page.partition("</style>")[2]))
+    defined = set(re.findall(r"\.s-([a-z]+) \{ --c:", page))
+
+    assert used <= defined
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (0.0, 37.0), (3.0, 3.0), (0.0, 12345.0), (0.0, 0.004)])
+def test_ticks_are_round_rising_and_inside(low: float, high: float) -> None:
+    ticks = nice_ticks(low, high)
+
+    assert ticks == sorted(set(ticks))
+    assert all(low <= tick <= high for tick in ticks)
+    assert 1 <= len(ticks) <= 7
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.001, 0.5), (0.02, 0.021), (1.0, 1e6)])
+def test_axes_cover_their_values(low: float, high: float) -> None:
+    for axis in (log_axis(low, high, str), linear_axis(high, str), bytes_axis(low * 1e6, high * 1e6, str)):
+        assert axis.ticks[-1] == axis.high
+        assert axis.low < axis.high
+    assert log_axis(low, high, str).low <= low * 1.001
+    assert linear_axis(high, str).high >= high

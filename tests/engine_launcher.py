@@ -1,0 +1,432 @@
+"""Start real ``vllm serve`` processes for tests, fast, and end them without a trace.
+
+A server costs 25-50 s on CPU, nearly all of it three interpreters importing vLLM in turn.  Here one
+*nursery* process per pytest run imports it once and forks every server from that image::
+
+    with EngineServer(model_dir, role="rollout", env={"ROSE_DIR": str(tmp)}) as server:
+        server.post("/inference/v1/generate", {...}).json()
+
+A role gets the command-line arguments of its kind (:data:`ROLE_ARGS`); ``args`` come after them and
+win.  ``fast=False`` starts the installed ``vllm`` command, as a user does.  The server's standard
+output and error are in ``server.log_path``; a failed start raises with its tail.
+
+Only for CPU and only for tests: the forked server has one OpenMP thread and no preloaded allocator,
+and its workers are forked where vLLM would spawn them.  Everything else is the real program.
+
+Leaving the ``with`` block ends the whole process session: SIGTERM, then SIGKILL for what is left.
+When pytest itself dies, the nursery sees its pipe close and does the same for every server.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Literal, Protocol
+
+import httpx
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+Role = Literal["serving", "rollout"]
+
+BASE_ARGS = (
+    "--host=127.0.0.1",
+    "--enforce-eager",  # with a given KV size this skips the CPU warm-up
+    f"--kv-cache-memory-bytes={32 << 20}",
+    "--max-model-len=512",
+    "--max-num-seqs=8",
+    "--dtype=bfloat16",
+)
+ROLE_ARGS: dict[str, tuple[str, ...]] = {
+    "serving": (),
+    "rollout": ("--enable-scale-out", '--weight-transfer-config={"backend":"rose"}'),
+}
+# Variables that would change what a server does are taken from the test, never from the caller's shell.
+SCRUBBED = ("ROSE_", "VLLM_", "LD_PRELOAD", "OMP_", "CUDA_VISIBLE_DEVICES")
+BASE_ENV = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_PLUGINS": "rose",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "PYTHONUNBUFFERED": "1",
+}
+TERM_GRACE_S = 5.0
+
+
+class EngineStartError(RuntimeError):
+    """The server ended, or did not become healthy in time; the message ends with its log's tail."""
+
+
+class EngineServer:
+    """One ``vllm serve`` process tree; a context manager.
+
+    Args:
+        model_dir: Folder of a Hugging Face checkpoint.
+        role: ``ROSE_ROLE`` of the server; None leaves the plugin installed and off.
+        env: Variables added last.
+        args: Arguments added last.
+        fast: Fork from the nursery (default), or start the installed ``vllm`` command.
+        start_timeout_s: How long ``/health`` may take.
+
+    Attributes:
+        url: ``http://127.0.0.1:PORT``.
+        node_token: Value of ``ROSE_NODE_TOKEN``; :meth:`get` and :meth:`post` send it.
+        rose_dir: Value of ``ROSE_DIR``; a fresh folder unless ``env`` names one.
+        pid: Of the API server, which is also the id of the session of the whole tree.
+        start_s: What the start took.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path | str,
+        *,
+        role: Role | None = None,
+        env: Mapping[str, str] | None = None,
+        args: Sequence[str] = (),
+        fast: bool = True,
+        start_timeout_s: float = 120.0,
+    ) -> None:
+        self.model_dir = Path(model_dir)
+        self.role: Role | None = role
+        self.fast = fast
+        self.start_timeout_s = start_timeout_s
+        self.node_token = secrets.token_urlsafe(24)
+        self.start_s = 0.0
+        self._extra_env = dict(env or {})
+        self._extra_args = tuple(args)
+        self._process: _Process | None = None
+        self._client: httpx.Client | None = None
+
+    def __enter__(self) -> EngineServer:
+        self._folder = Path(tempfile.mkdtemp(prefix="rose-engine-"))
+        self.log_path = self._folder / "server.log"
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        env = {name: value for name, value in os.environ.items() if not name.startswith(SCRUBBED)}
+        env |= BASE_ENV
+        if self.role is not None:
+            (self._folder / "rose").mkdir(mode=0o700)
+            env |= {
+                "ROSE_ROLE": self.role,
+                "ROSE_DIR": str(self._folder / "rose"),
+                "ROSE_NODE_TOKEN": self.node_token,
+            }
+        env |= self._extra_env
+        self.node_token = env.get("ROSE_NODE_TOKEN", self.node_token)
+        self.rose_dir = Path(env.get("ROSE_DIR", self._folder))
+        argv = ["serve", str(self.model_dir), *BASE_ARGS, f"--port={self.port}"]
+        argv += [*ROLE_ARGS.get(self.role or "", ()), *self._extra_args]
+        began_s = time.monotonic()
+        try:
+            if self.fast:
+                self._process = _Nursery.shared().start(argv, env, self.log_path)
+            else:
+                self._process = _Spawned(argv, env, self.log_path)
+            self._client = httpx.Client(
+                base_url=self.url, headers={"Authorization": f"Bearer {self.node_token}"}, timeout=60.0
+            )
+            self._wait_healthy(began_s + self.start_timeout_s)
+        except BaseException:
+            self.__exit__()
+            raise
+        self.start_s = time.monotonic() - began_s
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._client is not None:
+            self._client.close()
+        if self._process is not None:
+            end_session(self._process)
+            self._process = None
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def pid(self) -> int:
+        if self._process is None:
+            raise RuntimeError("the server is not running")
+        return self._process.pid
+
+    def processes(self) -> list[psutil.Process]:
+        """Every live process of the tree: API server, engine core, workers."""
+        return session_processes(self.pid)
+
+    def get(self, path: str, **kwargs: Any) -> httpx.Response:
+        return self._http().get(path, **kwargs)
+
+    def post(self, path: str, body: Any = None, **kwargs: Any) -> httpx.Response:
+        return self._http().post(path, json=body, **kwargs)
+
+    def generate(self, token_ids: Sequence[int], *, max_tokens: int, **sampling: Any) -> dict[str, Any]:
+        """One greedy turn over ``/inference/v1/generate``; the parsed answer."""
+        sampling = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True} | sampling
+        answer = self.post(
+            "/inference/v1/generate", {"token_ids": list(token_ids), "sampling_params": sampling}
+        )
+        answer.raise_for_status()
+        return answer.json()
+
+    def log_tail(self, num_lines: int = 120) -> str:
+        if not self.log_path.exists():
+            return "(no log)"
+        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-num_lines:])
+
+    def _http(self) -> httpx.Client:
+        if self._client is None:
+            raise RuntimeError("the server is not running")
+        return self._client
+
+    def _wait_healthy(self, until_s: float) -> None:
+        assert self._process is not None
+        while time.monotonic() < until_s:
+            if not self._process.alive():
+                raise EngineStartError(f"the server ended while starting\n{self.log_tail(150)}")
+            try:
+                if self._http().get("/health", timeout=2.0).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.05)  # another program's port: there is no event to wait for
+        raise EngineStartError(f"not healthy after {self.start_timeout_s:.0f} s\n{self.log_tail(150)}")
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago on the loopback interface."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def session_processes(session_id: int) -> list[psutil.Process]:
+    """Live processes of one process session."""
+    found: list[psutil.Process] = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == session_id and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.NoSuchProcess, ProcessLookupError, PermissionError):
+            continue
+    return found
+
+
+class _Process(Protocol):
+    """A session leader that somebody else reaps."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def alive(self) -> bool: ...
+
+
+def end_session(process: _Process) -> None:
+    """End a process session: its leader politely, so that it cleans up, then whatever is left."""
+    if process.alive():
+        try:
+            os.kill(process.pid, signal.SIGTERM)
+        except ProcessLookupError:
+            pass
+    until_s = time.monotonic() + TERM_GRACE_S
+    while time.monotonic() < until_s and (process.alive() or session_processes(process.pid)):
+        time.sleep(0.05)
+    left = session_processes(process.pid)
+    for each in left:
+        try:
+            each.kill()
+        except psutil.NoSuchProcess:
+            pass
+    psutil.wait_procs(left, timeout=5.0)
+    process.alive()  # reaps
+
+
+class _Spawned:
+    """The installed ``vllm`` command."""
+
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], log_path: Path) -> None:
+        command = [str(Path(sys.executable).with_name("vllm")), *argv]
+        with log_path.open("wb") as log:
+            self._popen = subprocess.Popen(
+                command,
+                env=dict(env),
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self.pid = self._popen.pid
+
+    def alive(self) -> bool:
+        return self._popen.poll() is None
+
+
+class _Nursery:
+    """Client side of the process that servers are forked from; one per pytest run, started when needed."""
+
+    _shared: _Nursery | None = None
+    _shared_lock = threading.Lock()
+
+    @classmethod
+    def shared(cls) -> _Nursery:
+        with cls._shared_lock:
+            if cls._shared is None or cls._shared._popen.poll() is not None:
+                cls._shared = cls()
+                atexit.register(cls._shared.close)
+            return cls._shared
+
+    def __init__(self) -> None:
+        env = {name: value for name, value in os.environ.items() if not name.startswith(SCRUBBED)}
+        self._popen = subprocess.Popen(
+            [sys.executable, "-m", "tests.engine_launcher"],
+            env=env | BASE_ENV,
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._lock = threading.Lock()
+
+    def start(self, argv: Sequence[str], env: Mapping[str, str], log_path: Path) -> _Forked:
+        answer = self.ask({"op": "start", "argv": list(argv), "env": dict(env), "log": str(log_path)})
+        return _Forked(self, int(answer["pid"]))
+
+    def ask(self, command: dict[str, Any]) -> dict[str, Any]:
+        assert self._popen.stdin is not None
+        assert self._popen.stdout is not None
+        with self._lock:
+            self._popen.stdin.write(json.dumps(command) + "\n")
+            self._popen.stdin.flush()
+            line = self._popen.stdout.readline()
+        if not line:
+            raise EngineStartError("the nursery process ended; its error is on standard error")
+        return json.loads(line)
+
+    def close(self) -> None:
+        assert self._popen.stdin is not None
+        try:
+            self._popen.stdin.close()
+            self._popen.wait(timeout=2 * TERM_GRACE_S)
+        except (OSError, subprocess.TimeoutExpired):
+            self._popen.kill()
+            self._popen.wait()
+
+
+class _Forked:
+    def __init__(self, nursery: _Nursery, pid: int) -> None:
+        self._nursery = nursery
+        self.pid = pid
+        self._ended = False
+
+    def alive(self) -> bool:
+        if not self._ended:
+            try:
+                self._ended = self._nursery.ask({"op": "poll", "pid": self.pid})["ended"]
+            except EngineStartError:
+                self._ended = True
+        return not self._ended
+
+
+# -- the nursery process ---------------------------------------------------------------------------
+
+
+def _nursery_main() -> None:
+    """Import vLLM once, then fork a server per ``start`` line until standard input closes."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever the imports print must not get between the answers
+    _import_engine()
+    pids: set[int] = set()
+    for line in sys.stdin:
+        command = json.loads(line)
+        if command["op"] == "start":
+            pid = os.fork()
+            if pid == 0:
+                _become_server(command, answers)
+            pids.add(pid)
+            answer: dict[str, Any] = {"pid": pid}
+        else:
+            pid = command["pid"]
+            if pid in pids and os.waitpid(pid, os.WNOHANG)[0] == pid:
+                pids.discard(pid)
+            answer = {"ended": pid not in pids}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+    for pid in pids:
+        end_session(_OwnChild(pid))
+
+
+class _OwnChild:
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._ended = False
+
+    def alive(self) -> bool:
+        self._ended = self._ended or os.waitpid(self.pid, os.WNOHANG)[0] == self.pid
+        return not self._ended
+
+
+def _import_engine() -> None:
+    """Load what every server process loads, and make vLLM fork where it would spawn."""
+    import vllm.entrypoints.cli.serve
+    import vllm.entrypoints.openai.api_server
+    import vllm.model_executor.models.qwen3
+    import vllm.v1.engine.core
+    import vllm.v1.executor.multiproc_executor
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls: type[CpuPlatform], vllm_config: Any) -> None:
+        original(cls, vllm_config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # the original insists on spawn
+
+    setattr(CpuPlatform, "check_and_update_config", classmethod(check_and_update_config))  # noqa: B010
+
+
+def _become_server(command: dict[str, Any], answers: IO[str]) -> None:
+    """Turn this fork into ``vllm serve``; never returns."""
+    status = 1
+    try:
+        answers.close()
+        os.setsid()
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: end with the nursery
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        log = os.open(command["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.environ.clear()
+        os.environ.update(command["env"])
+        sys.argv = ["vllm", *command["argv"]]
+        from vllm.entrypoints.cli.main import main
+
+        main()
+        status = 0
+    except SystemExit as exit_:
+        status = exit_.code if isinstance(exit_.code, int) else 1
+    except BaseException:  # noqa: BLE001 - the last frame of a process: print and end
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    _nursery_main()

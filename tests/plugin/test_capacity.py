@@ -1,0 +1,113 @@
+"""Balloon on vLLM's real block pool: what it takes, what it leaves, and that nothing is handed out twice."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from vllm_plugin.capacity import Balloon
+
+CHUNK = 4
+NUM_BLOCKS = 64
+
+
+@pytest.fixture(scope="module")
+def block_pool_class() -> Any:
+    from vllm.v1.core.block_pool import BlockPool
+
+    return BlockPool
+
+
+@pytest.fixture
+def pool(block_pool_class: Any) -> Any:
+    return block_pool_class(num_gpu_blocks=NUM_BLOCKS, enable_caching=True, hash_block_size=16)
+
+
+@pytest.fixture
+def balloon(pool: Any) -> Iterator[Balloon]:
+    balloon = Balloon(pool, CHUNK)
+    yield balloon
+    balloon.check()
+
+
+def test_inflating_takes_free_blocks_from_the_pool(pool: Any, balloon: Balloon) -> None:
+    free = pool.get_num_free_blocks()
+
+    assert len(balloon.inflate_free(5, budget_s=1.0)) == 5
+
+    assert pool.get_num_free_blocks() == free - 5 * CHUNK
+    assert balloon.num_used_blocks == 0
+
+
+def test_deflating_gives_them_back(pool: Any, balloon: Balloon) -> None:
+    free = pool.get_num_free_blocks()
+    taken = balloon.inflate_free(5, budget_s=1.0)
+
+    assert balloon.deflate(taken) == 5
+
+    assert pool.get_num_free_blocks() == free
+    assert not balloon.inflated
+
+
+def test_a_chunk_with_a_block_in_use_is_left_alone(pool: Any, balloon: Balloon) -> None:
+    held = pool.get_new_blocks(1)[0]  # the first free block is 1, in chunk 0
+    chunk = held.block_id // CHUNK
+
+    assert not balloon.inflate(chunk)
+    assert pool.blocks[held.block_id].ref_cnt == 1
+    assert chunk not in balloon.inflated
+
+
+def test_the_null_block_is_never_taken_even_with_its_whole_chunk(pool: Any, balloon: Balloon) -> None:
+    assert balloon.inflate(0)
+
+    assert pool.null_block.is_null
+    assert pool.null_block.ref_cnt == 0
+    assert balloon.num_inflated_blocks == CHUNK - 1
+    balloon.deflate([0])
+    assert pool.get_num_free_blocks() == NUM_BLOCKS - 1
+
+
+def test_everything_inflated_leaves_nothing_to_allocate(pool: Any, balloon: Balloon) -> None:
+    for chunk in range(balloon.num_chunks):
+        balloon.inflate(chunk)
+
+    assert pool.get_num_free_blocks() == 0
+    with pytest.raises(ValueError, match="Cannot get 1 free blocks"):
+        pool.get_new_blocks(1)
+
+
+def test_cheapest_victims_come_first(pool: Any, balloon: Balloon) -> None:
+    pool.get_new_blocks(CHUNK + 1)  # blocks 1..5: three in chunk 0, two in chunk 1
+
+    assert balloon.cheapest_victims(15)[-1] == 1
+    assert len(balloon.active_blocks(1)) == 2
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_block_is_ever_handed_out_twice(pool: Any, balloon: Balloon, seed: int) -> None:
+    rng = random.Random(seed)
+    held: list[Any] = []
+    for _ in range(2000):
+        match rng.randrange(4):
+            case 0:
+                count = rng.randint(1, 6)
+                if count <= pool.get_num_free_blocks():
+                    held += pool.get_new_blocks(count)
+            case 1 if held:
+                rng.shuffle(held)
+                count = rng.randint(1, len(held))
+                pool.free_blocks([held.pop() for _ in range(count)])
+            case 2:
+                balloon.inflate_free(rng.randint(1, 4), budget_s=1.0)
+            case 3 if balloon.inflated:
+                balloon.deflate(rng.sample(sorted(balloon.inflated), rng.randint(1, len(balloon.inflated))))
+        ids = [block.block_id for block in held]
+        assert len(set(ids)) == len(ids)
+        assert not {i // CHUNK for i in ids} & balloon.inflated
+        assert balloon.num_used_blocks == len(held)
+        assert pool.get_num_free_blocks() + len(held) + balloon.num_inflated_blocks == NUM_BLOCKS - 1
+        balloon.check()

@@ -1,0 +1,228 @@
+"""A real rollout engine against stand-ins for its node agent and its neighbour: gate, cut, budget, dead-man.
+
+One server for the file; released memory is inaccessible in it, so a use after release would be a crash.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rose.coserve.ledger import Mode
+from tests.engine_launcher import EngineServer
+from tests.plugin.stand_in import Host, S, eventually
+from tests.tiny_model import write_tiny_model
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
+
+PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
+TOTAL_PAGES = 64
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_tiny_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def node_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("node")
+    folder.chmod(0o700)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, node_dir: Path) -> Iterator[EngineServer]:
+    env = {"ROSE_DIR": str(node_dir), "ROSE_GUARD": "1"}
+    with EngineServer(model, role="rollout", env=env) as server:
+        yield server
+
+
+@pytest.fixture
+def host(server: EngineServer, node_dir: Path) -> Iterator[Host]:
+    """Production idle, 8 pages lent, gate open; memory settled."""
+    host = Host(node_dir, total_pages=TOTAL_PAGES)
+    host.lend(8)
+    settled(server, 8)
+    yield host
+    host.close()
+    settled(server, 0)  # nobody writes any more: the engine gives everything back by itself
+
+
+def status(server: EngineServer) -> dict[str, Any]:
+    answer = server.get("/rose/status")
+    answer.raise_for_status()
+    return answer.json()["scheduler"]
+
+
+def settled(server: EngineServer, pages: int) -> dict[str, Any]:
+    """Wait until the engine uses exactly ``pages``; its status then."""
+
+    def probe() -> dict[str, Any] | None:
+        now = status(server)
+        return now if now["usable_pages"] == pages == now["reserved_pages"] else None
+
+    return eventually(probe, f"{pages} usable pages, last {status(server)}")
+
+
+class Turn(threading.Thread):
+    """One greedy turn in the background."""
+
+    def __init__(self, server: EngineServer, tokens: list[int], max_tokens: int) -> None:
+        super().__init__(daemon=True)
+        self._call = lambda: server.generate(tokens, max_tokens=max_tokens)
+        self.answer: dict[str, Any] = {}
+        self.start()
+
+    def run(self) -> None:
+        self.answer = self._call()
+
+    def choice(self, timeout_s: float = 60.0) -> dict[str, Any]:
+        self.join(timeout_s)
+        assert not self.is_alive(), "the turn does not end"
+        return self.answer["choices"][0]
+
+
+def busy_without_slack(host: Host) -> None:
+    """Production runs requests whose next tokens are due now."""
+    host.set(running=4, busy=1, tpot_deadline_ns=1)
+
+
+def idle(host: Host) -> None:
+    host.set(running=0, busy=0, tpot_deadline_ns=0)
+
+
+def test_a_turn_runs_inside_the_budget(server: EngineServer, host: Host) -> None:
+    assert Turn(server, PROMPT, 20).choice()["finish_reason"] == "length"
+
+
+def test_a_closed_gate_calls_no_schedule_and_an_event_opens_it(server: EngineServer, host: Host) -> None:
+    busy_without_slack(host)
+    eventually(lambda: not status(server)["gate_open"], "gate closed")
+    turn = Turn(server, PROMPT, 5)
+    eventually(lambda: status(server)["waiting"] == 1, "the turn has arrived in the engine")
+    before = status(server)["schedules"]
+    for _ in range(5):  # status calls run on the engine thread: the engine is awake and still does not step
+        assert status(server)["schedules"] == before
+    assert turn.is_alive()
+
+    idle(host)
+
+    assert turn.choice()["finish_reason"] == "length"
+    after = status(server)
+    assert after["schedules"] > before
+    assert after["gate_opened_by"] == "event"
+
+
+def test_an_abort_is_served_while_the_gate_is_closed(server: EngineServer, host: Host) -> None:
+    busy_without_slack(host)
+    eventually(lambda: not status(server)["gate_open"], "gate closed")
+    turn = Turn(server, PROMPT, 5)
+    request_id = eventually(lambda: status(server)["request_ids"], "the turn has arrived")[0]
+
+    server.post("/rose/abort", {"request_ids": [request_id]}).raise_for_status()
+
+    assert turn.choice()["finish_reason"] == "abort"
+
+
+def test_a_cut_returns_partial_tokens_and_the_continued_turn_is_the_uninterrupted_one(
+    server: EngineServer, host: Host
+) -> None:
+    whole = Turn(server, PROMPT, 400).choice()["token_ids"]
+    turn = Turn(server, PROMPT, 400)
+    eventually(lambda: status(server)["running"] == 1, "the turn runs")
+
+    host.set(node={"lend_pages": 0})
+    cut = turn.choice()
+
+    assert cut["finish_reason"] == "abort"
+    assert cut["stop_reason"] == "rose:kv_reclaimed"
+    partial = cut["token_ids"]
+    assert len(partial) < 400
+    assert whole[: len(partial)] == partial
+    settled(server, 0)
+    host.lend(8)
+    settled(server, 8)
+    rest = Turn(server, PROMPT + partial, 400 - len(partial)).choice()["token_ids"]
+    assert partial + rest == whole
+
+
+def test_reclaimed_memory_is_given_back_to_the_machine(server: EngineServer, host: Host) -> None:
+    Turn(server, PROMPT, 20).choice()
+    full = status(server)["resident_bytes"]
+
+    host.set(node={"lend_pages": 2})
+    small = settled(server, 2)["resident_bytes"]
+
+    assert full - small == 6 * 2 * 1024 * 1024
+
+
+def test_outputs_are_identical_after_reclaim_and_regrowth(server: EngineServer, host: Host) -> None:
+    before = Turn(server, PROMPT, 60).choice()["token_ids"]
+    for pages in (1, 8, 3, 8):
+        host.lend(pages)
+        settled(server, pages)
+
+    assert Turn(server, PROMPT, 60).choice()["token_ids"] == before
+
+
+def test_production_claims_memory_directly_without_the_agent(server: EngineServer, host: Host) -> None:
+    host.silence(node=False)
+
+    host.set(claim_pages=6, pressure_seq=1)
+
+    assert settled(server, 2)["reclaim_seq"] > 0
+
+
+def test_a_request_larger_than_the_budget_is_answered_at_once(server: EngineServer, host: Host) -> None:
+    host.set(node={"lend_pages": 0})
+    settled(server, 0)
+
+    choice = Turn(server, PROMPT, 5).choice()
+
+    assert choice["finish_reason"] == "abort"
+    assert choice["token_ids"] == []
+
+
+def test_off_gives_everything_back_and_stops_every_step(server: EngineServer, host: Host) -> None:
+    host.set(node={"mode": int(Mode.OFF)})
+
+    now = settled(server, 0)
+
+    assert not now["gate_open"]
+    assert now["resident_bytes"] == 0
+    assert "off" in now["reason"]
+
+
+def test_a_silent_node_agent_is_a_dead_one(server: EngineServer, host: Host) -> None:
+    host.silence(node=True)
+
+    settled(server, 0)
+
+
+def test_silent_production_is_dead_production(server: EngineServer, host: Host) -> None:
+    host.silence(serving=True)
+
+    settled(server, 0)
+
+
+def test_starting_production_gets_everything(server: EngineServer, host: Host) -> None:
+    from rose.coserve.ledger import Phase
+
+    host.set(phase=int(Phase.STARTING))
+
+    settled(server, 0)
+
+
+def test_a_deadline_far_away_leaves_the_gate_open(server: EngineServer, host: Host) -> None:
+    import time
+
+    host.set(running=4, busy=1, tpot_deadline_ns=time.monotonic_ns() + 3600 * S)
+
+    assert Turn(server, PROMPT, 10).choice()["finish_reason"] == "length"

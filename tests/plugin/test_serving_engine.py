@@ -1,0 +1,229 @@
+"""A real production engine with the plugin on, against stand-ins for the node agent and the rollout engine."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rose.coserve.ledger import Mode, NodeDir, NodeState, Phase, RolloutLease, ServingLease
+from tests.engine_launcher import EngineServer
+from tests.plugin.stand_in import eventually
+from tests.tiny_model import write_tiny_model
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
+
+PROMPT = list(range(5, 105))
+
+
+@pytest.fixture(scope="module")
+def node_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("node")
+    folder.chmod(0o700)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, node_dir: Path) -> Iterator[EngineServer]:
+    folder = tmp_path_factory.mktemp("model")
+    write_tiny_model(folder)
+    env = {"ROSE_DIR": str(node_dir), "ROSE_GUARD": "1", "VLLM_SERVER_DEV_MODE": "1", "VLLM_PLUGINS": "rose"}
+    with EngineServer(folder, role="serving", env=env, args=["--max-num-seqs=64"]) as server:
+        yield server
+
+
+class Agent:
+    """Node agent and rollout engine at the shared files."""
+
+    def __init__(self, path: Path) -> None:
+        self.dir = NodeDir(path)
+        self._writer = self.dir.node_writer()
+        self._peer_writer = self.dir.rollout_lease_writer()
+        self._lease = self.dir.serving_lease()
+        self._state = NodeState(mode=Mode.ON, has_serving=1)
+        self._peer = RolloutLease(phase=Phase.READY)
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self.beating = True
+        self.write()
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def write(self, *, held: int | None = None, **fields: int) -> None:
+        with self._lock:
+            self._state = dataclasses.replace(self._state, **fields)
+            if held is not None:
+                self._peer = dataclasses.replace(self._peer, reserved_pages=held)
+            if not self.beating:
+                return
+            now_ns = time.monotonic_ns()
+            self._writer.write(dataclasses.replace(self._state, heartbeat_ns=now_ns))
+            self._peer_writer.write(dataclasses.replace(self._peer, heartbeat_ns=now_ns))
+        self._writer.wake()
+        self._peer_writer.wake()
+
+    def _beat(self) -> None:
+        while not self._stop.wait(0.2):
+            self.write()
+
+    def lease(self) -> ServingLease:
+        lease = self._lease.read()
+        assert lease is not None
+        return lease
+
+    def resident_pages(self) -> int:
+        record = self.dir.rank("serving", 0).read()
+        assert record is not None
+        return record.resident_pages
+
+    def until_lent(self, pages: int) -> None:
+        eventually(
+            lambda: self.lease().lent_pages == pages and self.resident_pages() == self.total - pages,
+            f"{pages} pages lent, last {self.lease()} with {self.resident_pages()} resident",
+        )
+
+    @property
+    def total(self) -> int:
+        return self.lease().total_pages
+
+    def close(self) -> None:
+        self._stop.set()
+        self._writer.close()
+        self._peer_writer.close()
+
+
+@pytest.fixture
+def agent(server: EngineServer, node_dir: Path) -> Iterator[Agent]:
+    agent = Agent(node_dir)
+    eventually(lambda: agent.lease().phase == Phase.READY, "serving is ready")
+    yield agent
+    agent.beating = True
+    agent.write(mode=int(Mode.OFF), held=0)
+    agent.until_lent(0)
+    agent.close()
+
+
+def complete(server: EngineServer, prompt: list[int], max_tokens: int = 8) -> list[str]:
+    answer = server.post(
+        "/v1/completions",
+        {
+            "model": str(server.model_dir),
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+        },
+    )
+    answer.raise_for_status()
+    assert answer.json()["choices"][0]["finish_reason"] == "length"
+    return answer.json()["choices"][0]["text"]
+
+
+def test_an_idle_engine_lends_what_is_asked_and_its_memory_really_goes(
+    server: EngineServer, agent: Agent
+) -> None:
+    agent.write(lend_pages=10)
+
+    agent.until_lent(10)
+
+
+def test_off_brings_everything_back(server: EngineServer, agent: Agent) -> None:
+    agent.write(lend_pages=10)
+    agent.until_lent(10)
+
+    agent.write(mode=int(Mode.OFF))
+
+    agent.until_lent(0)
+
+
+def test_observe_lends_nothing(server: EngineServer, agent: Agent) -> None:
+    agent.write(mode=int(Mode.OBSERVE), lend_pages=10)
+    complete(server, PROMPT)
+
+    agent.until_lent(0)
+
+
+def test_the_floor_is_never_lent(server: EngineServer, agent: Agent) -> None:
+    agent.write(lend_pages=10_000, floor_pages=6)
+
+    agent.until_lent(agent.total - 6)
+    agent.write(floor_pages=0)
+
+
+def test_outputs_do_not_change_while_memory_is_lent(server: EngineServer, agent: Agent) -> None:
+    before = complete(server, PROMPT, 40)
+
+    agent.write(lend_pages=12)
+    agent.until_lent(12)
+
+    assert complete(server, PROMPT, 40) == before
+
+
+def test_memory_the_peer_still_holds_is_waited_for_as_a_number(server: EngineServer, agent: Agent) -> None:
+    agent.write(lend_pages=10)
+    agent.until_lent(10)
+    agent.write(held=10)
+
+    agent.write(lend_pages=0)
+    eventually(lambda: agent.lease().reserved_pages == agent.total, "serving has reserved it all")
+    complete(server, PROMPT)  # serving goes on meanwhile
+    assert agent.resident_pages() == agent.total - 10
+
+    agent.write(held=4)
+    eventually(lambda: agent.resident_pages() == agent.total - 4, "what was released is back")
+    agent.write(held=0)
+    agent.until_lent(0)
+
+
+def test_a_burst_takes_lent_memory_back_without_the_agent(server: EngineServer, agent: Agent) -> None:
+    agent.write(lend_pages=agent.total - 1)
+    agent.until_lent(agent.total - 1)
+
+    # 48 requests of 500 tokens are 192 blocks of 128; one chunk of 32 is not lent.
+    with concurrent.futures.ThreadPoolExecutor(48) as pool:
+        for future in [pool.submit(complete, server, [7 + i] * 440, 60) for i in range(48)]:
+            future.result(timeout=120)
+
+    board = agent.dir.serving_board().read()
+    assert board is not None
+    assert board.pressure_seq > 0
+
+
+def test_a_silent_agent_means_nothing_is_lent(server: EngineServer, agent: Agent) -> None:
+    agent.write(lend_pages=10)
+    agent.until_lent(10)
+
+    agent.beating = False
+
+    agent.until_lent(0)
+
+
+def test_stock_metrics_read_as_without_the_plugin(server: EngineServer, agent: Agent) -> None:
+    agent.write(lend_pages=10)
+    agent.until_lent(10)
+    complete(server, PROMPT)
+
+    def usage() -> float:
+        lines = server.get("/metrics").text.splitlines()
+        return float(next(x for x in lines if x.startswith("vllm:kv_cache_usage_perc")).rsplit(" ", 1)[1])
+
+    eventually(lambda: usage() == 0.0, "an idle engine reports no KV use")
+
+
+def test_the_prefix_cache_can_be_reset_while_memory_is_lent(server: EngineServer, agent: Agent) -> None:
+    agent.write(lend_pages=10)
+    agent.until_lent(10)
+    before = complete(server, PROMPT, 20)
+
+    assert server.post("/reset_prefix_cache").status_code == 200
+
+    assert complete(server, PROMPT, 20) == before
+    agent.until_lent(10)
+
+
+def test_serving_adds_no_routes(server: EngineServer) -> None:
+    assert server.get("/rose/status").status_code == 404

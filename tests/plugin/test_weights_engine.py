@@ -1,0 +1,313 @@
+"""Weight updates on a real server: the same as a server freshly started, or nothing at all.
+
+One server per kind of model (tied and untied embeddings); every test starts from the state the last one left.
+"""
+
+from __future__ import annotations
+
+import threading
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from rose.weights import statehash
+from tests.engine_launcher import EngineServer
+from tests.plugin.stand_in import Host, eventually
+from tests.plugin.weights_kit import Tensors, change, make_update, state_hash
+from tests.tiny_model import VOCAB_SIZE, write_tiny_model, write_weights
+
+pytestmark = pytest.mark.engine
+
+PROMPT = [7, 30, 99, 181, 12, 240, 5, 66]
+FAULTS = "--worker-extension-cls=tests.plugin.weights_faults.FaultyWorker"
+
+
+class Policy:
+    """A server and what its weights should be."""
+
+    def __init__(self, folder: Path, tied: bool) -> None:
+        self.folder = folder
+        self.tied = tied
+        self.weights = write_tiny_model(folder / "model", seed=3, tied=tied)
+        self.number = 0
+        self.server: EngineServer
+
+    @property
+    def version(self) -> str:
+        return "0.0" if self.number == 0 else f"1.{self.number}"
+
+    def update(self, new: Tensors, **kwargs: Any) -> dict[str, Any]:
+        """Write the update to ``new``; the body that stages it."""
+        number = self.number + 1
+        kwargs = {"base": self.version, "target": f"1.{number}"} | kwargs
+        path = make_update(self.folder / f"update-{number}.safetensors", self.weights, new, **kwargs)
+        return {"path": str(path), "attempt": 1, "version": number}
+
+    def stage(self, body: dict[str, Any]) -> httpx.Response:
+        return self.server.post("/rose/weights/stage", body)
+
+    def commit(self, body: dict[str, Any], **kwargs: Any) -> httpx.Response:
+        return self.server.post(
+            "/rose/weights/commit", {"attempt": body["attempt"], "version": body["version"]} | kwargs
+        )
+
+    def became(self, new: Tensors) -> None:
+        self.weights = new
+        self.number += 1
+
+    def hashes(self) -> dict[str, str]:
+        (rank,) = self.server.get("/rose/weights/hash").json()["ranks"]
+        return rank["hashes"]
+
+    def holds(self, weights: Tensors) -> bool:
+        expected = {name: statehash.to_hex(state_hash(tensor)) for name, tensor in weights.items()}
+        return self.hashes() == expected
+
+    def rpc(self, method: str, *args: Any) -> Any:
+        answer = self.server.post("/collective_rpc", {"method": method, "args": list(args)})
+        answer.raise_for_status()
+        return answer.json()["results"]
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Policy]:
+    policy = Policy(tmp_path_factory.mktemp("policy"), tied=request.param)
+    env = {"ROSE_WEIGHTS_DIR": str(policy.folder), "VLLM_SERVER_DEV_MODE": "1"}
+    with dedicated(policy.folder / "model", env=env, args=[FAULTS]) as policy.server:
+        yield policy
+
+
+@contextlib.contextmanager
+def dedicated(model: Path, *, env: dict[str, str], args: Sequence[str] = ()) -> Iterator[EngineServer]:
+    """A rollout engine on a device of its own, with all of its memory."""
+    server = EngineServer(
+        model, role="rollout", env=env, args=["--logprobs-mode=processed_logprobs", *args]
+    )  # fmt: skip
+    with server:
+        host = Host(server.rose_dir, has_serving=False)
+        try:
+            host.lend(host.lease.total_pages)
+            eventually(lambda: scheduler_of(server)["budget_tokens"] > 1000, "memory for the engine")
+            yield server
+        finally:
+            host.close()
+
+
+def scheduler_of(server: EngineServer) -> dict[str, Any]:
+    return server.get("/rose/status").json()["scheduler"]
+
+
+def turn(server: EngineServer) -> tuple[list[int], list[float]]:
+    choice = server.generate(PROMPT, max_tokens=24, logprobs=1)["choices"][0]
+    return choice["token_ids"], [entry["logprob"] for entry in choice["logprobs"]["content"]]
+
+
+def test_every_tensor_of_the_checkpoint_has_a_place(policy: Policy) -> None:
+    status = policy.server.get("/rose/status").json()
+    (rank,) = status["ranks"]
+    assert rank["fallback"] == {}
+    assert rank["holes"] == []
+    assert policy.holds(policy.weights)
+    assert VOCAB_SIZE % 64  # the embedding is padded in memory, and the padding not hashed
+
+
+def test_no_parameter_was_packed_away(policy: Policy) -> None:
+    assert int(policy.rpc("smallest_parameter")[0]) > 0
+
+
+@pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
+def test_an_updated_server_equals_one_started_with_the_new_weights(policy: Policy, dense: bool) -> None:
+    new = change(policy.weights, seed=11 + dense)
+    old_turn = turn(policy.server)
+    body = policy.update(new, dense=dense)
+
+    staged = policy.stage(body)
+    assert (staged.status_code, staged.json()["state"]) == (200, "staged")
+    assert turn(policy.server) == old_turn  # staging changes nothing
+
+    committed = policy.commit(body)
+    assert committed.status_code == 200, committed.text
+    assert committed.json()["version"] == f"1.{policy.number + 1}"
+    assert 0 < committed.json()["commit_s"] < committed.json()["pause_s"] < 5
+    policy.became(new)
+
+    fresh_dir = policy.folder / f"fresh-{policy.number}"
+    write_tiny_model(fresh_dir, tied=policy.tied)
+    write_weights(fresh_dir, new)
+    with dedicated(fresh_dir, env={"ROSE_WEIGHT_VERSION": policy.version}) as fresh:
+        (rank,) = fresh.get("/rose/weights/hash").json()["ranks"]
+        expected = turn(fresh)
+    assert rank == {"version": policy.version, "hashes": policy.hashes()}
+    assert turn(policy.server) == expected
+    assert expected != old_turn
+
+
+def running(server: EngineServer) -> bool:
+    for line in server.get("/metrics").text.splitlines():
+        if line.startswith("vllm:num_requests_running"):
+            return float(line.split()[-1]) > 0
+    return False
+
+
+class Background(threading.Thread):
+    """A turn in flight; ``start`` returns once the engine decodes it."""
+
+    def __init__(self, server: EngineServer, **body: Any) -> None:
+        super().__init__()
+        self.server, self.body, self.answer = server, body, {}
+
+    def start(self) -> None:
+        super().start()
+        while self.is_alive() and not running(self.server):
+            pass
+
+    def run(self) -> None:
+        body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 450, "ignore_eos": True}} | self.body
+        self.answer = self.server.post("/inference/v1/generate", body).json()
+
+
+def test_a_turn_in_flight_goes_on_under_the_new_version_and_says_so(policy: Policy) -> None:
+    new = change(policy.weights, seed=21)
+    body = policy.update(new)
+    old_version = policy.version
+    assert policy.stage(body).status_code == 200
+    greedy = {"max_tokens": 450, "temperature": 0.0, "ignore_eos": True}
+    request = Background(policy.server, sampling_params=greedy)
+    request.start()
+    assert policy.commit(body).status_code == 200
+    request.join()
+    policy.became(new)
+
+    choice = request.answer["choices"][0]
+    first, second = choice["weight_versions"]
+    assert (first["version"], second["version"]) == (old_version, policy.version)
+    assert 0 == first["start"] < first["end"] == second["start"] < second["end"] == 450
+    # The rest is what the new weights say after those tokens: nothing of the old KV cache is left.
+    cut = second["start"]
+    follow = policy.server.generate(PROMPT + choice["token_ids"][:cut], max_tokens=8)
+    assert follow["choices"][0]["token_ids"] == choice["token_ids"][cut : cut + 8]
+
+
+def refused(policy: Policy, answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
+    """The answer is one clear error, and the engine runs what it ran."""
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert error["code"] == code
+    assert "\n" not in error["message"]
+    assert policy.holds(policy.weights)
+    answers = policy.server.generate(PROMPT, max_tokens=2)  # and it does run: nobody left it paused
+    assert answers["choices"][0]["weight_versions"][0]["version"] == policy.version
+    return error
+
+
+def test_a_wrong_base_is_refused(policy: Policy) -> None:
+    ahead = change(policy.weights, seed=31)
+    other = make_update(
+        policy.folder / "other", ahead, change(ahead, seed=32), base="1.7", target="1.8"
+    )  # fmt: skip
+    body = {"path": str(other), "attempt": 1, "version": 8}
+    refused(policy, policy.stage(body), 409, "wrong_base")
+    refused(policy, policy.commit(body), 409, "weights")
+
+
+def test_a_corrupt_update_is_refused(policy: Policy) -> None:
+    body = policy.update(change(policy.weights, seed=33))
+    raw = bytearray(Path(body["path"]).read_bytes())
+    raw[-5] ^= 0x20
+    Path(body["path"]).write_bytes(raw)
+    refused(policy, policy.stage(body), 409, "section_corrupt")
+
+
+def test_a_failed_commit_is_undone_to_the_bit_and_can_be_repeated(policy: Policy) -> None:
+    before = turn(policy.server)
+    new = change(policy.weights, seed=34)
+    body = policy.update(new)
+    assert policy.stage(body).status_code == 200
+    policy.rpc("spoil_next_write", 0)
+    refused(policy, policy.commit(body), 409, "weights")
+    assert turn(policy.server) == before
+
+    assert policy.stage(body).status_code == 200
+    assert policy.commit(body, kv="keep").status_code == 200
+    policy.became(new)
+    assert policy.holds(new)
+
+
+def test_a_repeated_commit_changes_nothing(policy: Policy) -> None:
+    new = change(policy.weights, seed=35)
+    body = policy.update(new)
+    policy.stage(body)
+    assert policy.commit(body).json()["repeated"] is False
+    policy.became(new)
+    assert policy.commit(body).json() | {"repeated": True} == policy.commit(body).json()
+    refused(policy, policy.stage(body), 409, "version_refused")
+
+
+def test_a_discarded_update_is_not_committed(policy: Policy) -> None:
+    body = policy.update(change(policy.weights, seed=36))
+    assert policy.stage(body).status_code == 200
+    assert policy.server.post("/rose/weights/discard", {}).status_code == 200
+    refused(policy, policy.commit(body), 409, "weights")
+
+
+def test_aborted_requests_end_with_their_tokens(policy: Policy) -> None:
+    request = Background(policy.server, request_id="turn-1")
+    request.start()
+    assert policy.server.post("/rose/abort", {"request_ids": ["turn-1", "nobody"]}).status_code == 200
+    request.join()
+    choice = request.answer["choices"][0]
+    assert choice["finish_reason"] == "abort"
+    assert len(choice["token_ids"]) < 450
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/rose/weights/stage", {"path": "/etc/passwd", "attempt": 1, "version": 1}, 403, "path"),
+        ("/rose/weights/stage", {"path": "/no/such", "attempt": 1, "version": 1}, 404, "path"),
+        ("/rose/weights/stage", {"path": "x\0", "attempt": 1, "version": 1}, 400, "path"),
+        ("/rose/weights/stage", {"path": "", "attempt": 1}, 400, "body"),
+        ("/rose/weights/stage", {"path": "", "attempt": 1, "version": 1, "wait_s": 1e9}, 400, "wait_s"),
+        ("/rose/weights/commit", {"attempt": -1, "version": 1}, 400, "attempt"),
+        ("/rose/weights/commit", {"attempt": "1", "version": 1}, 400, "attempt"),
+        ("/rose/weights/commit", {"attempt": 1, "version": 1, "kv": "salt"}, 400, "kv"),
+        ("/rose/weights/commit", {"attempt": 1, "version": 1, "vers": 1}, 400, "body"),
+        ("/rose/abort", {"request_ids": ["x"] * 5000}, 413, "request_ids"),
+        ("/rose/abort", {"request_ids": ["x" * 300_000]}, 413, "body"),
+        ("/rose/abort", [1], 400, "body"),
+    ],
+)
+def test_bad_input_is_refused_with_the_field_named(
+    policy: Policy, path: str, body: Any, status: int, param: str
+) -> None:
+    answer = policy.server.post(path, body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+
+
+def test_a_link_that_leads_out_of_the_folder_is_refused(policy: Policy, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("x")
+    link = policy.folder / "link"
+    link.unlink(missing_ok=True)
+    link.symlink_to(tmp_path / "secret")
+    answer = policy.stage({"path": str(link), "attempt": 1, "version": 99})
+    assert answer.status_code == 403
+
+
+@pytest.mark.parametrize("header", [{}, {"Authorization": "Bearer nonsense-nonsense"}])
+def test_no_route_answers_without_the_node_token(policy: Policy, header: dict[str, str]) -> None:
+    for method, path in (
+        ("GET", "/rose/status"),
+        ("GET", "/rose/weights/hash"),
+        ("POST", "/rose/weights/stage"),
+        ("POST", "/rose/weights/commit"),
+        ("POST", "/rose/weights/discard"),
+        ("POST", "/rose/abort"),
+    ):
+        answer = httpx.request(method, policy.server.url + path, headers=header)
+        assert answer.status_code == 401
+        assert answer.json()["error"]["code"] == "unauthorized"
+    assert policy.server.node_token not in policy.server.log_tail(10_000)

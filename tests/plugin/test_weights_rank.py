@@ -1,0 +1,327 @@
+"""One rank's weights: what is staged, committed, undone and refused, on a model small enough to read."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rose.errors import RoseError, SectionCorrupt, VersionRefused, WeightsError, WrongBase
+from rose.weights.version import WeightVersion
+from tests.plugin.weights_kit import (
+    Tensors,
+    TinyLlama,
+    change,
+    make_update,
+    memory_of,
+    same_memory,
+    specs_of,
+    state_hash,
+)
+from vllm_plugin import rank_weights
+from vllm_plugin.plan import record
+from vllm_plugin.rank_weights import RankWeights, judge
+
+V1, V2 = WeightVersion(1, 1), WeightVersion(1, 2)
+
+
+class Bench:
+    """A rank that holds ``old`` as version 0.0, and what it would hold after loading ``new`` afresh."""
+
+    def __init__(self, folder: Path, *, rank: int = 0, world: int = 1, load: Any = None) -> None:
+        self.folder = folder
+        self.old = TinyLlama.weights()
+        self.new = change(self.old, seed=1)
+        self.model = TinyLlama(rank=rank, world=world)
+        self.model.load_weights(self.old.items())
+        loader = None if load is None else load(self.model)
+        self.rank = RankWeights(record(self.model, specs_of(self.old), load=loader), WeightVersion(0, 0))
+        self.before = memory_of(self.model)
+        fresh = TinyLlama(rank=rank, world=world)
+        fresh.load_weights(self.new.items())
+        self.after = memory_of(fresh)
+
+    def update(self, *, base: str | None = "0.0", target: str = "1.1", **kwargs: Any) -> str:
+        path = self.folder / f"{target}.safetensors"
+        return str(make_update(path, self.old, self.new, base=base, target=target, **kwargs))
+
+    def stage(self, path: str, target: WeightVersion = V1) -> dict[str, Any]:
+        self.rank.prefetch(path, target)
+        self.rank.join()
+        return self.rank.report()
+
+    @property
+    def unchanged(self) -> bool:
+        return same_memory(self.before, memory_of(self.model))
+
+    @property
+    def changed(self) -> bool:
+        return same_memory(self.after, memory_of(self.model))
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+@pytest.mark.parametrize("how", [{}, {"dense": True}, {"base": None}])
+def test_commit_gives_the_bits_of_a_fresh_load(bench: Bench, how: dict[str, Any]) -> None:
+    report = bench.stage(bench.update(**how))
+    assert (report["phase"], report["target"], report["version"]) == ("staged", "1.1", "0.0")
+    assert bench.unchanged
+
+    bench.rank.commit(V1)
+    assert bench.changed
+    assert bench.rank.version == WeightVersion(0, 0)
+
+    assert bench.rank.finish() == V1
+    assert bench.rank.report()["phase"] == "idle"
+    assert bench.rank.hashes == bench.rank.scan() == {n: state_hash(t) for n, t in bench.new.items()}
+
+
+def test_a_chain_of_updates_ends_in_the_last_state(bench: Bench) -> None:
+    weights, at = bench.old, "0.0"
+    for number in range(1, 6):
+        target = f"1.{number}"
+        following = change(weights, seed=number, fraction=0.1)
+        path = make_update(bench.folder / target, weights, following, base=at, target=target)
+        version = WeightVersion.parse(target)
+        assert bench.stage(str(path), version)["phase"] == "staged"
+        bench.rank.commit(version)
+        bench.rank.finish()
+        weights, at = following, target
+    assert bench.rank.scan() == {name: state_hash(tensor) for name, tensor in weights.items()}
+
+
+def test_undo_after_a_commit_is_bit_exact(bench: Bench) -> None:
+    bench.stage(bench.update())
+    bench.rank.commit(V1)
+    bench.rank.undo()
+    assert bench.unchanged
+    assert bench.rank.finish() == WeightVersion(0, 0)
+    assert bench.rank.report()["phase"] == "failed"
+    assert bench.stage(bench.update())["phase"] == "staged"  # and the way is free for another try
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, on_call: int) -> None:
+    """Memory that takes one element wrong at the n-th write."""
+    real, calls = rank_weights._put, iter(range(1_000))
+
+    def put(bits: torch.Tensor, piece: Any, values: torch.Tensor) -> None:
+        if next(calls) == on_call:
+            values = values.clone()
+            values.view(-1)[-1] ^= 1
+        real(bits, piece, values)
+
+    monkeypatch.setattr(rank_weights, "_put", put)
+
+
+def test_a_commit_that_memory_does_not_take_is_undone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.stage(bench.update())
+    spoil(monkeypatch, on_call=3)
+    with pytest.raises(WeightsError, match="instead of"):
+        bench.rank.commit(V1)
+    assert bench.unchanged
+    assert bench.rank.finish() == WeightVersion(0, 0)
+    assert bench.rank.report()["phase"] == "failed"
+
+
+def test_an_undo_that_cannot_be_proved_breaks_the_rank_for_good(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = bench.update()
+    bench.stage(path)
+    bench.rank.commit(V1)
+    spoil(monkeypatch, on_call=0)
+    with pytest.raises(WeightsError, match="does not hold its old values"):
+        bench.rank.undo()
+    assert bench.rank.report()["phase"] == "broken"
+    with pytest.raises(WeightsError, match="broken"):
+        bench.rank.prefetch(path, V1)
+
+
+def refused(bench: Bench, path: str, target: WeightVersion = V1) -> dict[str, Any]:
+    report = bench.stage(path, target)
+    assert report["phase"] == "failed"
+    assert bench.unchanged
+    with pytest.raises(WeightsError, match="not staged"):
+        bench.rank.commit(target)
+    assert bench.unchanged
+    return report["error"]
+
+
+def test_a_delta_for_another_base_is_refused(bench: Bench) -> None:
+    later = change(bench.new, seed=9)
+    path = make_update(bench.folder / "u", bench.new, later, base="1.1", target="1.2")
+    error = refused(bench, str(path), V2)
+    assert error["code"] == "wrong_base"
+
+
+def test_the_base_is_proved_by_content_and_not_by_label(bench: Bench) -> None:
+    assert bench.stage(bench.update(base="7.7", target="8.0"), WeightVersion(8, 0))["phase"] == "staged"
+
+
+def test_memory_that_is_not_what_the_hash_says_is_noticed_while_staging(bench: Bench) -> None:
+    path = bench.update()
+    index = int((bench.old["norm"] != bench.new["norm"]).nonzero()[0])
+    bench.model.norm.data.view(torch.int16)[index] ^= 1
+    bench.before = memory_of(bench.model)
+    assert refused(bench, path)["code"] == "section_corrupt"
+
+
+def test_a_flipped_bit_in_the_file_is_refused(bench: Bench) -> None:
+    path = Path(bench.update())
+    raw = bytearray(path.read_bytes())
+    raw[-3] ^= 0x10
+    path.write_bytes(raw)
+    assert refused(bench, str(path))["code"] == "section_corrupt"
+
+
+def test_a_truncated_file_is_refused(bench: Bench) -> None:
+    path = Path(bench.update())
+    path.write_bytes(path.read_bytes()[:-100])
+    assert refused(bench, str(path))["code"] == "section_corrupt"
+
+
+def test_a_file_that_holds_another_version_is_refused(bench: Bench) -> None:
+    assert refused(bench, bench.update(target="1.2"), V1)["field"] == "version"
+
+
+def test_an_update_of_another_model_is_refused(bench: Bench) -> None:
+    bench.old.pop("norm")
+    bench.new.pop("norm")
+    error = refused(bench, bench.update())
+    assert (error["code"], error["field"]) == ("wrong_base", "model")
+
+
+def test_a_version_that_is_not_newer_is_refused_at_once(bench: Bench) -> None:
+    bench.stage(bench.update())
+    bench.rank.commit(V1)
+    bench.rank.finish()
+    for version in (V1, WeightVersion(0, 99)):
+        with pytest.raises(VersionRefused, match=r"not newer than 1\.1"):
+            bench.rank.prefetch(bench.update(), version)
+
+
+def test_a_second_update_waits_until_the_first_is_through(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = bench.update()
+    go, real = threading.Event(), bench.rank._stage
+
+    def slow(*args: Any) -> Any:
+        assert go.wait(10)
+        return real(*args)
+
+    monkeypatch.setattr(bench.rank, "_stage", slow)
+    bench.rank.prefetch(path, V1)
+    bench.rank.prefetch(path, V1)  # the same again is free
+    with pytest.raises(WeightsError, match=r"staging with 1\.1"):
+        bench.rank.prefetch(path, V2)
+    go.set()
+    bench.rank.join()
+    assert bench.rank.report()["phase"] == "staged"
+
+
+def test_a_discarded_update_cannot_be_committed(bench: Bench) -> None:
+    bench.stage(bench.update())
+    bench.rank.discard()
+    with pytest.raises(WeightsError, match="not staged"):
+        bench.rank.commit(V1)
+    assert bench.unchanged
+
+
+def test_a_change_of_a_tensor_without_a_plan_is_refused_with_the_reason(tmp_path: Path) -> None:
+    def casting(model: TinyLlama) -> Any:
+        def load(weights: Any) -> None:
+            for name, tensor in weights:
+                if name == "norm":
+                    model.norm.data.copy_(tensor.float())
+                else:
+                    model.load_one(name, tensor)
+
+        return load
+
+    bench = Bench(tmp_path, load=casting)
+    error = refused(bench, bench.update())
+    assert error["field"] == "norm"
+    assert "cannot be patched" in error["message"]
+
+
+# -- ranks that hold parts ---------------------------------------------------------------------------
+
+
+def ranks(folder: Path, world: int) -> list[Bench]:
+    return [Bench(folder, rank=rank, world=world) for rank in range(world)]
+
+
+@pytest.mark.parametrize("world", [2, 4])  # 4 ranks share 2 key/value heads: replicas
+@pytest.mark.parametrize("dense", [False, True])
+def test_all_ranks_together_reach_the_new_state(tmp_path: Path, world: int, dense: bool) -> None:
+    benches = ranks(tmp_path, world)
+    path = benches[0].update(dense=dense)
+    reports = [bench.stage(path) for bench in benches]
+
+    judge(reports, V1)
+    for bench in benches:
+        bench.rank.commit(V1)
+        assert bench.changed
+
+
+def test_the_vote_adds_up_the_ranks_and_sees_a_wrong_base_that_no_rank_sees_alone(tmp_path: Path) -> None:
+    benches = ranks(tmp_path, 2)
+    benches[1].model.out.data.view(torch.int16)[0, 0] ^= 1
+    benches[1].rank = RankWeights(benches[1].rank.plan, WeightVersion(0, 0))
+    path = benches[0].update()
+    reports = [bench.stage(path) for bench in benches]
+    assert {report["phase"] for report in reports} == {"staged"}
+    with pytest.raises(WrongBase, match="before") as caught:
+        judge(reports, V1)
+    assert caught.value.field == "out"
+
+
+def test_the_vote_sees_a_wrong_result(tmp_path: Path) -> None:
+    benches = ranks(tmp_path, 2)
+    reports = [bench.stage(benches[0].update()) for bench in benches]
+    reports[0]["partial"]["q"]["parts"]["after"] = "0" * 16
+    with pytest.raises(SectionCorrupt, match="after"):
+        judge(reports, V1)
+
+
+def test_one_rank_that_has_not_staged_stops_the_vote(tmp_path: Path) -> None:
+    benches = ranks(tmp_path, 2)
+    reports = [benches[0].stage(benches[0].update()), benches[1].rank.report()]
+    with pytest.raises(WeightsError, match="not staged on rank 1, which is idle"):
+        judge(reports, V1)
+
+
+def test_a_part_that_no_rank_holds_stops_the_vote(tmp_path: Path) -> None:
+    benches = ranks(tmp_path, 2)
+    reports = [bench.stage(benches[0].update()) for bench in benches]
+    with pytest.raises(RoseError, match="the ranks hold"):
+        judge(reports[:1], V1)
+
+
+def test_reports_are_plain_data(tmp_path: Path) -> None:
+    import msgspec
+
+    for bench in ranks(tmp_path, 2):
+        report = bench.stage(bench.update())
+        assert msgspec.json.decode(msgspec.json.encode(report)) == report
+
+
+def test_float32_weights_are_updated_too(tmp_path: Path) -> None:
+    model = torch.nn.Linear(6, 5, bias=False)
+    old: Tensors = {"w": model.weight.detach().clone()}
+    new = change(old, seed=3, fraction=0.5)
+    plan = record(
+        model, specs_of(old), load=lambda items: [model.weight.data.copy_(tensor) for _, tensor in items]
+    )
+    rank = RankWeights(plan, WeightVersion(0, 0))
+    rank.prefetch(str(make_update(tmp_path / "u", old, new, base="0.0", target="1.1")), V1)
+    rank.join()
+    rank.commit(V1)
+    assert torch.equal(model.weight.data.view(torch.int32), new["w"].view(torch.int32))

@@ -1,0 +1,35 @@
+"""Fault injection for a real worker: loaded with ``--worker-extension-cls``, called over vLLM's developer route."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class FaultyWorker:
+    """Adds calls to the worker; changes nothing until one is made."""
+
+    rank: int
+
+    def spoil_next_write(self, rank: int) -> bool:
+        """On ``rank``, let the first write of the next commit go wrong by one bit."""
+        from vllm_plugin import rank_weights
+
+        if self.rank != rank:
+            return False
+        real = rank_weights._put
+
+        def put(bits: torch.Tensor, piece: Any, values: torch.Tensor) -> None:
+            rank_weights._put = real
+            values = values.clone()
+            values.view(-1)[0] ^= 1
+            real(bits, piece, values)
+
+        rank_weights._put = put
+        return True
+
+    def smallest_parameter(self) -> int:
+        """Elements of the smallest parameter: 0 where vLLM's CPU build freed a packed weight."""
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        return min(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,166 @@
+"""Update files for tests, and a small model whose loaders do what vLLM's do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rose.weights import statehash
+from rose.weights.spec import TensorSpec, model_digest
+from rose.weights.update import TensorUpdate, Update, write_update
+from rose.weights.version import WeightVersion
+
+Tensors = dict[str, torch.Tensor]
+NAME_OF = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+
+
+def bits_of(tensor: torch.Tensor) -> NDArray[Any]:
+    integer = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    return tensor.contiguous().view(integer).numpy().view(f"<u{tensor.element_size()}")
+
+
+def specs_of(weights: Tensors) -> list[TensorSpec]:
+    return [TensorSpec(name, NAME_OF[each.dtype], tuple(each.shape)) for name, each in weights.items()]
+
+
+def state_hash(tensor: torch.Tensor) -> int:
+    return statehash.hash_bits(bits_of(tensor).reshape(-1))
+
+
+def change(weights: Tensors, *, seed: int, fraction: float = 0.05) -> Tensors:
+    """The same weights with a share of the elements of every tensor moved."""
+    generator = torch.Generator().manual_seed(seed)
+    changed: Tensors = {}
+    for name, tensor in weights.items():
+        pick = torch.rand(tensor.shape, generator=generator) < fraction
+        noise = torch.randn(tensor.shape, generator=generator) * 0.2
+        changed[name] = torch.where(pick, (tensor.float() + noise).to(tensor.dtype), tensor)
+    return changed
+
+
+def make_update(
+    path: Path, old: Tensors, new: Tensors, *, base: str | None, target: str, dense: bool = False
+) -> Path:
+    """Write the update that leads from ``old`` to ``new``; without a base every tensor is dense."""
+    tensors: dict[str, TensorUpdate] = {}
+    for spec in specs_of(new):
+        before, after = bits_of(old[spec.name]), bits_of(new[spec.name])
+        index = np.flatnonzero(before.reshape(-1) != after.reshape(-1)).astype(np.uint32)
+        data: dict[str, Any] = {}
+        if dense or base is None:
+            data = {"dense": after}
+        elif index.size:
+            data = {"idx": index, "val": after.reshape(-1)[index]}
+        tensors[spec.name] = TensorUpdate(
+            spec=spec,
+            h_before=None if base is None else state_hash(old[spec.name]),
+            h_after=state_hash(new[spec.name]),
+            **data,
+        )
+    update = Update(
+        run_id="test",
+        target=WeightVersion.parse(target),
+        base=None if base is None else WeightVersion.parse(base),
+        model=model_digest(specs_of(new)),
+        tensors=tensors,
+    )
+    write_update(path, update)
+    return path
+
+
+class TinyLlama(torch.nn.Module):
+    """One tensor-parallel rank of a block: fused projections, a column slice, a padded vocabulary, a tied head.
+
+    ``load_weights`` copies slices of checkpoint tensors into parameters, as vLLM's layers do.
+    """
+
+    HIDDEN, HEAD, HEADS, KV_HEADS, INNER, VOCAB, PADDED = 12, 4, 4, 2, 8, 21, 32
+
+    def __init__(self, *, rank: int = 0, world: int = 1, tied: bool = True) -> None:
+        super().__init__()
+        self.rank, self.world = rank, world
+        self.q_rows = self.HEADS * self.HEAD // world
+        self.kv_rows = max(self.KV_HEADS // world, 1) * self.HEAD
+        self.inner = self.INNER // world
+        self.vocab = self.PADDED // world
+
+        def parameter(*shape: int) -> torch.nn.Parameter:
+            return torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16), requires_grad=False)
+
+        self.embed = parameter(self.vocab, self.HIDDEN)
+        self.norm = parameter(self.HIDDEN)
+        self.qkv = parameter(self.q_rows + 2 * self.kv_rows, self.HIDDEN)
+        self.out = parameter(self.HIDDEN, self.q_rows)
+        self.gate_up = parameter(2 * self.inner, self.HIDDEN)
+        self.down = parameter(self.HIDDEN, self.inner)
+        self.head = self.embed if tied else parameter(self.vocab, self.HIDDEN)
+        self.tied = tied
+
+    @classmethod
+    def weights(cls, *, seed: int = 0, tied: bool = True) -> Tensors:
+        generator = torch.Generator().manual_seed(seed)
+        shapes: dict[str, tuple[int, ...]] = {
+            "embed": (cls.VOCAB, cls.HIDDEN),
+            "norm": (cls.HIDDEN,),
+            "q": (cls.HEADS * cls.HEAD, cls.HIDDEN),
+            "k": (cls.KV_HEADS * cls.HEAD, cls.HIDDEN),
+            "v": (cls.KV_HEADS * cls.HEAD, cls.HIDDEN),
+            "out": (cls.HIDDEN, cls.HEADS * cls.HEAD),
+            "gate": (cls.INNER, cls.HIDDEN),
+            "up": (cls.INNER, cls.HIDDEN),
+            "down": (cls.HIDDEN, cls.INNER),
+        }
+        if not tied:
+            shapes["head"] = (cls.VOCAB, cls.HIDDEN)
+        return {
+            name: torch.randn(shape, generator=generator).to(torch.bfloat16) for name, shape in shapes.items()
+        }
+
+    def load_weights(self, weights: Any) -> None:
+        for name, tensor in weights:
+            self.load_one(name, tensor)
+
+    def load_one(self, name: str, tensor: torch.Tensor) -> None:
+        rank, inner = self.rank, self.inner
+        kv_rank = rank * self.KV_HEADS // max(self.world, self.KV_HEADS)
+        match name:
+            case "embed" | "head":
+                if name == "head" and self.tied:
+                    return
+                self._load_vocabulary(getattr(self, name), tensor)
+            case "norm":
+                self.norm.data.copy_(tensor)
+            case "q":
+                self.qkv.data[: self.q_rows].copy_(tensor.narrow(0, rank * self.q_rows, self.q_rows))
+            case "k" | "v":
+                begin = self.q_rows + (self.kv_rows if name == "v" else 0)
+                begin_kv = (rank if self.world <= self.KV_HEADS else kv_rank) * self.kv_rows
+                self.qkv.data.narrow(0, begin, self.kv_rows).copy_(tensor.narrow(0, begin_kv, self.kv_rows))
+            case "out":
+                self.out.data.copy_(tensor.narrow(1, rank * self.q_rows, self.q_rows))
+            case "gate" | "up":
+                begin = inner if name == "up" else 0
+                self.gate_up.data.narrow(0, begin, inner).copy_(tensor.narrow(0, rank * inner, inner))
+            case "down":
+                self.down.data.copy_(tensor.narrow(1, rank * inner, inner))
+            case _:
+                raise ValueError(f"no parameter for {name}")
+
+    def _load_vocabulary(self, parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
+        begin = min(self.rank * self.vocab, self.VOCAB)
+        part = tensor.narrow(0, begin, min(self.vocab, self.VOCAB - begin))
+        parameter[: part.shape[0]].data.copy_(part)
+        parameter[part.shape[0] :].data.fill_(0)
+
+
+def memory_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Bits of every parameter, copied."""
+    return {name: each.data.view(torch.int16).clone() for name, each in model.named_parameters()}
+
+
+def same_memory(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)

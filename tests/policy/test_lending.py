@@ -1,0 +1,572 @@
+"""LendingPolicy: what it lends, what it takes back, when it kills; and what the rollout engine allows itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from rose.errors import ConfigError, PolicyError
+from rose.policy.lending import (
+    ALL_PAGES,
+    Action,
+    KillRollout,
+    Lending,
+    LendingParams,
+    LendingPolicy,
+    Mode,
+    ModeSet,
+    PaperLending,
+    Phase,
+    RlStepStarted,
+    RolloutReported,
+    ServingReported,
+    SetLend,
+    Tick,
+    allowed_pages,
+)
+
+TOTAL = 100
+PARAMS = LendingParams(
+    min_headroom_fraction=0.2,
+    growth_window_s=64.0,
+    reclaim_deadline_s=0.1,
+    backstop_s=0.5,
+    period_s=0.05,
+    grow_period_s=1.0,
+    grow_step_fraction=0.3,
+    hysteresis_fraction=0.02,
+    cool_down_s=5.0,
+    max_cuts=3,
+    cut_window_s=60.0,
+    dead_after_s=2.0,
+)
+"""100 pages: headroom 20, watermark 10, steps of 30."""
+
+
+class World:
+    """A policy with both engines reporting; the rollout engine obeys at once unless told otherwise."""
+
+    def __init__(self, policy: Lending) -> None:
+        self.policy = policy
+        self.at_s = 0.0
+        self.used = 0
+        self.held = 0
+        self.obeys = True
+        self.actions: list[Action] = []
+
+    def step(self, at_s: float, **serving: object) -> list[Action]:
+        """Both report at ``at_s``; what the policy did."""
+        self.at_s = at_s
+        report = ServingReported(
+            at_s=at_s,
+            alive=True,
+            phase=Phase.READY,
+            total_pages=TOTAL,
+            reserved_pages=TOTAL - self.policy.lend_pages,
+            used_pages=self.used,
+        )
+        actions = self.policy.handle(dataclasses.replace(report, **serving))  # type: ignore[arg-type]
+        self.policy.check()
+        if self.obeys:
+            self.held = self.policy.lend_pages
+        actions += self.policy.handle(
+            RolloutReported(at_s=at_s, alive=True, phase=Phase.READY, reserved_pages=self.held)
+        )
+        self.policy.check()
+        if self.obeys:
+            self.held = self.policy.lend_pages
+        self.actions += actions
+        return actions
+
+    def run(self, until_s: float, period_s: float = 0.5) -> None:
+        while self.at_s + period_s <= until_s:
+            self.step(self.at_s + period_s)
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World(LendingPolicy(PARAMS))
+    world.policy.handle(ModeSet(at_s=0.0, mode=Mode.ON))
+    yield world
+    world.policy.check()
+
+
+def test_a_loan_grows_one_step_per_period_up_to_what_headroom_leaves(world: World) -> None:
+    assert world.step(0.0) == [SetLend(pages=30, deadline_s=None, reason="serving left room")]
+    assert world.step(0.9) == []
+    assert world.step(1.0) == [SetLend(pages=60, deadline_s=None, reason="serving left room")]
+    assert world.step(2.0) == [SetLend(pages=80, deadline_s=None, reason="serving left room")]
+    world.run(10.0)
+    assert world.policy.lend_pages == 80
+
+
+def test_serving_burst_recalls_pages_at_once_and_restores_the_headroom(world: World) -> None:
+    world.run(5.0)
+    world.used = 5
+    assert world.step(5.1) == []  # 15 of the headroom of 20 are left: no cut yet
+    world.used = 11
+    # Left are 9 < watermark 10.  It grew 11 within a reclaim: headroom stays 20, target 100 - 11 - 20.
+    world.obeys = False
+    assert world.step(5.15) == [
+        SetLend(pages=69, deadline_s=pytest.approx(5.25), reason="serving's use crossed the watermark")
+    ]
+    assert world.policy.num_cuts == 1
+
+
+def test_headroom_covers_the_fastest_growth_within_one_reclaim(world: World) -> None:
+    policy = world.policy
+    assert isinstance(policy, LendingPolicy)
+    world.run(5.0)
+    # Worst reclaim 0.1 + 0.5, noticed 0.05 late: all of a rise of 40 within 0.6 s counts.
+    assert policy.reclaim_p99_s == pytest.approx(0.65)
+    for number in range(5):
+        world.used = 10 * number
+        world.step(5.0 + 0.15 * number)
+    assert policy.need_pages == 40
+    assert policy.headroom_pages == 42
+    assert policy.watermark_pages == 40
+    assert policy.lend_pages <= TOTAL - 40 - 42
+    # A slow rise of the same size does not: it leaves time for a cut.
+    world.used = 0
+    world.run(5.0 + 0.6 + 70.0)
+    assert policy.need_pages == 0  # and the burst is forgotten after the window
+    start_s = world.at_s
+    for number in range(40):
+        world.used = number
+        world.step(start_s + 0.65 * (number + 1))
+    assert policy.need_pages <= 2
+
+
+def test_growth_waits_for_the_cool_down_after_a_cut(world: World) -> None:
+    world.run(5.0)
+    world.used = 11
+    world.step(5.2)
+    assert world.policy.lend_pages == 69
+    world.used = 0
+    world.run(10.1, 0.1)
+    assert world.policy.lend_pages == 69
+    world.run(10.5, 0.1)
+    assert world.policy.lend_pages > 69
+
+
+def test_the_rate_of_cuts_is_bounded_whatever_the_traffic(world: World) -> None:
+    """A sawtooth that is high every 7 s cuts each time the loan has grown back; the fourth time it has not."""
+    cuts = list[float]()
+    for number in range(6000):
+        at_s = number * 0.05
+        world.used = 60 if at_s % 7.0 > 6.0 else 0
+        for action in world.step(at_s):
+            if isinstance(action, SetLend) and action.deadline_s is not None:
+                cuts.append(at_s)
+    # A cut that no growth preceded is only possible while the first burst of all is being learned.
+    assert len(cuts) >= 1
+    for start_s in cuts:
+        assert sum(start_s <= at_s < start_s + PARAMS.cut_window_s for at_s in cuts) <= PARAMS.max_cuts + 2
+
+
+def test_after_its_share_of_cuts_a_loan_stays_frozen_for_the_window() -> None:
+    params = dataclasses.replace(PARAMS, growth_window_s=1.0)  # forgets bursts: the worst case for the rate
+    world = World(LendingPolicy(params))
+    world.policy.handle(ModeSet(at_s=0.0, mode=Mode.ON))
+    cuts = list[float]()
+    for number in range(12000):
+        at_s = number * 0.05
+        world.used = 60 if at_s % 9.0 > 8.0 else 0
+        cuts += [at_s for a in world.step(at_s) if isinstance(a, SetLend) and a.deadline_s is not None]
+    assert len(cuts) > 10
+    for first, fourth in zip(cuts, cuts[params.max_cuts :], strict=False):
+        assert fourth - first >= params.cut_window_s - 1e-6
+
+
+def test_a_small_change_of_use_changes_no_loan(world: World) -> None:
+    world.run(5.0)
+    rng = random.Random(1)
+    before = len(world.actions)
+    for number in range(200):
+        world.used = rng.randint(0, 4)
+        world.step(5.0 + 0.05 * number)
+    assert world.actions[before:] == []
+
+
+def test_serving_claims_are_met_at_once(world: World) -> None:
+    world.run(5.0)
+    world.obeys = False
+    (cut,) = world.step(5.1, reserved_pages=20, claim_pages=30)
+    assert cut == SetLend(pages=50, deadline_s=pytest.approx(5.2), reason="serving claims pages")
+
+
+def test_pressure_that_serving_relieved_itself_counts_as_a_cut(world: World) -> None:
+    world.step(0.0)
+    world.step(0.5, pressure_seq=1)
+    world.run(5.0, 0.5)
+    assert world.policy.lend_pages == 30
+    world.run(6.5, 0.5)
+    assert world.policy.lend_pages == 60
+
+
+def test_an_engine_that_holds_more_than_its_loan_past_the_deadline_is_killed_until_it_is_gone(
+    world: World,
+) -> None:
+    world.run(5.0)
+    world.obeys, world.used = False, 30
+    world.step(5.1)
+    assert not any(isinstance(action, KillRollout) for action in world.step(5.19))
+    (kill,) = world.step(5.25)
+    assert isinstance(kill, KillRollout)
+    assert kill.reason.startswith("80 pages held, 38 allowed")
+    assert world.step(5.3) == []  # it is on its way
+    assert isinstance(world.step(5.8)[0], KillRollout)
+    world.policy.handle(RolloutReported(at_s=5.9, alive=False, phase=Phase.ABSENT, reserved_pages=0))
+    world.policy.check()
+    assert world.policy.lend_pages == 0
+    assert world.policy.handle(Tick(at_s=6.5)) == []
+
+
+def test_obeying_in_time_prevents_the_kill(world: World) -> None:
+    world.run(5.0)
+    world.used = 30
+    world.step(5.1)
+    world.obeys = False
+    assert [a for a in world.step(7.0) if isinstance(a, KillRollout)] == []
+
+
+def test_further_cuts_do_not_postpone_the_first_deadline(world: World) -> None:
+    world.run(5.0)
+    world.obeys = False
+    kills = list[float]()
+    for number in range(12):
+        world.used = 11 + 5 * number
+        at_s = 5.1 + 0.02 * number
+        kills += [at_s for a in world.step(at_s) if isinstance(a, KillRollout)]
+    assert kills[0] == pytest.approx(5.22)
+
+
+def test_an_engine_found_above_its_loan_gets_one_deadline(world: World) -> None:
+    """The agent was restarted and lends nothing yet."""
+    world.policy.handle(ModeSet(at_s=0.0, mode=Mode.OFF))
+    report = RolloutReported(at_s=1.0, alive=True, phase=Phase.READY, reserved_pages=10)
+    assert world.policy.handle(report) == []
+    assert world.policy.handle(Tick(at_s=1.1)) == []
+    (kill,) = world.policy.handle(Tick(at_s=1.11))
+    assert isinstance(kill, KillRollout)
+
+
+def test_growth_waits_until_a_cut_is_answered(world: World) -> None:
+    params = dataclasses.replace(PARAMS, cool_down_s=0.01, reclaim_deadline_s=100.0)
+    world = World(LendingPolicy(params))
+    world.policy.handle(ModeSet(at_s=0.0, mode=Mode.ON))
+    world.run(5.0)
+    world.used = 30
+    world.obeys = False
+    world.step(5.1)
+    lent = world.policy.lend_pages
+    world.used = 0
+    world.run(20.0)
+    assert world.policy.lend_pages == lent
+    world.obeys = True
+    world.held = lent
+    world.run(40.0)
+    assert world.policy.lend_pages > lent
+
+
+@pytest.mark.parametrize(
+    ("serving", "reason"),
+    [
+        ({"phase": Phase.STARTING}, "serving is starting"),
+        ({"phase": Phase.OFF}, "serving does not share"),
+        ({"alive": False}, "serving is not there"),
+    ],
+)
+def test_serving_that_starts_is_off_or_dead_gets_everything_back(
+    world: World, serving: dict[str, object], reason: str
+) -> None:
+    world.run(5.0)
+    world.obeys = False
+    assert world.step(5.1, **serving) == [SetLend(pages=0, deadline_s=pytest.approx(5.2), reason=reason)]
+
+
+def test_serving_that_falls_silent_gets_everything_back(world: World) -> None:
+    world.run(5.0)
+    assert world.policy.handle(Tick(at_s=7.0)) == []
+    assert world.policy.handle(Tick(at_s=7.01)) == [
+        SetLend(pages=0, deadline_s=pytest.approx(7.11), reason="serving is silent")
+    ]
+
+
+def test_nothing_is_lent_to_an_engine_that_is_not_ready(world: World) -> None:
+    world.run(5.0)
+    actions = world.policy.handle(
+        RolloutReported(at_s=5.0, alive=True, phase=Phase.STARTING, reserved_pages=0)
+    )
+    assert actions == [SetLend(pages=0, deadline_s=None, reason="rollout engine is not ready")]
+
+
+@pytest.mark.parametrize("mode", [Mode.OFF, Mode.OBSERVE])
+def test_modes_off_and_observe_lend_nothing_but_observe_still_measures(world: World, mode: Mode) -> None:
+    world.run(5.0)
+    (cut,) = world.policy.handle(ModeSet(at_s=5.0, mode=mode))
+    assert cut == SetLend(pages=0, deadline_s=pytest.approx(5.1), reason=f"mode is {mode.name.lower()}")
+    assert isinstance(world.policy, LendingPolicy)
+    assert world.policy.target_pages == 80
+
+
+def test_the_floor_and_the_operators_limit_are_never_lent(world: World) -> None:
+    world.run(5.0)
+    world.policy.handle(ModeSet(at_s=5.0, mode=Mode.ON, floor_pages=35))
+    assert world.policy.lend_pages == 45
+    world.policy.handle(ModeSet(at_s=5.0, mode=Mode.ON, max_lend_pages=7))
+    assert world.policy.lend_pages == 7
+
+
+def test_no_more_is_lent_than_rollouts_want_and_a_smaller_wish_is_no_cut(world: World) -> None:
+    policy = world.policy
+
+    def want(at_s: float, pages: int, held: int) -> list[Action]:
+        report = RolloutReported(
+            at_s=at_s, alive=True, phase=Phase.READY, reserved_pages=held, wanted_pages=pages
+        )
+        return [*policy.handle(report), *policy.handle(calm(at_s))]
+
+    assert want(0.0, 10, 0) == [SetLend(pages=10, deadline_s=None, reason="serving left room")]
+    assert want(1.0, 35, 10) == [SetLend(pages=35, deadline_s=None, reason="serving left room")]
+    assert want(1.5, 34, 35) == []  # a wish a page smaller is noise
+    policy.handle(
+        RolloutReported(at_s=1.5, alive=True, phase=Phase.READY, reserved_pages=20, wanted_pages=10)
+    )
+    assert policy.lend_pages == 20  # not below what is held
+    assert policy.num_cuts == 0
+    policy.check()
+
+
+def calm(at_s: float) -> ServingReported:
+    return ServingReported(
+        at_s=at_s, alive=True, phase=Phase.READY, total_pages=TOTAL, reserved_pages=TOTAL, used_pages=0
+    )
+
+
+def test_a_device_without_serving_lends_everything_and_takes_it_back_when_off() -> None:
+    policy = LendingPolicy(PARAMS)
+    policy.handle(RolloutReported(at_s=0.0, alive=True, phase=Phase.READY, reserved_pages=0))
+    on = ModeSet(at_s=0.0, mode=Mode.ON, has_serving=False)
+    assert policy.handle(on) == [
+        SetLend(pages=ALL_PAGES, deadline_s=None, reason="no serving on this device")
+    ]
+    policy.handle(RolloutReported(at_s=1.0, alive=True, phase=Phase.READY, reserved_pages=500))
+    off = ModeSet(at_s=2.0, mode=Mode.OFF, has_serving=False)
+    assert policy.handle(off) == [SetLend(pages=0, deadline_s=pytest.approx(2.1), reason="mode is off")]
+    assert isinstance(policy.handle(Tick(at_s=2.2))[0], KillRollout)
+
+
+def test_the_p99_of_reclaims_is_the_worst_case_until_enough_were_seen() -> None:
+    policy = LendingPolicy(dataclasses.replace(PARAMS, cool_down_s=0.001, max_cuts=100, cut_window_s=0.001))
+    world = World(policy)
+    policy.handle(ModeSet(at_s=0.0, mode=Mode.ON))
+    at_s = 0.0
+    for number in range(25):
+        assert policy.reclaim_p99_s == pytest.approx(0.65 if number < 20 else 0.06)
+        for pause_s, used in ((70.0, 0), (2.0, 0), (2.0, 0), (2.0, 11)):
+            at_s += pause_s
+            world.used = used
+            world.obeys = used == 0
+            world.step(at_s)
+        assert policy.num_cuts == number + 1
+        policy.handle(RolloutReported(at_s=at_s + 0.01, alive=True, phase=Phase.READY, reserved_pages=0))
+        at_s += 0.01
+        world.obeys = True
+
+
+@pytest.mark.parametrize(
+    ("event", "field"),
+    [
+        (Tick(at_s=4.0), "at_s"),
+        (Tick(at_s=math.nan), "at_s"),
+        (RolloutReported(at_s=6.0, alive=True, phase=Phase.READY, reserved_pages=-1), "reserved_pages"),
+        (ModeSet(at_s=6.0, mode=Mode.ON, floor_pages=-1), "floor_pages"),
+        (
+            ServingReported(at_s=6.0, alive=True, phase=2, total_pages=-5, reserved_pages=0, used_pages=0),
+            "total_pages",
+        ),
+    ],
+)
+def test_bad_events_raise_and_leave_the_books_alone(world: World, event: Tick, field: str) -> None:
+    world.run(5.0)
+    with pytest.raises(PolicyError, match=field):
+        world.policy.handle(event)
+    assert world.policy.lend_pages == 80
+    assert world.policy.handle(Tick(at_s=5.0)) == []
+
+
+@pytest.mark.parametrize("make", [LendingPolicy, PaperLending])
+@pytest.mark.parametrize("seed", range(25))
+def test_invariants_hold_on_any_traffic(make: type[Lending], seed: int) -> None:
+    """Random reports, modes, deaths and disobedience; every invariant after every event."""
+    rng = random.Random(seed)
+    policy = make(dataclasses.replace(PARAMS, cool_down_s=0.5))
+    at_s, held, total, unanswered_s = 0.0, 0, TOTAL, None
+    for _ in range(600):
+        at_s += rng.choice([0.0, rng.expovariate(20.0), rng.expovariate(2.0)])
+        match rng.randrange(20):
+            case 0:
+                event: object = ModeSet(at_s=at_s, mode=rng.randrange(3), floor_pages=rng.randint(0, 120))
+            case 1 | 2 | 3:
+                event = ModeSet(at_s=at_s, mode=Mode.ON, floor_pages=rng.choice([0, 0, 30]))
+            case 4:
+                event = RlStepStarted(at_s=at_s)
+            case 5 | 6:
+                event = Tick(at_s=at_s)
+            case 7 | 8 | 9 | 10 | 11:
+                if rng.random() < 0.7:
+                    held = min(held, policy.lend_pages) if rng.random() < 0.8 else policy.lend_pages
+                event = RolloutReported(
+                    at_s=at_s,
+                    alive=rng.random() < 0.95,
+                    phase=rng.choice([2, 2, 2, 2, 1]),
+                    reserved_pages=held,
+                    wanted_pages=rng.choice([0, 0, rng.randint(0, 150)]),
+                )
+            case _:
+                total = total if rng.random() < 0.98 else rng.choice([0, 1, 7, 100, 1000])
+                event = ServingReported(
+                    at_s=at_s,
+                    alive=rng.random() < 0.97,
+                    phase=rng.choice([2] * 30 + [0, 1, 3]),
+                    total_pages=total,
+                    reserved_pages=rng.randint(0, total),
+                    used_pages=rng.randint(0, total) if rng.random() < 0.5 else total // 10,
+                    claim_pages=rng.choice([0, 0, 0, rng.randint(0, 20)]),
+                    pressure_seq=rng.choice([0, 1]),
+                )
+        actions = policy.handle(event)  # type: ignore[arg-type]
+        policy.check()
+        for action in actions:
+            if isinstance(action, SetLend):
+                assert action.pages == policy.lend_pages
+                assert (action.deadline_s is not None) == (policy.held_pages > action.pages)
+        if policy.held_pages <= policy.lend_pages:
+            unanswered_s = None
+        elif unanswered_s is None:
+            unanswered_s = at_s
+        elif at_s > unanswered_s + PARAMS.reclaim_deadline_s + PARAMS.backstop_s:
+            # Holding too much for longer than that without any kill is impossible.
+            unanswered_s = at_s
+            more = policy.handle(Tick(at_s=at_s + PARAMS.backstop_s + 0.01))
+            at_s += PARAMS.backstop_s + 0.01
+            assert any(isinstance(action, KillRollout) for action in [*actions, *more])
+
+
+# --- the published policy ---
+
+
+@pytest.fixture
+def paper() -> World:
+    world = World(PaperLending(PARAMS, headroom_fraction=0.2))
+    world.policy.handle(ModeSet(at_s=0.0, mode=Mode.ON))
+    return world
+
+
+def test_paper_lends_all_that_headroom_leaves_and_halves_once_per_crossing(paper: World) -> None:
+    paper.step(0.0)
+    assert paper.policy.lend_pages == 80
+    paper.used = 11
+    paper.step(1.0)
+    assert paper.policy.lend_pages == 40
+    paper.step(2.0)
+    assert paper.policy.lend_pages == 40
+    paper.used = 55  # free again above the watermark in between: a new crossing
+    paper.step(3.0)
+    assert paper.policy.lend_pages == 20
+
+
+def test_paper_stays_frozen_until_the_next_rl_step(paper: World) -> None:
+    paper.step(0.0)
+    paper.used = 11
+    paper.step(1.0)
+    paper.used = 0
+    paper.run(1000.0, 1.0)
+    assert paper.policy.lend_pages == 40
+    paper.policy.handle(RlStepStarted(at_s=1000.0))
+    assert paper.policy.lend_pages == 80
+
+
+# --- what the rollout engine allows itself ---
+
+CALM: dict[str, object] = {
+    "mode": Mode.ON,
+    "lend_pages": 30,
+    "has_serving": True,
+    "serving_phase": Phase.READY,
+    "serving_alive": True,
+    "serving_total": 100,
+    "serving_reserved": 60,
+    "claim_pages": 0,
+    "node_age_s": 0.1,
+    "serving_age_s": 0.1,
+    "dead_after_s": 2.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, (30, "the loan")),
+        ({"lend_pages": 50}, (40, "serving still holds them")),
+        ({"claim_pages": 25}, (15, "serving claims pages")),
+        ({"claim_pages": 500}, (0, "serving claims pages")),
+        ({"mode": Mode.OFF}, (0, "mode is off")),
+        ({"mode": Mode.OBSERVE}, (0, "mode is observe")),
+        ({"mode": 77}, (0, "mode is off")),
+        ({"node_age_s": 2.1}, (0, "node agent is silent")),
+        ({"node_age_s": math.inf}, (0, "node agent is silent")),
+        ({"node_age_s": math.nan}, (0, "node agent is silent")),
+        ({"serving_alive": False}, (0, "serving is not there")),
+        ({"serving_phase": Phase.STARTING}, (0, "serving is starting")),
+        ({"serving_phase": Phase.OFF}, (0, "serving does not share")),
+        ({"serving_age_s": 2.1}, (0, "serving is silent")),
+        ({"serving_age_s": math.nan}, (0, "serving is silent")),
+        ({"has_serving": False, "serving_alive": False}, (30, "no serving on this device")),
+        ({"has_serving": False, "node_age_s": 3.0}, (0, "node agent is silent")),
+        ({"lend_pages": -5}, (0, "the loan")),
+        ({"serving_reserved": -1000}, (30, "the loan")),
+        ({"serving_reserved": 1000}, (0, "serving still holds them")),
+        ({"claim_pages": -1000}, (30, "the loan")),
+    ],
+)
+def test_allowed_pages(change: dict[str, object], expected: tuple[int, str]) -> None:
+    assert allowed_pages(**{**CALM, **change}) == expected  # type: ignore[arg-type]
+
+
+def test_what_both_engines_may_hold_never_exceeds_the_device() -> None:
+    rng = random.Random(0)
+    for _ in range(2000):
+        total = rng.randint(0, 200)
+        reserved = rng.randint(0, total)
+        pages, _ = allowed_pages(
+            **{
+                **CALM,
+                "serving_total": total,
+                "serving_reserved": reserved,
+                "lend_pages": rng.randint(-10, 300),
+                "claim_pages": rng.randint(-10, 100),
+            }  # type: ignore[arg-type]
+        )
+        assert 0 <= pages <= total - reserved
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("min_headroom_fraction", 0.0),
+        ("grow_step_fraction", 1.5),
+        ("hysteresis_fraction", math.nan),
+        ("reclaim_deadline_s", 0.0),
+        ("cool_down_s", math.inf),
+        ("max_cuts", 0),
+    ],
+)
+def test_parameters_out_of_range_name_their_field(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=name):
+        LendingParams(**{name: value})  # type: ignore[arg-type]

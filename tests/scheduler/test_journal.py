@@ -1,0 +1,141 @@
+"""Journal: what it promised is there after a kill, a torn write, a full disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from rose.errors import CapacityError, ConfigError, LedgerError
+from rose.scheduler.journal import AckRecord, CancelRecord, Journal, Record
+
+
+def reopen(directory: Path) -> tuple[Journal, list[Record]]:
+    journal = Journal(directory)
+    return journal, journal.recover()
+
+
+def record(number: int) -> AckRecord:
+    return AckRecord(batch_id=f"b{number}", step=number, attempt=1)
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """A journal of three records, closed."""
+    journal, _ = reopen(tmp_path)
+    for number in range(3):
+        journal.append(record(number))
+    journal.close()
+    return tmp_path
+
+
+def test_records_come_back_in_order(written: Path) -> None:
+    journal, records = reopen(written)
+    assert records == [record(0), record(1), record(2)]
+    journal.close()
+
+
+def test_a_torn_tail_is_cut_at_every_byte(written: Path) -> None:
+    path = written / "journal.rose"
+    data = path.read_bytes()
+    sizes = []
+    for cut in range(8, len(data)):
+        path.write_bytes(data[:cut])
+        journal, records = reopen(written)
+        assert records == [record(n) for n in range(len(records))]
+        journal.append(CancelRecord(id="x", reason="after"))
+        journal.close()
+        journal, again = reopen(written)
+        assert again == [*records, CancelRecord(id="x", reason="after")]
+        journal.close()
+        sizes.append(len(records))
+    assert set(sizes) == {0, 1, 2}
+
+
+def test_damage_before_the_tail_is_an_error(written: Path) -> None:
+    path = written / "journal.rose"
+    data = bytearray(path.read_bytes())
+    data[8 + 8 + 3] ^= 1  # inside the first record
+    path.write_bytes(data)
+    journal = Journal(written)
+    with pytest.raises(LedgerError, match="damaged at byte 8"):
+        journal.recover()
+    journal.close()
+
+
+def test_a_foreign_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "journal.rose").write_bytes(b"something else entirely")
+    journal = Journal(tmp_path)
+    with pytest.raises(LedgerError, match="not a journal"):
+        journal.recover()
+    journal.close()
+
+
+def test_two_processes_cannot_share_a_directory(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    with pytest.raises(ConfigError, match="in use"):
+        Journal(tmp_path)
+    journal.close()
+    Journal(tmp_path).close()
+
+
+def test_a_full_disk_stops_promises_and_keeps_what_was_written(
+    written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, _ = reopen(written)
+    real = os.write
+
+    def full(descriptor: int, data: bytes) -> int:
+        if len(data) > 8:
+            return real(descriptor, bytes(data)[:8])  # part of it, as a filling disk does
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(CapacityError, match="No space left"):
+        journal.append(record(9))
+    monkeypatch.undo()
+    assert not journal.healthy
+    with pytest.raises(CapacityError, match="read-only"):
+        journal.append(record(10))
+    journal.close()
+    journal, records = reopen(written)
+    assert records == [record(0), record(1), record(2)]
+    journal.close()
+
+
+async def test_commit_waits_for_the_disk_and_is_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, _ = reopen(tmp_path)
+    calls: list[int] = []
+    real = os.fdatasync
+
+    def counted(descriptor: int) -> None:
+        calls.append(descriptor)
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fdatasync", counted)
+    import asyncio
+
+    async def one(number: int) -> None:
+        journal.append(record(number))
+        await journal.commit()
+
+    await asyncio.gather(*(one(number) for number in range(50)))
+    assert 1 <= len(calls) <= 3
+    await journal.commit()  # nothing new: nothing to wait for
+    assert len(calls) <= 3
+    journal.close()
+
+
+def test_compaction_replaces_the_file(written: Path) -> None:
+    journal, _ = reopen(written)
+    journal.compact([record(2)])
+    journal.append(record(3))
+    journal.close()
+    journal, records = reopen(written)
+    assert records == [record(2), record(3)]
+    assert (written / "journal.rose").stat().st_mode & 0o077 == 0
+    journal.close()

@@ -1,0 +1,324 @@
+"""Prompts: appending to a conversation, against real tokenizers and chat templates.
+
+The tokenizer is a real byte-level BPE, trained here on a few lines; the templates are the shapes of the common
+families, the reasoning-stripping one included.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rose.errors import RequestError
+from rose.scheduler.ids import pack_ids
+from rose.scheduler.journal import CreateRecord, TurnRecord
+from rose.scheduler.messages import chain, context_digest, extend
+from rose.scheduler.prompts import Prompt, Prompts, overlap
+from rose.scheduler.store import Trajectory
+from rose.scheduler.toy_tokenizer import HFTokenizer, Tokenizer, ToyTokenizer
+from tests.scheduler.conftest import user
+
+transformers = pytest.importorskip("transformers")
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+THINKING = (
+    # Drops the reasoning of all answers before the last user message, as Qwen3 does.
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% set c = m.content or '' %}"
+    "{% if m.role == 'assistant' %}{% if loop.index0 > ns.last %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ c.split('</think>')[-1].lstrip('\n') }}{% else %}{{ c }}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+LLAMA = (
+    "<|bos|>{% for m in messages %}<|start|>{{ m.role }}<|end|>\n\n{{ (m.content or '') | trim }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<|eot|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant<|end|>\n\n{% endif %}"
+)
+MISTRAL = (
+    # Wants every tool message announced by a call, and has no generation prompt.
+    "<|bos|>{% set ns = namespace(calls=0) %}{% for m in messages %}"
+    "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% elif m.role == 'tool' %}{% if ns.calls == 0 %}{{ raise_exception('tool without call') }}{% endif %}"
+    "[TOOL_RESULTS] {{ m.content }} [/TOOL_RESULTS]"
+    "{% else %}{% if m.tool_calls %}{% set ns.calls = 1 %}[TOOL_CALLS] {{ m.tool_calls | tojson }}"
+    "{% else %}{{ m.content or '' }}{% endif %}<|eot|>{% endif %}{% endfor %}"
+)
+TEMPLATES = {"chatml": CHATML, "thinking": THINKING, "llama": LLAMA, "mistral": MISTRAL}
+SPECIAL = ["<|bos|>", "<|im_start|>", "<|im_end|>", "<|start|>", "<|end|>", "<|eot|>"]
+
+
+@pytest.fixture(scope="session", params=["toy", *TEMPLATES])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    return ToyTokenizer() if request.param == "toy" else hf(request.param)
+
+
+def hf(name: str) -> HFTokenizer:
+    from tokenizers import Tokenizer as Raw
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    raw = Raw(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    raw.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    corpus = ["you are standing on a frozen lake, go left or right, up or down. \n\n user assistant tool"] * 9
+    raw.train_from_iterator(corpus, trainer)
+    eos = "<|eot|>" if name in ("llama", "mistral") else "<|im_end|>"
+    wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=eos)
+    wrapped.add_special_tokens({"additional_special_tokens": SPECIAL})
+    wrapped.chat_template = TEMPLATES[name]
+    return HFTokenizer(wrapped)
+
+
+class Bench:
+    """A trajectory driven by hand: what the routes do, without HTTP."""
+
+    def __init__(self, tokenizer: Tokenizer, history: str = "append") -> None:
+        self.tokenizer = tokenizer
+        self.num_renders = 0
+        self.prompts = Prompts(self._call, history=history)
+        self.trajectory = Trajectory(
+            CreateRecord(id="t", job="j", group_id="g", group_size=1, created_at=0.0)
+        )
+
+    async def _call(self, path: str, model: str | None, body: bytes) -> bytes:
+        self.num_renders += 1
+        decoded = msgspec.json.decode(body)
+        if decoded.get("add_generation_prompt") is None:
+            decoded["add_generation_prompt"] = True
+        try:
+            ids = self.tokenizer.chat(decoded)
+        except Exception as error:
+            raise RequestError(str(error)) from error
+        return msgspec.json.encode(
+            {"token_ids": ids, "sampling_params": {"temperature": 1.0, "skip_clone": True}}
+        )
+
+    async def turn(
+        self, messages: list[dict[str, Any]], output: Sequence[int], answer: dict[str, Any], **body: Any
+    ) -> Prompt:
+        """One turn: its prompt, then pretend that the model said ``output``."""
+        prompt = await self.prompts.chat(self.trajectory, {"messages": messages, **body})
+        self.trajectory.add(
+            TurnRecord(
+                trajectory_id="t",
+                turn=len(self.trajectory.turns),
+                kind="chat",
+                parent=prompt.parent,
+                fork=prompt.fork,
+                suffix_ids=pack_ids(prompt.token_ids[prompt.num_inherited :]),
+                token_ids=pack_ids(output),
+                logprobs=b"",
+                finish_reason="stop",
+                versions=[],
+                segments=[],
+                usage={},
+                timing={},
+                sampling={},
+                tip=extend(prompt.tip_base, answer),
+                context=prompt.context,
+            )
+        )
+        return prompt
+
+
+WORDS = st.text(alphabet="abcdefgh ijkl.,!?\n<>[]{}é世", min_size=1, max_size=24).map(str.strip).filter(bool)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(texts=st.lists(st.tuples(WORDS, WORDS), min_size=2, max_size=4), data=st.data())
+@pytest.mark.asyncio
+async def test_sampled_ids_stay_in_place_whatever_the_template_does(
+    tokenizer: Tokenizer, texts: list[tuple[str, str]], data: st.DataObject
+) -> None:
+    bench = Bench(tokenizer)
+    messages: list[dict[str, Any]] = []
+    history: list[int] = []
+    for question, said in texts:
+        messages.append(user(question))
+        # Any ids at all: a model does not sample what its tokenizer would encode.
+        words = data.draw(st.lists(st.sampled_from(list(tokenizer.word_ids)), max_size=6))
+        output = [*words, *data.draw(st.sampled_from([[], [tokenizer.eos_id]]))] or [tokenizer.eos_id]
+        answer = {"role": "assistant", "content": said}
+        prompt = await bench.turn(messages, output, answer)
+        assert prompt.fork is None
+        assert prompt.token_ids[: len(history)] == history
+        history = prompt.token_ids + output
+        messages.append(answer)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(texts=st.lists(st.tuples(WORDS, WORDS), min_size=2, max_size=4))
+@pytest.mark.asyncio
+async def test_accumulated_ids_equal_a_full_render_where_they_must(
+    tokenizer: Tokenizer, texts: list[tuple[str, str]]
+) -> None:
+    """For templates that do not rewrite history, when the model samples what would be encoded."""
+    if getattr(getattr(tokenizer, "_tokenizer", None), "chat_template", None) == THINKING:
+        return  # false by construction there
+    bench = Bench(tokenizer)
+    messages: list[dict[str, Any]] = []
+    for question, said in texts:
+        messages.append(user(question))
+        whole = tokenizer.chat({"messages": messages})
+        answer = {"role": "assistant", "content": said}
+        closed = tokenizer.chat({"messages": [*messages, answer], "add_generation_prompt": False})
+        if closed[: len(whole)] != whole or tokenizer.eos_id not in closed[len(whole) :]:
+            return  # this text merges with the template's own: not a well-behaved case
+        output = closed[len(whole) : len(whole) + closed[len(whole) :].index(tokenizer.eos_id) + 1]
+        prompt = await bench.turn(messages, output, answer)
+        assert prompt.token_ids == whole
+        messages.append(answer)
+
+
+async def test_one_render_per_turn_once_the_template_is_known(tokenizer: Tokenizer) -> None:
+    bench = Bench(tokenizer)
+    messages: list[dict[str, Any]] = []
+    for number in range(5):
+        messages.append(user(f"say {number}"))
+        answer = {"role": "assistant", "content": "ok"}
+        await bench.turn(messages, [*tokenizer.encode("ok"), tokenizer.eos_id], answer)
+        messages.append(answer)
+    assert bench.num_renders == 1 + 2 + 3  # the first prompt, learning, then one each
+
+
+async def test_the_templates_separator_between_turns_is_never_lost() -> None:
+    tokenizer = hf("chatml")
+    bench = Bench(tokenizer)
+    answer = {"role": "assistant", "content": "ok"}
+    await bench.turn([user("a")], [*tokenizer.encode("ok"), tokenizer.eos_id], answer)
+    prompt = await bench.turn([user("a"), answer, user("b")], [tokenizer.eos_id], answer)
+    text = tokenizer._tokenizer.decode(prompt.token_ids)
+    assert text == (
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nok<|im_end|>\n"
+        "<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama", "mistral"])
+async def test_tool_calls_come_back_reordered_and_still_append(name: str) -> None:
+    tokenizer = hf(name)
+    bench = Bench(tokenizer)
+    call = {
+        "id": "call-1",
+        "type": "function",
+        "function": {"name": "move", "arguments": '{"a": 1, "b": [2]}'},
+    }
+    sent = {"role": "assistant", "content": None, "tool_calls": [call]}
+    output = [*tokenizer.encode('{"a": 1, "b": [2]}'), tokenizer.eos_id]
+    first = await bench.turn([user("go")], output, sent)
+    back = {
+        "role": "assistant",
+        "content": "",
+        "reasoning": None,
+        "tool_calls": [
+            {"type": "function", "id": "other", "function": {"arguments": '{"b":[2],"a":1}', "name": "move"}}
+        ],
+    }
+    tool = {"role": "tool", "tool_call_id": "call-1", "content": "done"}
+    prompt = await bench.turn([user("go"), back, tool], [tokenizer.eos_id], sent)
+    assert (prompt.parent, prompt.fork) == (0, None)
+    history = first.token_ids + output
+    assert prompt.token_ids[: len(history)] == history
+    assert "done" in tokenizer._tokenizer.decode(prompt.token_ids[len(history) :])
+
+
+async def test_template_history_forks_where_the_template_strips_reasoning() -> None:
+    tokenizer = hf("thinking")
+    answer = {"role": "assistant", "content": "ok"}
+    output = [*tokenizer.encode("hm\n</think>\n\nok"), tokenizer.eos_id]
+    for history, fork in (("append", None), ("template", "template")):
+        bench = Bench(tokenizer, history)
+        await bench.turn([user("a")], output, answer)
+        prompt = await bench.turn([user("a"), answer, user("b")], output, answer)
+        assert prompt.fork == fork
+        assert (prompt.parent is None) == (fork is not None)
+
+
+async def test_changed_tools_are_a_context_fork() -> None:
+    bench = Bench(ToyTokenizer())
+    answer = {"role": "assistant", "content": "ok"}
+    await bench.turn([user("a")], [5], answer, tools=[{"x": 1}])
+    prompt = await bench.turn([user("a"), answer, user("b")], [5], answer, tools=[{"x": 2}])
+    assert prompt.fork == "context"
+
+
+async def test_a_message_that_holds_the_sentinel_cannot_move_the_bridge() -> None:
+    tokenizer = hf("chatml")
+    bench = Bench(tokenizer)
+    answer = {"role": "assistant", "content": "ok"}
+    output = [*tokenizer.encode("ok"), tokenizer.eos_id]
+    await bench.turn([user("a")], output, answer)
+    messages = [user("a"), answer, user("b")]
+    await bench.turn(messages, output, answer)
+    evil = bench.prompts._sentinels[0]
+    messages += [answer, user(f"{evil} {evil}\n{evil}")]
+    prompt = await bench.turn(messages, output, answer)
+    text = tokenizer._tokenizer.decode(prompt.token_ids)
+    assert text.endswith(f"<|im_start|>user\n{evil} {evil}\n{evil}<|im_end|>\n<|im_start|>assistant\n")
+    assert prompt.parent == 1
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "equal"),
+    [
+        (
+            {"role": "user", "content": "a"},
+            {"role": "user", "content": [{"type": "text", "text": "a"}]},
+            True,
+        ),
+        ({"role": "assistant", "content": None}, {"role": "assistant", "content": ""}, True),
+        (
+            {"role": "assistant", "content": "a", "reasoning": "r"},
+            {"role": "assistant", "content": "a"},
+            True,
+        ),
+        ({"role": "user", "content": "a"}, {"role": "user", "content": "b"}, False),
+        ({"role": "user", "content": "a"}, {"role": "system", "content": "a"}, False),
+        ({"role": "user", "content": "a "}, {"role": "user", "content": "a"}, False),
+        (
+            {"role": "tool", "content": "a", "tool_call_id": "1"},
+            {"role": "tool", "content": "a", "tool_call_id": "2"},
+            False,
+        ),
+    ],
+)
+def test_messages_are_equal_when_they_mean_the_same(one: Any, two: Any, equal: bool) -> None:
+    assert (chain(b"", [one]) == chain(b"", [two])) is equal
+
+
+def test_unparsable_tool_arguments_are_compared_as_text() -> None:
+    def call(arguments: str) -> dict[str, Any]:
+        return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+    assert chain(b"", [call("{broken")]) == chain(b"", [call("{broken")])
+    assert chain(b"", [call("{broken")]) != chain(b"", [call("{broken}")])
+    assert chain(b"", [call("[" * 5000)]) == chain(b"", [call("[" * 5000)])
+
+
+def test_the_context_ignores_what_does_not_shape_history() -> None:
+    base = {"model": "m", "messages": []}
+    assert context_digest(base) == context_digest(
+        {**base, "temperature": 1, "tools": [], "tool_choice": "auto"}
+    )
+    assert context_digest(base) != context_digest({**base, "tools": [json.loads('{"a":1}')]})
+
+
+@given(output=st.lists(st.integers(0, 2), max_size=8), after=st.lists(st.integers(0, 2), max_size=8))
+def test_overlap_is_the_longest(output: list[int], after: list[int]) -> None:
+    found = overlap(output, after)
+    sizes = [n for n in range(1, min(len(output), len(after)) + 1) if output[-n:] == after[:n]]
+    assert found == max(sizes, default=0)

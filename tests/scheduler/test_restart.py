@@ -1,0 +1,322 @@
+"""SIGKILL of the daemon in the middle of a run: after a restart nothing is lost and nothing is doubled."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from rose.auth import Tokens, bearer
+from rose.scheduler.fake_engine import FakeEngine, FakeNode, serve_engine
+from rose.scheduler.journal import FinishRecord, Journal, TurnRecord
+from rose.scheduler.store import Store, sp
+from tests.scheduler.conftest import World, user
+
+
+class Daemon:
+    """``rose-scheduler`` as its own process, on one port across restarts."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.url = ""
+        self.process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> str:
+        port = self.url.rsplit(":", 1)[-1] or "0"
+        self.process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "rose.scheduler.cli",
+            "--port",
+            port,
+            "--token-file",
+            str(self.folder / "tokens.toml"),
+            "--journal",
+            str(self.folder / "journal"),
+            "--set",
+            "timeouts.tick_s=0.05",
+            "--policy",
+            "sticky_least_loaded",
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert self.process.stdout is not None
+        line = (await self.process.stdout.readline()).decode()
+        assert line.startswith("rose-scheduler ready at http://127.0.0.1:"), line
+        self.url = line.split()[-1]
+        return self.url
+
+    async def end(self, number: signal.Signals = signal.SIGKILL) -> int:
+        assert self.process is not None
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(number)
+        return await self.process.wait()
+
+
+async def agent(session: aiohttp.ClientSession, url: str, tokens: Tokens, number: int) -> dict[str, Any]:
+    """Four turns, then finish; asks again, as the OpenAI client does, until it is answered."""
+
+    async def post(path: str, body: Any, headers: dict[str, str] | None = None) -> Any:
+        for attempt in range(200):
+            try:
+                retry = {"x-stainless-retry-count": str(attempt)}
+                async with session.post(
+                    url + path, json=body, headers={**bearer(tokens.agent), **(headers or {}), **retry}
+                ) as response:
+                    assert response.status in (200, 503), await response.text()
+                    if response.status == 200:
+                        return await response.json()
+            except aiohttp.ClientError:
+                pass
+            await asyncio.sleep(0.05)
+        raise AssertionError("never answered")
+
+    create = {"job": "job", "group_id": f"g{number // 2}", "group_size": 2, "task": number}
+    name = (await post("/rose/v1/trajectories", create))["id"]
+    messages: list[Any] = [user(f"task {number}")]
+    answers: list[str] = []
+    for _ in range(4):
+        body = {"model": "policy", "messages": messages, "max_tokens": 12}
+        answer = await post("/v1/chat/completions", body, {"X-Session-ID": name})
+        message = answer["choices"][0]["message"]
+        answers.append(message["content"])
+        messages += [message, user("next")]
+    await post(f"/rose/v1/trajectories/{name}/finish", {"reward": number})
+    return {"id": name, "answers": answers, "number": number}
+
+
+async def test_sigkill_in_the_middle_loses_and_repeats_nothing(tmp_path: Path) -> None:
+    tokens = Tokens.generate()
+    tokens.save(tmp_path / "tokens.toml")
+    daemon = Daemon(tmp_path)
+    url = await daemon.start()
+    engine = FakeEngine(token_s=0.004)
+    runner, engine_url = await serve_engine(engine)
+    async with aiohttp.ClientSession() as session:
+        node = FakeNode(session, url, tokens.node, engine, engine_url, worker_id="a", period_s=0.05)
+        beats = asyncio.create_task(node.run())
+        agents = [asyncio.create_task(agent(session, url, tokens, number)) for number in range(6)]
+        kills = 0
+        while len(engine.requests) < 8:
+            await asyncio.sleep(0.01)
+        for goal in (16, 24):
+            await daemon.end()
+            kills += 1
+            await daemon.start()
+            async with asyncio.timeout(20):
+                while len(engine.requests) < goal and not all(task.done() for task in agents):
+                    await asyncio.sleep(0.01)
+        done = {item["id"]: item for item in await asyncio.gather(*agents)}
+        await daemon.end()  # once more, after everything was promised
+        await daemon.start()
+        lease = {"job": "job", "num_groups": 3, "version": [0, 0], "ttl_s": 600}
+        async with session.post(
+            f"{url}/rose/v1/batches/lease", json=lease, headers=bearer(tokens.trainer)
+        ) as response:
+            batch = await response.json()
+        # A creation whose answer was lost may leave an empty trajectory behind, never a doubled one.
+        ids = [trajectory["id"] for trajectory in batch["trajectories"]]
+        assert sorted(ids) == sorted(done)
+        for trajectory in batch["trajectories"]:
+            item = done[trajectory["id"]]
+            turns = trajectory["turns"]
+            assert trajectory["reward"] == item["number"]
+            assert len(turns) == 4
+            assert [turn["parent"] for turn in turns] == [None, 0, 1, 2]
+            texts = [engine.tokenizer.decode(turn["token_ids"]) for turn in turns]
+            assert texts == item["answers"]
+            for turn in turns:
+                expected, _, _ = engine.greedy(turn["prompt_token_ids"], {"max_tokens": 12})
+                assert turn["token_ids"] == expected
+        ack = f"{url}/rose/v1/batches/{batch['batch_id']}/ack"
+        async with session.post(
+            ack, json={"step": 1, "attempt": 0}, headers=bearer(tokens.trainer)
+        ) as response:
+            assert response.status == 200
+        await daemon.end()
+        await daemon.start()
+        async with session.post(
+            ack, json={"step": 1, "attempt": 0}, headers=bearer(tokens.trainer)
+        ) as response:
+            assert response.status == 200
+        async with session.post(
+            f"{url}/rose/v1/batches/lease", json={**lease, "num_groups": 1}, headers=bearer(tokens.trainer)
+        ) as response:
+            assert response.status == 204
+        beats.cancel()
+    assert await daemon.end(signal.SIGTERM) == 0
+    await runner.cleanup()
+    assert kills == 2
+
+
+async def test_a_lease_survives_a_restart(world: World) -> None:
+    await world.start()
+    await world.add("a")
+    name = await world.trajectory()
+    await world.chat(name, [user("x")], max_tokens=4)
+    await world.ok("POST", f"/rose/v1/trajectories/{name}/finish", {"reward": 1})
+    lease = {"job": "job", "num_groups": 1, "version": [1, 0], "ttl_s": 600}
+    batch = await world.ok("POST", "/rose/v1/batches/lease", lease, role="trainer")
+    await world.ok("POST", "/rose/v1/versions", {"job": "job", "attempt": 1, "version": 4}, role="trainer")
+    await world.scheduler.stop(drain_s=0)
+    await world.start()
+    assert (await world.call("POST", "/rose/v1/batches/lease", lease, role="trainer"))[0] == 204
+    await world.ok(
+        "POST", f"/rose/v1/batches/{batch['batch_id']}/ack", {"step": 1, "attempt": 1}, role="trainer"
+    )
+    assert (await world.ok("GET", "/status"))["versions"] == {"job": "1.4"}
+
+
+async def test_a_compacted_journal_gives_the_same_state(world: World) -> None:
+    await world.start()
+    await world.add("a")
+    for index in range(6):
+        name = await world.trajectory(group_id=f"g{index // 2}", group_size=2)
+        await world.chat(name, [user("x")], max_tokens=4)
+        if index < 5:
+            await world.ok("POST", f"/rose/v1/trajectories/{name}/finish", {"reward": index})
+    lease = {"job": "job", "num_groups": 1, "version": [0, 0], "ttl_s": 600}
+    acked = await world.ok("POST", "/rose/v1/batches/lease", lease, role="trainer")
+    ack = f"/rose/v1/batches/{acked['batch_id']}/ack"
+    await world.ok("POST", ack, {"step": 1, "attempt": 1}, role="trainer")
+    open_batch = await world.ok("POST", "/rose/v1/batches/lease", lease, role="trainer")
+
+    async def listing() -> list[Any]:
+        found = (await world.ok("GET", "/rose/v1/trajectories"))["trajectories"]
+        return [item for item in found if item["state"] != "consumed"]
+
+    live = await listing()
+    await world.scheduler.stop(drain_s=0)
+    before = (world.tmp_path / "journal" / "journal.rose").stat().st_size
+    await world.start(journal={"compact_bytes": 1})
+    assert world.scheduler.journal.size_bytes < before
+    assert await listing() == live
+    await world.scheduler.stop(drain_s=0)
+    await world.start()
+    assert await listing() == live
+    await world.ok("POST", ack, {"step": 1, "attempt": 1}, role="trainer")
+    await world.ok(
+        "POST", f"/rose/v1/batches/{open_batch['batch_id']}/ack", {"step": 2, "attempt": 1}, role="trainer"
+    )
+
+
+async def test_a_taken_port_and_a_bad_setting_are_one_line(
+    tmp_path: Path, tokens: Tokens, world: World
+) -> None:
+    await world.start()
+    tokens.save(tmp_path / "tokens.toml")
+    port = world.url.rsplit(":", 1)[-1]
+    for arguments, text in (
+        (["--port", port], "port: 127.0.0.1"),
+        (["--set", "polcy=x"], "polcy: unknown key (did you mean 'policy'?)"),
+        (["--policy", "hash"], "policy: "),
+    ):
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "rose.scheduler.cli",
+            *arguments,
+            "--token-file",
+            str(tmp_path / "tokens.toml"),
+            "--journal",
+            str(tmp_path / "other"),
+            stderr=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        _, err = await process.communicate()
+        assert process.returncode == 2
+        assert err.decode().count("\n") == 1
+        assert text in err.decode()
+
+
+def test_replay_reaches_the_state_that_was_live(tmp_path: Path) -> None:
+    def store() -> Store:
+        return Store(
+            Journal(tmp_path),
+            sp.SampleParams(alpha=0),
+            max_trajectories=100,
+            retained_finals=2,
+            compact_bytes=2**30,
+        )
+
+    live = store()
+    names = [
+        live.create(job="j", group_id=f"g{i // 2}", group_size=2, task=i, sampling={}) for i in range(10)
+    ]
+    for index, name in enumerate(names):
+        live.add_turn(
+            TurnRecord(
+                trajectory_id=name,
+                turn=0,
+                kind="chat",
+                suffix_ids=b"\1\0\0\0",
+                token_ids=b"\2\0\0\0",
+                logprobs=b"\0" * 8,
+                finish_reason="stop",
+                versions=[(f"1.{index // 4}", 0, 1)],
+                segments=[],
+                usage={},
+                timing={},
+                sampling={},
+            )
+        )
+        live.finish(FinishRecord(id=name, reward=1.0))
+    leased, _ = live.lease(job="j", num_groups=1, version=(1, 1), ttl_s=5)  # drops g0, g1 as stale
+    assert leased is not None
+    live.ack(leased.batch_id, 3, 1)
+    live.resume("j", 2, [names[6]])
+    picture = (
+        live.book.counts(),
+        live.book.ready,
+        live.book.acked,
+        live.book.attempts,
+        sorted(live.trajectories),
+    )
+    live.journal.close()
+    again = store()
+    assert picture == (
+        again.book.counts(),
+        again.book.ready,
+        again.book.acked,
+        again.book.attempts,
+        sorted(again.trajectories),
+    )
+    again.journal.close()
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_prompt_ids_are_put_together_along_the_branch(tmp_path: Path, count: int) -> None:
+    from rose.scheduler.ids import pack_ids
+    from rose.scheduler.journal import CreateRecord
+    from rose.scheduler.store import Trajectory
+
+    trajectory = Trajectory(CreateRecord(id="t", job="j", group_id="g", group_size=1, created_at=0.0))
+    whole: list[int] = []
+    for turn in range(count + 1):
+        suffix, output = [turn * 10, turn * 10 + 1], [turn * 10 + 2]
+        trajectory.add(
+            TurnRecord(
+                trajectory_id="t",
+                turn=turn,
+                kind="chat",
+                parent=turn - 1 if turn else None,
+                suffix_ids=pack_ids(suffix),
+                token_ids=pack_ids(output),
+                logprobs=b"",
+                finish_reason="stop",
+                versions=[],
+                segments=[],
+                usage={},
+                timing={},
+                sampling={},
+            )
+        )
+        assert trajectory.prompt_ids(turn) == whole + suffix
+        whole += suffix + output
+        assert trajectory.full_ids(turn) == whole
+        assert [span[:2] for span in trajectory.sampled(turn)] == [[3 * n + 2, 1] for n in range(turn + 1)]

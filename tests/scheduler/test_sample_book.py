@@ -1,0 +1,259 @@
+"""SampleBook: whole groups, first ready first, to one trainer, exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from rose.errors import Conflict, Gone, NotFound, RequestError
+from rose.policy import samples as sp
+
+
+@pytest.fixture
+def book() -> Iterator[sp.SampleBook]:
+    book = sp.SampleBook(params=sp.SampleParams(alpha=2))
+    yield book
+    book.check()
+
+
+def create(book: sp.SampleBook, name: str, group: str = "g", size: int = 2) -> None:
+    book.handle(sp.TrajectoryCreated(trajectory_id=name, job="j", group_id=group, group_size=size))
+
+
+def finish(book: sp.SampleBook, name: str, oldest: tuple[int, int] | None = (1, 0)) -> list[sp.Action]:
+    return book.handle(sp.TrajectoryFinished(trajectory_id=name, oldest=oldest))
+
+
+def fill(book: sp.SampleBook, group: str, oldest: tuple[int, int] = (1, 0)) -> None:
+    for index in range(2):
+        create(book, f"{group}{index}", group)
+        finish(book, f"{group}{index}", oldest)
+
+
+def lease(
+    book: sp.SampleBook,
+    name: str = "b",
+    num_groups: int = 1,
+    version: tuple[int, int] = (1, 0),
+    at_s: float = 0.0,
+) -> list[sp.Action]:
+    return book.handle(
+        sp.BatchAsked(at_s=at_s, batch_id=name, job="j", num_groups=num_groups, version=version, ttl_s=10.0)
+    )
+
+
+def leased(actions: list[sp.Action]) -> tuple[str, ...]:
+    return next((a.trajectory_ids for a in actions if isinstance(a, sp.Leased)), ())
+
+
+def test_a_group_is_ready_when_all_its_members_have_finished(book: sp.SampleBook) -> None:
+    create(book, "a")
+    create(book, "b")
+    assert finish(book, "a") == []
+    assert leased(lease(book)) == ()
+    assert finish(book, "b") == [sp.GroupReady(job="j", group_id="g")]
+    assert leased(lease(book)) == ("a", "b")
+
+
+def test_members_beyond_the_group_size_are_redundant(book: sp.SampleBook) -> None:
+    for name in "abc":
+        create(book, name)
+    finish(book, "a")
+    assert sp.Discard(trajectory_ids=("b",), reason="redundant") in finish(book, "c")
+    assert leased(lease(book)) == ("a", "c")
+    with pytest.raises(Gone, match="redundant"):
+        finish(book, "b")
+
+
+def test_a_cancelled_member_is_replaced_by_a_new_sample(book: sp.SampleBook) -> None:
+    create(book, "a")
+    create(book, "b")
+    finish(book, "a")
+    book.handle(sp.TrajectoryCancelled(trajectory_id="b", reason="env"))
+    create(book, "c")
+    finish(book, "c")
+    assert leased(lease(book)) == ("a", "c")
+
+
+def test_groups_are_leased_in_the_order_they_became_ready(book: sp.SampleBook) -> None:
+    for group in ("p", "q", "r"):
+        fill(book, group)
+    assert leased(lease(book, "b1", num_groups=2)) == ("p0", "p1", "q0", "q1")
+    assert leased(lease(book, "b2", num_groups=2)) == ()
+    assert leased(lease(book, "b2")) == ("r0", "r1")
+
+
+def test_an_expired_lease_returns_its_groups_to_the_front(book: sp.SampleBook) -> None:
+    fill(book, "p")
+    lease(book)
+    fill(book, "q")
+    assert book.due(9.9) == []
+    assert book.due(10.0) == ["b"]
+    book.handle(sp.BatchExpired(batch_id="b"))
+    assert leased(lease(book, "b2")) == ("p0", "p1")
+
+
+def test_acknowledging_consumes_and_may_be_repeated(book: sp.SampleBook) -> None:
+    fill(book, "p")
+    lease(book)
+    ack = sp.BatchAcked(batch_id="b", step=7, attempt=1)
+    assert book.handle(ack) == [sp.Consumed(trajectory_ids=("p0", "p1"))]
+    assert book.handle(ack) == []
+    with pytest.raises(Conflict, match="step 7"):
+        book.handle(sp.BatchAcked(batch_id="b", step=8, attempt=1))
+    assert leased(lease(book, "b2")) == ()
+
+
+def test_a_late_acknowledgement_counts_until_the_groups_are_leased_again(book: sp.SampleBook) -> None:
+    for group, again in (("p", False), ("q", True)):
+        fill(book, group)
+        lease(book, group)
+        book.handle(sp.BatchExpired(batch_id=group))
+        if again:
+            lease(book, "other")
+            with pytest.raises(Gone, match="leased again"):
+                book.handle(sp.BatchAcked(batch_id=group, step=1, attempt=1))
+        else:
+            assert book.handle(sp.BatchAcked(batch_id=group, step=1, attempt=1)) != []
+            assert leased(lease(book, "none")) == ()
+
+
+def test_a_restarted_trainer_gets_back_what_it_had_not_consumed(book: sp.SampleBook) -> None:
+    fill(book, "p")
+    fill(book, "q")
+    lease(book, num_groups=2)
+    actions = book.handle(sp.JobResumed(job="j", attempt=2, consumed=("p0", "p1")))
+    assert sp.Consumed(trajectory_ids=("p0", "p1")) in actions
+    assert leased(lease(book, "b2")) == ("q0", "q1")
+
+
+def test_a_replaced_trainer_can_no_longer_acknowledge(book: sp.SampleBook) -> None:
+    fill(book, "p")
+    book.handle(sp.JobResumed(job="j", attempt=2, consumed=()))
+    lease(book)
+    with pytest.raises(Conflict, match="replaced"):
+        book.handle(sp.BatchAcked(batch_id="b", step=1, attempt=1))
+    with pytest.raises(Conflict, match="replaced"):
+        book.handle(sp.JobResumed(job="j", attempt=1, consumed=()))
+
+
+def test_stale_groups_are_dropped_whole_at_the_lease(book: sp.SampleBook) -> None:
+    create(book, "p0", "p")
+    create(book, "p1", "p")
+    finish(book, "p0", (1, 3))
+    finish(book, "p1", (1, 0))
+    fill(book, "q", (1, 2))
+    actions = lease(book, version=(1, 3))
+    assert sp.Discard(trajectory_ids=("p0", "p1"), reason="stale") in actions
+    assert leased(actions) == ("q0", "q1")
+
+
+def test_stale_members_are_marked_when_so_configured() -> None:
+    book = sp.SampleBook(params=sp.SampleParams(alpha=0, on_stale="mask"))
+    create(book, "a")
+    create(book, "b")
+    finish(book, "a", (1, 0))
+    finish(book, "b", (1, 1))
+    (grant,) = lease(book, version=(1, 1))
+    assert isinstance(grant, sp.Leased)
+    assert grant.stale_ids == ("a",)
+
+
+def test_refused_events_change_nothing(book: sp.SampleBook) -> None:
+    create(book, "a")
+    with pytest.raises(Conflict, match="exists"):
+        create(book, "a")
+    with pytest.raises(Conflict, match="size 2"):
+        create(book, "x", size=3)
+    with pytest.raises(NotFound):
+        finish(book, "ghost")
+    with pytest.raises(Gone):
+        book.handle(sp.BatchAcked(batch_id="ghost", step=1, attempt=1))
+    finish(book, "a")
+    with pytest.raises(Conflict, match="already finished"):
+        finish(book, "a")
+    assert book.counts() == {"finished": 1}
+
+
+class AnySequence(RuleBasedStateMachine):
+    """Each trajectory is consumed at most once, and the books balance, after anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.book = sp.SampleBook(params=sp.SampleParams(alpha=1))
+        self.num_created = self.num_batches = 0
+        self.now_s = 0.0
+        self.consumed: list[str] = []
+        self.version = 0
+
+    def feed(self, event: sp.Event) -> None:
+        try:
+            actions = self.book.handle(event)
+        except RequestError:
+            return
+        for action in actions:
+            if isinstance(action, sp.Consumed):
+                self.consumed.extend(action.trajectory_ids)
+
+    @rule(group=st.integers(0, 5), size=st.integers(1, 3))
+    def create(self, group: int, size: int) -> None:
+        self.num_created += 1
+        self.feed(
+            sp.TrajectoryCreated(
+                trajectory_id=f"t{self.num_created}", job="j", group_id=f"g{group}", group_size=size
+            )
+        )
+
+    @rule(back=st.integers(0, 5), cancel=st.booleans())
+    def finish(self, back: int, cancel: bool) -> None:
+        name = f"t{max(1, self.num_created - back)}"
+        if cancel:
+            self.feed(sp.TrajectoryCancelled(trajectory_id=name, reason="x"))
+        else:
+            self.feed(sp.TrajectoryFinished(trajectory_id=name, oldest=(1, self.version)))
+
+    @rule(num_groups=st.integers(1, 2), newer=st.booleans())
+    def lease(self, num_groups: int, newer: bool) -> None:
+        self.num_batches += 1
+        self.version += newer
+        self.feed(
+            sp.BatchAsked(
+                at_s=self.now_s,
+                batch_id=f"b{self.num_batches}",
+                job="j",
+                num_groups=num_groups,
+                version=(1, self.version),
+                ttl_s=3.0,
+            )
+        )
+
+    @rule(back=st.integers(0, 3), attempt=st.integers(1, 2))
+    def ack(self, back: int, attempt: int) -> None:
+        self.feed(sp.BatchAcked(batch_id=f"b{max(1, self.num_batches - back)}", step=1, attempt=attempt))
+
+    @rule(step=st.floats(0, 4))
+    def time(self, step: float) -> None:
+        self.now_s += step
+        for batch_id in self.book.due(self.now_s):
+            self.feed(sp.BatchExpired(batch_id=batch_id))
+
+    @rule(attempt=st.integers(1, 2), back=st.integers(0, 5))
+    def resume(self, attempt: int, back: int) -> None:
+        name = f"t{max(1, self.num_created - back)}"
+        self.feed(sp.JobResumed(job="j", attempt=attempt, consumed=(name,)))
+
+    @invariant()
+    def books_hold(self) -> None:
+        self.book.check()
+        assert len(set(self.consumed)) == len(self.consumed)
+        assert self.book.counts()["consumed"] == len(self.consumed)
+
+
+TestAnySequence = AnySequence.TestCase
+TestAnySequence.settings = settings(
+    max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)

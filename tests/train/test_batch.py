@@ -1,0 +1,130 @@
+"""Recorded trajectories to tensors: the mask is 1 on sampled tokens and nowhere else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rose.errors import TrainError
+from rose.train.batch import MIN_PART_SEQUENCES, make_minibatch, samples_of, split_by_length
+from tests.train.traces import trajectory, turn
+
+LIMITS: dict[str, Any] = {"vocab_size": 320, "max_tokens": 64}
+
+
+def test_a_growing_conversation_is_one_sequence_with_its_sampled_tokens_marked() -> None:
+    turns = [
+        turn([10, 11], [1]),
+        turn([10, 11, 1, 12, 13], [2, 3]),
+        turn([10, 11, 1, 12, 13, 2, 3, 14], [4]),
+    ]
+
+    (sample,) = samples_of(trajectory(turns), **LIMITS)
+
+    assert sample.token_ids == (10, 11, 1, 12, 13, 2, 3, 14, 4)
+    assert sample.positions == (2, 5, 6, 8)
+    assert sample.logprobs == (-1.0, -1.0, -1.1, -1.0)
+
+
+def test_a_fork_trains_each_sampled_token_once() -> None:
+    """The agent dropped its first exchange: what was sampled before stays with the first branch."""
+    turns = [turn([10], [1]), turn([10, 1, 11], [2]), turn([20, 21], [3]), turn([10, 1, 11, 2, 12], [4])]
+
+    first, second = samples_of(trajectory(turns), **LIMITS)
+
+    assert (first.token_ids, first.positions) == ((10, 1, 11, 2, 12, 4), (1, 3, 5))
+    assert (second.token_ids, second.positions) == ((20, 21, 3), (2,))
+
+
+def test_a_branch_from_the_middle_does_not_train_the_shared_part_again() -> None:
+    turns = [turn([10], [1]), turn([10, 1, 11], [2]), turn([10, 1, 99], [3])]
+
+    samples = samples_of(trajectory(turns), **LIMITS)
+
+    trained = [[sample.token_ids[position] for position in sample.positions] for sample in samples]
+    assert trained == [[1, 2], [3]]
+
+
+def test_minibatch_points_every_target_at_the_position_before_it() -> None:
+    a = samples_of(trajectory([turn([10, 11], [1]), turn([10, 11, 1, 12], [2])], id="a"), **LIMITS)
+    b = samples_of(trajectory([turn([20], [3, 4])], id="b"), **LIMITS)
+
+    batch = make_minibatch([*a, *b], {"a": 0.5, "b": -0.5}, vocab_size=320)
+
+    assert batch.input_ids_BT.tolist() == [[10, 11, 1, 12], [20, 3, 4, 0]]
+    assert batch.targets_N.tolist() == [1, 2, 3, 4]
+    assert list(zip(batch.rows_N.tolist(), batch.columns_N.tolist(), strict=True)) == [
+        (0, 1),
+        (0, 3),
+        (1, 0),
+        (1, 1),
+    ]
+    assert batch.advantage_N.tolist() == [0.5, 0.5, -0.5, -0.5]
+
+
+def test_restriction_and_temperature_are_those_of_each_turn() -> None:
+    free = turn([10], [7])
+    bound = turn([10, 7, 11], [5], sampling={"temperature": 0.5, "allowed_token_ids": [6, 5]})
+
+    batch = make_minibatch(samples_of(trajectory([free, bound]), **LIMITS), {"t1": 1.0}, vocab_size=320)
+
+    assert batch.temperature_N.tolist() == [1.0, 0.5]
+    assert batch.allowed_index_N.tolist() == [-1, 0]
+    assert batch.allowed_KV is not None
+    assert batch.allowed_KV[0].nonzero().flatten().tolist() == [5, 6]
+
+
+def test_a_stale_trajectory_is_marked_and_keeps_its_reward() -> None:
+    (sample,) = samples_of(trajectory([turn([10], [1])], stale=True, reward=0.25), **LIMITS)
+    assert sample.masked
+    assert sample.reward == 0.25
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"token_ids": [320]}, "token_ids"),
+        ({"token_ids": [-1]}, "token_ids"),
+        ({"token_ids": [True]}, "token_ids"),
+        ({"token_ids": "1"}, "token_ids"),
+        ({"prompt_token_ids": []}, "prompt_token_ids"),
+        ({"prompt_token_ids": list(range(64))}, "turns[0]"),
+        ({"logprobs": []}, "logprobs"),
+        ({"logprobs": [0.5]}, "logprobs"),
+        ({"logprobs": [float("nan")]}, "logprobs"),
+        ({"sampling": {"top_p": 0.9}}, "top_p"),
+        ({"sampling": {"top_k": 40}}, "top_k"),
+        ({"sampling": {"temperature": 0.0}}, "temperature"),
+        ({"sampling": {"allowed_token_ids": [2]}}, "allowed_token_ids"),
+    ],
+)
+def test_what_cannot_be_trained_correctly_is_refused_by_name(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(TrainError) as caught:
+        samples_of(trajectory([turn([10], [1]) | changes]), **LIMITS)
+    assert caught.value.field is not None
+    assert field in caught.value.field
+
+
+@pytest.mark.parametrize("reward", [None, "1", True, float("nan"), float("inf")])
+def test_a_missing_reward_is_an_error_and_never_zero(reward: object) -> None:
+    with pytest.raises(TrainError) as caught:
+        samples_of(trajectory([turn([10], [1])], reward=reward), **LIMITS)
+    assert caught.value.field == "reward"
+
+
+def test_neutral_sampling_settings_pass() -> None:
+    sampling = {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "presence_penalty": 0.0}
+    (sample,) = samples_of(trajectory([turn([10], [1], sampling=sampling)]), **LIMITS)
+    assert sample.temperatures == (0.7,)
+
+
+def test_parts_hold_every_index_once_and_pad_little() -> None:
+    lengths = [20, 200, 22, 180, 21, 40, *([24] * 30), *([190] * 10)]
+
+    parts = split_by_length(range(len(lengths)), lengths)
+
+    assert sorted(index for part in parts for index in part) == list(range(len(lengths)))
+    for part in parts[:-1]:
+        longest, shortest = max(lengths[i] for i in part), min(lengths[i] for i in part)
+        assert longest <= 1.25 * shortest or len(part) <= MIN_PART_SEQUENCES

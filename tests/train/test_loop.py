@@ -1,0 +1,232 @@
+"""The whole loop on Ray, with the real scheduler and engines that run the policy: it learns, and it survives."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rose.config import load_config
+from rose.errors import ConfigError
+from rose.train import checkpoint as checkpoints
+from rose.train.config import TrainConfig
+from rose.train.loop import check_job, run_training
+from rose.train.metrics import MetricsFile, trajectory_metrics
+from rose.train.workers import Parts
+from tests.train.traces import trajectory, turn
+from tests.train.world import World, file_publisher, running_world
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "frozenlake_grpo.toml"
+
+
+def job(world: World, **changes: Any) -> TrainConfig:
+    return TrainConfig.model_validate(
+        {
+            "job": "loop",
+            "model": world.model_path,
+            "output_dir": world.root / "out",
+            "num_steps": 6,
+            "scheduler": {"url": world.url, "retry_s": 20.0},
+            "weights": {"directory": world.versions},
+            "rollout": {"num_groups": 4, "group_size": 8},
+            "env": {"settings": {"num_maps": 4}},
+            "trainer": {"fine_tuning_steps": 2, "keep_checkpoints": 100},
+        }
+        | changes
+    )
+
+
+@pytest.fixture
+def short_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where Ray's directory is made.  Short, because Unix sockets live in it, and ours alone."""
+    path = Path(tempfile.mkdtemp(prefix="rl-", dir="/tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", str(path))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+class Assassin:
+    """Kills an actor when a step is done; ``victims`` says which, by step."""
+
+    def __init__(self, victims: Mapping[int, str]) -> None:
+        self._victims = dict(victims)
+        self.records: list[Mapping[str, Any]] = []
+        self.events: list[str] = []
+
+    def __call__(self, record: Mapping[str, Any]) -> None:
+        if "event" in record:
+            self.events.append(str(record["event"]))
+            return
+        self.records.append(record)
+        victim = self._victims.pop(record["step"], None)
+        if victim is not None:
+            os.kill(actor_pid(victim), signal.SIGKILL)
+
+
+def actor_pid(class_name: str) -> int:
+    """Ray names its workers after what they run."""
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and f"ray::{class_name}" in (entry / "cmdline").read_text():
+                status = (entry / "status").read_text()
+                if "\nState:\tZ" not in status and _descends_from(int(entry.name), os.getpid()):
+                    return int(entry.name)
+        except OSError:
+            continue
+    raise AssertionError(f"no actor {class_name}")
+
+
+def _descends_from(pid: int, ancestor: int) -> bool:
+    while pid > 1:
+        if pid == ancestor:
+            return True
+        pid = int((Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
+    return False
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_loop_learns_survives_killed_actors_and_applies_each_trajectory_once(
+    tmp_path: Path, policy_model: Path, short_tmp: Path
+) -> None:
+    assassin = Assassin({1: "EnvManager", 3: "TrainWorker"})
+    with running_world(tmp_path, policy_model) as world:
+        config = job(world)
+
+        result = run_training(
+            config, world.tokens, progress=assassin, parts=Parts(make_publisher=file_publisher)
+        )
+
+        assert world.scheduler is not None
+        states = dict(world.scheduler.store.book.counts("loop"))
+    assert (result.num_steps, result.attempt) == (6, 2)
+    assert result.num_restarts >= 1
+    assert "actor_died" in assassin.events
+
+    # It learns: six small steps are not many, but the untrained policy is far below this.
+    success = [record["success_rate"] for record in assassin.records]
+    assert success[-1] > success[0] + 0.2, success
+
+    # Every step once, each on exactly the version before it, log-probs of engine and trainer equal.
+    lines = [json.loads(line) for line in (config.output_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(6))
+    assert all(line["lag_max"] == 0 and line["logprob_diff_max"] < 1e-3 for line in lines)
+    assert [line["lr"] for line in lines] == [1e-3] * 4 + [5e-6] * 2
+    assert all({"dedicated", "harvested"} == set(line["tiers"]) for line in lines)
+
+    # Exactly once, proven from the checkpoints: 6 steps of 32, no id twice, and nothing else was consumed.
+    newest, _ = checkpoints.load_latest(config.output_dir / "checkpoints")
+    assert newest is not None
+    assert newest.step == 6
+    assert [len(newest.consumed[step]) for step in range(6)] == [32] * 6
+    assert len(set(newest.consumed_ids)) == 6 * 32
+    assert states.get("consumed") == 6 * 32
+    assert not states.get("leased")
+    assert not states.get("finished")
+    assert list(short_tmp.iterdir()) == []  # Ray's sockets and logs are gone
+    with pytest.raises(AssertionError, match="no actor"):
+        actor_pid("TrainWorker")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("short_tmp")
+def test_a_driver_that_starts_again_goes_on_where_the_last_one_stopped(
+    tmp_path: Path, policy_model: Path
+) -> None:
+    parts = Parts(make_publisher=file_publisher)
+    with running_world(tmp_path, policy_model) as world:
+        small = {"rollout": {"num_groups": 2, "group_size": 4}}
+        first = run_training(job(world, num_steps=1, **small), world.tokens, parts=parts)
+        second = run_training(job(world, num_steps=2, **small), world.tokens, parts=parts)
+        third = run_training(job(world, num_steps=2, **small), world.tokens, parts=parts)
+
+    assert [(one.num_steps, one.attempt) for one in (first, second, third)] == [(1, 1), (2, 2), (2, 3)]
+    assert third.success_last is None  # nothing was left to do
+    lines = [json.loads(line) for line in (world.root / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["version"]) for line in lines] == [(0, "1.1"), (1, "2.2")]
+
+
+def test_two_drivers_on_one_folder_are_refused(tmp_path: Path, policy_model: Path) -> None:
+    from rose.train.loop import _sole_driver
+
+    with (
+        _sole_driver(tmp_path),
+        pytest.raises(ConfigError, match="another run is at work"),
+        _sole_driver(tmp_path),
+    ):
+        pass
+    with _sole_driver(tmp_path):  # free again
+        pass
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.learning_rat=1", r"trainer.learning_rat: unknown key \(did you mean 'learning_rate'\?\)"),
+        ("rollout.group_size=1", r"rollout.group_size: .*greater than or equal to 2"),
+        ("weights.directory='x'", r"weights: .*exactly one of relay_url and directory"),
+        ("scheduler.url='ftp://x'", r"scheduler.url: .*"),
+        ("job='../x'", "job: .*"),
+    ],
+)
+def test_bad_settings_are_refused_with_their_field(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(TrainConfig, EXAMPLE, [override])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "nowhere"}, "model: nowhere is not a model folder"),
+        ({"env": {"kind": "chess"}}, "unknown environment 'chess'"),
+        ({"env": {"settings": {"num_maps": 0}}}, "num_maps"),
+    ],
+)
+def test_a_job_that_cannot_run_is_refused_before_anything_starts(
+    policy_model: Path, changes: dict[str, Any], message: str
+) -> None:
+    table = {"model": policy_model, "weights": {"directory": "x"}} | changes
+    with pytest.raises(ConfigError, match=message):
+        check_job(TrainConfig.model_validate(table))
+
+
+def test_the_example_loads_and_ends_with_the_fine_tuning_rate() -> None:
+    config = load_config(TrainConfig, EXAMPLE)
+    rates = [config.learning_rate_at(step) for step in range(config.num_steps)]
+    assert rates == [config.trainer.learning_rate] * (config.num_steps - 3) + [5e-6] * 3
+
+
+def test_turns_are_counted_where_they_ended_and_tokens_where_they_were_sampled() -> None:
+    moved = turn(
+        [1],
+        [2, 3, 4],
+        segments=[{"tier": "harvested", "n": 2}, {"tier": "dedicated", "n": 1}],
+        versions=[["1.4", 0, 2], ["1.5", 2, 1]],
+    )
+    stayed = turn([1], [2], segments=[{"tier": "harvested", "n": 1}], versions=[["1.5", 0, 1]])
+
+    metrics = trajectory_metrics([trajectory([moved, stayed])], version=6)
+
+    assert metrics["tiers"] == {
+        "dedicated": {"turns": 1, "tokens": 1},
+        "harvested": {"turns": 1, "tokens": 3},
+    }
+    assert (metrics["num_resumed_turns"], metrics["lag_max"]) == (1, 2)
+
+
+def test_a_line_torn_by_a_crash_does_not_spoil_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0}\n{"step": 1, "succ')
+    metrics = MetricsFile(path)
+    metrics.append({"step": 1})
+    metrics.close()
+    lines = path.read_text().splitlines()
+    assert (lines[0], lines[2]) == ('{"step": 0}', '{"step": 1}')

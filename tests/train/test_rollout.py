@@ -1,0 +1,253 @@
+"""Episodes through the real scheduler: which are started, what is recorded, and what a failure costs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from rose.errors import CapacityError, ConfigError, EngineError, NotFound, TrainError, Unauthorized
+from rose.train.batch import samples_of
+from rose.train.client import SchedulerClient, error_of
+from rose.train.env import FrozenLakeFamily, FrozenLakeParams, Observation
+from rose.train.rollout import (
+    EpisodeParams,
+    EpisodeRunner,
+    GroupPlan,
+    GroupState,
+    plan_groups,
+    single_token_ids,
+    split_plans,
+)
+from tests.train.world import World, running_world
+
+TASKS: list[dict[str, Any]] = [{"n": 0}, {"n": 1}, {"n": 2}]
+
+
+def plan(waiting: list[GroupState], *, step: int = 4, num_groups: int = 3) -> list[GroupPlan]:
+    return plan_groups(
+        waiting=waiting, tasks=TASKS, step=step, attempt=2, num_groups=num_groups, group_size=8
+    )
+
+
+def test_an_undisturbed_step_starts_all_groups_and_walks_through_the_tasks() -> None:
+    first, second = plan([], step=0, num_groups=2), plan([], step=1, num_groups=2)
+    assert [(one.task["n"], one.num_missing) for one in first + second] == [(0, 8), (1, 8), (2, 8), (0, 8)]
+    assert len({one.group_id for one in first + second}) == 4
+
+
+def test_groups_begun_before_are_completed_first_and_ready_ones_count() -> None:
+    ready = GroupState(group_id="1-000004-0000", group_size=8, task=TASKS[0], num_finished=8)
+    begun = GroupState(group_id="2-000004-0001", group_size=8, task=TASKS[1], num_finished=5)
+
+    plans = plan([ready, begun])
+
+    assert [(one.group_id, one.num_missing) for one in plans] == [("2-000004-0001", 3), ("2-000004-0000", 8)]
+
+
+def test_a_full_house_starts_nothing_but_what_is_half_done() -> None:
+    waiting = [
+        GroupState(group_id=f"g{index}", group_size=8, task=TASKS[0], num_finished=finished)
+        for index, finished in enumerate([8, 8, 8, 2])
+    ]
+    assert [(one.group_id, one.num_missing) for one in plan(waiting)] == [("g3", 6)]
+
+
+def test_groups_are_split_whole_and_none_is_lost() -> None:
+    plans = plan([], num_groups=7)
+    parts = split_plans(plans, 3)
+    assert sorted(len(part) for part in parts) == [2, 2, 3]
+    assert sorted(one.group_id for part in parts for one in part) == sorted(one.group_id for one in plans)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory, policy_model: Path) -> Iterator[World]:
+    with running_world(tmp_path_factory.mktemp("world"), policy_model) as world:
+        yield world
+
+
+def client_of(world: World, **changes: Any) -> SchedulerClient:
+    return SchedulerClient(
+        world.url,
+        agent_token=world.tokens.agent,
+        trainer_token=world.tokens.trainer,
+        **{"retry_s": 0.0} | changes,
+    )
+
+
+def runner_of(
+    world: World, client: SchedulerClient, family: Any, *, job: str, **changes: Any
+) -> EpisodeRunner:
+    params = {
+        "job": job,
+        "model": "policy",
+        "temperature": 0.9,
+        "max_tokens": 1,
+        "concurrency": 64,
+        "step_timeout_s": 5.0,
+        "max_retries": 1,
+    }
+    allowed = single_token_ids(world.model_path, family.allowed_texts)
+    return EpisodeRunner(client, family, EpisodeParams(**params | changes), allowed)  # type: ignore[arg-type]
+
+
+def group(family: Any, *, size: int = 4) -> GroupPlan:
+    return GroupPlan(group_id="g", group_size=size, task=family.tasks()[0], num_missing=size)
+
+
+async def test_a_group_becomes_a_batch_whose_log_probs_are_the_engines(world: World) -> None:
+    """The whole way of a token: engine -> gateway -> trace -> tensors, compared with the model that sampled it."""
+    from rose.train.trainer import TorchTrainer
+
+    family = FrozenLakeFamily(FrozenLakeParams())
+    async with client_of(world) as client:
+        report = await runner_of(world, client, family, job="whole").run([group(family)])
+        leased = await client.lease(job="whole", num_groups=1, attempt=0, version=0, ttl_s=60, wait_s=0)
+
+    assert leased is not None
+    trajectories = leased[1]
+    assert (report.num_episodes, len(trajectories)) == (4, 4)
+    assert report.num_turns == sum(len(one["turns"]) for one in trajectories)
+    samples = [s for one in trajectories for s in samples_of(one, vocab_size=320, max_tokens=1024)]
+    assert len(samples) == 4  # no conversation forked
+    for sample, found in zip(samples, TorchTrainer(world.model_path).log_probs(samples), strict=True):
+        assert sample.temperatures[0] == 0.9
+        assert found.tolist() == pytest.approx(list(sample.logprobs), abs=1e-4)
+
+
+async def test_a_failing_environment_costs_its_episode_and_is_tried_again(world: World) -> None:
+    class Flaky(FrozenLakeFamily):
+        num_made = 0
+
+        def make(self) -> Any:
+            self.num_made += 1
+            return Broken() if self.num_made == 1 else super().make()
+
+    class Broken:
+        async def reset(self, task: Any) -> Observation:
+            raise KeyError("no such sandbox")
+
+        async def step(self, text: str) -> Observation:
+            raise AssertionError
+
+        async def close(self) -> None:
+            raise RuntimeError("and it does not close either")
+
+    family = Flaky(FrozenLakeParams())
+    async with client_of(world) as client:
+        report = await runner_of(world, client, family, job="flaky").run([group(family, size=2)])
+        assert (report.num_episodes, report.num_retries) == (2, 1)
+        assert len(await client.list_trajectories(job="flaky", state="finished")) == 2
+        assert len(await client.list_trajectories(job="flaky", state="cancelled")) == 1
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+async def test_a_reward_that_is_no_number_fails_the_step_and_is_never_reported(
+    world: World, reward: float
+) -> None:
+    class Poor(FrozenLakeFamily):
+        def make(self) -> Any:
+            return self
+
+        async def reset(self, task: Any) -> Observation:
+            return Observation(done=True, reward=reward)
+
+        async def close(self) -> None:
+            pass
+
+    family = Poor(FrozenLakeParams())
+    async with client_of(world) as client:
+        with pytest.raises(TrainError, match=r"failed 2 times: reward (nan|inf)"):
+            await runner_of(world, client, family, job=f"poor-{reward}").run([group(family, size=1)])
+        assert await client.list_trajectories(job=f"poor-{reward}", state="finished") == []
+
+
+async def test_an_environment_that_hangs_is_given_up(world: World) -> None:
+    class Hanging(FrozenLakeFamily):
+        def make(self) -> Any:
+            return self
+
+        async def reset(self, task: Any) -> Observation:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async def close(self) -> None:
+            pass
+
+    family = Hanging(FrozenLakeParams())
+    async with client_of(world) as client:
+        runner = runner_of(world, client, family, job="hang", step_timeout_s=0.01, max_retries=0)
+        with pytest.raises(TrainError, match=r"no answer within 0\.01 s"):
+            await runner.run([group(family, size=1)])
+
+
+async def test_errors_of_the_scheduler_keep_their_names(world: World) -> None:
+    async with client_of(world) as client:
+        with pytest.raises(NotFound) as caught:
+            await client.finish("t-none", reward=0.0, success=False, info={})
+        assert caught.value.code == "unknown_session"
+        assert await client.lease(job="none", num_groups=1, attempt=0, version=0, ttl_s=60, wait_s=0) is None
+    async with SchedulerClient(world.url, agent_token="x" * 20, retry_s=0.0) as stranger:
+        with pytest.raises(Unauthorized) as refused:
+            await stranger.create_trajectory(job="j", group_id="g", group_size=2, task={})
+        assert "x" * 20 not in str(refused.value)
+        with pytest.raises(TrainError, match="no trainer token"):
+            await stranger.ack("b", step=0, attempt=0)
+
+
+async def test_a_scheduler_that_cannot_be_reached_is_named_after_the_retries() -> None:
+    async with SchedulerClient("http://127.0.0.1:9", agent_token="x" * 20, retry_s=0.0) as client:
+        with pytest.raises(CapacityError, match=r"http://127\.0\.0\.1:9 did not answer"):
+            await client.list_trajectories(job="j", state="running")
+
+
+async def test_a_lost_lease_is_handed_back_before_it_is_asked_for_again() -> None:
+    """The answer was lost on the way: without the resume that batch would be locked until its lease ran out."""
+    calls: list[str] = []
+
+    async def handle(request: web.Request) -> web.Response:
+        calls.append(request.path)
+        if calls == ["/rose/v1/batches/lease"]:
+            assert request.transport is not None
+            request.transport.abort()
+        return web.json_response({"batch_id": "b", "trajectories": []})
+
+    app = web.Application()
+    app.router.add_post("/{path:.*}", handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with SchedulerClient(url, agent_token="a" * 16, trainer_token="t" * 16, retry_s=5.0) as client:
+            assert await client.lease(job="j", num_groups=1, attempt=1, version=0, ttl_s=60, wait_s=0) == (
+                "b",
+                [],
+            )
+    finally:
+        await runner.cleanup()
+    assert calls == ["/rose/v1/batches/lease", "/rose/v1/jobs/j/resume", "/rose/v1/batches/lease"]
+
+
+def test_http_errors_become_ours_with_field_and_retry() -> None:
+    busy = error_of(503, {"error": {"message": "full", "code": "no_capacity"}}, "7")
+    assert isinstance(busy, CapacityError)
+    assert busy.retry_after_s == 7.0
+    late = error_of(504, {"error": {"message": "late"}})
+    assert isinstance(late, CapacityError)
+    assert late.retry_after_s is None
+    assert isinstance(error_of(502, None), EngineError)
+    assert error_of(400, {"error": {"message": "bad", "param": "reward"}}).field == "reward"
+
+
+def test_answers_must_be_single_tokens_of_the_model(policy_model: Path, tmp_path: Path) -> None:
+    assert len(set(single_token_ids(policy_model, ["left", "down", "right", "up"]))) == 4
+    with pytest.raises(ConfigError, match="'sideways' is 8 tokens"):
+        single_token_ids(policy_model, ["left", "sideways"])
+    with pytest.raises(ConfigError, match=r"no readable tokenizer\.json"):
+        single_token_ids(tmp_path, ["left"])

@@ -1,0 +1,285 @@
+"""TorchTrainer: its gradient, its rounding, its reproducibility, and its checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rose.errors import ConfigError, TrainError
+from rose.train import checkpoint as checkpoints
+from rose.train.batch import Sample, samples_of
+from rose.train.loss import LossParams, group_advantages
+from rose.train.trainer import TorchTrainer, TrainerParams
+from tests.train.traces import ACTIONS, random_batch
+
+
+class RecordingTrainer(TorchTrainer):
+    """Keeps the gradients of its last update."""
+
+    def _update(self) -> float:
+        self.gradients = {
+            name: tensor.grad.clone()
+            for name, tensor in self.rounded_model.named_parameters()
+            if tensor.grad is not None
+        }
+        return super()._update()
+
+
+def samples(seed: int, **size: int) -> list[Sample]:
+    return [
+        sample
+        for one in random_batch(seed, **size)
+        for sample in samples_of(one, vocab_size=320, max_tokens=1024)
+    ]
+
+
+def weights(trainer: TorchTrainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in trainer.module.named_parameters()}
+
+
+def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.fixture
+def trainer(policy_model: Path) -> TorchTrainer:
+    return TorchTrainer(policy_model, TrainerParams(minibatch_sequences=8, num_epochs=2))
+
+
+def test_gradient_equals_a_plain_float64_reference(policy_model: Path) -> None:
+    """One update on the whole batch, against one unbatched trajectory after another in float64."""
+    batch = samples(0)
+    trainer = RecordingTrainer(
+        policy_model, TrainerParams(minibatch_sequences=1000, num_epochs=1, loss=LossParams())
+    )
+    model: Any = copy.deepcopy(trainer.rounded_model).double()
+    advantages = group_advantages(
+        {one.trajectory_id: one.reward for one in batch}, {one.trajectory_id: one.group_id for one in batch}
+    )
+
+    trainer.step(batch)
+
+    total = torch.zeros((), dtype=torch.float64)
+    num_tokens = sum(len(one.positions) for one in batch)
+    for one in batch:
+        logits = model(input_ids=torch.tensor([one.token_ids])).logits[0]
+        for position, behaviour in zip(one.positions, one.logprobs, strict=True):
+            log_probs = torch.log_softmax(logits[position - 1, ACTIONS] / 0.8, -1)
+            current = log_probs[ACTIONS.index(one.token_ids[position])]
+            weight = min(math.exp(current.item() - behaviour), 2.0)
+            ratio = torch.exp(current - current.detach())
+            total = total - weight * ratio * advantages[one.trajectory_id]
+    (total / num_tokens).backward()
+    largest = max(tensor.grad.abs().max().item() for tensor in model.parameters())
+    for name, tensor in model.named_parameters():
+        assert torch.allclose(
+            trainer.gradients[name].double(), tensor.grad, atol=1e-5 * largest, rtol=1e-3
+        ), name
+
+
+def test_log_probs_do_not_depend_on_what_a_trajectory_is_batched_with(trainer: TorchTrainer) -> None:
+    batch = samples(1)
+    together = trainer.log_probs(batch)
+    for sample, log_probs_N in zip(batch, together, strict=True):
+        assert torch.allclose(trainer.log_probs([sample])[0], log_probs_N, atol=1e-5)
+
+
+def test_forward_weights_are_the_masters_rounded_to_bf16(trainer: TorchTrainer) -> None:
+    trainer.step(samples(2))
+    moved = False
+    for master, tensor in zip(trainer.module.parameters(), trainer.rounded_model.parameters(), strict=True):
+        assert torch.equal(tensor, master.to(torch.bfloat16).float())
+        moved |= not torch.equal(tensor, master)
+    assert moved  # the masters hold more than the engine does
+
+
+def test_small_rates_reach_the_masters_and_leave_most_rounded_weights_alone(trainer: TorchTrainer) -> None:
+    masters = weights(trainer)
+    rounded = [tensor.detach().clone() for tensor in trainer.rounded_model.parameters()]
+
+    trainer.step(samples(3), learning_rate=5e-6)
+
+    assert not equal(masters, weights(trainer))
+    pairs = list(zip(rounded, trainer.rounded_model.parameters(), strict=True))
+    changed = sum(int((old != new).sum()) for old, new in pairs)
+    assert 0 < changed < 0.5 * sum(old.numel() for old in rounded)
+
+
+def test_the_same_batch_in_any_order_gives_the_same_weights(policy_model: Path) -> None:
+    found = []
+    for batch in (samples(4), samples(4)[::-1]):
+        trainer = TorchTrainer(policy_model, TrainerParams(minibatch_sequences=4, num_epochs=2))
+        trainer.step(batch)
+        found.append(weights(trainer))
+    assert equal(*found)
+
+
+def test_masked_and_undecided_trajectories_are_measured_but_not_trained(policy_model: Path) -> None:
+    batch = random_batch(5, num_groups=1, group_size=4)
+    decided = [one | {"stale": True} for one in batch]
+    undecided = [one | {"reward": 0.5} for one in batch]
+    for traces in (decided, undecided):
+        trainer = TorchTrainer(policy_model, TrainerParams())
+        before = weights(trainer)
+        taken = [one for trace in traces for one in samples_of(trace, vocab_size=320, max_tokens=1024)]
+
+        report = trainer.step(taken)
+
+        assert (report.num_trained_sequences, report.num_updates) == (0, 0)
+        assert report.num_tokens == sum(len(one.positions) for one in taken)
+        assert equal(before, weights(trainer))
+
+
+def test_training_makes_rewarded_actions_likelier(trainer: TorchTrainer) -> None:
+    batch = samples(6)
+    advantages = {one.trajectory_id: 1.0 if one.reward else -1.0 for one in batch}
+
+    def gain() -> float:
+        return sum(
+            advantages[one.trajectory_id] * float(found.sum())
+            for one, found in zip(batch, trainer.log_probs(batch), strict=True)
+        )
+
+    before = gain()
+    report = trainer.step(batch)
+    assert gain() > before + 1.0
+    assert report.num_updates == 4  # 16 trajectories in minibatches of 8, twice
+
+
+def test_resume_goes_on_exactly_as_if_nothing_had_happened(policy_model: Path, tmp_path: Path) -> None:
+    params = TrainerParams(minibatch_sequences=4, num_epochs=2, seed=9)
+    steady = TorchTrainer(policy_model, params)
+    steady.step(samples(7))
+    path = checkpoints.save(steady.capture(attempt=1, version=1, consumed={0: ("t1", "t2")}), tmp_path)
+    steady.step(samples(8))
+
+    resumed = TorchTrainer(policy_model, params)
+    resumed.restore(checkpoints.load(path))
+    assert resumed.step_index == 1
+    resumed.step(samples(8))
+
+    assert equal(weights(steady), weights(resumed))
+    assert checkpoints.load(path).consumed_ids == ["t1", "t2"]
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+    trainer: TorchTrainer, tmp_path: Path
+) -> None:
+    checkpoints.save(trainer.capture(attempt=1, version=0, consumed={}), tmp_path)
+    trainer.step(samples(9))
+    newest = checkpoints.save(trainer.capture(attempt=1, version=1, consumed={}), tmp_path)
+    data = bytearray((newest / "state.safetensors").read_bytes())
+    data[len(data) // 2] ^= 1
+    (newest / "state.safetensors").write_bytes(data)
+
+    found, passed_over = checkpoints.load_latest(tmp_path)
+
+    assert found is not None
+    assert found.step == 0
+    assert len(passed_over) == 1
+    assert "does not match its hash" in passed_over[0]
+
+
+def test_a_checkpoint_that_was_cut_short_does_not_exist(
+    trainer: TorchTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints.save(trainer.capture(attempt=1, version=0, consumed={}), tmp_path)
+
+    def disk_full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoints, "save_file", disk_full)
+    with pytest.raises(TrainError, match="cannot be written"):
+        checkpoints.save(trainer.capture(attempt=1, version=1, consumed={}), tmp_path)
+
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000.1"]
+
+
+def test_only_the_newest_checkpoints_are_kept_and_a_later_attempt_is_newer(
+    trainer: TorchTrainer, tmp_path: Path
+) -> None:
+    captured = trainer.capture(attempt=1, version=0, consumed={})
+    for attempt, step in [(1, 5), (1, 6), (2, 3), (2, 4)]:
+        one = checkpoints.Checkpoint(
+            **{
+                name: getattr(captured, name)
+                for name in ("shuffle_state", "weights", "optimizer", "consumed")
+            },
+            version=step,
+            attempt=attempt,
+            step=step,
+        )
+        checkpoints.save(one, tmp_path, keep=3)
+
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["step-000003.2", "step-000004.2", "step-000006.1"]
+    found, _ = checkpoints.load_latest(tmp_path)
+    assert found is not None
+    assert (found.attempt, found.step) == (2, 4)
+    assert checkpoints.latest_attempt(tmp_path) == 2
+
+
+def test_consumed_ids_are_kept_for_a_bounded_number_of_steps(trainer: TorchTrainer, tmp_path: Path) -> None:
+    consumed = {step: (f"t{step}",) for step in range(100)}
+    captured = trainer.capture(attempt=1, version=100, consumed=consumed)
+    path = checkpoints.save(
+        checkpoints.Checkpoint(
+            **{
+                name: getattr(captured, name)
+                for name in ("shuffle_state", "weights", "optimizer", "consumed")
+            },
+            version=100,
+            attempt=1,
+            step=100,
+        ),
+        tmp_path,
+    )
+    assert sorted(checkpoints.load(path).consumed) == list(range(36, 100))
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(
+    trainer: TorchTrainer, tmp_path: Path
+) -> None:
+    path = checkpoints.save(trainer.capture(attempt=1, version=0, consumed={}), tmp_path)
+    loaded = checkpoints.load(path)
+    foreign = {name: torch.zeros(3) if "q_proj" in name else t for name, t in loaded.weights.items()}
+    before = weights(trainer)
+
+    other = checkpoints.Checkpoint(
+        **{
+            name: getattr(loaded, name)
+            for name in ("step", "attempt", "version", "consumed", "shuffle_state")
+        },
+        weights=foreign,
+        optimizer={},
+    )
+    with pytest.raises(TrainError, match="is not the model's"):
+        trainer.restore(other)
+    assert equal(before, weights(trainer))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 2}', '{"schema": 1, "tensors_xxh3": "00"}'])
+def test_nonsense_in_a_checkpoint_is_a_clear_error(trainer: TorchTrainer, tmp_path: Path, text: str) -> None:
+    path = checkpoints.save(trainer.capture(attempt=1, version=0, consumed={}), tmp_path)
+    (path / "state.json").write_text(text)
+    with pytest.raises(TrainError) as caught:
+        checkpoints.load(path)
+    assert caught.value.field == str(path)
+
+
+def test_a_checkpoint_holds_no_pickle(trainer: TorchTrainer, tmp_path: Path) -> None:
+    trainer.step(samples(10))
+    path = checkpoints.save(trainer.capture(attempt=1, version=1, consumed={}), tmp_path)
+    assert sorted(file.name for file in path.iterdir()) == ["state.json", "state.safetensors"]
+    assert json.loads((path / "state.json").read_text())["step"] == 1
+
+
+def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a model folder"):
+        TorchTrainer(tmp_path)

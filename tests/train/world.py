@@ -1,0 +1,166 @@
+"""Everything around the train loop, in one thread: the real scheduler, and engines that run the policy in torch.
+
+:class:`TorchEngine` is the scheduler's fake engine with a real model inside: it samples from the policy
+and reports its log-probs, so that a loop on top of it truly learns.  :class:`FilePublisher` stands for the
+weight path: a version is a file; an engine loads the version that the scheduler asks its worker for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rose.auth import Tokens
+from rose.scheduler.app import Scheduler
+from rose.scheduler.config import SchedulerConfig
+from rose.scheduler.fake_engine import FakeEngine, FakeNode, serve_engine
+from rose.scheduler.toy_tokenizer import HFTokenizer
+from rose.train.config import TrainConfig
+
+
+class TorchEngine(FakeEngine):
+    """Samples from a Hugging Face model."""
+
+    def __init__(self, model_path: Path, versions: Path, *, seed: int) -> None:
+        super().__init__(tokenizer=HFTokenizer(AutoTokenizer.from_pretrained(model_path)), max_model_len=1024)
+        self._versions = versions
+        self.policy: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+        self._generator = torch.Generator().manual_seed(seed)
+        self.num_sampled = 0
+
+    def load(self, version: str) -> None:
+        tensors = load_file(self._versions / f"{version}.safetensors")
+        self.policy.load_state_dict({name: tensor.float() for name, tensor in tensors.items()}, strict=False)
+        self.version = version
+
+    def _sample(self, prompt: Sequence[int], params: Mapping[str, Any]) -> Any:
+        ids = list(prompt)
+        allowed = params.get("allowed_token_ids")
+        while True:
+            with torch.inference_mode():
+                logits = self.policy(input_ids=torch.tensor([ids])).logits[0, -1]
+            logits = logits / params.get("temperature", 1.0)
+            if allowed:
+                kept = torch.full_like(logits, float("-inf"))
+                kept[allowed] = logits[allowed]
+                logits = kept
+            log_probs = torch.log_softmax(logits, -1)
+            token = int(torch.multinomial(log_probs.exp(), 1, generator=self._generator))
+            self.num_sampled += 1
+            ids.append(token)
+            yield token, float(log_probs[token])
+
+
+class FilePublisher:
+    """A version is one file of bf16 tensors, written beside its place and renamed."""
+
+    def __init__(self, module: torch.nn.Module, directory: Path, attempt: int) -> None:
+        self._module, self._directory, self._attempt = module, directory, attempt
+
+    def publish(self, version: int, *, step: int | None = None, lr: float | None = None) -> Any:
+        tensors = {name: tensor.detach().bfloat16() for name, tensor in self._module.named_parameters()}
+        target = self._directory / f"{self._attempt}.{version}.safetensors"
+        assert not target.exists(), "one version was published twice"
+        save_file(tensors, f"{target}.part")
+        os.rename(f"{target}.part", target)
+        size = target.stat().st_size
+        return Report(kind="anchor", bytes_dense=size, bytes_sent=size, density=1.0)
+
+
+@dataclass(frozen=True)
+class Report:
+    kind: str
+    bytes_dense: int
+    bytes_sent: int
+    density: float
+
+
+def file_publisher(config: TrainConfig, tokens: Tokens, module: Any, attempt: int) -> FilePublisher:
+    """For :class:`rose.train.workers.Parts`; importable in an actor."""
+    assert config.weights.directory is not None
+    return FilePublisher(module, config.weights.directory, attempt)
+
+
+class World:
+    """A running scheduler with its engines.  ``call`` runs a coroutine in their thread."""
+
+    def __init__(self, root: Path, model_path: Path, num_engines: int) -> None:
+        self.root, self.model_path = root, model_path
+        self.tokens = Tokens.generate()
+        self.versions = root / "versions"
+        self.versions.mkdir(parents=True)
+        self.engines = [TorchEngine(model_path, self.versions, seed=seed) for seed in range(num_engines)]
+        self.loop = asyncio.new_event_loop()
+        self.url = ""
+        self.scheduler: Scheduler | None = None
+        self._stack = contextlib.AsyncExitStack()
+
+    def call(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
+
+    async def start(self) -> None:
+        config = SchedulerConfig(port=0)
+        self.scheduler = Scheduler(config, self.tokens, self.root / "journal")
+        await self.scheduler.start()
+        self._stack.push_async_callback(self.scheduler.stop)
+        self.url = self.scheduler.url
+        session = await self._stack.enter_async_context(aiohttp.ClientSession())
+        for index, engine in enumerate(self.engines):
+            runner, url = await serve_engine(engine)
+            self._stack.push_async_callback(runner.cleanup)
+            tier = "dedicated" if index == 0 else "harvested"
+            node = FakeNode(
+                session,
+                self.url,
+                self.tokens.node,
+                engine,
+                url,
+                worker_id=f"w{index}",
+                tier=tier,
+                period_s=0.05,
+            )
+            await node.register()
+            beating = asyncio.create_task(self._beat(node, engine))
+            self._stack.callback(beating.cancel)
+
+    async def _beat(self, node: FakeNode, engine: TorchEngine) -> None:
+        """What a node agent does: heartbeat, and take the version that is asked for."""
+        while True:
+            newest = max(
+                (path.stem for path in self.versions.glob("*.safetensors")),
+                key=lambda name: tuple(int(part) for part in name.split(".")),
+                default=engine.version,
+            )
+            if newest != engine.version:
+                engine.load(newest)
+            await node.beat()
+            await asyncio.sleep(0.05)
+
+    async def stop(self) -> None:
+        await self._stack.aclose()
+
+
+@contextlib.contextmanager
+def running_world(root: Path, model_path: Path, *, num_engines: int = 2) -> Iterator[World]:
+    world = World(root, model_path, num_engines)
+    thread = threading.Thread(target=world.loop.run_forever, daemon=True)
+    thread.start()
+    try:
+        world.call(world.start())
+        yield world
+    finally:
+        world.call(world.stop())
+        world.loop.call_soon_threadsafe(world.loop.stop)
+        thread.join(10)
+        world.loop.close()

@@ -1,0 +1,432 @@
+"""The only file that knows vLLM's private names.  Written for vLLM 0.32.
+
+What it gives the rest of the plugin: patches that can be listed, checked and taken back
+(:func:`switch_on`, :func:`applied`, :func:`switch_off`), and version-free helpers on vLLM's objects.
+
+Rules:
+- :func:`problems` looks before anything is touched: version, and the signature of every hook.
+  With a problem, role ``serving`` stays stock vLLM and role ``rollout`` refuses to start.
+- Patches are idempotent; each remembers what it replaced.
+- ``import vllm`` happens inside functions: vLLM loads this module in every process it starts.
+
+Callers: :mod:`vllm_plugin` (``register``), the scheduler mixins, the worker classes, tests.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rose.errors import ConfigError
+
+logger = logging.getLogger("vllm.rose")
+
+SUPPORTED_LINE = "0.32"
+SCHEDULER_FACTORY = "vllm_plugin.scheduler.make_scheduler"
+CPU_WORKER = "vllm_plugin.worker.RoseCPUWorker"
+STOCK_CPU_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
+
+RECLAIMED = "rose:kv_reclaimed"
+"""``stop_reason`` of a request that lost its KV memory; its tokens so far are valid."""
+TOO_LARGE = "rose:exceeds_budget"
+"""``stop_reason`` of a request that the present KV budget can never hold."""
+
+SPIN_SLEEP_S = 200e-6
+"""vLLM's CPU workers spin on ``sched_yield`` for a second after each step.  On a shared core that starves an
+idle-class neighbour although nothing is computed; this sleep brought such a worker from 93 % to 48 % of the core
+with TTFT and inter-token latency unchanged within the noise."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Patch:
+    """One replaced attribute."""
+
+    name: str
+    owner: Any
+    attribute: str
+    original: Any
+    replacement: Any
+
+    def in_force(self) -> bool:
+        return getattr(self.owner, self.attribute) is self.replacement
+
+
+_applied: dict[str, Patch] = {}
+_refused: str | None = None
+
+
+def applied() -> dict[str, Patch]:
+    """Patches of this process by name; empty when ROSE is off."""
+    return dict(_applied)
+
+
+def refused() -> str | None:
+    """Why ROSE is not in force in this process although ``ROSE_ROLE`` is set; None when it is."""
+    return _refused
+
+
+def _patch(name: str, owner: Any, attribute: str, wrap: Callable[[Any], Any]) -> None:
+    if name in _applied:
+        return
+    original = getattr(owner, attribute)
+    replacement = wrap(original)
+    setattr(owner, attribute, replacement)
+    _applied[name] = Patch(
+        name=name, owner=owner, attribute=attribute, original=original, replacement=replacement
+    )
+
+
+def switch_off() -> None:
+    """Take every patch back; for tests."""
+    for patch in reversed(_applied.values()):
+        setattr(patch.owner, patch.attribute, patch.original)
+    _applied.clear()
+
+
+# --------------------------------------------------------------------------- self-check
+
+
+def _hooks() -> list[tuple[str, Any, str, tuple[str, ...]]]:
+    """(name, owner, attribute, parameters we rely on) of every hook."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCoreProc
+
+    return [
+        ("engine config", EngineArgs, "create_engine_config", ("self",)),
+        ("busy loop", EngineCoreProc, "run_busy_loop", ("self",)),
+        ("schedule", Scheduler, "schedule", ("self", "throttle_prefills")),
+        ("update", Scheduler, "update_from_output", ("self", "scheduler_output", "model_runner_output")),
+        ("finish", Scheduler, "finish_requests", ("self", "request_ids", "finished_status")),
+        ("add", Scheduler, "add_request", ("self", "request")),
+        ("unfinished", Scheduler, "get_num_unfinished_requests", ("self",)),
+        ("reset", Scheduler, "reset_prefix_cache", ("self", "reset_running_requests", "reset_connector")),
+        ("usage", Scheduler, "get_kv_cache_usage", ("self",)),
+        ("stats", Scheduler, "make_stats", ("self",)),
+        ("evict", BlockPool, "evict_blocks", ("self", "block_ids")),
+        ("free", BlockPool, "free_blocks", ("self", "ordered_blocks")),
+        ("free count", BlockPool, "get_num_free_blocks", ("self",)),
+        ("blocks of", KVCacheManager, "get_block_ids", ("self", "request_id")),
+    ]
+
+
+def problems() -> list[str]:
+    """What keeps ROSE from running on this vLLM; empty when nothing does."""
+    import vllm
+
+    found: list[str] = []
+    version = vllm.__version__
+    if version.split("+")[0].rsplit(".", 1)[0] != SUPPORTED_LINE:
+        found.append(f"vLLM {version} is not of the supported line {SUPPORTED_LINE}")
+    for name, owner, attribute, needed in _hooks():
+        hook = getattr(owner, attribute, None)
+        if hook is None:
+            found.append(f"hook '{name}' is gone: {owner.__name__}.{attribute}")
+            continue
+        parameters = inspect.signature(hook).parameters
+        missing = [p for p in needed if p not in parameters]
+        if missing:
+            found.append(f"hook '{name}' changed: {owner.__name__}.{attribute} lacks {', '.join(missing)}")
+    return found
+
+
+def unsupported(config: Any) -> str | None:
+    """Why this engine configuration cannot share its memory; None when it can.
+
+    ``config`` is a ``VllmConfig``.  What is not listed as supported is refused.
+    """
+    from vllm.platforms import current_platform
+
+    parallel = config.parallel_config
+    if not current_platform.is_cpu():
+        return "no page pool for this platform yet (host memory only)"
+    if config.kv_transfer_config is not None:
+        return "a KV connector is configured: registered memory must not be unmapped"
+    if config.ec_transfer_config is not None:
+        return "an encoder-cache connector is configured"
+    if parallel.data_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
+        return "data and pipeline parallelism are not supported"
+    if config.speculative_config is not None:
+        return "speculative decoding is not supported"
+    if config.lora_config is not None:
+        return "LoRA is not supported"
+    if config.scheduler_config.scheduler_cls is not None:
+        return f"another scheduler class is configured: {config.scheduler_config.scheduler_cls}"
+    if parallel.worker_cls != STOCK_CPU_WORKER:
+        return f"another worker class is configured: {parallel.worker_cls}"
+    model = config.model_config
+    if getattr(model, "is_hybrid", False) or getattr(model, "is_attention_free", False):
+        return "hybrid and Mamba models are not supported"
+    if model.is_encoder_decoder:
+        return "encoder-decoder models are not supported"
+    return None
+
+
+# --------------------------------------------------------------------------- switching on
+
+
+def switch_on(role: str) -> None:
+    """Apply the patches of ``role`` in this process.
+
+    Raises:
+        ConfigError: Role ``rollout`` only: ``ROSE_DIR`` is missing, or this vLLM is not one we know.  Role
+            ``serving`` never raises: production stays stock and one line says why.
+    """
+    global _refused
+    from vllm_plugin import ENV_DIR, ENV_ROLE, ROLES
+
+    if role not in ROLES:  # a typo in production's environment must not stop production
+        _give_up("serving", f"{ENV_ROLE}='{role}' is not a role; known: {', '.join(ROLES)}")
+        return
+    if not os.environ.get(ENV_DIR):
+        _give_up(role, f"{ENV_DIR} is not set; it names the node directory")
+        return
+    if _applied or _refused:
+        return
+    found = problems()
+    if found:
+        _give_up(role, "; ".join(found))
+        return
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+
+    _patch("engine config", EngineArgs, "create_engine_config", lambda f: _wrap_config(f, role))
+    _patch("busy loop", EngineCoreProc, "run_busy_loop", _wrap_busy_loop)
+    EngineCore.rose_call = _rose_call  # type: ignore[attr-defined]  # an addition; nothing of vLLM's is replaced
+
+
+def _give_up(role: str, reason: str) -> None:
+    global _refused
+    _refused = reason
+    if role == "rollout":
+        raise ConfigError(reason, field="ROSE_ROLE=rollout")
+    logger.error("ROSE is off, serving goes on as without it: %s", reason)
+
+
+def _wrap_config(original: Callable[..., Any], role: str) -> Callable[..., Any]:
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = original(self, *args, **kwargs)
+        try:
+            reason = unsupported(config)
+        except Exception as error:  # noqa: BLE001  # an attribute that moved must not stop production
+            reason = f"the configuration could not be read: {error!r}"
+        if reason is not None:
+            _give_up(role, reason)
+            return config
+        config.scheduler_config.scheduler_cls = SCHEDULER_FACTORY
+        config.parallel_config.worker_cls = CPU_WORKER
+        return config
+
+    return create_engine_config
+
+
+def _wrap_busy_loop(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def run_busy_loop(self: Any) -> Any:
+        attach = getattr(self.scheduler, "rose_attach", None)
+        if attach is not None:
+            attach(self)
+        return original(self)
+
+    return run_busy_loop
+
+
+def _rose_call(self: Any, name: str, argument: Any = None) -> Any:
+    """Utility method of ``EngineCore``: one of a fixed table of calls, on the engine thread."""
+    table = getattr(self.scheduler, "rose_calls", None)
+    if table is None or name not in table:
+        raise ValueError(f"unknown ROSE call {name!r}")
+    return table[name](argument)
+
+
+def patch_spin() -> None:
+    """CPU only: let the message queue sleep instead of spinning; see :data:`SPIN_SLEEP_S`."""
+    from vllm.distributed.device_communicators import shm_broadcast
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        _patch("spin", shm_broadcast, "sched_yield", lambda _: lambda: time.sleep(SPIN_SLEEP_S))
+
+
+def patch_cpu_gemm() -> None:
+    """CPU only, rollout role: keep linear weights in place instead of packing and freeing them.
+
+    vLLM's CPU build repacks every linear layer and drops the original parameter; a weight update
+    would then find nothing to write to.
+    """
+    import torch.nn.functional as F
+    import vllm.model_executor.layers.utils as layer_utils
+
+    def keep_weight(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = F.linear
+
+    _patch("cpu gemm", layer_utils, "dispatch_cpu_unquantized_gemm", lambda _: keep_weight)
+
+
+# --------------------------------------------------------------------------- KV memory
+
+
+def kv_entries(kv_cache_config: Any) -> tuple[int, int, list[tuple[int, int, int, int, int]]]:
+    """Geometry of the KV allocation: ``(num_blocks, size_bytes, entries)``.
+
+    An entry is ``(offset, block_stride, layer_stride, num_layers, page_bytes)``: layer ``l`` of block ``b`` is
+    ``page_bytes`` at ``offset + l * layer_stride + b * block_stride``.
+    """
+    sizes = {tensor.size for tensor in kv_cache_config.kv_cache_tensors}
+    if len(sizes) != 1:
+        raise ConfigError(f"KV cache of {len(sizes)} allocations; one is expected")
+    entries = []
+    for tensor in kv_cache_config.kv_cache_tensors:
+        num_layers = len(tensor.layers)
+        # Layer-outermost: a block's pages are block_stride apart.  Block-outermost: layer_stride is the page.
+        page_bytes = min(tensor.layer_stride, tensor.block_stride) if num_layers > 1 else tensor.block_stride
+        entries.append((tensor.offset, tensor.block_stride, tensor.layer_stride, num_layers, page_bytes))
+    return kv_cache_config.num_blocks, sizes.pop(), entries
+
+
+def kv_allocation(size_bytes: int, make: Callable[[int], Any]) -> Any:
+    """Context manager: while it is active, the int8 ``torch.zeros`` of exactly ``size_bytes`` is ``make(size)``.
+
+    vLLM allocates the whole KV cache with one such call inside ``initialize_from_config``; zeroing it there
+    would touch every page.
+    """
+    import contextlib
+
+    import torch
+
+    @contextlib.contextmanager
+    def swap() -> Any:
+        real = torch.zeros
+        calls = 0
+
+        def zeros(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            if args and args[0] == size_bytes and kwargs.get("dtype") is torch.int8:
+                calls += 1
+                return make(size_bytes)
+            return real(*args, **kwargs)
+
+        torch.zeros = zeros  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            torch.zeros = real  # type: ignore[assignment]
+        if calls != 1:
+            raise ConfigError(f"expected one KV allocation of {size_bytes} bytes, saw {calls}")
+
+    return swap()
+
+
+# --------------------------------------------------------------------------- scheduler and engine
+
+
+def block_pool(scheduler: Any) -> Any:
+    return scheduler.kv_cache_manager.block_pool
+
+
+def take_block(pool: Any, block_id: int) -> bool:
+    """Remove a free block from the pool (drop its prefix first); False when it is in use."""
+    block = pool.blocks[block_id]
+    if block.ref_cnt != 0 or block.is_null:
+        return False
+    pool.free_block_queue.remove(block)
+    block.ref_cnt = 1
+    return True
+
+
+def drop_prefixes(pool: Any, block_ids: Iterable[int]) -> None:
+    pool.evict_blocks(set(block_ids))
+
+
+def give_blocks(pool: Any, block_ids: Iterable[int]) -> None:
+    """Put blocks taken with :func:`take_block` back."""
+    pool.free_blocks([pool.blocks[i] for i in block_ids])
+
+
+def block_refs(pool: Any) -> list[Any]:
+    """All blocks by id; ``ref_cnt`` 0 = free, ``block_hash`` not None = cached."""
+    return pool.blocks
+
+
+def block_ids_of(scheduler: Any, request_id: str) -> Sequence[Sequence[int]]:
+    """Block ids a request holds, per KV group; empty when it holds none."""
+    try:
+        return scheduler.kv_cache_manager.get_block_ids(request_id)
+    except KeyError:
+        return ()
+
+
+def waiting_requests(scheduler: Any, limit: int) -> list[Any]:
+    """At most ``limit`` requests that wait for memory or a slot, oldest first."""
+    found: list[Any] = []
+    for queue in (scheduler.kv_holding_waiting, scheduler.waiting):
+        for request in queue:
+            if len(found) >= limit:
+                return found
+            found.append(request)
+    return found
+
+
+def num_waiting(scheduler: Any) -> int:
+    return len(scheduler.waiting) + len(scheduler.kv_holding_waiting)
+
+
+def is_paused(scheduler: Any) -> bool:
+    """vLLM's own pause is in force (weight commit, an operator)."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    return scheduler.pause_state != PauseState.UNPAUSED
+
+
+def wake(engine: Any) -> None:
+    """Make a blocked engine loop look again.  Any thread."""
+    from vllm.v1.engine import EngineCoreRequestType
+
+    engine.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
+
+def call_when_idle(engine: Any, callback: Callable[[], None]) -> None:
+    """Run ``callback`` on the engine thread while the engine has nothing to step.  Any thread."""
+    engine._idle_state_callbacks.append(lambda _engine: callback())
+    wake(engine)
+
+
+def engine_is_stopping(engine: Any) -> bool:
+    return not engine.is_running()
+
+
+def finish_with_partial_output(scheduler: Any, engine: Any, request_ids: Iterable[str], reason: str) -> int:
+    """End requests now, their tokens so far delivered; returns how many.  Engine thread only.
+
+    The client sees HTTP 200, ``finish_reason "abort"`` and ``stop_reason`` = ``reason``.  An error status would
+    lose the tokens.
+    """
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+    from vllm.v1.request import RequestStatus
+
+    by_client: dict[int, list[Any]] = {}
+    for request in scheduler.finish_requests(list(request_ids), RequestStatus.FINISHED_ABORTED):
+        by_client.setdefault(request.client_index, []).append(
+            EngineCoreOutput(
+                request_id=request.request_id,
+                new_token_ids=[],
+                finish_reason=FinishReason.ABORT,
+                stop_reason=reason,
+                events=request.take_events(),
+                trace_headers=request.trace_headers,
+            )
+        )
+    for client, outputs in by_client.items():
+        engine.output_queue.put_nowait(
+            (
+                client,
+                EngineCoreOutputs(outputs=outputs, finished_requests={o.request_id for o in outputs}),
+            )
+        )
+    return sum(len(outputs) for outputs in by_client.values())

@@ -1,0 +1,474 @@
+"""Routes that a node agent drives a rollout engine with; vLLM's endpoint plugin ``rose``.
+
+``GET /rose/status``
+    Version and staging state of every rank, what the scheduler says of itself, and whether vLLM is paused.
+``POST /rose/weights/stage {"path", "attempt", "version", "wait_s"?}``
+    Stage an update file in the background of all ranks.  Answers ``{"state": "staged"}``, or 202 and
+    ``"staging"`` when it takes longer than ``wait_s``; ask again then.  A refusal answers its status, and
+    nothing has changed.
+``POST /rose/weights/commit {"attempt", "version", "kv"?}``
+    Vote, pause at a step boundary with requests kept, change all ranks or none, resume.  ``kv``:
+    ``reset`` (default) drops the KV cache of the old weights, and running requests recompute it; ``keep``
+    goes on with it.
+``POST /rose/weights/discard {}``
+    Forget what is staged.
+``GET /rose/weights/hash``
+    State hash of every tensor per rank, from a full scan of memory between two steps: the proof of what runs.
+``POST /rose/abort {"request_ids"}``
+    End requests; ids as the client chose them, or as the answer named them.
+
+Every route asks for the bearer token in ``ROSE_NODE_TOKEN``; with role ``rollout`` and no token the
+server refuses to start, and with any other role there are no routes.  Errors have OpenAI's shape.
+
+Invariants: at most one commit at a time; the engine is resumed on every way out, save when an undo could
+not be proved: then it stays paused, because its tokens would be of no version, and only a restart helps.
+An update file is read only from below ``ROSE_DIR`` or ``ROSE_WEIGHTS_DIR``.
+
+It does not decide which version to run, and never fetches.  Callers: vLLM's API server; the node agent
+over HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import os
+import time
+from argparse import Namespace
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from rose.errors import ConfigError, Conflict, NotFound, RequestError, RoseError, TooLarge, Unauthorized
+from vllm_plugin import ENV_DIR, role
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI, Request, Response
+
+    from rose.weights.version import WeightVersion
+
+logger = logging.getLogger("vllm.rose")
+
+ENV_TOKEN = "ROSE_NODE_TOKEN"
+ENV_WEIGHTS_DIR = "ROSE_WEIGHTS_DIR"
+ENV_KV = "ROSE_WEIGHTS_KV"
+KV_MODES = ("reset", "keep")
+MIN_TOKEN_CHARS = 16
+MAX_BODY_BYTES = 256 * 1024
+MAX_ABORTS = 4096
+MAX_WAIT_S = 300.0
+PAUSE_TIMEOUT_S = 30.0
+"""A pause ends at the next step boundary; a step that takes longer than this is not worth waiting for."""
+POLL_FIRST_S, POLL_LAST_S = 0.005, 0.1
+"""Asking how staging goes is a collective call, which waits for the step in progress: ask seldom."""
+GENERATE_PREFIX = "generate-tokens-"
+"""vLLM puts this before the ``request_id`` of a ``/inference/v1/generate`` body."""
+
+
+class StageBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    path: str
+    attempt: int
+    version: int
+    wait_s: float = 30.0
+
+
+class CommitBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    attempt: int
+    version: int
+    kv: str | None = None
+
+
+class DiscardBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class AbortBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    request_ids: list[str]
+
+
+B = TypeVar("B", StageBody, CommitBody, DiscardBody, AbortBody)
+
+
+class RosePlugin:
+    """vLLM's endpoint protocol; see the module."""
+
+    name = "rose"
+    required_tasks = ("generate",)
+
+    def __init__(self) -> None:
+        self.control: EngineControl | None = None
+        self._token = b""
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the routes; called before the engine is reachable.
+
+        Raises:
+            ConfigError: Role ``rollout`` without a node token, or with one that can be guessed.
+        """
+        if role() != "rollout":
+            return
+        token = os.environ.get(ENV_TOKEN, "")
+        if len(token) < MIN_TOKEN_CHARS:
+            raise ConfigError(
+                f"needs {MIN_TOKEN_CHARS} characters or more with ROSE_ROLE=rollout", field=ENV_TOKEN
+            )
+        kv_mode(None)
+        self._token = token.encode()
+        for method, path, handler in (
+            ("GET", "/rose/status", self._status),
+            ("POST", "/rose/weights/stage", self._stage),
+            ("POST", "/rose/weights/commit", self._commit),
+            ("POST", "/rose/weights/discard", self._discard),
+            ("GET", "/rose/weights/hash", self._hash),
+            ("POST", "/rose/abort", self._abort),
+        ):
+            app.add_api_route(path, self._guarded(handler), methods=[method], response_model=None)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Engine reachable: put the version that the workers hold on every token from the first one."""
+        if role() != "rollout" or engine_client is None:
+            return
+        control = EngineControl(engine_client)
+        await control.announce_version()
+        self.control = control
+
+    # -- routes -----------------------------------------------------------------------------------
+
+    async def _status(self, request: Request) -> tuple[int, dict[str, Any]]:
+        return 200, await self._engine().status()
+
+    async def _stage(self, request: Request) -> tuple[int, dict[str, Any]]:
+        body = await _body(request, StageBody)
+        if not 0 <= body.wait_s <= MAX_WAIT_S:
+            raise RequestError(f"must be 0..{MAX_WAIT_S:.0f}, got {body.wait_s}", field="wait_s")
+        state = await self._engine().stage(update_path(body.path), _version(body), body.wait_s)
+        return (200 if state["state"] == "staged" else 202), state
+
+    async def _commit(self, request: Request) -> tuple[int, dict[str, Any]]:
+        body = await _body(request, CommitBody)
+        return 200, await self._engine().commit(_version(body), kv_mode(body.kv))
+
+    async def _discard(self, request: Request) -> tuple[int, dict[str, Any]]:
+        await _body(request, DiscardBody)
+        return 200, await self._engine().discard()
+
+    async def _hash(self, request: Request) -> tuple[int, dict[str, Any]]:
+        return 200, await self._engine().hashes()
+
+    async def _abort(self, request: Request) -> tuple[int, dict[str, Any]]:
+        body = await _body(request, AbortBody)
+        if len(body.request_ids) > MAX_ABORTS:
+            raise TooLarge(f"{len(body.request_ids)} ids, at most {MAX_ABORTS}", field="request_ids")
+        await self._engine().abort(body.request_ids)
+        return 200, {}
+
+    def _engine(self) -> EngineControl:
+        if self.control is None:
+            raise RequestError("the engine is not ready yet", status=503, code="not_ready")
+        return self.control
+
+    def _guarded(
+        self, handler: Callable[[Any], Awaitable[tuple[int, dict[str, Any]]]]
+    ) -> Callable[..., Awaitable[Response]]:
+        """Token first, then the handler; the one place where an error becomes an answer."""
+        from fastapi import Request
+        from fastapi.responses import JSONResponse
+
+        async def route(request: Request) -> Response:
+            try:
+                self._check_token(request.headers.get("authorization"))
+                status, answer = await handler(request)
+            except RoseError as error:
+                return JSONResponse(error_body(error), status_code=error.status)
+            except Exception as error:  # vLLM's own; its text may hold anything, so it is only logged
+                logger.exception("ROSE: %s failed", request.url.path)
+                failed = RoseError(f"the engine failed: {type(error).__name__}")
+                return JSONResponse(error_body(failed), status_code=500)
+            return JSONResponse(answer, status_code=status)
+
+        # FastAPI reads the annotations, and `Request` is only known in here.
+        route.__annotations__ = {"request": Request}
+        return route
+
+    def _check_token(self, authorization: str | None) -> None:
+        scheme, _, given = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self._token):
+            raise Unauthorized("a bearer token of role node is needed", field="Authorization")
+
+
+def make_plugin() -> RosePlugin:
+    """Entry point of ``vllm.endpoint_plugins``."""
+    return RosePlugin()
+
+
+# -- input -------------------------------------------------------------------------------------------
+
+
+async def _body(request: Request, kind: type[B]) -> B:
+    raw = bytearray()
+    async for chunk in request.stream():
+        raw += chunk
+        if len(raw) > MAX_BODY_BYTES:
+            raise TooLarge(f"more than {MAX_BODY_BYTES} bytes", field="body")
+    try:
+        return msgspec.json.decode(bytes(raw) or b"{}", type=kind)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `$")
+        raise RequestError(message, field=path.strip("`.") or "body") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"is not JSON: {error}", field="body") from None
+
+
+def _version(body: StageBody | CommitBody) -> WeightVersion:
+    from rose.weights.version import WeightVersion
+
+    return WeightVersion(body.attempt, body.version)
+
+
+def kv_mode(given: str | None) -> str:
+    """What a commit does with the KV cache: from the request, from the environment, or ``reset``.
+
+    Raises:
+        RequestError: Neither ``reset`` nor ``keep`` in the request.
+        ConfigError: The same in the environment.
+    """
+    mode = given if given is not None else os.environ.get(ENV_KV, "reset")
+    if mode in KV_MODES:
+        return mode
+    if given is not None:
+        raise RequestError(f"must be {' or '.join(KV_MODES)}, got '{given[:40]}'", field="kv")
+    raise ConfigError(f"must be {' or '.join(KV_MODES)}, got '{mode[:40]}'", field=ENV_KV)
+
+
+def update_path(text: str) -> str:
+    """The real path of an update file, if it lies where update files may lie.
+
+    Raises:
+        RequestError: It is not below ``ROSE_DIR`` or ``ROSE_WEIGHTS_DIR``, links followed.
+        NotFound: No such file.
+    """
+    if not text or "\0" in text or len(text) > 4096:
+        raise RequestError("must be a path of 1..4096 characters", field="path")
+    try:
+        path = Path(text).resolve(strict=True)
+    except (OSError, RuntimeError):
+        raise NotFound("no such file", field="path") from None
+    roots = [os.environ[name] for name in (ENV_WEIGHTS_DIR, ENV_DIR) if os.environ.get(name)]
+    if not any(path.is_relative_to(Path(root).resolve()) for root in roots):
+        raise RequestError(f"must lie below {ENV_WEIGHTS_DIR} or {ENV_DIR}", field="path", status=403)
+    if not path.is_file():
+        raise RequestError("is not a regular file", field="path")
+    return str(path)
+
+
+def error_body(error: RoseError) -> dict[str, Any]:
+    """OpenAI's error object."""
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    return {"error": {"message": error.message, "type": kind, "param": error.field, "code": error.code}}
+
+
+class RankError(RoseError):
+    """What a worker rank answered instead of doing it; carries the rank's own status and code."""
+
+    def __init__(self, rank: int, error: dict[str, Any]) -> None:
+        super().__init__(f"rank {rank}: {error['message']}", field=error["field"])
+        self.status = error["status"]
+        self.code = error["code"]
+
+
+# -- the engine --------------------------------------------------------------------------------------
+
+
+class EngineControl:
+    """What the routes do, on vLLM's ``EngineClient``.  One event loop; one stage or commit at a time."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._busy = asyncio.Lock()
+
+    async def announce_version(self) -> None:
+        """Label generated tokens with the version that the ranks hold."""
+        reports = await self._ranks("rose_weights_staged")
+        versions = {report["version"] for report in reports}
+        if len(versions) != 1:
+            raise ConfigError(f"ranks hold different versions: {sorted(versions)}", field="version")
+        await self._client.update_weight_version(versions.pop())
+
+    async def status(self) -> dict[str, Any]:
+        reports = await self._ranks("rose_weights_staged")
+        for report in reports:
+            report.pop("partial")
+        versions = sorted({report["version"] for report in reports})
+        return {
+            "role": "rollout",
+            "version": versions[0] if len(versions) == 1 else None,
+            "paused": await self._client.is_paused(),
+            "ranks": reports,
+            "scheduler": await self._scheduler(),
+        }
+
+    async def _scheduler(self) -> Any:
+        """The scheduler's own status; None when this engine's scheduler has none."""
+        try:
+            return await self._client.engine_core.call_utility_async("rose_call", "status", {})
+        except Exception:  # a status route answers with what it has
+            logger.debug("ROSE: the scheduler gives no status", exc_info=True)
+            return None
+
+    async def stage(self, path: str, target: WeightVersion, wait_s: float) -> dict[str, Any]:
+        """Start staging on all ranks and wait for the slowest, at most ``wait_s``."""
+        async with self._exclusive():
+            until_s = time.monotonic() + wait_s
+            await self._ranks("rose_weights_prefetch", path, target.attempt, target.version)
+            pause_s = POLL_FIRST_S
+            while True:
+                reports = await self._ranks("rose_weights_staged")
+                for rank, report in enumerate(reports):
+                    if report["phase"] == "failed":
+                        raise RankError(rank, report["error"])
+                if all(report["phase"] == "staged" for report in reports):
+                    return {
+                        "state": "staged",
+                        "version": str(target),
+                        "num_changed": sum(report["num_changed"] for report in reports),
+                        "stage_s": max(report["stage_s"] for report in reports),
+                    }
+                if time.monotonic() + pause_s > until_s:
+                    return {"state": "staging", "version": str(target)}
+                await asyncio.sleep(pause_s)
+                pause_s = min(pause_s * 1.5, POLL_LAST_S)
+
+    async def discard(self) -> dict[str, Any]:
+        async with self._exclusive():
+            await self._ranks("rose_weights_discard")
+            return {}
+
+    async def hashes(self) -> dict[str, Any]:
+        async with self._exclusive():
+            answers = await self._ranks("rose_weights_hash")
+            return {"ranks": [{"version": each["version"], "hashes": each["hashes"]} for each in answers]}
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """End requests; an id that nobody has is no error."""
+        names = set(request_ids) | {
+            GENERATE_PREFIX + name for name in request_ids if not name.startswith(GENERATE_PREFIX)
+        }
+        await self._client.abort(sorted(names))
+
+    async def commit(self, target: WeightVersion, kv: str) -> dict[str, Any]:
+        """Change every rank to ``target``, or none; see the module.
+
+        Runs to its end even when the caller hangs up: a cancelled commit would leave the engine paused.
+        """
+        return await asyncio.shield(asyncio.ensure_future(self._commit(target, kv)))
+
+    async def _commit(self, target: WeightVersion, kv: str) -> dict[str, Any]:
+        from vllm_plugin.rank_weights import judge
+
+        async with self._exclusive():
+            reports = await self._ranks("rose_weights_staged")
+            if all(report["version"] == str(target) for report in reports):
+                return {"version": str(target), "pause_s": 0.0, "commit_s": 0.0, "kv": kv, "repeated": True}
+            judge(reports, target)
+            if any(report["session"] for report in reports):
+                raise Conflict("another weight update is in progress", field="version")
+            was_paused = await self._client.is_paused()
+            began_s = time.monotonic()
+            resume = not was_paused
+            try:
+                await self._pause(clear_cache=kv == "reset")
+                commit_s = await self._swap(target)
+            except _Broken as broken:
+                resume = False
+                raise broken.error from broken
+            finally:
+                if resume:
+                    await self._client.resume_generation()
+            return {
+                "version": str(target),
+                "pause_s": time.monotonic() - began_s,
+                "commit_s": commit_s,
+                "kv": kv,
+                "repeated": False,
+            }
+
+    async def _pause(self, *, clear_cache: bool) -> None:
+        try:
+            await asyncio.wait_for(
+                self._client.pause_generation(mode="keep", clear_cache=clear_cache), PAUSE_TIMEOUT_S
+            )
+        except TimeoutError:
+            raise RequestError(
+                f"no step boundary within {PAUSE_TIMEOUT_S:.0f} s; nothing was changed",
+                status=504,
+                code="pause_timeout",
+            ) from None
+
+    async def _swap(self, target: WeightVersion) -> float:
+        """While paused: write on all ranks, read all outcomes, then keep or undo on all; returns seconds."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        request = WeightTransferUpdateRequest(
+            update_info={"attempt": target.attempt, "version": target.version}
+        )
+        try:
+            await self._client.start_weight_update()
+            await self._client.update_weights(request)
+            outcomes = await self._ranks("rose_weights_outcome")
+        except Exception:
+            # Not a refusal (those come as outcomes): the executor itself failed.  Leave nothing half done.
+            await self._ranks("rose_weights_undo", check=False)
+            await self._client.finish_weight_update()
+            raise
+        failed = [
+            (rank, each["failed"] or {"message": "did not commit", "field": None, "status": 500, "code":
+            "weights"}) for rank, each in enumerate(outcomes) if not each["committed"]
+        ]  # fmt: skip
+        if not failed:
+            await self._client.finish_weight_update(str(target))
+            return max(each["commit_s"] for each in outcomes)
+        await self._ranks("rose_weights_undo", check=False)
+        await self._client.finish_weight_update()
+        reports = await self._ranks("rose_weights_staged")
+        error = RankError(*failed[0])
+        if any(report["phase"] == "broken" for report in reports):
+            error.status, error.code = 500, "weights_broken"
+            raise _Broken(error)
+        raise error
+
+    async def _ranks(self, method: str, *args: Any, check: bool = True) -> list[dict[str, Any]]:
+        """One collective call; raises the first rank's error after all ranks have answered."""
+        answers = await self._client.collective_rpc(method, args=args)
+        for rank, answer in enumerate(answers):
+            if check and not answer["ok"]:
+                raise RankError(rank, answer["error"])
+        return answers
+
+    def _exclusive(self) -> _Exclusive:
+        return _Exclusive(self._busy)
+
+
+class _Broken(Exception):
+    """Carries the error of a rank whose undo could not be proved past the resume."""
+
+    def __init__(self, error: RoseError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class _Exclusive:
+    """The lock, without a queue: whoever finds it taken is told so."""
+
+    def __init__(self, lock: asyncio.Lock) -> None:
+        self._lock = lock
+
+    async def __aenter__(self) -> None:
+        if self._lock.locked():
+            raise Conflict("another weight call is in progress", code="busy")
+        await self._lock.acquire()
+
+    async def __aexit__(self, *_: object) -> None:
+        self._lock.release()

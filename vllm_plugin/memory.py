@@ -1,0 +1,189 @@
+"""KV memory of one engine as chunks of whole pages, and the worker thread that maps and unmaps them.
+
+:class:`ChunkPlan` is computed by the scheduler and by every worker from the same ``KVCacheConfig``, so both
+speak of the same chunk numbers.  :class:`Pager` lives in each worker: it sleeps on ``<role>.chunks``, makes the
+memory agree with it, and reports in ``<role>.rank<k>``.
+
+The order is the scheduler's duty: a chunk is taken out of the block pool *before* it is unmarked, and
+returned to the pool only *after* every rank reports it mapped.  The pager therefore never touches
+memory that a running step may use, and needs no lock with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from rose.coserve.ledger import NodeDir, RankState
+from rose.coserve.pages import Arena, HostPagePool, KvGeometry
+from rose.errors import ConfigError
+from rose.units import PAGE_BYTES, format_bytes
+from vllm_plugin import compat
+
+logger = logging.getLogger("vllm.rose")
+
+OS_PAGE_BYTES = 4096
+HEARTBEAT_S = 0.25
+MAP_SLICE_CHUNKS = 8
+"""Chunks mapped before the report is refreshed: keeps a reclaim from waiting behind a long growth."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkPlan:
+    """How the KV allocation is cut into chunks.
+
+    Attributes:
+        size_bytes: Of the whole allocation.
+        chunk_blocks: Block ids per chunk; chunk ``c`` is blocks ``[c * chunk_blocks, (c+1) * chunk_blocks)``.
+        num_chunks: Whole chunks; the blocks behind the last one are never lent.
+        chunk_pages: 2 MiB pages per chunk, over all layers.
+        tail_bytes: Bytes that belong to no chunk (always mapped).
+        aligned: Every run of a chunk is a multiple of 2 MiB, so huge pages can back it.
+    """
+
+    geometry: KvGeometry
+    num_blocks: int
+    size_bytes: int
+    chunk_blocks: int
+    num_chunks: int
+    chunk_pages: int
+    tail_bytes: int
+    aligned: bool
+
+    @classmethod
+    def of(cls, kv_cache_config: Any) -> ChunkPlan:
+        """Plan of a ``KVCacheConfig``.
+
+        Raises:
+            ConfigError: The cache is too small to be cut into four chunks or more.
+        """
+        num_blocks, size_bytes, entries = compat.kv_entries(kv_cache_config)
+        geometry = KvGeometry(num_blocks=num_blocks, entries=entries)
+        block_bytes = sum(num_layers * page_bytes for _, _, _, num_layers, page_bytes in entries)
+        run_bytes = [_run_bytes_per_block(entry) for entry in entries]
+        # Smallest number of blocks whose memory is whole 2 MiB pages in total and whole OS pages in each run.
+        chunk_blocks = PAGE_BYTES // math.gcd(PAGE_BYTES, block_bytes)
+        for run in run_bytes:
+            chunk_blocks = math.lcm(chunk_blocks, OS_PAGE_BYTES // math.gcd(OS_PAGE_BYTES, run))
+        num_chunks = num_blocks // chunk_blocks
+        if num_chunks < 4:
+            raise ConfigError(
+                f"{format_bytes(size_bytes)} is {num_chunks} chunks of {chunk_blocks} blocks; 4 are needed",
+                field="KV cache size",
+                fix="give the engine more KV memory",
+            )
+        return cls(
+            geometry=geometry,
+            num_blocks=num_blocks,
+            size_bytes=size_bytes,
+            chunk_blocks=chunk_blocks,
+            num_chunks=num_chunks,
+            chunk_pages=chunk_blocks * block_bytes // PAGE_BYTES,
+            tail_bytes=size_bytes - num_chunks * chunk_blocks * block_bytes,
+            aligned=all(chunk_blocks * run % PAGE_BYTES == 0 for run in run_bytes),
+        )
+
+    @property
+    def total_pages(self) -> int:
+        """Pages of all chunks: what this engine could hold or lend."""
+        return self.num_chunks * self.chunk_pages
+
+    def ranges(self, chunk: int) -> list[tuple[int, int]]:
+        """Byte ranges ``(offset, length)`` of one chunk in the allocation."""
+        return self.geometry.ranges(range(chunk * self.chunk_blocks, (chunk + 1) * self.chunk_blocks))
+
+    def tail_ranges(self) -> list[tuple[int, int]]:
+        return self.geometry.ranges(range(self.num_chunks * self.chunk_blocks, self.num_blocks))
+
+
+def _run_bytes_per_block(entry: tuple[int, int, int, int, int]) -> int:
+    """Contiguous bytes one more block id adds to each run of an entry."""
+    _, block_stride, _, num_layers, page_bytes = entry
+    return num_layers * page_bytes if block_stride == num_layers * page_bytes else page_bytes
+
+
+class Pager:
+    """Maps and unmaps the chunks of one worker rank.
+
+    Args:
+        node_dir: The node directory.
+        role: ``serving`` starts with everything mapped, ``rollout`` with nothing but the tail.
+        rank: Of this worker in its engine.
+        plan: The chunk plan.
+        guard: Make released ranges inaccessible, so that a use after release faults (tests).
+    """
+
+    def __init__(self, node_dir: NodeDir, role: str, rank: int, plan: ChunkPlan, *, guard: bool) -> None:
+        self.plan = plan
+        self._chunks = node_dir.chunks(role, plan.num_chunks)
+        self._report = node_dir.rank_writer(role, rank, plan.num_chunks)
+        self._mapped = bytearray(plan.num_chunks)
+        self.arena: Arena = HostPagePool(huge=plan.aligned).reserve(plan.size_bytes, guard=guard)
+        if plan.tail_bytes:
+            self.arena.map(plan.tail_ranges())
+        if role == "serving":
+            self._set(range(plan.num_chunks), mapped=True)
+        self._publish()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=f"rose-pager-{rank}", daemon=True)
+        self._thread.start()
+
+    def _set(self, chunks: Any, *, mapped: bool) -> None:
+        for chunk in chunks:
+            if bool(self._mapped[chunk]) == mapped:
+                continue
+            if mapped:
+                self.arena.map(self.plan.ranges(chunk))
+            else:
+                self.arena.unmap(self.plan.ranges(chunk))
+            self._mapped[chunk] = mapped
+
+    def _publish(self) -> None:
+        self._report.extra[:] = self._mapped
+        self._report.write(
+            RankState(
+                resident_pages=sum(self._mapped) * self.plan.chunk_pages, heartbeat_ns=time.monotonic_ns()
+            )
+        )
+        self._report.wake()
+
+    def _run(self) -> None:
+        while not self._stopping:
+            word = self._chunks.word()
+            try:
+                if self._chunks.read() is not None:
+                    self.agree(self._chunks.extra)
+            except Exception:
+                # Memory that could not be mapped stays reported as unmapped: the scheduler keeps the chunk in
+                # the balloon, and the next round tries again.
+                logger.exception("ROSE pager")
+                time.sleep(HEARTBEAT_S)
+            self._publish()
+            self._chunks.wait(word, HEARTBEAT_S)
+
+    def agree(self, wanted: bytes) -> None:
+        """Make the memory agree with ``wanted`` (one byte per chunk): releases first, then growth in slices."""
+        released = [c for c in range(self.plan.num_chunks) if self._mapped[c] and not wanted[c]]
+        if released:
+            self._set(released, mapped=False)
+            self._publish()
+        missing = [c for c in range(self.plan.num_chunks) if wanted[c] and not self._mapped[c]]
+        word = self._chunks.word()
+        for start in range(0, len(missing), MAP_SLICE_CHUNKS):
+            self._set(missing[start : start + MAP_SLICE_CHUNKS], mapped=True)
+            self._publish()
+            if self._chunks.word() != word:  # the wish has changed: look again before growing further
+                return
+
+    def resident_bytes(self) -> int:
+        """What the kernel says is resident of the KV allocation."""
+        return self.arena.resident_bytes()
+
+    def close(self) -> None:
+        self._stopping = True
+        self._thread.join(timeout=2.0)
+        self._report.close()

@@ -1,0 +1,517 @@
+"""The policy weights of one worker rank: version, state hashes, one staged update and its undo log.
+
+An update goes through four steps, each of which leaves the rank in a known state:
+
+* *stage* (background thread): reads the file, proves base and contents, computes where every value goes.  It
+  reads model memory and changes nothing.
+* *commit* (engine thread, between two steps): writes the new bits, reads them back and proves them.
+* *undo* (engine thread, between two steps): writes the old bits back and proves them by a full scan.
+* *finish* (engine thread): makes the new version official and drops the undo log.
+
+A commit that fails undoes itself.  One that succeeded can still be undone until ``finish``, because another
+rank may have failed: the caller decides for all ranks (:mod:`vllm_plugin.endpoints`).
+
+What proves an update: the header lists the state hash of *every* tensor before and after.  A tensor that
+this rank holds whole is compared here; of one that is cut across ranks, :meth:`RankWeights.report` gives this
+rank's part and :func:`judge` compares the sums of all ranks.  Commit is not possible before that vote.
+
+Invariants: the running hashes are those of the memory; ``version`` is the version that the memory holds,
+save between a successful commit and ``finish``; a failed stage changes nothing; nothing here raises into
+vLLM's RPC loop (:mod:`vllm_plugin.weights` turns errors into answers).
+
+Memory while staged: 8 bytes of destination, 4-8 of index and twice the element per sparse change; twice
+the tensor for a dense one.  Callers: :mod:`vllm_plugin.weights`, tests.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rose.errors import RoseError, SectionCorrupt, VersionRefused, WeightsError, WrongBase
+from rose.weights import statehash
+from rose.weights.spec import model_digest
+from rose.weights.update import TensorUpdate, UpdateFile
+from rose.weights.version import WeightVersion
+from vllm_plugin.cover import span_of
+from vllm_plugin.plan import Box, ShardPlan
+from vllm_plugin.weights import error_data
+
+logger = logging.getLogger("vllm.rose")
+
+CHUNK_ELEMENTS = 1 << 20
+"""Elements whose indices are spelt out at a time when a box has gaps in the checkpoint."""
+
+
+class Phase(StrEnum):
+    IDLE = "idle"
+    """No update is at hand."""
+    STAGING = "staging"
+    STAGED = "staged"
+    FAILED = "failed"
+    """The update was refused; ``error`` says why.  The weights are unchanged."""
+    COMMITTED = "committed"
+    """New bits are in place and proved; ``finish`` or ``undo`` comes next."""
+    BROKEN = "broken"
+    """An undo could not be proved: this rank's weights are of no version.  Only a restart helps."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Piece:
+    """What one box of one tensor receives."""
+
+    name: str
+    box: Box
+    storage: torch.Tensor | None
+    """Destinations, int64 ``[K]``; None: the whole box, in the box's order."""
+    index: NDArray[Any] | None
+    """Checkpoint indices ``[K]``, for the hash; None with ``storage``."""
+    new: torch.Tensor
+    old: torch.Tensor
+
+
+@dataclass(kw_only=True, slots=True)
+class _Staged:
+    target: WeightVersion
+    pieces: list[_Piece]
+    hashes: dict[str, int]
+    """This rank's hash of each changed tensor, once committed."""
+    partial: dict[str, dict[str, Any]]
+    num_changed: int
+    stage_s: float
+
+
+@dataclass(kw_only=True)
+class _Slot:
+    """The one update at hand.  Guarded by the rank's lock."""
+
+    phase: Phase = Phase.IDLE
+    target: WeightVersion | None = None
+    error: RoseError | None = None
+    staged: _Staged | None = None
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+
+class RankWeights:
+    """See the module.
+
+    Args:
+        plan: Of this rank.
+        version: What the model was loaded as.
+
+    Any thread may call :meth:`stage` and :meth:`report`; :meth:`commit`, :meth:`undo`, :meth:`finish` and
+    :meth:`scan` belong to the thread that runs the model.
+    """
+
+    def __init__(self, plan: ShardPlan, version: WeightVersion) -> None:
+        self.plan = plan
+        self.version = version
+        self.model = model_digest(plan.tensors.values())
+        self.hashes = self.scan()
+        self._lock = threading.Lock()
+        self._slot = _Slot()
+        self._thread: threading.Thread | None = None
+
+    # -- looking ----------------------------------------------------------------------------------
+
+    def scan(self) -> dict[str, int]:
+        """This rank's hash of every tensor it holds, from memory; reads every weight."""
+        return {name: self._scan_tensor(name) for name, boxes in self.plan.boxes.items() if boxes}
+
+    def _scan_tensor(self, name: str) -> int:
+        total = 0
+        for box in self.plan.boxes[name]:
+            if not box.mirror:
+                total = statehash.add(total, _hash_box(box, box.view(self._bits(box))))
+        return total
+
+    def report(self) -> dict[str, Any]:
+        """Version and phase, and for a staged update the hashes of tensors that this rank holds in part.
+
+        Plain data; hashes in hex.  :func:`judge` reads the reports of all ranks.
+        """
+        with self._lock:
+            slot = self._slot
+            staged = slot.staged
+            return {
+                "version": str(self.version),
+                "phase": str(slot.phase),
+                "target": None if slot.target is None else str(slot.target),
+                "error": None if slot.error is None else error_data(slot.error),
+                "num_changed": 0 if staged is None else staged.num_changed,
+                "stage_s": 0.0 if staged is None else staged.stage_s,
+                "partial": {} if staged is None else staged.partial,
+                "plan": self.plan.digest,
+                "fallback": dict(sorted(self.plan.fallback.items())),
+                "holes": list(self.plan.holes),
+            }
+
+    # -- staging ----------------------------------------------------------------------------------
+
+    def prefetch(self, path: str, target: WeightVersion) -> None:
+        """Start to stage ``path`` in a background thread.  Asking again for the same version is free.
+
+        Raises:
+            VersionRefused: ``target`` is not newer than what is in place.
+            WeightsError: Another version is being staged or committed, or the rank is broken.
+        """
+        with self._lock:
+            slot = self._slot
+            if slot.phase in (Phase.STAGING, Phase.STAGED) and slot.target == target:
+                return
+            if slot.phase in (Phase.STAGING, Phase.COMMITTED, Phase.BROKEN):
+                raise WeightsError(f"the engine is {slot.phase} with {slot.target}", field="version")
+            if target <= self.version:
+                raise VersionRefused(f"{target} is not newer than {self.version}", field="version")
+            self._slot = _Slot(phase=Phase.STAGING, target=target)
+            self._thread = threading.Thread(
+                target=self._stage_into, args=(self._slot, path), name="rose-weights-stage", daemon=True
+            )
+            self._thread.start()
+
+    def _stage_into(self, slot: _Slot, path: str) -> None:
+        assert slot.target is not None
+        error: RoseError | None = None
+        staged: _Staged | None = None
+        try:
+            staged = self._stage(path, slot.target, slot.cancelled)
+        except RoseError as refused:
+            error = refused
+        except Exception as failed:  # the boundary of a thread: whatever it was, the engine goes on
+            logger.exception("ROSE: staging %s failed", slot.target)
+            error = WeightsError(f"staging failed: {failed!r}"[:300])
+        with self._lock:
+            if self._slot is slot:
+                slot.staged, slot.error = staged, error
+                slot.phase = Phase.STAGED if staged is not None else Phase.FAILED
+
+    def discard(self) -> None:
+        """Forget the update at hand; a staging thread stops at its next tensor.
+
+        Raises:
+            WeightsError: It is committed already (undo or finish it), or the rank is broken.
+        """
+        with self._lock:
+            if self._slot.phase in (Phase.COMMITTED, Phase.BROKEN):
+                raise WeightsError(f"the engine is {self._slot.phase}", field="version")
+            self._slot.cancelled.set()
+            self._slot = _Slot()
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait for the staging thread, if there is one."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _stage(self, path: str, target: WeightVersion, cancelled: threading.Event) -> _Staged:
+        began_s = time.monotonic()
+        pieces: list[_Piece] = []
+        hashes: dict[str, int] = {}
+        partial: dict[str, dict[str, Any]] = {}
+        num_changed = 0
+        with torch.no_grad(), UpdateFile(path) as file:
+            if file.target != target:
+                raise WeightsError(f"the file holds {file.target}, not {target}", field="version")
+            if file.header.model != self.model:
+                raise WrongBase(
+                    "the update is of another model: names, types or shapes differ", field="model"
+                )
+            for name in file:
+                if cancelled.is_set():
+                    raise WeightsError(f"staging of {target} was cancelled", field="version")
+                row = file.header.tensors[name]
+                if name in self.plan.fallback:
+                    if row.num_changed:
+                        raise WeightsError(f"cannot be patched: {self.plan.fallback[name]}", field=name)
+                    self._need_label(file, name)
+                    continue
+                if not self.plan.boxes[name]:
+                    continue  # another rank's, or one that the model's loader skips; judge() tells them apart
+                before = None if row.h_before is None else statehash.from_hex(row.h_before)
+                whole = self.plan.is_whole(name)
+                held = self.hashes[name]
+                if whole and before is not None and before != held:
+                    raise WrongBase(
+                        f"holds {statehash.to_hex(held)}, the update is for {row.h_before}", field=name
+                    )
+                after = held
+                if row.num_changed:
+                    tensor = file.read(name)
+                    found, after = self._place(tensor)
+                    pieces += found
+                    hashes[name] = after
+                    num_changed += sum(piece.new.numel() for piece in found)
+                if whole:
+                    if after != statehash.from_hex(row.h_after):
+                        raise SectionCorrupt(
+                            f"would become {statehash.to_hex(after)}, the header says {row.h_after}",
+                            field=name,
+                        )
+                else:
+                    partial[name] = {
+                        "before": row.h_before,
+                        "after": row.h_after,
+                        "num_elements": self.plan.tensors[name].num_elements,
+                        "parts": self._parts(name, held, after),
+                    }
+        return _Staged(
+            target=target,
+            pieces=pieces,
+            hashes=hashes,
+            partial=partial,
+            num_changed=num_changed,
+            stage_s=time.monotonic() - began_s,
+        )
+
+    def _need_label(self, file: UpdateFile, name: str) -> None:
+        """A tensor that we cannot hash is taken on the word of the version alone."""
+        if file.base is not None and file.base != self.version:
+            raise WrongBase(
+                f"the update is for {file.base}, the engine holds {self.version}, "
+                f"and {name} cannot be checked",
+                field="base",
+            )
+
+    def _parts(self, name: str, before: int, after: int) -> dict[str, Any]:
+        regions = [
+            [list(box.shape), list(box.src_strides), box.src_offset]
+            for box in self.plan.boxes[name]
+            if not box.mirror
+        ]
+        return {
+            "regions": regions,
+            "num_elements": sum(box.num_elements for box in self.plan.boxes[name] if not box.mirror),
+            "before": statehash.to_hex(before),
+            "after": statehash.to_hex(after),
+        }
+
+    def _place(self, tensor: TensorUpdate) -> tuple[list[_Piece], int]:
+        """Destinations, old and new bits of one changed tensor, and this rank's hash of it afterwards.
+
+        The old bits are read from the live model, so a memory that is not what the running hash says shows up
+        as a wrong result here.
+        """
+        name = tensor.spec.name
+        after = self.hashes[name]
+        pieces: list[_Piece] = []
+        for box in self.plan.boxes[name]:
+            piece = self._piece(tensor, box)
+            if piece is None:
+                continue
+            pieces.append(piece)
+            if not box.mirror:
+                after = statehash.add(
+                    after, statehash.subtract(_hash(piece, piece.new), _hash(piece, piece.old))
+                )
+        return pieces, after
+
+    def _piece(self, tensor: TensorUpdate, box: Box) -> _Piece | None:
+        bits = self._bits(box)
+        if tensor.dense is not None:
+            flat = torch.from_numpy(_signed(tensor.dense.reshape(-1)))
+            new = box.source_view(flat).clone()
+            return _Piece(
+                name=tensor.spec.name, box=box, storage=None, index=None, new=new.to(bits.device),
+                old=box.view(bits).clone(),
+            )  # fmt: skip
+        assert tensor.idx is not None
+        assert tensor.val is not None
+        positions, storage = box.locate(torch.from_numpy(tensor.idx.astype(np.int64)))
+        if storage.numel() == 0:
+            return None
+        index, values = tensor.idx, tensor.val
+        if positions is not None:
+            index, values = index[positions.numpy()], values[positions.numpy()]
+        storage = storage.to(bits.device)
+        return _Piece(
+            name=tensor.spec.name,
+            box=box,
+            storage=storage,
+            index=np.ascontiguousarray(index),
+            new=torch.from_numpy(_signed(np.ascontiguousarray(values))).to(bits.device),
+            old=bits.index_select(0, storage),
+        )
+
+    # -- changing ---------------------------------------------------------------------------------
+
+    def commit(self, target: WeightVersion) -> float:
+        """Write the staged update and prove it; returns the seconds it took.
+
+        Raises:
+            WeightsError: Nothing is staged for ``target``; or the memory did not become what was staged,
+            in which
+                case the old bits are back.
+        """
+        with self._lock:
+            slot = self._slot
+            if slot.phase is not Phase.STAGED or slot.target != target or slot.staged is None:
+                raise WeightsError(f"{target} is not staged: the engine is {slot.phase}", field="version")
+            staged = slot.staged
+            began_s = time.monotonic()
+            try:
+                with torch.no_grad():
+                    self._write(staged.pieces)
+                    self._check(staged)
+            except Exception as error:
+                logger.exception("ROSE: commit of %s failed, undoing", target)
+                self._take_back(slot, staged)
+                if not isinstance(error, RoseError):
+                    raise WeightsError(f"commit failed and was undone: {error!r}"[:300]) from error
+                raise
+            slot.phase = Phase.COMMITTED
+            return time.monotonic() - began_s
+
+    def undo(self) -> None:
+        """Take a commit back; does nothing when there is none.
+
+        Raises:
+            WeightsError: The old state could not be proved; the rank is broken.
+        """
+        with self._lock:
+            slot = self._slot
+            if slot.phase is Phase.COMMITTED and slot.staged is not None:
+                slot.error = WeightsError(f"{slot.target} was undone", field="version")
+                self._take_back(slot, slot.staged)
+
+    def finish(self) -> WeightVersion:
+        """Make a commit final, or drop an update that was undone; returns the version in place."""
+        with self._lock:
+            slot = self._slot
+            if slot.phase is Phase.COMMITTED and slot.staged is not None:
+                self.version = slot.staged.target
+                self.hashes |= slot.staged.hashes
+                self._slot = _Slot()
+            return self.version
+
+    def _write(self, pieces: Sequence[_Piece]) -> None:
+        for piece in pieces:
+            _put(self._bits(piece.box), piece, piece.new)
+
+    def _check(self, staged: _Staged) -> None:
+        """Read back what was written and recompute the hashes from it."""
+        hashes = {piece.name: self.hashes[piece.name] for piece in staged.pieces}
+        for piece in staged.pieces:
+            live = _get(self._bits(piece.box), piece)
+            if piece.box.mirror:
+                if not torch.equal(live, piece.new):
+                    raise WeightsError("a copy of it does not hold what was written", field=piece.name)
+                continue
+            moved = statehash.subtract(_hash(piece, live), _hash(piece, piece.old))
+            hashes[piece.name] = statehash.add(hashes[piece.name], moved)
+        for name, value in hashes.items():
+            if value != staged.hashes[name]:
+                raise WeightsError(
+                    f"became {statehash.to_hex(value)} instead of {statehash.to_hex(staged.hashes[name])}",
+                    field=name,
+                )
+
+    def _take_back(self, slot: _Slot, staged: _Staged) -> None:
+        with torch.no_grad():
+            for piece in reversed(staged.pieces):
+                _put(self._bits(piece.box), piece, piece.old)
+            wrong = [name for name in staged.hashes if self._scan_tensor(name) != self.hashes[name]]
+        slot.staged = None
+        if wrong:
+            slot.phase = Phase.BROKEN
+            slot.error = WeightsError("does not hold its old values after an undo", field=wrong[0])
+            raise slot.error
+        slot.phase = Phase.FAILED
+        if slot.error is None:
+            slot.error = WeightsError(f"commit of {slot.target} failed and was undone", field="version")
+
+    def _bits(self, box: Box) -> torch.Tensor:
+        return self.plan.targets[box.target].bits()
+
+
+# -- the vote ----------------------------------------------------------------------------------------
+
+
+def judge(reports: Sequence[Mapping[str, Any]], target: WeightVersion) -> None:
+    """All ranks have staged ``target``, and the tensors they share add up; otherwise raise.
+
+    Raises:
+        WeightsError: Some rank said no, or is not ready.
+        WrongBase, SectionCorrupt: The sum over the ranks of a tensor's hash is not the header's.
+    """
+    for rank, report in enumerate(reports):
+        if report["phase"] != Phase.STAGED or report["target"] != str(target):
+            why = f": {report['error']['message']}" if report["error"] else ""
+            raise WeightsError(
+                f"{target} is not staged on rank {rank}, which is {report['phase']}{why}", field="version"
+            )
+    for name in sorted({name for report in reports for name in report["partial"]}):
+        rows = [report["partial"][name] for report in reports if name in report["partial"]]
+        parts = {str(row["parts"]["regions"]): row["parts"] for row in rows}  # replicas count once
+        num_elements = sum(part["num_elements"] for part in parts.values())
+        if num_elements != rows[0]["num_elements"]:
+            raise WeightsError(
+                f"the ranks hold {num_elements} of {rows[0]['num_elements']} elements", field=name
+            )
+        for side, error in (("before", WrongBase), ("after", SectionCorrupt)):
+            if rows[0][side] is None:
+                continue
+            total = 0
+            for part in parts.values():
+                total = statehash.add(total, statehash.from_hex(part[side]))
+            if statehash.to_hex(total) != rows[0][side]:
+                raise error(
+                    f"the ranks hold {statehash.to_hex(total)} {side}, the header says {rows[0][side]}",
+                    field=name,
+                )
+
+
+# -- bits --------------------------------------------------------------------------------------------
+
+
+def _signed(bits: NDArray[Any]) -> NDArray[Any]:
+    """The same bits in the integer type that torch can scatter."""
+    return bits if bits.dtype.itemsize == 1 else bits.view(f"<i{bits.dtype.itemsize}")
+
+
+def _get(bits: torch.Tensor, piece: _Piece) -> torch.Tensor:
+    return piece.box.view(bits).clone() if piece.storage is None else bits.index_select(0, piece.storage)
+
+
+def _put(bits: torch.Tensor, piece: _Piece, values: torch.Tensor) -> None:
+    if piece.storage is None:
+        piece.box.view(bits).copy_(values)
+    else:
+        bits.index_copy_(0, piece.storage, values)
+
+
+def _hash(piece: _Piece, values: torch.Tensor) -> int:
+    if piece.index is None:
+        return _hash_box(piece.box, values)
+    return statehash.hash_at(piece.index, values.cpu().numpy())
+
+
+def _hash_box(box: Box, values: torch.Tensor) -> int:
+    """Hash of a whole box; ``values`` has the box's shape."""
+    span = span_of((box.shape, box.src_strides, box.src_offset))
+    if span is not None:
+        return statehash.hash_bits(values.contiguous().cpu().numpy().reshape(-1), start=box.src_offset)
+    total = 0
+    for index, rows in _chunks(box, values):
+        total = statehash.add(total, statehash.hash_at(index, rows.contiguous().cpu().numpy().reshape(-1)))
+    return total
+
+
+def _chunks(box: Box, values: torch.Tensor) -> Iterator[tuple[NDArray[Any], torch.Tensor]]:
+    """Checkpoint indices of a box with gaps, a bounded number of rows at a time."""
+    inner = torch.zeros((), dtype=torch.int64)
+    for size, stride in zip(box.shape[1:], box.src_strides[1:], strict=True):
+        inner = inner.unsqueeze(-1) + torch.arange(size) * stride
+    rows = max(1, CHUNK_ELEMENTS // max(1, inner.numel()))
+    for begin in range(0, box.shape[0], rows):
+        end = min(begin + rows, box.shape[0])
+        outer = box.src_offset + torch.arange(begin, end) * box.src_strides[0]
+        index = (outer.unsqueeze(1) + inner.reshape(1, -1)).reshape(-1)
+        yield index.numpy(), values[begin:end]

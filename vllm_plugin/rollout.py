@@ -1,0 +1,421 @@
+"""The rollout engine's side: run only in production's slack, inside a budget that may shrink at any moment.
+
+Two threads, as in :mod:`vllm_plugin.serving`.  The *background thread* sleeps until a shared file changes and then works out two
+numbers: how many chunks this engine may hold (:func:`rose.policy.lending.allowed_pages`) and whether a step fits
+production's slack (:func:`rose.policy.admission.admit`).  The *engine thread* obeys them between steps.
+
+**Gate.**  With the gate closed :meth:`gated` is true, vLLM's loop believes it has no work and sleeps in its input queue: no
+``schedule()`` call, no polling.  The background thread opens the gate and wakes it.  vLLM's own pause wins over
+the gate, so that a pause that waits for running requests can finish.
+
+**Cut.**  When less is allowed than is held, the engine thread takes chunks into the balloon: unused ones first, then those that
+cost the fewest active blocks; requests in them end at once with ``finish_reason "abort"``, ``stop_reason
+"rose:kv_reclaimed"`` and their tokens so far.  Only then are the chunks unmarked, unmapped and taken off
+``reserved_pages``, which is the number production waits for.
+
+**Dead-man.**  Node agent or production silent, damaged files, any exception: nothing is allowed, everything is given back.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import os
+import threading
+import time
+from typing import Any
+
+from rose.coserve.ledger import ChunkState, NodeDir, Phase, RecordReader, RolloutLease, ServingBoard
+from rose.errors import LedgerError
+from rose.policy.admission import AdmissionParams, BoardView, Demand, StepModel, admit
+from rose.policy.lending import allowed_pages
+from rose.units import NS_PER_S
+from vllm_plugin import ENV_DIR, compat
+from vllm_plugin.capacity import Balloon
+from vllm_plugin.memory import ChunkPlan
+from vllm_plugin.watch import Bell
+
+logger = logging.getLogger("vllm.rose")
+
+HEARTBEAT_S = 0.1
+"""Longest sleep of the background thread when nothing changes."""
+PREFILL_LOOKED_AT = 16
+"""Waiting requests whose prompts count as demand of the next step."""
+DEAD_AFTER_S = 2.0
+"""Node agent or serving engine silent for longer: give everything back."""
+UNLIMITED = 1 << 30
+
+
+class RolloutSide:
+    """Everything ROSE does inside a rollout engine.  Arguments as for ``ServingSide``."""
+
+    def __init__(self, scheduler: Any, kv_cache_config: Any, num_ranks: int) -> None:
+        self._scheduler = scheduler
+        self._engine: Any = None
+        self.plan = ChunkPlan.of(kv_cache_config)
+        self._dir = NodeDir(os.environ[ENV_DIR])
+        self.balloon = Balloon(compat.block_pool(scheduler), self.plan.chunk_blocks)
+        for chunk in range(self.plan.num_chunks):
+            self.balloon.inflate(chunk)
+        self._block_tokens = scheduler.block_size
+
+        # Written by the background thread, read by the engine thread.
+        self._allowed_chunks = 0
+        self._mapped: collections.deque[int] = collections.deque()
+        self.gate_open = False
+        # Written by the engine thread, read by the background thread.
+        self._released: collections.deque[int] = collections.deque()
+        self.num_schedules = 0
+        self._num_steps = 0
+        self._num_tokens = 0
+        self._reclaim_seq = 0
+        self._num_cut_requests = 0
+        self._cut_ns = 0
+
+        self._step_started_ns = 0
+        self._scheduled = (0, 0)
+        self.model = StepModel()
+        self.admission_params = AdmissionParams()
+        self.reason = "starting"
+        self.gate_reason = "starting"
+        self.gate_opened_by = "nobody"
+
+        self._lease = self._dir.rollout_lease_writer()
+        self._chunks = self._dir.chunks_writer("rollout", self.plan.num_chunks)
+        self._ranks = [self._dir.rank("rollout", r, self.plan.num_chunks) for r in range(num_ranks)]
+        self._node = self._dir.node()
+        self._serving_lease = self._dir.serving_lease()
+        self._board = self._dir.serving_board()
+        self._engine_board = self._dir.serving_board()  # readers are one per thread
+        self._held: set[int] = set()
+        self._growing: set[int] = set()
+        self._releasing: set[int] = set()
+        self._generation = 0
+        self._epoch = 0
+        self._idle_asked = False
+        self._has_serving = True
+        self._bell = Bell()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="rose-rollout", daemon=True)
+        self._publish_lease(0)
+
+    # ------------------------------------------------------------------ engine thread
+
+    def attach(self, engine: Any) -> None:
+        """The engine is built and about to enter its loop."""
+        self._engine = engine
+        watched = [
+            ("node", self._dir.node()),
+            ("lease", self._dir.serving_lease()),
+            ("board", self._dir.serving_board()),
+        ]
+        watched += [
+            (f"rank{r}", self._dir.rank("rollout", r, self.plan.num_chunks)) for r in range(len(self._ranks))
+        ]
+        for name, reader in watched:
+            self._bell.watch(reader, name)
+        self._thread.start()
+
+    def gated(self) -> bool:
+        """Does vLLM's loop have to believe that there is no work?"""
+        if self.gate_open or self._engine is None:
+            return False
+        return not compat.is_paused(self._scheduler) and not compat.engine_is_stopping(self._engine)
+
+    def before_schedule(self) -> int:
+        """Obey the two numbers; tokens this step may schedule (0: none)."""
+        self._balance()
+        self.num_schedules += 1
+        try:
+            tokens = self._admit(self._engine_board)
+        except LedgerError as error:  # without the board nothing says that production can spare anything
+            self.gate_reason, tokens = str(error), 0
+        if tokens == 0:
+            self.gate_open = False
+        return tokens
+
+    def _balance(self) -> None:
+        """Take mapped chunks into use; give up chunks that are no longer allowed."""
+        while self._mapped:
+            self.balloon.deflate((self._mapped.popleft(),))
+        if self.balloon.num_usable_chunks > self._allowed_chunks:
+            self._cut(self._allowed_chunks)
+
+    def _cut(self, keep: int) -> None:
+        """Shrink to ``keep`` chunks now.  Requests that lose memory end with what they have."""
+        started_ns = time.monotonic_ns()
+        balloon = self.balloon
+        released = balloon.inflate_free(balloon.num_usable_chunks - keep, budget_s=0.05)
+        if balloon.num_usable_chunks > keep:
+            victims = balloon.cheapest_victims(balloon.num_usable_chunks - keep)
+            if keep == 0 and 0 not in balloon.inflated:
+                victims.append(0)
+            lost = set[int]()
+            for chunk in victims:
+                lost.update(balloon.active_blocks(chunk))
+            hit = [
+                request_id
+                for request_id in list(self._scheduler.requests)
+                if any(lost.intersection(group) for group in compat.block_ids_of(self._scheduler, request_id))
+            ]
+            self._num_cut_requests += compat.finish_with_partial_output(
+                self._scheduler, self._engine, hit, compat.RECLAIMED
+            )
+            released += [chunk for chunk in victims if balloon.inflate(chunk)]
+        self._refuse_oversized()
+        self._reclaim_seq += 1
+        self._cut_ns = time.monotonic_ns() - started_ns
+        self._released.extend(released)
+        self._bell.ring()
+
+    def _refuse_oversized(self) -> None:
+        """Waiting requests that the present budget can never hold would wait for ever: answer them now."""
+        usable = self.balloon.num_usable_chunks * self.plan.chunk_blocks - 1
+        hopeless = [
+            request.request_id
+            for request in compat.waiting_requests(self._scheduler, UNLIMITED)
+            if self._blocks_of(request) > usable
+        ]
+        if hopeless:
+            reason = compat.RECLAIMED if usable <= 0 else compat.TOO_LARGE
+            self._num_cut_requests += compat.finish_with_partial_output(
+                self._scheduler, self._engine, hopeless, reason
+            )
+
+    def _blocks_of(self, request: Any) -> int:
+        """Blocks to hold what is known of a request and its next token."""
+        return -(-(request.num_tokens + 1) // self._block_tokens)
+
+    def after_add(self) -> None:
+        """A request has come in."""
+        self._refuse_oversized()
+
+    def after_schedule(self, output: Any) -> None:
+        self._step_started_ns = time.monotonic_ns()
+        prefill = decode = 0
+        for count in output.num_scheduled_tokens.values():
+            if count > 1:
+                prefill += count
+            else:
+                decode += 1
+        self._scheduled = (prefill, decode)
+
+    def after_update(self) -> None:
+        prefill, decode = self._scheduled
+        if prefill + decode:
+            self._num_steps += 1
+            self._num_tokens += prefill + decode
+            self.model.observe(
+                prefill_tokens=prefill,
+                num_decodes=decode,
+                seconds=(time.monotonic_ns() - self._step_started_ns) / NS_PER_S,
+            )
+
+    def _admit(self, reader: RecordReader[ServingBoard]) -> int:
+        """Tokens the next step may have: what fits production's slack.  Either thread, each with its reader."""
+        if self._allowed_chunks == 0:
+            return 0
+        scheduler = self._scheduler
+        waiting = compat.waiting_requests(scheduler, PREFILL_LOOKED_AT)
+        demand = Demand(
+            num_decodes=len(scheduler.running),
+            prefill_tokens=sum(r.num_tokens - r.num_computed_tokens for r in waiting),
+        )
+        admission = admit(
+            time.monotonic_ns() / NS_PER_S,
+            board=self._view(reader),
+            model=self.model,
+            params=self.admission_params,
+            demand=demand,
+        )
+        self.gate_reason = admission.reason
+        return admission.token_budget
+
+    def _view(self, reader: RecordReader[ServingBoard]) -> BoardView:
+        if not self._has_serving:
+            return BoardView(present=False)
+        board = reader.read()
+        if board is None:
+            raise LedgerError("serving has no board", field=str(reader.path))
+        return BoardView(
+            busy=bool(board.busy),
+            running=board.running,
+            waiting=board.waiting,
+            ttft_deadline_s=board.ttft_deadline_ns / NS_PER_S or None,
+            tpot_deadline_s=board.tpot_deadline_ns / NS_PER_S or None,
+        )
+
+    def usage(self) -> float:
+        """KV use relative to the present budget (0..1)."""
+        usable = self.balloon.num_usable_chunks * self.plan.chunk_blocks
+        return min(1.0, self.balloon.num_used_blocks / usable) if usable else 0.0
+
+    def reset_prefix_cache(self, reset: Any) -> bool:
+        """vLLM demands an otherwise empty pool: let the balloon out, reset, take it in again."""
+        chunks = sorted(self.balloon.inflated)
+        self.balloon.deflate(chunks)
+        try:
+            return bool(reset())
+        finally:
+            for chunk in chunks:
+                if not self.balloon.inflate(chunk):
+                    raise RuntimeError(f"chunk {chunk} could not be taken back after a reset")
+
+    # ------------------------------------------------------------------ background thread
+
+    def _run(self) -> None:
+        rung = False
+        while not self._stopping:
+            try:
+                self._round(rung)
+            except LedgerError as error:
+                self._allow(0, f"shared files: {error}")
+            except Exception:
+                logger.exception("ROSE rollout side")
+                self._allow(0, "internal error, see the log")
+                time.sleep(HEARTBEAT_S)
+            rung = self._bell.wait(HEARTBEAT_S)
+
+    def _round(self, rung: bool) -> None:
+        """Look at everything once and act.  ``rung``: an event called, not the timer."""
+        chunk_pages, marks = self.plan.chunk_pages, self._chunks.extra
+        before = bytes(marks)
+        while self._released:
+            chunk = self._released.popleft()
+            marks[chunk] = 0
+            self._held.discard(chunk)
+            self._releasing.add(chunk)
+        maps = [reader.extra for reader in self._ranks]
+        self._releasing = {c for c in self._releasing if any(m[c] for m in maps)}
+        for chunk in [c for c in self._growing if all(m[c] for m in maps)]:
+            self._growing.discard(chunk)
+            self._held.add(chunk)
+            self._mapped.append(chunk)
+
+        pages, reason = self._allowed_pages()
+        allowed = min(pages // chunk_pages, self.plan.num_chunks)
+        # Chunks on their way in that are no longer allowed go straight out again.
+        while self._growing and len(self._held) + len(self._growing) > allowed:
+            chunk = self._growing.pop()
+            marks[chunk] = 0
+            self._releasing.add(chunk)
+        self._allow(allowed, reason)
+        grow = allowed - len(self._held) - len(self._growing) - len(self._releasing)
+        # Reserve first, read serving's number second: serving keeps its reservation, we step back.
+        self._publish_lease(max(0, grow))
+        if grow > 0:
+            pages, _ = self._allowed_pages()
+            grow = min(
+                grow, pages // chunk_pages - len(self._held) - len(self._growing) - len(self._releasing)
+            )
+            free = [
+                c
+                for c in range(self.plan.num_chunks)
+                if c not in self._held and c not in self._growing and c not in self._releasing
+            ]
+            for chunk in free[: max(0, grow)]:
+                marks[chunk] = 1
+                self._growing.add(chunk)
+            self._publish_lease(0)
+        if bytes(marks) != before:
+            self._generation += 1
+            self._chunks.write(ChunkState(generation=self._generation, heartbeat_ns=time.monotonic_ns()))
+            self._chunks.wake()
+        if self._mapped or len(self._held) > allowed:
+            self._call_when_idle()
+        fits = allowed > 0 and self._admit(self._board) > 0
+        if fits and not self.gate_open:
+            self.gate_opened_by = "event" if rung else "timer"
+            self.gate_open = True
+            compat.wake(self._engine)
+        elif not fits:
+            self.gate_open = False
+
+    def _allowed_pages(self) -> tuple[int, str]:
+        """What this engine may hold by what the shared files say now."""
+        now_ns = time.monotonic_ns()
+        node = self._node.read()
+        if node is None or not self._node.alive():
+            return 0, "node agent is not there"
+        self._epoch = node.epoch
+        self._has_serving = bool(node.has_serving)
+        lease = self._serving_lease.read() if node.has_serving else None
+        board = self._board.read() if node.has_serving else None
+        return allowed_pages(
+            mode=node.mode,
+            lend_pages=node.lend_pages,
+            has_serving=self._has_serving,
+            serving_phase=lease.phase if lease is not None else Phase.ABSENT,
+            serving_alive=lease is not None and self._serving_lease.alive(),
+            serving_total=lease.total_pages if lease is not None else 0,
+            serving_reserved=lease.reserved_pages if lease is not None else 0,
+            claim_pages=board.claim_pages if board is not None else 0,
+            node_age_s=(now_ns - node.heartbeat_ns) / NS_PER_S,
+            serving_age_s=(now_ns - lease.heartbeat_ns) / NS_PER_S if lease is not None else 0.0,
+            dead_after_s=DEAD_AFTER_S,
+        )
+
+    def _allow(self, chunks: int, reason: str) -> None:
+        self.reason = reason
+        self._allowed_chunks = chunks
+        if chunks == 0:
+            self.gate_open = False
+
+    def _call_when_idle(self) -> None:
+        """A gated or idle engine calls no ``schedule``: have it run our hook once."""
+        if not self._idle_asked:
+            self._idle_asked = True
+            compat.call_when_idle(self._engine, self._idle)
+
+    def _idle(self) -> None:
+        self._idle_asked = False
+        self._balance()
+        self._bell.ring()
+
+    def _publish_lease(self, growth_chunks: int) -> None:
+        held = len(self._held) + len(self._growing) + len(self._releasing) + growth_chunks
+        running, waiting = len(self._scheduler.running), compat.num_waiting(self._scheduler)
+        self._lease.write(
+            RolloutLease(
+                phase=Phase.STARTING if self._engine is None else Phase.READY,
+                acked_epoch=self._epoch,
+                reserved_pages=held * self.plan.chunk_pages,
+                wanted_pages=self.plan.total_pages if running + waiting else 0,
+                gate_open=self.gate_open,
+                steps=self._num_steps,
+                schedules=self.num_schedules,
+                tokens=self._num_tokens,
+                reclaim_seq=self._reclaim_seq,
+                cut_requests=self._num_cut_requests,
+                cut_ns=self._cut_ns,
+                heartbeat_ns=time.monotonic_ns(),
+            )
+        )
+        self._lease.wake()
+
+    def status(self, _argument: Any = None) -> dict[str, Any]:
+        """What is in force.  Engine thread (a utility call); asks the workers for the kernel's truth."""
+        memory = self._engine.model_executor.collective_rpc("rose_memory")
+        return {
+            "role": "rollout",
+            "reason": self.reason,
+            "gate_reason": self.gate_reason,
+            "gate_open": self.gate_open,
+            "gate_opened_by": self.gate_opened_by,
+            "usable_pages": self.balloon.num_usable_chunks * self.plan.chunk_pages,
+            "reserved_pages": (len(self._held) + len(self._growing) + len(self._releasing))
+            * self.plan.chunk_pages,
+            "total_pages": self.plan.total_pages,
+            "resident_bytes": sum(rank["resident_bytes"] for rank in memory),
+            "budget_tokens": max(0, self.balloon.num_usable_chunks * self.plan.chunk_blocks - 1)
+            * self._block_tokens,
+            "used_tokens": self.balloon.num_used_blocks * self._block_tokens,
+            "running": len(self._scheduler.running),
+            "waiting": compat.num_waiting(self._scheduler),
+            "request_ids": list(self._scheduler.requests),
+            "schedules": self.num_schedules,
+            "steps": self._num_steps,
+            "reclaim_seq": self._reclaim_seq,
+            "cut_requests": self._num_cut_requests,
+            "patches": sorted(compat.applied()),
+        }

@@ -1,0 +1,165 @@
+"""vLLM's scheduler with ROSE around it: the class that ``--scheduler-cls`` names.
+
+:func:`make_scheduler` picks by role and by asynchronous scheduling, so that production keeps its overlap.  The mixins
+only *call* the two sides (:mod:`vllm_plugin.serving`, :mod:`vllm_plugin.rollout`) around vLLM's own methods.
+
+On the serving side every call of ours is inside :meth:`_Serving._safely`: an exception switches ROSE off and never reaches
+vLLM.  On the rollout side exceptions propagate: the engine dies and its node agent starts another.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from vllm_plugin import role
+from vllm_plugin.rollout import RolloutSide
+from vllm_plugin.serving import ServingSide
+
+logger = logging.getLogger("vllm.rose")
+
+
+def make_scheduler(**kwargs: Any) -> Scheduler:
+    """Factory for ``--scheduler-cls``; vLLM passes keyword arguments only."""
+    asynchronous = kwargs["vllm_config"].scheduler_config.async_scheduling
+    if role() == "rollout":
+        return (RolloutAsyncScheduler if asynchronous else RolloutScheduler)(**kwargs)
+    return (ServingAsyncScheduler if asynchronous else ServingScheduler)(**kwargs)
+
+
+class _Serving:
+    """Mixin of the serving role."""
+
+    rose: ServingSide | None = None
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        try:
+            world = kwargs["vllm_config"].parallel_config.world_size
+            self.rose = ServingSide(self, kwargs["kv_cache_config"], world)
+        except Exception as error:  # noqa: BLE001  # fail-open
+            logger.error("ROSE is off, serving goes on as without it: %s", error)
+
+    def _safely(self, call: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return call(*args)
+        except Exception as error:  # noqa: BLE001  # fail-open
+            assert self.rose is not None
+            self.rose.fail(error)
+            return None
+
+    def rose_attach(self, engine: Any) -> None:
+        if self.rose is not None:
+            self._safely(self.rose.attach, engine)
+
+    @property
+    def rose_calls(self) -> dict[str, Callable[[Any], Any]]:
+        return {"status": self.rose.status} if self.rose is not None else {}
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        rose = self.rose
+        if rose is None:
+            return super().schedule(*args, **kwargs)  # type: ignore[misc]
+        self._safely(rose.before_schedule)
+        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        if rose.failed is None:
+            self._safely(rose.after_schedule, output)
+        return output
+
+    def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
+        if self.rose is not None and self.rose.failed is None:
+            self._safely(self.rose.after_update)
+        return result
+
+    def get_kv_cache_usage(self) -> float:
+        usage = None if self.rose is None else self._safely(self.rose.usage)
+        return super().get_kv_cache_usage() if usage is None else usage  # type: ignore[misc]
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+        stats = super().make_stats(*args, **kwargs)  # type: ignore[misc]
+        if stats is not None and self.rose is not None:
+            usage = self._safely(self.rose.usage)
+            if usage is not None:
+                stats.kv_cache_usage = usage
+        return stats
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        reset = super().reset_prefix_cache  # type: ignore[misc]
+        if self.rose is None or not self.rose.balloon.inflated:
+            return reset(*args, **kwargs)
+        return bool(self._safely(self.rose.reset_prefix_cache, lambda: reset(*args, **kwargs)))
+
+
+class _Rollout:
+    """Mixin of the rollout role."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        world = kwargs["vllm_config"].parallel_config.world_size
+        self.rose = RolloutSide(self, kwargs["kv_cache_config"], world)
+
+    def rose_attach(self, engine: Any) -> None:
+        self.rose.attach(engine)
+
+    @property
+    def rose_calls(self) -> dict[str, Callable[[Any], Any]]:
+        return {"status": self.rose.status}
+
+    def get_num_unfinished_requests(self) -> int:
+        if self.rose.gated():
+            return 0
+        return super().get_num_unfinished_requests()  # type: ignore[misc]
+
+    def add_request(self, request: Any) -> None:
+        super().add_request(request)  # type: ignore[misc]
+        self.rose.after_add()
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        budget = self.rose.before_schedule()
+        full = self.max_num_scheduled_tokens
+        self.max_num_scheduled_tokens = min(full, budget)
+        try:
+            output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.max_num_scheduled_tokens = full
+        self.rose.after_schedule(output)
+        return output
+
+    def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
+        self.rose.after_update()
+        return result
+
+    def get_kv_cache_usage(self) -> float:
+        return self.rose.usage()
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+        stats = super().make_stats(*args, **kwargs)  # type: ignore[misc]
+        if stats is not None:
+            stats.kv_cache_usage = self.rose.usage()
+        return stats
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        reset = super().reset_prefix_cache  # type: ignore[misc]
+        return self.rose.reset_prefix_cache(lambda: reset(*args, **kwargs))
+
+
+class ServingScheduler(_Serving, Scheduler):
+    """Production, synchronous scheduling."""
+
+
+class ServingAsyncScheduler(_Serving, AsyncScheduler):
+    """Production, asynchronous scheduling."""
+
+
+class RolloutScheduler(_Rollout, Scheduler):
+    """Rollout engine, synchronous scheduling."""
+
+
+class RolloutAsyncScheduler(_Rollout, AsyncScheduler):
+    """Rollout engine, asynchronous scheduling."""

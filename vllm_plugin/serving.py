@@ -1,0 +1,358 @@
+"""Production's side: lend memory nobody needs, publish slack, take everything back first.
+
+Two threads.  The *engine thread* calls :meth:`ServingSide.before_schedule`, :meth:`after_schedule` and
+:meth:`after_update` around every step: they read numbers the other thread prepared, move chunks in
+and out of the balloon in slices of half a millisecond, and write the board.  They make no blocking call.  The
+*background thread* sleeps until a shared file changes, decides how many chunks are lent, marks chunks for the
+pagers, and publishes the lease.
+
+Order of lending: balloon -> unmark -> all ranks unmapped -> ``reserved_pages`` falls.
+Order of taking back: ``reserved_pages`` rises -> wait for the peer's *number* -> mark -> all ranks mapped -> balloon
+lets go.  Nothing here waits for the peer; if it never answers, serving stays as large as it is, and the node
+agent kills the peer at the deadline.
+
+Fail-open: an exception in any hook ends in :meth:`ServingSide.fail`: the hooks become no-ops, all memory is asked back,
+``phase = off`` is published, one line is logged.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import os
+import threading
+import time
+from typing import Any
+
+from rose.coserve.ledger import ChunkState, Mode, NodeDir, NodeState, Phase, ServingBoard, ServingLease
+from rose.policy.admission import StepModel
+from rose.units import NS_PER_S
+from vllm_plugin import ENV_DIR, compat
+from vllm_plugin.capacity import Balloon
+from vllm_plugin.memory import ChunkPlan
+from vllm_plugin.watch import Bell
+
+logger = logging.getLogger("vllm.rose")
+
+HEARTBEAT_S = 0.25
+NODE_DEAD_NS = 3 * NS_PER_S
+"""Node agent silent for longer: nothing is lent any more."""
+WATERMARK_FRACTION = 0.05
+"""Free, usable memory below this fraction of the total (and below what waiting requests need) is pressure."""
+WAITING_LOOKED_AT = 64
+"""Waiting requests whose memory need is summed exactly; a longer queue is pressure anyway."""
+
+
+class ServingSide:
+    """Everything ROSE does inside a production engine.
+
+    Args:
+        scheduler: vLLM's scheduler, after its own construction.
+        kv_cache_config: vLLM's ``KVCacheConfig``.
+        num_ranks: Worker processes of the engine.
+    """
+
+    def __init__(self, scheduler: Any, kv_cache_config: Any, num_ranks: int) -> None:
+        self._scheduler = scheduler
+        self._engine: Any = None
+        self.plan = ChunkPlan.of(kv_cache_config)
+        self._dir = NodeDir(os.environ[ENV_DIR])
+        self.balloon = Balloon(compat.block_pool(scheduler), self.plan.chunk_blocks)
+        self._block_tokens = scheduler.block_size
+        self.failed: str | None = None
+        self._errors = 0
+
+        # Written by the background thread, read by the engine thread.
+        self._target_lent_chunks = 0
+        self._slo_ttft_ns = 0
+        self._slo_tpot_ns = 0
+        self._reserved_pages = self.plan.total_pages
+        self._mapped: collections.deque[int] = collections.deque()
+        # Written by the engine thread, read by the background thread.
+        self._released: collections.deque[int] = collections.deque()
+        self._claim_chunks = 0
+
+        self._step = 0
+        self._step_started_ns = 0
+        self._step_ns = 0
+        self._last_token_ns = 0
+        self._pressure_seq = 0
+        self._under_pressure = False
+        self._scheduled = (0, 0)
+        self._measured: collections.deque[tuple[int, int, float]] = collections.deque(maxlen=64)
+        self.model = StepModel()
+
+        self._lease = self._dir.serving_lease_writer()
+        self._board = self._dir.serving_board_writer()
+        self._chunks = self._dir.chunks_writer("serving", self.plan.num_chunks)
+        self._chunks.extra[:] = b"\x01" * self.plan.num_chunks
+        self._ranks = [self._dir.rank("serving", r, self.plan.num_chunks) for r in range(num_ranks)]
+        for reader in self._ranks:
+            if reader.read() is None:
+                raise RuntimeError("a worker did not report elastic memory")
+        self._node = self._dir.node()
+        self._peer = self._dir.rollout_lease()
+        self._bell = Bell()
+        self._stopping = False
+        # Chunks by where they are, background thread only.  The balloon holds all of both, plus `_released`.
+        self._lent: set[int] = set()
+        self._returning: set[int] = set()
+        self._generation = 0
+        self._idle_asked = False
+        self._thread = threading.Thread(target=self._run, name="rose-serving", daemon=True)
+        self._publish_lease(self.plan.total_pages)
+
+    # ------------------------------------------------------------------ engine thread
+
+    def attach(self, engine: Any) -> None:
+        """The engine is built and about to enter its loop."""
+        self._engine = engine
+        self._write_board(busy=False)
+        for name in ("node", "peer"):
+            reader = self._dir.node() if name == "node" else self._dir.rollout_lease()
+            self._bell.watch(reader, name)
+        for rank in range(len(self._ranks)):
+            self._bell.watch(self._dir.rank("serving", rank, self.plan.num_chunks), f"rank{rank}")
+        self._thread.start()
+
+    def before_schedule(self) -> None:
+        """Move chunks in or out of the balloon and state what serving needs.  Between two steps."""
+        while self._mapped:
+            self.balloon.deflate((self._mapped.popleft(),))
+        if self.failed is not None:
+            return
+        self._claim()
+        lend = self._target_lent_chunks - len(self.balloon.inflated)
+        if lend > 0 and not self._under_pressure:
+            taken = self.balloon.inflate_free(lend)
+            if taken:
+                self._released.extend(taken)
+                self._bell.ring()
+
+    def _claim(self) -> None:
+        """Chunks that serving must get back now, beyond those it can use."""
+        blocks = compat.block_pool(self._scheduler)
+        tokens = 0
+        if compat.num_waiting(self._scheduler):
+            for request in compat.waiting_requests(self._scheduler, WAITING_LOOKED_AT):
+                tokens += request.num_tokens
+        need = -(-tokens // self._block_tokens) if tokens else 0
+        need += int(WATERMARK_FRACTION * self.plan.num_blocks)
+        short = need - blocks.get_num_free_blocks()
+        inflated = len(self.balloon.inflated)
+        chunks = min(inflated, -(-short // self.plan.chunk_blocks)) if short > 0 else 0
+        pressure = chunks > 0
+        if pressure and not self._under_pressure:
+            self._pressure_seq += 1
+        self._under_pressure = pressure
+        if chunks != self._claim_chunks:
+            self._claim_chunks = chunks
+            self._bell.ring()
+
+    def after_schedule(self, output: Any) -> None:
+        """A step starts: publish deadlines."""
+        self._step += 1
+        self._step_started_ns = time.monotonic_ns()
+        prefill = decode = 0
+        for count in output.num_scheduled_tokens.values():
+            if count > 1:
+                prefill += count
+            else:
+                decode += 1
+        self._scheduled = (prefill, decode)
+        self._step_ns = int(self.model.predict(prefill, decode) * NS_PER_S)
+        self._write_board(busy=output.total_num_scheduled_tokens > 0)
+
+    def after_update(self) -> None:
+        """A step has ended."""
+        now_ns = time.monotonic_ns()
+        self._step_ns = now_ns - self._step_started_ns
+        self._last_token_ns = now_ns
+        prefill, decode = self._scheduled
+        if prefill + decode:
+            self._measured.append((prefill, decode, self._step_ns / NS_PER_S))
+        self._write_board(busy=False)
+
+    def _write_board(self, *, busy: bool) -> None:
+        scheduler = self._scheduler
+        running = len(scheduler.running)
+        num_waiting = compat.num_waiting(scheduler)
+        now_ns = time.monotonic_ns()
+        ttft_deadline = tpot_deadline = 0
+        waiting_tokens = 0
+        if num_waiting and self._slo_ttft_ns:
+            # First come first served: the head of the queue has the earliest deadline.
+            head = compat.waiting_requests(scheduler, 1)
+            if head:
+                waiting_tokens = head[0].num_tokens
+                age_ns = int((time.time() - head[0].arrival_time) * NS_PER_S)
+                prefill_ns = int(self.model.predict(waiting_tokens) * NS_PER_S)
+                ttft_deadline = max(1, now_ns - age_ns + self._slo_ttft_ns - prefill_ns)
+        if running and self._slo_tpot_ns:
+            decode_ns = int(self.model.predict(0, running) * NS_PER_S)
+            tpot_deadline = max(1, (self._last_token_ns or now_ns) + self._slo_tpot_ns - decode_ns)
+        used_blocks = self.balloon.num_used_blocks
+        # What is asked for beyond the reservation: once the background thread has reserved it, it is no claim.
+        usable_after = self.balloon.num_usable_chunks + self._claim_chunks
+        claim_pages = max(0, usable_after * self.plan.chunk_pages - self._reserved_pages)
+        block_share = self.plan.total_pages / max(1, self.plan.num_blocks)
+        self._board.write(
+            ServingBoard(
+                step=self._step,
+                busy=busy,
+                running=running,
+                waiting=num_waiting,
+                waiting_tokens=waiting_tokens,
+                ttft_deadline_ns=ttft_deadline,
+                tpot_deadline_ns=tpot_deadline,
+                step_started_ns=self._step_started_ns,
+                step_ns=self._step_ns,
+                used_pages=int(used_blocks * block_share + 0.999),
+                claim_pages=claim_pages,
+                pressure_seq=self._pressure_seq,
+                written_ns=now_ns,
+            )
+        )
+        self._board.wake()
+
+    def usage(self) -> float:
+        """KV use as vLLM would report it without the balloon (0..1)."""
+        return self.balloon.num_used_blocks / max(1, self.plan.num_blocks - 1)
+
+    def reset_prefix_cache(self, reset: Any) -> bool:
+        """vLLM demands an otherwise empty pool: let the balloon out, reset, take it in again."""
+        chunks = sorted(self.balloon.inflated)
+        self.balloon.deflate(chunks)
+        try:
+            return bool(reset())
+        finally:
+            for chunk in chunks:
+                if not self.balloon.inflate(chunk):  # a request holds it: only possible when the reset failed
+                    raise RuntimeError(f"chunk {chunk} could not be taken back after a reset")
+
+    def fail(self, error: BaseException) -> None:
+        """Fail open.  Any thread."""
+        if self.failed is None:
+            self.failed = f"{type(error).__name__}: {error}"
+            self._errors += 1
+            logger.error("ROSE is off, serving goes on as without it: %s", self.failed, exc_info=error)
+            self._target_lent_chunks = 0
+            self._bell.ring()
+
+    # ------------------------------------------------------------------ background thread
+
+    def _run(self) -> None:
+        while not self._stopping:
+            try:
+                self._round()
+            except Exception as error:  # noqa: BLE001  # fail-open, see the module docstring
+                self.fail(error)
+                time.sleep(HEARTBEAT_S)
+            self._bell.wait(HEARTBEAT_S)
+
+    def _round(self) -> None:
+        """Look at everything once and act.  Order: see the module docstring."""
+        while self._measured:  # the fit is too slow for the step path
+            prefill, decode, seconds = self._measured.popleft()
+            self.model.observe(
+                prefill_tokens=prefill, num_decodes=decode, seconds=seconds
+            )
+        chunk_pages, marks = self.plan.chunk_pages, self._chunks.extra
+        before = bytes(marks)
+        while self._released:
+            chunk = self._released.popleft()
+            marks[chunk] = 0
+            self._lent.add(chunk)
+        maps = [reader.extra for reader in self._ranks]
+        for chunk in [c for c in self._returning if all(m[c] for m in maps)]:
+            self._returning.discard(chunk)
+            self._mapped.append(chunk)
+        gone = {c for c in self._lent if not any(m[c] for m in maps)}
+
+        node = self._node.read()
+        target = self._lendable_pages(node) // chunk_pages
+        self._target_lent_chunks = target
+        back = max(len(self._lent) - target, self._claim_chunks - len(self._returning))
+        back = max(0, min(back, len(self._lent)))
+        # Chunks that are not unmapped yet are still ours: no need to ask anybody.
+        for chunk in sorted(self._lent - gone)[:back]:
+            self._take_back(chunk)
+            back -= 1
+        # Reserve first, read the peer's number second: of two that grow at once, one sees the other.
+        self._publish_lease(self.plan.total_pages - (len(gone) - back) * chunk_pages)
+        if back:
+            peer = self._peer.read()
+            held = peer.reserved_pages if peer is not None and self._peer.alive() else 0
+            room = len(gone) - -(-held // chunk_pages)
+            for chunk in sorted(gone)[: max(0, min(back, room))]:
+                self._take_back(chunk)
+        if bytes(marks) != before:
+            self._generation += 1
+            self._chunks.write(ChunkState(generation=self._generation, heartbeat_ns=time.monotonic_ns()))
+            self._chunks.wake()
+        if self._mapped or target > len(self._lent) + len(self._returning):
+            self._call_when_idle()
+
+    def _take_back(self, chunk: int) -> None:
+        self._chunks.extra[chunk] = 1
+        self._lent.discard(chunk)
+        self._returning.add(chunk)
+
+    def _lendable_pages(self, node: NodeState | None) -> int:
+        """Pages serving may lend now: what the agent asks for, nothing when it is silent or we failed."""
+        if node is None or self.failed is not None:
+            return 0
+        self._slo_ttft_ns, self._slo_tpot_ns = node.slo_ttft_ns, node.slo_tpot_ns
+        silent = time.monotonic_ns() - node.heartbeat_ns > NODE_DEAD_NS
+        if node.mode != Mode.ON or silent:
+            return 0
+        # Chunk 0 holds vLLM's null block and is never lent.
+        return max(
+            0, min(node.lend_pages, self.plan.total_pages - max(node.floor_pages, self.plan.chunk_pages))
+        )
+
+    def _call_when_idle(self) -> None:
+        """An idle engine calls no ``schedule``: have it run our hook once."""
+        if not self._idle_asked:
+            self._idle_asked = True
+            compat.call_when_idle(self._engine, self._idle)
+
+    def _idle(self) -> None:
+        self._idle_asked = False
+        try:
+            self.before_schedule()
+            self._write_board(busy=False)
+        except Exception as error:  # noqa: BLE001  # fail-open
+            self.fail(error)
+        self._bell.ring()
+
+    def _publish_lease(self, reserved_pages: int) -> None:
+        self._reserved_pages = reserved_pages
+        phase = Phase.OFF if self.failed else Phase.STARTING if self._engine is None else Phase.READY
+        total = self.plan.total_pages
+        self._lease.write(
+            ServingLease(
+                phase=phase,
+                total_pages=total,
+                reserved_pages=reserved_pages,
+                lent_pages=total - reserved_pages,
+                heartbeat_ns=time.monotonic_ns(),
+                errors=self._errors,
+            )
+        )
+        self._lease.wake()
+
+    def status(self, _argument: Any = None) -> dict[str, Any]:
+        """What is in force, for tests and ``rose node status``."""
+        return {
+            "role": "serving",
+            "failed": self.failed,
+            "total_pages": self.plan.total_pages,
+            "chunk_pages": self.plan.chunk_pages,
+            "chunk_blocks": self.plan.chunk_blocks,
+            "lent_chunks": len(self.balloon.inflated),
+            "target_lent_chunks": self._target_lent_chunks,
+            "claim_chunks": self._claim_chunks,
+            "pressure_seq": self._pressure_seq,
+            "patches": sorted(compat.applied()),
+        }

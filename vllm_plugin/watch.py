@@ -1,0 +1,70 @@
+"""One bell for many reasons: a background thread sleeps until any shared file changes or its engine rings.
+
+The kernel can wait on one futex word per call in the portable interface, so each watched file has a
+thread that sleeps on its word and rings.  :meth:`Bell.ring` never blocks (``SimpleQueue.put`` takes no
+lock a waiter may hold), so the step path may call it.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from typing import Any
+
+from rose.coserve.ledger import RecordReader
+from rose.errors import LedgerError
+
+logger = logging.getLogger("vllm.rose")
+
+LOOK_AGAIN_S = 1.0
+"""A watched file may be replaced by a new writer; the watcher then opens the new one at its next look."""
+
+
+class Bell:
+    """Wake-ups for one background thread, merged."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._stopping = False
+
+    def ring(self) -> None:
+        """Wake the waiter.  Any thread; never blocks."""
+        if self._queue.empty():
+            self._queue.put(None)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep until rung; False when ``timeout_s`` is over.  Clears what has rung so far."""
+        try:
+            self._queue.get(timeout=timeout_s)
+        except queue.Empty:
+            return False
+        while not self._queue.empty():
+            try:
+                self._queue.get_nowait()
+            except queue.Empty:
+                break
+        return True
+
+    def watch(self, reader: RecordReader[Any], name: str) -> None:
+        """Ring whenever ``reader``'s file changes.  ``reader`` belongs to the watcher from now on."""
+        threading.Thread(target=self._follow, args=(reader,), name=f"rose-watch-{name}", daemon=True).start()
+
+    def _follow(self, reader: RecordReader[Any]) -> None:
+        seen = 0
+        while not self._stopping:
+            try:
+                if reader.wait(seen, LOOK_AGAIN_S):
+                    # The word is read before ringing: a change after it makes the next wait return at once, one
+                    # before it is seen by whoever answers the ring.  None is lost.
+                    seen = reader.word()
+                    self.ring()
+            except LedgerError as error:  # damaged or replaced: the waiter reads it itself and decides
+                logger.debug("ROSE watch: %s", error)
+                self.ring()
+                time.sleep(LOOK_AGAIN_S)
+
+    def stop(self) -> None:
+        self._stopping = True
+        self.ring()
