@@ -10,6 +10,7 @@ user reads is what to fix.  130 after Ctrl-C.  A traceback means a bug.
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -173,9 +174,15 @@ def _load(module: str, name: str, command: str) -> Any:
 
 
 def _forward(module: str, name: str, command: str, arguments: Sequence[str]) -> None:
-    """Hand ``arguments`` to a part's own command line; it ends by itself."""
+    """Hand ``arguments`` to a part's own command line; it ends by itself.
+
+    A part offers a ``typer.Typer``, a function with typer's annotations, or a ``main()`` that reads ``sys.argv``.
+    """
     program = f"rose {command}"
     target = _load(module, name, command)
+    if not isinstance(target, typer.Typer) and inspect.signature(target).parameters:
+        function, target = target, typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        target.command()(function)
     if isinstance(target, typer.Typer):
         typer.main.get_command(target)(args=list(arguments), prog_name=program)
     else:

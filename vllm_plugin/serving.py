@@ -342,6 +342,14 @@ class ServingSide:
         )
         self._lease.wake()
 
+    def stop(self) -> None:
+        """End the background thread and give up the files; for tests."""
+        self._stopping = True
+        self._bell.stop()
+        self._thread.join(timeout=5.0)
+        for writer in (self._lease, self._board, self._chunks):
+            writer.close()
+
     def status(self, _argument: Any = None) -> dict[str, Any]:
         """What is in force, for tests and ``rose node status``."""
         return {

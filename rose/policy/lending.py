@@ -307,6 +307,7 @@ class Lending(ABC):
         pages = [promise.pages for promise in self._promises]
         assert pages == sorted(pages, reverse=True)
         assert all(page >= self.lend_pages for page in pages)
+        assert len(pages) <= _MAX_PROMISES
 
     @abstractmethod
     def _decide(self) -> tuple[int, str]:
@@ -488,7 +489,7 @@ class LendingPolicy(Lending):
         if serving.claim_pages and lend > self._unclaimed_pages:
             return target, "serving claims pages"
         if lend > self.cap_pages:
-            return target, "headroom grew with serving's bursts"
+            return target, "headroom or floor grew"
         if lend and serving.total_pages - serving.used_pages - lend < self.watermark_pages:
             return target, "serving's use crossed the watermark"
         if rollout.wanted_pages:

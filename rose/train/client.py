@@ -3,8 +3,8 @@ trainer), one method per route of ``docs/architecture.md``.
 
 Answers are checked for shape here; what is inside a trajectory is checked by ``rose.train.batch``.
 
-Retries: a scheduler that cannot be reached, or says 429 or 503, is asked again for ``retry_s``, because it may be
-restarting and loses nothing when it does.  Each repeated call is safe: a turn carries its number and its
+Retries: a scheduler that cannot be reached is asked again for ``retry_s``, because it may be restarting and
+loses nothing when it does; one that says 429 or 503, for as long as the call may take.  Each repeated call is safe: a turn carries its number and its
 retry count, so the scheduler joins or replays it; finishing, acknowledging, publishing and resuming are
 idempotent; a trajectory created twice leaves one that nobody finishes, and the group drops it when it is complete.
 A lease is the exception (a lost answer may have leased a batch), so its retry first calls ``resume``,
@@ -238,7 +238,8 @@ class SchedulerClient:
         if token is None:
             raise TrainError("this client has no trainer token", field="trainer_token")
         session = self._open()
-        until_s = time.monotonic() + self._retry_s
+        started_s = time.monotonic()
+        unreachable_since_s: float | None = None
         delay_s, num_retries = FIRST_DELAY_S, 0
         while True:
             sent = {**token, **(headers or {}), "x-stainless-retry-count": str(num_retries)}
@@ -250,7 +251,9 @@ class SchedulerClient:
                     headers=sent,
                     params=params,
                     timeout=aiohttp.ClientTimeout(total=timeout_s),
+                    allow_redirects=False,  # the token is for this host alone
                 ) as response:
+                    unreachable_since_s = None
                     if response.status == 204:
                         return None
                     raw = await response.content.read(MAX_ANSWER_BYTES + 1)
@@ -263,11 +266,16 @@ class SchedulerClient:
                         return answer
                     raise error_of(response.status, answer, response.headers.get("Retry-After"))
             except CapacityError as error:
-                if error.retry_after_s is None or time.monotonic() >= until_s:
+                # The call's own time counts here: a turn that waits for a worker may wait as long as any turn.
+                waited_s = time.monotonic() - started_s
+                if error.retry_after_s is None or waited_s >= max(self._retry_s, timeout_s):
                     raise
                 delay_s = max(delay_s, min(error.retry_after_s, MAX_DELAY_S))
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                if time.monotonic() >= until_s:
+                now_s = time.monotonic()
+                # Counted from the first failure: a connection may break after minutes of waiting.
+                unreachable_since_s = now_s if unreachable_since_s is None else unreachable_since_s
+                if now_s - unreachable_since_s >= self._retry_s:
                     raise CapacityError(
                         f"the scheduler at {self._url} did not answer: {type(error).__name__}",
                         field="scheduler.url",

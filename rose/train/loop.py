@@ -49,7 +49,8 @@ MAX_SHORT_LEASES = 10
 """Rollout rounds without a leasable batch before a step gives up.  One is normal after a restart: groups
 that waited too long are stale, and dropping them leaves a gap."""
 
-PING_TIMEOUT_S = 10.0
+PING_TIMEOUT_S = 60.0
+"""Longer than an actor takes to start on one busy core."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -249,12 +250,23 @@ async def _answer(reference: Any) -> Any:
 async def _until_signal(work: Any) -> Any:
     """Run ``work``; SIGTERM cancels it, so that what was started is stopped on the way out."""
     task = asyncio.ensure_future(work)
-    loop = asyncio.get_running_loop()
+    told_to_stop = False
+
+    def stop() -> None:
+        nonlocal told_to_stop
+        told_to_stop = True
+        task.cancel()
+
     try:
-        loop.add_signal_handler(signal.SIGTERM, task.cancel)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
     except (ValueError, RuntimeError):
         pass  # not the main thread: whoever called us sees to signals
-    return await task
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if told_to_stop:
+            raise TrainError("stopped by SIGTERM", fix="run it again to go on from its checkpoint") from None
+        raise
 
 
 @contextmanager

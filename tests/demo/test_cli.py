@@ -99,3 +99,27 @@ def test_a_library_that_is_not_installed_is_named_with_its_cure(tmp_path: Path) 
             cli._load("needs_missing", "main", "train")
     finally:
         sys.path.remove(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import typer\ndef entry(port: int = 1) -> None: print('port', port)",
+        "import typer\nentry = typer.Typer()\n@entry.command()\ndef f(port: int = 1) -> None: print('port', port)",
+        "import sys\ndef entry() -> int: print('port', sys.argv[1].partition('=')[2]); return 0",
+    ],
+    ids=["function", "typer", "argv"],
+)
+def test_a_parts_own_command_line_gets_the_arguments(tmp_path: Path, source: str) -> None:
+    (tmp_path / "entry_module.py").write_text(source)
+    code = "from rose import cli; cli._forward('entry_module', 'entry', 'x', ['--port=7'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"},
+    )
+
+    assert done.stdout == "port 7\n", done.stderr

@@ -124,7 +124,8 @@ def test_an_abort_is_served_while_the_gate_is_closed(server: EngineServer, host:
     busy_without_slack(host)
     eventually(lambda: not status(server)["gate_open"], "gate closed")
     turn = Turn(server, PROMPT, 5)
-    request_id = eventually(lambda: status(server)["request_ids"], "the turn has arrived")[0]
+    internal_id = eventually(lambda: status(server)["request_ids"], "the turn has arrived")[0]
+    request_id = internal_id.rpartition("-")[0]  # vLLM appends a suffix of its own to the client's id
 
     server.post("/rose/abort", {"request_ids": [request_id]}).raise_for_status()
 

@@ -213,6 +213,15 @@ def test_predictions_stay_positive_and_finite_under_any_measurement(seed: int) -
             assert 0.0 <= prediction < math.inf
 
 
+def test_what_traffic_does_not_exercise_stays_uncertain_but_bounded() -> None:
+    model = StepModel()
+    for _ in range(8000):
+        model.observe(prefill_tokens=0, num_decodes=4, seconds=0.015)
+    spread = model._spread  # pyright: ignore[reportPrivateUsage]
+    assert sum(spread[i][i] for i in range(4)) < 1e6
+    assert model.predict(0, 4) == pytest.approx(0.015, rel=0.01)
+
+
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
 def test_a_measurement_that_is_no_duration_is_ignored(seconds: float) -> None:
     model = StepModel()

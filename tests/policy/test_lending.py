@@ -66,7 +66,7 @@ class World:
             alive=True,
             phase=Phase.READY,
             total_pages=TOTAL,
-            reserved_pages=TOTAL - self.policy.lend_pages,
+            reserved_pages=max(0, TOTAL - self.policy.lend_pages),
             used_pages=self.used,
         )
         actions = self.policy.handle(dataclasses.replace(report, **serving))  # type: ignore[arg-type]
@@ -316,8 +316,8 @@ def test_modes_off_and_observe_lend_nothing_but_observe_still_measures(world: Wo
 
 def test_the_floor_and_the_operators_limit_are_never_lent(world: World) -> None:
     world.run(5.0)
-    world.policy.handle(ModeSet(at_s=5.0, mode=Mode.ON, floor_pages=35))
-    assert world.policy.lend_pages == 45
+    (cut,) = world.policy.handle(ModeSet(at_s=5.0, mode=Mode.ON, floor_pages=35))
+    assert cut == SetLend(pages=45, deadline_s=pytest.approx(5.1), reason="headroom or floor grew")
     world.policy.handle(ModeSet(at_s=5.0, mode=Mode.ON, max_lend_pages=7))
     assert world.policy.lend_pages == 7
 
@@ -377,6 +377,62 @@ def test_the_p99_of_reclaims_is_the_worst_case_until_enough_were_seen() -> None:
         policy.handle(RolloutReported(at_s=at_s + 0.01, alive=True, phase=Phase.READY, reserved_pages=0))
         at_s += 0.01
         world.obeys = True
+
+
+def test_a_kill_counts_as_a_worst_case_reclaim_however_fast_it_went(world: World) -> None:
+    policy = world.policy
+
+    def held(at_s: float, pages: int, alive: bool = True) -> list[Action]:
+        return policy.handle(RolloutReported(at_s=at_s, alive=alive, phase=Phase.READY, reserved_pages=pages))
+
+    policy.handle(ModeSet(at_s=0.0, mode=Mode.OFF))
+    for number in range(30):  # found above its loan, gives it back within 10 ms
+        held(1.0 + number, 5)
+        held(1.01 + number, 0)
+    assert policy.reclaim_p99_s == pytest.approx(0.06)
+    held(40.0, 5)
+    (kill,) = policy.handle(Tick(at_s=40.11))
+    assert isinstance(kill, KillRollout)
+    held(40.12, 0, alive=False)
+    assert policy.reclaim_p99_s == pytest.approx(0.65)
+
+
+def test_a_restart_of_serving_is_no_burst(world: World) -> None:
+    policy = world.policy
+    assert isinstance(policy, LendingPolicy)
+    world.step(0.0)
+    world.step(0.1, phase=Phase.STARTING)
+    world.used = 50
+    world.step(0.2)
+    assert policy.need_pages == 0
+
+
+def test_what_we_ask_for_and_what_serving_reports_within_a_deadline_is_one_cut() -> None:
+    world = World(LendingPolicy(dataclasses.replace(PARAMS, max_cuts=2)))
+    world.policy.handle(ModeSet(at_s=0.0, mode=Mode.ON))
+    world.run(5.0)
+    world.used = 11
+    world.step(5.1)
+    lent = world.policy.lend_pages
+    world.step(5.15, pressure_seq=1)
+    world.used = 0
+    for number in range(16):  # with two cuts it would be frozen for a minute
+        world.step(5.5 + 0.5 * number, pressure_seq=1)
+    assert world.policy.lend_pages > lent
+
+
+def test_many_unanswered_cuts_keep_the_first_deadline_and_a_short_list() -> None:
+    world = World(LendingPolicy(dataclasses.replace(PARAMS, reclaim_deadline_s=50.0, growth_window_s=0.01)))
+    world.policy.handle(ModeSet(at_s=0.0, mode=Mode.ON))
+    for second in range(10):
+        world.step(float(second), total_pages=10_000)
+    world.obeys = False
+    for number in range(200):  # each takes at least the hysteresis of 200 pages
+        world.used = 20 * number
+        world.step(10.0 + number / 10, total_pages=10_000, claim_pages=1, reserved_pages=2000 + 20 * number)
+    assert world.policy.num_cuts > 64
+    actions = world.step(60.1, total_pages=10_000)
+    assert any(isinstance(action, KillRollout) for action in actions)
 
 
 @pytest.mark.parametrize(

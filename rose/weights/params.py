@@ -1,0 +1,57 @@
+"""Settings of publishing and subscribing; plain dataclasses, so that the plugin may load them too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rose.errors import ConfigError
+from rose.weights.kernels import SEGMENT
+
+_CASTS = ("BF16", "F16", "F32")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightsParams:
+    """How versions are cut and when they travel whole.
+
+    Args:
+        cast: Type that the engines hold floats in; fp32 masters are rounded to it.
+        keep: Name patterns of tensors that keep their own type (router corrections, scales).
+        anchor_every: A full copy is published every so many versions, besides the delta.
+        raw_density: A fragment goes raw above this share of changed elements: the encoder's cost grows with
+            changes, and from here on raw is cheaper to make (measured break-even 15-25 %).
+        anchor_density: The whole version is published as an anchor above this share.
+        chain_fraction: A reader takes the anchor when the chain costs more than this share of a full copy.
+        fragment_elements: Elements per section; bounds memory, a multiple of 65,536.
+        bucket_bytes: Bytes per object, about.
+        num_threads: Threads that encode.
+        collect: Delete versions that no reader can need after each anchor.
+    """
+
+    cast: str = "BF16"
+    keep: tuple[str, ...] = ()
+    anchor_every: int = 20
+    raw_density: float = 0.20
+    anchor_density: float = 0.25
+    chain_fraction: float = 0.8
+    fragment_elements: int = 1 << 24
+    bucket_bytes: int = 64 << 20
+    num_threads: int = 1
+    collect: bool = True
+
+    def __post_init__(self) -> None:
+        def refuse(name: str, rule: str) -> ConfigError:
+            return ConfigError(f"must be {rule}, got {getattr(self, name)!r}", field=f"weights.{name}")
+
+        if self.cast not in _CASTS:
+            raise refuse("cast", f"one of {', '.join(_CASTS)}")
+        for name in ("raw_density", "anchor_density", "chain_fraction"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise refuse(name, "within 0..1")
+        for name in ("anchor_every", "num_threads"):
+            if getattr(self, name) < 1:
+                raise refuse(name, "at least 1")
+        if not 0 < self.fragment_elements <= 1 << 26 or self.fragment_elements % SEGMENT:
+            raise refuse("fragment_elements", f"a multiple of {SEGMENT}, at most 2**26")
+        if not 1 << 10 <= self.bucket_bytes <= 1 << 29:
+            raise refuse("bucket_bytes", "within 1 KiB..512 MiB")
