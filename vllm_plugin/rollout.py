@@ -243,6 +243,8 @@ class RolloutSide:
             waiting=board.waiting,
             ttft_deadline_s=board.ttft_deadline_ns / NS_PER_S or None,
             tpot_deadline_s=board.tpot_deadline_ns / NS_PER_S or None,
+            step_started_s=board.step_started_ns / NS_PER_S,
+            step_s=board.step_ns / NS_PER_S,
         )
 
     def usage(self) -> float:

@@ -39,7 +39,7 @@ def _line(record: Mapping[str, Any], num_steps: int) -> str:
     if record.get("event") == "attempt":
         return f"attempt {record['attempt']} goes on at step {record['step']}"
     if record.get("event") == "actor_died":
-        return f"an actor died and is replaced: {record['reason']}"
+        return f"{record['actor']} died and is replaced: {record['reason']}"
     tiers = record["tiers"]
     shares = ", ".join(f"{tier} {counts['turns']}" for tier, counts in tiers.items())
     update = record["update"]

@@ -67,9 +67,9 @@ class TrainerSettings(Section):
     learning_rate: float = Field(default=1e-3, gt=0, le=1)
     fine_tuning_learning_rate: float = Field(default=5e-6, gt=0, le=1)
     fine_tuning_steps: int = Field(default=3, ge=0)
-    """The last steps run at the rate of real fine-tuning, where most bf16 weights do not change."""
-    num_epochs: int = Field(default=4, ge=1, le=64)
-    minibatch_sequences: int = Field(default=64, ge=1)
+    """The last steps are as in real fine-tuning, one update at a small rate: most bf16 weights do not change."""
+    num_epochs: int = Field(default=2, ge=1, le=64)
+    minibatch_sequences: int = Field(default=32, ge=1)
     max_grad_norm: float = Field(default=1.0, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     scale_advantages: bool = True
@@ -116,7 +116,10 @@ class TrainConfig(Section):
     def run_id(self) -> str:
         return self.weights.run_id or self.job
 
+    def is_fine_tuning(self, step: int) -> bool:
+        """Whether step ``step`` (0-based) is one of the last ``fine_tuning_steps``."""
+        return step >= self.num_steps - self.trainer.fine_tuning_steps
+
     def learning_rate_at(self, step: int) -> float:
-        """Rate of step ``step`` (0-based): the last ``fine_tuning_steps`` run at the small one."""
-        fine = step >= self.num_steps - self.trainer.fine_tuning_steps
-        return self.trainer.fine_tuning_learning_rate if fine else self.trainer.learning_rate
+        settings = self.trainer
+        return settings.fine_tuning_learning_rate if self.is_fine_tuning(step) else settings.learning_rate

@@ -99,28 +99,19 @@ async def _train(config: TrainConfig, tokens: Tokens, progress: Progress, parts:
     metrics = MetricsFile(config.output_dir / "metrics.jsonl")
     crew = _Crew(config, tokens, parts)
     curve: list[float] = []
-    deaths_in_a_row = 0
     try:
         while True:
             try:
-                started = await crew.ensure()
-                if started is not None:
-                    progress({"event": "attempt", **started})
+                for event in await crew.ensure():
+                    progress(event)
                 if crew.step >= config.num_steps:
                     break
                 step_started_s = time.monotonic()
                 record = await _step(config, crew)
             except _ActorDied as death:
-                deaths_in_a_row += 1
-                crew.num_restarts += 1
-                if deaths_in_a_row > config.ray.max_restarts:
-                    raise TrainError(
-                        f"{deaths_in_a_row} actors died in a row: {death}", field="ray"
-                    ) from death
-                logger.warning("an actor died and is replaced: %s", death)
-                progress({"event": "actor_died", "reason": str(death)})
+                crew.last_death = str(death)
                 continue
-            deaths_in_a_row = 0
+            crew.num_deaths_in_a_row = 0
             crew.step = record["step"] + 1
             end_s = time.monotonic()
             record = {**record, "step_s": end_s - step_started_s, "end_s": end_s}
@@ -155,7 +146,7 @@ async def _step(config: TrainConfig, crew: _Crew) -> dict[str, Any]:
             num_episodes += report.num_episodes
             num_retries += report.num_retries
         rollout_s += time.monotonic() - started_s
-        record = await crew.train(config.learning_rate_at(crew.step))
+        record = await crew.train(crew.step)
         if record is not None:
             rollout = {"rollout_s": rollout_s, "num_episodes": num_episodes, "num_env_retries": num_retries}
             return {**record, **rollout}
@@ -179,25 +170,63 @@ class _Crew:
         self.step = 0
         self.attempt = 0
         self.num_restarts = 0
+        self.num_deaths_in_a_row = 0
+        self.last_death: str | None = None
+        """Why the last step was broken off; :meth:`ensure` finds out whose death it was."""
         self._tokens = tokens
         self._parts = parts
         self._managers: list[Any] = [None] * config.env.num_managers
         self._trainer: Any = None
 
-    async def ensure(self) -> dict[str, Any] | None:
-        """Have every actor alive; what a (re)started trainer says of itself, None if it was alive."""
+    async def ensure(self) -> list[dict[str, Any]]:
+        """Have every actor alive; what happened on the way, for the progress callback.
+
+        Raises:
+            TrainError: Too many deaths in a row.
+        """
         import ray
 
-        managers = ray.remote(num_cpus=1)(EnvManager)
+        events: list[dict[str, Any]] = []
         for index, manager in enumerate(self._managers):
-            if not await _alive(manager):
-                self._managers[index] = managers.remote(self.config, self._tokens)
-        if await _alive(self._trainer):
-            return None
-        self._trainer = ray.remote(num_cpus=1)(TrainWorker).remote(self.config, self._tokens, self._parts)
-        started = await _answer(self._trainer.start.remote())
-        self.step, self.attempt = started["step"], started["attempt"]
-        return started
+            if not await self._alive(manager, f"environment manager {index}", events):
+                made = ray.remote(num_cpus=1)(EnvManager).remote(self.config, self._tokens)
+                self._managers[index] = made
+        trainer_alive = await self._alive(self._trainer, "trainer", events)
+        if self.last_death is not None and not events:
+            self._count("nobody that stayed dead", events)  # unreachable for a moment: it counts all the same
+        self.last_death = None
+        if not trainer_alive:
+            self._trainer = ray.remote(num_cpus=1)(TrainWorker).remote(self.config, self._tokens, self._parts)
+            started = await _answer(self._trainer.start.remote())
+            self.step, self.attempt = started["step"], started["attempt"]
+            events.append({"event": "attempt", **started})
+        return events
+
+    async def _alive(self, actor: Any, name: str, events: list[dict[str, Any]]) -> bool:
+        """Whether ``actor`` answers.  One that is silent for too long is made sure to be dead."""
+        import ray
+
+        if actor is None:
+            return False
+        try:
+            await asyncio.wait_for(_answer(actor.pid.remote()), PING_TIMEOUT_S)
+            return True
+        except (_ActorDied, TimeoutError) as error:
+            ray.kill(actor)
+            self.last_death = self.last_death or str(error) or "no answer"
+            self._count(name, events)
+            return False
+
+    def _count(self, name: str, events: list[dict[str, Any]]) -> None:
+        self.num_restarts += 1
+        self.num_deaths_in_a_row += 1
+        logger.warning("%s died and is replaced: %s", name, self.last_death)
+        events.append({"event": "actor_died", "actor": name, "reason": self.last_death})
+        if self.num_deaths_in_a_row > self.config.ray.max_restarts:
+            raise TrainError(
+                f"{self.num_deaths_in_a_row} deaths in a row without a finished step, the last: {self.last_death}",
+                field="ray.max_restarts",
+            )
 
     async def survey(self) -> list[GroupState]:
         return await _answer(self._managers[0].survey.remote())
@@ -213,22 +242,9 @@ class _Crew:
                 raise report
         return reports
 
-    async def train(self, learning_rate: float) -> dict[str, Any] | None:
-        return await _answer(self._trainer.train.remote(learning_rate))
-
-
-async def _alive(actor: Any) -> bool:
-    """Whether ``actor`` answers.  One that is dead, or silent for too long, is made sure to be dead."""
-    import ray
-
-    if actor is None:
-        return False
-    try:
-        await asyncio.wait_for(_answer(actor.pid.remote()), PING_TIMEOUT_S)
-        return True
-    except (_ActorDied, TimeoutError):
-        ray.kill(actor)
-        return False
+    async def train(self, step: int) -> dict[str, Any] | None:
+        rate, fine = self.config.learning_rate_at(step), self.config.is_fine_tuning(step)
+        return await _answer(self._trainer.train.remote(rate, single_update=fine))
 
 
 async def _answer(reference: Any) -> Any:

@@ -95,7 +95,9 @@ class Trainer(Protocol):
         """The masters, under the checkpoint's tensor names: what a publisher reads."""
         ...
 
-    def step(self, samples: Sequence[Sample], *, learning_rate: float | None = None) -> TrainReport: ...
+    def step(
+        self, samples: Sequence[Sample], *, learning_rate: float | None = None, single_update: bool = False
+    ) -> TrainReport: ...
 
     def capture(self, *, attempt: int, version: int, consumed: Mapping[int, tuple[str, ...]]) -> Checkpoint:
         """Everything needed to go on from here."""
@@ -156,8 +158,15 @@ class TorchTrainer:
         """The model as the engine holds it (bf16 values in fp32 tensors)."""
         return self._model
 
-    def step(self, samples: Sequence[Sample], *, learning_rate: float | None = None) -> TrainReport:
+    def step(
+        self, samples: Sequence[Sample], *, learning_rate: float | None = None, single_update: bool = False
+    ) -> TrainReport:
         """Take one RL step.
+
+        Args:
+            samples: Of one batch, whole groups.
+            learning_rate: None = the params'.
+            single_update: One update on the whole batch instead of epochs of minibatches.
 
         Raises:
             TrainError: No sampled token at all, or a gradient that is not finite (its update is not applied).
@@ -186,10 +195,11 @@ class TorchTrainer:
         ]
         lengths = [len(sample.token_ids) for sample in samples]
         num_updates, num_seen, num_held, loss_sum, norm_sum = 0, 0, 0, 0.0, 0.0
-        for _ in range(params.num_epochs):
+        minibatch_sequences = max(1, len(trained)) if single_update else params.minibatch_sequences
+        for _ in range(1 if single_update else params.num_epochs):
             self._shuffle.shuffle(trained)
-            for start in range(0, len(trained), params.minibatch_sequences):
-                chosen = trained[start : start + params.minibatch_sequences]
+            for start in range(0, len(trained), minibatch_sequences):
+                chosen = trained[start : start + minibatch_sequences]
                 num_tokens = sum(len(samples[index].positions) for index in chosen)
                 for part in split_by_length(chosen, lengths):
                     batch = make_minibatch(

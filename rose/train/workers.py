@@ -187,7 +187,7 @@ class TrainWorker:
             "update": update,
         }
 
-    async def train(self, learning_rate: float) -> dict[str, Any] | None:
+    async def train(self, learning_rate: float, single_update: bool = False) -> dict[str, Any] | None:
         """Take one step; its metrics, or None when too few groups were ready (nothing has happened then).
 
         Raises:
@@ -216,7 +216,9 @@ class TrainWorker:
             for trajectory in trajectories
             for sample in samples_of(trajectory, vocab_size=trainer.vocab_size, max_tokens=trainer.max_tokens)
         ]
-        report = await asyncio.to_thread(trainer.step, samples, learning_rate=learning_rate)
+        report = await asyncio.to_thread(
+            trainer.step, samples, learning_rate=learning_rate, single_update=single_update
+        )
         trained_s = time.monotonic()
         self._consumed[step] = tuple(str(trajectory["id"]) for trajectory in trajectories)
         await self._save()
@@ -299,7 +301,8 @@ def torch_trainer(config: TrainConfig) -> Any:
 def make_publisher(config: TrainConfig, tokens: Tokens, module: Any, attempt: int) -> Publisher:
     """A publisher of ``module`` into the configured store."""
     from rose.weights.http_store import HttpStore
-    from rose.weights.publisher import WeightPublisher, WeightsParams
+    from rose.weights.params import WeightsParams
+    from rose.weights.publisher import WeightPublisher
     from rose.weights.store import FileStore
 
     settings = config.weights

@@ -33,10 +33,16 @@ def collect(store: Store, run_id: str) -> list[WeightVersion]:
     head = store.get_head(run_id)
     if head is None:
         return []
-    in_use = [anchor_of(store, run_id, head.identity)]
-    in_use += [anchor_of(store, run_id, version) for version in store.leases(run_id)]
+    start = anchor_of(store, run_id, head.identity)
+    if start is None:  # the head's own manifest cannot be read: this is no moment to delete anything
+        return []
+    in_use = [start]
+    for version in store.leases(run_id):
+        anchor = anchor_of(store, run_id, version)
+        if anchor is not None:
+            in_use.append(anchor)
     keys = store.list(f"{run_id}/")
-    doomed = plan(manifest.versions_in(keys, run_id), [anchor for anchor in in_use if anchor is not None])
+    doomed = plan(manifest.versions_in(keys, run_id), in_use)
     for version in doomed:
         prefix = manifest.version_prefix(run_id, version)
         # Manifests first: a reader that comes late finds nothing rather than a version with holes.

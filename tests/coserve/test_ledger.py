@@ -291,10 +291,7 @@ def test_a_wait_sleeps_in_the_kernel_until_the_write(node: NodeDir) -> None:
 
     thread = threading.Thread(target=sleep)
     thread.start()
-    state = Path(f"/proc/self/task/{_native_id(thread)}/wchan")
-    until_s = time.monotonic() + 20.0
-    while "futex" not in state.read_text() and time.monotonic() < until_s:
-        time.sleep(0.01)
+    until_asleep(thread)
     writer.write(NodeState(epoch=2))
     writer.wake()
     thread.join(20.0)
@@ -303,9 +300,13 @@ def test_a_wait_sleeps_in_the_kernel_until_the_write(node: NodeDir) -> None:
     assert cpu_s < 0.1
 
 
-def _native_id(thread: threading.Thread) -> int:
-    assert thread.native_id is not None
-    return thread.native_id
+def until_asleep(thread: threading.Thread) -> None:
+    """Until the kernel says that ``thread`` sleeps on a futex."""
+    state = Path(f"/proc/self/task/{thread.native_id}/wchan")
+    until_s = time.monotonic() + 20.0
+    while "futex" not in state.read_text():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
 
 
 def test_a_wait_returns_at_once_when_the_word_differs_and_false_at_its_end(node: NodeDir) -> None:
@@ -318,15 +319,17 @@ def test_a_wait_returns_at_once_when_the_word_differs_and_false_at_its_end(node:
     assert reader.wait(word, 30.0)
 
 
-def test_a_wait_ends_when_the_file_gets_a_new_writer(node: NodeDir) -> None:
-    first = node.node_writer()
-    first.write(NodeState(epoch=1))
-    reader = node.node()
+def test_a_wait_on_a_killed_writer_ends_when_the_file_gets_a_new_one(
+    node: NodeDir, writing: subprocess.Popen[str]
+) -> None:
+    writing.kill()
+    writing.wait()
+    reader = node.serving_board()
     word, results = reader.word(), list[bool]()
     thread = threading.Thread(target=lambda: results.append(reader.wait(word, 30.0)))
     thread.start()
-    first.close()
-    node.node_writer()
+    until_asleep(thread)
+    node.serving_board_writer()
     thread.join(20.0)
     assert results == [True]
 

@@ -192,6 +192,18 @@ def test_a_small_change_of_use_changes_no_loan(world: World) -> None:
     assert world.actions[before:] == []
 
 
+def test_a_loan_does_not_grow_for_less_than_the_hysteresis(world: World) -> None:
+    world.used = 20
+    world.run(5.0)
+    assert world.policy.lend_pages == 60
+    world.used = 19
+    world.run(8.0)
+    assert world.policy.lend_pages == 60
+    world.used = 18
+    world.run(10.0)
+    assert world.policy.lend_pages == 62
+
+
 def test_serving_claims_are_met_at_once(world: World) -> None:
     world.run(5.0)
     world.obeys = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rose.errors import ConfigError, TrainError
-from rose.train.env import ACTIONS, FrozenLakeFamily, FrozenLakeParams, make_family
+from rose.train.env import ACTIONS, FrozenLakeFamily, FrozenLakeParams, Observation, make_family
 
 LAKE = {"env": "frozenlake", "map": ["SFFF", "FHFH", "FFFH", "HFFG"], "seed": 0}
 
@@ -14,10 +14,10 @@ def family(**changes: object) -> FrozenLakeFamily:
     return FrozenLakeFamily(FrozenLakeParams(**changes))  # type: ignore[arg-type]
 
 
-async def play(actions: list[str], **changes: object) -> tuple[list[str], object]:
+async def play(actions: list[str], **changes: object) -> tuple[list[str], Observation]:
     env = family(**changes).make()
     boards = [(await env.reset(LAKE)).messages[0]["content"]]
-    last = None
+    last = Observation()
     for action in actions:
         last = await env.step(action)
         boards.extend(message["content"] for message in last.messages)

@@ -107,8 +107,8 @@ def test_the_loop_learns_survives_killed_actors_and_applies_each_trajectory_once
         assert world.scheduler is not None
         states = dict(world.scheduler.store.book.counts("loop"))
     assert (result.num_steps, result.attempt) == (6, 2)
-    assert result.num_restarts >= 1
-    assert "actor_died" in assassin.events
+    assert result.num_restarts == 2
+    assert assassin.events == ["attempt", "actor_died", "actor_died", "attempt"]
 
     # It learns: six small steps are not many, but the untrained policy is far below this.
     success = [record["success_rate"] for record in assassin.records]
@@ -146,10 +146,8 @@ def test_a_driver_that_starts_again_goes_on_where_the_last_one_stopped(
         small = {"rollout": {"num_groups": 2, "group_size": 4}}
         first = run_training(job(world, num_steps=1, **small), world.tokens, parts=parts)
         second = run_training(job(world, num_steps=2, **small), world.tokens, parts=parts)
-        third = run_training(job(world, num_steps=2, **small), world.tokens, parts=parts)
 
-    assert [(one.num_steps, one.attempt) for one in (first, second, third)] == [(1, 1), (2, 2), (2, 3)]
-    assert third.success_last is None  # nothing was left to do
+    assert [(one.num_steps, one.attempt) for one in (first, second)] == [(1, 1), (2, 2)]
     lines = [json.loads(line) for line in (world.root / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["version"]) for line in lines] == [(0, "1.1"), (1, "2.2")]
 

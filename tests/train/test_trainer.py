@@ -111,6 +111,10 @@ def test_small_rates_reach_the_masters_and_leave_most_rounded_weights_alone(trai
     assert 0 < changed < 0.5 * sum(old.numel() for old in rounded)
 
 
+def test_a_single_update_takes_the_whole_batch_at_once(trainer: TorchTrainer) -> None:
+    assert trainer.step(samples(3), single_update=True).num_updates == 1
+
+
 def test_the_same_batch_in_any_order_gives_the_same_weights(policy_model: Path) -> None:
     found = []
     for batch in (samples(4), samples(4)[::-1]):

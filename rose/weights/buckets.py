@@ -1,0 +1,84 @@
+"""Gather sections into objects of about one bucket, and upload them while the next bucket fills.
+
+Objects are named by their content, so a retry of the same bytes meets what it wrote before.  :meth:`Buckets.close`
+returns only when every object is in the store with its full size.  Memory: two buckets.
+
+Caller: the publisher.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Self
+
+from rose.errors import Conflict, WeightsError
+from rose.weights import manifest
+from rose.weights.manifest import ObjectRef
+from rose.weights.store import Buffer, Store
+from rose.weights.version import WeightVersion
+
+
+class Buckets:
+    """One version's objects on their way to the store; a context manager, used by one thread."""
+
+    def __init__(self, store: Store, run_id: str, identity: WeightVersion, bucket_bytes: int) -> None:
+        self._store, self._run_id, self._identity = store, run_id, identity
+        self._bucket_bytes = bucket_bytes
+        self._buffer = bytearray()
+        self._objects: list[ObjectRef] = []
+        self._uploader = ThreadPoolExecutor(1, thread_name_prefix="rose-upload")
+        self._upload: Future[None] | None = None
+        self.bytes_sent = 0
+
+    def add(self, payload: Buffer) -> tuple[int, int]:
+        """Append a section; returns (index of its object, offset in it)."""
+        if self._buffer and len(self._buffer) + len(payload) > self._bucket_bytes:
+            self._flush()
+        place = len(self._objects), len(self._buffer)
+        self._buffer += payload
+        return place
+
+    def close(self) -> tuple[ObjectRef, ...]:
+        """Upload the rest, make sure that everything arrived, and list the objects.
+
+        Raises:
+            WeightsError: The store has an object of another size under the same name.
+            RoseError: What the store raised.
+        """
+        if self._buffer:
+            self._flush()
+        self._wait()
+        for reference in self._objects:
+            held = self._store.stat(reference.key).nbytes
+            if held != reference.nbytes:
+                raise WeightsError(f"store holds {held} bytes of {reference.nbytes}", field=reference.key)
+        return tuple(self._objects)
+
+    def _flush(self) -> None:
+        data, self._buffer = self._buffer, bytearray()
+        xxh3 = manifest.digest(data)
+        key = manifest.object_key(self._run_id, self._identity, len(self._objects), xxh3)
+        self._objects.append(ObjectRef(key=key, nbytes=len(data), xxh3=xxh3))
+        self._wait()  # one upload at a time: memory stays at two buckets
+        self._upload = self._uploader.submit(self._put, key, data)
+
+    def _put(self, key: str, data: bytearray) -> None:
+        try:
+            self._store.put_new(key, data)
+            self.bytes_sent += len(data)
+        except Conflict:
+            pass  # an earlier try of the same version: the name says it is the same content
+
+    def _wait(self) -> None:
+        upload, self._upload = self._upload, None
+        if upload is not None:
+            upload.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._uploader.shutdown(wait=True)

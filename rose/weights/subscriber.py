@@ -1,0 +1,439 @@
+"""The node's side: keep a copy of the policy current, and hand the engine the step it is missing.
+
+Main path: :meth:`WeightSubscriber.poll` waits for a newer head, walks to it (a chain of deltas, or an anchor;
+:mod:`rose.weights.routes`), and for every version on the way: pull its objects, check their checksums, decode, check
+that every state hash comes out as the manifest says, and only then change the host copy
+(:mod:`rose.weights.host_copy`).  :meth:`WeightSubscriber.fetch` then writes the *update file*
+(:mod:`rose.weights.update`) that leads an engine from its version to the copy's.
+
+What it guarantees:
+
+* The host copy is always one published version, proven by state hashes, or nothing.  A corrupt, truncated or missing
+  piece changes nothing; it is fetched again, and if that does not help the anchor is tried.
+* A broken transfer goes on where it stopped, also after a restart of this process or of the relay.
+* A new attempt leads to its own anchor; a delta is applied only to its base.
+
+Deltas of the last few versions stay in ``spool/``, so that an engine some versions behind gets one merged sparse
+step; an engine that is further behind, or on an unknown version, gets all tensors.
+
+Blocking; any thread may call.  Callers: the node agent (``rose.coserve``), tests, ``rose weights verify``.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import secrets
+import shutil
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rose.errors import (
+    CapacityError,
+    Gone,
+    NotFound,
+    RequestError,
+    RoseError,
+    SectionCorrupt,
+    WeightsError,
+    WrongBase,
+)
+from rose.weights import codec, manifest, retention, statehash
+from rose.weights.host_copy import HostCopy
+from rose.weights.manifest import MAX_MANIFEST_BYTES, Head, Kind, Manifest, ObjectRef, Section
+from rose.weights.params import WeightsParams
+from rose.weights.routes import route
+from rose.weights.spec import TensorSpec
+
+from rose.weights.store import Store
+from rose.weights.update import TensorUpdate, Update, write_update
+from rose.weights.version import WeightVersion
+
+_log = logging.getLogger(__name__)
+
+PULL_BYTES = 32 << 20
+"""Per request: small ranges halve a relay's throughput (4 MB: .6 of 1.2 GB/s), large ones lose more when broken."""
+
+_TRIES = 3  # fetches of an object whose checksum is wrong, before it is called corrupt at rest
+_LEASE_S = 600.0
+_KEPT_UPDATES = 4
+_MAX_KEPT_STEPS = 64
+
+
+@dataclass(slots=True)
+class _Staged:
+    """A section ready to be written: values are final, nothing has changed yet."""
+
+    section: Section
+    values: NDArray[Any]
+    idx: NDArray[np.uint32] | None
+    """None: ``values`` is the whole range."""
+
+
+class WeightSubscriber:
+    """Follows one run; see the module's docstring.
+
+    Args:
+        store: Where from; see :mod:`rose.weights.store`.
+        directory: Owned by this subscriber: host copy, spool, update files.  About 2.2 copies of the model while
+            an anchor arrives, 1.1 otherwise.
+
+    Raises:
+        ConfigError: The directory is in use or cannot be written.
+    """
+
+    def __init__(
+        self, store: Store, run_id: str, directory: Path | str, params: WeightsParams | None = None
+    ) -> None:
+        self._store = store
+        self._run_id = manifest.check_run_id(run_id)
+        self._params = params or WeightsParams()
+        self._holder = f"sub-{secrets.token_hex(8)}"
+        self._lock = threading.RLock()
+        self._host = HostCopy(directory, run_id)
+        self._spool = self._host.directory / "spool"
+        self._updates = self._host.directory / "updates"
+        for folder in (self._spool, self._updates):
+            folder.mkdir(exist_ok=True)
+        for path in self._updates.iterdir():  # of an engine that an earlier process fed
+            path.unlink()
+        self._steps: list[Manifest] = []  # deltas in the spool, contiguous, ending at the copy's version
+        self._told: WeightVersion | None = None
+
+    @property
+    def version(self) -> WeightVersion | None:
+        """What the host copy is."""
+        return self._host.version
+
+    def poll(self, timeout_s: float) -> WeightVersion | None:
+        """Bring the host copy to the run's head.
+
+        Returns:
+            The version, when it is another than the last call returned; None when ``timeout_s`` passed.
+
+        Raises:
+            SectionCorrupt, WrongBase: The newest version cannot be had intact; the copy is what it was (or an
+                intermediate version).  Worth another call after a pause.
+            CapacityError: The store cannot be reached, or the disk is full.
+        """
+        held = self.version
+        fresh = held is not None and held != self._told  # restored from disk: tell at once
+        try:
+            head = self._store.wait_head(self._run_id, held, 0.0 if fresh else timeout_s)
+            if fresh and head is None:
+                self._check_not_behind(held)
+        except CapacityError:
+            if not fresh:
+                raise
+            head = None  # the copy is good without the relay
+        with self._lock:
+            if head is not None:
+                self._advance(head)
+            if self.version is None or self.version == self._told:
+                return None
+            self._told = self.version
+            return self._told
+
+    def fetch(self, version: WeightVersion, engine_version: WeightVersion | None) -> Path:
+        """Write the update file that leads an engine from ``engine_version`` (None: from anything) to ``version``.
+
+        The file holds one merged sparse step when the deltas in between are at hand and it pays, else every
+        tensor whole.  It stays until a few later ones have been written.
+
+        Raises:
+            Gone: The host copy is not at ``version`` (any more); poll tells where it is.
+            CapacityError: The disk is full.
+        """
+        with self._lock:
+            if self.version is None or version != self.version:
+                raise Gone(f"the host copy is at {self.version}, not at {version}", field="version")
+            steps = self._steps_from(engine_version)
+            base = engine_version if steps else None
+            path = self._updates / f"{version}-from-{base or 'any'}.safetensors"
+            if not path.exists():
+                tensors = {name: self._tensor_update(spec, steps) for name, spec in self._host.specs.items()}
+                update = Update(
+                    run_id=self._run_id, target=version, base=base, model=self._host.model, tensors=tensors
+                )
+                try:
+                    write_update(path, update)
+                except OSError as error:
+                    raise CapacityError(
+                        f"cannot be written: {error.strerror}", status=507, field=path.name
+                    ) from error
+            self._trim_updates(path)
+            return path
+
+    def export(self, path: Path | str) -> WeightVersion:
+        """Write the host copy as a Hugging Face ``model.safetensors``, for an engine that starts late."""
+        with self._lock:
+            self._host.export(path)
+            assert self.version is not None
+            return self.version
+
+    def state(self) -> dict[str, str]:
+        """State hash by tensor name, in hex."""
+        with self._lock:
+            return {name: statehash.to_hex(h) for name, h in self._host.h.items()}
+
+    def scan(self) -> list[str]:
+        """Hash every byte of the copy; returns the names of damaged tensors.  A rare scrub, 8 GB/s per core.
+
+        A damaged copy is dropped: the next poll starts from an anchor.
+        """
+        with self._lock:
+            found = self._host.scan()
+            damaged = sorted(name for name, h in self._host.h.items() if found.get(name) != h)
+            if damaged:
+                self._forget_copy()
+            return damaged
+
+    def close(self) -> None:
+        with self._lock:
+            self._host.close()
+
+    # -- following the head
+
+    def _check_not_behind(self, held: WeightVersion | None) -> None:
+        head = self._store.get_head(self._run_id)
+        if head is not None and held is not None and head.identity < held:
+            raise WrongBase(
+                f"head is at {head.identity}, the host copy at {held}",
+                field="run_id",
+                fix=f"another run used this name; remove {self._host.directory}",
+            )
+
+    def _advance(self, head: Head) -> None:
+        if self.version is not None and head.identity <= self.version:
+            return
+        self._lease(head.identity)
+        try:
+            newest = self._read_head(head)
+            try:
+                self._follow(self._route(self.version, newest))
+            except (SectionCorrupt, WrongBase) as error:
+                whole = self._route(None, newest)
+                _log.warning("%s; taking the anchor %s instead", error, whole[0].identity)
+                self._follow(whole)
+        except NotFound as error:
+            # Deleted while we read, for lack of a lease: the head has moved on by then.
+            raise SectionCorrupt(f"{head.identity} is incomplete: {error}", field="store") from error
+        finally:
+            self._lease(None)
+
+    def _route(self, held: WeightVersion | None, newest: Manifest) -> list[Manifest]:
+        def read(version: WeightVersion, kind: Kind) -> Manifest:
+            return retention.read_manifest(self._store, self._run_id, version, kind)
+
+        return route(held, newest, read, chain_fraction=self._params.chain_fraction)
+
+    def _read_head(self, head: Head) -> Manifest:
+        data = self._store.get(head.manifest.key, max_bytes=MAX_MANIFEST_BYTES)
+        if len(data) != head.manifest.nbytes or manifest.digest(data) != head.manifest.xxh3:
+            raise SectionCorrupt("is not what the head names", field=head.manifest.key)
+        return manifest.decode_manifest(data, self._run_id, head.identity, head.kind)
+
+    def _follow(self, steps: list[Manifest]) -> None:
+        for step in steps:
+            self._check_base(step)
+            staged = self._stage(step)
+            self._commit(step, staged)
+            self._remember(step)
+
+    def _check_base(self, step: Manifest) -> None:
+        name = f"version {step.identity}"
+        if step.base is None:
+            return
+        if step.base.identity != self.version:
+            raise WrongBase(f"starts from {step.base.identity}, the copy is at {self.version}", field=name)
+        if step.model != self._host.model:
+            raise WrongBase("is of another model", field=name)
+        held = self._host.h
+        wrong = [t.name for t in step.tensors if t.h_before != statehash.to_hex(held[t.name])]
+        if wrong:
+            raise WrongBase(f"state differs before it in {', '.join(wrong[:5])}", field=name)
+
+    def _stage(self, step: Manifest) -> list[_Staged]:
+        """Pull, check and decode everything; the host copy is only read."""
+        specs = step.specs()
+        if step.base is None:
+            self._host.reshape(specs.values())
+        objects = [self._pull(step, reference) for reference in step.objects]
+        staged = []
+        for section in step.sections:
+            payload = memoryview(objects[section.object])[section.offset : section.offset + section.nbytes]
+            staged.append(self._stage_section(step, section, payload, specs[section.tensor]))
+        return staged
+
+    def _stage_section(
+        self, step: Manifest, section: Section, payload: memoryview, spec: TensorSpec
+    ) -> _Staged:
+        name = f"{step.identity} {section.tensor} at {section.start}"
+        if manifest.digest(payload) != section.xxh3:
+            raise SectionCorrupt("checksum is wrong", field=name)
+        present = self._host.bits(section.tensor)[section.start : section.start + section.num_elements]
+        if section.encoding == "planes":
+            delta = codec.decode(payload, section.num_elements, spec.bits_dtype)
+            _, values, dh = codec.stage(present, delta, start=section.start)
+            staged = _Staged(section, values, delta.idx)
+        else:
+            values = np.frombuffer(payload, spec.bits_dtype)
+            dh = statehash.hash_bits(values, start=section.start)
+            if step.base is not None:
+                dh = statehash.subtract(dh, statehash.hash_bits(present, start=section.start))
+            staged = _Staged(section, values, None)
+        if statehash.to_hex(dh) != section.dh:
+            raise SectionCorrupt("state hash comes out wrong", field=name)
+        return staged
+
+    def _commit(self, step: Manifest, staged: list[_Staged]) -> None:
+        """Write what was staged.  No check is left that could fail half-way."""
+        self._host.begin()
+        for piece in staged:
+            section = piece.section
+            bits = self._host.bits(section.tensor)[section.start : section.start + section.num_elements]
+            if piece.idx is None:
+                bits[:] = piece.values
+            else:
+                codec.scatter(bits, piece.idx, piece.values)
+        # _stage proved each section's dH and the manifest that they add up, so this is the state.
+        h = {tensor.name: statehash.from_hex(tensor.h_after) for tensor in step.tensors}
+        self._host.finish(step.identity, h)
+
+    def _forget_copy(self) -> None:
+        self._host.begin()
+        self._steps.clear()
+
+    # -- spool
+
+    def _pull(self, step: Manifest, reference: ObjectRef) -> mmap.mmap | bytes:
+        """An object in the spool, whole and checked, as a mapping."""
+        folder = self._spool / str(step.identity)
+        folder.mkdir(exist_ok=True)
+        path = folder / Path(reference.key).name
+        for attempt in range(_TRIES):
+            if not path.exists():
+                self._download(reference, path)
+            content = _mapped(path)
+            if len(content) == reference.nbytes and manifest.digest(memoryview(content)) == reference.xxh3:
+                return content
+            _log.warning("object %s arrived damaged (try %d)", reference.key, attempt + 1)
+            path.unlink()
+        raise SectionCorrupt("checksum is wrong", field=reference.key)
+
+    def _download(self, reference: ObjectRef, path: Path) -> None:
+        """Append to what an earlier try left, in ranges; the file gets its name when it is complete."""
+        part = path.with_name(f"{path.name}.part")
+        try:
+            with part.open("ab") as file:
+                done = file.tell()
+                while done < reference.nbytes:
+                    count = min(PULL_BYTES, reference.nbytes - done)
+                    try:
+                        file.write(self._store.get_range(reference.key, done, count))
+                    except RequestError as error:
+                        if error.status == 416:
+                            raise SectionCorrupt(
+                                "is shorter than its manifest says", field=reference.key
+                            ) from error
+                        raise
+                    done += count
+            os.replace(part, path)
+        except OSError as error:
+            raise CapacityError(
+                f"cannot be written: {error.strerror}", status=507, field=path.name
+            ) from error
+
+    def _remember(self, step: Manifest) -> None:
+        """Keep the deltas that a lagging engine may need; drop the rest of the spool."""
+        if step.base is None:
+            self._steps.clear()
+        else:
+            self._steps.append(step)
+        budget_bytes = self._params.chain_fraction * step.bytes_dense
+        while self._steps and (
+            len(self._steps) > _MAX_KEPT_STEPS or sum(s.bytes_sent for s in self._steps) > budget_bytes
+        ):
+            self._steps.pop(0)
+        kept = {str(s.identity) for s in self._steps}
+        for folder in self._spool.iterdir():
+            if folder.name not in kept:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _lease(self, version: WeightVersion | None) -> None:
+        """Keep what we are about to read from being deleted; a store that cannot is not a reason to stop."""
+        try:
+            self._store.lease(self._run_id, self._holder, version, _LEASE_S)
+        except RoseError as error:
+            _log.info("no lease on %s: %s", version, error)
+
+    # -- update files
+
+    def _steps_from(self, engine_version: WeightVersion | None) -> list[Manifest]:
+        """The kept deltas that lead from ``engine_version`` to the copy; empty when they do not."""
+        for number, step in enumerate(self._steps):
+            if step.base is not None and step.base.identity == engine_version:
+                return self._steps[number:]
+        return []
+
+    def _tensor_update(self, spec: TensorSpec, steps: list[Manifest]) -> TensorUpdate:
+        bits = self._host.bits(spec.name)
+        h_after = self._host.h[spec.name]
+        h_before = None
+        idx: NDArray[Any] | None = None
+        if steps:
+            before = next(t for t in steps[0].tensors if t.name == spec.name).h_before
+            h_before = statehash.from_hex(before or "")
+            idx = self._changed(spec, steps)
+        if idx is None:
+            return TensorUpdate(spec=spec, h_before=h_before, h_after=h_after, dense=bits.reshape(spec.shape))
+        if idx.size == 0:
+            return TensorUpdate(spec=spec, h_before=h_before, h_after=h_after)
+        return TensorUpdate(spec=spec, h_before=h_before, h_after=h_after, idx=idx, val=bits[idx])
+
+    def _changed(self, spec: TensorSpec, steps: list[Manifest]) -> NDArray[Any] | None:
+        """Indices that any of ``steps`` touched, sorted; None when writing the whole tensor is smaller."""
+        dtype = np.dtype(np.uint32 if spec.num_elements <= 1 << 32 else np.int64)
+        limit = spec.nbytes // (dtype.itemsize + spec.width_bytes) if spec.width_bytes <= 4 else 0
+        pieces: list[NDArray[Any]] = []
+        total = 0
+        for step in steps:
+            for section in step.sections:
+                if section.tensor != spec.name:
+                    continue
+                if section.encoding == "raw":
+                    return None
+                total += section.num_changed
+                if total > limit * len(steps):  # so many that their union is above the limit, or nearly
+                    return None
+                reference = step.objects[section.object]
+                content = _mapped(self._spool / str(step.identity) / Path(reference.key).name)
+                payload = memoryview(content)[section.offset : section.offset + section.nbytes]
+                delta = codec.decode(payload, section.num_elements, spec.bits_dtype)
+                pieces.append(delta.idx.astype(dtype) + dtype.type(section.start))
+        if not pieces:
+            return np.empty(0, dtype)
+        merged = np.concatenate(pieces)
+        if len(steps) > 1:
+            merged = np.unique(merged)
+        return merged if merged.size <= limit else None
+
+    def _trim_updates(self, newest: Path) -> None:
+        """Drop old update files; an engine that has one open keeps reading it."""
+        os.utime(newest)
+        files = sorted(self._updates.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        for path in files[:-_KEPT_UPDATES]:
+            path.unlink(missing_ok=True)
+
+
+def _mapped(path: Path) -> mmap.mmap | bytes:
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size == 0:  # mmap refuses an empty file
+            return b""
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
