@@ -254,7 +254,7 @@ def update_path(text: str) -> str:
         raise RequestError("must be a path of 1..4096 characters", field="path")
     try:
         path = Path(text).resolve(strict=True)
-    except (OSError, RuntimeError):
+    except (OSError, RuntimeError, ValueError):  # ValueError: text that no file system can encode
         raise NotFound("no such file", field="path") from None
     roots = [os.environ[name] for name in (ENV_WEIGHTS_DIR, ENV_DIR) if os.environ.get(name)]
     if not any(path.is_relative_to(Path(root).resolve()) for root in roots):

@@ -25,7 +25,9 @@ the tensor for a dense one.  Callers: :mod:`vllm_plugin.weights`, tests.
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +35,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -86,6 +89,8 @@ class _Staged:
     hashes: dict[str, int]
     """This rank's hash of each changed tensor, once committed."""
     partial: dict[str, dict[str, Any]]
+    header: str
+    """Digest of the file's header: all ranks must have staged the same update."""
     num_changed: int
     stage_s: float
 
@@ -96,6 +101,7 @@ class _Slot:
 
     phase: Phase = Phase.IDLE
     target: WeightVersion | None = None
+    source: tuple[object, ...] = ()
     error: RoseError | None = None
     staged: _Staged | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
@@ -149,6 +155,7 @@ class RankWeights:
                 "error": None if slot.error is None else error_data(slot.error),
                 "num_changed": 0 if staged is None else staged.num_changed,
                 "stage_s": 0.0 if staged is None else staged.stage_s,
+                "header": None if staged is None else staged.header,
                 "partial": {} if staged is None else staged.partial,
                 "plan": self.plan.digest,
                 "fallback": dict(sorted(self.plan.fallback.items())),
@@ -158,21 +165,22 @@ class RankWeights:
     # -- staging ----------------------------------------------------------------------------------
 
     def prefetch(self, path: str, target: WeightVersion) -> None:
-        """Start to stage ``path`` in a background thread.  Asking again for the same version is free.
+        """Start to stage ``path`` in a background thread.  Asking again for the same file is free.
 
         Raises:
             VersionRefused: ``target`` is not newer than what is in place.
             WeightsError: Another version is being staged or committed, or the rank is broken.
         """
+        source = _identity(path)
         with self._lock:
             slot = self._slot
-            if slot.phase in (Phase.STAGING, Phase.STAGED) and slot.target == target:
+            if slot.phase in (Phase.STAGING, Phase.STAGED) and (slot.target, slot.source) == (target, source):
                 return
             if slot.phase in (Phase.STAGING, Phase.COMMITTED, Phase.BROKEN):
                 raise WeightsError(f"the engine is {slot.phase} with {slot.target}", field="version")
             if target <= self.version:
                 raise VersionRefused(f"{target} is not newer than {self.version}", field="version")
-            self._slot = _Slot(phase=Phase.STAGING, target=target)
+            self._slot = _Slot(phase=Phase.STAGING, target=target, source=source)
             self._thread = threading.Thread(
                 target=self._stage_into, args=(self._slot, path), name="rose-weights-stage", daemon=True
             )
@@ -267,6 +275,7 @@ class RankWeights:
             pieces=pieces,
             hashes=hashes,
             partial=partial,
+            header=hashlib.blake2b(msgspec.json.encode(file.header), digest_size=16).hexdigest(),
             num_changed=num_changed,
             stage_s=time.monotonic() - began_s,
         )
@@ -447,6 +456,8 @@ def judge(reports: Sequence[Mapping[str, Any]], target: WeightVersion) -> None:
             raise WeightsError(
                 f"{target} is not staged on rank {rank}, which is {report['phase']}{why}", field="version"
             )
+    if len({report["header"] for report in reports}) != 1:
+        raise WeightsError("the ranks have staged different files; stage it again", field="version")
     for name in sorted({name for report in reports for name in report["partial"]}):
         rows = [report["partial"][name] for report in reports if name in report["partial"]]
         parts = {str(row["parts"]["regions"]): row["parts"] for row in rows}  # replicas count once
@@ -466,6 +477,15 @@ def judge(reports: Sequence[Mapping[str, Any]], target: WeightVersion) -> None:
                     f"the ranks hold {statehash.to_hex(total)} {side}, the header says {rows[0][side]}",
                     field=name,
                 )
+
+
+def _identity(path: str) -> tuple[object, ...]:
+    """Tells a file from another that took its name."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return (path,)
+    return path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 # -- bits --------------------------------------------------------------------------------------------

@@ -30,6 +30,9 @@ from vllm_plugin.weights import error_data, initial_version, model_folder
 
 logger = logging.getLogger("vllm.rose")
 
+MAX_WARNINGS = 10
+"""Tensors named in the log; the status route names them all."""
+
 
 @dataclass
 class RoseInitInfo(WeightTransferInitInfo):
@@ -72,8 +75,10 @@ class RoseWeightTransferEngine(WeightTransferEngine[RoseInitInfo, RoseUpdateInfo
             checked_s - recorded_s,
             time.monotonic() - checked_s,
         )
-        for name, reason in plan.fallback.items():
+        for name, reason in list(plan.fallback.items())[:MAX_WARNINGS]:
             logger.warning("ROSE weights: %s cannot be updated in place: %s", name, reason)
+        if len(plan.fallback) > MAX_WARNINGS:
+            logger.warning("ROSE weights: %d tensors cannot be updated in place", len(plan.fallback))
 
     def outcome(self) -> dict[str, Any]:
         """How the last commit went: ``{"committed", "commit_s", "failed": error data or None}``."""

@@ -42,10 +42,12 @@ def register_backend() -> None:
     """Make ``--weight-transfer-config '{"backend": "rose"}'`` known to this process.  Idempotent."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    if BACKEND not in WeightTransferEngineFactory._registry:
+    try:
         WeightTransferEngineFactory.register_engine(
             BACKEND, "vllm_plugin.weight_engine", "RoseWeightTransferEngine"
         )
+    except ValueError:  # registered already
+        pass
 
 
 def initial_version() -> Any:

@@ -35,7 +35,7 @@ class ProductionSettings(Section):
 
     max_model_len: int = Field(default=1024, ge=64)
     max_num_seqs: int = Field(default=32, ge=1)
-    kv_cache_bytes: int = Field(default=256 * 2**20, ge=16 * 2**20)
+    kv_cache_bytes: int = Field(default=64 * 2**20, ge=16 * 2**20)
     slo_ttft_s: float = Field(default=0.5, gt=0)
     slo_tpot_s: float = Field(default=0.15, gt=0)
 

@@ -215,7 +215,11 @@ class Plan:
             "slo_ttft_ms": production.slo_ttft_s * 1e3,
             "slo_tpot_ms": production.slo_tpot_s * 1e3,
         }
-        return self._node("harvested", self.node_dir, {"mode": "off", "serving": serving, "engine": engine})
+        # A step of the idle-class engine may take seconds when production keeps their core busy; killing it for
+        # that would cost more than it saves.
+        lending = {"reclaim_deadline_s": 3.0}
+        table = {"mode": "off", "serving": serving, "engine": engine, "lending": lending}
+        return self._node("harvested", self.node_dir, table)
 
     def train(self) -> Part:
         """The RL job.  Started again after a SIGKILL it goes on from its last checkpoint."""

@@ -56,7 +56,8 @@ class Timeouts(Section):
     suspect_s: float = Field(default=2.0, gt=0)
     dead_s: float = Field(default=10.0, gt=0)
     backoff_s: float = Field(default=1.0, gt=0)
-    """A worker that cut a turn, or failed it, is left alone by that turn for this long; doubling to 8 times."""
+    """A worker that cut a turn, or failed it, is left alone by that turn for this long; doubling to 8
+    times."""
     keepalive_s: float = Field(default=15.0, gt=0)
     """A held stream gets an SSE comment this often, or proxies cut it."""
     drain_s: float = Field(default=20.0, ge=0)

@@ -7,10 +7,11 @@ between that turn's answer and the point where the next one starts.  Sampled tex
 **The bridge.**  Render the new message list with our answer's content replaced by a sentinel, a random
 word.  What follows the sentinel in the rendered ids is ``closing + new messages + generation prompt``,
 whatever the template does to earlier history (some drop reasoning).  Where the sentinel ends is found by
-rendering with two different sentinels: their longest common suffix is what follows.  Once a template is
-known, one render and a search for the sentinel's ids is enough.  The output may already end with the start
-of the closing (an end-of-turn token that was sampled): the longest overlap is left out; a missing
-end-of-turn token is thereby inserted, with mask 0.
+rendering with two different sentinels (or, where a vocabulary knows neither, with a word of the messages):
+their longest common suffix is what follows.  Once a template is known, one render and a search for the
+sentinel's ids is enough.  The output may already end with the start of the closing (an end-of-turn token
+that was sampled): the longest overlap is left out; a missing end-of-turn token is thereby inserted, with
+mask 0.
 
 A template that refuses an answer without its tool calls is bridged from the end-of-turn token that was
 sampled, if the render of the history is a prefix of the render of the whole.  Otherwise the turn *forks*:
@@ -43,6 +44,7 @@ CallEngine = Callable[[str, str | None, bytes], Awaitable[bytes]]
 """``(path, model, body) -> answer`` on any worker that renders for this model."""
 
 _MAX_CACHED_TOKENS = 4_000_000
+_MAX_CONTEXTS = 1024
 _ENGINE_SETS = ("skip_clone", "output_kind")
 """Fields of the rendered sampling parameters that the generate route sets itself."""
 NOT_RENDERED = (
@@ -98,6 +100,8 @@ class Prompts:
         self._cache_entries = cache_entries
         self._cached_tokens = 0
         self._sentinel_ids: OrderedDict[bytes, list[int]] = OrderedDict()
+        self._collapsing: set[bytes] = set()
+        """Contexts whose tokenizer makes one unknown token of both sentinels."""
         # Random, so that no agent can put it into its messages; letters, so that no tokenizer merges it
         # with the punctuation or newline of a template; different first and last letters, so that two
         # sentinels share no token at either end.
@@ -232,16 +236,20 @@ class Prompts:
             at = _only_index(one.token_ids, known)
             if at is not None:
                 return one.token_ids[at + len(known) :], dict(one.sampling_params)
-        two = await self._render_uncached(with_answer(self._sentinels[1]))
-        suffix = _common_suffix(one.token_ids, two.token_ids)
-        prefix = _common_prefix(one.token_ids, two.token_ids)
-        middle = one.token_ids[prefix : len(one.token_ids) - suffix]
-        if suffix == 0 or not middle:
-            return None, {}
-        self._sentinel_ids[context] = middle
-        while len(self._sentinel_ids) > 1024:
-            self._sentinel_ids.popitem(last=False)
-        return one.token_ids[len(one.token_ids) - suffix :], dict(one.sampling_params)
+        others = [] if context in self._collapsing else [self._sentinels[1]]
+        for word in [*others, *_words(messages)]:
+            two = await self._render_uncached(with_answer(word))
+            suffix = _common_suffix(one.token_ids, two.token_ids)
+            prefix = _common_prefix(one.token_ids, two.token_ids)
+            middle = one.token_ids[prefix : len(one.token_ids) - suffix]
+            if suffix and middle:
+                self._sentinel_ids[context] = middle
+                while len(self._sentinel_ids) > _MAX_CONTEXTS:
+                    self._sentinel_ids.popitem(last=False)
+                return one.token_ids[len(one.token_ids) - suffix :], dict(one.sampling_params)
+            if len(self._collapsing) < _MAX_CONTEXTS:
+                self._collapsing.add(context)
+        return None, {}
 
     async def _after_end_token(
         self, messages: list[dict[str, Any]], base: int, body: Mapping[str, Any], output: list[int]
@@ -276,6 +284,21 @@ class Prompts:
         while len(self._cache) > self._cache_entries or self._cached_tokens > _MAX_CACHED_TOKENS:
             _, old = self._cache.popitem(last=False)
             self._cached_tokens -= len(old.token_ids)
+
+
+def _words(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A few words that this tokenizer may know, unlike a sentinel: a word-level vocabulary has no random
+    words."""
+    words: list[str] = []
+    for message in reversed(messages):
+        content = message.get("content")
+        if isinstance(content, str):
+            for word in content[:2000].split():
+                if word not in words and not word.endswith("a") and len(word) < 40:
+                    words.append(word)
+                    if len(words) == 4:
+                        return words
+    return words
 
 
 def continuation(trajectory: Trajectory, token_ids: Sequence[int]) -> tuple[int | None, int]:

@@ -293,6 +293,10 @@ def private_ray(config: TrainConfig) -> Iterator[None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     os.environ.setdefault("RAY_enable_metrics_collection", "0")
+    if config.ray.address is None:
+        # Ray's ports take commands from whoever reaches them.  It replaces a loopback `_node_ip_address` by
+        # an outside one unless this, the only switch there is, says that the node will have no peers.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     try:
         import ray
     except ImportError as error:

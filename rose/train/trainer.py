@@ -8,8 +8,8 @@ Hugging Face causal language model in one process.
   that is as near to the engine as bf16 products are, and faster.  Gradients pass the rounding unchanged.
 - **A step** (:meth:`TorchTrainer.step`): advantages per group; proximal log-probs of all sampled tokens,
   under the weights as they are now; ``num_epochs`` passes over shuffled minibatches, one AdamW update
-  each.  Trajectories whose advantage is 0 have no gradient, and
-  masked ones must not: both are measured, count in their group, and are left out.
+  each.  Masked trajectories, and those that could teach nothing (advantage 0 and no entropy bonus), are measured
+  and count in their group, but are left out of the updates.
 - **Determinism.**  The same state and the same trajectories, in any order, give the same weights: samples
   are sorted by id and shuffled by a generator that is part of the checkpoint.
 - **Identity.**  Who made the weights is ``(attempt, version)``.  Restoring a checkpoint starts a new attempt:
@@ -66,7 +66,7 @@ class TrainReport:
     num_sequences: int
     num_tokens: int
     num_trained_sequences: int
-    """Sequences with an advantage; the others cannot teach anything."""
+    """Sequences that took part in the updates."""
     num_updates: int
     learning_rate: float
     loss: float

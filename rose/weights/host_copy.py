@@ -101,8 +101,6 @@ class HostCopy:
         model = model_digest(ordered)
         if self._map is not None and model == self.model:
             return
-        self.begin()
-        self._unmap()
         header = _header(ordered)
         total = len(header) + sum(spec.nbytes for spec in ordered)
         temporary = self.directory / ".weights.tmp"
@@ -111,6 +109,8 @@ class HostCopy:
                 # Reserved, not sparse: a full disk must fail here, not as SIGBUS in a later write to the mapping.
                 os.posix_fallocate(file.fileno(), 0, total)
                 file.write(header)
+            self.begin()
+            self._unmap()
             os.replace(temporary, self.path)
         except OSError as error:
             raise CapacityError(
@@ -136,8 +136,8 @@ class HostCopy:
         try:
             temporary.write_bytes(msgspec.json.encode(state))
             os.replace(temporary, self._state_path)
-        except OSError as error:
-            raise CapacityError(f"cannot be written: {error.strerror}", status=507, field="state") from error
+        except OSError as error:  # the copy is whole all the same; only a restart will have to fetch it again
+            _log.warning("state of the host copy cannot be written: %s", error.strerror)
         self.version, self.h = version, dict(h)
 
     def export(self, path: Path | str) -> None:

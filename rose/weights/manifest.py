@@ -280,8 +280,8 @@ def _check(manifest: Manifest) -> None:
         _expect(reference.key.startswith(prefix), f"object '{reference.key}' is outside {prefix}")
 
     specs = manifest.specs()
-    _expect(manifest.model == model_digest(specs.values()), "'model' is not the digest of the tensors")
     _expect(len(specs) == len(manifest.tensors), "a tensor is named twice")
+    _expect(manifest.model == model_digest(specs.values()), "'model' is not the digest of the tensors")
     for section in manifest.sections:
         _check_section(section, manifest, specs)
     by_tensor = manifest.sections_by_tensor()

@@ -12,8 +12,8 @@ It decides nothing: callers compare.  It catches a wrong base, a missing element
 not cryptographic, and equal contents of two tensors hash alike, so state is only ever compared per tensor.
 Elements of 64 bits are hashed as their two little-endian 32-bit halves; see :func:`as_bits`.
 
-Callers: publisher, subscriber, and the engine's weight updater.  Every function releases the GIL while it
-runs.
+The loops are in :mod:`rose.weights.kernels`, loaded at first use: the relay and the command line read hashes
+without paying for a compiler.  They release the GIL.  Callers: publisher, subscriber, the engine's updater.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from rose.errors import WeightsError
@@ -30,49 +29,14 @@ Bits = NDArray[Any]
 """Raw bits of a tensor: uint8, uint16 or uint32."""
 
 MASK = (1 << 64) - 1
-_A = np.uint64(0xBF58476D1CE4E5B9)
-_B = np.uint64(0x94D049BB133111EB)
-_S30, _S27, _S31 = np.uint64(30), np.uint64(27), np.uint64(31)
-_ZERO = np.uint64(0)
-
-
-@njit(cache=True, inline="always")
-def mix64(x: Any) -> Any:
-    x = (x ^ (x >> _S30)) * _A
-    x = (x ^ (x >> _S27)) * _B
-    return x ^ (x >> _S31)
-
-
-@njit(cache=True, nogil=True)
-def _scan(bits: Any, start: Any, width: Any) -> Any:
-    total = _ZERO
-    for i in range(bits.size):
-        total += mix64(((start + np.uint64(i)) << width) | np.uint64(bits[i]))
-    return total
-
-
-@njit(cache=True, nogil=True)
-def _gather(index: Any, bits: Any, start: Any, width: Any) -> Any:
-    total = _ZERO
-    for k in range(index.size):
-        total += mix64(((start + np.uint64(index[k])) << width) | np.uint64(bits[k]))
-    return total
-
-
-@njit(cache=True, nogil=True)
-def _delta(index: Any, old: Any, new: Any, start: Any, width: Any) -> Any:
-    total = _ZERO
-    for k in range(index.size):
-        at = (start + np.uint64(index[k])) << width
-        total += mix64(at | np.uint64(new[k])) - mix64(at | np.uint64(old[k]))
-    return total
+_A, _B = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def mix(value: int) -> int:
     """The 64-bit finaliser; published so that others can check their own."""
     x = value & MASK
-    x = ((x ^ (x >> 30)) * int(_A)) & MASK
-    x = ((x ^ (x >> 27)) * int(_B)) & MASK
+    x = ((x ^ (x >> 30)) * _A) & MASK
+    x = ((x ^ (x >> 27)) * _B) & MASK
     return x ^ (x >> 31)
 
 
@@ -90,25 +54,31 @@ def as_bits(array: NDArray[Any]) -> Bits:
 
 def hash_bits(bits: Bits, *, start: int = 0) -> int:
     """H of a contiguous run of elements, the first of which has flat index ``start``."""
+    from rose.weights import kernels
+
     flat = readonly(as_bits(bits))
-    return int(_scan(flat, np.uint64(start), _width(flat)))
+    return int(kernels.hash_scan(flat, np.uint64(start), _width(flat)))
 
 
 def hash_at(index: NDArray[Any], bits: Bits, *, start: int = 0) -> int:
     """H of the elements at ``start + index``, which hold ``bits``."""
+    from rose.weights import kernels
+
     flat = readonly(as_bits(bits))
     _same_length(index, flat)
-    return int(_gather(readonly(index), flat, np.uint64(start), _width(flat)))
+    return int(kernels.hash_gather(readonly(index), flat, np.uint64(start), _width(flat)))
 
 
 def delta_hash(index: NDArray[Any], old: Bits, new: Bits, *, start: int = 0) -> int:
     """By how much H moves (mod 2**64) when ``old`` becomes ``new`` at ``start + index``."""
+    from rose.weights import kernels
+
     flat_old, flat_new = readonly(as_bits(old)), readonly(as_bits(new))
     if flat_old.dtype != flat_new.dtype:
         raise WeightsError(f"old is {flat_old.dtype}, new is {flat_new.dtype}", field="new")
     _same_length(index, flat_old)
     _same_length(index, flat_new)
-    return int(_delta(readonly(index), flat_old, flat_new, np.uint64(start), _width(flat_new)))
+    return int(kernels.hash_delta(readonly(index), flat_old, flat_new, np.uint64(start), _width(flat_new)))
 
 
 def add(first: int, second: int) -> int:

@@ -41,7 +41,6 @@ from rose.errors import (
     RequestError,
     RoseError,
     SectionCorrupt,
-    WeightsError,
     WrongBase,
 )
 from rose.weights import codec, manifest, retention, statehash
@@ -50,7 +49,7 @@ from rose.weights.manifest import MAX_MANIFEST_BYTES, Head, Kind, Manifest, Obje
 from rose.weights.params import WeightsParams
 from rose.weights.routes import route
 from rose.weights.spec import TensorSpec
-
+from rose.weights.statehash import Bits
 from rose.weights.store import Store
 from rose.weights.update import TensorUpdate, Update, write_update
 from rose.weights.version import WeightVersion
@@ -262,8 +261,6 @@ class WeightSubscriber:
     def _stage(self, step: Manifest) -> list[_Staged]:
         """Pull, check and decode everything; the host copy is only read."""
         specs = step.specs()
-        if step.base is None:
-            self._host.reshape(specs.values())
         objects = [self._pull(step, reference) for reference in step.objects]
         staged = []
         for section in step.sections:
@@ -277,27 +274,32 @@ class WeightSubscriber:
         name = f"{step.identity} {section.tensor} at {section.start}"
         if manifest.digest(payload) != section.xxh3:
             raise SectionCorrupt("checksum is wrong", field=name)
-        present = self._host.bits(section.tensor)[section.start : section.start + section.num_elements]
         if section.encoding == "planes":
             delta = codec.decode(payload, section.num_elements, spec.bits_dtype)
-            _, values, dh = codec.stage(present, delta, start=section.start)
+            _, values, dh = codec.stage(self._present(section), delta, start=section.start)
             staged = _Staged(section, values, delta.idx)
         else:
             values = np.frombuffer(payload, spec.bits_dtype)
             dh = statehash.hash_bits(values, start=section.start)
             if step.base is not None:
-                dh = statehash.subtract(dh, statehash.hash_bits(present, start=section.start))
+                before = statehash.hash_bits(self._present(section), start=section.start)
+                dh = statehash.subtract(dh, before)
             staged = _Staged(section, values, None)
         if statehash.to_hex(dh) != section.dh:
             raise SectionCorrupt("state hash comes out wrong", field=name)
         return staged
 
+    def _present(self, section: Section) -> Bits:
+        """The section's range of the host copy."""
+        return self._host.bits(section.tensor)[section.start : section.start + section.num_elements]
+
     def _commit(self, step: Manifest, staged: list[_Staged]) -> None:
         """Write what was staged.  No check is left that could fail half-way."""
+        if step.base is None:
+            self._host.reshape(step.specs().values())  # refused, for lack of room, before anything changes
         self._host.begin()
         for piece in staged:
-            section = piece.section
-            bits = self._host.bits(section.tensor)[section.start : section.start + section.num_elements]
+            bits = self._present(piece.section)
             if piece.idx is None:
                 bits[:] = piece.values
             else:
@@ -410,7 +412,7 @@ class WeightSubscriber:
                 if section.encoding == "raw":
                     return None
                 total += section.num_changed
-                if total > limit * len(steps):  # so many that their union is above the limit, or nearly
+                if total > 2 * limit:  # steps overlap by a quarter or so: the union is above the limit too
                     return None
                 reference = step.objects[section.object]
                 content = _mapped(self._spool / str(step.identity) / Path(reference.key).name)

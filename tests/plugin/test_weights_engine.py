@@ -42,11 +42,10 @@ def test_no_parameter_was_packed_away(policy: Policy) -> None:
     assert int(policy.rpc("smallest_parameter")[0]) > 0
 
 
-@pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
-def test_an_updated_server_equals_one_started_with_the_new_weights(policy: Policy, dense: bool) -> None:
-    new = change(policy.weights, seed=11 + dense)
+def test_an_updated_server_equals_one_started_with_the_new_weights(policy: Policy) -> None:
+    new = change(policy.weights, seed=11)
     old_turn = turn(policy.server)
-    body = policy.update(new, dense=dense)
+    body = policy.update(new)
 
     staged = policy.stage(body)
     assert (staged.status_code, staged.json()["state"]) == (200, "staged")
@@ -58,7 +57,7 @@ def test_an_updated_server_equals_one_started_with_the_new_weights(policy: Polic
     assert 0 < committed.json()["commit_s"] < committed.json()["pause_s"] < 5
     policy.became(new)
 
-    fresh_dir = policy.folder / f"fresh-{policy.number}"
+    fresh_dir = policy.folder / "fresh"
     write_tiny_model(fresh_dir, tied=policy.tied)
     write_weights(fresh_dir, new)
     with dedicated(fresh_dir, env={"ROSE_WEIGHT_VERSION": policy.version}) as fresh:
@@ -67,6 +66,15 @@ def test_an_updated_server_equals_one_started_with_the_new_weights(policy: Polic
     assert rank == {"version": policy.version, "hashes": policy.hashes()}
     assert turn(policy.server) == expected
     assert expected != old_turn
+
+
+def test_a_dense_update_without_a_base_is_taken_in_any_state(policy: Policy) -> None:
+    new = change(policy.weights, seed=12)
+    body = policy.update(new, base=None)
+    assert policy.stage(body).status_code == 200
+    assert policy.commit(body).status_code == 200
+    policy.became(new)
+    assert policy.holds(new)
 
 
 def running(server: EngineServer) -> bool:

@@ -226,6 +226,17 @@ def test_a_second_update_waits_until_the_first_is_through(
     assert bench.rank.report()["phase"] == "staged"
 
 
+def test_a_corrected_file_of_the_same_version_is_staged_anew(bench: Bench) -> None:
+    first = bench.stage(bench.update())
+    bench.new = change(bench.old, seed=2)
+    again = bench.stage(bench.update())
+    assert again["phase"] == "staged"
+    assert again["header"] != first["header"]
+    bench.rank.commit(V1)
+    bench.rank.finish()
+    assert bench.rank.hashes == {name: state_hash(tensor) for name, tensor in bench.new.items()}
+
+
 def test_a_discarded_update_cannot_be_committed(bench: Bench) -> None:
     bench.stage(bench.update())
     bench.rank.discard()
@@ -295,6 +306,15 @@ def test_one_rank_that_has_not_staged_stops_the_vote(tmp_path: Path) -> None:
     benches = ranks(tmp_path, 2)
     reports = [benches[0].stage(benches[0].update()), benches[1].rank.report()]
     with pytest.raises(WeightsError, match="not staged on rank 1, which is idle"):
+        judge(reports, V1)
+
+
+def test_ranks_that_staged_different_files_stop_the_vote(tmp_path: Path) -> None:
+    benches = ranks(tmp_path, 2)
+    reports = [benches[0].stage(benches[0].update())]
+    benches[1].new = change(benches[1].old, seed=2)
+    reports.append(benches[1].stage(benches[1].update()))
+    with pytest.raises(WeightsError, match="different files"):
         judge(reports, V1)
 
 

@@ -195,6 +195,32 @@ async def test_one_render_per_turn_once_the_template_is_known(tokenizer: Tokeniz
     assert bench.num_renders == 1 + 2 + 3  # the first prompt, learning, then one each
 
 
+async def test_a_vocabulary_that_knows_no_random_word_is_bridged() -> None:
+    class WordLevel(ToyTokenizer):
+        """``w0`` .. ``w99`` and specials; anything else is one unknown token, both sentinels included."""
+
+        words = ["<unk>", "<eos>", "<user>", "<assistant>", *(f"w{n}" for n in range(100))]
+        eos_id = 1
+
+        def encode(self, text: str) -> list[int]:
+            return [self.words.index(word) if word in self.words else 0 for word in text.split()]
+
+        def chat(self, body: Any) -> list[int]:
+            text = "".join(f" <{m['role']}> {m['content']} <eos>" for m in body["messages"])
+            return self.encode(text + (" <assistant>" if body.get("add_generation_prompt", True) else ""))
+
+    tokenizer = WordLevel()
+    bench = Bench(tokenizer)
+    messages: list[dict[str, Any]] = []
+    for number in range(4):
+        messages.append(user(f"w{number} odd w7" if number == 2 else f"w{number} w7"))
+        answer = {"role": "assistant", "content": "w5"}
+        prompt = await bench.turn(messages, [*tokenizer.encode("w5"), 1], answer)
+        assert prompt.fork is None
+        assert prompt.token_ids == tokenizer.chat({"messages": messages})
+        messages.append(answer)
+
+
 async def test_the_templates_separator_between_turns_is_never_lost() -> None:
     tokenizer = hf("chatml")
     bench = Bench(tokenizer)

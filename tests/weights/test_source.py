@@ -1,0 +1,177 @@
+"""What a publisher reads from a trainer: casts as torch casts, tied tensors once, clear refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rose.errors import ConfigError, WeightsError
+from rose.weights.source import RawBits, Tensor, collect, round_to_bf16
+
+torch = pytest.importorskip("torch")
+
+
+def bits(tensor: Tensor) -> np.ndarray:
+    return tensor.bits(0, tensor.spec.num_elements)
+
+
+def by_name(source: Any, **options: Any) -> dict[str, Tensor]:
+    return {tensor.spec.name: tensor for tensor in collect(source, **options)}
+
+
+def tricky_floats() -> np.ndarray:
+    """Every upper half, with lower halves below, at and above the rounding tie."""
+    upper = np.arange(65_536, dtype=np.uint32) << 16
+    lower = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+    return (upper[:, None] | lower[None, :]).reshape(-1).view(np.float32)
+
+
+def test_rounding_equals_torch_for_every_upper_half_and_tie() -> None:
+    values = tricky_floats()
+    values = values[~np.isnan(values)]
+    expected = torch.from_numpy(values.copy()).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+    assert np.array_equal(round_to_bf16(values), expected)
+
+
+def test_a_nan_stays_a_nan_when_rounded() -> None:
+    values = tricky_floats()
+    nans = round_to_bf16(values[np.isnan(values)])
+    assert set(nans.tolist()) == {0x7FC0}
+
+
+def test_module_parameters_come_as_the_engine_holds_them() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.LayerNorm(5))
+    found = by_name(module)
+    assert list(found) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    for name, value in module.state_dict().items():
+        assert (found[name].spec.dtype, found[name].spec.shape) == ("BF16", tuple(value.shape))
+        expected = value.to(torch.bfloat16).reshape(-1).view(torch.int16).numpy().view(np.uint16)
+        assert np.array_equal(bits(found[name]), expected)
+        part = found[name].bits(1, 3)
+        assert np.array_equal(part, expected[1:3])
+
+
+def test_the_trainers_masters_are_not_touched() -> None:
+    module = torch.nn.Linear(3, 5)
+    before = module.weight.detach().clone()
+    bits(by_name(module)["weight"])
+    assert module.weight.dtype == torch.float32
+    assert torch.equal(module.weight, before)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cast", "expected"),
+    [
+        ("float32", "BF16", "BF16"),
+        ("float32", "F16", "F16"),
+        ("float32", "F32", "F32"),
+        ("float64", "BF16", "BF16"),
+        ("float16", "BF16", "BF16"),
+        ("bfloat16", "F32", "F32"),
+        ("float8_e4m3fn", "BF16", "F8_E4M3"),
+        ("int64", "BF16", "I64"),
+        ("int32", "BF16", "I32"),
+        ("uint8", "BF16", "U8"),
+        ("bool", "BF16", "BOOL"),
+    ],
+)
+def test_floats_are_cast_and_everything_else_is_left_alone(dtype: str, cast: str, expected: str) -> None:
+    value = torch.tensor([[0.0, 1.0, 1.5], [0.3, 0.7, 2.0]]).to(getattr(torch, dtype))
+    tensor = by_name(lambda: {"x": value}, cast=cast)["x"]
+    assert (tensor.spec.dtype, tensor.spec.shape) == (expected, (2, 3))
+    target = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}.get(expected, value.dtype)
+    want = value.to(target).contiguous().view(torch.uint8).numpy().reshape(-1)
+    assert np.array_equal(bits(tensor).view(np.uint8), want)
+
+
+def test_numpy_and_torch_agree() -> None:
+    values = np.random.default_rng(0).standard_normal((7, 5))
+    for dtype in (np.float64, np.float32, np.float16):
+        for cast in ("BF16", "F16", "F32"):
+            array = values.astype(dtype)
+            ours = by_name(lambda a=array: {"x": a}, cast=cast)["x"]
+            theirs = by_name(lambda a=array: {"x": torch.from_numpy(a)}, cast=cast)["x"]
+            # A double goes to bf16 through float32 in numpy and in torch alike.
+            assert ours.spec == theirs.spec
+            assert np.array_equal(bits(ours), bits(theirs))
+
+
+def test_kept_patterns_keep_their_type() -> None:
+    table = {"layer.gate.e_score_correction_bias": np.ones(4, np.float32), "layer.w": np.ones(4, np.float32)}
+    found = by_name(lambda: table, keep=("*correction_bias",))
+    assert [tensor.spec.dtype for tensor in found.values()] == ["F32", "BF16"]
+
+
+def test_non_contiguous_tensors_are_read_in_row_major_order() -> None:
+    array = np.arange(12, dtype=np.float32).reshape(3, 4)
+    for value in (array.T, torch.from_numpy(array).T):
+        tensor = by_name(lambda v=value: {"x": v})["x"]
+        assert tensor.spec.shape == (4, 3)
+        assert np.array_equal(bits(tensor), round_to_bf16(array.T.reshape(-1)))
+
+
+class Tied(torch.nn.Module):
+    def __init__(self, declared: Any) -> None:
+        super().__init__()
+        self.lm_head = torch.nn.Linear(4, 6, bias=False)
+        self.embed = torch.nn.Embedding(6, 4)
+        self.lm_head.weight = self.embed.weight
+        self._tied_weights_keys = declared
+
+
+@pytest.mark.parametrize(
+    ("declared", "name"),
+    [
+        (["lm_head.weight"], "embed.weight"),
+        ({"lm_head.weight": "embed.weight"}, "embed.weight"),
+        (None, "lm_head.weight"),
+    ],
+)
+def test_tied_tensors_travel_once_under_the_checkpoints_name(declared: Any, name: str) -> None:
+    assert list(by_name(Tied(declared))) == [name]
+
+
+def test_views_of_one_memory_with_another_shape_or_order_are_different_tensors() -> None:
+    array = np.ones((4, 4), np.float32)
+    table = {"a": array, "order": array.T, "width": array[:, :2], "height": array[:2], "same": array[:]}
+    assert list(by_name(lambda: table)) == ["a", "order", "width", "height"]
+
+
+def test_a_compiled_module_has_its_own_names() -> None:
+    module = torch.nn.Linear(2, 2)
+    assert list(by_name(torch.compile(module))) == ["weight", "bias"]
+
+
+class Sharded:
+    """What a DTensor looks like from outside."""
+
+    dtype = torch.float32
+
+    def detach(self) -> Any: ...
+    def to_local(self) -> Any: ...
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (3, r"^tensors: needs a torch module"),
+        (lambda: [1], r"^tensors: gave list"),
+        (lambda: {"x": "text"}, r"^x: is a str"),
+        (lambda: {"x": np.zeros(2, np.complex64)}, r"^x: numpy type complex64"),
+        (lambda: {"x": torch.zeros(2, dtype=torch.complex64)}, r"^x: type torch\.complex64"),
+        (lambda: {"x": Sharded()}, r"^tensors\.x: is a sharded DTensor"),
+        (lambda: {"x": RawBits(np.zeros(2, np.uint16), "BF17")}, r"^x\.dtype: unknown element type"),
+        (lambda: {"x\n": np.zeros(2)}, r"printable"),
+    ],
+)
+def test_what_cannot_travel_is_refused_by_name(source: Any, message: str) -> None:
+    with pytest.raises((ConfigError, WeightsError), match=message):
+        collect(source)
+
+
+def test_raw_bits_of_another_width_are_refused_when_read() -> None:
+    tensor = by_name(lambda: {"x": RawBits(np.zeros(2, np.uint32), "BF16")})["x"]
+    with pytest.raises(WeightsError, match=r"^x: changed its type or size"):
+        bits(tensor)
