@@ -45,6 +45,9 @@ _LOG_TAIL_BYTES = 16384
 _LOOK_EVERY_S = 0.1
 
 
+_POLICIES = {"normal": os.SCHED_OTHER, "batch": os.SCHED_BATCH, "idle": os.SCHED_IDLE}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcSpec:
     """What to run.
@@ -167,6 +170,25 @@ class Child:
             # and a number is not given out again while a session has it.
             found = {p.pid: p for p in psutil.process_iter() if _session_of(p.pid) == self._guard.pid}
         return [p for p in found.values() if _lives(p)]
+
+    def set_sched(self, sched: Literal["normal", "batch", "idle"]) -> bool:
+        """Move every thread of the tree to a scheduling class; False when the kernel did not let us.
+
+        Leaving ``idle`` takes CAP_SYS_NICE or a raised RLIMIT_NICE; entering it takes nothing.
+        """
+        for process in self.processes():
+            try:
+                threads = os.listdir(f"/proc/{process.pid}/task")
+            except OSError:  # it has just ended
+                continue
+            for thread in threads:
+                try:
+                    os.sched_setscheduler(int(thread), _POLICIES[sched], os.sched_param(0))
+                except ProcessLookupError:
+                    continue
+                except PermissionError:
+                    return False
+        return True
 
     def rss_bytes(self) -> int:
         """Resident memory of the tree (pages that its processes share count more than once)."""

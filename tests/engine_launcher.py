@@ -232,7 +232,11 @@ class _Process(Protocol):
 
 
 def end_session(process: _Process) -> None:
-    """End a process session: its leader politely, so that it cleans up, then whatever is left."""
+    """End a process session: its leader politely, so that it cleans up, then whatever is left.
+
+    A forked engine core ends without finalisers, so vLLM's message queues are unlinked here.
+    """
+    segments = {path for each in session_processes(process.pid) for path in _shared_memory_of(each)}
     if process.alive():
         try:
             os.kill(process.pid, signal.SIGTERM)
@@ -249,6 +253,17 @@ def end_session(process: _Process) -> None:
             pass
     psutil.wait_procs(left, timeout=5.0)
     process.alive()  # reaps
+    for path in segments:
+        path.unlink(missing_ok=True)
+
+
+def _shared_memory_of(process: psutil.Process) -> list[Path]:
+    """Python's own shared-memory segments that a process has mapped."""
+    try:
+        mapped = {Path(each.path) for each in process.memory_maps()}
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return []
+    return [path for path in mapped if path.parent == Path("/dev/shm") and path.name.startswith("psm_")]
 
 
 class _Spawned:

@@ -142,14 +142,15 @@ class Pager:
                 self.arena.unmap(self.plan.ranges(chunk))
             self._mapped[chunk] = mapped
 
-    def _publish(self) -> None:
+    def _publish(self, wake: bool = True) -> None:
         self._report.extra[:] = self._mapped
         self._report.write(
             RankState(
                 resident_pages=sum(self._mapped) * self.plan.chunk_pages, heartbeat_ns=time.monotonic_ns()
             )
         )
-        self._report.wake()
+        if wake:
+            self._report.wake()
 
     def _run(self) -> None:
         while not self._stopping:
@@ -162,7 +163,7 @@ class Pager:
                 # the balloon, and the next round tries again.
                 logger.exception("ROSE pager")
                 time.sleep(HEARTBEAT_S)
-            self._publish()
+            self._publish(wake=False)  # a heartbeat is nobody's reason to look
             self._chunks.wait(word, HEARTBEAT_S)
 
     def agree(self, wanted: bytes) -> None:

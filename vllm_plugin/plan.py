@@ -74,7 +74,7 @@ class Box:
             those live.
         """
         rest = index - self.src_offset
-        inside = rest >= 0
+        inside = torch.ones_like(index, dtype=torch.bool)
         storage = torch.full_like(index, self.dst_offset)
         for size, src, dst in zip(self.shape, self.src_strides, self.dst_strides, strict=True):
             if src == 1:

@@ -93,6 +93,8 @@ class RolloutSide:
         self._generation = 0
         self._epoch = 0
         self._idle_asked = False
+        self._said: tuple[int, ...] = ()
+        self._said_ns = 0
         self._has_serving = True
         self._bell = Bell()
         self._stopping = False
@@ -375,7 +377,17 @@ class RolloutSide:
         self._bell.ring()
 
     def _publish_lease(self, growth_chunks: int) -> None:
+        """Write the lease when it says something new, or to show that we live.
+
+        Production is woken only by what it waits for, the number of pages: see ``ServingSide._publish_lease``.
+        """
         held = len(self._held) + len(self._growing) + len(self._releasing) + growth_chunks
+        said = (held, self._epoch, self._engine is None)
+        now_ns = time.monotonic_ns()
+        changed = said != self._said
+        if not changed and now_ns - self._said_ns < HEARTBEAT_S * 0.8 * NS_PER_S:
+            return
+        self._said, self._said_ns = said, now_ns
         running, waiting = len(self._scheduler.running), compat.num_waiting(self._scheduler)
         self._lease.write(
             RolloutLease(
@@ -390,10 +402,19 @@ class RolloutSide:
                 reclaim_seq=self._reclaim_seq,
                 cut_requests=self._num_cut_requests,
                 cut_ns=self._cut_ns,
-                heartbeat_ns=time.monotonic_ns(),
+                heartbeat_ns=now_ns,
             )
         )
-        self._lease.wake()
+        if changed:
+            self._lease.wake()
+
+    def stop(self) -> None:
+        """End the background thread and give up the files; for tests."""
+        self._stopping = True
+        self._bell.stop()
+        self._thread.join(timeout=5.0)
+        for writer in (self._lease, self._chunks):
+            writer.close()
 
     def status(self, _argument: Any = None) -> dict[str, Any]:
         """What is in force.  Engine thread (a utility call); asks the workers for the kernel's truth."""

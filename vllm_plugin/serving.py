@@ -99,6 +99,8 @@ class ServingSide:
         self._returning: set[int] = set()
         self._generation = 0
         self._idle_asked = False
+        self._said: tuple[int, ...] = ()
+        self._said_ns = 0
         self._thread = threading.Thread(target=self._run, name="rose-serving", daemon=True)
         self._publish_lease(self.plan.total_pages)
 
@@ -254,9 +256,7 @@ class ServingSide:
         """Look at everything once and act.  Order: see the module docstring."""
         while self._measured:  # the fit is too slow for the step path
             prefill, decode, seconds = self._measured.popleft()
-            self.model.observe(
-                prefill_tokens=prefill, num_decodes=decode, seconds=seconds
-            )
+            self.model.observe(prefill_tokens=prefill, num_decodes=decode, seconds=seconds)
         chunk_pages, marks = self.plan.chunk_pages, self._chunks.extra
         before = bytes(marks)
         while self._released:
@@ -327,20 +327,32 @@ class ServingSide:
         self._bell.ring()
 
     def _publish_lease(self, reserved_pages: int) -> None:
+        """Write the lease when it says something new, or to show that we live.
+
+        Both engines watch each other's lease: an unconditional write would be answered by one of the peer's, and
+        that by one of ours, for ever, on production's core.
+        """
         self._reserved_pages = reserved_pages
         phase = Phase.OFF if self.failed else Phase.STARTING if self._engine is None else Phase.READY
         total = self.plan.total_pages
+        said = (phase, reserved_pages, self._errors)
+        now_ns = time.monotonic_ns()
+        changed = said != self._said
+        if not changed and now_ns - self._said_ns < HEARTBEAT_S * 0.8 * NS_PER_S:
+            return
+        self._said, self._said_ns = said, now_ns
         self._lease.write(
             ServingLease(
                 phase=phase,
                 total_pages=total,
                 reserved_pages=reserved_pages,
                 lent_pages=total - reserved_pages,
-                heartbeat_ns=time.monotonic_ns(),
+                heartbeat_ns=now_ns,
                 errors=self._errors,
             )
         )
-        self._lease.wake()
+        if changed:
+            self._lease.wake()
 
     def stop(self) -> None:
         """End the background thread and give up the files; for tests."""

@@ -235,6 +235,15 @@ class NodeAgent:
         self._handle(self._rollout_event(rollout_alive))
         self._handle(Tick(at_s=time.monotonic()))
         self._publish()
+        self.engine.hurry(rollout_alive and self._owes_pages())
+
+    def _owes_pages(self) -> bool:
+        """Does the rollout engine hold more than it may now, by the loan or by a claim of serving's?"""
+        allowed = self.policy.lend_pages
+        if self.lease is not None:
+            claim = self.board.claim_pages if self.board is not None else 0
+            allowed = min(allowed, self.lease.total_pages - self.lease.reserved_pages - claim)
+        return self.rollout is not None and self.rollout.reserved_pages > max(0, allowed)
 
     def _look(self, file: RecordReader[R], last: R | None) -> tuple[R | None, bool]:
         """The record and whether its writer lives; a damaged file is a dead writer, recorded once."""

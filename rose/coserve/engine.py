@@ -18,7 +18,7 @@ import secrets
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 
@@ -55,6 +55,8 @@ class RolloutEngine:
         self._session: aiohttp.ClientSession | None = None
         self._starts_s: deque[float] = deque(maxlen=config.engine.max_restarts + 1)
         self._killing = asyncio.Lock()
+        self._hurried = False
+        self._warned = False
 
     @property
     def running(self) -> bool:
@@ -95,6 +97,7 @@ class RolloutEngine:
         self._starts_s.append(time.monotonic())
         self.num_starts += 1
         self._child = child = Child.start(self._spec())
+        self._hurried = False
         logger.info("rollout engine starting, incarnation %s", self.incarnation)
         try:
             took_s = await child.wait_ready_async(f"{self.url}/health", engine.start_timeout_s)
@@ -109,9 +112,31 @@ class RolloutEngine:
         self.state = "ready"
         logger.info("rollout engine ready after %.1f s, version %s", took_s, self.version)
 
+    @property
+    def sched(self) -> Literal["normal", "batch", "idle"]:
+        """Scheduling class of the engine: beside production only what production leaves."""
+        return self.config.engine.sched or ("normal" if self.config.serving is None else "idle")
+
+    def hurry(self, on: bool) -> None:
+        """Lift an idle-class engine to the normal class while it owes memory, and drop it again after.
+
+        An idle-class thread gets about 0.3 % of a core that production keeps busy, so the very burst that wants the
+        memory back would keep the engine from letting go of it.  Like priority inheritance: what holds a
+        resource that production waits for runs as production does, for the few milliseconds of a cut.
+        """
+        if self._child is None or self.sched != "idle" or on == self._hurried:
+            return
+        self._hurried = on
+        if not self._child.set_sched("normal" if on else "idle") and not self._warned:
+            self._warned = True
+            logger.warning(
+                "the engine cannot leave the idle class (CAP_SYS_NICE is missing): a cut may take as long as "
+                "production keeps its core busy, up to the reclaim deadline, and then costs the engine"
+            )
+
     def _spec(self) -> ProcSpec:
         config, engine = self.config, self.config.engine
-        sched = engine.sched or ("normal" if config.serving is None else "idle")
+        sched = self.sched
         return ProcSpec(
             name="rollout engine",
             argv=(

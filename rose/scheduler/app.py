@@ -139,6 +139,7 @@ class Scheduler:
             dispatcher=self.dispatcher,
             turn_s=times.turn_s,
             max_turns=config.limits.max_turns_per_trajectory,
+            max_running=config.limits.max_running,
             on_duplicate=self.status.on_duplicate,
             on_fork=self.status.on_fork,
             on_finished=self.status.on_finished,

@@ -212,6 +212,9 @@ class Dispatcher:
 
     def tick(self) -> None:
         self.feed(te.ClockTicked(at_s=self.now_s()))
+        workers = self.book.fleet.workers
+        if len(self.endpoints) > len(workers):
+            self.endpoints = {name: item for name, item in self.endpoints.items() if name in workers}
 
     def feed(self, event: te.Event) -> list[te.Action]:
         actions = self.book.handle(event)

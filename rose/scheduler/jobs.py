@@ -15,6 +15,7 @@ Invariant: a turn of a trajectory is in the journal before its answer leaves.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import secrets
 from collections import OrderedDict
@@ -47,7 +48,7 @@ RECORDED_SAMPLING = (
 )
 """What shapes the distribution a token was drawn from; the trainer applies the same."""
 
-_MAX_DONE_JOBS = 2048
+_MAX_DONE_KEYS = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,12 +142,14 @@ class Jobs:
         store, dispatcher: Shared.
         turn_s: Deadline of a turn that names none.
         max_turns: Per trajectory.
+        max_running: Requests at once, those that still wait for a renderer included.
     """
 
     store: Store
     dispatcher: Dispatcher
     turn_s: float
     max_turns: int
+    max_running: int
     on_duplicate: Callable[[], None] = lambda: None
     on_fork: Callable[[str], None] = lambda reason: None
     on_finished: Callable[[Finished, Wish], None] = lambda finished, wish: None
@@ -158,11 +161,14 @@ class Jobs:
 
         Raises:
             RequestError: 422, the same key with another body.
+            CapacityError: 429, too many requests.
         """
         again = self._repeated(wish)
         if again is not None:
             self.on_duplicate()
             return again
+        if len(self._running) >= self.max_running:
+            raise CapacityError("too many requests are running", status=429, code="queue_full")
         job = Job(self.dispatcher, wish)
 
         async def run() -> bytes:
@@ -179,14 +185,13 @@ class Jobs:
         for key in _keys(wish):
             self._by_key[key] = job
             self._by_key.move_to_end(key)
-        while len(self._by_key) > _MAX_DONE_JOBS:
-            key, old = next(iter(self._by_key.items()))
-            if old.task is not None and not old.task.done():
-                self._by_key.move_to_end(key)
-                if len(self._running) >= _MAX_DONE_JOBS:
-                    break
+        # Running jobs are bounded elsewhere; of the ended ones, the oldest are forgotten.
+        for old_key in list(itertools.islice(self._by_key, max(0, len(self._by_key) - _MAX_DONE_KEYS))):
+            old = self._by_key[old_key]
+            if old.task is None or old.task.done():
+                del self._by_key[old_key]
             else:
-                del self._by_key[key]
+                self._by_key.move_to_end(old_key)
         return job
 
     def _repeated(self, wish: Wish) -> Job | bytes | None:
@@ -208,8 +213,8 @@ class Jobs:
                 continue
             if by_digest and job.task.done() and not wish.is_retry:
                 continue
-            if by_digest and wish.trajectory is None and job.num_attached > 0:
-                continue  # another client's equal prompt
+            if by_digest and wish.trajectory is None and (job.num_attached > 0 or job.task.done()):
+                continue  # may well be another client's equal prompt
             return job
         if wish.trajectory is not None and (wish.is_retry or wish.turn_key):
             # Before a restart: the answer that the client may not have seen is in the journal.

@@ -34,7 +34,7 @@ from rose.scheduler.prompts import NOT_RENDERED, Prompt, Prompts, continuation
 from rose.scheduler.renderer import Renderer
 from rose.scheduler.stops import cut_at_stop
 from rose.scheduler.store import Store, Trajectory
-from rose.scheduler.streams import replay_stream, stream_job
+from rose.scheduler.streams import replay_stream, stream_job, wants_logprobs
 
 REFUSED_PARAMS = ("output_kind", "skip_clone", "extra_args", "prompt_logprobs")
 """Not for ``/rose/v1/generate``: they change the shape of the answer or reach into the engine."""
@@ -88,7 +88,7 @@ class OpenAIRoutes:
             prompt = await self._prompts.chat(trajectory, body)
             params = self._params(prompt.sampling_params, body, len(prompt.token_ids), model)
             done = await self._run(job, [(prompt, params)] * num_choices, body, model)
-            want = bool(body.get("logprobs"))
+            want = wants_logprobs(body)
             choices = [await self._chat_choice(body, item, entries=want) for item in done]
             self._jobs.next_turns(job, done)
             answer = self._answer(body, done, choices, "chat.completion")
@@ -124,7 +124,7 @@ class OpenAIRoutes:
                 params = self._params(prompt.sampling_params, body, len(prompt.token_ids), model)
                 plan.extend([(prompt, params)] * num_choices)
             done = await self._run(job, plan, body, model)
-            want = body.get("logprobs") is not None
+            want = wants_logprobs(body)
             choices = [await self._completion_choice(body, item, entries=want) for item in done]
             self._jobs.next_turns(job, done)
             answer = self._answer(body, done, choices, "text_completion")
@@ -158,6 +158,7 @@ class OpenAIRoutes:
             if name in given:
                 raise RequestError("is not allowed", field=f"sampling_params.{name}")
         given = self._with_sampling(given, trajectory)
+        given.pop("chat_template_kwargs", None)  # of the trajectory's chat turns
         if given.pop("n", 1) != 1:
             raise RequestError("must be 1", field="sampling_params.n")
         params = self._params(given, given, len(token_ids), model, prefix="sampling_params.")
@@ -226,7 +227,7 @@ class OpenAIRoutes:
     ) -> list[Finished]:
         """Submit every choice, wait for all; if one fails, the others are stopped."""
         streamed = bool(body.get("stream"))
-        entries = body.get("logprobs") not in (None, False)
+        entries = wants_logprobs(body)
         handles = [
             self._jobs.submit(job, prompt, params, model=model, streamed=streamed, entries=entries)
             for prompt, params in plan

@@ -173,7 +173,7 @@ class _Choice:
         changed = asyncio.Event()
         handle.watchers.append(changed)
         live = is_resumable(handle.sampling_params, streamed=True)
-        want_entries = self._body.get("logprobs") not in (None, False)
+        want_entries = wants_logprobs(self._body)
         sent = 0
         try:
             while True:
@@ -253,6 +253,11 @@ class _Choice:
         if rose is not None:
             value["rose"] = rose
         await self._events.event(value)
+
+
+def wants_logprobs(body: Mapping[str, Any]) -> bool:
+    """A flag on chat, a count on completions, where 0 asks for the sampled token's own."""
+    return body.get("logprobs") is not None and body["logprobs"] is not False
 
 
 async def replay_stream(request: web.Request, stored: bytes, *, chat: bool) -> web.StreamResponse:

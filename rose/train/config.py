@@ -69,7 +69,7 @@ class TrainerSettings(Section):
     fine_tuning_steps: int = Field(default=3, ge=0)
     """The last steps are as in real fine-tuning, one update at a small rate: most bf16 weights do not change."""
     num_epochs: int = Field(default=2, ge=1, le=64)
-    minibatch_sequences: int = Field(default=32, ge=1)
+    minibatch_sequences: int = Field(default=16, ge=1)
     max_grad_norm: float = Field(default=1.0, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     scale_advantages: bool = True

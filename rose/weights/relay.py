@@ -56,7 +56,7 @@ MAX_WAIT_S = 60.0
 MAX_WAITERS = 4096
 _WRITE_BYTES = 4 << 20  # of an upload, gathered before a thread writes them
 _STALL_S = 60.0  # an upload that brings nothing for this long is dropped
-_SHUTDOWN_S = 5.0
+_SHUTDOWN_S = 2.0  # transfers resume elsewhere or later; nothing is worth a slow stop
 _log = logging.getLogger(__name__)
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -300,7 +300,9 @@ async def serve(relay: Relay, host: str, port: int) -> tuple[web.AppRunner, int]
     Raises:
         ConfigError: The port is in use, or the folder belongs to another relay.
     """
-    runner = web.AppRunner(relay.application(), access_log=None, shutdown_timeout=_SHUTDOWN_S)
+    runner = web.AppRunner(
+        relay.application(), access_log=None, shutdown_timeout=_SHUTDOWN_S, lingering_time=_SHUTDOWN_S
+    )
     await runner.setup()
     try:
         site = web.TCPSite(runner, host, port)
@@ -322,7 +324,7 @@ def run_relay(
     durable: bool = True,
     started: Callable[[int], None] = lambda port: None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT; open transfers get a few seconds, waiting readers are answered at once."""
+    """Serve until SIGTERM or SIGINT; waiting readers are answered, open transfers get two seconds."""
 
     async def main() -> None:
         store = FileStore(

@@ -311,6 +311,7 @@ class WeightSubscriber:
     def _forget_copy(self) -> None:
         self._host.begin()
         self._steps.clear()
+        self._told = None  # what was handed out may be damaged too: the repaired copy is news
 
     # -- spool
 

@@ -174,6 +174,18 @@ def test_rebound_memory_falls_back() -> None:
     assert plan.holes == ("norm",)
 
 
+def test_memory_rebound_after_an_honest_copy_falls_back() -> None:
+    model = TinyLlama()
+
+    def load(weights: Any) -> None:
+        model.load_weights(weights)
+        model.down.data = model.down.data.clone()
+
+    plan = record(model, specs_of(TinyLlama.weights()), load=load)
+    assert list(plan.fallback) == ["down"]
+    assert "replaces the memory" in plan.fallback["down"]
+
+
 def test_two_tensors_for_one_parameter_both_fall_back() -> None:
     model = TinyLlama()
     model.tied = False  # the loader now writes the shared memory for both names

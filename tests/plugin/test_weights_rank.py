@@ -321,7 +321,7 @@ def test_ranks_that_staged_different_files_stop_the_vote(tmp_path: Path) -> None
 def test_a_part_that_no_rank_holds_stops_the_vote(tmp_path: Path) -> None:
     benches = ranks(tmp_path, 2)
     reports = [bench.stage(benches[0].update()) for bench in benches]
-    with pytest.raises(RoseError, match="the ranks hold"):
+    with pytest.raises(RoseError, match=r"the ranks hold \d+ of \d+ elements"):
         judge(reports[:1], V1)
 
 

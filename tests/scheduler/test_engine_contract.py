@@ -21,7 +21,7 @@ import pytest
 from rose.auth import Tokens
 from rose.scheduler.app import Scheduler
 from rose.scheduler.config import SchedulerConfig
-from rose.scheduler.engine import EngineClient, EngineFailure, Endpoint, Output, refused_request
+from rose.scheduler.engine import Endpoint, EngineClient, EngineFailure, Output, refused_request
 from tests.scheduler.conftest import user
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "logprobs": 0, "n": 1}
@@ -82,10 +82,12 @@ def engine(engine_url: str) -> Endpoint:
 
 
 async def model_of(engine: Endpoint) -> tuple[str, int]:
-    async with aiohttp.ClientSession(headers=engine.headers) as session:
-        async with session.get(f"{engine.url}/v1/models") as response:
-            model = (await response.json())["data"][0]
-            return model["id"], model["max_model_len"]
+    async with (
+        aiohttp.ClientSession(headers=engine.headers) as session,
+        session.get(f"{engine.url}/v1/models") as response,
+    ):
+        model = (await response.json())["data"][0]
+        return model["id"], model["max_model_len"]
 
 
 async def run(client: EngineClient, engine: Endpoint, prompt: list[int], **fields: Any) -> list[Output]:
@@ -242,7 +244,7 @@ async def daemon(engine: Endpoint, tmp_path: Path, tokens: Tokens) -> AsyncItera
     scheduler = Scheduler(config, tokens, tmp_path)
     await scheduler.start()
     async with asyncio.timeout(10):
-        while not any(item.may_take_turns for item in scheduler.book.fleet):
+        while not any(item.may_take_turns for item in scheduler.book.fleet):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     yield scheduler
     await scheduler.stop(drain_s=0)

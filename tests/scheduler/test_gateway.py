@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -242,7 +243,7 @@ async def test_a_conversation_appends_and_never_encodes_sampled_text_again(world
     turns = trace["turns"]
     assert [turn["parent"] for turn in turns] == [None, 0, 1, 2]
     assert [turn["fork"] for turn in turns] == [None] * 4
-    for before, after in zip(turns, turns[1:], strict=False):
+    for before, after in pairwise(turns):
         history = before["prompt_token_ids"] + before["token_ids"]
         assert after["prompt_token_ids"][: len(history)] == history
     last = turns[-1]

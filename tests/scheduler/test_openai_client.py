@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
-from rose.scheduler.fake_engine import FakeEngine, Fault
+from rose.scheduler.fake_engine import Fault
 from tests.scheduler.conftest import World, user
 
 
@@ -26,11 +25,6 @@ async def collect(stream: Any) -> tuple[str, str | None, list[Any]]:
     parts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
     reasons = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices]
     return "".join(parts), reasons[-1], chunks
-
-
-@pytest.fixture
-def engines(world: World) -> Iterator[dict[str, FakeEngine]]:
-    yield world.engines
 
 
 async def test_sync_client_in_a_thread(world: World) -> None:

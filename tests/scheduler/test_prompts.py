@@ -199,7 +199,7 @@ async def test_a_vocabulary_that_knows_no_random_word_is_bridged() -> None:
     class WordLevel(ToyTokenizer):
         """``w0`` .. ``w99`` and specials; anything else is one unknown token, both sentinels included."""
 
-        words = ["<unk>", "<eos>", "<user>", "<assistant>", *(f"w{n}" for n in range(100))]
+        words = ("<unk>", "<eos>", "<user>", "<assistant>", *(f"w{n}" for n in range(100)))
         eos_id = 1
 
         def encode(self, text: str) -> list[int]:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,12 @@ async def agent(session: aiohttp.ClientSession, url: str, tokens: Tokens, number
     return {"id": name, "answers": answers, "number": number}
 
 
+async def reached(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(40):
+        while not condition():  # noqa: ASYNC110 - what is waited for happens in other processes
+            await asyncio.sleep(0.01)
+
+
 async def test_sigkill_in_the_middle_loses_and_repeats_nothing(tmp_path: Path) -> None:
     tokens = Tokens.generate()
     tokens.save(tmp_path / "tokens.toml")
@@ -102,15 +109,14 @@ async def test_sigkill_in_the_middle_loses_and_repeats_nothing(tmp_path: Path) -
         beats = asyncio.create_task(node.run())
         agents = [asyncio.create_task(agent(session, url, tokens, number)) for number in range(6)]
         kills = 0
-        while len(engine.requests) < 8:
-            await asyncio.sleep(0.01)
+        await reached(lambda: len(engine.requests) >= 8)
         for goal in (16, 24):
             await daemon.end()
             kills += 1
             await daemon.start()
-            async with asyncio.timeout(20):
-                while len(engine.requests) < goal and not all(task.done() for task in agents):
-                    await asyncio.sleep(0.01)
+            await reached(
+                lambda goal=goal: len(engine.requests) >= goal or all(task.done() for task in agents)
+            )
         done = {item["id"]: item for item in await asyncio.gather(*agents)}
         await daemon.end()  # once more, after everything was promised
         await daemon.start()

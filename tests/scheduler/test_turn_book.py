@@ -573,10 +573,9 @@ class AnySequence(RuleBasedStateMachine):
             waiting = [t for t in self.book.turns.values() if t.state is te.TurnState.QUEUED]
             for turn in waiting:  # and none waits while a worker has room for it
                 for worker in self.book.fleet:
-                    if worker.may_take_turns and worker.inflight < worker.cap:
-                        if self.book._eligible(turn, worker, self.book._now_s):
-                            # Only a policy that declines may leave it there.
-                            assert turn.hold == "policy"
+                    open_ = worker.may_take_turns and worker.inflight < worker.cap
+                    if open_ and self.book._eligible(turn, worker, self.book._now_s):
+                        assert turn.hold == "policy"  # only a policy that declines may leave it there
 
 
 TestAnySequence = AnySequence.TestCase

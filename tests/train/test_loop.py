@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rose.config import load_config
@@ -59,15 +60,30 @@ class Assassin:
         self._victims = dict(victims)
         self.records: list[Mapping[str, Any]] = []
         self.events: list[str] = []
+        self.listening: set[str] = set()
 
     def __call__(self, record: Mapping[str, Any]) -> None:
         if "event" in record:
             self.events.append(str(record["event"]))
             return
         self.records.append(record)
+        self.listening |= listening_hosts()
         victim = self._victims.pop(record["step"], None)
         if victim is not None:
             os.kill(actor_pid(victim), signal.SIGKILL)
+
+
+def listening_hosts() -> set[str]:
+    """Addresses on which this process and its descendants take connections."""
+    hosts: set[str] = set()
+    me = psutil.Process()
+    for process in [me, *me.children(recursive=True)]:
+        try:
+            sockets = process.net_connections(kind="inet")
+        except psutil.Error:  # gone meanwhile
+            continue
+        hosts |= {one.laddr.ip for one in sockets if one.status == psutil.CONN_LISTEN}
+    return {host.removeprefix("::ffff:") for host in hosts}
 
 
 def actor_pid(class_name: str) -> int:
@@ -130,6 +146,7 @@ def test_the_loop_learns_survives_killed_actors_and_applies_each_trajectory_once
     assert states.get("consumed") == 6 * 32
     assert not states.get("leased")
     assert not states.get("finished")
+    assert assassin.listening == {"127.0.0.1"}  # nobody outside this machine can reach its Ray
     assert list(short_tmp.iterdir()) == []  # Ray's sockets and logs are gone
     with pytest.raises(AssertionError, match="no actor"):
         actor_pid("TrainWorker")

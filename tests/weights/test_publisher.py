@@ -232,7 +232,7 @@ def test_going_back_is_refused(publisher: WeightPublisher) -> None:
 def test_another_model_is_refused(publisher: WeightPublisher, trainer: ToyTrainer) -> None:
     publisher.publish(0)
     trainer.masters["new"] = np.zeros(3, np.float32)
-    with pytest.raises(VersionRefused, match="^model: "):
+    with pytest.raises(VersionRefused, match=r"^model: "):
         publisher.publish(1)
 
 

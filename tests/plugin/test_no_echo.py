@@ -1,0 +1,68 @@
+"""Two real sides on one node directory: they must not keep each other awake."""
+
+from __future__ import annotations
+
+import queue
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rose.coserve.ledger import Mode, NodeDir, NodeState
+from tests.plugin import harness
+from tests.plugin.stand_in import eventually
+from tests.tiny_model import write_tiny_model
+
+
+def engine() -> Any:
+    # Boundary: of the engine both sides use the input queue, the idle callbacks and the running flag only.
+    return SimpleNamespace(input_queue=queue.Queue(), _idle_state_callbacks=[], is_running=lambda: True)
+
+
+def test_engines_at_rest_write_heartbeats_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each watches the other's lease: an unconditional write would be answered for ever."""
+    node = tmp_path / "node"
+    node.mkdir(mode=0o700)
+    monkeypatch.setenv("ROSE_DIR", str(node))
+    write_tiny_model(tmp_path / "model")
+    config = harness.engine_config(tmp_path / "model")
+    from vllm_plugin.scheduler import RolloutScheduler, ServingScheduler
+
+    ranks = [harness.write_rank(node, role, mapped=role == "serving") for role in ("serving", "rollout")]
+    agent = NodeDir(node).node_writer()
+    agent.write(NodeState(mode=Mode.ON, has_serving=1, heartbeat_ns=time.monotonic_ns() + 10**12))
+    monkeypatch.setenv("ROSE_ROLE", "serving")
+    serving = harness.build(ServingScheduler, config)
+    monkeypatch.setenv("ROSE_ROLE", "rollout")
+    rollout = harness.build(RolloutScheduler, config)
+    rounds = {"serving": 0, "rollout": 0}
+
+    def counted(name: str, side: Any) -> None:
+        original = side._round
+
+        def count(*args: Any) -> None:
+            rounds[name] += 1
+            original(*args)
+
+        side._round = count
+
+    counted("serving", serving.rose)
+    counted("rollout", rollout.rose)
+
+    serving.rose_attach(engine())
+    rollout.rose_attach(engine())
+    eventually(lambda: rounds["serving"] > 3 and rounds["rollout"] > 3, "both sides run")
+    before = dict(rounds)
+    began = time.monotonic()
+    eventually(lambda: rounds["rollout"] >= before["rollout"] + 10, "ten more rounds")
+    elapsed = time.monotonic() - began
+
+    # A timer round every 0.1 s (rollout) and 0.25 s (serving), plus a few rings: an echo makes thousands.
+    assert rounds["rollout"] - before["rollout"] < 30 + 30 * elapsed
+    assert rounds["serving"] - before["serving"] < 30 + 30 * elapsed
+    for side in (serving.rose, rollout.rose):
+        side.stop()
+    for writer in (*ranks, agent):
+        writer.close()

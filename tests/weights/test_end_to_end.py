@@ -1,0 +1,173 @@
+"""Trainer to engine over a real relay, across restarts of everything: bit-identical at every version."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from rose.auth import Tokens
+from rose.errors import ConfigError
+from rose.weights import manifest
+from rose.weights.cli import app
+from rose.weights.http_store import HttpStore
+from rose.weights.params import WeightsParams
+from rose.weights.publisher import WeightPublisher
+from rose.weights.relay import RelayThread
+from rose.weights.store import FileStore
+from rose.weights.subscriber import WeightSubscriber
+from rose.weights.update import read_update
+from rose.weights.version import WeightVersion
+from tests.weights.test_subscriber import apply_update, same
+from tests.weights.toy import DEFAULT_LR, ToyTrainer
+
+PARAMS = WeightsParams(fragment_elements=65_536, bucket_bytes=1 << 17, anchor_every=6)
+
+
+class Engine:
+    """Holds weights, knows its version, takes update files; checks what a real engine checks."""
+
+    def __init__(self) -> None:
+        self.version: WeightVersion | None = None
+        self.bits: dict[str, np.ndarray] = {}
+
+    def follow(self, subscriber: WeightSubscriber) -> None:
+        newest = subscriber.poll(20)
+        assert newest is not None
+        update = read_update(subscriber.fetch(newest, self.version))
+        assert update.target == newest
+        self.bits = apply_update(self.bits, update)
+        self.version = newest
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_twenty_random_versions_through_restarts_of_relay_trainer_and_node(seed: int, tmp_path: Path) -> None:
+    rng = np.random.default_rng(seed)
+    tokens = Tokens.generate()
+
+    def start_relay(port: int = 0) -> RelayThread:
+        return RelayThread(FileStore(tmp_path / "relay", durable=False), tokens, port=port).start()
+
+    relay = start_relay()
+    port = int(relay.url.rsplit(":", 1)[1])
+    store = HttpStore(relay.url, tokens.relay, patience_s=20)
+    trainer, attempt, version = ToyTrainer(seed), 1, 0
+    publisher = WeightPublisher(trainer.tensors, store, "run", attempt, PARAMS)
+    steady, lazy = Engine(), Engine()  # one takes every version, one only some
+    kinds: list[str] = []
+    subscribers = {name: WeightSubscriber(store, "run", tmp_path / name) for name in ("steady", "lazy")}
+    try:
+        for number in range(20):
+            if number == 8:  # the trainer dies and comes back from an older checkpoint
+                attempt, version = 2, 4
+                trainer = ToyTrainer(seed + 100)
+                publisher = WeightPublisher(trainer.tensors, store, "run", attempt, PARAMS)
+            if number in (5, 13):
+                relay.stop()
+                relay = start_relay(port)
+            if number in (6, 15):  # the node agent restarts; its engine lives on
+                subscribers["steady"].close()
+                subscribers["steady"] = WeightSubscriber(store, "run", tmp_path / "steady")
+                assert subscribers["steady"].poll(0) == steady.version
+            report = publisher.publish(version)
+            kinds.append(report.kind)
+            steady.follow(subscribers["steady"])
+            assert same(steady.bits, trainer.bits())
+            if rng.random() < 0.3 or number == 19:
+                lazy.follow(subscribers["lazy"])
+                assert same(lazy.bits, trainer.bits())
+            version += 1
+            trainer.step(float(rng.choice([0.0, DEFAULT_LR, 5 * DEFAULT_LR, 1e-2], p=[0.1, 0.6, 0.2, 0.1])))
+        assert steady.version == lazy.version == WeightVersion(2, 15)
+        assert kinds.count("delta") >= 10
+        assert kinds[0] == kinds[8] == "anchor"
+    finally:
+        for subscriber in subscribers.values():
+            subscriber.close()
+        store.close()
+        relay.stop()
+
+
+# --- the command line -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> FileStore:
+    """Run ``run`` at 1.3: an anchor and three deltas."""
+    store = FileStore(tmp_path / "store", durable=False)
+    trainer = ToyTrainer(3)
+    publisher = WeightPublisher(trainer.tensors, store, "run", 1, PARAMS)
+    for version in range(4):
+        publisher.publish(version, step=version, lr=1e-6)
+        trainer.step()
+    return store
+
+
+def run(*arguments: Any) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False)
+    return result.exit_code, result.output
+
+
+def test_ls_shows_every_version_and_marks_the_head(published: FileStore) -> None:
+    code, text = run("ls", "run", "--directory", published.directory)
+    lines = text.splitlines()
+    assert code == 0
+    assert [line.split()[:3] for line in lines[1:]] == [
+        ["1.0", "anchor", "-"],
+        ["1.1", "delta", "1.0"],
+        ["1.2", "delta", "1.1"],
+        ["1.3", "delta", "1.2"],
+    ]
+    assert [line.endswith("<- head") for line in lines[1:]] == [False, False, False, True]
+
+
+def test_verify_proves_a_good_store(published: FileStore) -> None:
+    code, text = run("verify", "run", "--directory", published.directory)
+    assert code == 0
+    assert "1.3 rebuilt; 8 state hashes prove it" in text
+    assert [line.split()[-1] for line in text.splitlines()[:4]] == ["ok"] * 4
+
+
+def test_verify_names_the_damaged_object(published: FileStore) -> None:
+    key = next(k for k in published.list("run/1.2/") if not k.endswith(".json"))
+    path = published.path_of(key)
+    data = bytearray(path.read_bytes())
+    data[10] ^= 1
+    path.write_bytes(data)
+    code, text = run("verify", "run", "--directory", published.directory)
+    assert code == 1
+    assert f"{key}: checksum is wrong" in text
+    assert "head cannot be rebuilt" in text
+
+
+def test_gc_deletes_only_what_no_reader_can_need(published: FileStore) -> None:
+    assert run("gc", "run", "--directory", published.directory) == (0, "deleted 0 versions\n")
+    trainer = ToyTrainer(4)
+    WeightPublisher(trainer.tensors, published, "run", 2, WeightsParams(collect=False)).publish(0)
+    assert run("gc", "run", "--directory", published.directory) == (0, "deleted 4 versions, up to 1.3\n")
+    assert {str(v) for v in manifest.versions_in(published.list("run/"), "run")} == {"2.0"}
+
+
+def test_the_command_line_speaks_to_a_relay(published: FileStore, tmp_path: Path) -> None:
+    tokens = Tokens.generate()
+    tokens.save(tmp_path / "tokens.toml")
+    with RelayThread(published, tokens) as relay:
+        code, text = run("verify", "run", "--relay", relay.url, "--token-file", tmp_path / "tokens.toml")
+    assert code == 0
+    assert "1.3 rebuilt" in text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["ls", "run"],
+        ["ls", "run", "--directory", "/nowhere"],
+        ["ls", "run", "--relay", "x", "--directory", "y"],
+    ],
+)
+def test_bad_arguments_are_one_clear_error(arguments: list[str]) -> None:
+    with pytest.raises(ConfigError):
+        run(*arguments)
