@@ -57,6 +57,7 @@ MAX_WAITERS = 4096
 _WRITE_BYTES = 4 << 20  # of an upload, gathered before a thread writes them
 _STALL_S = 60.0  # an upload that brings nothing for this long is dropped
 _SHUTDOWN_S = 2.0  # transfers resume elsewhere or later; nothing is worth a slow stop
+_METHODS = frozenset({"GET", "HEAD", "PUT", "POST", "DELETE"})
 _log = logging.getLogger(__name__)
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -228,7 +229,10 @@ class Relay:
 
     async def _account(self, request: web.Request, response: web.StreamResponse) -> None:
         """Called when the headers go out: only then does a file's answer know its status and length."""
-        self._requests.labels(request.method, str(response.status)).inc()
+        method = (
+            request.method if request.method in _METHODS else "other"
+        )  # a caller must not name our series
+        self._requests.labels(method, str(response.status)).inc()
         if isinstance(response, web.FileResponse) and request.method == "GET" and response.status < 300:
             self._bytes.labels("out").inc(response.content_length or 0)
 

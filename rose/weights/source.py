@@ -21,10 +21,10 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from rose.errors import ConfigError, WeightsError
+from rose.weights import kernels
 from rose.weights.spec import TensorSpec
 from rose.weights.statehash import Bits, readonly
 
@@ -177,22 +177,9 @@ def _memory_of(value: Any) -> Any:
     return None
 
 
-_QUIET_NAN = np.uint16(0x7FC0)
-
-
-@njit(cache=True, nogil=True)
-def _round_bf16(wide: Any, out: Any) -> None:
-    for i in range(wide.size):
-        u = wide[i]
-        if (u & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
-            out[i] = _QUIET_NAN  # as torch: rounding a NaN's payload could make it an infinity
-        else:
-            out[i] = (u + np.uint32(0x7FFF) + ((u >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-
-
 def round_to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     """bf16 bits of fp32 values, to nearest, ties to even."""
     flat = np.ascontiguousarray(values, np.float32).reshape(-1)
     out = np.empty(flat.size, np.uint16)
-    _round_bf16(readonly(flat.view(np.uint32)), out)
+    kernels.round_bf16(readonly(flat.view(np.uint32)), out)
     return out

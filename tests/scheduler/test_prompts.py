@@ -195,6 +195,21 @@ async def test_one_render_per_turn_once_the_template_is_known(tokenizer: Tokeniz
     assert bench.num_renders == 1 + 2 + 3  # the first prompt, learning, then one each
 
 
+async def test_a_missing_end_token_is_inserted_in_every_turn() -> None:
+    tokenizer = hf("chatml")
+    bench = Bench(tokenizer)
+    messages: list[dict[str, Any]] = []
+    text = ""
+    for number in range(4):  # the first learns the template, the later ones use what was learnt
+        messages.append(user(f"q{number}"))
+        answer = {"role": "assistant", "content": "cut of"}
+        prompt = await bench.turn(messages, tokenizer.encode("cut of"), answer)
+        text += f"<|im_start|>user\nq{number}<|im_end|>\n<|im_start|>assistant\n"
+        assert tokenizer._tokenizer.decode(prompt.token_ids) == text
+        text += "cut of<|im_end|>\n"
+        messages.append(answer)
+
+
 async def test_a_vocabulary_that_knows_no_random_word_is_bridged() -> None:
     class WordLevel(ToyTokenizer):
         """``w0`` .. ``w99`` and specials; anything else is one unknown token, both sentinels included."""

@@ -149,6 +149,18 @@ def test_a_turn_never_goes_back_to_older_weights(book: TurnBook) -> None:
     assert sent.worker_id == "d"
 
 
+def test_a_cut_turn_does_not_continue_on_older_weights(book: TurnBook) -> None:
+    book.handle(te.WorkerDuty(at_s=0.0, worker_id="h", duty=Duty.CORDONED))
+    submit(book, "a")
+    tokens(book, "a", 1, 5)
+    book.handle(te.WorkerDuty(at_s=0.1, worker_id="h", duty=Duty.ACTIVE))
+    newer = (te.Span(version=(1, 1), start=0, num_tokens=1),)
+    assert dispatches(end(book, "a", 1, "abort", stop_reason=RECLAIMED, versions=newer)) == []
+    assert dispatches(hear(book, "h", 0.3, version=(1, 0))) == []
+    (sent,) = dispatches(hear(book, "h", 0.4, version=(1, 1)))
+    assert sent.worker_id == "h"
+
+
 def test_silence_makes_suspect_then_dead(book: TurnBook) -> None:
     submit(book, "a", dedicated_only=True)
     for at_s in (0.5, 1.0, 1.5):

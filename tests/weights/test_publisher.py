@@ -290,24 +290,40 @@ def test_two_trainers_with_one_run_id_cannot_interleave(trainer: ToyTrainer, sto
     assert two.publish(1).version == V("2.1")
 
 
+def test_a_copy_of_this_trainer_that_went_on_is_found_out(
+    publisher: WeightPublisher, trainer: ToyTrainer, store: FlakyStore
+) -> None:
+    # The same attempt twice, for example a trainer that was thought dead: only one may write the next version.
+    publisher.publish(0)
+    twin = WeightPublisher(trainer.tensors, store, "run", 1, SMALL)
+    twin.publish(0)
+    trainer.step()
+    twin.publish(1)
+    keys = store.list("run/")
+    with pytest.raises(VersionRefused, match=r"head is at 1\.1, this trainer published 1\.0"):
+        publisher.publish(2)
+    assert store.list("run/") == keys  # refused before anything was sent
+
+
 def test_a_head_that_moves_during_the_publish_refuses_it(
     publisher: WeightPublisher, trainer: ToyTrainer, store: FlakyStore
 ) -> None:
     publisher.publish(0)
-    rival = WeightPublisher(ToyTrainer(3).tensors, store, "run", 2, SMALL)
+    twin = WeightPublisher(trainer.tensors, store, "run", 1, SMALL)
+    twin.publish(0)
 
     def meddle(method: str, argument: Any) -> None:
-        if method == "put_new" and argument.endswith("1.1/delta.json"):
+        if method == "put_new" and argument.endswith("1.2/delta.json"):
             store.fail_at = lambda method, argument: None
-            rival.publish(0)
+            twin.publish(1)
 
     store.fail_at = meddle
     trainer.step()
     with pytest.raises(VersionRefused, match="another trainer"):
-        publisher.publish(1)
+        publisher.publish(2)
     head = store.get_head("run")
     assert head is not None
-    assert head.identity == V("2.0")
+    assert head.identity == V("1.1")
 
 
 # --- failures ---------------------------------------------------------------------------------------------
@@ -498,6 +514,7 @@ def test_nothing_is_deleted_while_the_heads_own_manifest_cannot_be_read(
     publisher.publish(0)
     publisher.publish(1)
     store.delete("run/1.1/delta.json")
+    store.lease("run", "reader", V("1.0"), 60)
     assert retention.collect(store, "run") == []
 
 

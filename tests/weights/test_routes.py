@@ -116,6 +116,16 @@ def test_a_new_attempt_leads_to_its_own_anchor(shelf: Shelf) -> None:
     assert way(shelf, "1.6", "2.4") == ["2.3 anchor", "2.4 delta"]
 
 
+def test_an_older_attempt_is_not_searched_for_below_the_anchor(shelf: Shelf) -> None:
+    shelf.add("2.0", "anchor", "2.0", nbytes=DENSE_BYTES)
+    shelf.add("2.1", "delta", "2.0", "2.0a")
+    shelf.add("2.2", "delta", "2.0", "2.1")
+    shelf.add("2.2", "anchor", "2.2", nbytes=DENSE_BYTES)
+    shelf.add("2.3", "delta", "2.2", "2.2")
+    assert way(shelf, "1.6", "2.3") == ["2.2 anchor", "2.3 delta"]
+    assert shelf.read_keys == ["2.2 anchor"]
+
+
 def test_a_chain_that_costs_more_than_its_share_of_a_full_copy_gives_way(shelf: Shelf) -> None:
     # The anchor at 1.4 replaces 1.3 and 1.4 for a reader at 1.2; 0.8 * 1000 bytes is the limit.
     shelf.add("1.3", "delta", "1.0", "1.2", nbytes=790)

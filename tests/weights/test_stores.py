@@ -317,6 +317,20 @@ def test_an_upload_that_is_not_committed_leaves_nothing(tmp_path: Path) -> None:
     assert not [p for p in tmp_path.rglob("*") if p.is_file()]
 
 
+def test_of_two_uploads_of_one_key_the_first_to_finish_wins(tmp_path: Path) -> None:
+    store = FileStore(tmp_path)
+    first, second = store.begin("run/a", 1), store.begin("run/a", 1)
+    first.write(b"1")
+    second.write(b"2")
+    second.commit()
+    with pytest.raises(Conflict):
+        first.commit()
+    first.discard()
+    second.discard()
+    assert store.get("run/a") == b"2"
+    assert store.total_bytes == 1
+
+
 def test_an_object_cannot_be_a_folder_too(tmp_path: Path) -> None:
     store = FileStore(tmp_path)
     store.put_new("run/a", b"x")

@@ -13,8 +13,8 @@ import pytest
 from safetensors import safe_open
 
 from rose.errors import CapacityError, ConfigError, Gone, NotFound, RoseError, SectionCorrupt, WrongBase
-from rose.weights import manifest, retention, statehash
-from rose.weights.manifest import Head, Manifest, ObjectRef
+from rose.weights import codec, manifest, retention, statehash
+from rose.weights.manifest import Head, Manifest, ObjectRef, Section
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
 from rose.weights.store import MemoryStore
@@ -351,35 +351,100 @@ def reseal(store: WatchedStore, version: str, edit: Callable[[Manifest], Manifes
     store._heads["run"] = msgspec.structs.replace(head, manifest=reference)
 
 
-def test_sections_that_are_swapped_under_right_checksums_are_caught_by_the_state_hash(
+def rebuilt(store: WatchedStore, record: Manifest, number: int, payload: bytes) -> Manifest:
+    """``record`` with one section's bytes replaced and every checksum right."""
+    pieces = []
+    for n, section in enumerate(record.sections):
+        data = store._objects[record.objects[section.object].key]
+        pieces.append(payload if n == number else data[section.offset : section.offset + section.nbytes])
+    sections = []
+    offset = 0
+    for section, piece in zip(record.sections, pieces, strict=True):
+        sections.append(
+            msgspec.structs.replace(
+                section, object=0, offset=offset, nbytes=len(piece), xxh3=manifest.digest(piece)
+            )
+        )
+        offset += len(piece)
+    whole = b"".join(pieces)
+    key = record.objects[0].key
+    store._objects[key] = whole
+    reference = ObjectRef(key=key, nbytes=len(whole), xxh3=manifest.digest(whole))
+    return msgspec.structs.replace(record, sections=tuple(sections), objects=(reference,))
+
+
+def other_values(payload: bytes, section: Section, dtype: str) -> bytes:
+    """The same indices with another step in the first place: a decoder or a trainer gone wrong."""
+    if section.encoding == "raw":
+        return bytes([payload[0] ^ 1]) + payload[1:]
+    delta = codec.decode(payload, section.num_elements, dtype)
+    d = delta.d.copy()
+    d[0] = 2 if d[0] != 2 else 3
+    return codec.encode_delta(codec.Delta(idx=delta.idx, d=d), section.num_elements)
+
+
+def test_wrong_contents_under_right_checksums_are_caught_by_the_state_hash(
     publisher: WeightPublisher, trainer: ToyTrainer, reader: WeightSubscriber, store: WatchedStore
 ) -> None:
     publish_steps(publisher, trainer, 0, 1)
     reader.poll(0)
     before = copy_of(reader)
     publish_steps(publisher, trainer, 2, 2)
+    kept = dict(store._objects), dict(store._heads)
+    record = sections_of(store, "1.2")
+    dtypes = {spec.name: spec.bits_dtype.str for spec in record.specs().values()}
+    for number, section in enumerate(record.sections):
+        data = store._objects[record.objects[section.object].key]
+        payload = other_values(
+            data[section.offset : section.offset + section.nbytes], section, dtypes[section.tensor]
+        )
+        reseal(store, "1.2", lambda r, n=number, p=payload: rebuilt(store, r, n, p))
+        with pytest.raises(SectionCorrupt, match="state hash comes out wrong") as caught:
+            reader.poll(0)
+        assert section.tensor in str(caught.value)
+        assert reader.version == V("1.1")
+        assert same(copy_of(reader), before)
+        store._objects, store._heads = dict(kept[0]), dict(kept[1])
+    assert reader.poll(0) == V("1.2")
 
-    def flip_one_step(record: Manifest) -> Manifest:
-        """One +1 ULP becomes -1: every checksum is right, the meaning is not."""
-        number = next(n for n, s in enumerate(record.sections) if s.encoding == "planes")
-        section = record.sections[number]
-        reference = record.objects[section.object]
-        data = bytearray(store._objects[reference.key])
-        piece = data[section.offset : section.offset + section.nbytes]
-        piece[-1] = 3 if piece[-1] != 3 else 5  # the last byte of a stored ulp stream
-        data[section.offset : section.offset + section.nbytes] = piece
-        store._objects[reference.key] = bytes(data)
-        sections = list(record.sections)
-        sections[number] = msgspec.structs.replace(section, xxh3=manifest.digest(piece))
-        objects = list(record.objects)
-        objects[section.object] = msgspec.structs.replace(reference, xxh3=manifest.digest(data))
-        return msgspec.structs.replace(record, sections=tuple(sections), objects=tuple(objects))
 
-    reseal(store, "1.2", flip_one_step)
-    with pytest.raises(SectionCorrupt, match=r"state hash comes out wrong|planes"):
+def test_a_section_checksum_counts_besides_the_objects(
+    publisher: WeightPublisher, trainer: ToyTrainer, reader: WeightSubscriber, store: WatchedStore
+) -> None:
+    publish_steps(publisher, trainer, 0, 1)
+    reader.poll(0)
+    publish_steps(publisher, trainer, 2, 2)
+
+    def spoil(record: Manifest) -> Manifest:
+        first = msgspec.structs.replace(record.sections[0], xxh3="0" * 32)
+        return msgspec.structs.replace(record, sections=(first, *record.sections[1:]))
+
+    reseal(store, "1.2", spoil)
+    with pytest.raises(SectionCorrupt, match="checksum is wrong"):
         reader.poll(0)
     assert reader.version == V("1.1")
-    assert same(copy_of(reader), before)
+
+
+def test_a_delta_from_another_version_is_refused_even_if_the_state_is_the_same(
+    publisher: WeightPublisher, reader: WeightSubscriber, store: WatchedStore
+) -> None:
+    publisher.publish(0)
+    reader.poll(0)
+    publisher.publish(1)
+    publisher.publish(2)  # nothing changed in 1.1 and 1.2
+    with pytest.raises(WrongBase, match=r"starts from 1\.1, the copy is at 1\.0"):
+        reader._follow([sections_of(store, "1.2")])
+
+
+def test_a_process_that_dies_while_writing_leaves_no_copy(
+    publisher: WeightPublisher, open_reader: Callable[..., WeightSubscriber]
+) -> None:
+    publisher.publish(0)
+    first = open_reader()
+    first.poll(0)
+    first._host.begin()  # and then it is killed
+    first.close()
+    assert open_reader().version is None
 
 
 def test_a_delta_for_another_state_is_refused_and_the_anchor_taken(
