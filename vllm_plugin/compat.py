@@ -231,6 +231,7 @@ def _wrap_busy_loop(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def run_busy_loop(self: Any) -> Any:
         attach = getattr(self.scheduler, "rose_attach", None)
         if attach is not None:
+            patch_spin()  # this process waits for its workers' answers in the same way
             attach(self)
         return original(self)
 

@@ -167,6 +167,14 @@ class RolloutSide:
         self._refuse_oversized()
         self._reclaim_seq += 1
         self._cut_ns = time.monotonic_ns() - started_ns
+        logger.info(
+            "ROSE: cut to %d of %d chunks, %d released in %.1f ms: %s",
+            keep,
+            self.balloon.num_chunks,
+            len(released),
+            self._cut_ns / 1e6,
+            self.reason,
+        )
         self._released.extend(released)
         self._bell.ring()
 

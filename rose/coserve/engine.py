@@ -127,6 +127,7 @@ class RolloutEngine:
         if self._child is None or self.sched != "idle" or on == self._hurried:
             return
         self._hurried = on
+        logger.info("engine %s", "owes pages: normal class" if on else "is even: idle class")
         if not self._child.set_sched("normal" if on else "idle") and not self._warned:
             self._warned = True
             logger.warning(

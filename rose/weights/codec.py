@@ -60,7 +60,7 @@ _STREAMS = ("count", "gap_lo", "gap_hi", "ulp", "escape")
 _REASONS = {
     kernels.ULP_ZERO: "a change by zero",
     kernels.OUT_OF_RUN: "an index past the end of its segment",
-    kernels.ESCAPE_COUNT: "more escapes than the escape stream holds, or fewer",
+    kernels.ESCAPE_COUNT: "more escapes than the escape stream holds",
     kernels.ESCAPE_SMALL: "an escape for a step that needs none",
 }
 _MAX_KEPT = 1 << 22  # changes of the scratch that a thread keeps: 20 MB; holds a 16 M element run at 20 %

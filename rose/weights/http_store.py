@@ -11,6 +11,7 @@ Blocking; one kept-alive connection per thread.  The token travels in a header a
 from __future__ import annotations
 
 import http.client
+import socket
 import threading
 import time
 import weakref
@@ -36,6 +37,7 @@ from rose.weights.manifest import MAX_OBJECT_BYTES, Head, check_key, check_run_i
 from rose.weights.store import (
     MAX_HEAD_BYTES,
     Buffer,
+    Content,
     ObjectStat,
     check_lease,
     check_prefix,
@@ -82,15 +84,22 @@ class HttpStore:
         self._timeout_s = timeout_s
         self._patience_s = patience_s
         self._local = threading.local()
+        self._closed = threading.Event()
         self._open: weakref.WeakSet[http.client.HTTPConnection] = weakref.WeakSet()
 
     def __repr__(self) -> str:
         return f"HttpStore({self.url!r})"
 
     def close(self) -> None:
-        """Close the connections of all threads; a later call opens new ones."""
+        """End for good: calls that wait in other threads fail at once with CapacityError, as do later ones."""
+        self._closed.set()
         for connection in list(self._open):
-            connection.close()
+            sock = connection.sock
+            if sock is not None:
+                try:
+                    sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads it; close alone does not
+                except OSError:
+                    pass
 
     # -- objects
 
@@ -99,7 +108,7 @@ class HttpStore:
         body = memoryview(data).cast("B")
         headers = {"X-Rose-Xxh3": manifest.digest(body), "Content-Type": "application/octet-stream"}
         lost_answer = False
-        patience = _Patience(self._patience_s)
+        patience = _Patience(self._patience_s, self._closed)
         while True:
             try:
                 self._send("PUT", path, body=body, headers=headers)
@@ -113,23 +122,23 @@ class HttpStore:
                 lost_answer = True
                 patience.pause(self.url, error)
 
-    def get(self, key: str, *, max_bytes: int = MAX_OBJECT_BYTES) -> bytes:
-        return bytes(self._read(key, 0, None, max_bytes))
+    def get(self, key: str, *, max_bytes: int = MAX_OBJECT_BYTES) -> Content:
+        return self._read(key, 0, None, max_bytes)
 
-    def get_range(self, key: str, offset: int, nbytes: int) -> bytes:
+    def get_range(self, key: str, offset: int, nbytes: int) -> Content:
         if offset < 0 or nbytes < 0:
             check_range(key, offset, nbytes, 0)
         if nbytes == 0:
             check_range(key, offset, 0, self.stat(key).nbytes)
             return b""
-        return bytes(self._read(key, offset, nbytes, nbytes))
+        return self._read(key, offset, nbytes, nbytes)
 
     def _read(self, key: str, offset: int, nbytes: int | None, max_bytes: int) -> bytearray:
         """``nbytes`` from ``offset`` (None: to the end), however often the connection breaks."""
         path = f"/objects/{check_key(key)}"
         buffer: bytearray | None = None if nbytes is None else bytearray(nbytes)
         done = 0
-        patience = _Patience(self._patience_s)
+        patience = _Patience(self._patience_s, self._closed)
         while buffer is None or done < len(buffer):
             headers = {}
             if buffer is not None:
@@ -223,7 +232,7 @@ class HttpStore:
         self, method: str, path: str, max_bytes: int, body: Buffer | None = None
     ) -> tuple[bytes, Mapping[str, str]]:
         """A request that may simply be repeated, with a small answer."""
-        patience = _Patience(self._patience_s)
+        patience = _Patience(self._patience_s, self._closed)
         while True:
             try:
                 return self._send(method, path, body=body, max_bytes=max_bytes)
@@ -254,6 +263,8 @@ class HttpStore:
         self, method: str, path: str, *, body: Buffer | None = None, headers: Mapping[str, str]
     ) -> _Response:
         """Send, and raise the error that the status means.  Raises _Retry or a transport error when broken."""
+        if self._closed.is_set():
+            raise CapacityError("store is closed", retry_after_s=None)
         connection = self._connection()
         response = _Response(connection)
         with response.on_error_close():
@@ -352,8 +363,8 @@ class _CloseOnError:
 class _Patience:
     """Pauses between tries, and the end of them."""
 
-    def __init__(self, patience_s: float) -> None:
-        self._patience_s = patience_s
+    def __init__(self, patience_s: float, closed: threading.Event) -> None:
+        self._patience_s, self._closed = patience_s, closed
         self.progress()
 
     def progress(self) -> None:
@@ -361,12 +372,14 @@ class _Patience:
         self._pause_s = _FIRST_PAUSE_S
 
     def pause(self, url: str, error: Exception) -> None:
-        """Sleep before the next try, or give up."""
+        """Wait before the next try, or give up."""
+        if self._closed.is_set():
+            raise CapacityError("store is closed", retry_after_s=None) from error
         if time.monotonic() + self._pause_s > self._until_s:
             raise CapacityError(
                 f"relay {url} cannot be reached: {str(error) or type(error).__name__}"
             ) from error
-        time.sleep(self._pause_s)
+        self._closed.wait(self._pause_s)
         self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
 
 

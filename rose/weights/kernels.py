@@ -226,7 +226,7 @@ def decode(
             if z == 0:
                 return ULP_ZERO
             if z == ESCAPE and mask > 0xFF:
-                if num_escapes == escape.size:
+                if num_escapes == escape.size:  # the codec sizes it by counting; never read past it
                     return ESCAPE_COUNT
                 d = np.int64(escape[num_escapes])
                 num_escapes += 1
@@ -237,7 +237,7 @@ def decode(
             idx[k] = begin + position
             d_out[k] = d
             k += 1
-    return 0 if num_escapes == escape.size else ESCAPE_COUNT
+    return 0
 
 
 @_compiled

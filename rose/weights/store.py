@@ -34,6 +34,8 @@ from rose.weights.manifest import MAX_MANIFEST_BYTES, MAX_OBJECT_BYTES, Head, ch
 from rose.weights.version import WeightVersion
 
 Buffer = bytes | bytearray | memoryview
+Content = bytes | bytearray
+"""What a read returns; equal to, and used like, bytes.  Not copied for the sake of its type."""
 
 MAX_LEASE_S = 3600.0
 MAX_LEASES = 1024
@@ -53,11 +55,11 @@ class Store(Protocol):
         """Raises Conflict if ``key`` exists, TooLarge, CapacityError when full."""
         ...
 
-    def get(self, key: str, *, max_bytes: int = MAX_OBJECT_BYTES) -> bytes:
+    def get(self, key: str, *, max_bytes: int = MAX_OBJECT_BYTES) -> Content:
         """Raises NotFound, or TooLarge above ``max_bytes``."""
         ...
 
-    def get_range(self, key: str, offset: int, nbytes: int) -> bytes:
+    def get_range(self, key: str, offset: int, nbytes: int) -> Content:
         """Exactly ``nbytes``; raises NotFound, or RequestError when the object ends before."""
         ...
 
@@ -92,6 +94,10 @@ class Store(Protocol):
 
     def leases(self, run_id: str) -> list[WeightVersion]:
         """Versions held now, sorted."""
+        ...
+
+    def close(self) -> None:
+        """End waiting calls and free connections; the store is not used afterwards."""
         ...
 
 
@@ -217,6 +223,9 @@ class MemoryStore:
         with self._changed:
             self._leases = {k: v for k, v in self._leases.items() if v[1] > now_s}
             return sorted({v for (run, _), (v, _) in self._leases.items() if run == run_id})
+
+    def close(self) -> None:
+        """Nothing to free."""
 
 
 class _LeaseFile(msgspec.Struct, forbid_unknown_fields=True):
@@ -464,6 +473,9 @@ class FileStore:
                 path.unlink(missing_ok=True)
         return sorted(held)
 
+    def close(self) -> None:
+        """Nothing to free."""
+
     def _run_folder(self, run_id: str) -> Path:
         folder = self._runs / check_run_id(run_id)
         folder.mkdir(exist_ok=True)
@@ -527,6 +539,7 @@ __all__ = [
     "MAX_MANIFEST_BYTES",
     "MAX_OBJECT_BYTES",
     "Buffer",
+    "Content",
     "FileStore",
     "Head",
     "MemoryStore",

@@ -8,8 +8,9 @@ that every state hash comes out as the manifest says, and only then change the h
 
 What it guarantees:
 
-* The host copy is always one published version, proven by state hashes, or nothing.  A corrupt, truncated or missing
-  piece changes nothing; it is fetched again, and if that does not help the anchor is tried.
+* The host copy is always one published version, proven by state hashes, or nothing.  A corrupt, truncated or
+  missing piece changes nothing; it is fetched again, and where the anchor leads past it, the anchor is taken.
+* A delta that does not fit what we hold (a state hash comes out wrong) means that the copy is damaged: the anchor.
 * A broken transfer goes on where it stopped, also after a restart of this process or of the relay.
 * A new attempt leads to its own anchor; a delta is applied only to its base.
 
@@ -41,6 +42,7 @@ from rose.errors import (
     RequestError,
     RoseError,
     SectionCorrupt,
+    WeightsError,
     WrongBase,
 )
 from rose.weights import codec, manifest, retention, statehash
@@ -81,16 +83,23 @@ class WeightSubscriber:
     Args:
         store: Where from; see :mod:`rose.weights.store`.
         directory: Owned by this subscriber: host copy, spool, update files.  About 2.2 copies of the model while
-            an anchor arrives, 1.1 otherwise.
+            an anchor arrives, 1.1 otherwise, and what the last four update files take.
+        owns_store: Close the store with the subscriber, which also ends a poll that waits in another thread.
 
     Raises:
         ConfigError: The directory is in use or cannot be written.
     """
 
     def __init__(
-        self, store: Store, run_id: str, directory: Path | str, params: WeightsParams | None = None
+        self,
+        store: Store,
+        run_id: str,
+        directory: Path | str,
+        params: WeightsParams | None = None,
+        *,
+        owns_store: bool = False,
     ) -> None:
-        self._store = store
+        self._store, self._owns_store = store, owns_store
         self._run_id = manifest.check_run_id(run_id)
         self._params = params or WeightsParams()
         self._holder = f"sub-{secrets.token_hex(8)}"
@@ -104,6 +113,8 @@ class WeightSubscriber:
             path.unlink()
         self._steps: list[Manifest] = []  # deltas in the spool, contiguous, ending at the copy's version
         self._told: WeightVersion | None = None
+        self._failed: Manifest | None = None  # the step that did not work
+        self._given_up: WeightVersion | None = None  # the version whose anchor did not help
 
     @property
     def version(self) -> WeightVersion | None:
@@ -194,6 +205,9 @@ class WeightSubscriber:
             return damaged
 
     def close(self) -> None:
+        """Give the directory back; the copy stays for the next process."""
+        if self._owns_store:
+            self._store.close()
         with self._lock:
             self._host.close()
 
@@ -213,18 +227,30 @@ class WeightSubscriber:
             return
         self._lease(head.identity)
         try:
-            newest = self._read_head(head)
-            try:
-                self._follow(self._route(self.version, newest))
-            except (SectionCorrupt, WrongBase) as error:
-                whole = self._route(None, newest)
-                _log.warning("%s; taking the anchor %s instead", error, whole[0].identity)
-                self._follow(whole)
+            self._advance_to(self._read_head(head))
         except NotFound as error:
+            self._lease(None)
             # Deleted while we read, for lack of a lease: the head has moved on by then.
             raise SectionCorrupt(f"{head.identity} is incomplete: {error}", field="store") from error
-        finally:
+        except WeightsError:
             self._lease(None)
+            raise
+        self._lease(None)  # after any other error the store is away, and the lease ends by itself
+
+    def _advance_to(self, newest: Manifest) -> None:
+        """By the cheapest way; by the anchor when that fails and the anchor can help."""
+        try:
+            self._follow(self._route(self.version, newest))
+        except (SectionCorrupt, WrongBase) as error:
+            if self._given_up == newest.identity:
+                raise
+            whole = self._route(None, newest)
+            if isinstance(error, SectionCorrupt) and _contains(whole, self._failed):
+                raise  # the damaged piece is needed either way
+            _log.warning("%s; taking the anchor %s instead", error, whole[0].identity)
+            self._given_up = newest.identity  # a full copy is pulled once per version, not at every poll
+            self._follow(whole)
+        self._given_up = None
 
     def _route(self, held: WeightVersion | None, newest: Manifest) -> list[Manifest]:
         def read(version: WeightVersion, kind: Kind) -> Manifest:
@@ -240,10 +266,12 @@ class WeightSubscriber:
 
     def _follow(self, steps: list[Manifest]) -> None:
         for step in steps:
+            self._failed = step
             self._check_base(step)
             staged = self._stage(step)
             self._commit(step, staged)
             self._remember(step)
+        self._failed = None
 
     def _check_base(self, step: Manifest) -> None:
         name = f"version {step.identity}"
@@ -286,7 +314,9 @@ class WeightSubscriber:
                 dh = statehash.subtract(dh, before)
             staged = _Staged(section, values, None)
         if statehash.to_hex(dh) != section.dh:
-            raise SectionCorrupt("state hash comes out wrong", field=name)
+            # Every byte arrived as sent.  Of a delta, what it is applied to is wrong; of an anchor, the sender.
+            error = SectionCorrupt if step.base is None else WrongBase
+            raise error("state hash comes out wrong", field=name)
         return staged
 
     def _present(self, section: Section) -> Bits:
@@ -433,6 +463,11 @@ class WeightSubscriber:
         files = sorted(self._updates.iterdir(), key=lambda path: path.stat().st_mtime_ns)
         for path in files[:-_KEPT_UPDATES]:
             path.unlink(missing_ok=True)
+
+
+def _contains(steps: list[Manifest], wanted: Manifest | None) -> bool:
+    """False for None: the way itself could not be read, so another one may be."""
+    return wanted is not None and any((s.identity, s.kind) == (wanted.identity, wanted.kind) for s in steps)
 
 
 def _mapped(path: Path) -> mmap.mmap | bytes:

@@ -308,8 +308,8 @@ def test_a_cut_download_goes_on_by_range(relay: RelayThread, tokens: Tokens, fil
         proxy.cut_after = [300_000, 1, 400_000]
         assert client.get("run/a") == DATA
         assert proxy.num_connections == 4
+        client = HttpStore(proxy.url, tokens.relay, patience_s=5)
         proxy.cut_after = [200_000, 200_000]
-        client.close()
         assert client.get_range("run/a", 100, 900_000) == DATA[100:900_100]
 
 
@@ -323,7 +323,7 @@ def test_an_upload_whose_answer_was_lost_is_not_a_conflict(
         assert files.get("run/a") == DATA
         # But bytes that are really others' are.
         files.put_new("run/b", bytes(len(DATA)))
-        client.close()
+        client = HttpStore(proxy.url, tokens.relay, patience_s=5)
         proxy.cut_after = [1]
         with pytest.raises(Conflict):
             client.put_new("run/b", DATA)
@@ -353,6 +353,32 @@ def test_a_relay_that_is_away_is_a_capacity_error_in_bounded_time(tokens: Tokens
         with pytest.raises(CapacityError, match="cannot be reached"):
             call()
         assert time.monotonic() - started_s < 5
+
+
+@pytest.mark.parametrize("call", ["wait", "unreachable"])
+def test_closing_the_store_ends_calls_that_wait(relay: RelayThread, tokens: Tokens, call: str) -> None:
+    client = HttpStore(relay.url, tokens.relay, patience_s=60)
+    if call == "unreachable":
+        relay.stop()
+    errors: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            client.wait_head("run", None, 60)
+        except CapacityError as error:
+            errors.append(error)
+
+    reader = threading.Thread(target=wait)
+    reader.start()
+    if call == "wait":
+        wait_until(lambda: b"waiting_readers 1.0" in ask(relay, "GET", "/metrics", None)[1])
+    started_s = time.monotonic()
+    client.close()
+    reader.join(10)
+    assert time.monotonic() - started_s < 2
+    assert [str(error) for error in errors] == ["store is closed"]
+    with pytest.raises(CapacityError, match="closed"):
+        client.get_head("run")
 
 
 def test_a_restarted_relay_is_not_noticed(tmp_path: Path, tokens: Tokens) -> None:

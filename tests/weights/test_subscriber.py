@@ -399,8 +399,14 @@ def test_wrong_contents_under_right_checksums_are_caught_by_the_state_hash(
             data[section.offset : section.offset + section.nbytes], section, dtypes[section.tensor]
         )
         reseal(store, "1.2", lambda r, n=number, p=payload: rebuilt(store, r, n, p))
-        with pytest.raises(SectionCorrupt, match="state hash comes out wrong") as caught:
+        with pytest.raises(WrongBase, match="state hash comes out wrong") as caught:
             reader.poll(0)
+        store.reads.clear()
+        with pytest.raises(WrongBase, match="state hash comes out wrong"):
+            reader.poll(0)
+        assert not any(
+            "/1.0/" in key for key, _, _ in store.reads
+        )  # the anchor was tried once, not every time
         assert section.tensor in str(caught.value)
         assert reader.version == V("1.1")
         assert same(copy_of(reader), before)
@@ -458,6 +464,49 @@ def test_a_delta_for_another_state_is_refused_and_the_anchor_taken(
     assert reader.poll(0) == V("1.2")
     assert same(copy_of(reader), trainer.bits())
     assert any("/1.0/" in key for key, _, _ in store.reads)
+
+
+def test_a_corrupt_delta_that_the_anchor_needs_too_does_not_pull_the_anchor(
+    publisher: WeightPublisher, trainer: ToyTrainer, reader: WeightSubscriber, store: WatchedStore
+) -> None:
+    publish_steps(publisher, trainer, 0, 1)
+    reader.poll(0)
+    publish_steps(publisher, trainer, 2, 2)
+    key = sections_of(store, "1.2").objects[0].key
+    store._objects[key] = bytes(len(store._objects[key]))
+    store.reads.clear()
+    with pytest.raises(SectionCorrupt):
+        reader.poll(0)
+    assert {k for k, _, _ in store.reads} == {key}
+    assert reader.version == V("1.1")
+
+
+def test_an_anchor_past_the_corrupt_delta_is_taken(
+    trainer: ToyTrainer, reader: WeightSubscriber, store: WatchedStore
+) -> None:
+    params = WeightsParams(fragment_elements=65_536, anchor_every=3, collect=False)
+    publisher = WeightPublisher(trainer.tensors, store, "run", 1, params)
+    publish_steps(publisher, trainer, 0, 1)
+    reader.poll(0)
+    publish_steps(publisher, trainer, 2, 4)  # an anchor besides the delta at 1.3
+    key = sections_of(store, "1.2").objects[0].key
+    store._objects[key] = bytes(len(store._objects[key]))
+    assert reader.poll(0) == V("1.4")
+    assert same(copy_of(reader), trainer.bits())
+
+
+def test_memory_damaged_where_a_delta_lands_heals_through_the_anchor(
+    publisher: WeightPublisher, trainer: ToyTrainer, reader: WeightSubscriber
+) -> None:
+    publish_steps(publisher, trainer, 0, 1)
+    reader.poll(0)
+    before = trainer.bits()["model.embed_tokens.weight"]
+    publish_steps(publisher, trainer, 2, 2)
+    changed = np.flatnonzero(before != trainer.bits()["model.embed_tokens.weight"])
+    reader._host.bits("model.embed_tokens.weight")[changed[0]] ^= 0x100
+    assert reader.poll(0) == V("1.2")
+    assert reader.scan() == []
+    assert same(copy_of(reader), trainer.bits())
 
 
 def test_damaged_memory_is_named_and_repaired_from_the_anchor(
