@@ -55,7 +55,9 @@ class Tokens:
         try:
             table = tomllib.loads(Path(path).read_text())
         except FileNotFoundError:
-            raise ConfigError(f"{path} does not exist", field="token_file", fix=f"rose tokens {path}") from None
+            raise ConfigError(
+                f"{path} does not exist", field="token_file", fix=f"rose tokens {path}"
+            ) from None
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"{path} is not readable TOML: {error}", field="token_file") from error
         for role in ROLES:

@@ -85,6 +85,12 @@ def main() -> int:
     step("installing this checkout")
     if pip("install", *quiet, "--no-deps", "--no-build-isolation", "-e", str(ROOT)) != 0:
         return 1
+    step("compiling the weight codec's loops")
+    if (
+        subprocess.run([str(VENV / "bin" / "python"), "-m", "rose.weights.warmup"], check=False).returncode
+        != 0
+    ):
+        return 1
     (VENV / ".ready").touch()
     step(f"done in {time.monotonic() - started:.0f} s")
     return 0

@@ -255,6 +255,21 @@ def patch_spin() -> None:
         _patch("spin", shm_broadcast, "sched_yield", lambda _: lambda: time.sleep(SPIN_SLEEP_S))
 
 
+def stay_eager(config: Any) -> None:
+    """Rollout role, ``--enforce-eager``: compile nothing later either.
+
+    vLLM's sampler has functions under ``torch.compile`` that are compiled at their first use (log-probs among
+    them), eager mode or not.  That is one step of several seconds, in which no memory can be given back: such
+    engines were killed at the reclaim deadline.
+    """
+    from vllm.config import CompilationMode
+
+    if config.compilation_config.mode == CompilationMode.NONE:
+        import torch._dynamo
+
+        torch._dynamo.config.disable = True
+
+
 def patch_cpu_gemm() -> None:
     """CPU only, rollout role: keep linear weights in place instead of packing and freeing them.
 

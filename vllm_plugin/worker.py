@@ -35,6 +35,8 @@ class RoseCPUWorker(WeightWorkerMixin, CPUWorker):
         if role() == "rollout":
             compat.patch_cpu_gemm()
         super().__init__(*args, **kwargs)
+        if role() == "rollout":
+            compat.stay_eager(self.vllm_config)
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         try:

@@ -147,6 +147,10 @@ class WeightSource(Protocol):
         """Update file that leads from ``engine_version`` (None: from anything) to ``version``."""
         ...
 
+    def close(self) -> None:
+        """End a ``poll`` in progress and give up what is held."""
+        ...
+
 
 class WeightLoop:
     """Brings the engine to the newest version, again after each of its restarts."""
@@ -161,7 +165,13 @@ class WeightLoop:
         self.last: dict[str, Any] = {}
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Until cancelled; closes the source on the way out."""
+        try:
+            await self._follow()
+        finally:
+            self._source.close()
+
+    async def _follow(self) -> None:
         failures = 0
         while True:
             try:
@@ -245,4 +255,4 @@ def open_weight_source(config: NodeConfig, link: WeightsLink, tokens: Tokens) ->
     except OSError as error:
         raise ConfigError(f"{directory}: {error.strerror}", field="weights.directory") from error
     store = HttpStore(link.relay_url, tokens.relay)
-    return WeightSubscriber(store, link.run_id, directory)
+    return WeightSubscriber(store, link.run_id, directory, owns_store=True)

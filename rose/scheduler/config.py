@@ -81,7 +81,7 @@ class JournalConfig(Section):
 class SchedulerConfig(Section):
     host: str = "127.0.0.1"
     port: int = Field(default=8800, ge=0, le=65535)
-    policy: Policy = "cost"
+    policy: Policy = "sticky_least_loaded"
     seed: int = 0
     """Of the draws between equal workers."""
     history: Literal["append", "template"] = "append"

@@ -33,7 +33,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rose.errors import Conflict, NotFound, RoseError, VersionRefused
+from rose.errors import Conflict, NotFound, RoseError, VersionRefused, WeightsError
 from rose.weights import codec, manifest, retention, statehash
 from rose.weights.buckets import Buckets
 from rose.weights.manifest import Base, Encoding, Head, Kind, Manifest, ObjectRef, Section, TensorState
@@ -154,6 +154,7 @@ class WeightPublisher:
         self._anchor: WeightVersion | None = None
         self._num_since_anchor = 0
         self._pending: _Pending | None = None
+        self._damaged = False
         self._executor: ThreadPoolExecutor | None = None
 
     @property
@@ -220,7 +221,7 @@ class WeightPublisher:
         if head is not None and head.identity == identity:
             return self._again(identity, head, tensors, started_s)
 
-        whole = self._published is None or head is None
+        whole = self._published is None or head is None or self._damaged
         with Buckets(self._store, self._run_id, identity, self._params.bucket_bytes) as buckets:
             changes = list(self._changes(tensors, whole, buckets))
             num_changed = sum(change.num_changed for change in changes)
@@ -479,6 +480,7 @@ class WeightPublisher:
         self._published, self._kind = pending.head.identity, pending.head.kind
         if self._kind == "anchor":
             self._anchor, self._num_since_anchor = self._published, 0
+            self._damaged = False
         else:
             self._num_since_anchor += 1
         for change in pending.changes:
@@ -545,6 +547,7 @@ class WeightPublisher:
                 for fragment in held.fragments
             ]
             for change in changes:
+                self._check_baseline(change.held, change.fragment)
                 self._upload(change, buckets)
                 assert change.section is not None
                 change.section = _of_anchor(change.section, change.h_after)
@@ -553,6 +556,18 @@ class WeightPublisher:
         self._put_manifest(record)
         self._anchor, self._num_since_anchor = identity, 0
         return record.bytes_sent
+
+    def _check_baseline(self, held: _Held, fragment: _Fragment) -> None:
+        """Prove the baseline's memory before it becomes an anchor.
+
+        Deltas made from damaged memory fit no reader, so only a whole version mends it.
+        """
+        bits = held.bits[fragment.start : fragment.stop]
+        if statehash.hash_bits(bits, start=fragment.start) != fragment.h:
+            self._damaged = True
+            raise WeightsError(
+                "baseline is damaged in memory; the next version is whole", field=held.spec.name
+            )
 
 
 def _apply(change: _Change) -> None:

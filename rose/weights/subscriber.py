@@ -239,6 +239,7 @@ class WeightSubscriber:
 
     def _advance_to(self, newest: Manifest) -> None:
         """By the cheapest way; by the anchor when that fails and the anchor can help."""
+        self._failed = None
         try:
             self._follow(self._route(self.version, newest))
         except (SectionCorrupt, WrongBase) as error:

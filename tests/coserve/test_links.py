@@ -191,12 +191,16 @@ class Source:
         self.failures: list[Exception] = []
         self.claimed_base: str | None = None
         self.outside = False
+        self.closed = False
 
     def poll(self, timeout_s: float) -> WeightVersion | None:
         try:
             return self.published.get(timeout=timeout_s)
         except queue.Empty:
             return None
+
+    def close(self) -> None:
+        self.closed = True
 
     def fetch(self, version: WeightVersion, engine_version: WeightVersion | None) -> Path:
         base = str(engine_version) if engine_version is not None else None

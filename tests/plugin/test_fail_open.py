@@ -15,7 +15,15 @@ from tests.plugin import harness
 from tests.plugin.stand_in import eventually
 from tests.tiny_model import write_tiny_model
 
-HOOKS = ["before_schedule", "after_schedule", "after_update", "usage", "reset_prefix_cache", "_write_board", "_round"]
+HOOKS = [
+    "before_schedule",
+    "after_schedule",
+    "after_update",
+    "usage",
+    "reset_prefix_cache",
+    "_write_board",
+    "_round",
+]
 
 
 @pytest.fixture(scope="module")

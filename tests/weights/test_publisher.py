@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rose.errors import CapacityError, ConfigError, RoseError, VersionRefused, WeightsError
+from rose.errors import CapacityError, ConfigError, RoseError, VersionRefused, WeightsError, WrongBase
 from rose.weights import retention, statehash
 from rose.weights.manifest import Head
 from rose.weights.params import WeightsParams
@@ -432,6 +432,28 @@ def test_a_store_that_was_wiped_gets_an_anchor(trainer: ToyTrainer, store: Flaky
     subscriber = WeightSubscriber(fresh, "run", tmp_path / "fresh")
     assert holds(subscriber, trainer)
     subscriber.close()
+
+
+def test_a_baseline_damaged_in_memory_makes_no_anchor_and_heals(
+    trainer: ToyTrainer, store: FlakyStore, reader: WeightSubscriber
+) -> None:
+    params = WeightsParams(anchor_every=2, collect=False)
+    publisher = WeightPublisher(trainer.tensors, store, "run", 1, params)
+    publisher.publish(0)
+    trainer.step()
+    publisher.publish(1)
+    assert holds(reader, trainer)
+    publisher._held["model.embed_tokens.weight"].bits[7] ^= 0x40
+    # Element 7 is sent as a step from what no reader holds: readers refuse it, and it is found at the anchor.
+    assert publisher.publish(2).bytes_anchor == 0
+    assert "run/1.2/anchor.json" not in store.list("run/")
+    with pytest.raises(WrongBase):
+        reader.poll(0)
+    assert publisher.publish(3).kind == "anchor"
+    assert holds(reader, trainer)
+    trainer.step()
+    assert publisher.publish(4).kind == "delta"
+    assert holds(reader, trainer)
 
 
 def test_a_failing_clean_up_does_not_fail_the_publish(trainer: ToyTrainer) -> None:
