@@ -301,6 +301,11 @@ def private_ray(config: TrainConfig) -> Iterator[None]:
         import ray
     except ImportError as error:
         raise ConfigError("ray is not installed", field="ray", fix="pip install 'rose-rl[cpu]'") from error
+    if config.ray.address is None:
+        from ray._private import ray_constants
+
+        # The variable alone does nothing where somebody imported Ray before us (vLLM does).
+        ray_constants.ENABLE_RAY_CLUSTER = False
 
     settings = config.ray
     own_dir: Path | None = None
