@@ -465,7 +465,7 @@ def _reclaim(result: DemoResult) -> str:
         ["Cuts of the rollout engine's memory", f"{found.cuts:,}"],
         ["Rollout requests stopped by a cut, with the tokens they had", f"{found.cut_requests:,}"],
         ["Turns continued elsewhere from their tokens", f"{found.resumed_turns:,}"],
-        ["Rollout engines killed past their deadline", f"{found.kills:,}"],
+        ["Processes of the demo that were killed", f"{found.kills:,}"],
     ]
     events = [event for event in result.events if event.kind != "version"]
     listed = "".join(
