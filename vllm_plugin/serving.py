@@ -86,6 +86,7 @@ class ServingSide:
         self._board = self._dir.serving_board_writer()
         self._chunks = self._dir.chunks_writer("serving", self.plan.num_chunks)
         self._chunks.extra[:] = b"\x01" * self.plan.num_chunks
+        self._chunks.write(ChunkState(generation=0, heartbeat_ns=time.monotonic_ns()))
         self._ranks = [self._dir.rank("serving", r, self.plan.num_chunks) for r in range(num_ranks)]
         for reader in self._ranks:
             if reader.read() is None:
