@@ -11,10 +11,14 @@ Every program gets the token file by ``ROSE_TOKEN_FILE``; no secret is on a comm
 
 from __future__ import annotations
 
+import getpass
 import json
+import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,7 +102,8 @@ class Plan:
             self.logs.mkdir(parents=True)
         except OSError as error:
             raise ConfigError(f"{self.logs}: {error.strerror}", field="out") from error
-        for path in (self.node_dir, self.dedicated_dir, self.train_dir, self.root / "relay"):
+        folders = (self.node_dir, self.dedicated_dir, self.train_dir, self.root / "relay", self.root / "tmp")
+        for path in folders:
             path.mkdir(mode=0o700)
         write_phase(self.phase_path, "startup")
         plan = TrafficPlan(
@@ -181,7 +186,12 @@ class Plan:
             spec=ProcSpec(
                 name="production",
                 argv=argv,
-                env={**SCRUBBED, **ENGINE_ENV, "ROSE_ROLE": "serving", "ROSE_DIR": str(self.node_dir)},
+                env={
+                    **SCRUBBED,
+                    **self._engine_env(),
+                    "ROSE_ROLE": "serving",
+                    "ROSE_DIR": str(self.node_dir),
+                },
                 cores=(self.cores[0],),
                 log_path=self.logs / "production.log",
             ),
@@ -264,6 +274,18 @@ class Plan:
 
     # ------------------------------------------------------------ helpers
 
+    def _engine_env(self) -> dict[str, str]:
+        """vLLM leaves sockets and rendezvous files in its temporary directory: one that goes with the run.
+
+        The compiler's cache stays where it is, or every start would compile again.
+        """
+        env = {**ENGINE_ENV, "TMPDIR": str(self.root / "tmp")}
+        if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+            with suppress(KeyError, OSError):  # a user without a name
+                cache = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+                env["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
+        return env
+
     def _engine(self, name: str, core: int) -> dict[str, Any]:
         """The ``[engine]`` table of a node: the policy model in its own ``vllm serve``."""
         rollout = self.config.rollout
@@ -280,7 +302,7 @@ class Plan:
                 f"--kv-cache-memory-bytes={rollout.kv_cache_bytes}",
                 f"--seed={self.config.seed}",
             ],
-            "env": ENGINE_ENV,
+            "env": self._engine_env(),
             "port": self.config.port(name),
             "max_model_len": rollout.max_model_len,
             "log_path": (self.logs / f"{name}-engine.log").resolve(),

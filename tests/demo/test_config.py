@@ -43,7 +43,7 @@ def test_named_options_and_overrides_win_over_the_file(tmp_path: Path) -> None:
         ({"traffic.period_s": 1.0}, "traffic.period_s"),
         ({"traffic.prompt_max_tokens": 2000}, "traffic.prompt_max_tokens"),
         ({"job.group_size": 4}, "job.group_size"),
-        ({"job.fine_tuning_steps": 20}, "job.fine_tuning_steps"),
+        ({"job.fine_tuning_steps": DemoConfig().steps}, "job.fine_tuning_steps"),
         ({"stepz": 3}, "stepz"),
     ],
 )
