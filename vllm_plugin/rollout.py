@@ -23,11 +23,12 @@ import logging
 import os
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 from rose.coserve.ledger import ChunkState, NodeDir, Phase, RecordReader, RolloutLease, ServingBoard
 from rose.errors import LedgerError
-from rose.policy.admission import AdmissionParams, BoardView, Demand, StepModel, admit
+from rose.policy.admission import AdmissionParams, BoardView, Demand, Rule, StepModel, admit
 from rose.policy.lending import allowed_pages
 from rose.units import NS_PER_S
 from vllm_plugin import ENV_DIR, compat
@@ -68,6 +69,7 @@ class RolloutSide:
         self.num_schedules = 0
         self._num_steps = 0
         self._num_tokens = 0
+        self._num_decoded = 0
         self._reclaim_seq = 0
         self._num_cut_requests = 0
         self._cut_ns = 0
@@ -215,6 +217,7 @@ class RolloutSide:
         if prefill + decode:
             self._num_steps += 1
             self._num_tokens += prefill + decode
+            self._num_decoded += decode
             self.model.observe(
                 prefill_tokens=prefill,
                 num_decodes=decode,
@@ -351,6 +354,9 @@ class RolloutSide:
             return 0, "node agent is not there"
         self._epoch = node.epoch
         self._has_serving = bool(node.has_serving)
+        rule = Rule(node.rule) if node.rule in list(Rule) else Rule.SLACK
+        if (rule, bool(node.serialise)) != (self.admission_params.rule, self.admission_params.serialise):
+            self.admission_params = replace(self.admission_params, rule=rule, serialise=bool(node.serialise))
         lease = self._serving_lease.read() if node.has_serving else None
         board = self._board.read() if node.has_serving else None
         return allowed_pages(
@@ -407,6 +413,7 @@ class RolloutSide:
                 steps=self._num_steps,
                 schedules=self.num_schedules,
                 tokens=self._num_tokens,
+                decoded=self._num_decoded,
                 reclaim_seq=self._reclaim_seq,
                 cut_requests=self._num_cut_requests,
                 cut_ns=self._cut_ns,

@@ -71,8 +71,10 @@ class ServingSide:
         # Written by the engine thread, read by the background thread.
         self._released: collections.deque[int] = collections.deque()
         self._claim_chunks = 0
+        self._fixed = False
 
         self._step = 0
+        self._busy_ns = 0
         self._step_started_ns = 0
         self._step_ns = 0
         self._last_token_ns = 0
@@ -143,6 +145,8 @@ class ServingSide:
         short = need - blocks.get_num_free_blocks()
         inflated = len(self.balloon.inflated)
         chunks = min(inflated, -(-short // self.plan.chunk_blocks)) if short > 0 else 0
+        if self._fixed:
+            chunks = 0
         pressure = chunks > 0
         if pressure and not self._under_pressure:
             self._pressure_seq += 1
@@ -169,6 +173,7 @@ class ServingSide:
         """A step has ended."""
         now_ns = time.monotonic_ns()
         self._step_ns = now_ns - self._step_started_ns
+        self._busy_ns += self._step_ns
         self._last_token_ns = now_ns
         prefill, decode = self._scheduled
         if prefill + decode:
@@ -209,6 +214,7 @@ class ServingSide:
                 tpot_deadline_ns=tpot_deadline,
                 step_started_ns=self._step_started_ns,
                 step_ns=self._step_ns,
+                busy_ns=self._busy_ns,
                 used_pages=int(used_blocks * block_share + 0.999),
                 claim_pages=claim_pages,
                 pressure_seq=self._pressure_seq,
@@ -303,6 +309,7 @@ class ServingSide:
         if node is None or self.failed is not None:
             return 0
         self._slo_ttft_ns, self._slo_tpot_ns = node.slo_ttft_ns, node.slo_tpot_ns
+        self._fixed = bool(node.fixed)
         silent = time.monotonic_ns() - node.heartbeat_ns > NODE_DEAD_NS
         if node.mode != Mode.ON or silent:
             return 0

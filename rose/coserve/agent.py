@@ -44,7 +44,8 @@ from rose.coserve.ledger import (
 )
 from rose.coserve.links import SchedulerUplink, WeightLoop, WeightSource, open_weight_source
 from rose.errors import ConfigError, LedgerError, RequestError, RoseError
-from rose.policy.admission import BoardView, slack
+from rose.policy.admission import BoardView, Rule, slack
+from rose.policy.baselines import make_lending
 from rose.policy.lending import (
     ALL_PAGES,
     Action,
@@ -53,7 +54,7 @@ from rose.policy.lending import (
     Lending,
     LendingPolicy,
     ModeSet,
-    PaperLending,
+    RlStepStarted,
     RolloutReported,
     ServingReported,
     SetLend,
@@ -84,10 +85,10 @@ class NodeAgent:
         self.config = config
         self.dir = NodeDir(config.dir)
         self.engine = RolloutEngine(config)
-        params = config.lending.params()
-        self.policy: Lending = (
-            LendingPolicy(params) if config.lending.policy == "rose" else PaperLending(params)
-        )
+        self.policy: Lending = make_lending(config.lending.policy, config.lending.params())
+        self.policy_name: str = config.lending.policy
+        self.rule = Rule[config.gate.rule.upper()]
+        self.serialise = config.gate.serialise
         serving = config.serving
         self.mode = Mode[config.mode.upper()]
         self.floor_pages = serving.floor_pages if serving else 0
@@ -103,6 +104,7 @@ class NodeAgent:
         self._source = source
         self._uplink: SchedulerUplink | None = None
         self._weights: WeightLoop | None = None
+        self._num_commits = 0
         self._lease_file = self.dir.serving_lease()
         self._board_file = self.dir.serving_board()
         self._rollout_file = self.dir.rollout_lease()
@@ -233,6 +235,9 @@ class NodeAgent:
         if self.lease is not None:
             self._handle(self._serving_event(self.lease, lease_alive and board_alive))
         self._handle(self._rollout_event(rollout_alive))
+        if self._weights is not None and self._weights.num_commits != self._num_commits:
+            self._num_commits = self._weights.num_commits
+            self._handle(RlStepStarted(at_s=time.monotonic()))  # new weights: that is how a node knows
         self._handle(Tick(at_s=time.monotonic()))
         self._publish()
         self.engine.hurry(rollout_alive and self._owes_pages())
@@ -332,6 +337,9 @@ class NodeAgent:
             self.floor_pages,
             int(self.slo_ttft_ms * 1e6),
             int(self.slo_tpot_ms * 1e6),
+            int(self.rule),
+            int(self.serialise),
+            int(self.policy_name == "static"),
         )
         changed = now != self._published
         if changed and now[:2] != self._published[:2]:
@@ -347,6 +355,9 @@ class NodeAgent:
                 slo_ttft_ns=now[3],
                 slo_tpot_ns=now[4],
                 has_serving=self.config.serving is not None,
+                rule=now[5],
+                serialise=now[6],
+                fixed=now[7],
                 heartbeat_ns=time.monotonic_ns(),
             )
         )
@@ -363,6 +374,10 @@ class NodeAgent:
         max_lend_pages: int | None = None,
         slo_ttft_ms: float | None = None,
         slo_tpot_ms: float | None = None,
+        policy: str | None = None,
+        rule: Rule | None = None,
+        serialise: bool | None = None,
+        rl_step: bool = False,
     ) -> None:
         """Apply an operator's wish at once.
 
@@ -384,6 +399,14 @@ class NodeAgent:
         self.max_lend_pages = self.max_lend_pages if max_lend_pages is None else max_lend_pages
         self.slo_ttft_ms = self.slo_ttft_ms if slo_ttft_ms is None else slo_ttft_ms
         self.slo_tpot_ms = self.slo_tpot_ms if slo_tpot_ms is None else slo_tpot_ms
+        self.rule = self.rule if rule is None else rule
+        self.serialise = self.serialise if serialise is None else serialise
+        if policy is not None and policy != self.policy_name:
+            before, self.policy_name = self.policy, policy
+            self.policy = make_lending(policy, self.config.lending.params())
+            self.policy.take_over(before)
+        if rl_step:
+            self._handle(RlStepStarted(at_s=time.monotonic()))
         logger.info("mode %s, floor %d pages", self.mode.name.lower(), self.floor_pages)
         self._set_mode()
 
@@ -498,7 +521,8 @@ class NodeAgent:
         """Everything in force on this device, for ``rose node status``."""
         policy = self.policy
         lending: dict[str, Any] = {
-            "policy": self.config.lending.policy,
+            "policy": self.policy_name,
+            "rule": self.rule.name.lower() + (", serialised" if self.serialise else ""),
             "lend_pages": policy.lend_pages,
             "reason": policy.blocked or policy.reason,
             "cap_pages": policy.cap_pages,

@@ -101,6 +101,12 @@ def set_(
     max_lend_pages: Annotated[int | None, typer.Option(help="Never lend more.")] = None,
     slo_ttft_ms: Annotated[float | None, typer.Option(help="Production's time to first token.")] = None,
     slo_tpot_ms: Annotated[float | None, typer.Option(help="Production's time between tokens.")] = None,
+    policy: Annotated[str | None, typer.Option(help="Lending policy: rose, paper or static.")] = None,
+    rule: Annotated[str | None, typer.Option(help="Gate of rollout steps: slack, paper or free.")] = None,
+    serialise: Annotated[
+        bool | None, typer.Option("--serialise/--overlap", help="No rollout step beside a serving step.")
+    ] = None,
+    sched: Annotated[str | None, typer.Option(help="The engine's class: normal, batch or idle.")] = None,
     as_json: Json = False,
 ) -> None:
     """Change what is in force, now and until the agent ends."""
@@ -110,6 +116,10 @@ def set_(
         "max_lend_pages": max_lend_pages,
         "slo_ttft_ms": slo_ttft_ms,
         "slo_tpot_ms": slo_tpot_ms,
+        "policy": policy,
+        "rule": rule,
+        "serialise": serialise,
+        "sched": sched,
     }
     given = {name: value for name, value in given.items() if value is not None}
     if not given:

@@ -56,7 +56,8 @@ class EngineConfig(Section):
 class LendingConfig(Section):
     """See ``rose.policy.lending``; fractions are of the device's pages."""
 
-    policy: Literal["rose", "paper"] = "rose"
+    policy: Literal["rose", "paper", "static"] = "rose"
+    """``static`` lends ``max_lend_pages`` for good; it and ``paper`` are there to be compared with."""
     max_lend_pages: int = Field(default=ALL_PAGES, ge=0)
     min_headroom_fraction: Fraction = 0.1
     growth_window_s: Positive = 300.0
@@ -74,6 +75,14 @@ class LendingConfig(Section):
 
     def params(self) -> LendingParams:
         return LendingParams(**self.model_dump(exclude={"policy", "max_lend_pages"}))
+
+
+class GateConfig(Section):
+    """When a rollout step may start; see ``rose.policy.admission``."""
+
+    rule: Literal["slack", "paper", "free"] = "slack"
+    serialise: bool = False
+    """Start no rollout step while a serving step runs."""
 
 
 class SchedulerLink(Section):
@@ -109,6 +118,7 @@ class NodeConfig(Section):
     serving: ServingConfig | None = None
     engine: EngineConfig
     lending: LendingConfig = LendingConfig()
+    gate: GateConfig = GateConfig()
     scheduler: SchedulerLink | None = None
     weights: WeightsLink | None = None
 

@@ -57,6 +57,9 @@ class RolloutEngine:
         self._killing = asyncio.Lock()
         self._hurried = False
         self._warned = False
+        self._sched: Literal["normal", "batch", "idle"] = config.engine.sched or (
+            "normal" if config.serving is None else "idle"
+        )
 
     @property
     def running(self) -> bool:
@@ -115,7 +118,19 @@ class RolloutEngine:
     @property
     def sched(self) -> Literal["normal", "batch", "idle"]:
         """Scheduling class of the engine: beside production only what production leaves."""
-        return self.config.engine.sched or ("normal" if self.config.serving is None else "idle")
+        return self._sched
+
+    def set_sched(self, sched: Literal["normal", "batch", "idle"]) -> None:
+        """Change the class, of a running engine too.
+
+        Raises:
+            EngineError: The kernel does not let us; nothing is changed.
+        """
+        if self._child is not None and self.running and not self._child.set_sched(sched):
+            raise EngineError(
+                f"the kernel does not let it enter class {sched}", field="sched", fix="give CAP_SYS_NICE"
+            )
+        self._sched, self._hurried = sched, False
 
     def hurry(self, on: bool) -> None:
         """Lift an idle-class engine to the normal class while it owes memory, and drop it again after.

@@ -112,7 +112,7 @@ class RolloutReported:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RlStepStarted:
-    """A new RL step began.  Only :class:`PaperLending` cares."""
+    """A new RL step began.  Only :class:`rose.policy.baselines.PaperLending` cares."""
 
     at_s: float
 
@@ -250,6 +250,17 @@ class Lending(ABC):
             case Tick():
                 pass
         return [*self._settle(), *self._resize()]
+
+    def take_over(self, other: Lending) -> None:
+        """Go on from the books of the policy that ruled before; its loan stands where this one's limits allow.
+
+        What is beyond them is a cut like any other: the next event asks for it, with a deadline.
+        """
+        self._now_s, self._mode = other._now_s, other._mode
+        self._serving, self._rollout = other._serving, other._rollout
+        self._promises, self._reclaims_s = other._promises, other._reclaims_s
+        self.num_cuts, self.reason = other.num_cuts, other.reason
+        self.lend_pages = other.lend_pages
 
     @property
     def held_pages(self) -> int:
@@ -539,45 +550,6 @@ class LendingPolicy(Lending):
         if self._cuts_s and self._now_s - self._cuts_s[-1] < self.params.reclaim_deadline_s:
             return
         self._cuts_s.append(self._now_s)
-
-
-class PaperLending(Lending):
-    """The published policy, for comparison: a fixed headroom, cut by half, frozen until the next RL step.
-
-    When serving's free pages fall below half the headroom, the loan is halved, once per crossing; it grows
-    again only when an RL step starts, and then at once to all that the headroom leaves.
-    """
-
-    def __init__(self, params: LendingParams | None = None, headroom_fraction: float = 0.2) -> None:
-        super().__init__(params)
-        if not 0.0 < headroom_fraction < 1.0:
-            raise ConfigError(f"{headroom_fraction} is not in (0, 1)", field="headroom_fraction")
-        self._headroom_fraction = headroom_fraction
-        self._frozen = False
-        self._crossed = False
-
-    @property
-    def headroom_pages(self) -> int:
-        return math.ceil(self._headroom_fraction * self.total_pages)
-
-    def _on_rl_step(self) -> None:
-        self._frozen = False
-
-    def _decide(self) -> tuple[int, str]:
-        serving = self._serving
-        assert serving is not None
-        free = serving.total_pages - serving.used_pages - self.lend_pages
-        below = free < self.headroom_pages // 2
-        if below and not self._crossed and self.lend_pages:
-            self._crossed = self._frozen = True
-            return self.lend_pages // 2, "serving's use crossed the watermark"
-        self._crossed = below
-        target = max(0, min(self.cap_pages, serving.total_pages - serving.used_pages - self.headroom_pages))
-        if self.lend_pages > self.cap_pages:
-            return self.cap_pages, "the device or its floor changed"
-        if self._frozen or self._promises or target <= self.lend_pages:
-            return self.lend_pages, self.reason
-        return target, "serving left room"
 
 
 def allowed_pages(
