@@ -29,6 +29,7 @@ from typing import Any
 from rose.coserve.ledger import ChunkState, NodeDir, Phase, RecordReader, RolloutLease, ServingBoard
 from rose.errors import LedgerError
 from rose.policy.admission import AdmissionParams, BoardView, Demand, Rule, StepModel, admit
+from rose.policy.compat import Support
 from rose.policy.lending import allowed_pages
 from rose.units import NS_PER_S
 from vllm_plugin import ENV_DIR, compat
@@ -370,6 +371,7 @@ class RolloutSide:
             claim_pages=board.claim_pages if board is not None else 0,
             node_age_s=(now_ns - node.heartbeat_ns) / NS_PER_S,
             serving_age_s=(now_ns - lease.heartbeat_ns) / NS_PER_S if lease is not None else 0.0,
+            compute_only=lease is not None and lease.support == Support.COMPUTE_ONLY,
             dead_after_s=DEAD_AFTER_S,
         )
 

@@ -26,6 +26,7 @@ from typing import Any
 
 from rose.coserve.ledger import ChunkState, Mode, NodeDir, NodeState, Phase, ServingBoard, ServingLease
 from rose.policy.admission import StepModel
+from rose.policy.compat import Support, row
 from rose.units import NS_PER_S
 from vllm_plugin import ENV_DIR, compat
 from vllm_plugin.capacity import Balloon
@@ -50,9 +51,10 @@ class ServingSide:
         scheduler: vLLM's scheduler, after its own construction.
         kv_cache_config: vLLM's ``KVCacheConfig``.
         num_ranks: Worker processes of the engine.
+        elastic: Its KV memory can be given back; else it shares compute only and lends nothing.
     """
 
-    def __init__(self, scheduler: Any, kv_cache_config: Any, num_ranks: int) -> None:
+    def __init__(self, scheduler: Any, kv_cache_config: Any, num_ranks: int, elastic: bool = True) -> None:
         self._scheduler = scheduler
         self._engine: Any = None
         self.plan = ChunkPlan.of(kv_cache_config)
@@ -84,10 +86,13 @@ class ServingSide:
         self._measured: collections.deque[tuple[int, int, float]] = collections.deque(maxlen=64)
         self.model = StepModel()
 
+        self.row = row("decoder" if elastic else "kv_connector")
+        self._elastic = elastic
         self._lease = self._dir.serving_lease_writer()
         self._board = self._dir.serving_board_writer()
         self._chunks = self._dir.chunks_writer("serving", self.plan.num_chunks)
         self._chunks.extra[:] = b"\x01" * self.plan.num_chunks
+        num_ranks = num_ranks if elastic else 0
         self._ranks = [self._dir.rank("serving", r, self.plan.num_chunks) for r in range(num_ranks)]
         for reader in self._ranks:
             if reader.read() is None:
@@ -311,7 +316,7 @@ class ServingSide:
         self._slo_ttft_ns, self._slo_tpot_ns = node.slo_ttft_ns, node.slo_tpot_ns
         self._fixed = bool(node.fixed)
         silent = time.monotonic_ns() - node.heartbeat_ns > NODE_DEAD_NS
-        if node.mode != Mode.ON or silent:
+        if node.mode != Mode.ON or silent or not self._elastic:
             return 0
         # Chunk 0 holds vLLM's null block and is never lent.
         return max(
@@ -351,6 +356,8 @@ class ServingSide:
         self._lease.write(
             ServingLease(
                 phase=phase,
+                support=Support.ELASTIC if self._elastic else Support.COMPUTE_ONLY,
+                row=self.row.number,
                 total_pages=total,
                 reserved_pages=reserved_pages,
                 lent_pages=total - reserved_pages,

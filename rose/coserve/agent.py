@@ -46,6 +46,7 @@ from rose.coserve.links import SchedulerUplink, WeightLoop, WeightSource, open_w
 from rose.errors import ConfigError, LedgerError, RequestError, RoseError
 from rose.policy.admission import BoardView, Rule, slack
 from rose.policy.baselines import make_lending
+from rose.policy.compat import Support, row_of_number
 from rose.policy.lending import (
     ALL_PAGES,
     Action,
@@ -209,6 +210,9 @@ class NodeAgent:
             return None
         if self.lease is None or not self._alive(self._lease_file):
             return "serving is not there"
+        if self.lease.phase == Phase.OFF:
+            because = row_of_number(self.lease.row)
+            return f"serving does not share: {because.feature}: {because.reason}"
         return None if self.lease.phase == Phase.READY else "serving is not ready"
 
     async def set_engine(self, wanted: bool) -> None:
@@ -245,7 +249,7 @@ class NodeAgent:
     def _owes_pages(self) -> bool:
         """Does the rollout engine hold more than it may now, by the loan or by a claim of serving's?"""
         allowed = self.policy.lend_pages
-        if self.lease is not None:
+        if self.lease is not None and self.lease.support != Support.COMPUTE_ONLY:
             claim = self.board.claim_pages if self.board is not None else 0
             allowed = min(allowed, self.lease.total_pages - self.lease.reserved_pages - claim)
         return self.rollout is not None and self.rollout.reserved_pages > max(0, allowed)
@@ -282,6 +286,7 @@ class NodeAgent:
             used_pages=max(0, board.used_pages),
             claim_pages=max(0, board.claim_pages),
             pressure_seq=board.pressure_seq,
+            compute_only=lease.support == Support.COMPUTE_ONLY,
         )
 
     def _rollout_event(self, alive: bool) -> RolloutReported:
@@ -549,6 +554,8 @@ class NodeAgent:
             "serving": {
                 "alive": self._alive(self._lease_file),
                 "phase": _phase(lease),
+                "support": _support(lease),
+                "because": row_of_number(lease.row).feature if lease else "",
                 "total_pages": lease.total_pages if lease else 0,
                 "reserved_pages": lease.reserved_pages if lease else 0,
                 "used_pages": board.used_pages if board else 0,
@@ -592,6 +599,11 @@ def _age_s(at_ns: int) -> float:
 def _count(value: Any) -> int | None:
     """A count out of an engine's answer; None unless it is one."""
     return value if type(value) is int and 0 <= value < 1 << 53 else None
+
+
+def _support(lease: ServingLease | None) -> str:
+    """``elastic``, ``compute-only``, ``refused``; ``unknown`` while production is not there."""
+    return Support(lease.support).label if lease is not None and lease.support in list(Support) else "unknown"
 
 
 def _phase(lease: ServingLease | RolloutLease | None) -> str:

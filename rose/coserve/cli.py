@@ -159,6 +159,7 @@ def _show(status: dict[str, Any], as_json: bool) -> None:
     )
     typer.echo(
         f"serving   {serving['phase']}{'' if serving['alive'] else ' (no process)'}, "
+        f"{serving['support']} ({serving['because']}), "
         f"{serving['used_pages']} used, {serving['reserved_pages']} reserved of {serving['total_pages']} pages, "
         f"claims {serving['claim_pages']}"
     )

@@ -45,9 +45,14 @@ class NodeState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServingLease:
-    """``serving.lease``: memory of the serving engine; ``lent_pages`` is total - reserved as it sees it."""
+    """``serving.lease``: memory of the serving engine; ``lent_pages`` is total - reserved as it sees it.
+
+    ``support`` is a ``rose.policy.compat.Support``, ``row`` the number of the table's row that decided it.
+    """
 
     phase: int = 0
+    support: int = 0
+    row: int = 0
     total_pages: int = 0
     reserved_pages: int = 0
     lent_pages: int = 0

@@ -95,6 +95,8 @@ class ServingReported:
     used_pages: int
     claim_pages: int = 0
     pressure_seq: int = 0
+    compute_only: bool = False
+    """It keeps its memory; the rollout engine has a fixed budget of its own, ``max_lend_pages``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -290,6 +292,9 @@ class Lending(ABC):
         """What could be lent at most, to an idle serving engine's peer."""
         if not self._mode.has_serving:
             return self._mode.max_lend_pages
+        if self._serving is not None and self._serving.compute_only:
+            # Without a number from the operator nobody knows what the device has left.
+            return self._mode.max_lend_pages if self._mode.max_lend_pages < ALL_PAGES else 0
         cap = self.total_pages - self._mode.floor_pages - self.headroom_pages
         return max(0, min(cap, self._mode.max_lend_pages))
 
@@ -377,6 +382,8 @@ class Lending(ABC):
             pages, reason = 0, blocked
         elif not self._mode.has_serving:
             pages, reason = self.cap_pages, "no serving on this device"
+        elif self._serving is not None and self._serving.compute_only:
+            pages, reason = self.cap_pages, "compute only: a fixed budget"
         else:
             pages, reason = self._decide()
         pages = max(0, min(pages, self.cap_pages))
@@ -479,7 +486,7 @@ class LendingPolicy(Lending):
     def check(self) -> None:
         super().check()
         serving = self._serving
-        if serving is not None and self.lend_pages:
+        if serving is not None and self.lend_pages and not serving.compute_only:
             assert serving.total_pages - serving.used_pages - self.lend_pages >= self.watermark_pages
             assert not serving.claim_pages or self.lend_pages <= self._unclaimed_pages
         assert self.watermark_pages < self.headroom_pages or self.total_pages == 0
@@ -565,6 +572,7 @@ def allowed_pages(
     node_age_s: float,
     serving_age_s: float,
     dead_after_s: float = DEAD_AFTER_S,
+    compute_only: bool = False,
 ) -> tuple[int, str]:
     """What the rollout engine may hold now, by what the shared files say, and why.
 
@@ -588,6 +596,8 @@ def allowed_pages(
         return 0, "serving is starting" if serving_phase == Phase.STARTING else "serving does not share"
     if not serving_age_s <= dead_after_s:
         return 0, "serving is silent"
+    if compute_only:
+        return lend, "compute only: a fixed budget"
     claim = max(0, claim_pages)
     left = max(0, serving_total - max(0, serving_reserved) - claim)
     if lend <= left:

@@ -591,6 +591,19 @@ def test_a_new_policy_goes_on_from_the_loan_and_cuts_what_it_would_not_lend(pape
     policy.check()
 
 
+def test_compute_only_serving_keeps_its_memory_and_rollouts_get_the_operators_number() -> None:
+    world = World(LendingPolicy(PARAMS))
+    world.policy.handle(ModeSet(at_s=0.0, mode=Mode.ON))
+    world.step(0.0, compute_only=True)
+    assert world.policy.lend_pages == 0  # nobody has said what the device has left
+    world.policy.handle(ModeSet(at_s=1.0, mode=Mode.ON, max_lend_pages=40))
+    world.used = 100
+    world.step(1.0, compute_only=True, claim_pages=7)
+    assert world.policy.lend_pages == 40
+    calm = {**CALM, "lend_pages": 40, "serving_reserved": 100, "claim_pages": 7}
+    assert allowed_pages(**calm, compute_only=True) == (40, "compute only: a fixed budget")  # type: ignore[arg-type]
+
+
 def test_unknown_policy_names_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="rose, paper, static"):
         make_lending("half")
