@@ -15,6 +15,7 @@ import asyncio
 import json
 import logging
 import secrets
+import sys
 import time
 from collections import deque
 from pathlib import Path
@@ -52,6 +53,7 @@ class RolloutEngine:
         self.num_starts = 0
         self.num_kills = 0
         self._child: Child | None = None
+        self._sentinel: Child | None = None
         self._session: aiohttp.ClientSession | None = None
         self._starts_s: deque[float] = deque(maxlen=config.engine.max_restarts + 1)
         self._killing = asyncio.Lock()
@@ -101,6 +103,8 @@ class RolloutEngine:
         self.num_starts += 1
         self._child = child = Child.start(self._spec())
         self._hurried = False
+        if self.config.serving is not None:
+            self._sentinel = Child.start(self._sentinel_spec(child.guard_pid))
         logger.info("rollout engine starting, incarnation %s", self.incarnation)
         try:
             took_s = await child.wait_ready_async(f"{self.url}/health", engine.start_timeout_s)
@@ -182,6 +186,22 @@ class RolloutEngine:
             log_path=engine.log_path,
         )
 
+    def _sentinel_spec(self, guard_pid: int) -> ProcSpec:
+        deadline_s = str(self.config.lending.reclaim_deadline_s)
+        return ProcSpec(
+            name="sentinel",
+            argv=(
+                sys.executable,
+                "-m",
+                "rose.coserve.sentinel",
+                str(self.config.dir),
+                str(guard_pid),
+                deadline_s,
+            ),
+            env={"ROSE_TOKEN_FILE": None},
+            log_path=self.config.engine.log_path,
+        )
+
     async def wait_exit(self) -> None:
         """Return when the process has ended by itself or was killed."""
         while self.running:  # noqa: ASYNC110 - a process has no event to wait for here
@@ -212,6 +232,9 @@ class RolloutEngine:
             await self._session.close()
             self._session = None
         self.version = None
+        if self._sentinel is not None:
+            await self._sentinel.terminate_async(0.0)
+            self._sentinel = None
         if self._child is not None:
             await self._child.terminate_async(self.config.engine.stop_grace_s if grace_s is None else grace_s)
         if self.state != "failed":
