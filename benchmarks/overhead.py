@@ -79,7 +79,7 @@ class Bench:
         while len(self.scheduler.requests) < self._count:
             self._number += 1
             self.scheduler.add_request(
-                self._harness.request(f"r{self._number}", num_tokens=40, max_tokens=300)
+                self._harness.request(f"r{self._number}", num_tokens=20, max_tokens=100)
             )
 
     def step(self) -> int:
