@@ -33,6 +33,7 @@ from typing import BinaryIO, Literal
 import psutil
 
 from rose.errors import ConfigError, EngineError
+from rose.proc_share import IdleShare, idle_share
 
 Probe = str | Callable[[], bool]
 """An URL that must answer 2xx, or a function that says whether the child is ready."""
@@ -45,9 +46,6 @@ _LOG_TAIL_BYTES = 16384
 _LOOK_EVERY_S = 0.1
 
 
-_POLICIES = {"normal": os.SCHED_OTHER, "batch": os.SCHED_BATCH, "idle": os.SCHED_IDLE}
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcSpec:
     """What to run.
@@ -57,7 +55,8 @@ class ProcSpec:
         argv: Program and arguments; looked up on ``PATH``.
         env: Added to our own environment; a value of None takes the variable away.
         cores: CPU numbers it may use; empty = ours.
-        sched: ``idle`` runs only where nothing else wants the core (and needs no privilege).
+        sched: ``idle`` runs only where nothing else wants the core; how far the kernel lets us is
+            :attr:`Child.share`.
         nice: 0 to 19.
         log_path: Receives stdout and stderr, appended, mode 0600; None = thrown away.
         cwd: Working directory; None = ours.
@@ -76,8 +75,12 @@ class ProcSpec:
 class Child:
     """A running program.  Made by :meth:`start`.  Methods may be called from any one thread at a time."""
 
-    def __init__(self, spec: ProcSpec, guard: subprocess.Popen[bytes], pid_pipe: BinaryIO) -> None:
+    def __init__(
+        self, spec: ProcSpec, guard: subprocess.Popen[bytes], pid_pipe: BinaryIO, share: IdleShare | None
+    ) -> None:
         self.spec = spec
+        self.share = share
+        """How an idle-class child yields; None for the others."""
         self._guard = guard
         self._pid_pipe = pid_pipe
         self._pid: int | None = None
@@ -101,6 +104,7 @@ class Child:
                 f"cores {missing} are not among {sorted(os.sched_getaffinity(0))}", field=f"{spec.name}.cores"
             )
         environment = {**os.environ, **spec.env}
+        share = idle_share() if spec.sched == "idle" else None
         pid_read, pid_write = os.pipe()
         try:
             settings = json.dumps(
@@ -110,6 +114,9 @@ class Child:
                     "sched": spec.sched,
                     "nice": spec.nice,
                     "pid_fd": pid_write,
+                    "cgroup": str(share.directory) if share is not None and share.directory else None,
+                    # A session is a scheduling group, in which alone the nice value of a process counts.
+                    "autogroup_nice": share.autogroup_nice if share is not None else spec.nice or None,
                 }
             )
             log = _open_log(spec)
@@ -129,10 +136,12 @@ class Child:
                     os.close(log)
         except OSError as error:
             os.close(pid_read)
+            if share is not None:
+                share.remove()
             raise ConfigError(f"cannot be started: {error.strerror}", field=spec.name) from error
         finally:
             os.close(pid_write)
-        return cls(spec, guard, os.fdopen(pid_read, "rb", buffering=0))
+        return cls(spec, guard, os.fdopen(pid_read, "rb", buffering=0), share)
 
     @property
     def guard_pid(self) -> int:
@@ -171,11 +180,18 @@ class Child:
             found = {p.pid: p for p in psutil.process_iter() if _session_of(p.pid) == self._guard.pid}
         return [p for p in found.values() if _lives(p)]
 
-    def set_sched(self, sched: Literal["normal", "batch", "idle"]) -> bool:
-        """Move every thread of the tree to a scheduling class; False when the kernel did not let us.
+    def lift(self, on: bool) -> bool:
+        """Give an idle-class tree a normal share of its cores, or take it away again.
 
-        Leaving ``idle`` takes CAP_SYS_NICE or a raised RLIMIT_NICE; entering it takes nothing.
+        Returns:
+            False when the kernel did not let us, or the child is not of the idle class.
         """
+        if self.share is None:
+            return False
+        return self.share.lift(on, self._guard.pid, self._set_class)
+
+    def _set_class(self, normal: bool) -> bool:
+        """Move every thread of the tree to the normal class, or to the idle class."""
         for process in self.processes():
             try:
                 threads = os.listdir(f"/proc/{process.pid}/task")
@@ -183,7 +199,9 @@ class Child:
                 continue
             for thread in threads:
                 try:
-                    os.sched_setscheduler(int(thread), _POLICIES[sched], os.sched_param(0))
+                    os.sched_setscheduler(
+                        int(thread), os.SCHED_OTHER if normal else os.SCHED_IDLE, os.sched_param(0)
+                    )
                 except ProcessLookupError:
                     continue
                 except PermissionError:
@@ -288,6 +306,8 @@ class Child:
         while True:
             left = self.processes()
             if not left and self._guard.poll() is not None:
+                if self.share is not None:
+                    self.share.remove()
                 return
             if time.monotonic() > until_s:
                 pids = [p.pid for p in left] or [self._guard.pid]

@@ -1,7 +1,8 @@
 """The process between a supervisor and its child: makes sure that the whole tree dies with the supervisor.
 
 Run as a script by ``rose.proc`` (``python -I -S proc_guard.py SETTINGS argv...``), never imported; standard
-library only, about 10 MB.  ``SETTINGS`` is JSON: ``parent`` pid, ``cores``, ``sched``, ``nice``, ``pid_fd``.
+library only, about 10 MB.  ``SETTINGS`` is JSON: ``parent`` pid, ``cores``, ``sched``, ``nice``, ``pid_fd``,
+``cgroup`` (a directory for the child to join, ours to remove; or null), ``autogroup_nice`` (of our session; or null).
 
 Why a process of its own: a parent-death signal reaches only the direct child, and an engine has children
 of its own; it fires when the *thread* that forked ends, though the process lives; and it cannot be set
@@ -19,6 +20,7 @@ import json
 import os
 import signal
 import sys
+import time
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -39,6 +41,9 @@ def main() -> int:
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if os.getppid() != parent:  # it died before we asked to be told
         return 1
+    if settings["autogroup_nice"] is not None:
+        # Without privilege the kernel takes one such change in 100 ms, from all processes together.
+        write("/proc/self/autogroup", str(settings["autogroup_nice"]), attempts=10)
     guard = os.getpid()
     child = os.fork()
     if child == 0:
@@ -52,6 +57,8 @@ def main() -> int:
                 os.setpriority(os.PRIO_PROCESS, 0, settings["nice"])
             if settings["sched"] != "normal":
                 os.sched_setscheduler(0, POLICIES[settings["sched"]], os.sched_param(0))
+            if settings["cgroup"] is not None:
+                write(settings["cgroup"] + "/cgroup.procs", "0")
             os.close(settings["pid_fd"])
             for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them; the program decides itself
                 signal.signal(number, signal.SIG_DFL)
@@ -62,7 +69,32 @@ def main() -> int:
         os._exit(127)
     os.write(settings["pid_fd"], f"{child}\n".encode())
     os.close(settings["pid_fd"])
-    return watch(child, parent)
+    status = watch(child, parent)
+    if settings["cgroup"] is not None:
+        try:
+            os.rmdir(settings["cgroup"])
+        except OSError:  # gone already
+            pass
+    return status
+
+
+def write(path: str, text: str, attempts: int = 1) -> None:
+    """Say it if the kernel refuses, and go on: a child that yields too little is the supervisor's to report."""
+    for attempt in range(attempts):
+        try:
+            with open(path, "w") as file:
+                file.write(text)
+            return
+        except FileNotFoundError:  # a kernel without it
+            return
+        except BlockingIOError as error:
+            reason = error.strerror
+            if attempt + 1 < attempts:
+                time.sleep(0.1)
+        except OSError as error:
+            reason = error.strerror
+            break
+    os.write(2, f"{path}: {reason}\n".encode())
 
 
 def watch(child: int, parent: int) -> int:

@@ -79,6 +79,8 @@ class RolloutEngine:
         child = self._child if self.running else None
         return {
             "state": self.state,
+            "sched": self.sched,
+            "idle_by": child.share.rung if child is not None and child.share is not None else None,
             "url": self.url,
             "pid": child.pid if child is not None else None,
             "incarnation": self.incarnation,
@@ -120,6 +122,11 @@ class RolloutEngine:
         logger.info("rollout engine ready after %.1f s, version %s", took_s, self.version)
 
     @property
+    def hurried(self) -> bool:
+        """Has it a normal share of its cores just now?"""
+        return self._hurried
+
+    @property
     def sched(self) -> Literal["normal", "batch", "idle"]:
         """Scheduling class of the engine: beside production only what production leaves."""
         return self._sched
@@ -137,21 +144,23 @@ class RolloutEngine:
         self._sched, self._hurried = sched, False
 
     def hurry(self, on: bool) -> None:
-        """Lift an idle-class engine to the normal class while it owes memory, and drop it again after.
+        """Lift an idle-class engine to a normal share of its cores while it owes memory, and drop it again after.
 
-        An idle-class thread gets about 0.3 % of a core that production keeps busy, so the very burst that wants the
+        It gets next to nothing of a core that production keeps busy, so the very burst that wants the
         memory back would keep the engine from letting go of it.  Like priority inheritance: what holds a
         resource that production waits for runs as production does, for the few milliseconds of a cut.
         """
         if self._child is None or self.sched != "idle" or on == self._hurried:
             return
-        self._hurried = on
-        logger.info("engine %s", "owes pages: normal class" if on else "is even: idle class")
-        if not self._child.set_sched("normal" if on else "idle") and not self._warned:
+        if self._child.lift(on):
+            self._hurried = on
+            logger.info("engine %s", "owes pages: normal share" if on else "is even: idle share")
+        elif not self._warned:  # tried again in the next round: the kernel may only have asked for patience
             self._warned = True
             logger.warning(
-                "the engine cannot leave the idle class (CAP_SYS_NICE is missing): a cut may take as long as "
-                "production keeps its core busy, up to the reclaim deadline, and then costs the engine"
+                "the engine's share of its cores cannot be changed (idle by: %s): a cut may take as long as "
+                "production keeps its core busy, up to the reclaim deadline, and then costs the engine",
+                self._child.share.rung if self._child.share is not None else "nothing",
             )
 
     def _spec(self) -> ProcSpec:
