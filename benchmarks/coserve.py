@@ -98,6 +98,7 @@ def _arguments() -> argparse.Namespace:
     add("--slo-ttft-ms", type=float, default=1000.0)
     add("--slo-tpot-ms", type=float, default=150.0)
     add("--seed", type=int, default=0)
+    add("--minutes", type=float, help="start no further block after this long (--quick: 3.5)")
     add("--run", type=int, default=0, help="number of this run in a pool: other traffic, other pairs")
     add("--base-port", type=int, default=18570)
     add("--keep", action="store_true", help="keep the run's private directory")
@@ -115,6 +116,7 @@ def _arguments() -> argparse.Namespace:
     args.arms = ["alone_1", "alone_2", *(arm for arm in given if not arm.startswith("alone"))]
     if args.quick:
         args.segments = max(args.segments, 2)
+        args.minutes = args.minutes or 3.5
     return args
 
 
@@ -160,7 +162,7 @@ async def _measure(args: argparse.Namespace, stages: Stages) -> dict[str, Any]:
             async with Trajectories(registry, NUM_TRAJECTORIES, VOCAB, args.seed) as rollouts:
                 blocks = await _run(args, world, fleet, schedule, stages)
                 counts = {"turns": rollouts.turns, "cut": rollouts.cut, "failed": rollouts.failed}
-        samples = label(to_samples(read_records(plan.records_path)), schedule)
+        samples = label(to_samples(read_records(plan.records_path)), schedule, num_blocks=len(blocks) - 1)
     details = {
         "workload": str(args.trace.name if args.trace else args.workload),
         "busiest_second_ratio": _burst(segments, timing),
@@ -201,6 +203,9 @@ async def _run(
         zero_s = await traffic_start_s(world.plan.records_path)
         for number, block in enumerate(schedule.blocks):
             stages.update(f"{number + 1} of {len(schedule.blocks)}: {block.arm}")
+            if args.minutes and stages.elapsed_s() > 60.0 * args.minutes:
+                stages.note(f"time is up: {number} of {len(schedule.blocks)} blocks were measured")
+                break
             await _until(zero_s + block.start_s)
             await world.enter(ARMS[block.arm])
             await _until(zero_s + block.start_s + schedule.timing.lead_s)
@@ -208,7 +213,9 @@ async def _run(
             await _until(zero_s + block.start_s + schedule.timing.lead_s + schedule.timing.traffic_s)
             counters = delta(before, await world.read())
             blocks.append(BlockRecord(arm=block.arm, segment=block.segment, run=args.run, counters=counters))
-        await _until(zero_s + schedule.length_s + 1.0)
+        else:
+            number = len(schedule.blocks)
+        await _until(zero_s + number * schedule.timing.block_s + 1.0)
         await fleet.stop("traffic")
         await world.enter(ARMS["alone_1"])
     return blocks

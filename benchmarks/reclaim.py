@@ -168,6 +168,8 @@ def usable(repeats: int) -> dict[str, Any]:
         model.mkdir()
         write_tiny_model(model)
         config = harness.engine_config(model)
+        config.scheduler_config.max_num_seqs = 512
+        config.scheduler_config.max_num_batched_tokens = 1 << 16
         for step_s in STEP_LENGTHS_S:
             first, whole = _usable_at(Path(folder) / f"n{step_s}", config, step_s, repeats)
             key = f"{step_s * 1e3:.0f}ms"
@@ -210,12 +212,12 @@ def _usable_at(path: Path, config: Any, step_s: float, repeats: int) -> tuple[li
                     (r.read() or SimpleNamespace(reserved_pages=0)).reserved_pages == LENT_PAGES
                 ),
             )
-            ids = [f"big{number}-{i}" for i in range(60)]
-            for name in ids:
-                scheduler.add_request(harness.request(name, num_tokens=480, max_tokens=4))
+            for index in range(200):
+                scheduler.add_request(harness.request(f"r{number}-{index}", num_tokens=100, max_tokens=4))
+            harness.step(scheduler)  # as many as fit; the rest waits for memory
             inflated = len(side.balloon.inflated)
             begun = time.perf_counter()
-            harness.step(scheduler)  # the claim is stated in this step
+            side.before_schedule()  # here the claim is stated
             asked = side._claim_chunks
             _run_until(scheduler, engine, lambda before=inflated: len(side.balloon.inflated) < before)
             first.append((time.perf_counter() - begun) * 1e3)

@@ -28,13 +28,14 @@ from typing import Any
 
 from rose.coserve.ledger import ChunkState, NodeDir, Phase, RecordReader, RolloutLease, ServingBoard
 from rose.errors import LedgerError
-from rose.policy.admission import AdmissionParams, BoardView, Demand, Rule, StepModel, admit
+from rose.policy.admission import AdmissionParams, BoardView, Demand, Rule, admit
 from rose.policy.compat import Support
 from rose.policy.lending import allowed_pages
 from rose.units import NS_PER_S
 from vllm_plugin import ENV_DIR, compat
 from vllm_plugin.capacity import Balloon
 from vllm_plugin.memory import ChunkPlan
+from vllm_plugin.step_log import StepLog, first_model
 from vllm_plugin.watch import Bell
 
 logger = logging.getLogger("vllm.rose")
@@ -77,7 +78,9 @@ class RolloutSide:
 
         self._step_started_ns = 0
         self._scheduled = (0, 0)
-        self.model = StepModel()
+        self._context_tokens = 0
+        self.model = first_model()
+        self._step_log = StepLog()
         self.admission_params = AdmissionParams()
         self.reason = "starting"
         self.gate_reason = "starting"
@@ -212,6 +215,7 @@ class RolloutSide:
             else:
                 decode += 1
         self._scheduled = (prefill, decode)
+        self._context_tokens = sum(request.num_computed_tokens for request in self._scheduler.running)
 
     def after_update(self) -> None:
         prefill, decode = self._scheduled
@@ -219,11 +223,14 @@ class RolloutSide:
             self._num_steps += 1
             self._num_tokens += prefill + decode
             self._num_decoded += decode
+            seconds = (time.monotonic_ns() - self._step_started_ns) / NS_PER_S
             self.model.observe(
                 prefill_tokens=prefill,
                 num_decodes=decode,
-                seconds=(time.monotonic_ns() - self._step_started_ns) / NS_PER_S,
+                seconds=seconds,
+                context_tokens=self._context_tokens,
             )
+            self._step_log.write(prefill, decode, self._context_tokens, seconds)
 
     def _admit(self, reader: RecordReader[ServingBoard]) -> int:
         """Tokens the next step may have: what fits production's slack.  Either thread, each with its reader."""
@@ -234,6 +241,7 @@ class RolloutSide:
         demand = Demand(
             num_decodes=len(scheduler.running),
             prefill_tokens=sum(r.num_tokens - r.num_computed_tokens for r in waiting),
+            context_tokens=sum(r.num_computed_tokens for r in scheduler.running),
         )
         admission = admit(
             time.monotonic_ns() / NS_PER_S,
@@ -308,6 +316,7 @@ class RolloutSide:
             self._held.add(chunk)
             self._mapped.append(chunk)
 
+        self._step_log.flush()
         pages, reason = self._allowed_pages()
         allowed = min(pages // chunk_pages, self.plan.num_chunks)
         # Chunks on their way in that are no longer allowed go straight out again.

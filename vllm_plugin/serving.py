@@ -24,13 +24,23 @@ import threading
 import time
 from typing import Any
 
-from rose.coserve.ledger import ChunkState, Mode, NodeDir, NodeState, Phase, ServingBoard, ServingLease
-from rose.policy.admission import StepModel
+from rose.coserve.ledger import (
+    ChunkState,
+    Mode,
+    NodeDir,
+    NodeState,
+    Phase,
+    RecordWriter,
+    ServingBoard,
+    ServingLease,
+)
+from rose.errors import LedgerError
 from rose.policy.compat import Support, row
 from rose.units import NS_PER_S
 from vllm_plugin import ENV_DIR, compat
 from vllm_plugin.capacity import Balloon
 from vllm_plugin.memory import ChunkPlan
+from vllm_plugin.step_log import first_model
 from vllm_plugin.watch import Bell
 
 logger = logging.getLogger("vllm.rose")
@@ -84,14 +94,15 @@ class ServingSide:
         self._under_pressure = False
         self._scheduled = (0, 0)
         self._measured: collections.deque[tuple[int, int, float]] = collections.deque(maxlen=64)
-        self.model = StepModel()
+        self.model = first_model()
 
         self.row = row("decoder" if elastic else "kv_connector")
         self._elastic = elastic
         self._lease = self._dir.serving_lease_writer()
         self._board = self._dir.serving_board_writer()
         self._chunks = self._dir.chunks_writer("serving", self.plan.num_chunks)
-        self._chunks.extra[:] = b"\x01" * self.plan.num_chunks
+        self._marked = b"\x01" * self.plan.num_chunks
+        self._chunks.extra[:] = self._marked
         num_ranks = num_ranks if elastic else 0
         self._ranks = [self._dir.rank("serving", r, self.plan.num_chunks) for r in range(num_ranks)]
         for reader in self._ranks:
@@ -162,6 +173,7 @@ class ServingSide:
 
     def after_schedule(self, output: Any) -> None:
         """A step starts: publish deadlines."""
+        self._require_own(self._board)
         self._step += 1
         self._step_started_ns = time.monotonic_ns()
         prefill = decode = 0
@@ -228,6 +240,11 @@ class ServingSide:
         )
         self._board.wake()
 
+    def _require_own(self, writer: RecordWriter[Any]) -> None:
+        """Nobody else has written our file: numbers that a stranger can change must steer nothing."""
+        if not writer.intact():
+            raise LedgerError("was written by another process", field=str(writer.path))
+
     def usage(self) -> float:
         """KV use as vLLM would report it without the balloon (0..1)."""
         return self.balloon.num_used_blocks / max(1, self.plan.num_blocks - 1)
@@ -270,6 +287,10 @@ class ServingSide:
             self.model.observe(prefill_tokens=prefill, num_decodes=decode, seconds=seconds)
         chunk_pages, marks = self.plan.chunk_pages, self._chunks.extra
         before = bytes(marks)
+        self._require_own(self._lease)
+        self._require_own(self._chunks)
+        if before != self._marked:
+            raise LedgerError("was written by another process", field=str(self._chunks.path))
         while self._released:
             chunk = self._released.popleft()
             marks[chunk] = 0
@@ -297,7 +318,8 @@ class ServingSide:
             room = len(gone) - -(-held // chunk_pages)
             for chunk in sorted(gone)[: max(0, min(back, room))]:
                 self._take_back(chunk)
-        if bytes(marks) != before:
+        self._marked = bytes(marks)
+        if self._marked != before:
             self._generation += 1
             self._chunks.write(ChunkState(generation=self._generation, heartbeat_ns=time.monotonic_ns()))
             self._chunks.wake()

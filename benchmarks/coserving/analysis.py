@@ -24,9 +24,9 @@ class BlockRecord:
     counters: Mapping[str, float]
 
 
-def label(samples: Sequence[Sample], schedule: Schedule) -> list[Sample]:
-    """Requests of the sender with their arm as phase and their pair as index."""
-    arm_of = [block.arm for block in schedule.blocks for _ in range(block.count)]
+def label(samples: Sequence[Sample], schedule: Schedule, num_blocks: int) -> list[Sample]:
+    """Requests of the sender in the first ``num_blocks`` blocks, with their arm as phase and their pair as index."""
+    arm_of = [block.arm for block in schedule.blocks[:num_blocks] for _ in range(block.count)]
     return [
         replace(sample, phase=arm_of[sample.index], index=schedule.keys[sample.index])
         for sample in samples

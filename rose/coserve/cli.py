@@ -106,7 +106,7 @@ def set_(
     serialise: Annotated[
         bool | None, typer.Option("--serialise/--overlap", help="No rollout step beside a serving step.")
     ] = None,
-    sched: Annotated[str | None, typer.Option(help="The engine's class: normal, batch or idle.")] = None,
+    sched: Annotated[str | None, typer.Option(help="The engine's class: normal or idle.")] = None,
     as_json: Json = False,
 ) -> None:
     """Change what is in force, now and until the agent ends."""

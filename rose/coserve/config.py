@@ -46,6 +46,8 @@ class EngineConfig(Section):
     """Scheduling class; None = idle beside serving, normal on a dedicated host."""
     nice: int = Field(default=0, ge=0, le=19)
     log_path: Path | None = None
+    profile: Path | None = None
+    """Step times of this model on this device, from ``rose profile``; None = learn them while running."""
     start_timeout_s: Positive = 900.0
     stop_grace_s: float = Field(default=10.0, ge=0)
     max_restarts: int = Field(default=5, ge=0)

@@ -53,7 +53,7 @@ class SetBody(Section):
     policy: Literal["rose", "paper", "static"] | None = None
     rule: Literal["slack", "paper", "free"] | None = None
     serialise: bool | None = None
-    sched: Literal["normal", "batch", "idle"] | None = None
+    sched: Literal["normal", "idle"] | None = None
     rl_step: bool = False
 
 

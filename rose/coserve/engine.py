@@ -25,6 +25,7 @@ import aiohttp
 
 from rose.auth import bearer
 from rose.coserve.config import NodeConfig
+from rose.coserve.step_profile import load_profile
 from rose.errors import ConfigError, EngineError, RequestError, RoseError
 from rose.proc import Child, ProcSpec, require_free_port
 
@@ -98,6 +99,10 @@ class RolloutEngine:
             EngineError: It died or was not ready in time; nothing of it is left.
         """
         engine = self.config.engine
+        if engine.profile is not None:
+            load_profile(
+                engine.profile
+            )  # wrong here is a clear error; in the engine it would be a line in a log
         require_free_port(engine.port, "engine.port", engine.host)
         self.incarnation, self.token, self.version = secrets.token_hex(8), secrets.token_urlsafe(24), None
         self.state, self.error = "starting", ""
@@ -131,15 +136,22 @@ class RolloutEngine:
         """Scheduling class of the engine: beside production only what production leaves."""
         return self._sched
 
-    def set_sched(self, sched: Literal["normal", "batch", "idle"]) -> None:
-        """Change the class, of a running engine too.
+    def set_sched(self, sched: Literal["normal", "idle"]) -> None:
+        """Change the class, of a running engine too (if it was started idle: only then the kernel lets us both ways).
 
         Raises:
             EngineError: The kernel does not let us; nothing is changed.
         """
-        if self._child is not None and self.running and not self._child.set_sched(sched):
+        if (
+            self._child is not None
+            and self.running
+            and sched != self.sched
+            and not self._child.lift(sched == "normal")
+        ):
             raise EngineError(
-                f"the kernel does not let it enter class {sched}", field="sched", fix="give CAP_SYS_NICE"
+                f"its share cannot be made {sched}",
+                field="sched",
+                fix="start the engine with engine.sched = 'idle'",
             )
         self._sched, self._hurried = sched, False
 
@@ -185,6 +197,7 @@ class RolloutEngine:
                 "ROSE_DIR": str(config.dir),
                 "ROSE_WEIGHTS_DIR": str(config.weights_dir),
                 "ROSE_NODE_TOKEN": self.token,
+                "ROSE_STEP_PROFILE": str(engine.profile.resolve()) if engine.profile is not None else None,
                 "ROSE_TOKEN_FILE": None,  # the engine needs none of the fleet's secrets
                 "VLLM_API_KEY": self.token,
                 "VLLM_PLUGINS": "rose",
