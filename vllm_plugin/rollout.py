@@ -208,12 +208,9 @@ class RolloutSide:
 
     def after_schedule(self, output: Any) -> None:
         self._step_started_ns = time.monotonic_ns()
-        prefill = decode = 0
-        for count in output.num_scheduled_tokens.values():
-            if count > 1:
-                prefill += count
-            else:
-                decode += 1
+        # Counted in C: a loop over 256 requests here took 50 us of production's step.
+        decode = list(output.num_scheduled_tokens.values()).count(1)
+        prefill = output.total_num_scheduled_tokens - decode
         self._scheduled = (prefill, decode)
         self._context_tokens = sum(request.num_computed_tokens for request in self._scheduler.running)
 

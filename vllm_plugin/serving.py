@@ -87,6 +87,8 @@ class ServingSide:
 
         self._step = 0
         self._busy_ns = 0
+        self._breaches = 0
+        self._late_request = ""
         self._step_started_ns = 0
         self._step_ns = 0
         self._last_token_ns = 0
@@ -176,12 +178,9 @@ class ServingSide:
         self._require_own(self._board)
         self._step += 1
         self._step_started_ns = time.monotonic_ns()
-        prefill = decode = 0
-        for count in output.num_scheduled_tokens.values():
-            if count > 1:
-                prefill += count
-            else:
-                decode += 1
+        # Counted in C: a loop over 256 requests here took 50 us of production's step.
+        decode = list(output.num_scheduled_tokens.values()).count(1)
+        prefill = output.total_num_scheduled_tokens - decode
         self._scheduled = (prefill, decode)
         self._step_ns = int(self.model.predict(prefill, decode) * NS_PER_S)
         self._write_board(busy=output.total_num_scheduled_tokens > 0)
@@ -191,6 +190,8 @@ class ServingSide:
         now_ns = time.monotonic_ns()
         self._step_ns = now_ns - self._step_started_ns
         self._busy_ns += self._step_ns
+        if self._scheduled[1] and 0 < self._slo_tpot_ns < self._step_ns:
+            self._breaches += 1
         self._last_token_ns = now_ns
         prefill, decode = self._scheduled
         if prefill + decode:
@@ -210,6 +211,9 @@ class ServingSide:
             if head:
                 waiting_tokens = head[0].num_tokens
                 age_ns = int((time.time() - head[0].arrival_time) * NS_PER_S)
+                if age_ns > self._slo_ttft_ns and self._late_request != head[0].request_id:
+                    self._late_request = head[0].request_id
+                    self._breaches += 1
                 prefill_ns = int(self.model.predict(waiting_tokens) * NS_PER_S)
                 ttft_deadline = max(1, now_ns - age_ns + self._slo_ttft_ns - prefill_ns)
         if running and self._slo_tpot_ns:
@@ -232,6 +236,7 @@ class ServingSide:
                 step_started_ns=self._step_started_ns,
                 step_ns=self._step_ns,
                 busy_ns=self._busy_ns,
+                breaches=self._breaches,
                 used_pages=int(used_blocks * block_share + 0.999),
                 claim_pages=claim_pages,
                 pressure_seq=self._pressure_seq,

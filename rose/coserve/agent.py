@@ -26,6 +26,7 @@ import shutil
 import signal
 import time
 from collections.abc import Coroutine
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 from rose.auth import Tokens
@@ -61,6 +62,7 @@ from rose.policy.lending import (
     SetLend,
     Tick,
 )
+from rose.policy.watch import Harvestable, SloGuard
 from rose.units import NS_PER_S, PAGE_BYTES
 
 logger = logging.getLogger("rose.node")
@@ -106,6 +108,8 @@ class NodeAgent:
         self._source = source
         self._uplink: SchedulerUplink | None = None
         self._weights: WeightLoop | None = None
+        self.observed = Harvestable()
+        self._slo_guard = SloGuard(config.lending.max_slo_breaches, config.lending.slo_window_s)
         self._num_commits = 0
         self._lease_file = self.dir.serving_lease()
         self._board_file = self.dir.serving_board()
@@ -245,8 +249,25 @@ class NodeAgent:
             self._num_commits = self._weights.num_commits
             self._handle(RlStepStarted(at_s=time.monotonic()))  # new weights: that is how a node knows
         self._handle(Tick(at_s=time.monotonic()))
+        self._watch_production(lease_alive and board_alive)
         self._publish()
         self.engine.hurry(rollout_alive and self._owes_pages())
+
+    def _watch_production(self, alive: bool) -> None:
+        """Keep the books of mode observe; end harvesting when production broke its promises too often."""
+        board, policy, now_s = self.board, self.policy, time.monotonic()
+        if not alive or board is None:
+            return
+        if isinstance(policy, LendingPolicy):
+            self.observed.see(now_s, policy.target_pages, board.busy_ns / NS_PER_S)
+        lent = self.rollout is not None and self.rollout.reserved_pages > 0
+        if self._slo_guard.see(now_s, board.breaches, lent) and self.mode == Mode.ON:
+            lending = self.config.lending
+            said = f"off: {lending.max_slo_breaches} broken promises of production within {lending.slo_window_s:g} s"
+            logger.error("%s; `rose node on` switches on again", said)
+            self.errors["slo"] = said
+            self.mode = Mode.OFF
+            self._set_mode()
 
     def _owes_pages(self) -> bool:
         """Does the rollout engine hold more than it may now, by the loan or by a claim of serving's?"""
@@ -401,6 +422,11 @@ class NodeAgent:
         for name, value in (("slo_ttft_ms", slo_ttft_ms), ("slo_tpot_ms", slo_tpot_ms)):
             if value is not None and not 0.0 < value < 1e9:
                 raise RequestError(f"must be a positive number, got {value}", field=name)
+        if mode is not None:
+            self.errors.pop("slo", None)
+            self._slo_guard.forgive()
+            if mode != self.mode:
+                self.observed.clear()
         self.mode = self.mode if mode is None else mode
         self.floor_pages = self.floor_pages if floor_pages is None else floor_pages
         self.max_lend_pages = self.max_lend_pages if max_lend_pages is None else max_lend_pages
@@ -542,6 +568,7 @@ class NodeAgent:
             lending["watermark_pages"] = policy.watermark_pages
             lending["harvestable_pages"] = policy.target_pages
         lease, board, rollout = self.lease, self.board, self.rollout
+        observed = self.observed.report()
         return {
             "node_id": self.config.node_id,
             "pid": os.getpid(),
@@ -553,6 +580,7 @@ class NodeAgent:
             "slo_tpot_ms": self.slo_tpot_ms,
             "floor_pages": self.floor_pages,
             "lending": lending,
+            "observed": None if observed is None else asdict(observed),
             "serving": {
                 "alive": self._alive(self._lease_file),
                 "phase": _phase(lease),
@@ -564,6 +592,8 @@ class NodeAgent:
                 "claim_pages": board.claim_pages if board else 0,
                 "pressure_seq": board.pressure_seq if board else 0,
                 "errors": lease.errors if lease else 0,
+                "slo_breaches": board.breaches if board else 0,
+                "slo_breaches_while_lending": self._slo_guard.total,
             },
             "rollout": {
                 "alive": self._alive(self._rollout_file),

@@ -163,6 +163,13 @@ def _show(status: dict[str, Any], as_json: bool) -> None:
         f"{serving['used_pages']} used, {serving['reserved_pages']} reserved of {serving['total_pages']} pages, "
         f"claims {serving['claim_pages']}"
     )
+    if (observed := status["observed"]) is not None:
+        pages = observed["mean_pages"]
+        typer.echo(
+            f"observed  over {format_s(observed['seconds'])}: {pages:.1f} pages ({format_bytes(pages * PAGE_BYTES)}) could "
+            f"be lent on average, {observed['least_pages']} at least, {observed['most_pages']} at most; production "
+            f"computes {observed['busy_fraction']:.0%} of the time"
+        )
     typer.echo(
         f"rollout   {rollout['phase']}{'' if rollout['alive'] else ' (no process)'}, "
         f"{rollout['reserved_pages']} reserved, {rollout['resident_pages']} resident, "

@@ -74,9 +74,14 @@ class LendingConfig(Section):
     max_cuts: int = Field(default=4, ge=1)
     cut_window_s: Positive = 60.0
     dead_after_s: Positive = DEAD_AFTER_S
+    max_slo_breaches: int = Field(default=0, ge=0)
+    """Switch off by itself after so many broken promises of production within ``slo_window_s``; 0 = never."""
+    slo_window_s: Positive = 60.0
 
     def params(self) -> LendingParams:
-        return LendingParams(**self.model_dump(exclude={"policy", "max_lend_pages"}))
+        return LendingParams(
+            **self.model_dump(exclude={"policy", "max_lend_pages", "max_slo_breaches", "slo_window_s"})
+        )
 
 
 class GateConfig(Section):

@@ -65,7 +65,8 @@ class ServingBoard:
     """``serving.board``: written every step by the engine thread.
 
     ``claim_pages`` is what serving wants back beyond what it holds; ``pressure_seq`` counts how often it
-    asked.  ``busy_ns`` is the sum of all step lengths so far.
+    asked.  ``busy_ns`` is the sum of all step lengths so far, ``breaches`` how often a promise was broken: a first
+    token later than the TTFT objective, a step with decodes longer than the TPOT objective.
     """
 
     step: int = 0
@@ -78,6 +79,7 @@ class ServingBoard:
     step_started_ns: int = 0
     step_ns: int = 0
     busy_ns: int = 0
+    breaches: int = 0
     used_pages: int = 0
     claim_pages: int = 0
     pressure_seq: int = 0
