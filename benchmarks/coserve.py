@@ -61,6 +61,8 @@ from rose.errors import ConfigError, RoseError
 
 SOLO_S = 5.0
 NUM_TRAJECTORIES = 16
+MAX_LATE_S = 0.5
+"""A block in which this process did not run for longer is no measurement of that arm."""
 
 
 def main() -> int:
@@ -162,7 +164,8 @@ async def _measure(args: argparse.Namespace, stages: Stages) -> dict[str, Any]:
             async with Trajectories(registry, NUM_TRAJECTORIES, VOCAB, args.seed) as rollouts:
                 blocks = await _run(args, world, fleet, schedule, stages)
                 counts = {"turns": rollouts.turns, "cut": rollouts.cut, "failed": rollouts.failed}
-        samples = label(to_samples(read_records(plan.records_path)), schedule, num_blocks=len(blocks) - 1)
+        measured = {block.number for block in blocks}
+        samples = label(to_samples(read_records(plan.records_path)), schedule, measured)
     details = {
         "workload": str(args.trace.name if args.trace else args.workload),
         "busiest_second_ratio": _burst(segments, timing),
@@ -190,39 +193,49 @@ async def _run(
 ) -> list[BlockRecord]:
     """Rollouts alone first, then every block; the counters of each."""
     blocks: list[BlockRecord] = []
+    timing = schedule.timing
     with stages.stage("Rollouts alone on the core"):
         await world.enter(SOLO_ARM)
         await asyncio.sleep(4.0)
         before = await world.read()
         await asyncio.sleep(SOLO_S)
         counters = delta(before, await world.read())
-        blocks.append(BlockRecord(arm=SOLO, segment=0, run=args.run, counters=counters))
+        blocks.append(BlockRecord(arm=SOLO, segment=0, run=args.run, number=-1, counters=counters))
     await world.enter(ARMS["alone_1"])
-    with stages.stage(f"{len(schedule.blocks)} blocks of {schedule.timing.block_s:.0f} s"):
+    with stages.stage(f"{len(schedule.blocks)} blocks of {timing.block_s:.0f} s"):
         await fleet.start(world.plan.traffic())
         zero_s = await traffic_start_s(world.plan.records_path)
+        number = 0
         for number, block in enumerate(schedule.blocks):
             stages.update(f"{number + 1} of {len(schedule.blocks)}: {block.arm}")
             if args.minutes and stages.elapsed_s() > 60.0 * args.minutes:
-                stages.note(f"time is up: {number} of {len(schedule.blocks)} blocks were measured")
+                stages.note(f"time is up: {number} of {len(schedule.blocks)} blocks have passed")
                 break
-            await _until(zero_s + block.start_s)
+            start_s = zero_s + block.start_s
+            late_s = [await _until(start_s)]
             await world.enter(ARMS[block.arm])
-            await _until(zero_s + block.start_s + schedule.timing.lead_s)
+            late_s.append(await _until(start_s + timing.lead_s))
             before = await world.read()
-            await _until(zero_s + block.start_s + schedule.timing.lead_s + schedule.timing.traffic_s)
+            late_s.append(await _until(start_s + timing.lead_s + timing.traffic_s))
             counters = delta(before, await world.read())
-            blocks.append(BlockRecord(arm=block.arm, segment=block.segment, run=args.run, counters=counters))
-        else:
-            number = len(schedule.blocks)
-        await _until(zero_s + number * schedule.timing.block_s + 1.0)
+            if max(late_s) > MAX_LATE_S:
+                stages.note(f"block {number + 1} is left out: this process was {max(late_s):.1f} s late")
+                continue
+            blocks.append(
+                BlockRecord(
+                    arm=block.arm, segment=block.segment, run=args.run, number=number, counters=counters
+                )
+            )
+        await _until(zero_s + number * timing.block_s + timing.tail_s)
         await fleet.stop("traffic")
         await world.enter(ARMS["alone_1"])
     return blocks
 
 
-async def _until(at_s: float) -> None:
+async def _until(at_s: float) -> float:
+    """Sleep until then; how late we are."""
     await asyncio.sleep(max(0.0, at_s - time.monotonic()))
+    return time.monotonic() - at_s
 
 
 def _pack(sample: Sample) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -21,16 +21,18 @@ class BlockRecord:
     arm: str
     segment: int
     run: int
+    number: int
+    """Of the block in its run; -1 for rollouts alone."""
     counters: Mapping[str, float]
 
 
-def label(samples: Sequence[Sample], schedule: Schedule, num_blocks: int) -> list[Sample]:
-    """Requests of the sender in the first ``num_blocks`` blocks, with their arm as phase and their pair as index."""
-    arm_of = [block.arm for block in schedule.blocks[:num_blocks] for _ in range(block.count)]
+def label(samples: Sequence[Sample], schedule: Schedule, measured: Collection[int]) -> list[Sample]:
+    """Requests of the blocks with these numbers, with their arm as phase and their pair as index."""
+    block_of = [number for number, block in enumerate(schedule.blocks) for _ in range(block.count)]
     return [
-        replace(sample, phase=arm_of[sample.index], index=schedule.keys[sample.index])
+        replace(sample, phase=schedule.blocks[block_of[sample.index]].arm, index=schedule.keys[sample.index])
         for sample in samples
-        if sample.index < len(arm_of)
+        if sample.index < len(block_of) and block_of[sample.index] in measured
     ]
 
 
