@@ -62,7 +62,7 @@ from rose.policy.lending import (
     SetLend,
     Tick,
 )
-from rose.policy.watch import Harvestable, SloGuard
+from rose.policy.watch import Harvestable, SloGuard, StepFloor
 from rose.units import NS_PER_S, PAGE_BYTES
 
 logger = logging.getLogger("rose.node")
@@ -109,6 +109,7 @@ class NodeAgent:
         self._uplink: SchedulerUplink | None = None
         self._weights: WeightLoop | None = None
         self.observed = Harvestable()
+        self._step_floor = StepFloor()
         self._slo_guard = SloGuard(config.lending.max_slo_breaches, config.lending.slo_window_s)
         self._num_commits = 0
         self._lease_file = self.dir.serving_lease()
@@ -260,14 +261,25 @@ class NodeAgent:
             return
         if isinstance(policy, LendingPolicy):
             self.observed.see(now_s, policy.target_pages, board.busy_ns / NS_PER_S)
+        self._step_floor.see(board.step, board.step_ns / NS_PER_S, board.running)
+        floor_s = self._step_floor.floor_s
+        if self.mode == Mode.ON and floor_s is not None and self.slo_tpot_ms < floor_s * 1e3:
+            self._switch_off(
+                f"slo_tpot_ms of {self.slo_tpot_ms:g} is below production's own step of {floor_s * 1e3:.1f} ms"
+            )
         lent = self.rollout is not None and self.rollout.reserved_pages > 0
         if self._slo_guard.see(now_s, board.breaches, lent) and self.mode == Mode.ON:
             lending = self.config.lending
-            said = f"off: {lending.max_slo_breaches} broken promises of production within {lending.slo_window_s:g} s"
-            logger.error("%s; `rose node on` switches on again", said)
-            self.errors["slo"] = said
-            self.mode = Mode.OFF
-            self._set_mode()
+            self._switch_off(
+                f"{lending.max_slo_breaches} broken promises of production within {lending.slo_window_s:g} s"
+            )
+
+    def _switch_off(self, reason: str) -> None:
+        """End harvesting by our own decision; an operator switches it on again."""
+        logger.error("harvesting is off: %s; `rose node on` switches it on again", reason)
+        self.errors["slo"] = f"off: {reason}"
+        self.mode = Mode.OFF
+        self._set_mode()
 
     def _owes_pages(self) -> bool:
         """Does the rollout engine hold more than it may now, by the loan or by a claim of serving's?"""
@@ -422,6 +434,17 @@ class NodeAgent:
         for name, value in (("slo_ttft_ms", slo_ttft_ms), ("slo_tpot_ms", slo_tpot_ms)):
             if value is not None and not 0.0 < value < 1e9:
                 raise RequestError(f"must be a positive number, got {value}", field=name)
+        floor_s = self._step_floor.floor_s
+        if slo_tpot_ms is not None and floor_s is not None and slo_tpot_ms < floor_s * 1e3:
+            raise RequestError(
+                f"{slo_tpot_ms:g} is below production's own step of {floor_s * 1e3:.1f} ms",
+                field="slo_tpot_ms",
+            )
+        total = self.policy.total_pages
+        if floor_pages is not None and 0 < total < floor_pages:
+            raise RequestError(
+                f"{floor_pages} is more than the {total} pages of the device", field="floor_pages"
+            )
         if mode is not None:
             self.errors.pop("slo", None)
             self._slo_guard.forgive()

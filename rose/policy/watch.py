@@ -1,7 +1,7 @@
-"""Two small books over production's reports: what could be harvested, and how often production broke its promises.
+"""Small books over production's reports: what could be harvested, how long a step takes at least, broken promises.
 
 :class:`Harvestable` is what ``mode = observe`` is for: time-weighted, since it was last cleared.  :class:`SloGuard` says when
-harvesting has to end by itself.  Neither decides about memory.
+harvesting has to end by itself, :class:`StepFloor` which promise nobody could keep.  None decides about memory.
 
 Pure: time arrives as ``at_s``.  Caller: the node agent.
 """
@@ -105,3 +105,27 @@ class SloGuard:
     def forgive(self) -> None:
         """An operator switched harvesting on again."""
         self._breaches.clear()
+
+
+class StepFloor:
+    """The shortest steps that production has been seen to make while it had requests: no promise can be below."""
+
+    _MOST = 512
+    _FEWEST = 64
+
+    def __init__(self) -> None:
+        self._last_step = -1
+        self._lengths_s: deque[float] = deque(maxlen=self._MOST)
+
+    def see(self, step: int, step_s: float, running: int) -> None:
+        """One look at the board; the same step is counted once."""
+        if step != self._last_step and running > 0 and step_s > 0:
+            self._lengths_s.append(step_s)
+        self._last_step = step
+
+    @property
+    def floor_s(self) -> float | None:
+        """The fifth percentile of the last steps; None before enough were seen."""
+        if len(self._lengths_s) < self._FEWEST:
+            return None
+        return sorted(self._lengths_s)[len(self._lengths_s) // 20]

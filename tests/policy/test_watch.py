@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rose.errors import ConfigError
-from rose.policy.watch import Harvestable, SloGuard
+from rose.policy.watch import Harvestable, SloGuard, StepFloor
 
 
 def test_harvestable_pages_are_weighted_by_time() -> None:
@@ -64,3 +64,16 @@ def test_zero_means_never() -> None:
 def test_impossible_limits_are_refused(most: int, window_s: float) -> None:
     with pytest.raises(ConfigError):
         SloGuard(most, window_s)
+
+
+def test_the_floor_is_what_the_shortest_steps_take_and_needs_enough_of_them() -> None:
+    floor = StepFloor()
+    for step in range(63):
+        floor.see(step, 0.020, running=1)
+    assert floor.floor_s is None
+    floor.see(63, 0.001, running=0)  # nothing ran: no step of anybody
+    floor.see(63, 0.001, running=1)  # and the same step again
+    assert floor.floor_s is None
+    for step in range(64, 264):
+        floor.see(step, 0.030, running=1)
+    assert floor.floor_s == 0.020
