@@ -306,6 +306,7 @@ class EngineControl:
             "role": "rollout",
             "version": versions[0] if len(versions) == 1 else None,
             "paused": await self._client.is_paused(),
+            "vocab_size": self._client.model_config.get_vocab_size(),
             "ranks": reports,
             "scheduler": await self._scheduler(),
         }

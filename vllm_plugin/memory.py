@@ -119,6 +119,7 @@ class Pager:
 
     def __init__(self, node_dir: NodeDir, role: str, rank: int, plan: ChunkPlan, *, guard: bool) -> None:
         self.plan = plan
+        self._role = role
         self._chunks = node_dir.chunks(role, plan.num_chunks)
         self._report = node_dir.rank_writer(role, rank, plan.num_chunks)
         self._mapped = bytearray(plan.num_chunks)
@@ -129,6 +130,8 @@ class Pager:
             self._set(range(plan.num_chunks), mapped=True)
         self._publish()
         self._stopping = False
+        self.num_rounds = 0
+        """How often the thread has looked at what is wanted."""
         self._thread = threading.Thread(target=self._run, name=f"rose-pager-{rank}", daemon=True)
         self._thread.start()
 
@@ -156,15 +159,27 @@ class Pager:
         while not self._stopping:
             word = self._chunks.word()
             try:
-                if self._chunks.read() is not None:
-                    self.agree(self._chunks.extra)
+                wanted = self._wanted()
+                if wanted is not None:
+                    self.agree(wanted)
             except Exception:
                 # Memory that could not be mapped stays reported as unmapped: the scheduler keeps the chunk in
                 # the balloon, and the next round tries again.
                 logger.exception("ROSE pager")
                 time.sleep(HEARTBEAT_S)
+            self.num_rounds += 1
             self._publish(wake=False)  # a heartbeat is nobody's reason to look
             self._chunks.wait(word, HEARTBEAT_S)
+
+    def _wanted(self) -> bytes | None:
+        """What our engine core wants mapped; None: nothing is known, leave everything as it is.
+
+        Workers start before their engine core writes: until then the file is that of an engine which died, and
+        speaks of its loan, not of ours.
+        """
+        if self._chunks.alive() and self._chunks.read() is not None:
+            return self._chunks.extra
+        return None if self._role == "serving" else bytes(self.plan.num_chunks)
 
     def agree(self, wanted: bytes) -> None:
         """Make the memory agree with ``wanted`` (one byte per chunk): releases first, then growth in slices."""

@@ -88,6 +88,7 @@ class RolloutSide:
 
         self._lease = self._dir.rollout_lease_writer()
         self._chunks = self._dir.chunks_writer("rollout", self.plan.num_chunks)
+        self._chunks.write(ChunkState(generation=0, heartbeat_ns=time.monotonic_ns()))
         self._ranks = [self._dir.rank("rollout", r, self.plan.num_chunks) for r in range(num_ranks)]
         self._node = self._dir.node()
         self._serving_lease = self._dir.serving_lease()

@@ -105,6 +105,7 @@ class ServingSide:
         self._chunks = self._dir.chunks_writer("serving", self.plan.num_chunks)
         self._marked = b"\x01" * self.plan.num_chunks
         self._chunks.extra[:] = self._marked
+        self._chunks.write(ChunkState(generation=0, heartbeat_ns=time.monotonic_ns()))
         num_ranks = num_ranks if elastic else 0
         self._ranks = [self._dir.rank("serving", r, self.plan.num_chunks) for r in range(num_ranks)]
         for reader in self._ranks:

@@ -71,6 +71,8 @@ R = TypeVar("R")
 STATUS_EVERY_S = 2.0
 """The engine's own status costs it a call to its workers."""
 HURRIED_PERIOD_S = 0.005
+TAKE_OVER_S = 600.0
+"""How long the settings of an agent that was killed outlive it."""
 _RESTART_PAUSE_S = 1.0
 
 
@@ -127,6 +129,7 @@ class NodeAgent:
     async def run(self) -> None:
         """Until SIGTERM, SIGINT or :meth:`stop`."""
         config = self.config
+        self._take_over()
         self._state = self.dir.node_writer()  # first: it proves that we are the only one
         made_weights = not config.weights_dir.exists() and config.weights_dir.is_relative_to(config.dir)
         try:
@@ -137,6 +140,32 @@ class NodeAgent:
                 shutil.rmtree(config.weights_dir, ignore_errors=True)
             self._state.close()
             self.dir.remove()
+
+    def _take_over(self) -> None:
+        """Go on as the operator told an agent that was killed a moment ago: one who switched off must not find it on.
+
+        An agent that ended by itself leaves no file, and then the configuration counts.
+        """
+        reader = self.dir.node()
+        try:
+            last = reader.read()
+            if last is None or reader.alive() or _age_s(last.heartbeat_ns) > TAKE_OVER_S:
+                return
+            mode = Mode(last.mode)
+        except (LedgerError, ValueError):
+            return
+        finally:
+            reader.close()
+        if mode != self.mode:
+            logger.warning(
+                "mode %s, as the agent that died here had it (configured: %s)",
+                mode.name.lower(),
+                self.config.mode,
+            )
+        self.mode = mode
+        if self.config.serving is not None and last.slo_ttft_ns > 0 and last.slo_tpot_ns > 0:
+            self.floor_pages = last.floor_pages
+            self.slo_ttft_ms, self.slo_tpot_ms = last.slo_ttft_ns / 1e6, last.slo_tpot_ns / 1e6
 
     async def _run(self) -> None:
         config = self.config

@@ -50,6 +50,8 @@ class RolloutEngine:
         self.error = ""
         self.incarnation = ""
         self.version: str | None = None
+        self.vocab_size: int | None = None
+        """Token ids that the model knows; None until the engine has said it."""
         self.token = ""
         self.num_starts = 0
         self.num_kills = 0
@@ -279,10 +281,12 @@ class RolloutEngine:
     # -- its routes -----------------------------------------------------------------------------------
 
     async def refresh_status(self) -> dict[str, Any]:
-        """``GET /rose/status``; also learns :attr:`version`."""
+        """``GET /rose/status``; also learns :attr:`version` and :attr:`vocab_size`."""
         status = await self.call("GET", "/rose/status")
         version = status.get("version")
         self.version = version if isinstance(version, str) and len(version) <= 32 else None
+        vocab_size = status.get("vocab_size")
+        self.vocab_size = vocab_size if type(vocab_size) is int and 0 < vocab_size < 2**32 else None
         return status
 
     async def call(

@@ -101,6 +101,8 @@ class SchedulerUplink:
             "max_model_len": config.engine.max_model_len,
             "incarnation": self._engine.incarnation,
             "engine_token": self._engine.token,
+            # With it the scheduler refuses a token id that the model does not know, by name and before any engine sees it.
+            "vocab_size": self._engine.vocab_size,
         }
 
     async def _leave(self, session: aiohttp.ClientSession) -> None:

@@ -104,7 +104,10 @@ class Observer:
         self._records, self._steps = JsonLines(records_path), JsonLines(steps_path)
         self._fine_tuning_lr = fine_tuning_lr
         self._pressure, self._cuts, self._cut_requests = Counter(), Counter(), Counter()
-        self._resumed, self._kills = Counter(), 0
+        self._resumed, self._continued, self._kills = Counter(), Counter(), 0
+        self._engine_kills = Counter()
+        self.idle_by: str | None = None
+        """How the harvested engine yields production's core, as its node agent says."""
         self._counters = {tier: (Counter(), Counter()) for tier in TIERS}
         self._status: list[tuple[float, dict[str, TierCount]]] = []
         self._lent: list[tuple[float, float]] = []
@@ -153,7 +156,15 @@ class Observer:
             turns.see(_count(turns_by_tier, tier, turns))
             tokens.see(_count(tokens_by_tier, tier, tokens))
         self._resumed.see(_count(status, "resumed_turns", self._resumed))
+        self._continued.see(_count(status, "continued_turns", self._continued))
         self._status.append((self.at(now_s), self.tier_totals()))
+
+    def see_node(self, status: Mapping[str, Any]) -> None:
+        """Take one answer of the harvested host's node agent."""
+        engine = _table(status, "engine")
+        self._engine_kills.see(_count(engine, "kills", self._engine_kills))
+        if isinstance(engine.get("idle_by"), str):
+            self.idle_by = engine["idle_by"]
 
     def tier_totals(self) -> dict[str, TierCount]:
         return {
@@ -178,6 +189,8 @@ class Observer:
             cuts=self._cuts.total,
             cut_requests=self._cut_requests.total,
             resumed_turns=self._resumed.total,
+            continued_turns=self._continued.total,
+            engine_kills=self._engine_kills.total,
             kills=self._kills,
         )
 

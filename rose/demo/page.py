@@ -464,7 +464,9 @@ def _reclaim(result: DemoResult) -> str:
         ["Times production ran into its watermark", f"{found.pressure_events:,}"],
         ["Cuts of the rollout engine's memory", f"{found.cuts:,}"],
         ["Rollout requests stopped by a cut, with the tokens they had", f"{found.cut_requests:,}"],
-        ["Turns continued elsewhere from their tokens", f"{found.resumed_turns:,}"],
+        ["Turns that lost their engine and were finished by another", f"{found.resumed_turns:,}"],
+        ["  of these, continued from tokens that they had", f"{found.continued_turns:,}"],
+        ["Rollout engines that the node agent killed", f"{found.engine_kills:,}"],
         ["Processes of the demo that were killed", f"{found.kills:,}"],
     ]
     events = [event for event in result.events if event.kind != "version"]

@@ -90,7 +90,13 @@ class Reclaim:
     cuts: int = 0
     cut_requests: int = 0
     resumed_turns: int = 0
+    """Turns that lost their engine on the way and were finished by another."""
+    continued_turns: int = 0
+    """Those of them that had tokens already."""
+    engine_kills: int = 0
+    """Rollout engines that the node agent killed, for instance past the reclaim deadline."""
     kills: int = 0
+    """Processes of the demo that died of a signal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,7 @@
 """``rose demo``: start everything, measure production alone twice and then shared, train all the while, report.
 
 Main path (:func:`_measure`): parts up -> harvesting off -> RL job starts -> ``alone_1`` -> ``alone_2`` -> harvesting
-on -> ``shared`` until the job is done -> harvesting off -> report.  Production traffic runs from the
+on -> ``shared`` until the job is done, with harvesting off and on again half way -> harvesting off -> report.  Production traffic runs from the
 moment production is up.  This file orders and waits; what each part is stands in :mod:`rose.demo.parts`.
 
 Guarantees: every process that it started has ended and its private directory is gone when
@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from rose.auth import Tokens, bearer
+from rose.coserve.control import ControlClient
 from rose.demo import parts
 from rose.demo.arrivals import Arrival, busiest_second_ratio, fit_trace, generate_arrivals, load_trace
 from rose.demo.config import DemoConfig
@@ -48,6 +49,7 @@ from rose.units import format_bytes
 
 EXIT_COMPLETE, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 SAMPLE_EVERY_S = 0.5
+NODE_EVERY_S = 2.0
 STARTUP, SWITCH, END = "startup", "switch", "end"
 MAX_ERROR_EXAMPLES = 5
 
@@ -158,10 +160,11 @@ class _interruptible:
 async def _observed(run: Run, work: Awaitable[None]) -> None:
     """Do ``work`` while the observer samples."""
 
+    tokens = Tokens.load(run.plan.root / parts.TOKEN_FILE)
+
     async def sample() -> None:
-        token = Tokens.load(run.plan.root / parts.TOKEN_FILE).agent
         timeout = aiohttp.ClientTimeout(total=2.0)
-        async with aiohttp.ClientSession(timeout=timeout, headers=bearer(token)) as http:
+        async with aiohttp.ClientSession(timeout=timeout, headers=bearer(tokens.agent)) as http:
             while True:
                 run.observer.sample(time.monotonic())
                 # Absent while it starts or restarts: the next sample has it.
@@ -172,12 +175,23 @@ async def _observed(run: Run, work: Awaitable[None]) -> None:
                             run.observer.see_status(time.monotonic(), status)
                 await asyncio.sleep(SAMPLE_EVERY_S)
 
-    sampling = asyncio.create_task(sample())
+    async def ask_node() -> None:
+        node = ControlClient(run.plan.node_dir, tokens)
+        try:
+            while True:
+                with suppress(RoseError):  # not there yet, or starting again
+                    run.observer.see_node(await asyncio.to_thread(node.status))
+                await asyncio.sleep(NODE_EVERY_S)
+        finally:
+            node.close()
+
+    watching = [asyncio.create_task(sample()), asyncio.create_task(ask_node())]
     try:
         await work
     finally:
-        sampling.cancel()
-        await asyncio.gather(sampling, return_exceptions=True)
+        for task in watching:
+            task.cancel()
+        await asyncio.gather(*watching, return_exceptions=True)
 
 
 async def _measure(run: Run) -> None:
@@ -213,9 +227,15 @@ async def _measure(run: Run) -> None:
         await _start_job(run)
     with stages.stage("Production and harvested rollouts on one core"):
         await _enter(run, SHARED, restart=True)
+        await _job_end(run, _half_way(run))
+    with stages.stage("Harvesting off and on again, with turns in flight"):
+        await _node(run, "off")
+        await _node(run, "on")
+    with stages.stage("Production and harvested rollouts on one core, to the end of the job"):
         await _job_end(run)
         # A job that was nearly done leaves a short phase; a whole period is what the others are compared with.
-        await asyncio.sleep(max(0.0, run.marks[-1][1] + config.traffic.period_s - time.monotonic()))
+        shared_s = run.marks[-1][1]
+        await asyncio.sleep(max(0.0, shared_s + config.traffic.period_s - time.monotonic()))
         run.marks.append((END, time.monotonic()))
     with stages.stage("Stopping"):
         await fleet.stop("traffic")
@@ -239,10 +259,18 @@ async def _start_job(run: Run) -> None:
         )
 
 
-async def _job_end(run: Run) -> None:
-    """Wait for the job, showing its progress."""
+def _half_way(run: Run) -> int:
+    """The RL step in the middle of those that are left."""
+    done = len(run.observer.steps)
+    return done + (run.config.steps - done + 1) // 2
+
+
+async def _job_end(run: Run, num_steps: int | None = None) -> None:
+    """Wait for the job's end, or for its first ``num_steps`` steps, showing its progress."""
     deadline_s = time.monotonic() + run.config.train_timeout_s
     while await _job_runs(run):
+        if num_steps is not None and len(run.observer.steps) >= num_steps:
+            return
         if time.monotonic() > deadline_s:
             raise EngineError(f"not done after {run.config.train_timeout_s:.0f} s", field="train")
         steps = run.observer.steps
@@ -428,6 +456,7 @@ def _settings(run: Run) -> dict[str, str]:
         f"{busiest_second_ratio(run.arrivals, config.traffic.period_s):.1f}x the mean",
         "SLO": f"first token {config.production.slo_ttft_s * 1e3:g} ms, "
         f"then {config.production.slo_tpot_s * 1e3:g} ms a token",
+        "Harvested engine yields by": run.observer.idle_by or "unknown",
         "RL job": f"{config.steps} steps of {job.num_groups} groups of {job.group_size} trajectories, "
         f"lr {job.learning_rate:g}, in the last {job.fine_tuning_steps} steps {job.fine_tuning_learning_rate:g}",
     }

@@ -69,6 +69,9 @@ class Status:
         self.forks: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
         self.num_resumed_turns = 0
+        """Done turns that lost an engine on the way: to a cut, a closed gate, a dead or switched-off host."""
+        self.num_continued_turns = 0
+        """Those of them that had tokens already, and went on from them."""
         self.num_fenced = 0
         self.num_duplicates = 0
         self.num_stale = 0
@@ -105,7 +108,8 @@ class Status:
         self.outcomes[outcome] += 1
         if outcome == "done":
             self.turns_by_tier[tier] += 1
-            self.num_resumed_turns += len(result.segments) > 1
+            self.num_resumed_turns += result.num_attempts > 1
+            self.num_continued_turns += len(result.segments) > 1
             self._turn_s.observe(result.ended_at_s - result.submitted_at_s)
             if result.first_token_at_s is not None:
                 self._ttft_s.observe(result.first_token_at_s - result.submitted_at_s)
@@ -189,6 +193,7 @@ class Status:
             "tokens": {"by_tier": dict(self.tokens_by_tier), **dict(self.tokens)},
             "reroutes": dict(self.reroutes),
             "resumed_turns": self.num_resumed_turns,
+            "continued_turns": self.num_continued_turns,
             "fenced_results": self.num_fenced,
             "duplicate_requests": self.num_duplicates,
             "forks": dict(self.forks),

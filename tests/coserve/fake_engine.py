@@ -95,6 +95,7 @@ class FakeEngine:
             "role": "rollout",
             "version": self.version,
             "paused": False,
+            "vocab_size": 1000,
             "ranks": [],
             "scheduler": {
                 "usable_pages": self.held,

@@ -12,6 +12,7 @@ import pytest
 
 from rose.config import validate
 from rose.coserve.config import NodeConfig
+from rose.coserve.control import ControlClient
 from rose.coserve.ledger import Mode, NodeDir, Phase
 from rose.errors import ConfigError, LedgerError
 from rose.policy.lending import ALL_PAGES
@@ -277,6 +278,40 @@ async def test_a_killed_agent_takes_its_engine_along_and_the_next_one_starts_at_
     await lent(device, 16)
     assert agent.engine.num_starts == 1
     assert production.overdrawn == 0
+
+
+async def test_the_next_agent_of_a_killed_one_keeps_what_the_operator_had_set(device: Device) -> None:
+    device.produce()
+    process = await start_program(device)
+    try:
+        await lent(device, 16)
+        client = ControlClient(device.dir, device.tokens)
+        await asyncio.to_thread(client.set, mode="off", floor_pages=3, slo_ttft_ms=123.0)
+        client.close()
+    finally:
+        process.kill()
+        await process.wait()
+
+    agent = device.agent()
+    await ready(device, agent)
+    assert (agent.mode, agent.floor_pages, agent.slo_ttft_ms) == (Mode.OFF, 3, 123.0)
+
+
+async def test_after_a_clean_end_the_configuration_counts_again(device: Device) -> None:
+    device.produce()
+    process = await start_program(device)
+    try:
+        await lent(device, 16)
+        client = ControlClient(device.dir, device.tokens)
+        await asyncio.to_thread(client.set, mode="off")
+        client.close()
+    finally:
+        process.terminate()
+        await process.communicate()
+
+    agent = device.agent()
+    await ready(device, agent)
+    assert agent.mode == Mode.ON
 
 
 async def test_sigterm_ends_the_program_cleanly(device: Device) -> None:

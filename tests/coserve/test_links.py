@@ -108,6 +108,7 @@ async def test_an_engine_is_registered_once_and_then_beats(device: Device, regis
             "max_model_len": 256,
             "incarnation": agent.engine.incarnation,
             "engine_token": agent.engine.token,
+            "vocab_size": 1000,
         }
     ]
     seqs = [beat["seq"] for beat in registry.beats]

@@ -109,6 +109,13 @@ def test_tiers_between_two_times_is_a_difference_over_a_scheduler_restart(observ
     assert observer.curves()[HARVESTED].points[0] == (20.0, 4.0)
 
 
+def test_engine_kills_are_counted_over_a_restart_of_the_agent(observer: Observer) -> None:
+    for kills in (0, 2, 0, 1):
+        observer.see_node({"engine": {"kills": kills, "idle_by": "cgroup"}})
+    observer.see_node({"engine": None})
+    assert (observer.reclaim().engine_kills, observer.idle_by) == (3, "cgroup")
+
+
 def test_nonsense_in_a_status_changes_nothing(observer: Observer) -> None:
     observer.see_status(110.0, status(10, 1))
     for bad in (

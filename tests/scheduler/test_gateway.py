@@ -719,6 +719,7 @@ async def test_status_and_metrics_count_turns_and_tokens_by_tier(world: World) -
     assert status["turns"]["done"] == 2
     assert status["tokens"]["by_tier"] == {"dedicated": 75, "harvested": 5}
     assert status["resumed_turns"] == 1
+    assert status["continued_turns"] == 1
     assert status["reroutes"] == {"reclaim": 1}
     assert len(status["last_turns"]) == 2
     assert {worker["worker_id"] for worker in status["workers"]} == {"d", "h"}

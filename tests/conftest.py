@@ -1,0 +1,37 @@
+"""Tests marked ``gpu`` are skipped where there is no NVIDIA GPU, and listed by name at the end of the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+_SKIPPED = pytest.StashKey[list[str]]()
+
+
+def has_gpu() -> bool:
+    """The driver's control device: asking CUDA itself would cost every run an import of torch."""
+    return Path("/dev/nvidiactl").exists()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    skipped = config.stash.setdefault(_SKIPPED, [])
+    if has_gpu():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+            skipped.append(item.nodeid)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    terminalreporter.section("tests that need a GPU")
+    skipped = config.stash.get(_SKIPPED, [])
+    if has_gpu():
+        terminalreporter.line("this machine has one: they were run")
+    elif not skipped:
+        terminalreporter.line("none among the tests that were collected")
+    else:
+        terminalreporter.line(f"skipped, no GPU here: {len(skipped)}")
+        for name in skipped:
+            terminalreporter.line(f"  {name}")

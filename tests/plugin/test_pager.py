@@ -1,0 +1,107 @@
+"""The pager of a worker follows its own engine core, not the file that a dead one left behind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rose.coserve.ledger import ChunkState, NodeDir, RecordWriter
+from rose.coserve.pages import KvGeometry
+from rose.units import PAGE_BYTES
+from vllm_plugin.memory import ChunkPlan, Pager
+
+CHUNKS = 8
+PLAN = ChunkPlan(
+    geometry=KvGeometry(CHUNKS, [(0, PAGE_BYTES, PAGE_BYTES, 1, PAGE_BYTES)]),
+    num_blocks=CHUNKS,
+    size_bytes=CHUNKS * PAGE_BYTES,
+    chunk_blocks=1,
+    num_chunks=CHUNKS,
+    chunk_pages=1,
+    tail_bytes=0,
+    aligned=True,
+)
+
+
+@pytest.fixture
+def node_dir(tmp_path: Path) -> NodeDir:
+    return NodeDir(tmp_path)
+
+
+@pytest.fixture
+def pagers() -> Iterator[list[Pager]]:
+    started: list[Pager] = []
+    yield started
+    for pager in started:
+        pager.close()
+
+
+def wish(writer: RecordWriter[ChunkState], chunks: set[int], generation: int) -> None:
+    writer.extra[:] = bytes(int(chunk in chunks) for chunk in range(CHUNKS))
+    writer.write(ChunkState(generation=generation, heartbeat_ns=time.monotonic_ns()))
+    writer.wake()
+
+
+def mapped(node_dir: NodeDir, role: str) -> set[int]:
+    reader = node_dir.rank(role, 0, CHUNKS)
+    try:
+        return {chunk for chunk, state in enumerate(reader.extra) if state}
+    finally:
+        reader.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline_s, "condition did not come true"
+        time.sleep(0.005)
+
+
+def rounds(pager: Pager, number: int) -> None:
+    """Let the pager look at its files that many times more."""
+    seen = pager.num_rounds
+    until(lambda: pager.num_rounds >= seen + number)
+
+
+def left_by_a_dead_engine(node_dir: NodeDir, role: str, chunks: set[int]) -> None:
+    with node_dir.chunks_writer(role, CHUNKS) as writer:
+        wish(writer, chunks, generation=57)
+
+
+def test_a_new_rollout_worker_maps_nothing_of_its_dead_predecessors_loan(
+    node_dir: NodeDir, pagers: list[Pager]
+) -> None:
+    left_by_a_dead_engine(node_dir, "rollout", {0, 1, 2})
+    pagers.append(Pager(node_dir, "rollout", 0, PLAN, guard=True))
+    rounds(pagers[0], 2)
+    assert (mapped(node_dir, "rollout"), pagers[0].resident_bytes()) == (set(), 0)
+
+
+def test_a_new_serving_worker_keeps_what_its_dead_predecessor_had_lent(
+    node_dir: NodeDir, pagers: list[Pager]
+) -> None:
+    left_by_a_dead_engine(node_dir, "serving", {0, 1})
+    pagers.append(Pager(node_dir, "serving", 0, PLAN, guard=True))
+    rounds(pagers[0], 2)
+    assert mapped(node_dir, "serving") == set(range(CHUNKS))
+
+
+def test_a_rollout_worker_gives_everything_back_when_its_engine_core_dies(
+    node_dir: NodeDir, pagers: list[Pager]
+) -> None:
+    pagers.append(Pager(node_dir, "rollout", 0, PLAN, guard=True))
+    with node_dir.chunks_writer("rollout", CHUNKS) as writer:
+        wish(writer, {4, 5}, generation=1)
+        until(lambda: mapped(node_dir, "rollout") == {4, 5})
+    until(lambda: mapped(node_dir, "rollout") == set())
+
+
+def test_the_wish_of_a_new_engine_core_replaces_the_old_one(node_dir: NodeDir, pagers: list[Pager]) -> None:
+    left_by_a_dead_engine(node_dir, "rollout", {0, 1, 2})
+    pagers.append(Pager(node_dir, "rollout", 0, PLAN, guard=True))
+    with node_dir.chunks_writer("rollout", CHUNKS) as writer:
+        wish(writer, {6}, generation=1)
+        until(lambda: mapped(node_dir, "rollout") == {6})
