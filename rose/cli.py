@@ -122,6 +122,12 @@ def node(context: typer.Context) -> None:
 
 
 @app.command(**_PASS_ON)
+def profile(context: typer.Context) -> None:
+    """Measure an engine's step times for admission: how long is a step of so many tokens?"""
+    _forward("rose.coserve.step_profile", "profile_main", "profile", context.args)
+
+
+@app.command(**_PASS_ON)
 def scheduler(context: typer.Context) -> None:
     """The rollout scheduler and its OpenAI-compatible endpoint (the same as rose-scheduler)."""
     _forward("rose.scheduler.cli", "main", "scheduler", context.args)

@@ -22,7 +22,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rose.errors import ConfigError
+from rose.coserve.ledger import NodeDir, Phase, ServingLease
+from rose.errors import ConfigError, RoseError
+from rose.policy.compat import UNLISTED, Row, Support, judge, row
+from vllm_plugin.features import features
 
 logger = logging.getLogger("vllm.rose")
 
@@ -137,36 +140,17 @@ def problems() -> list[str]:
     return found
 
 
-def unsupported(config: Any) -> str | None:
-    """Why this engine configuration cannot share its memory; None when it can.
-
-    ``config`` is a ``VllmConfig``.  What is not listed as supported is refused.
-    """
+def support_of(config: Any, role: str) -> tuple[Support, Row]:
+    """What an engine with this ``VllmConfig`` can share, and the row of the table that says so."""
     from vllm.platforms import current_platform
 
-    parallel = config.parallel_config
-    if not current_platform.is_cpu():
-        return "no page pool for this platform yet (host memory only)"
-    if config.kv_transfer_config is not None:
-        return "a KV connector is configured: registered memory must not be unmapped"
-    if config.ec_transfer_config is not None:
-        return "an encoder-cache connector is configured"
-    if parallel.data_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
-        return "data and pipeline parallelism are not supported"
-    if config.speculative_config is not None:
-        return "speculative decoding is not supported"
-    if config.lora_config is not None:
-        return "LoRA is not supported"
-    if config.scheduler_config.scheduler_cls is not None:
-        return f"another scheduler class is configured: {config.scheduler_config.scheduler_cls}"
-    if parallel.worker_cls != STOCK_CPU_WORKER:
-        return f"another worker class is configured: {parallel.worker_cls}"
-    model = config.model_config
-    if getattr(model, "is_hybrid", False) or getattr(model, "is_attention_free", False):
-        return "hybrid and Mamba models are not supported"
-    if model.is_encoder_decoder:
-        return "encoder-decoder models are not supported"
-    return None
+    found = features(config, on_cpu=current_platform.is_cpu(), stock_worker=STOCK_CPU_WORKER)
+    return judge(role, found)
+
+
+def is_elastic(config: Any) -> bool:
+    """Does this configuration, as :func:`switch_on` left it, have KV memory that can be given back?"""
+    return config.parallel_config.worker_cls == CPU_WORKER
 
 
 # --------------------------------------------------------------------------- switching on
@@ -192,7 +176,7 @@ def switch_on(role: str) -> None:
         return
     found = problems()
     if found:
-        _give_up(role, "; ".join(found))
+        _give_up(role, "; ".join(found), row("unknown_version"))
         return
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
@@ -202,26 +186,45 @@ def switch_on(role: str) -> None:
     EngineCore.rose_call = _rose_call  # type: ignore[attr-defined]  # an addition; nothing of vLLM's is replaced
 
 
-def _give_up(role: str, reason: str) -> None:
-    global _refused
+_refusal: Any = None
+"""Writer of ``serving.lease`` while production runs without us: it is how ``rose node status`` knows why."""
+
+
+def _give_up(role: str, reason: str, because: Row = UNLISTED) -> None:
+    global _refused, _refusal
     _refused = reason
     if role == "rollout":
         raise ConfigError(reason, field="ROSE_ROLE=rollout")
     logger.error("ROSE is off, serving goes on as without it: %s", reason)
+    if _refusal is None and os.environ.get("ROSE_DIR"):
+        try:
+            _refusal = NodeDir(os.environ["ROSE_DIR"]).serving_lease_writer()
+            _refusal.write(
+                ServingLease(phase=Phase.OFF, row=because.number, heartbeat_ns=time.monotonic_ns())
+            )
+        except (
+            RoseError,
+            OSError,
+        ) as error:  # another process of this server was first, or there is no directory
+            logger.debug("ROSE: the refusal is not in the node directory: %s", error)
 
 
 def _wrap_config(original: Callable[..., Any], role: str) -> Callable[..., Any]:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = original(self, *args, **kwargs)
         try:
-            reason = unsupported(config)
+            support, because = support_of(config, role)
         except Exception as error:  # noqa: BLE001  # an attribute that moved must not stop production
-            reason = f"the configuration could not be read: {error!r}"
-        if reason is not None:
-            _give_up(role, reason)
+            _give_up(role, f"the configuration could not be read: {error!r}", row("unknown_version"))
+            return config
+        if support is Support.REFUSED:
+            _give_up(role, f"{because.feature}: {because.reason}", because)
             return config
         config.scheduler_config.scheduler_cls = SCHEDULER_FACTORY
-        config.parallel_config.worker_cls = CPU_WORKER
+        if support is Support.ELASTIC:
+            config.parallel_config.worker_cls = CPU_WORKER
+        else:
+            logger.warning("ROSE shares compute only: %s: %s", because.feature, because.reason)
         return config
 
     return create_engine_config

@@ -23,16 +23,19 @@ import logging
 import os
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 from rose.coserve.ledger import ChunkState, NodeDir, Phase, RecordReader, RolloutLease, ServingBoard
 from rose.errors import LedgerError
-from rose.policy.admission import AdmissionParams, BoardView, Demand, StepModel, admit
+from rose.policy.admission import AdmissionParams, BoardView, Demand, Rule, admit
+from rose.policy.compat import Support
 from rose.policy.lending import allowed_pages
 from rose.units import NS_PER_S
 from vllm_plugin import ENV_DIR, compat
 from vllm_plugin.capacity import Balloon
 from vllm_plugin.memory import ChunkPlan
+from vllm_plugin.step_log import StepLog, first_model
 from vllm_plugin.watch import Bell
 
 logger = logging.getLogger("vllm.rose")
@@ -68,13 +71,16 @@ class RolloutSide:
         self.num_schedules = 0
         self._num_steps = 0
         self._num_tokens = 0
+        self._num_decoded = 0
         self._reclaim_seq = 0
         self._num_cut_requests = 0
         self._cut_ns = 0
 
         self._step_started_ns = 0
         self._scheduled = (0, 0)
-        self.model = StepModel()
+        self._context_tokens = 0
+        self.model = first_model()
+        self._step_log = StepLog()
         self.admission_params = AdmissionParams()
         self.reason = "starting"
         self.gate_reason = "starting"
@@ -203,24 +209,26 @@ class RolloutSide:
 
     def after_schedule(self, output: Any) -> None:
         self._step_started_ns = time.monotonic_ns()
-        prefill = decode = 0
-        for count in output.num_scheduled_tokens.values():
-            if count > 1:
-                prefill += count
-            else:
-                decode += 1
+        # Counted in C: a loop over 256 requests here took 50 us of production's step.
+        decode = list(output.num_scheduled_tokens.values()).count(1)
+        prefill = output.total_num_scheduled_tokens - decode
         self._scheduled = (prefill, decode)
+        self._context_tokens = sum(request.num_computed_tokens for request in self._scheduler.running)
 
     def after_update(self) -> None:
         prefill, decode = self._scheduled
         if prefill + decode:
             self._num_steps += 1
             self._num_tokens += prefill + decode
+            self._num_decoded += decode
+            seconds = (time.monotonic_ns() - self._step_started_ns) / NS_PER_S
             self.model.observe(
                 prefill_tokens=prefill,
                 num_decodes=decode,
-                seconds=(time.monotonic_ns() - self._step_started_ns) / NS_PER_S,
+                seconds=seconds,
+                context_tokens=self._context_tokens,
             )
+            self._step_log.write(prefill, decode, self._context_tokens, seconds)
 
     def _admit(self, reader: RecordReader[ServingBoard]) -> int:
         """Tokens the next step may have: what fits production's slack.  Either thread, each with its reader."""
@@ -231,6 +239,7 @@ class RolloutSide:
         demand = Demand(
             num_decodes=len(scheduler.running),
             prefill_tokens=sum(r.num_tokens - r.num_computed_tokens for r in waiting),
+            context_tokens=sum(r.num_computed_tokens for r in scheduler.running),
         )
         admission = admit(
             time.monotonic_ns() / NS_PER_S,
@@ -305,6 +314,7 @@ class RolloutSide:
             self._held.add(chunk)
             self._mapped.append(chunk)
 
+        self._step_log.flush()
         pages, reason = self._allowed_pages()
         allowed = min(pages // chunk_pages, self.plan.num_chunks)
         # Chunks on their way in that are no longer allowed go straight out again.
@@ -352,6 +362,9 @@ class RolloutSide:
             return 0, "node agent is not there"
         self._epoch = node.epoch
         self._has_serving = bool(node.has_serving)
+        rule = Rule(node.rule) if node.rule in list(Rule) else Rule.SLACK
+        if (rule, bool(node.serialise)) != (self.admission_params.rule, self.admission_params.serialise):
+            self.admission_params = replace(self.admission_params, rule=rule, serialise=bool(node.serialise))
         lease = self._serving_lease.read() if node.has_serving else None
         board = self._board.read() if node.has_serving else None
         return allowed_pages(
@@ -365,6 +378,7 @@ class RolloutSide:
             claim_pages=board.claim_pages if board is not None else 0,
             node_age_s=(now_ns - node.heartbeat_ns) / NS_PER_S,
             serving_age_s=(now_ns - lease.heartbeat_ns) / NS_PER_S if lease is not None else 0.0,
+            compute_only=lease is not None and lease.support == Support.COMPUTE_ONLY,
             dead_after_s=DEAD_AFTER_S,
         )
 
@@ -408,6 +422,7 @@ class RolloutSide:
                 steps=self._num_steps,
                 schedules=self.num_schedules,
                 tokens=self._num_tokens,
+                decoded=self._num_decoded,
                 reclaim_seq=self._reclaim_seq,
                 cut_requests=self._num_cut_requests,
                 cut_ns=self._cut_ns,

@@ -16,7 +16,7 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_plugin import role
+from vllm_plugin import compat, role
 from vllm_plugin.rollout import RolloutSide
 from vllm_plugin.serving import ServingSide
 
@@ -40,7 +40,8 @@ class _Serving:
         super().__init__(**kwargs)
         try:
             world = kwargs["vllm_config"].parallel_config.world_size
-            self.rose = ServingSide(self, kwargs["kv_cache_config"], world)
+            elastic = compat.is_elastic(kwargs["vllm_config"])
+            self.rose = ServingSide(self, kwargs["kv_cache_config"], world, elastic)
         except Exception as error:  # noqa: BLE001  # fail-open
             logger.error("ROSE is off, serving goes on as without it: %s", error)
 

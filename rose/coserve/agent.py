@@ -26,6 +26,7 @@ import shutil
 import signal
 import time
 from collections.abc import Coroutine
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 from rose.auth import Tokens
@@ -44,7 +45,9 @@ from rose.coserve.ledger import (
 )
 from rose.coserve.links import SchedulerUplink, WeightLoop, WeightSource, open_weight_source
 from rose.errors import ConfigError, LedgerError, RequestError, RoseError
-from rose.policy.admission import BoardView, slack
+from rose.policy.admission import BoardView, Rule, slack
+from rose.policy.baselines import make_lending
+from rose.policy.compat import Support, row_of_number
 from rose.policy.lending import (
     ALL_PAGES,
     Action,
@@ -53,12 +56,13 @@ from rose.policy.lending import (
     Lending,
     LendingPolicy,
     ModeSet,
-    PaperLending,
+    RlStepStarted,
     RolloutReported,
     ServingReported,
     SetLend,
     Tick,
 )
+from rose.policy.watch import Harvestable, SloGuard, StepFloor
 from rose.units import NS_PER_S, PAGE_BYTES
 
 logger = logging.getLogger("rose.node")
@@ -87,10 +91,10 @@ class NodeAgent:
         self.config = config
         self.dir = NodeDir(config.dir)
         self.engine = RolloutEngine(config)
-        params = config.lending.params()
-        self.policy: Lending = (
-            LendingPolicy(params) if config.lending.policy == "rose" else PaperLending(params)
-        )
+        self.policy: Lending = make_lending(config.lending.policy, config.lending.params())
+        self.policy_name: str = config.lending.policy
+        self.rule = Rule[config.gate.rule.upper()]
+        self.serialise = config.gate.serialise
         serving = config.serving
         self.mode = Mode[config.mode.upper()]
         self.floor_pages = serving.floor_pages if serving else 0
@@ -106,6 +110,10 @@ class NodeAgent:
         self._source = source
         self._uplink: SchedulerUplink | None = None
         self._weights: WeightLoop | None = None
+        self.observed = Harvestable()
+        self._step_floor = StepFloor()
+        self._slo_guard = SloGuard(config.lending.max_slo_breaches, config.lending.slo_window_s)
+        self._num_commits = 0
         self._lease_file = self.dir.serving_lease()
         self._board_file = self.dir.serving_board()
         self._rollout_file = self.dir.rollout_lease()
@@ -237,6 +245,9 @@ class NodeAgent:
             return None
         if self.lease is None or not self._alive(self._lease_file):
             return "serving is not there"
+        if self.lease.phase == Phase.OFF:
+            because = row_of_number(self.lease.row)
+            return f"serving does not share: {because.feature}: {because.reason}"
         return None if self.lease.phase == Phase.READY else "serving is not ready"
 
     async def set_engine(self, wanted: bool) -> None:
@@ -264,14 +275,45 @@ class NodeAgent:
         if self.lease is not None:
             self._handle(self._serving_event(self.lease, lease_alive and board_alive))
         self._handle(self._rollout_event(rollout_alive))
+        if self._weights is not None and self._weights.num_commits != self._num_commits:
+            self._num_commits = self._weights.num_commits
+            self._handle(RlStepStarted(at_s=time.monotonic()))  # new weights: that is how a node knows
         self._handle(Tick(at_s=time.monotonic()))
+        self._watch_production(lease_alive and board_alive)
         self._publish()
         self.engine.hurry(rollout_alive and self._owes_pages())
+
+    def _watch_production(self, alive: bool) -> None:
+        """Keep the books of mode observe; end harvesting when production broke its promises too often."""
+        board, policy, now_s = self.board, self.policy, time.monotonic()
+        if not alive or board is None:
+            return
+        if isinstance(policy, LendingPolicy):
+            self.observed.see(now_s, policy.target_pages, board.busy_ns / NS_PER_S)
+        self._step_floor.see(board.step, board.step_ns / NS_PER_S, board.running)
+        floor_s = self._step_floor.floor_s
+        if self.mode == Mode.ON and floor_s is not None and self.slo_tpot_ms < floor_s * 1e3:
+            self._switch_off(
+                f"slo_tpot_ms of {self.slo_tpot_ms:g} is below production's own step of {floor_s * 1e3:.1f} ms"
+            )
+        lent = self.rollout is not None and self.rollout.reserved_pages > 0
+        if self._slo_guard.see(now_s, board.breaches, lent) and self.mode == Mode.ON:
+            lending = self.config.lending
+            self._switch_off(
+                f"{lending.max_slo_breaches} broken promises of production within {lending.slo_window_s:g} s"
+            )
+
+    def _switch_off(self, reason: str) -> None:
+        """End harvesting by our own decision; an operator switches it on again."""
+        logger.error("harvesting is off: %s; `rose node on` switches it on again", reason)
+        self.errors["slo"] = f"off: {reason}"
+        self.mode = Mode.OFF
+        self._set_mode()
 
     def _owes_pages(self) -> bool:
         """Does the rollout engine hold more than it may now, by the loan or by a claim of serving's?"""
         allowed = self.policy.lend_pages
-        if self.lease is not None:
+        if self.lease is not None and self.lease.support != Support.COMPUTE_ONLY:
             claim = self.board.claim_pages if self.board is not None else 0
             allowed = min(allowed, self.lease.total_pages - self.lease.reserved_pages - claim)
         return self.rollout is not None and self.rollout.reserved_pages > max(0, allowed)
@@ -308,6 +350,7 @@ class NodeAgent:
             used_pages=max(0, board.used_pages),
             claim_pages=max(0, board.claim_pages),
             pressure_seq=board.pressure_seq,
+            compute_only=lease.support == Support.COMPUTE_ONLY,
         )
 
     def _rollout_event(self, alive: bool) -> RolloutReported:
@@ -363,6 +406,9 @@ class NodeAgent:
             self.floor_pages,
             int(self.slo_ttft_ms * 1e6),
             int(self.slo_tpot_ms * 1e6),
+            int(self.rule),
+            int(self.serialise),
+            int(self.policy_name == "static"),
         )
         changed = now != self._published
         if changed and now[:2] != self._published[:2]:
@@ -378,6 +424,9 @@ class NodeAgent:
                 slo_ttft_ns=now[3],
                 slo_tpot_ns=now[4],
                 has_serving=self.config.serving is not None,
+                rule=now[5],
+                serialise=now[6],
+                fixed=now[7],
                 heartbeat_ns=time.monotonic_ns(),
             )
         )
@@ -394,6 +443,10 @@ class NodeAgent:
         max_lend_pages: int | None = None,
         slo_ttft_ms: float | None = None,
         slo_tpot_ms: float | None = None,
+        policy: str | None = None,
+        rule: Rule | None = None,
+        serialise: bool | None = None,
+        rl_step: bool = False,
     ) -> None:
         """Apply an operator's wish at once.
 
@@ -410,11 +463,35 @@ class NodeAgent:
         for name, value in (("slo_ttft_ms", slo_ttft_ms), ("slo_tpot_ms", slo_tpot_ms)):
             if value is not None and not 0.0 < value < 1e9:
                 raise RequestError(f"must be a positive number, got {value}", field=name)
+        floor_s = self._step_floor.floor_s
+        if slo_tpot_ms is not None and floor_s is not None and slo_tpot_ms < floor_s * 1e3:
+            raise RequestError(
+                f"{slo_tpot_ms:g} is below production's own step of {floor_s * 1e3:.1f} ms",
+                field="slo_tpot_ms",
+            )
+        total = self.policy.total_pages
+        if floor_pages is not None and 0 < total < floor_pages:
+            raise RequestError(
+                f"{floor_pages} is more than the {total} pages of the device", field="floor_pages"
+            )
+        if mode is not None:
+            self.errors.pop("slo", None)
+            self._slo_guard.forgive()
+            if mode != self.mode:
+                self.observed.clear()
         self.mode = self.mode if mode is None else mode
         self.floor_pages = self.floor_pages if floor_pages is None else floor_pages
         self.max_lend_pages = self.max_lend_pages if max_lend_pages is None else max_lend_pages
         self.slo_ttft_ms = self.slo_ttft_ms if slo_ttft_ms is None else slo_ttft_ms
         self.slo_tpot_ms = self.slo_tpot_ms if slo_tpot_ms is None else slo_tpot_ms
+        self.rule = self.rule if rule is None else rule
+        self.serialise = self.serialise if serialise is None else serialise
+        if policy is not None and policy != self.policy_name:
+            before, self.policy_name = self.policy, policy
+            self.policy = make_lending(policy, self.config.lending.params())
+            self.policy.take_over(before)
+        if rl_step:
+            self._handle(RlStepStarted(at_s=time.monotonic()))
         logger.info("mode %s, floor %d pages", self.mode.name.lower(), self.floor_pages)
         self._set_mode()
 
@@ -529,7 +606,8 @@ class NodeAgent:
         """Everything in force on this device, for ``rose node status``."""
         policy = self.policy
         lending: dict[str, Any] = {
-            "policy": self.config.lending.policy,
+            "policy": self.policy_name,
+            "rule": self.rule.name.lower() + (", serialised" if self.serialise else ""),
             "lend_pages": policy.lend_pages,
             "reason": policy.blocked or policy.reason,
             "cap_pages": policy.cap_pages,
@@ -542,6 +620,7 @@ class NodeAgent:
             lending["watermark_pages"] = policy.watermark_pages
             lending["harvestable_pages"] = policy.target_pages
         lease, board, rollout = self.lease, self.board, self.rollout
+        observed = self.observed.report()
         return {
             "node_id": self.config.node_id,
             "pid": os.getpid(),
@@ -553,15 +632,20 @@ class NodeAgent:
             "slo_tpot_ms": self.slo_tpot_ms,
             "floor_pages": self.floor_pages,
             "lending": lending,
+            "observed": None if observed is None else asdict(observed),
             "serving": {
                 "alive": self._alive(self._lease_file),
                 "phase": _phase(lease),
+                "support": _support(lease),
+                "because": row_of_number(lease.row).feature if lease else "",
                 "total_pages": lease.total_pages if lease else 0,
                 "reserved_pages": lease.reserved_pages if lease else 0,
                 "used_pages": board.used_pages if board else 0,
                 "claim_pages": board.claim_pages if board else 0,
                 "pressure_seq": board.pressure_seq if board else 0,
                 "errors": lease.errors if lease else 0,
+                "slo_breaches": board.breaches if board else 0,
+                "slo_breaches_while_lending": self._slo_guard.total,
             },
             "rollout": {
                 "alive": self._alive(self._rollout_file),
@@ -599,6 +683,11 @@ def _age_s(at_ns: int) -> float:
 def _count(value: Any) -> int | None:
     """A count out of an engine's answer; None unless it is one."""
     return value if type(value) is int and 0 <= value < 1 << 53 else None
+
+
+def _support(lease: ServingLease | None) -> str:
+    """``elastic``, ``compute-only``, ``refused``; ``unknown`` while production is not there."""
+    return Support(lease.support).label if lease is not None and lease.support in list(Support) else "unknown"
 
 
 def _phase(lease: ServingLease | RolloutLease | None) -> str:

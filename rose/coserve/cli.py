@@ -101,6 +101,12 @@ def set_(
     max_lend_pages: Annotated[int | None, typer.Option(help="Never lend more.")] = None,
     slo_ttft_ms: Annotated[float | None, typer.Option(help="Production's time to first token.")] = None,
     slo_tpot_ms: Annotated[float | None, typer.Option(help="Production's time between tokens.")] = None,
+    policy: Annotated[str | None, typer.Option(help="Lending policy: rose, paper or static.")] = None,
+    rule: Annotated[str | None, typer.Option(help="Gate of rollout steps: slack, paper or free.")] = None,
+    serialise: Annotated[
+        bool | None, typer.Option("--serialise/--overlap", help="No rollout step beside a serving step.")
+    ] = None,
+    sched: Annotated[str | None, typer.Option(help="The engine's class: normal or idle.")] = None,
     as_json: Json = False,
 ) -> None:
     """Change what is in force, now and until the agent ends."""
@@ -110,6 +116,10 @@ def set_(
         "max_lend_pages": max_lend_pages,
         "slo_ttft_ms": slo_ttft_ms,
         "slo_tpot_ms": slo_tpot_ms,
+        "policy": policy,
+        "rule": rule,
+        "serialise": serialise,
+        "sched": sched,
     }
     given = {name: value for name, value in given.items() if value is not None}
     if not given:
@@ -149,9 +159,17 @@ def _show(status: dict[str, Any], as_json: bool) -> None:
     )
     typer.echo(
         f"serving   {serving['phase']}{'' if serving['alive'] else ' (no process)'}, "
+        f"{serving['support']} ({serving['because']}), "
         f"{serving['used_pages']} used, {serving['reserved_pages']} reserved of {serving['total_pages']} pages, "
         f"claims {serving['claim_pages']}"
     )
+    if (observed := status["observed"]) is not None:
+        pages = observed["mean_pages"]
+        typer.echo(
+            f"observed  over {format_s(observed['seconds'])}: {pages:.1f} pages ({format_bytes(pages * PAGE_BYTES)}) could "
+            f"be lent on average, {observed['least_pages']} at least, {observed['most_pages']} at most; production "
+            f"computes {observed['busy_fraction']:.0%} of the time"
+        )
     typer.echo(
         f"rollout   {rollout['phase']}{'' if rollout['alive'] else ' (no process)'}, "
         f"{rollout['reserved_pages']} reserved, {rollout['resident_pages']} resident, "

@@ -46,6 +46,8 @@ class EngineConfig(Section):
     """Scheduling class; None = idle beside serving, normal on a dedicated host."""
     nice: int = Field(default=0, ge=0, le=19)
     log_path: Path | None = None
+    profile: Path | None = None
+    """Step times of this model on this device, from ``rose profile``; None = learn them while running."""
     start_timeout_s: Positive = 900.0
     stop_grace_s: float = Field(default=10.0, ge=0)
     max_restarts: int = Field(default=5, ge=0)
@@ -56,7 +58,8 @@ class EngineConfig(Section):
 class LendingConfig(Section):
     """See ``rose.policy.lending``; fractions are of the device's pages."""
 
-    policy: Literal["rose", "paper"] = "rose"
+    policy: Literal["rose", "paper", "static"] = "rose"
+    """``static`` lends ``max_lend_pages`` for good; it and ``paper`` are there to be compared with."""
     max_lend_pages: int = Field(default=ALL_PAGES, ge=0)
     min_headroom_fraction: Fraction = 0.1
     growth_window_s: Positive = 300.0
@@ -71,9 +74,22 @@ class LendingConfig(Section):
     max_cuts: int = Field(default=4, ge=1)
     cut_window_s: Positive = 60.0
     dead_after_s: Positive = DEAD_AFTER_S
+    max_slo_breaches: int = Field(default=0, ge=0)
+    """Switch off by itself after so many broken promises of production within ``slo_window_s``; 0 = never."""
+    slo_window_s: Positive = 60.0
 
     def params(self) -> LendingParams:
-        return LendingParams(**self.model_dump(exclude={"policy", "max_lend_pages"}))
+        return LendingParams(
+            **self.model_dump(exclude={"policy", "max_lend_pages", "max_slo_breaches", "slo_window_s"})
+        )
+
+
+class GateConfig(Section):
+    """When a rollout step may start; see ``rose.policy.admission``."""
+
+    rule: Literal["slack", "paper", "free"] = "slack"
+    serialise: bool = False
+    """Start no rollout step while a serving step runs."""
 
 
 class SchedulerLink(Section):
@@ -109,6 +125,7 @@ class NodeConfig(Section):
     serving: ServingConfig | None = None
     engine: EngineConfig
     lending: LendingConfig = LendingConfig()
+    gate: GateConfig = GateConfig()
     scheduler: SchedulerLink | None = None
     weights: WeightsLink | None = None
 

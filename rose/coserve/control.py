@@ -4,8 +4,9 @@ Routes, all with the bearer token of role ``node`` (or ``admin``); bodies are JS
 
 ``GET /status``
     What is in force.
-``POST /set {mode?, floor_pages?, max_lend_pages?, slo_ttft_ms?, slo_tpot_ms?, engine?}``
+``POST /set {mode?, floor_pages?, max_lend_pages?, slo_ttft_ms?, slo_tpot_ms?, engine?, policy?, rule?, serialise?, sched?, rl_step?}``
     Change it now; answers the status.  ``engine`` false stops the engine's process, true starts it again.
+    ``rl_step`` says that an RL step begins (a node with a relay knows by itself).
 ``POST /off {wait_s?, engine?}``
     Mode off, then wait until the rollout engine holds nothing; answers proof before and after.
 
@@ -30,6 +31,7 @@ from rose.auth import Tokens, bearer
 from rose.config import Section, validate
 from rose.coserve.ledger import Mode
 from rose.errors import ConfigError, EngineError, RequestError, RoseError
+from rose.policy.admission import Rule
 
 if TYPE_CHECKING:
     from rose.coserve.agent import NodeAgent
@@ -48,6 +50,11 @@ class SetBody(Section):
     slo_ttft_ms: float | None = None
     slo_tpot_ms: float | None = None
     engine: bool | None = None
+    policy: Literal["rose", "paper", "static"] | None = None
+    rule: Literal["slack", "paper", "free"] | None = None
+    serialise: bool | None = None
+    sched: Literal["normal", "idle"] | None = None
+    rl_step: bool = False
 
 
 class OffBody(Section):
@@ -103,7 +110,13 @@ class ControlServer:
             max_lend_pages=body.max_lend_pages,
             slo_ttft_ms=body.slo_ttft_ms,
             slo_tpot_ms=body.slo_tpot_ms,
+            policy=body.policy,
+            rule=None if body.rule is None else Rule[body.rule.upper()],
+            serialise=body.serialise,
+            rl_step=body.rl_step,
         )
+        if body.sched is not None:
+            self._agent.engine.set_sched(body.sched)
         if body.engine is not None:
             await self._agent.set_engine(body.engine)
         return self._agent.status()

@@ -15,6 +15,7 @@ import asyncio
 import json
 import logging
 import secrets
+import sys
 import time
 from collections import deque
 from pathlib import Path
@@ -24,6 +25,7 @@ import aiohttp
 
 from rose.auth import bearer
 from rose.coserve.config import NodeConfig
+from rose.coserve.step_profile import load_profile
 from rose.errors import ConfigError, EngineError, RequestError, RoseError
 from rose.proc import Child, ProcSpec, require_free_port
 
@@ -54,11 +56,15 @@ class RolloutEngine:
         self.num_starts = 0
         self.num_kills = 0
         self._child: Child | None = None
+        self._sentinel: Child | None = None
         self._session: aiohttp.ClientSession | None = None
         self._starts_s: deque[float] = deque(maxlen=config.engine.max_restarts + 1)
         self._killing = asyncio.Lock()
         self._hurried = False
         self._warned = False
+        self._sched: Literal["normal", "batch", "idle"] = config.engine.sched or (
+            "normal" if config.serving is None else "idle"
+        )
 
     @property
     def running(self) -> bool:
@@ -95,6 +101,10 @@ class RolloutEngine:
             EngineError: It died or was not ready in time; nothing of it is left.
         """
         engine = self.config.engine
+        if engine.profile is not None:
+            load_profile(
+                engine.profile
+            )  # wrong here is a clear error; in the engine it would be a line in a log
         require_free_port(engine.port, "engine.port", engine.host)
         self.incarnation, self.token, self.version = secrets.token_hex(8), secrets.token_urlsafe(24), None
         self.state, self.error = "starting", ""
@@ -102,6 +112,8 @@ class RolloutEngine:
         self.num_starts += 1
         self._child = child = Child.start(self._spec())
         self._hurried = False
+        if self.config.serving is not None:
+            self._sentinel = Child.start(self._sentinel_spec(child.guard_pid))
         logger.info("rollout engine starting, incarnation %s", self.incarnation)
         try:
             took_s = await child.wait_ready_async(f"{self.url}/health", engine.start_timeout_s)
@@ -124,7 +136,26 @@ class RolloutEngine:
     @property
     def sched(self) -> Literal["normal", "batch", "idle"]:
         """Scheduling class of the engine: beside production only what production leaves."""
-        return self.config.engine.sched or ("normal" if self.config.serving is None else "idle")
+        return self._sched
+
+    def set_sched(self, sched: Literal["normal", "idle"]) -> None:
+        """Change the class, of a running engine too (if it was started idle: only then the kernel lets us both ways).
+
+        Raises:
+            EngineError: The kernel does not let us; nothing is changed.
+        """
+        if (
+            self._child is not None
+            and self.running
+            and sched != self.sched
+            and not self._child.lift(sched == "normal")
+        ):
+            raise EngineError(
+                f"its share cannot be made {sched}",
+                field="sched",
+                fix="start the engine with engine.sched = 'idle'",
+            )
+        self._sched, self._hurried = sched, False
 
     def hurry(self, on: bool) -> None:
         """Lift an idle-class engine to a normal share of its cores while it owes memory, and drop it again after.
@@ -168,6 +199,7 @@ class RolloutEngine:
                 "ROSE_DIR": str(config.dir),
                 "ROSE_WEIGHTS_DIR": str(config.weights_dir),
                 "ROSE_NODE_TOKEN": self.token,
+                "ROSE_STEP_PROFILE": str(engine.profile.resolve()) if engine.profile is not None else None,
                 "ROSE_TOKEN_FILE": None,  # the engine needs none of the fleet's secrets
                 "VLLM_API_KEY": self.token,
                 "VLLM_PLUGINS": "rose",
@@ -176,6 +208,22 @@ class RolloutEngine:
             sched=sched,
             nice=engine.nice,
             log_path=engine.log_path,
+        )
+
+    def _sentinel_spec(self, guard_pid: int) -> ProcSpec:
+        deadline_s = str(self.config.lending.reclaim_deadline_s)
+        return ProcSpec(
+            name="sentinel",
+            argv=(
+                sys.executable,
+                "-m",
+                "rose.coserve.sentinel",
+                str(self.config.dir),
+                str(guard_pid),
+                deadline_s,
+            ),
+            env={"ROSE_TOKEN_FILE": None},
+            log_path=self.config.engine.log_path,
         )
 
     async def wait_exit(self) -> None:
@@ -208,6 +256,9 @@ class RolloutEngine:
             await self._session.close()
             self._session = None
         self.version = None
+        if self._sentinel is not None:
+            await self._sentinel.terminate_async(0.0)
+            self._sentinel = None
         if self._child is not None:
             await self._child.terminate_async(self.config.engine.stop_grace_s if grace_s is None else grace_s)
         if self.state != "failed":

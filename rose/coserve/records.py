@@ -35,14 +35,24 @@ class NodeState:
     slo_ttft_ns: int = 0
     slo_tpot_ns: int = 0
     has_serving: int = 0
+    rule: int = 0
+    """``rose.policy.admission.Rule``: when a rollout step may start."""
+    serialise: int = 0
+    fixed: int = 0
+    """1: the loan is a fixed split; serving claims nothing back."""
     heartbeat_ns: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServingLease:
-    """``serving.lease``: memory of the serving engine; ``lent_pages`` is total - reserved as it sees it."""
+    """``serving.lease``: memory of the serving engine; ``lent_pages`` is total - reserved as it sees it.
+
+    ``support`` is a ``rose.policy.compat.Support``, ``row`` the number of the table's row that decided it.
+    """
 
     phase: int = 0
+    support: int = 0
+    row: int = 0
     total_pages: int = 0
     reserved_pages: int = 0
     lent_pages: int = 0
@@ -55,7 +65,8 @@ class ServingBoard:
     """``serving.board``: written every step by the engine thread.
 
     ``claim_pages`` is what serving wants back beyond what it holds; ``pressure_seq`` counts how often it
-    asked.
+    asked.  ``busy_ns`` is the sum of all step lengths so far, ``breaches`` how often a promise was broken: a first
+    token later than the TTFT objective, a step with decodes longer than the TPOT objective.
     """
 
     step: int = 0
@@ -67,6 +78,8 @@ class ServingBoard:
     tpot_deadline_ns: int = 0
     step_started_ns: int = 0
     step_ns: int = 0
+    busy_ns: int = 0
+    breaches: int = 0
     used_pages: int = 0
     claim_pages: int = 0
     pressure_seq: int = 0
@@ -85,6 +98,9 @@ class RolloutLease:
     steps: int = 0
     schedules: int = 0
     tokens: int = 0
+    """Computed, prefill included."""
+    decoded: int = 0
+    """Of these, one per request and step."""
     reclaim_seq: int = 0
     cut_requests: int = 0
     cut_ns: int = 0

@@ -35,6 +35,7 @@ from typing import Any, TextIO
 
 import aiohttp
 import numpy as np
+from pydantic import Field
 
 from rose.auth import bearer
 from rose.config import Section, validate
@@ -48,6 +49,7 @@ MAX_PLAN_BYTES = 16 * 2**20
 MAX_LINE_BYTES = 1 << 20
 FIRST_START_DELAY_S = 0.2
 DRAIN_S = 5.0
+MAX_PREFIX_TOKENS = 4096
 KEEPALIVE_S = 2.0
 """Below the 5 s after which vLLM's server closes an idle connection: a request that goes out on a connection
 which the server is just closing fails, and would count as production's failure."""
@@ -62,6 +64,9 @@ class TrafficPlan(Section):
     period_s: float
     arrivals: list[tuple[float, int, int]]
     """``(at_s, prompt_tokens, output_tokens)`` of one period."""
+    prefixes: list[tuple[int, int, int, int]] = Field(default_factory=list[tuple[int, int, int, int]])
+    """``(stream, tokens, stream, tokens)`` of each arrival, or empty: its prompt begins with tokens of the first
+    stream, then of the second.  Arrivals that name the same streams share those tokens: turns of one session."""
     seed: int
     token_id_low: int
     token_id_high: int
@@ -264,8 +269,20 @@ class Sender:
 
 def prompt_tokens(plan: TrafficPlan, cycle: int, index: int, num_tokens: int) -> list[int]:
     """The token ids of one request; distinct in every cycle (see the module's note on pairs)."""
+    head: list[int] = []
+    if plan.prefixes:
+        first, num_first, second, num_second = plan.prefixes[index]
+        head = _stream_tokens(plan, 2 * first, num_first) + _stream_tokens(plan, 2 * second + 1, num_second)
     rng = np.random.default_rng([plan.seed, cycle, index])
-    return rng.integers(plan.token_id_low, plan.token_id_high, num_tokens).tolist()
+    rest = rng.integers(plan.token_id_low, plan.token_id_high, max(0, num_tokens - len(head)))
+    return head[:num_tokens] + rest.tolist()
+
+
+def _stream_tokens(plan: TrafficPlan, stream: int, num_tokens: int) -> list[int]:
+    """The first tokens of an endless stream: a longer request of the same stream begins with a shorter one."""
+    rng = np.random.default_rng([plan.seed, 0x57EA, stream])
+    block = rng.integers(plan.token_id_low, plan.token_id_high, MAX_PREFIX_TOKENS)
+    return block[:num_tokens].tolist()
 
 
 def load_plan(path: Path) -> TrafficPlan:
@@ -289,6 +306,10 @@ def load_plan(path: Path) -> TrafficPlan:
         raise ConfigError("times must rise from 0 and end before period_s", field="arrivals")
     if any(prompt < 1 or output < 1 for _, prompt, output in plan.arrivals):
         raise ConfigError("lengths must be 1 or more", field="arrivals")
+    if plan.prefixes and len(plan.prefixes) != len(times):
+        raise ConfigError(f"must be one per arrival or none, got {len(plan.prefixes)}", field="prefixes")
+    if any(not 0 <= tokens <= MAX_PREFIX_TOKENS for _, a, _, b in plan.prefixes for tokens in (a, b)):
+        raise ConfigError(f"lengths must be 0 to {MAX_PREFIX_TOKENS}", field="prefixes")
     if not 0 <= plan.token_id_low < plan.token_id_high:
         raise ConfigError("must lie above token_id_low, which must be 0 or more", field="token_id_high")
     return plan

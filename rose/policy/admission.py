@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from enum import IntEnum
 
 from rose.errors import ConfigError
 
@@ -175,12 +176,26 @@ class Demand:
         return self.num_decodes + self.prefill_tokens
 
 
+class Rule(IntEnum):
+    """When a rollout step may start beside serving."""
+
+    SLACK = 0
+    """When its predicted length fits serving's slack.  Ours, and the default."""
+    PAPER = 1
+    """The published rule: while both slacks are positive, the decodes and one chunk of prefill, however long."""
+    FREE = 2
+    """Always.  For comparison: it protects nobody."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdmissionParams:
     """Raises:
     ConfigError: A value out of range.
     """
 
+    rule: Rule = Rule.SLACK
+    serialise: bool = False
+    """Start no step while serving runs one: for a device that cannot preempt a kernel."""
     guard_s: float = 0.003
     """For requests that are still in serving's front end, and for the time to notice anything."""
     interference: float = 1.0
@@ -276,6 +291,8 @@ def admit(
         model: Step lengths of the rollout engine.
         serving_model: Step lengths of serving; None when the board's deadlines already account for them.
     """
+    if params.rule is Rule.FREE:
+        return Admission(token_budget=UNLIMITED_TOKENS, wake_at_s=None, reason="no rule")
     if board.idle:
         why = "serving is idle" if board.present else "no serving on this device"
         if params.idle_step_s is None or not board.present:
@@ -284,11 +301,16 @@ def admit(
         fit = tokens_that_fit(params.idle_step_s, model, demand, whole)
         # One token always: an idle device must not stand still because a limit was set too low.
         return Admission(token_budget=max(1, fit), wake_at_s=None, reason=why)
+    if params.serialise and board.busy:
+        wake_at_s = now_s + params.recheck_s
+        return Admission(token_budget=0, wake_at_s=wake_at_s, reason="a serving step runs")
     slack_s, which = slack(now_s, board, params.guard_s, serving_model)
+    chunk = demand.num_decodes + params.max_prefill_tokens
     if slack_s == math.inf:
         # Requests without a deadline: protected by the chunk alone.
-        budget = demand.num_decodes + params.max_prefill_tokens
-        return Admission(token_budget=budget, wake_at_s=None, reason="serving has no deadline")
+        return Admission(token_budget=chunk, wake_at_s=None, reason="serving has no deadline")
+    if params.rule is Rule.PAPER and slack_s > 0.0:
+        return Admission(token_budget=chunk, wake_at_s=None, reason=f"{which} slack", slack_s=slack_s)
     fit = tokens_that_fit(slack_s, model, demand, params)
     if fit < min(params.min_tokens, max(1, demand.tokens)):
         return Admission(

@@ -95,6 +95,8 @@ class ServingReported:
     used_pages: int
     claim_pages: int = 0
     pressure_seq: int = 0
+    compute_only: bool = False
+    """It keeps its memory; the rollout engine has a fixed budget of its own, ``max_lend_pages``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +114,7 @@ class RolloutReported:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RlStepStarted:
-    """A new RL step began.  Only :class:`PaperLending` cares."""
+    """A new RL step began.  Only :class:`rose.policy.baselines.PaperLending` cares."""
 
     at_s: float
 
@@ -251,6 +253,17 @@ class Lending(ABC):
                 pass
         return [*self._settle(), *self._resize()]
 
+    def take_over(self, other: Lending) -> None:
+        """Go on from the books of the policy that ruled before; its loan stands where this one's limits allow.
+
+        What is beyond them is a cut like any other: the next event asks for it, with a deadline.
+        """
+        self._now_s, self._mode = other._now_s, other._mode
+        self._serving, self._rollout = other._serving, other._rollout
+        self._promises, self._reclaims_s = other._promises, other._reclaims_s
+        self.num_cuts, self.reason = other.num_cuts, other.reason
+        self.lend_pages = other.lend_pages
+
     @property
     def held_pages(self) -> int:
         """What the rollout engine holds, as far as we know."""
@@ -279,6 +292,9 @@ class Lending(ABC):
         """What could be lent at most, to an idle serving engine's peer."""
         if not self._mode.has_serving:
             return self._mode.max_lend_pages
+        if self._serving is not None and self._serving.compute_only:
+            # Without a number from the operator nobody knows what the device has left.
+            return self._mode.max_lend_pages if self._mode.max_lend_pages < ALL_PAGES else 0
         cap = self.total_pages - self._mode.floor_pages - self.headroom_pages
         return max(0, min(cap, self._mode.max_lend_pages))
 
@@ -366,6 +382,8 @@ class Lending(ABC):
             pages, reason = 0, blocked
         elif not self._mode.has_serving:
             pages, reason = self.cap_pages, "no serving on this device"
+        elif self._serving is not None and self._serving.compute_only:
+            pages, reason = self.cap_pages, "compute only: a fixed budget"
         else:
             pages, reason = self._decide()
         pages = max(0, min(pages, self.cap_pages))
@@ -468,7 +486,7 @@ class LendingPolicy(Lending):
     def check(self) -> None:
         super().check()
         serving = self._serving
-        if serving is not None and self.lend_pages:
+        if serving is not None and self.lend_pages and not serving.compute_only:
             assert serving.total_pages - serving.used_pages - self.lend_pages >= self.watermark_pages
             assert not serving.claim_pages or self.lend_pages <= self._unclaimed_pages
         assert self.watermark_pages < self.headroom_pages or self.total_pages == 0
@@ -541,45 +559,6 @@ class LendingPolicy(Lending):
         self._cuts_s.append(self._now_s)
 
 
-class PaperLending(Lending):
-    """The published policy, for comparison: a fixed headroom, cut by half, frozen until the next RL step.
-
-    When serving's free pages fall below half the headroom, the loan is halved, once per crossing; it grows
-    again only when an RL step starts, and then at once to all that the headroom leaves.
-    """
-
-    def __init__(self, params: LendingParams | None = None, headroom_fraction: float = 0.2) -> None:
-        super().__init__(params)
-        if not 0.0 < headroom_fraction < 1.0:
-            raise ConfigError(f"{headroom_fraction} is not in (0, 1)", field="headroom_fraction")
-        self._headroom_fraction = headroom_fraction
-        self._frozen = False
-        self._crossed = False
-
-    @property
-    def headroom_pages(self) -> int:
-        return math.ceil(self._headroom_fraction * self.total_pages)
-
-    def _on_rl_step(self) -> None:
-        self._frozen = False
-
-    def _decide(self) -> tuple[int, str]:
-        serving = self._serving
-        assert serving is not None
-        free = serving.total_pages - serving.used_pages - self.lend_pages
-        below = free < self.headroom_pages // 2
-        if below and not self._crossed and self.lend_pages:
-            self._crossed = self._frozen = True
-            return self.lend_pages // 2, "serving's use crossed the watermark"
-        self._crossed = below
-        target = max(0, min(self.cap_pages, serving.total_pages - serving.used_pages - self.headroom_pages))
-        if self.lend_pages > self.cap_pages:
-            return self.cap_pages, "the device or its floor changed"
-        if self._frozen or self._promises or target <= self.lend_pages:
-            return self.lend_pages, self.reason
-        return target, "serving left room"
-
-
 def allowed_pages(
     *,
     mode: int,
@@ -593,6 +572,7 @@ def allowed_pages(
     node_age_s: float,
     serving_age_s: float,
     dead_after_s: float = DEAD_AFTER_S,
+    compute_only: bool = False,
 ) -> tuple[int, str]:
     """What the rollout engine may hold now, by what the shared files say, and why.
 
@@ -616,6 +596,8 @@ def allowed_pages(
         return 0, "serving is starting" if serving_phase == Phase.STARTING else "serving does not share"
     if not serving_age_s <= dead_after_s:
         return 0, "serving is silent"
+    if compute_only:
+        return lend, "compute only: a fixed budget"
     claim = max(0, claim_pages)
     left = max(0, serving_total - max(0, serving_reserved) - claim)
     if lend <= left:

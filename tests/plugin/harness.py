@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rose.coserve.ledger import NodeDir, RankState
+from vllm_plugin import compat
 
 BLOCK_TOKENS = 128
 NUM_BLOCKS = 512
@@ -27,6 +28,7 @@ def engine_config(model: Path) -> Any:
         dtype="bfloat16",
     ).create_engine_config()
     config.cache_config.num_gpu_blocks = NUM_BLOCKS
+    config.parallel_config.worker_cls = compat.CPU_WORKER  # as the plugin leaves an elastic configuration
     return config
 
 

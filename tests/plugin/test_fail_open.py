@@ -100,6 +100,40 @@ def test_an_exception_in_a_hook_switches_off_and_vllm_goes_on(
     eventually(lambda: lease.read().phase == Phase.OFF, "phase is off")  # type: ignore[union-attr]
 
 
+def scribble(path: Path, at: int) -> None:
+    """What a program that does not own the file might do to it: it holds no lock and asks nobody."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def test_a_strangers_write_to_the_board_is_noticed_at_the_next_step(
+    scheduler: Any, config: Any, node_dir: Path
+) -> None:
+    scheduler.add_request(harness.request("a"))
+    harness.step(scheduler)
+    assert scheduler.rose.failed is None
+    for slot in range(2):
+        scribble(node_dir / "serving.board", 128 + slot * 128 + 16)
+    harness.step(scheduler)
+    assert "written by another process" in scheduler.rose.failed
+    lease = NodeDir(node_dir).serving_lease()
+    eventually(lambda: lease.read().phase == Phase.OFF, "phase is off")  # type: ignore[union-attr]
+    harness.step(scheduler)  # vLLM goes on
+
+
+@pytest.mark.parametrize("name", ["serving.lease", "serving.chunks"])
+def test_a_strangers_write_to_what_the_memory_hangs_on_is_noticed(
+    scheduler: Any, node_dir: Path, name: str
+) -> None:
+    path = node_dir / name
+    scribble(path, path.stat().st_size - 1 if name == "serving.chunks" else 64)  # a chunk's mark; the number
+    eventually(lambda: scheduler.rose.failed, f"the write to {name} is noticed")
+    assert "written by another process" in scheduler.rose.failed
+
+
 def test_without_elastic_workers_the_scheduler_is_stock(config: Any, node_dir: Path) -> None:
     from vllm_plugin.scheduler import ServingScheduler
 

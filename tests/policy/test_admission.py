@@ -13,6 +13,7 @@ from rose.policy.admission import (
     AdmissionParams,
     BoardView,
     Demand,
+    Rule,
     StepModel,
     admit,
     slack,
@@ -241,3 +242,22 @@ def test_impossible_settings_name_their_field() -> None:
     for name in ("max_prefill_tokens", "min_tokens"):
         with pytest.raises(ConfigError, match=name):
             AdmissionParams(**{name: 0})  # type: ignore[arg-type]
+
+
+def test_serialised_rollouts_start_no_step_beside_a_serving_step() -> None:
+    params = AdmissionParams(serialise=True)
+    assert (
+        budget(board(busy=True, step_started_s=100.0, step_s=0.01, tpot_deadline_s=110.0), params=params) == 0
+    )
+    assert budget(board(busy=False, tpot_deadline_s=110.0), params=params) > 0
+
+
+def test_the_published_rule_takes_a_whole_chunk_however_little_slack_is_left() -> None:
+    params = AdmissionParams(rule=Rule.PAPER, guard_s=0.005)
+    assert budget(board(tpot_deadline_s=100.0051), params=params) == 10 + 512
+    assert budget(board(tpot_deadline_s=100.0049), params=params) == 0
+
+
+def test_without_a_rule_nothing_is_held_back() -> None:
+    params = AdmissionParams(rule=Rule.FREE, serialise=True)
+    assert budget(board(busy=True, waiting=9, tpot_deadline_s=1.0), params=params) == UNLIMITED_TOKENS

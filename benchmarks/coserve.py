@@ -1,0 +1,345 @@
+#!/usr/bin/env python
+"""What sharing one core costs production, and what rollouts get from it, for every way to share it.
+
+Two vLLM engines on one core: production under open-loop traffic, and a rollout engine that always has more to do than it
+can.  The arms (see ``coserving/plan.py``) alternate in blocks of some ten seconds in one run of the same two
+engines, because machines drift; every arm serves the same requests.  ``--quick`` is five arms and ends within
+four minutes; a long measurement is several runs, pooled::
+
+    python benchmarks/coserve.py --quick --json out/coserve.json
+    python benchmarks/coserve.py --segments 1 --run 0 --json out/c0.json     # all arms; then --run 1, 2, ...
+    python benchmarks/coserve.py --pool out/c0.json out/c1.json --json out/coserve.json --html out/coserve.html
+
+Latencies count from the scheduled moment of each request.  Ratios are to production alone in the same run, with
+95 % bootstrap intervals over requests; ``aa_ratio`` is alone against itself, the noise.  ``harvested_share`` is
+rollout tokens/s over (rollout tokens/s alone on that core x (1 - busy fraction of serving alone)), busy
+time from step times.  The sleep that replaces vLLM's spinning CPU workers is on in every arm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import record
+from coserving import plot
+from coserving.analysis import BlockRecord, analyse, label
+from coserving.plan import (
+    ARMS,
+    QUICK_ARMS,
+    SOLO,
+    SOLO_ARM,
+    WORKLOADS,
+    Schedule,
+    Timing,
+    make_schedule,
+    make_segments,
+)
+from coserving.rollouts import Registry, Trajectories
+from coserving.world import VOCAB, BenchPlan, World, delta, traffic_start_s
+from rich.console import Console
+from rich.table import Table
+
+from rose.auth import Tokens
+from rose.demo import parts
+from rose.demo.arrivals import busiest_second_ratio, load_trace
+from rose.demo.config import DemoConfig, ProductionSettings, RolloutSettings, TrafficSettings
+from rose.demo.fleet import Fleet
+from rose.demo.measure import Sample, read_records, to_samples
+from rose.demo.ui import Stages
+from rose.demo.workplace import SharedMemorySweep, Workplace
+from rose.errors import ConfigError, RoseError
+
+SOLO_S = 5.0
+NUM_TRAJECTORIES = 16
+MAX_LATE_S = 0.5
+"""A block in which this process did not run for longer is no measurement of that arm."""
+
+
+def main() -> int:
+    args = _arguments()
+    console = Console()
+    try:
+        result = _pool(args.pool) if args.pool else asyncio.run(_measure(args, Stages(console)))
+    except RoseError as error:
+        console.print(f"error: {error}", style="bold red", markup=False)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    _show(console, result)
+    record.write(args.json, result["summary"], {k: v for k, v in result.items() if k != "summary"})
+    if args.html:
+        args.html.write_text(_page(result))
+        console.print(f"{args.html}", highlight=False)
+    console.print(f"{args.json}", highlight=False)
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="coserve.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--json", type=Path, default=Path("out/coserve.json"), help="where the result goes")
+    add("--html", type=Path, help="also the Pareto page")
+    add("--quick", action="store_true", help=f"only {', '.join(QUICK_ARMS)}, two segments")
+    add("--arms", help=f"comma-separated, of {', '.join(ARMS)}")
+    add("--segments", type=int, default=1, help="stretches of traffic; each is served once by every arm")
+    add("--workload", choices=WORKLOADS, default="generated")
+    add("--trace", type=Path, help="Azure LLM inference trace (CSV); implies --workload trace")
+    add("--rate", type=float, default=0.8, help="production requests per second, on average")
+    add("--slo-ttft-ms", type=float, default=1000.0)
+    add("--slo-tpot-ms", type=float, default=150.0)
+    add("--seed", type=int, default=0)
+    add("--minutes", type=float, help="start no further block after this long (--quick: 3.5)")
+    add("--run", type=int, default=0, help="number of this run in a pool: other traffic, other pairs")
+    add("--base-port", type=int, default=18570)
+    add("--keep", action="store_true", help="keep the run's private directory")
+    add("--pool", type=Path, nargs="+", help="do not measure: put results of several runs together")
+    args = parser.parse_args()
+    if args.trace:
+        args.workload = "trace"
+    elif args.workload == "trace":
+        parser.error("--workload trace needs --trace FILE")
+    given = args.arms.split(",") if args.arms else list(QUICK_ARMS if args.quick else ARMS)
+    unknown = set(given) - set(ARMS)
+    if unknown:
+        parser.error(f"unknown arms: {', '.join(sorted(unknown))}")
+    # Alone twice is what everything else is measured against.
+    args.arms = ["alone_1", "alone_2", *(arm for arm in given if not arm.startswith("alone"))]
+    if args.quick:
+        args.segments = max(args.segments, 2)
+        args.minutes = args.minutes or 3.5
+    return args
+
+
+async def _measure(args: argparse.Namespace, stages: Stages) -> dict[str, Any]:
+    traffic_seed = args.seed + 1000 * args.run
+    config = DemoConfig(
+        seed=args.seed,
+        base_port=args.base_port,
+        traffic=TrafficSettings(
+            mean_rate_hz=args.rate, output_median_tokens=12, output_max_tokens=48, prompt_max_tokens=400
+        ),
+        production=ProductionSettings(
+            kv_cache_bytes=64 * 2**20,
+            slo_ttft_s=args.slo_ttft_ms / 1e3,
+            slo_tpot_s=args.slo_tpot_ms / 1e3,
+        ),
+        rollout=RolloutSettings(kv_cache_bytes=64 * 2**20),
+        out=args.json.parent / "coserve-logs",
+    )
+    timing = Timing()
+    rows = load_trace(args.trace) if args.trace else None
+    shape = config.shape()
+    segments = make_segments(args.workload, shape, timing, args.segments, traffic_seed, rows)
+    schedule = make_schedule(segments, args.arms, timing, args.run)
+    first = [a for segment in segments for a, _ in segment]
+    if len(first) < 2:
+        raise ConfigError("the excerpt holds no traffic", field="--rate", fix="raise it")
+    with SharedMemorySweep(), Workplace(keep=args.keep) as workplace:
+        Tokens.generate().save(workplace.path / parts.TOKEN_FILE)
+        plan = BenchPlan(config=config, cores=config.cores(), root=workplace.path, logs=config.out / "logs")
+        plan.prepare(schedule.arrivals)
+        plan.write_traffic(schedule)
+        with stages.stage("Making two models (once)"):
+            plan.make_models()
+        async with (
+            Registry(config.port("scheduler")) as registry,
+            Fleet(lambda _, t: stages.note(t)) as fleet,
+        ):
+            world = World(config, plan, registry)
+            with stages.stage("Starting both engines on one core"):
+                await world.start(fleet, lambda s: stages.update(f"{s:.0f} s"))
+            os.sched_setaffinity(0, {config.cores()[1]})  # from here on core 0 is the engines' alone
+            async with Trajectories(registry, NUM_TRAJECTORIES, VOCAB, args.seed) as rollouts:
+                blocks = await _run(args, world, fleet, schedule, stages)
+                counts = {"turns": rollouts.turns, "cut": rollouts.cut, "failed": rollouts.failed}
+        measured = {block.number for block in blocks}
+        samples = label(to_samples(read_records(plan.records_path)), schedule, measured)
+    details = {
+        "workload": str(args.trace.name if args.trace else args.workload),
+        "busiest_second_ratio": _burst(segments, timing),
+        "settings": config.model_dump(mode="json", include={"seed", "traffic", "production", "rollout"}),
+        "timing": asdict(timing),
+        "rollouts": counts,
+        "arms_measured": args.arms,
+        "samples": [_pack(sample) for sample in samples],
+        "blocks": [asdict(block) for block in blocks],
+    }
+    return {**analyse(samples, blocks, config.slo(), args.arms), **details}
+
+
+def _burst(segments: Any, timing: Timing) -> float | None:
+    moved = [
+        type(a)(at_s=number * timing.traffic_s + a.at_s, prompt_tokens=1, output_tokens=1)
+        for number, segment in enumerate(segments)
+        for a, _ in segment
+    ]
+    return busiest_second_ratio(moved, len(segments) * timing.traffic_s) if moved else None
+
+
+async def _run(
+    args: argparse.Namespace, world: World, fleet: Fleet, schedule: Schedule, stages: Stages
+) -> list[BlockRecord]:
+    """Rollouts alone first, then every block; the counters of each."""
+    blocks: list[BlockRecord] = []
+    timing = schedule.timing
+    with stages.stage("Rollouts alone on the core"):
+        await world.enter(SOLO_ARM)
+        await asyncio.sleep(4.0)
+        before = await world.read()
+        await asyncio.sleep(SOLO_S)
+        counters = delta(before, await world.read())
+        blocks.append(BlockRecord(arm=SOLO, segment=0, run=args.run, number=-1, counters=counters))
+    await world.enter(ARMS["alone_1"])
+    with stages.stage(f"{len(schedule.blocks)} blocks of {timing.block_s:.0f} s"):
+        await fleet.start(world.plan.traffic())
+        zero_s = await traffic_start_s(world.plan.records_path)
+        number = 0
+        for number, block in enumerate(schedule.blocks):
+            stages.update(f"{number + 1} of {len(schedule.blocks)}: {block.arm}")
+            if args.minutes and stages.elapsed_s() > 60.0 * args.minutes:
+                stages.note(f"time is up: {number} of {len(schedule.blocks)} blocks have passed")
+                break
+            start_s = zero_s + block.start_s
+            late_s = [await _until(start_s)]
+            await world.enter(ARMS[block.arm])
+            late_s.append(await _until(start_s + timing.lead_s))
+            before = await world.read()
+            late_s.append(await _until(start_s + timing.lead_s + timing.traffic_s))
+            counters = delta(before, await world.read())
+            if max(late_s) > MAX_LATE_S:
+                stages.note(f"block {number + 1} is left out: this process was {max(late_s):.1f} s late")
+                continue
+            blocks.append(
+                BlockRecord(
+                    arm=block.arm, segment=block.segment, run=args.run, number=number, counters=counters
+                )
+            )
+        await _until(zero_s + number * timing.block_s + timing.tail_s)
+        await fleet.stop("traffic")
+        await world.enter(ARMS["alone_1"])
+    return blocks
+
+
+async def _until(at_s: float) -> float:
+    """Sleep until then; how late we are."""
+    await asyncio.sleep(max(0.0, at_s - time.monotonic()))
+    return time.monotonic() - at_s
+
+
+def _pack(sample: Sample) -> list[Any]:
+    gaps = [round(gap, 5) for gap in sample.itl_s]
+    return [
+        sample.phase, sample.index, round(sample.ttft_s, 5), round(sample.end_s, 5), sample.num_tokens,
+        round(sample.late_s, 5), sample.error, gaps,
+    ]  # fmt: skip
+
+
+def _unpack(row: list[Any]) -> Sample:
+    phase, index, ttft_s, end_s, num_tokens, late_s, error, gaps = row
+    return Sample(
+        index=index, phase=phase, at_s=0.0, ttft_s=ttft_s, end_s=end_s, itl_s=tuple(gaps),
+        num_tokens=num_tokens, late_s=late_s, error=error,
+    )  # fmt: skip
+
+
+def _pool(paths: list[Path]) -> dict[str, Any]:
+    """Several runs as one.  Their pairs and settings must not contradict each other."""
+    documents = [json.loads(path.read_text())["details"] for path in paths]
+    slos = {
+        (d["settings"]["production"]["slo_ttft_s"], d["settings"]["production"]["slo_tpot_s"])
+        for d in documents
+    }
+    runs = [d["blocks"][0]["run"] for d in documents]
+    if len(slos) != 1 or len(set(runs)) != len(runs):
+        raise ConfigError("runs of different objectives, or the same --run twice", field="--pool")
+    samples = [_unpack(row) for d in documents for row in d["samples"]]
+    blocks = [BlockRecord(**block) for d in documents for block in d["blocks"]]
+    arms = [a for a in ARMS if all(a in d["arms_measured"] for d in documents)]
+    settings = DemoConfig.model_validate({"production": documents[0]["settings"]["production"]})
+    return {
+        **analyse(samples, blocks, settings.slo(), arms),
+        **{key: documents[0][key] for key in ("settings", "timing")},
+        "workload": sorted({d["workload"] for d in documents}),
+        "busiest_second_ratio": max(d["busiest_second_ratio"] for d in documents),
+        "arms_measured": arms,
+        "runs": [d["where"] for d in documents],
+    }
+
+
+def _rows(result: dict[str, Any]) -> list[list[str]]:
+    head = [
+        "arm", "n", "TTFT p50 ms", "p99 ms", "ratio p99", "ITL p99 ms", "ratio p99", "stall max ms", "TPOT p99 ms",
+        "viol. added", "tokens/s", "harvested", "hits", "cuts", "kills",
+    ]  # fmt: skip
+    rows = [head]
+
+    def ratio(found: dict[str, float] | None) -> str:
+        return "-" if found is None else f"{found['value']:.2f} ({found['low']:.2f}-{found['high']:.2f})"
+
+    for arm, row in result["arms"].items():
+        rows.append(
+            [
+                ARMS[arm].label,
+                str(row["num_requests"]),
+                plot.cell(row["ttft_p50_s"], 0, 1e3),
+                plot.cell(row["ttft_p99_s"], 0, 1e3),
+                ratio(row["ttft_p99_ratio"]) if arm != "alone_1" else "1",
+                plot.cell(row["itl_p99_s"], 0, 1e3),
+                ratio(row["itl_p99_ratio"]) if arm != "alone_1" else "1",
+                plot.cell(row["stall_max_s"], 0, 1e3),
+                plot.cell(row["tpot_p99_s"], 0, 1e3),
+                plot.cell(row["extra_violations"], 1),
+                plot.cell(row["rollout_tokens_per_s"], 0),
+                plot.cell(row["harvested_share"], 0, 100, " %"),
+                plot.cell(row["hit_rate"], 0, 100, " %"),
+                plot.cell(row["cut_requests"], 0),
+                plot.cell(row["engine_kills"], 0),
+            ]
+        )
+    return rows
+
+
+def _notes(result: dict[str, Any]) -> list[str]:
+    s = result["summary"]
+    burst = result["busiest_second_ratio"]
+    return [
+        f"Workload {result['workload']}, busiest second {plot.cell(burst, 1)}x the mean; {s['num_pairs']} pairs. "
+        f"Serving alone is {plot.cell(s['serving_busy_fraction'], 0, 100)} % busy, its mean step "
+        f"{plot.cell(s['serving_step_ms'], 1)} ms; violations alone {plot.cell(s['violations_alone'], 1)}; rollouts "
+        f"alone {plot.cell(s['solo_rollout_tokens_per_s'], 0)} tokens/s.",
+        f"Bar: P99 ratios' upper bounds within the noise or 1.05, no added violation, 85 % harvested: "
+        f"{'met' if s.get('bar_met') else 'not met'}.",
+    ]
+
+
+def _show(console: Console, result: dict[str, Any]) -> None:
+    head, *rows = _rows(result)
+    table = Table(show_edge=False, pad_edge=False)
+    for number, name in enumerate(head):
+        table.add_column(name, justify="left" if number == 0 else "right")
+    for row in rows:
+        table.add_row(*row)
+    Console(width=max(200, console.width)).print(table)
+    for note in _notes(result):
+        console.print(note, highlight=False, markup=False)
+
+
+def _page(result: dict[str, Any]) -> str:
+    labels = {name: arm.label for name, arm in ARMS.items()}
+    return plot.page(result, labels, _notes(result), _rows(result))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

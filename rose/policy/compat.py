@@ -1,0 +1,125 @@
+"""What ROSE can share with which engine configuration: one table for code, docs and ``rose node status``.
+
+A *row* is a feature of an engine's configuration and what it allows: ``elastic`` (memory and compute), ``compute-only`` (its
+KV memory is never unmapped; rollouts get a fixed budget of their own), or ``refused`` (the engine runs as plain
+vLLM).  The least that any feature of a configuration allows is what that engine gets.
+
+**Not listed is refused**: :func:`judge` answers for a name that the table does not know.  The plugin finds the names
+(``vllm_plugin.features``); the number of the row travels in ``serving.lease``, so numbers are never given out twice.
+
+Pure.  Callers: the plugin, the node agent, the tests; ``docs/compatibility.md`` is :func:`markdown`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class Support(IntEnum):
+    """What an engine can share, least first."""
+
+    REFUSED = 0
+    COMPUTE_ONLY = 1
+    ELASTIC = 2
+
+    @property
+    def label(self) -> str:
+        return self.name.lower().replace("_", "-")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One line of the table.  ``rollout`` is what the feature means for a rollout engine; mostly the same."""
+
+    number: int
+    name: str
+    feature: str
+    serving: Support
+    rollout: Support
+    reason: str
+
+
+def _row(
+    number: int, name: str, feature: str, serving: Support, reason: str, rollout: Support | None = None
+) -> Row:
+    return Row(
+        number=number,
+        name=name,
+        feature=feature,
+        serving=serving,
+        rollout=serving if rollout is None else rollout,
+        reason=reason,
+    )
+
+
+_NO, _COMPUTE, _ALL = Support.REFUSED, Support.COMPUTE_ONLY, Support.ELASTIC
+UNLISTED = _row(0, "unlisted", "anything that is not in this table", _NO, "nobody has tried it")
+
+TABLE: tuple[Row, ...] = (
+    UNLISTED,
+    _row(1, "decoder", "decoder-only text model, one KV cache group", _ALL, "tested on the CPU build"),
+    _row(2, "tensor_parallel", "tensor parallelism on one host", _ALL, "one lease per engine; usable is the minimum over ranks"),
+    _row(3, "kv_connector", "KV connector, KV offload, prefill/decode disaggregation", _COMPUTE, "its KV memory is registered with the transport and must not be unmapped", _NO),
+    _row(4, "encoder_connector", "encoder-cache connector", _NO, "nobody has tried it"),
+    _row(5, "data_parallel", "data parallelism", _NO, "several engine cores would write the files of one device"),
+    _row(6, "expert_parallel", "expert parallelism, MoE load balancing", _NO, "all ranks must step together; a gate that differs between them would hang"),
+    _row(7, "pipeline_parallel", "pipeline parallelism", _NO, "several steps are in flight; the board knows one"),
+    _row(8, "context_parallel", "context parallelism", _NO, "KV blocks are spread over ranks in another way"),
+    _row(9, "lora", "LoRA adapters", _NO, "adapter slots and their prefixes are not accounted for"),
+    _row(10, "speculative", "speculative decoding", _NO, "the step model knows no drafts, and a draft model has a cache of its own"),
+    _row(11, "hybrid", "hybrid, Mamba and attention-free models", _NO, "their state is not cut into equal blocks"),
+    _row(12, "encoder_decoder", "encoder-decoder models", _NO, "cross-attention memory is not accounted for"),
+    _row(13, "multimodal", "multimodal models", _NO, "the encoder's memory and time are not accounted for"),
+    _row(14, "pooling", "pooling models", _NO, "they have no time between tokens to promise"),
+    _row(15, "fp8_kv", "quantised KV cache (fp8 and others)", _NO, "scales may lie beside the blocks; not tested"),
+    _row(16, "api_servers", "several API server processes", _ALL, "only the engine core takes part; a rollout engine keeps weight updates in its API server", _NO),
+    _row(17, "rust_frontend", "vLLM's Rust front end", _NO, "it loads no endpoint plugins, and its arrival times are not checked"),
+    _row(18, "mig", "a MIG slice", _NO, "driver figures and green contexts mean something else there; not tested"),
+    _row(19, "sleep_mode", "sleep mode, the cumem allocator", _NO, "another allocator owns the KV memory"),
+    _row(20, "unknown_version", "a vLLM version outside the supported line, or a hook that changed", _NO, "private names may have moved"),
+    _row(21, "gpu", "CUDA and other accelerators", _NO, "the page pool for CUDA is not wired into a worker yet"),
+    _row(22, "other_scheduler", "another --scheduler-cls or --worker-cls", _NO, "ours takes that place"),
+    _row(23, "multi_host", "workers on several hosts, or under Ray", _NO, "the shared files of a device are one host's"),
+    _row(24, "small_cache", "a KV cache of fewer than four chunks, or of several allocations", _NO, "nothing could be lent from it"),
+)  # fmt: skip
+_BY_NAME = {row.name: row for row in TABLE}
+_BY_NUMBER = {row.number: row for row in TABLE}
+
+
+def row(name: str) -> Row:
+    """The row of a feature; :data:`UNLISTED` for a name that is not there."""
+    return _BY_NAME.get(name, UNLISTED)
+
+
+def row_of_number(number: int) -> Row:
+    """The row that a lease names; a number from a newer program is unlisted."""
+    return _BY_NUMBER.get(number, UNLISTED)
+
+
+def judge(role: str, features: Iterable[str]) -> tuple[Support, Row]:
+    """What an engine of ``role`` with these features can share, and the row that says so.
+
+    Of several rows that allow equally little the first decides: callers list the most telling first.
+    """
+    worst, which = Support.ELASTIC, _BY_NAME["decoder"]
+    for name in features:
+        found = row(name)
+        support = found.rollout if role == "rollout" else found.serving
+        if support < worst:
+            worst, which = support, found
+    return worst, which
+
+
+def markdown() -> str:
+    """The table as ``docs/compatibility.md`` shows it."""
+    lines = [
+        "| feature of the engine | production | rollout engine | why |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| {one.feature} | {one.serving.label} | {one.rollout.label} | {one.reason} |"
+        for one in (*TABLE[1:], UNLISTED)
+    ]
+    return "\n".join(lines) + "\n"

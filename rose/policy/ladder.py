@@ -1,0 +1,96 @@
+"""Choose how a rollout engine shares compute with production on this device: the rungs of the ladder, and why each.
+
+The token budget of every rollout step (``rose.policy.admission``) is always there.  On top of it the device gets the best
+rung that it offers:
+
+CPU   an idle share of the cores (``rose.proc_share``), else the token budget alone;
+CUDA  a green context for the rollout engine's stream, where the driver has them and one thread launches everything; else
+      *host gating*: rollout steps are serialised with production's, for without preemption a step that overlaps takes
+      time slices from it;
+MPS   only where the operator allows it (``allow_mps``): a fault in a rollout kernel then ends production too.
+
+Pure: facts in, choice out.  Nothing of the CUDA rungs has been measured yet; ``benchmarks/gpu_check.py`` is how.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+MIN_GREEN_DRIVER = (12, 4)
+
+
+class Rung(StrEnum):
+    """What protects production's compute besides the token budget."""
+
+    BUDGET = "budget"
+    """Nothing: the token budget alone."""
+    IDLE_SHARE = "idle-share"
+    """CPU: the kernel gives the rollout engine what is left."""
+    GREEN_CONTEXT = "green-context"
+    """CUDA: the rollout engine's kernels run on a part of the SMs."""
+    HOST_GATE = "host-gate"
+    """CUDA: no rollout step beside a serving step."""
+    MPS = "mps"
+    """CUDA: one server for both processes, rollouts below normal priority.  One fault domain."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceFacts:
+    """What was found on the device."""
+
+    cuda: bool
+    idle_share: bool = False
+    green_contexts: bool = False
+    """torch offers them."""
+    driver: tuple[int, int] = (0, 0)
+    """CUDA version of the driver."""
+    one_launching_thread: bool = False
+    """A green context is current to one thread; engines with auxiliary launching threads break out of it."""
+    mig: bool = False
+    mps_programs: bool = False
+    """Control daemon and server are installed."""
+    same_user: bool = True
+    """Both engines run as one user, as one MPS server demands."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    rung: Rung
+    reason: str
+    serialise: bool = False
+    """``AdmissionParams.serialise`` of the rollout engine."""
+
+
+def choose(facts: DeviceFacts, *, allow_mps: bool = False) -> Choice:
+    """The rung for this device, and why no better one."""
+    if not facts.cuda:
+        if facts.idle_share:
+            return Choice(rung=Rung.IDLE_SHARE, reason="the kernel gives rollouts an idle share of the cores")
+        return Choice(rung=Rung.BUDGET, reason="the kernel offers no idle share")
+    if allow_mps:
+        blocked = _why_no_mps(facts)
+        if blocked is None:
+            return Choice(rung=Rung.MPS, reason="the operator allows MPS: one fault domain with production")
+    blocked = _why_no_green(facts)
+    if blocked is None:
+        return Choice(rung=Rung.GREEN_CONTEXT, reason="the driver splits its SMs")
+    return Choice(rung=Rung.HOST_GATE, reason=blocked, serialise=True)
+
+
+def _why_no_mps(facts: DeviceFacts) -> str | None:
+    if facts.mig:
+        return "a MIG slice"
+    if not facts.mps_programs:
+        return "nvidia-cuda-mps-control is not installed"
+    return None if facts.same_user else "the engines run as different users"
+
+
+def _why_no_green(facts: DeviceFacts) -> str | None:
+    if facts.mig:
+        return "no green contexts in a MIG slice"
+    if not facts.green_contexts:
+        return "torch offers no green contexts"
+    if facts.driver < MIN_GREEN_DRIVER:
+        return f"the driver speaks CUDA {facts.driver[0]}.{facts.driver[1]}; green contexts need 12.4"
+    return None if facts.one_launching_thread else "the engine launches kernels from several threads"

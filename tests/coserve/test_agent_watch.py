@@ -1,0 +1,137 @@
+"""What the agent decides about production's promises: the observed report, switching off by itself, impossible promises.
+
+The agent's round is called by hand on files that the test writes; no process is started.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rose.auth import Tokens
+from rose.config import validate
+from rose.coserve.agent import NodeAgent
+from rose.coserve.config import NodeConfig
+from rose.coserve.ledger import Mode, NodeDir, Phase, RolloutLease, ServingBoard, ServingLease
+from rose.errors import RequestError
+from rose.policy.compat import Support, row
+
+
+class Bench:
+    """An agent without its loop, and both engines' files."""
+
+    def __init__(self, path: Path, **lending: Any) -> None:
+        table = {
+            "node_id": "n0",
+            "dir": str(path / "n"),
+            "serving": {"slo_ttft_ms": 500, "slo_tpot_ms": 100},
+            "engine": {"model": "policy", "max_model_len": 64},
+            "lending": lending,
+        }
+        self.agent = NodeAgent(validate(NodeConfig, table), Tokens.generate())
+        node = NodeDir(path / "n")
+        self.agent._state = node.node_writer()
+        self._writers = [
+            node.serving_lease_writer(),
+            node.serving_board_writer(),
+            node.rollout_lease_writer(),
+        ]
+        self.lease = ServingLease(
+            phase=Phase.READY, support=Support.ELASTIC, total_pages=100, reserved_pages=50
+        )
+        self.board = ServingBoard(running=1, step_ns=20_000_000, used_pages=10)
+        self.rollout = RolloutLease(phase=Phase.READY)
+        self.agent._set_mode()
+        self.round()
+        self.round()
+
+    def round(self, **board: int) -> None:
+        """Production writes its board anew; the agent looks."""
+        self.board = dataclasses.replace(self.board, **board)
+        now_ns = time.monotonic_ns()
+        records = (dataclasses.replace(self.lease, heartbeat_ns=now_ns), self.board, self.rollout)
+        for writer, record in zip(self._writers, records, strict=True):
+            writer.write(record)  # type: ignore[arg-type]
+        self.agent._round()
+        self.rollout = dataclasses.replace(
+            self.rollout, reserved_pages=self.agent.policy.lend_pages
+        )  # it obeys
+
+    def close(self) -> None:
+        for writer in [*self._writers, self.agent._state]:
+            writer.close()
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path, max_slo_breaches=3)
+    yield bench
+    bench.close()
+
+
+def test_harvesting_ends_by_itself_after_broken_promises_and_begins_again_by_hand(bench: Bench) -> None:
+    bench.round(breaches=2)
+    assert bench.agent.mode == Mode.ON
+    bench.round(breaches=3)
+    assert bench.agent.mode == Mode.OFF
+    assert "3 broken promises" in bench.agent.status()["errors"]["slo"]
+    assert bench.agent.status()["serving"]["slo_breaches_while_lending"] == 3
+    bench.agent.change(mode=Mode.ON)
+    bench.round()
+    assert bench.agent.mode == Mode.ON
+    assert "slo" not in bench.agent.status()["errors"]
+
+
+def test_a_promise_below_productions_own_step_is_refused(bench: Bench) -> None:
+    for step in range(200):
+        bench.round(step=step)
+    with pytest.raises(RequestError, match=r"step of 20\.0 ms"):
+        bench.agent.change(slo_tpot_ms=19.0)
+    assert bench.agent.slo_tpot_ms == 100
+    for step in range(200, 1000):
+        bench.round(step=step, step_ns=150_000_000)  # slower than what the settings promise
+    assert bench.agent.mode == Mode.OFF
+    assert "below production's own step" in bench.agent.status()["errors"]["slo"]
+
+
+def test_a_floor_larger_than_the_device_is_refused_and_changes_nothing(bench: Bench) -> None:
+    with pytest.raises(RequestError, match="the 100 pages of the device"):
+        bench.agent.change(floor_pages=101, mode=Mode.OFF)
+    assert (bench.agent.mode, bench.agent.floor_pages) == (Mode.ON, 0)
+
+
+def test_mode_observe_lends_nothing_and_reports_what_could_be_lent(bench: Bench) -> None:
+    bench.agent.change(mode=Mode.OBSERVE)
+    bench.round()
+    bench.round()
+    status = bench.agent.status()
+    assert status["lending"]["lend_pages"] == 0
+    assert status["observed"]["most_pages"] == 80  # 100 - 10 used - 10 headroom
+
+
+def test_the_status_says_what_production_can_share_and_why(bench: Bench) -> None:
+    assert bench.agent.status()["serving"]["support"] == "elastic"
+    bench.lease = dataclasses.replace(
+        bench.lease, phase=Phase.OFF, support=Support.REFUSED, row=row("lora").number
+    )
+    bench.round()
+    status = bench.agent.status()
+    assert (status["serving"]["support"], status["serving"]["because"]) == ("refused", "LoRA adapters")
+    assert "LoRA adapters" in status["engine"]["waits_for"]
+    assert status["lending"]["lend_pages"] == 0
+
+
+def test_policies_can_be_changed_while_something_is_lent(bench: Bench) -> None:
+    lent = bench.agent.policy.lend_pages
+    assert lent > 0
+    bench.agent.change(policy="static", max_lend_pages=50)
+    bench.round()
+    assert bench.agent.policy.lend_pages == 50
+    state = NodeDir(bench.agent.config.dir).node().read()
+    assert state is not None
+    assert (state.fixed, state.lend_pages) == (1, 50)

@@ -1,0 +1,247 @@
+"""The compatibility table: one test per row, on vLLM's own configuration objects; and what is in force after each answer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rose.coserve.ledger import NodeDir, Phase
+from rose.policy.compat import TABLE, UNLISTED, Support, judge, markdown, row, row_of_number
+from tests.plugin import harness
+from tests.tiny_model import write_tiny_model
+from vllm_plugin import compat
+from vllm_plugin.features import features
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A real VllmConfig of the CPU build, as an operator's command gives it."""
+    folder = tmp_path_factory.mktemp("model")
+    write_tiny_model(folder)
+    config = harness.engine_config(folder)
+    config.parallel_config.worker_cls = compat.STOCK_CPU_WORKER
+    return config
+
+
+@pytest.fixture
+def config(stock: Any) -> Any:
+    return copy.deepcopy(stock)
+
+
+def answer(
+    config: Any, role: str = "serving", env: dict[str, str] | None = None, on_cpu: bool = True
+) -> tuple[str, str]:
+    names = features(config, on_cpu=on_cpu, stock_worker=compat.STOCK_CPU_WORKER, env=env or {})
+    support, because = judge(role, names)
+    return support.label, because.name
+
+
+class Model:
+    """vLLM's ModelConfig with some answers changed: some of them are properties of the architecture."""
+
+    def __init__(self, original: Any, **change: Any) -> None:
+        self._original, self._change = original, change
+
+    def __getattr__(self, name: str) -> Any:
+        return self._change[name] if name in self._change else getattr(self._original, name)
+
+
+def parallel(**change: Any) -> Callable[[Any], None]:
+    return lambda config: (
+        [setattr(config.parallel_config, name, value) for name, value in change.items()] and None
+    )
+
+
+def model(**change: Any) -> Callable[[Any], None]:
+    return lambda config: setattr(config, "model_config", Model(config.model_config, **change))
+
+
+def cache(**change: Any) -> Callable[[Any], None]:
+    return lambda config: (
+        [setattr(config.cache_config, name, value) for name, value in change.items()] and None
+    )
+
+
+def section(name: str) -> Callable[[Any], None]:
+    return lambda config: setattr(config, name, SimpleNamespace())
+
+
+ROWS: list[tuple[str, Callable[[Any], None], str]] = [
+    ("decoder", lambda config: None, "elastic"),
+    ("tensor_parallel", parallel(tensor_parallel_size=2), "elastic"),
+    ("kv_connector", section("kv_transfer_config"), "compute-only"),
+    ("kv_connector", cache(kv_offloading_size=4.0), "compute-only"),
+    ("encoder_connector", section("ec_transfer_config"), "refused"),
+    ("data_parallel", parallel(data_parallel_size=2), "refused"),
+    ("expert_parallel", parallel(enable_expert_parallel=True), "refused"),
+    ("expert_parallel", parallel(enable_eplb=True), "refused"),
+    ("pipeline_parallel", parallel(pipeline_parallel_size=2), "refused"),
+    ("context_parallel", parallel(decode_context_parallel_size=2), "refused"),
+    ("context_parallel", parallel(prefill_context_parallel_size=2), "refused"),
+    ("lora", section("lora_config"), "refused"),
+    ("speculative", section("speculative_config"), "refused"),
+    ("hybrid", model(is_hybrid=True), "refused"),
+    ("hybrid", model(is_attention_free=True), "refused"),
+    ("encoder_decoder", model(is_encoder_decoder=True), "refused"),
+    ("multimodal", model(is_multimodal_model=True), "refused"),
+    ("pooling", model(runner_type="pooling"), "refused"),
+    ("fp8_kv", cache(cache_dtype="fp8"), "refused"),
+    ("api_servers", parallel(_api_process_count=2), "elastic"),
+    ("sleep_mode", model(enable_sleep_mode=True), "refused"),
+    ("sleep_mode", model(enable_cumem_allocator=True), "refused"),
+    ("other_scheduler", lambda c: setattr(c.scheduler_config, "scheduler_cls", "mine.Scheduler"), "refused"),
+    ("other_scheduler", parallel(worker_cls="mine.Worker"), "refused"),
+    ("multi_host", parallel(nnodes=2), "refused"),
+    ("multi_host", parallel(distributed_executor_backend="ray"), "refused"),
+    ("unlisted", model(is_diffusion=True), "refused"),
+    ("unlisted", parallel(enable_elastic_ep=True), "refused"),
+    ("unlisted", section("watermark_config"), "refused"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "expected"), ROWS)
+def test_a_configuration_gets_what_its_row_says(
+    config: Any, name: str, change: Callable[[Any], None], expected: str
+) -> None:
+    change(config)
+    label, because = answer(config)
+    assert label == expected
+    assert because == (name if expected != "elastic" else "decoder")
+    assert name in features(config, on_cpu=True, stock_worker=compat.STOCK_CPU_WORKER, env={})
+
+
+@pytest.mark.parametrize(
+    ("name", "env", "on_cpu"),
+    [
+        ("gpu", {}, False),
+        ("mig", {"CUDA_VISIBLE_DEVICES": "MIG-4f2a"}, True),
+        ("rust_frontend", {"VLLM_USE_RUST_FRONTEND": "1"}, True),
+    ],
+)
+def test_what_the_machine_says_counts_like_the_configuration(
+    config: Any, name: str, env: dict[str, str], on_cpu: bool
+) -> None:
+    assert answer(config, env=env, on_cpu=on_cpu) == ("refused", name)
+
+
+def test_a_rollout_engine_is_refused_where_its_own_routes_would_not_work(config: Any) -> None:
+    config.parallel_config._api_process_count = 2
+    assert answer(config, role="rollout") == ("refused", "api_servers")
+    config.parallel_config._api_process_count = 1
+    config.kv_transfer_config = SimpleNamespace()
+    assert answer(config, role="rollout") == ("refused", "kv_connector")
+
+
+def test_the_least_that_any_feature_allows_counts(config: Any) -> None:
+    config.kv_transfer_config = SimpleNamespace()
+    config.lora_config = SimpleNamespace()
+    assert answer(config) == ("refused", "lora")
+
+
+def test_every_row_has_a_test_here() -> None:
+    elsewhere = {"gpu", "mig", "rust_frontend", "unknown_version", "small_cache"}
+    assert {name for name, _, _ in ROWS} | elsewhere == {one.name for one in TABLE}
+
+
+def test_what_the_table_does_not_name_is_refused() -> None:
+    assert judge("serving", ["decoder", "quantum"]) == (Support.REFUSED, UNLISTED)
+    assert row_of_number(9999) is UNLISTED
+
+
+def test_numbers_and_names_are_given_once() -> None:
+    assert len({one.number for one in TABLE}) == len({one.name for one in TABLE}) == len(TABLE)
+
+
+def test_the_documentation_shows_this_table() -> None:
+    text = (ROOT / "docs" / "compatibility.md").read_text()
+    assert markdown() in text, "put rose.policy.compat.markdown() into docs/compatibility.md"
+
+
+# --- what is in force after the answer
+
+
+@pytest.fixture
+def lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The node directory's serving.lease, with the plugin's module state put back afterwards."""
+    node_dir = tmp_path / "n"
+    monkeypatch.setenv("ROSE_DIR", str(node_dir))
+    monkeypatch.setattr(compat, "_refused", None)
+    monkeypatch.setattr(compat, "_refusal", None)
+    yield NodeDir(node_dir).serving_lease()
+    if compat._refusal is not None:
+        compat._refusal.close()
+
+
+def wrapped(config: Any) -> Any:
+    """What vLLM gets from ``create_engine_config`` with the plugin on."""
+    return compat._wrap_config(lambda self: config, "serving")(None)
+
+
+def test_a_refused_engine_stays_stock_and_says_why_in_its_lease(config: Any, lease: Any) -> None:
+    config.lora_config = SimpleNamespace()
+    assert wrapped(config).scheduler_config.scheduler_cls is None
+    assert config.parallel_config.worker_cls == compat.STOCK_CPU_WORKER
+    record = lease.read()
+    assert (record.phase, record.support) == (Phase.OFF, Support.REFUSED)
+    assert row_of_number(record.row) == row("lora")
+    assert lease.alive()
+
+
+def test_a_configuration_that_cannot_be_read_is_refused(config: Any, lease: Any) -> None:
+    config.parallel_config = SimpleNamespace(worker_cls=compat.STOCK_CPU_WORKER)  # its fields have moved
+    assert wrapped(config) is config
+    assert row_of_number(lease.read().row) == row("unknown_version")
+    assert config.scheduler_config.scheduler_cls is None
+
+
+def test_compute_only_keeps_vllms_own_worker(config: Any, lease: Any) -> None:
+    config.kv_transfer_config = SimpleNamespace()
+    wrapped(config)
+    assert config.scheduler_config.scheduler_cls == compat.SCHEDULER_FACTORY
+    assert config.parallel_config.worker_cls == compat.STOCK_CPU_WORKER
+    assert not compat.is_elastic(config)
+
+
+def test_an_elastic_engine_gets_our_worker(config: Any, lease: Any) -> None:
+    assert compat.is_elastic(wrapped(config))
+    assert lease.read() is None
+
+
+def test_an_unknown_vllm_version_is_refused_by_number(lease: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm
+
+    monkeypatch.setattr(vllm, "__version__", "0.99.0")
+    monkeypatch.setattr(compat, "_applied", {})
+    compat.switch_on("serving")
+    assert compat.applied() == {}
+    assert row_of_number(lease.read().row) == row("unknown_version")
+
+
+def test_a_compute_only_scheduler_publishes_slack_and_lends_nothing(
+    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_plugin.scheduler import ServingScheduler
+
+    monkeypatch.setenv("ROSE_DIR", str(tmp_path / "n"))
+    monkeypatch.setenv("ROSE_ROLE", "serving")
+    scheduler = harness.build(ServingScheduler, config)  # no worker reports elastic memory
+    try:
+        assert scheduler.rose is not None
+        scheduler.add_request(harness.request("a"))
+        harness.step(scheduler)
+        node = NodeDir(tmp_path / "n")
+        lease, board = node.serving_lease().read(), node.serving_board().read()
+        assert lease is not None
+        assert board is not None
+        assert lease.support == Support.COMPUTE_ONLY
+        assert (lease.reserved_pages, lease.lent_pages) == (lease.total_pages, 0)
+        assert (board.step, board.running) == (1, 1)
+    finally:
+        scheduler.rose.stop() if scheduler.rose._thread.is_alive() else None

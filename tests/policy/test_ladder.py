@@ -1,0 +1,49 @@
+"""The compute ladder: the best rung that a device offers, never MPS unasked, host gating as the floor."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from rose.policy.ladder import DeviceFacts, Rung, choose
+
+GPU = DeviceFacts(
+    cuda=True,
+    green_contexts=True,
+    driver=(13, 0),
+    one_launching_thread=True,
+    mps_programs=True,
+    same_user=True,
+)
+
+
+@pytest.mark.parametrize(("idle_share", "rung"), [(True, Rung.IDLE_SHARE), (False, Rung.BUDGET)])
+def test_a_cpu_gets_an_idle_share_where_the_kernel_gives_one(idle_share: bool, rung: Rung) -> None:
+    choice = choose(DeviceFacts(cuda=False, idle_share=idle_share))
+    assert (choice.rung, choice.serialise) == (rung, False)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"green_contexts": False}, "no green contexts"),
+        ({"driver": (12, 3)}, "CUDA 12.3"),
+        ({"one_launching_thread": False}, "several threads"),
+        ({"mig": True}, "MIG"),
+    ],
+)
+def test_without_green_contexts_steps_are_serialised_and_the_reason_is_said(
+    change: dict[str, object], reason: str
+) -> None:
+    assert choose(GPU).rung is Rung.GREEN_CONTEXT
+    choice = choose(dataclasses.replace(GPU, **change))  # type: ignore[arg-type]
+    assert (choice.rung, choice.serialise) == (Rung.HOST_GATE, True)
+    assert reason in choice.reason
+
+
+@pytest.mark.parametrize("change", [{"mig": True}, {"mps_programs": False}, {"same_user": False}])
+def test_mps_is_taken_only_when_asked_for_and_possible(change: dict[str, object]) -> None:
+    assert choose(GPU).rung is not Rung.MPS
+    assert choose(GPU, allow_mps=True).rung is Rung.MPS
+    assert choose(dataclasses.replace(GPU, **change), allow_mps=True).rung is not Rung.MPS  # type: ignore[arg-type]
