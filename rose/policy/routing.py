@@ -70,7 +70,9 @@ class CostParams:
     """Weights of the terms; tuned by ``benchmarks/policies.py`` on its workloads A and B."""
 
     social: float = 1.0
-    """How much the delay that a turn causes to those beside it counts, against its own."""
+    """How much the delay that a turn's decoding causes to those beside it counts, against its own."""
+    social_read: float = 1.0
+    """The same for reading its prompt, during which all of them wait."""
     hysteresis: float = 1.0
     """Times the re-prefill, on top of the cost difference, before affinity is broken."""
     floor_s: float = 0.02
@@ -181,7 +183,7 @@ class CostPolicy:
         crowding_s = turn.expected_tokens * crowd_s * inflight
         run_s = fresh_s + turn.expected_tokens * token_s + crowding_s
         costs_s = run_s + params.gated_s * ~eligible.column("safe")
-        costs_s += params.social * crowding_s
+        costs_s += params.social * crowding_s + params.social_read * inflight * fresh_s
         costs_s += params.risk * eligible.column("reclaim_rate") * run_s * read_s
         return costs_s
 

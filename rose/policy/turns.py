@@ -85,7 +85,6 @@ class TurnBook:
         params: TurnParams | None = None,
         fleet_params: FleetParams | None = None,
     ) -> None:
-        self.policy = policy
         self.params = params or TurnParams()
         self.fleet = Fleet(params=fleet_params or FleetParams())
         self.turns: dict[str, Turn] = {}
@@ -110,6 +109,14 @@ class TurnBook:
         """When to look at a turn again; one too many is harmless."""
         self._num_submitted = 0
         self._now_s = float("-inf")
+
+    @property
+    def policy(self) -> RoutingPolicy:
+        return self.placer.policy
+
+    @policy.setter
+    def policy(self, policy: RoutingPolicy) -> None:
+        self.placer.policy = policy
 
     @property
     def queue(self) -> list[Entry]:

@@ -27,6 +27,7 @@ from rose.policy.samples import SampleParams
 from rose.policy.turns import TurnBook
 from rose.scheduler.config import SchedulerConfig, StaticWorker
 from rose.scheduler.control_api import ControlRoutes
+from rose.scheduler.decisions import DecisionLog
 from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.engine import Endpoint, EngineClient
 from rose.scheduler.http import Handler, errors_middleware, json_response, requires
@@ -96,6 +97,12 @@ class Scheduler:
                 cap_harvested=config.cap_harvested,
             ),
         )
+        self.decisions = DecisionLog(
+            journal_dir,
+            self.book,
+            max_bytes=config.decisions.max_bytes,
+            max_files=config.decisions.max_files,
+        )
         self.url = ""
         self._tasks: list[asyncio.Task[None]] = []
         self._runner: web.AppRunner | None = None
@@ -127,7 +134,9 @@ class Scheduler:
             stream_upstream=config.stream_upstream,
             seed=config.seed,
             on_action=self.status.on_action,
+            decisions=self.decisions,
         )
+        self.decisions.roll()
         for job, version in self.store.versions.items():
             self.dispatcher.require(job, version)
         renderer = Renderer(
@@ -184,6 +193,7 @@ class Scheduler:
             await self._runner.cleanup()
         if self._session is not None:
             await self._session.close()
+        self.decisions.close()
         if self.journal.healthy:
             try:
                 await self.journal.commit()

@@ -78,6 +78,14 @@ class JournalConfig(Section):
     """At start, a journal beyond this size is rewritten with the live state only."""
 
 
+class DecisionConfig(Section):
+    """The log that ``rose replay`` reads; see ``rose.scheduler.decisions``."""
+
+    max_bytes: int = Field(default=64 * 2**20, ge=0)
+    """Of one file, beyond the state it starts with; 0 records nothing."""
+    max_files: int = Field(default=4, gt=0)
+
+
 class SchedulerConfig(Section):
     host: str = "127.0.0.1"
     port: int = Field(default=8800, ge=0, le=65535)
@@ -100,3 +108,4 @@ class SchedulerConfig(Section):
     timeouts: Timeouts = Timeouts()
     batches: Batches = Batches()
     journal: JournalConfig = JournalConfig()
+    decisions: DecisionConfig = DecisionConfig()

@@ -24,6 +24,7 @@ from rose.policy import turn_events as te
 from rose.policy.fleet import Duty, Health, Tier, Worker
 from rose.policy.staleness import Version
 from rose.policy.turns import TurnBook
+from rose.scheduler.decisions import DecisionLog
 from rose.scheduler.engine import Endpoint, EngineClient, EngineFailure, Output, TokenLogprob
 
 log = logging.getLogger("rose.scheduler")
@@ -60,6 +61,7 @@ class Dispatcher:
     clock: Monotonic.
     max_running: Bound on turns that have not ended.
     on_action: Told of every action, for metrics; must not raise.
+    decisions: Told of every event with its actions; None records nothing.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Dispatcher:
         stream_upstream: bool = False,
         seed: int = 0,
         on_action: Callable[[te.Action], None] = lambda action: None,
+        decisions: DecisionLog | None = None,
     ) -> None:
         self.book = book
         self.engines = engines
@@ -82,6 +85,7 @@ class Dispatcher:
         self._stream_upstream = stream_upstream
         self._rng = random.Random(seed)
         self._on_action = on_action
+        self._decisions = decisions
         self._attempts: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._ready = asyncio.Event()
@@ -212,12 +216,16 @@ class Dispatcher:
 
     def tick(self) -> None:
         self.feed(te.ClockTicked(at_s=self.now_s()))
+        if self._decisions is not None:
+            self._decisions.flush()
         workers = self.book.fleet.workers
         if len(self.endpoints) > len(workers):
             self.endpoints = {name: item for name, item in self.endpoints.items() if name in workers}
 
     def feed(self, event: te.Event) -> list[te.Action]:
         actions = self.book.handle(event)
+        if self._decisions is not None:
+            self._decisions.record(event, actions)
         for action in actions:
             self._execute(action)
             self._on_action(action)

@@ -73,9 +73,11 @@ def cost_s(turn: Candidate, worker: Worker, base: tuple[float, float, float], pa
     cached = sum(tokens for held_by, tokens in turn.cached if held_by is worker)
     read_s = turn.num_prompt_tokens * prefill_s
     crowding_s = turn.expected_tokens * worker.inflight * crowd_s
-    run_s = read_s * (1 - cached / turn.num_prompt_tokens) + turn.expected_tokens * token_s + crowding_s
+    fresh_s = read_s * (1 - cached / turn.num_prompt_tokens)
+    run_s = fresh_s + turn.expected_tokens * token_s + crowding_s
     wait_s = 0.0 if safe(worker) else params.gated_s
-    return run_s + wait_s + params.social * crowding_s + params.risk * worker.reclaim_rate * run_s * read_s
+    others_s = params.social * crowding_s + params.social_read * worker.inflight * fresh_s
+    return run_s + wait_s + others_s + params.risk * worker.reclaim_rate * run_s * read_s
 
 
 def cost(
