@@ -21,7 +21,7 @@ Pure: no I/O, no clock; ``at_s`` comes with each call.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from rose.policy.packed import WorkerTable
@@ -71,6 +71,8 @@ class FleetParams:
     cap_harvested: int = 16
     """Concurrent turns per worker.  16 is the paper's cap at 32K context."""
     reclaim_ewma_s: float = 60.0
+    serving_ewma: float = 0.1
+    """Of production's KV use: about the last five seconds of heartbeats."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -88,6 +90,12 @@ class Worker:
     health: Health = Health.JOINING
     lending: Lending = Lending.OPEN
     duty: Duty = Duty.ACTIVE
+    has_own_cap: bool = False
+    """Registered with a cap, so a change of the default leaves it."""
+    serving_use: float = 0.0
+    """Recent share of the device's KV memory that production uses."""
+    job: str | None = None
+    """The only job it works for; None: any."""
     version: Version | None = None
     seq: int = -1
     kv_budget_tokens: int | None = None
@@ -164,6 +172,7 @@ class Fleet:
             old.heard_at_s = at_s
             return []
         default_cap = self.params.cap_dedicated if tier is Tier.DEDICATED else self.params.cap_harvested
+        job = None if old is None else old.job  # the device keeps its job when its engine starts again
         worker = self.workers[worker_id] = Worker(
             worker_id=worker_id,
             incarnation=incarnation,
@@ -171,8 +180,10 @@ class Fleet:
             model=model,
             max_model_len=max_model_len,
             cap=default_cap if cap is None else cap,
+            has_own_cap=cap is not None,
             registered_at_s=at_s,
             heard_at_s=at_s,
+            job=job,
             load_at_s=at_s,
             speed=self.tier_speed[tier].copy_of(at_s),
         )
@@ -194,6 +205,7 @@ class Fleet:
         gated: bool,
         reclaim_seq: int,
         slack_s: float | None,
+        serving_use: float = 0.0,
     ) -> bool:
         """Update a worker; False when we do not know it (the node must register again)."""
         worker = self.workers.get(worker_id)
@@ -216,6 +228,7 @@ class Fleet:
         worker.running = running
         worker.gated = gated
         worker.slack_s = slack_s
+        worker.serving_use += self.params.serving_ewma * (serving_use - worker.serving_use)
         inside = kv_budget_tokens is None or kv_used_tokens is None or kv_used_tokens <= kv_budget_tokens
         if worker.lending is Lending.PRESSURE and inside:
             worker.lending = Lending.FROZEN
@@ -243,6 +256,19 @@ class Fleet:
 
     def set_duty(self, worker: Worker, duty: Duty) -> None:
         worker.duty = duty
+        self.table.sync(worker)
+
+    def set_cap(self, tier: Tier, cap: int) -> None:
+        """A new default cap; a worker that named its own keeps it."""
+        name = "cap_dedicated" if tier is Tier.DEDICATED else "cap_harvested"
+        self.params = replace(self.params, **{name: cap})
+        for worker in self.workers.values():
+            if worker.tier is tier and not worker.has_own_cap:
+                worker.cap = cap
+                self.table.sync(worker)
+
+    def assign(self, worker: Worker, job: str | None) -> None:
+        worker.job = job
         self.table.sync(worker)
 
     def forget(self, worker_id: str) -> None:

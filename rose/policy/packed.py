@@ -38,7 +38,7 @@ Mask = NDArray[np.bool_]
 class WorkerTable:
     """One row per worker; a removed worker's row is taken by the last one.
 
-    Columns, each ``[num_rows]``: ``open`` (may take turns, has a slot), ``model`` (a number per name),
+    Columns, each ``[num_rows]``: ``open`` (may take turns, has a slot), ``model`` and ``job`` (a number per name, -1: any job),
     ``dedicated``, ``max_len`` and ``room`` in tokens, ``attempt`` and ``version`` (-1 when unknown),
     ``inflight``, ``free`` slots, ``safe`` (serving has slack), ``reclaim_rate``; learned speed: ``token_s``,
     ``crowd_s``, ``prefill_s``, ``observed_at_s`` (``rose.policy.speed``).  ``tier_speed``, ``[2, 3]``: the same
@@ -51,7 +51,7 @@ class WorkerTable:
         self.workers: list[Worker] = []
         self.rows: dict[str, int] = {}
         self.gained: set[str] = set()
-        self._models: dict[str, int] = {}
+        self._numbers: dict[str, int] = {}
         self.tier_speed = np.tile(np.array(Speed().coefficients()), (2, 1))
         self._columns: dict[str, NDArray[Any]] = {}
         self._allocate(_FIRST_ROWS)
@@ -62,6 +62,7 @@ class WorkerTable:
             "dedicated": np.bool_,
             "safe": np.bool_,
             "model": np.int64,
+            "job": np.int64,
             "max_len": np.int64,
             "room": np.int64,
             "attempt": np.int64,
@@ -86,6 +87,7 @@ class WorkerTable:
     dedicated: Mask
     safe: Mask
     model: NDArray[np.int64]
+    job: NDArray[np.int64]
     max_len: NDArray[np.int64]
     room: NDArray[np.int64]
     attempt: NDArray[np.int64]
@@ -114,7 +116,7 @@ class WorkerTable:
         else:
             self.workers[row] = worker
         self.open[row] = False
-        self.model[row] = self._models.setdefault(worker.model, len(self._models))
+        self.model[row] = self._number(worker.model)
         self.max_len[row] = worker.max_model_len
         self.dedicated[row] = worker.tier.value == "dedicated"
         self.sync(worker)
@@ -134,6 +136,10 @@ class WorkerTable:
         row = self.rows[worker.worker_id]
         attempt, version = (-1, -1) if worker.version is None else worker.version
         safe = worker.serving_holds_slo
+        job = -1 if worker.job is None else self._number(worker.job)
+        if job != self.job[row]:
+            self.job[row] = job
+            self.gained.add(worker.worker_id)
         if attempt != self.attempt[row] or version != self.version[row] or (safe and not self.safe[row]):
             self.gained.add(worker.worker_id)
         self.attempt[row], self.version[row], self.safe[row] = attempt, version, safe
@@ -165,18 +171,25 @@ class WorkerTable:
 
     # --- asking ----------------------------------------------------------------------------------------
 
-    def may_run(self, *, model: str, dedicated_only: bool, floor: Version | None) -> Mask:
-        """Rows that are open to any turn of this model, tier and weight version; ``[num_rows]``."""
+    def may_run(self, *, model: str, job: str, dedicated_only: bool, floor: Version | None) -> Mask:
+        """Rows that are open to any turn of this model, job, tier and weight version; ``[num_rows]``."""
         count = len(self.workers)
-        mask = self.open[:count] & (self.model[:count] == self.model_number(model))
+        mask = self.open[:count] & self.serves(model, job)
         if dedicated_only:
             mask &= self.dedicated[:count]
         if floor is not None:
             mask &= self.at_least(floor)
         return mask
 
-    def model_number(self, model: str) -> int:
-        return self._models.get(model, -1)
+    def serves(self, model: str, job: str) -> Mask:
+        """Rows with this model that work for this job, open or not."""
+        count = len(self.workers)
+        mine = self.job[:count]
+        mask = (mine == -1) | (mine == self._numbers.get(job, -2))
+        return mask & (self.model[:count] == self._numbers.get(model, -2))
+
+    def _number(self, name: str) -> int:
+        return self._numbers.setdefault(name, len(self._numbers))
 
     def at_least(self, floor: Version) -> Mask:
         """Rows whose weights are ``floor`` or newer."""
@@ -202,6 +215,7 @@ class WorkerTable:
             budget = worker.kv_budget_tokens
             assert self.room[row] == (NO_LIMIT if budget is None else budget - worker.reserved_tokens)
             assert (self.attempt[row], self.version[row]) == (worker.version or (-1, -1))
+            assert self.job[row] == (-1 if worker.job is None else self._numbers[worker.job])
             assert self.safe[row] == worker.serving_holds_slo
             learned = (self.token_s[row], self.crowd_s[row], self.prefill_s[row])
             assert learned == worker.speed.coefficients()

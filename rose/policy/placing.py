@@ -28,8 +28,8 @@ from rose.policy.turn import Turn
 from rose.policy.turn_events import TurnParams
 
 Entry = tuple[tuple[int, float, int], str]
-_Class = tuple[str, bool, Version | None]
-"""What eligibility depends on besides size and back-off: model, dedicated only, lowest version."""
+_Class = tuple[str, str, bool, Version | None]
+"""What eligibility depends on besides size and back-off: model, job, dedicated only, lowest version."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -101,8 +101,9 @@ class Placer:
             kind = self._class_of(turn)
             static = masks.get(kind)
             if static is None:
+                model, job, dedicated_only, floor = kind
                 static = masks[kind] = table.may_run(
-                    model=kind[0], dedicated_only=kind[1], floor=kind[2]
+                    model=model, job=job, dedicated_only=dedicated_only, floor=floor
                 )
             mask = static & table.open[:count]
             if not fresh:
@@ -140,7 +141,8 @@ class Placer:
         spec = turn.spec
         own = turn.spans[-1].version if turn.spans else None  # versions never decrease within a turn
         floors = [v for v in (self.required.get(spec.job), spec.min_version, own) if v is not None]
-        return spec.model, spec.dedicated_only or self._is_pinned(turn), max(floors, default=None)
+        dedicated_only = spec.dedicated_only or self._is_pinned(turn)
+        return spec.model, spec.job, dedicated_only, max(floors, default=None)
 
     def _is_pinned(self, turn: Turn) -> bool:
         """Cut too often: it waits for a dedicated worker, if there is one."""
@@ -175,8 +177,8 @@ class Placer:
         """The first thing that keeps the turn from every worker."""
         table = self.fleet.table
         count = len(table)
-        model, dedicated_only, floor = self._class_of(turn)
-        mask = table.model[:count] == table.model_number(model)
+        model, job, dedicated_only, floor = self._class_of(turn)
+        mask = table.serves(model, job)
         mask &= table.max_len[:count] > turn.num_tokens
         if not mask.any():
             return "model"
@@ -186,7 +188,7 @@ class Placer:
             mask &= table.dedicated[:count]
         if floor is not None and not (mask & table.at_least(floor)).any():
             return "weights"
-        open_ = table.may_run(model=model, dedicated_only=dedicated_only, floor=floor)
+        open_ = table.may_run(model=model, job=job, dedicated_only=dedicated_only, floor=floor)
         if table.fits(open_, num_tokens=turn.num_tokens, need_tokens=turn.need_tokens).any():
             return "backoff"
         return "pinned" if dedicated_only and not turn.spec.dedicated_only else "capacity"

@@ -69,7 +69,7 @@ class RoutingPolicy(Protocol):
 class CostParams:
     """Weights of the terms; tuned by ``benchmarks/policies.py`` on its workloads A and B."""
 
-    social: float = 1.0
+    social: float = 0.3
     """How much the delay that a turn's decoding causes to those beside it counts, against its own."""
     social_read: float = 1.0
     """The same for reading its prompt, during which all of them wait."""

@@ -73,6 +73,8 @@ class WorkerHeartbeat:
     gated: bool = False
     reclaim_seq: int = 0
     slack_s: float | None = None
+    serving_use: float = 0.0
+    """Share of the device's KV memory that production uses now."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +93,15 @@ class WorkerDuty:
     at_s: float
     worker_id: str
     duty: Duty
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerAssigned:
+    """From now on this worker runs turns of ``job`` only; None: of any job; the empty name: of none."""
+
+    at_s: float
+    worker_id: str
+    job: str | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,6 +213,7 @@ Event = (
     | WorkerHeartbeat
     | WorkerLost
     | WorkerDuty
+    | WorkerAssigned
     | VersionRequired
     | ClockTicked
     | TurnSubmitted
@@ -261,7 +273,7 @@ class TokensDropped:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Requeued:
-    """``reason``: reclaim, abort, lost, suspect, silent, restarted, busy, bad, stall, drain."""
+    """``reason``: reclaim, abort, lost, suspect, silent, restarted, busy, bad, stall, drain, assigned."""
 
     turn_id: str
     worker_id: str

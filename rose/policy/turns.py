@@ -14,8 +14,8 @@ Invariants, checked by :meth:`TurnBook.check` after any sequence of events:
 2. Each token has exactly one segment and one version span, contiguous from 0: no loss, no repeat.
 3. ``inflight`` of a worker is the number of its live attempts; ``reserved_tokens`` what they reserved.
 4. The queue holds exactly the QUEUED turns, resumed ones first, then by age.
-5. A turn is dispatched only to a worker that is ready, on duty, not under pressure, at the job's required
-   version or above, of the turn's model, with a free slot and KV room.
+5. A turn is dispatched only to a worker that is ready, on duty, not under pressure, of its job, at the
+   required version or above, of the turn's model, with a free slot and KV room.
 
 An illegal event (unknown turn, same id twice, time going back) raises :class:`~rose.errors.PolicyError` and
 changes nothing.
@@ -26,6 +26,7 @@ Pure: no I/O, no clock, no randomness of its own.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from typing import assert_never
 
 from rose.errors import PolicyError
@@ -60,6 +61,7 @@ from rose.policy.turn_events import (
     TurnStopped,
     TurnSubmitted,
     VersionRequired,
+    WorkerAssigned,
     WorkerDuty,
     WorkerHeartbeat,
     WorkerLost,
@@ -104,6 +106,9 @@ class TurnBook:
             turns=self.turns,
             required=self.required,
         )
+        self.num_running: Counter[str] = Counter()
+        self.num_done: Counter[str] = Counter()
+        """Turns by job: not ended, and ended, since :meth:`forget_job`."""
         self._by_trajectory: dict[str, set[str]] = {}
         self._alarms: list[tuple[float, str]] = []
         """When to look at a turn again; one too many is harmless."""
@@ -122,6 +127,11 @@ class TurnBook:
     def queue(self) -> list[Entry]:
         """Turns that wait, in order: ``((class, age, number), turn_id)``."""
         return self.placer.queue
+
+    def forget_job(self, job: str) -> None:
+        """Its counts; it has no turn any more."""
+        if self.num_running[job] == 0:
+            del self.num_running[job], self.num_done[job]
 
     def turns_of(self, trajectory_id: str) -> list[str]:
         """Its turns that have not ended."""
@@ -149,6 +159,8 @@ class TurnBook:
                 actions = self._lost(event)
             case WorkerDuty():
                 actions = self._duty(event)
+            case WorkerAssigned():
+                actions = self._assign(event)
             case VersionRequired():
                 actions = self._version(event)
             case ClockTicked():
@@ -204,6 +216,7 @@ class TurnBook:
         )
         self.turns[event.turn_id] = turn
         self._by_trajectory.setdefault(event.trajectory_id, set()).add(event.turn_id)
+        self.num_running[event.job] += 1
         self.placer.put(turn)
         self._watch(turn, event.at_s)
         return []
@@ -337,6 +350,8 @@ class TurnBook:
         else:
             self.placer.remove(turn)
         del self.turns[spec.turn_id]
+        self.num_running[spec.job] -= 1
+        self.num_done[spec.job] += 1
         mine = self._by_trajectory[spec.trajectory_id]
         mine.discard(spec.turn_id)
         if not mine:
@@ -389,6 +404,7 @@ class TurnBook:
             gated=event.gated,
             reclaim_seq=event.reclaim_seq,
             slack_s=event.slack_s,
+            serving_use=event.serving_use,
         )
         return []
 
@@ -410,6 +426,15 @@ class TurnBook:
             return self._evacuate(event.worker_id, "drain", event.at_s)
         return []
 
+    def _assign(self, event: WorkerAssigned) -> list[Action]:
+        worker = self.fleet.workers.get(event.worker_id)
+        if worker is None:
+            raise PolicyError(f"worker {event.worker_id} is not registered", field="worker_id")
+        self.fleet.assign(worker, event.job)
+        if event.job is None:
+            return []
+        return self._evacuate(event.worker_id, "assigned", event.at_s, but_job=event.job)
+
     def _version(self, event: VersionRequired) -> list[Action]:
         old = self.required.get(event.job)
         if old is not None and event.version < old:
@@ -420,11 +445,16 @@ class TurnBook:
         self.fleet.thaw()
         return []
 
-    def _evacuate(self, worker_id: str, reason: str, at_s: float) -> list[Action]:
+    def _evacuate(
+        self, worker_id: str, reason: str, at_s: float, but_job: str | None = None
+    ) -> list[Action]:
+        """Move every turn from a worker, but those of ``but_job``."""
         actions: list[Action] = []
         for turn_id in sorted(self._live.get(worker_id, ())):
             turn = self.turns[turn_id]
-            if reason not in ("drain", "suspect", "restarted"):
+            if turn.spec.job == but_job:
+                continue
+            if reason not in ("drain", "suspect", "restarted", "assigned"):
                 turn.infra_left -= 1
             if turn.infra_left < 0:
                 actions.extend(

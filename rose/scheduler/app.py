@@ -23,7 +23,6 @@ from rose.errors import CapacityError, ConfigError, PolicyError, RoseError, Unau
 from rose.policy import turn_events as te
 from rose.policy.fleet import FleetParams, Tier
 from rose.policy.routing import make_policy
-from rose.policy.samples import SampleParams
 from rose.policy.turns import TurnBook
 from rose.scheduler.config import SchedulerConfig, StaticWorker
 from rose.scheduler.control_api import ControlRoutes
@@ -35,6 +34,7 @@ from rose.scheduler.jobs import Jobs
 from rose.scheduler.journal import Journal
 from rose.scheduler.openai_api import OpenAIRoutes
 from rose.scheduler.prompts import Prompts
+from rose.scheduler.provision import Provisioner
 from rose.scheduler.renderer import Renderer
 from rose.scheduler.status import Status
 from rose.scheduler.store import Store
@@ -70,7 +70,7 @@ class Scheduler:
         try:
             self.store = Store(
                 self.journal,
-                SampleParams(alpha=config.batches.alpha, on_stale=config.batches.on_stale),
+                config.batches.params(),
                 max_trajectories=config.limits.max_trajectories,
                 retained_finals=config.limits.retained_finals,
                 compact_bytes=config.journal.compact_bytes,
@@ -137,6 +137,7 @@ class Scheduler:
             decisions=self.decisions,
         )
         self.decisions.roll()
+        self.provisioner = Provisioner.make(config.provisioning, self.dispatcher)
         for job, version in self.store.versions.items():
             self.dispatcher.require(job, version)
         renderer = Renderer(
@@ -284,6 +285,7 @@ class Scheduler:
             await asyncio.sleep(self.config.timeouts.tick_s)
             try:
                 self.dispatcher.tick()
+                self.provisioner.step()
                 self.control.housekeep()
             except RoseError as error:
                 log.error("tick: %s", error)

@@ -22,6 +22,7 @@ from rose.clock import Clock
 from rose.errors import CapacityError, EngineError, Gone, NotFound, PolicyError, RequestError, RoseError
 from rose.policy import turn_events as te
 from rose.policy.fleet import Duty, Health, Tier, Worker
+from rose.policy.routing import RoutingPolicy
 from rose.policy.staleness import Version
 from rose.policy.turns import TurnBook
 from rose.scheduler.decisions import DecisionLog
@@ -151,6 +152,27 @@ class Dispatcher:
     def stop(self, turn_id: str, stop_reason: str) -> None:
         if turn_id in self.book.turns:
             self.feed(te.TurnStopped(at_s=self.now_s(), turn_id=turn_id, stop_reason=stop_reason))
+
+    # --- settings --------------------------------------------------------------------------------------
+
+    def set_policy(self, policy: RoutingPolicy) -> None:
+        """Route by another policy from now on."""
+        self.book.policy = policy
+        self._settings_changed()
+
+    def set_cap(self, tier: Tier, cap: int) -> None:
+        """Turns per worker of this tier from now on; a worker that registered with its own cap keeps it."""
+        self.book.fleet.set_cap(tier, cap)
+        self._settings_changed()
+
+    def assign(self, worker_id: str, job: str | None) -> None:
+        """Give a worker to one job; see :class:`~rose.policy.turn_events.WorkerAssigned`."""
+        self.feed(te.WorkerAssigned(at_s=self.now_s(), worker_id=worker_id, job=job))
+
+    def _settings_changed(self) -> None:
+        # No event says so, so the decision log goes on from the book as it is now.
+        if self._decisions is not None:
+            self._decisions.roll()
 
     # --- workers ---------------------------------------------------------------------------------------
 

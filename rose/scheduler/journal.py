@@ -81,6 +81,8 @@ class FinishRecord(msgspec.Struct, tag="finish", frozen=True, omit_defaults=True
     reward: float
     success: bool | None = None
     info: Any = None
+    filter_equal: bool = False
+    """The job filtered groups without a difference in reward when this one finished."""
 
 
 class CancelRecord(msgspec.Struct, tag="cancel", frozen=True):

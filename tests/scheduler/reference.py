@@ -27,6 +27,7 @@ def eligible(book: TurnBook, turn: Turn, worker: Worker, at_s: float) -> bool:
         worker.may_take_turns
         and worker.inflight < worker.slots
         and worker.model == spec.model
+        and worker.job in (None, spec.job)
         and num_tokens < worker.max_model_len
         and not ((spec.dedicated_only or pinned) and worker.tier is not Tier.DEDICATED)
         and all(worker.version is not None and worker.version >= floor for floor in floors)
@@ -141,6 +142,8 @@ def random_book(rng: random.Random, policy: RoutingPolicy, num_workers: int) -> 
             )
         if rng.random() < 0.1:
             book.handle(te.WorkerDuty(at_s=0.0, worker_id=name, duty=Duty.CORDONED))
+        if rng.random() < 0.2:
+            book.handle(te.WorkerAssigned(at_s=0.0, worker_id=name, job=rng.choice(["j", "other", ""])))
     at_s = 1.0
     for index in range(rng.randint(0, 2 * num_workers)):
         at_s += 0.01

@@ -333,6 +333,19 @@ def test_drain_moves_turns_without_blame(book: TurnBook) -> None:
     assert book.turns["a"].infra_left == book.params.infra_budget
 
 
+def test_a_device_given_to_another_job_lets_go_of_the_first_ones_turns(book: TurnBook) -> None:
+    (first,) = dispatches(submit(book, "a"))
+    other = "h" if first.worker_id == "d" else "d"
+    actions = book.handle(te.WorkerAssigned(at_s=0.1, worker_id=first.worker_id, job="k"))
+    assert te.AbortAttempt(turn_id="a", attempt=1, worker_id=first.worker_id) in actions
+    assert [item.worker_id for item in dispatches(actions)] == [other]
+    assert book.turns["a"].infra_left == book.params.infra_budget
+    book.handle(te.WorkerAssigned(at_s=0.2, worker_id=other, job=""))
+    assert book.turns["a"].state is te.TurnState.QUEUED
+    (again,) = dispatches(book.handle(te.WorkerAssigned(at_s=0.3, worker_id=other, job=None)))
+    assert again.worker_id == other
+
+
 def test_affinity_is_to_what_is_resident_and_a_cut_ends_it(book: TurnBook) -> None:
     (first,) = dispatches(submit(book, "a", trajectory_id="t"))
     tokens(book, "a", 1, 1, 2)
@@ -403,6 +416,7 @@ class AnySequence(RuleBasedStateMachine):
                     worker = self.book.fleet.workers[action.worker_id]
                     assert turn.worker is worker
                     assert worker.may_take_turns
+                    assert worker.job in (None, "j")
                     assert worker.version is not None
                     assert worker.version >= self.required
                     assert worker.inflight <= worker.cap
@@ -548,6 +562,10 @@ class AnySequence(RuleBasedStateMachine):
     @rule(name=st.sampled_from("abc"), duty=st.sampled_from(list(Duty)))
     def duty(self, name: str, duty: Duty) -> None:
         self.feed(te.WorkerDuty(at_s=self.now_s, worker_id=name, duty=duty))
+
+    @rule(name=st.sampled_from("abc"), job=st.sampled_from(["j", "j", None, "other"]))
+    def assign(self, name: str, job: str | None) -> None:
+        self.feed(te.WorkerAssigned(at_s=self.now_s, worker_id=name, job=job))
 
     @rule(step=st.sampled_from([0.1, 0.3, 0.7, 2.0]))
     def time(self, step: float) -> None:
