@@ -228,7 +228,7 @@ class World:
         self.done: list[Trajectory] = []
         self.now_s = 0.0
         self.recomputed = self.needed = self.num_failed = 0
-        self.tokens = {tier: 0 for tier in Tier}
+        self.tokens = dict.fromkeys(Tier, 0)
         self._events: list[tuple[float, int, str, str, int]] = []
         self._numbers = itertools.count()
 
@@ -363,11 +363,11 @@ class World:
                 slack_s=0.1 if engine.share >= 0.05 else -0.1,
             )
         )
-        self.at(self.now_s + 0.5, "beat", name, engine.incarnation)
+        self.at(self.now_s + 1.0, "beat", name, engine.incarnation)
 
     def on_tick(self, name: str, epoch: int) -> None:
         self.feed(te.ClockTicked(at_s=self.now_s))
-        self.at(self.now_s + 0.25, "tick", "")
+        self.at(self.now_s + 0.5, "tick", "")
 
     def plan(self, engine: Engine) -> None:
         """Wake this engine when it next has something to say."""

@@ -14,6 +14,8 @@ policy is worse than another is printed.
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import math
 import random
 import statistics
@@ -32,6 +34,9 @@ from rose.scheduler.config import SchedulerConfig
 
 CHURN_PER_MIN = (0.1, 1.0, 4.0)
 """Memory cuts per harvested worker and minute; a tenth of that are deaths."""
+SAME_CAPS = "paper, same caps"
+"""The paper's order under the caps of the other policies: its own 16 per GPU is half of what it does."""
+ROUTERS = (*POLICY_NAMES, SAME_CAPS)
 METRICS = ("mean_s", "p90_s", "recomputed", "idle")
 # Two-sided 95 % of Student's t, by degrees of freedom.
 _T95 = {2: 4.30, 4: 2.78, 9: 2.26, 19: 2.09}
@@ -40,10 +45,25 @@ OWN = EngineSpec(tier=Tier.DEDICATED)
 SHARED = EngineSpec(
     tier=Tier.HARVESTED, quiet_share=0.7, busy_share=0.1, quiet_s=25.0, busy_s=8.0, kv_tokens=200_000
 )
+SLOW = EngineSpec(
+    tier=Tier.HARVESTED, quiet_share=0.5, busy_share=0.02, quiet_s=40.0, busy_s=15.0, kv_tokens=150_000
+)
+UNEVEN = tuple(
+    EngineSpec(
+        tier=Tier.HARVESTED,
+        step_s=0.012 + 0.004 * index,
+        quiet_share=0.9 - 0.1 * index,
+        busy_share=0.15,
+        quiet_s=15.0 + 5.0 * index,
+        busy_s=6.0,
+        kv_tokens=120_000 + 60_000 * index,
+    )
+    for index in range(5)
+)
 WORKLOADS = {
     "A": Workload(  # short games: small prompts, many turns, quick tools
         name="A",
-        engines=(OWN,) * 2 + (SHARED,) * 6,
+        engines=(*(OWN,) * 2, *(SHARED,) * 6),
         concurrency=192,
         total=384,
         group=8,
@@ -55,7 +75,7 @@ WORKLOADS = {
     ),
     "B": Workload(  # repositories: long contexts, slow tools with a long tail
         name="B",
-        engines=(OWN,) * 2 + (SHARED,) * 4,
+        engines=(*(OWN,) * 2, *(SHARED,) * 4),
         concurrency=96,
         total=192,
         group=8,
@@ -67,13 +87,7 @@ WORKLOADS = {
     ),
     "C": Workload(  # mathematics: few turns, outputs with a heavy tail
         name="C",
-        engines=(OWN,) * 4
-        + (
-            EngineSpec(
-                tier=Tier.HARVESTED, quiet_share=0.5, busy_share=0.02, quiet_s=40.0, busy_s=15.0, kv_tokens=150_000
-            ),
-        )
-        * 6,
+        engines=(*(OWN,) * 4, *(SLOW,) * 6),
         concurrency=192,
         total=384,
         group=16,
@@ -85,19 +99,7 @@ WORKLOADS = {
     ),
     "D": Workload(  # web search: tools return much to read; an uneven fleet with one dedicated worker
         name="D",
-        engines=(OWN,)
-        + tuple(
-            EngineSpec(
-                tier=Tier.HARVESTED,
-                step_s=0.012 + 0.004 * index,
-                quiet_share=0.9 - 0.1 * index,
-                busy_share=0.15,
-                quiet_s=15.0 + 5.0 * index,
-                busy_s=6.0,
-                kv_tokens=120_000 + 60_000 * index,
-            )
-            for index in range(5)
-        ),
+        engines=(OWN, *UNEVEN),
         concurrency=96,
         total=192,
         group=4,
@@ -127,16 +129,27 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 
 def judge(
-    names: Iterable[str], seeds: int, churns: Iterable[float], report: Report
+    names: Iterable[str], seeds: int, churns: Iterable[float], report: Report, cache: Path | None
 ) -> dict[tuple[str, float, str], list[Outcome]]:
-    cases = [(load, churn, policy) for load in names for churn in churns for policy in POLICY_NAMES]
-    outcomes: dict[tuple[str, float, str], list[Outcome]] = {}
-    for number, (load, churn, policy) in enumerate(cases):
-        runs = outcomes[(load, churn, policy)] = []
-        for seed in range(seeds):
-            router = make_policy(policy, random.Random(seed))
-            runs.append(World(WORKLOADS[load], router, seed, churn, fleet_params(policy)).run())
-            report.progress(f"{load}, {churn} cuts/min, {policy}", number * seeds + seed + 1, len(cases) * seeds)
+    """Every run, in any order of seeds; ``cache`` holds finished ones, so that a stopped judgement goes on."""
+    cases = [(load, churn, policy) for load in names for churn in churns for policy in ROUTERS]
+    known: dict[tuple[Any, ...], Outcome] = {}
+    if cache is not None and cache.exists():
+        for line in cache.read_text().splitlines():
+            *key, outcome = json.loads(line)
+            known[tuple(key)] = Outcome(**outcome)
+    outcomes: dict[tuple[str, float, str], list[Outcome]] = {case: [] for case in cases}
+    for seed in range(seeds):
+        for number, (load, churn, policy) in enumerate(cases):
+            key = (load, churn, policy, seed)
+            if key not in known:
+                router = make_policy(policy.partition(",")[0], random.Random(seed))
+                known[key] = World(WORKLOADS[load], router, seed, churn, fleet_params(policy)).run()
+                if cache is not None:
+                    with cache.open("a") as file:
+                        file.write(json.dumps([*key, dataclasses.asdict(known[key])]) + "\n")
+            outcomes[(load, churn, policy)].append(known[key])
+            report.progress(f"seed {seed}", seed * len(cases) + number + 1, len(cases) * seeds)
     return outcomes
 
 
@@ -174,7 +187,10 @@ def tune(report: Report, seeds: int) -> None:
         report.progress(f"{name} = {value}", number + 1, len(tried))
         ratios = [
             statistics.geometric_mean(
-                [getattr(a, metric) / max(getattr(b, metric), 1e-9) for a, b in zip(mine, against, strict=True)]
+                [
+                    getattr(a, metric) / max(getattr(b, metric), 1e-9)
+                    for a, b in zip(mine, against, strict=True)
+                ]
             )
             for metric in ("mean_s", "p90_s", "makespan_s")
         ]
@@ -188,6 +204,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--quick", action="store_true", help="3 seeds")
     parser.add_argument("--tune", action="store_true", help="settings of cost on A and B")
+    parser.add_argument("--cache", type=Path, help="keep finished runs here, and go on from them")
     parser.add_argument("--workloads", default="CD", help="which to judge on")
     arguments = parser.parse_args()
     seeds = 3 if arguments.quick else arguments.seeds
@@ -196,7 +213,7 @@ def main() -> None:
         tune(report, min(seeds, 5))
         return
     default = SchedulerConfig().policy
-    outcomes = judge(arguments.workloads, seeds, CHURN_PER_MIN, report)
+    outcomes = judge(arguments.workloads, seeds, CHURN_PER_MIN, report, arguments.cache)
     rows: list[tuple[Any, ...]] = []
     details: list[dict[str, Any]] = []
     losses: list[str] = []
@@ -227,7 +244,17 @@ def main() -> None:
                 wins += 1
             else:
                 ties += 1
-    header = ("load", "cuts/min", "policy", "mean s", "p90 s", "recomputed/1000", "idle share", "harv.", "failed")
+    header = (
+        "load",
+        "cuts/min",
+        "policy",
+        "mean s",
+        "p90 s",
+        "recomputed/1000",
+        "idle share",
+        "harv.",
+        "failed",
+    )
     report.table(header, rows)
     print(f"{default} (default): {wins} better, {ties} not to tell, {len(losses)} worse:")
     for text in losses:
@@ -245,10 +272,11 @@ def main() -> None:
         )
 
     summary: dict[str, Any] = {"default": default, "better": wins, "not_to_tell": ties, "worse": len(losses)}
-    for other in POLICY_NAMES:
+    for other in ROUTERS:
         if other != "cost":
-            summary[f"cost_over_{other}_mean"] = ratio("mean_s", "cost", other)
-            summary[f"cost_over_{other}_p90"] = ratio("p90_s", "cost", other)
+            name = other.replace(", ", "_").replace(" ", "_")
+            summary[f"cost_over_{name}_mean"] = ratio("mean_s", "cost", other)
+            summary[f"cost_over_{name}_p90"] = ratio("p90_s", "cost", other)
     report.finish(summary, {"cases": details, "losses": losses, "seeds": seeds}, arguments.json)
 
 

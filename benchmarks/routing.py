@@ -194,7 +194,13 @@ class Fleet:
 
     def play(self, num_events: int, report: Report, title: str) -> dict[str, array[int]]:
         """Turns end and others start; each kind of event with its times."""
-        times = {"decide": array("q"), "decide_cpu": array("q"), "end": array("q"), "heartbeat": array("q"), "tick": array("q")}
+        times = {
+            "decide": array("q"),
+            "decide_cpu": array("q"),
+            "end": array("q"),
+            "heartbeat": array("q"),
+            "tick": array("q"),
+        }
         idle = sorted(set(self.lengths) - set(self.trajectory.values()))
         for step in range(num_events):
             self.now_s += 0.002

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from rose.policy.concurrency import Concurrency
 from rose.policy.packed import WorkerTable
 from rose.policy.speed import Speed
 from rose.policy.staleness import Version
@@ -70,6 +71,8 @@ class FleetParams:
     cap_dedicated: int = 64
     cap_harvested: int = 16
     """Concurrent turns per worker.  16 is the paper's cap at 32K context."""
+    adaptive_cap: bool = False
+    """Lower and raise the limit inside the cap by what heartbeats say (``rose.policy.concurrency``)."""
     reclaim_ewma_s: float = 60.0
     serving_ewma: float = 0.1
     """Of production's KV use: about the last five seconds of heartbeats."""
@@ -92,6 +95,8 @@ class Worker:
     duty: Duty = Duty.ACTIVE
     has_own_cap: bool = False
     """Registered with a cap, so a change of the default leaves it."""
+    limit: Concurrency | None = None
+    """Adapts the cap to what the engine says; None: the cap is fixed."""
     serving_use: float = 0.0
     """Recent share of the device's KV memory that production uses."""
     job: str | None = None
@@ -120,7 +125,7 @@ class Worker:
     @property
     def slots(self) -> int:
         """Turns it may run at once now."""
-        return self.cap
+        return self.cap if self.limit is None else min(self.cap, self.limit.slots)
 
     def load_until(self, at_s: float) -> float:
         return self.load_s + self.inflight * (at_s - self.load_at_s)
@@ -180,6 +185,9 @@ class Fleet:
             model=model,
             max_model_len=max_model_len,
             cap=default_cap if cap is None else cap,
+            limit=Concurrency.at_cap(default_cap if cap is None else cap)
+            if self.params.adaptive_cap
+            else None,
             has_own_cap=cap is not None,
             registered_at_s=at_s,
             heard_at_s=at_s,
@@ -206,6 +214,8 @@ class Fleet:
         reclaim_seq: int,
         slack_s: float | None,
         serving_use: float = 0.0,
+        waiting: int = 0,
+        num_preemptions: int = 0,
     ) -> bool:
         """Update a worker; False when we do not know it (the node must register again)."""
         worker = self.workers.get(worker_id)
@@ -229,6 +239,17 @@ class Fleet:
         worker.gated = gated
         worker.slack_s = slack_s
         worker.serving_use += self.params.serving_ewma * (serving_use - worker.serving_use)
+        if worker.limit is not None:
+            known = kv_budget_tokens and kv_used_tokens is not None
+            worker.limit.heard(
+                at_s=at_s,
+                harvested=worker.tier is Tier.HARVESTED,
+                kv_use=kv_used_tokens / kv_budget_tokens if known else None,  # pyright: ignore[reportOptionalOperand]
+                inflight=worker.inflight,
+                running=running,
+                waiting=waiting,
+                num_preemptions=num_preemptions,
+            )
         inside = kv_budget_tokens is None or kv_used_tokens is None or kv_used_tokens <= kv_budget_tokens
         if worker.lending is Lending.PRESSURE and inside:
             worker.lending = Lending.FROZEN
@@ -265,6 +286,9 @@ class Fleet:
         for worker in self.workers.values():
             if worker.tier is tier and not worker.has_own_cap:
                 worker.cap = cap
+                if worker.limit is not None:
+                    worker.limit.cap = cap
+                    worker.limit.limit = min(worker.limit.limit, float(cap))
                 self.table.sync(worker)
 
     def assign(self, worker: Worker, job: str | None) -> None:
@@ -288,6 +312,8 @@ class Fleet:
         self._account(worker, at_s)
         worker.inflight -= 1
         worker.reserved_tokens -= reserved
+        if worker.limit is not None:
+            worker.limit.ended()
         if self.workers.get(worker.worker_id) is worker:  # else it was replaced by a new incarnation
             self.table.sync_load(worker)
 
@@ -362,6 +388,9 @@ class Fleet:
         self.table.sync(worker)
 
     def _note_reclaim(self, worker: Worker, at_s: float) -> None:
+        # A cut is told twice, by its turns and by the heartbeat; halving once is enough.
+        if worker.limit is not None and at_s - (worker.reclaimed_at_s or -1e9) > 1.0:
+            worker.limit.reclaimed()
         if worker.reclaimed_at_s is not None:
             since_s = max(at_s - worker.reclaimed_at_s, 0.1)
             keep = max(0.0, 1.0 - since_s / self.params.reclaim_ewma_s)

@@ -154,7 +154,9 @@ class WorkerTable:
         row = self.rows[worker.worker_id]
         free = worker.slots - worker.inflight
         is_open = free > 0 and worker.may_take_turns
-        room = NO_LIMIT if worker.kv_budget_tokens is None else worker.kv_budget_tokens - worker.reserved_tokens
+        room = (
+            NO_LIMIT if worker.kv_budget_tokens is None else worker.kv_budget_tokens - worker.reserved_tokens
+        )
         if is_open and (not self.open[row] or room > self.room[row]):
             self.gained.add(worker.worker_id)
         self.open[row], self.room[row] = is_open, room

@@ -5,7 +5,8 @@ slot, KV room, weights, health, slack; ``WorkerTable.gained``), or the turn itse
 So an event costs what it changed, not turns times workers, and the outcome is the same as if every waiting
 turn had been tried against every worker.
 
-Order: resumed turns first, then by age.  The queue is never searched for a turn that fits "better": a later
+Order: resumed turns first, then by age, where the longest predicted rest counts as age
+(``TurnParams.longest_first_s``).  The queue is never searched for a turn that fits "better": a later
 turn overtakes only where an earlier one cannot run.
 
 Callers: ``rose.policy.turns``, which owns the turns and carries the placements out.
@@ -90,9 +91,7 @@ class Placer:
         rooms: dict[_Class, int] = {}
         count = len(table)
         num_open = int(table.open[:count].sum())
-        entries = (
-            list(self.queue) if len(gained) else sorted((self.turns[n].order, n) for n in self._fresh)
-        )
+        entries = list(self.queue) if len(gained) else sorted((self.turns[n].order, n) for n in self._fresh)
         for _, turn_id in entries:
             if num_open == 0 or not (self._fresh or len(gained)):
                 break
@@ -118,6 +117,8 @@ class Placer:
                 self._fresh.discard(turn_id)
                 turn.hold = self.why(turn, at_s)
                 continue
+            if turn.is_tail and (own := mask & table.dedicated[:count]).any():
+                mask = own
             candidate = self._candidate(turn, at_s)
             eligible = Eligible(table, mask)
             worker = self.policy.choose(candidate, eligible)

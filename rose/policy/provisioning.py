@@ -257,9 +257,7 @@ class Provisioning:
             and host.serving_use < self.params.full_fraction
             and at_s - host.since_s >= self.params.rest_s
         ]
-        free.sort(
-            key=lambda h: (h.tier is not Tier.DEDICATED, h.serving_use, h.reclaim_rate, h.host)
-        )
+        free.sort(key=lambda h: (h.tier is not Tier.DEDICATED, h.serving_use, h.reclaim_rate, h.host))
         for job in sorted(self.jobs.values(), key=_share):
             host = next((h for h in free if self._has_room(job, h.tier) and self._wants(job, h)), None)
             if host is not None:

@@ -120,9 +120,12 @@ class StickyLeastLoadedPolicy:
         if not eligible:
             return None
         affine = turn.affine
-        if affine is not None and affine in eligible:
-            if affine.inflight - int(eligible.column("inflight").min()) <= self.gap:
-                return affine
+        if (
+            affine is not None
+            and affine in eligible
+            and affine.inflight - int(eligible.column("inflight").min()) <= self.gap
+        ):
+            return affine
         return _least_loaded(eligible, self.rng)
 
 

@@ -351,7 +351,11 @@ class SampleBook:
             self._final(member, SampleState.CANCELLED, "redundant")
         group.members = done
         actions: list[Action] = []
-        if event.filter_equal and len({self.samples[member].reward for member in done}) == 1 and len(done) > 1:
+        if (
+            event.filter_equal
+            and len({self.samples[member].reward for member in done}) == 1
+            and len(done) > 1
+        ):
             for member in done:
                 self._final(member, SampleState.FILTERED, "filtered")
             del self.groups[(group.job, group.group_id)]

@@ -58,6 +58,4 @@ class Speed:
 
     def copy_of(self, at_s: float) -> Speed:
         """A new worker's first guess: what its tier is like."""
-        return Speed(
-            token_s=self.token_s, crowd_s=self.crowd_s, prefill_s=self.prefill_s, observed_at_s=at_s
-        )
+        return Speed(token_s=self.token_s, crowd_s=self.crowd_s, prefill_s=self.prefill_s, observed_at_s=at_s)

@@ -22,6 +22,8 @@ class Turn:
     spec: TurnSubmitted
     order: tuple[int, float, int]
     queued_at_s: float
+    is_tail: bool = False
+    """Of a trajectory that is expected to be among the last: better off where nobody can cut it."""
     state: TurnState = TurnState.QUEUED
     hold: str = "capacity"
     attempt: int = 0

@@ -75,6 +75,10 @@ class WorkerHeartbeat:
     slack_s: float | None = None
     serving_use: float = 0.0
     """Share of the device's KV memory that production uses now."""
+    waiting: int = 0
+    """Requests that the engine has not begun."""
+    num_preemptions: int = 0
+    """Requests that the engine itself put back for want of KV room, since its start."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -354,6 +358,12 @@ class TurnParams:
     """Output assumed before a job has history; also what is reserved of the KV budget."""
     expected_ewma: float = 0.05
     max_affinity_entries: int = 200_000
+    longest_first_s: float = 0.0
+    """A turn of the trajectory with the longest predicted rest is queued as if it were this much older; the
+    shortest not at all.  So nobody is overtaken by a turn that came more than this later.  0: by age alone."""
+    tail_fraction: float = 0.0
+    """Turns of this share of trajectories, those with the longest predicted rest, take a dedicated worker when
+    one is free.  0: off."""
     alarm_horizon_s: float = 60.0
     """A turn is looked at this often even when nothing is due: keeps the list of alarms short."""
     min_alarm_s: float = 0.25

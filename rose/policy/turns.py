@@ -33,6 +33,7 @@ from rose.errors import PolicyError
 from rose.policy.affinity import Affinity
 from rose.policy.fleet import Duty, Fleet, FleetParams, Health, Worker
 from rose.policy.placing import Entry, Placer
+from rose.policy.remaining import Remaining
 from rose.policy.routing import Candidate, RoutingPolicy
 from rose.policy.staleness import Version, format_version
 from rose.policy.turn import Turn
@@ -98,6 +99,7 @@ class TurnBook:
             expected_tokens=self.params.expected_tokens,
             ewma=self.params.expected_ewma,
         )
+        self.remaining = Remaining(max_entries=self.params.max_affinity_entries)
         self.placer = Placer(
             policy=policy,
             params=self.params,
@@ -186,6 +188,7 @@ class TurnBook:
                 actions = []
             case TrajectoryClosed():
                 self.affinity.closed(event.trajectory_id)
+                self.remaining.closed(event.trajectory_id)
                 actions = []
             case _:
                 assert_never(event)
@@ -207,9 +210,13 @@ class TurnBook:
         if len(self.queue) >= self.params.max_queued:
             raise PolicyError(f"{len(self.queue)} turns are queued already", field="queue")
         self._num_submitted += 1
+        params = self.params
+        uses_rank = params.longest_first_s > 0 or params.tail_fraction > 0
+        rank = self.remaining.rank(event.trajectory_id, event.job) if uses_rank else 0.0
         turn = Turn(
             spec=event,
-            order=(1, event.at_s, self._num_submitted),
+            order=(1, event.at_s - params.longest_first_s * rank, self._num_submitted),
+            is_tail=rank > 1.0 - params.tail_fraction,
             queued_at_s=event.at_s,
             infra_left=self.params.infra_budget,
             data_left=self.params.data_budget,
@@ -256,6 +263,7 @@ class TurnBook:
             if turn.attempt > 1:
                 turn.num_recomputed_tokens = max(0, turn.num_recomputed_tokens - cached)
         if event.finish_reason != "abort":
+            self.remaining.made(turn.spec.trajectory_id, turn.spec.job, len(turn.token_ids))
             self.affinity.finished(
                 turn.spec.trajectory_id,
                 turn.spec.job,
@@ -405,6 +413,8 @@ class TurnBook:
             reclaim_seq=event.reclaim_seq,
             slack_s=event.slack_s,
             serving_use=event.serving_use,
+            waiting=event.waiting,
+            num_preemptions=event.num_preemptions,
         )
         return []
 
@@ -445,9 +455,7 @@ class TurnBook:
         self.fleet.thaw()
         return []
 
-    def _evacuate(
-        self, worker_id: str, reason: str, at_s: float, but_job: str | None = None
-    ) -> list[Action]:
+    def _evacuate(self, worker_id: str, reason: str, at_s: float, but_job: str | None = None) -> list[Action]:
         """Move every turn from a worker, but those of ``but_job``."""
         actions: list[Action] = []
         for turn_id in sorted(self._live.get(worker_id, ())):

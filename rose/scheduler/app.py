@@ -89,12 +89,15 @@ class Scheduler:
                 stall_s=times.stall_s,
                 backoff_s=times.backoff_s,
                 max_backoff_s=8 * times.backoff_s,
+                longest_first_s=config.longest_first_s,
+                tail_fraction=config.tail_fraction,
             ),
             FleetParams(
                 suspect_s=times.suspect_s,
                 dead_s=times.dead_s,
                 cap_dedicated=config.cap_dedicated,
                 cap_harvested=config.cap_harvested,
+                adaptive_cap=config.adaptive_cap,
             ),
         )
         self.decisions = DecisionLog(

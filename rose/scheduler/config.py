@@ -148,6 +148,12 @@ class SchedulerConfig(Section):
     render_cache_entries: int = Field(default=512, ge=0)
     cap_dedicated: int = Field(default=64, gt=0)
     cap_harvested: int = Field(default=16, gt=0)
+    adaptive_cap: bool = False
+    """Lower a worker's limit when its engine is short of KV memory, and raise it again, inside the cap."""
+    longest_first_s: float = Field(default=0.0, ge=0)
+    """How much age the longest predicted rest of a trajectory is worth in the queue; 0 is plain age."""
+    tail_fraction: float = Field(default=0.0, ge=0, le=1)
+    """This share of trajectories, the longest expected, goes to dedicated workers when one is free."""
     metrics_public: bool = False
     """Answer ``/metrics`` to peers that are not on this machine."""
     workers: tuple[StaticWorker, ...] = ()

@@ -257,6 +257,8 @@ class ControlRoutes:
                 gated=bool(fields.boolean("gated")),
                 reclaim_seq=fields.integer("reclaim_seq", default=0),
                 slack_s=fields.optional_number("slack_s", least=-1e9, most=1e9),
+                waiting=fields.integer("waiting", default=0),
+                num_preemptions=fields.integer("num_preemptions", default=0),
                 serving_use=fields.number("serving_use", default=0.0, least=0.0, most=1.0),
             )
         )

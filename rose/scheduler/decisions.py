@@ -238,7 +238,5 @@ def _frames(path: Path, found: Replayed) -> Iterator[Any]:
                 found.torn = True  # the process was killed while it wrote; what is before is whole
                 return
             if zlib.crc32(payload) != crc:
-                raise LedgerError(
-                    f"is damaged at byte {file.tell() - length - FRAME.size}", field=path.name
-                )
+                raise LedgerError(f"is damaged at byte {file.tell() - length - FRAME.size}", field=path.name)
             yield msgspec.msgpack.decode(payload)

@@ -20,9 +20,24 @@ from typing import Any
 import numpy as np
 
 from rose.errors import LedgerError
-from rose.policy import affinity, fleet, packed, placing, routing, speed, turn, turn_events, turns
+from rose.policy import (
+    affinity,
+    concurrency,
+    fleet,
+    packed,
+    placing,
+    remaining,
+    routing,
+    speed,
+    turn,
+    turn_events,
+    turns,
+)
 
-_MODULES = (affinity, fleet, packed, placing, routing, speed, turn, turn_events, turns)
+_MODULES = (
+    *(affinity, concurrency, fleet, packed, placing, remaining),
+    *(routing, speed, turn, turn_events, turns),
+)
 _CLASSES: dict[str, type] = {
     name: cls
     for module in _MODULES

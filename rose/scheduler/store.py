@@ -44,7 +44,18 @@ from rose.scheduler.journal import (
 class Trajectory:
     """One run of an environment: a tree of turns, mostly a line."""
 
-    __slots__ = ("created", "finish", "newest", "num_tokens", "oldest", "parents", "stale", "tips", "touched_s", "turns")
+    __slots__ = (
+        "created",
+        "finish",
+        "newest",
+        "num_tokens",
+        "oldest",
+        "parents",
+        "stale",
+        "tips",
+        "touched_s",
+        "turns",
+    )
 
     def __init__(self, created: CreateRecord) -> None:
         self.created = created

@@ -29,15 +29,21 @@ def book() -> Iterator[pv.Provisioning]:
     book.check()
 
 
-def job(book: pv.Provisioning, name: str, own: int, shared: int, at_s: float = 0.0, weight: float = 1.0) -> list[pv.Action]:
+def job(
+    book: pv.Provisioning, name: str, own: int, shared: int, at_s: float = 0.0, weight: float = 1.0
+) -> list[pv.Action]:
     return book.handle(pv.JobSeen(at_s=at_s, job=name, n_dedicated=own, n_harvested=shared, weight=weight))
 
 
-def seen(book: pv.Provisioning, name: str, tier: Tier = Tier.HARVESTED, at_s: float = 0.0, **fields: object) -> None:
+def seen(
+    book: pv.Provisioning, name: str, tier: Tier = Tier.HARVESTED, at_s: float = 0.0, **fields: object
+) -> None:
     book.handle(pv.HostSeen(at_s=at_s, host=name, tier=tier, **fields))  # type: ignore[arg-type]
 
 
-def tick(book: pv.Provisioning, at_s: float, backlog_s: float | None = None, name: str = "j") -> list[pv.Action]:
+def tick(
+    book: pv.Provisioning, at_s: float, backlog_s: float | None = None, name: str = "j"
+) -> list[pv.Action]:
     """One decision after three equal reports."""
     if backlog_s is not None:
         for _ in range(3):
@@ -196,11 +202,15 @@ class AnySequence(RuleBasedStateMachine):
         self.holds.pop(host, None)
         self.changed.pop(host, None)
 
-    @rule(job=st.sampled_from("ab"), own=st.integers(0, 2), shared=st.integers(0, 2), weight=st.integers(1, 3))
+    @rule(
+        job=st.sampled_from("ab"), own=st.integers(0, 2), shared=st.integers(0, 2), weight=st.integers(1, 3)
+    )
     def job(self, job: str, own: int, shared: int, weight: int) -> None:
         self.feed(pv.JobSeen(at_s=self.now_s, job=job, n_dedicated=own, n_harvested=shared, weight=weight))
 
-    @rule(job=st.sampled_from("ab"), backlog_s=st.sampled_from([0.0, 5.0, 50.0, math.inf]), over=st.booleans())
+    @rule(
+        job=st.sampled_from("ab"), backlog_s=st.sampled_from([0.0, 5.0, 50.0, math.inf]), over=st.booleans()
+    )
     def load(self, job: str, backlog_s: float, over: bool) -> None:
         self.feed(
             pv.JobGone(at_s=self.now_s, job=job)
@@ -216,7 +226,9 @@ class AnySequence(RuleBasedStateMachine):
     @invariant()
     def books_hold(self) -> None:
         self.book.check()
-        assert self.holds == {name: host.job for name, host in self.book.hosts.items() if host.job is not None}
+        assert self.holds == {
+            name: host.job for name, host in self.book.hosts.items() if host.job is not None
+        }
 
 
 TestAnySequence = AnySequence.TestCase

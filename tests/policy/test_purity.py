@@ -31,7 +31,9 @@ SOURCES = sorted(Path(rose.policy.__path__[0]).glob("**/*.py"))
 def test_policy_imports_nothing_with_side_effects() -> None:
     # -I -S: nothing that the environment's site files load early can hide an import of ours.
     root = str(Path(rose.policy.__path__[0]).parents[1])
-    code = f"import sys; sys.path[:0] = [{root!r}, {sysconfig.get_path('purelib')!r}]; {PROBE}".replace("; \n", "\n", 1)
+    code = f"import sys; sys.path[:0] = [{root!r}, {sysconfig.get_path('purelib')!r}]; {PROBE}".replace(
+        "; \n", "\n", 1
+    )
     out = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True)
     imported = set(out.stdout.split())
     assert {"rose.policy.lending", "rose.policy.admission"} <= imported  # the probe did look

@@ -214,7 +214,9 @@ def disagreement(policy: str, seed: int) -> str | None:
     turn = book.turns["probe"]
     able = [worker for worker in book.fleet if eligible(book, turn, worker, 10.0)]
     if not able:
-        return None if "probe" not in sent else f"{policy}/{seed}: sent to {sent['probe']}, nobody may take it"
+        return (
+            None if "probe" not in sent else f"{policy}/{seed}: sent to {sent['probe']}, nobody may take it"
+        )
     if spy.asked is None:
         return f"{policy}/{seed}: not offered, {[worker.worker_id for worker in able]} may take it"
     may = allowed(policy, spy.asked, able, book)

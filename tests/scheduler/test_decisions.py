@@ -111,7 +111,9 @@ def test_a_full_log_goes_on_in_a_new_file_and_the_oldest_leaves(tmp_path: Path) 
 def test_a_changed_decision_is_found_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     live(tmp_path, "sticky_least_loaded")
     assert CliRunner().invoke(app, ["replay", str(tmp_path)]).exit_code == 0
-    monkeypatch.setattr("rose.policy.routing.StickyLeastLoadedPolicy.choose", lambda self, turn, able: able[0])
+    monkeypatch.setattr(
+        "rose.policy.routing.StickyLeastLoadedPolicy.choose", lambda self, turn, able: able[0]
+    )
     found = CliRunner().invoke(app, ["replay", str(tmp_path)])
     assert found.exit_code == 1
     assert "then" in found.output

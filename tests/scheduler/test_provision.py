@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from tests.scheduler.conftest import World, user
 
-QUICK = {"enabled": True, "period_s": 0.02, "switch_s": 0.0, "rest_s": 0.0, "min_active_s": 0.0, "idle_s": 600}
+QUICK = {
+    "enabled": True,
+    "period_s": 0.02,
+    "switch_s": 0.0,
+    "rest_s": 0.0,
+    "min_active_s": 0.0,
+    "idle_s": 600,
+}
 
 
 async def test_a_job_gets_workers_within_its_caps_and_its_turns_run(world: World) -> None:

@@ -163,7 +163,9 @@ def test_stale_members_are_marked_when_so_configured() -> None:
     assert grant.stale_ids == ("a",)
 
 
-def full(book: sp.SampleBook, group: str, rewards: tuple[float, ...], num_tokens: int = 10, **fields: object) -> list[sp.Action]:
+def full(
+    book: sp.SampleBook, group: str, rewards: tuple[float, ...], num_tokens: int = 10, **fields: object
+) -> list[sp.Action]:
     """A group of as many members as ``rewards``."""
     actions: list[sp.Action] = []
     for index in range(len(rewards)):
@@ -257,7 +259,9 @@ class AnySequence(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
 
-    @initialize(on_stale=st.sampled_from(["cancel", "mask", "wait"]), order=st.sampled_from(["ready", "submitted"]))
+    @initialize(
+        on_stale=st.sampled_from(["cancel", "mask", "wait"]), order=st.sampled_from(["ready", "submitted"])
+    )
     def begin(self, on_stale: str, order: str) -> None:
         self.book = sp.SampleBook(params=sp.SampleParams(alpha=1, on_stale=on_stale, order=order))
         self.num_created = self.num_batches = 0

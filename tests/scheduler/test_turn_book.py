@@ -325,6 +325,53 @@ def test_a_stalled_stream_moves_unless_its_engine_is_gated() -> None:
     assert te.Requeued(turn_id="a", worker_id="d", reason="stall", num_kept_tokens=0) in actions
 
 
+def history(book: TurnBook, lengths: list[int]) -> None:
+    """Trajectories of so many tokens that ended at time 0."""
+    for index, num_tokens in enumerate(lengths):
+        book.remaining.made(f"old{index}", "j", num_tokens)
+        book.handle(te.TrajectoryClosed(at_s=0.0, trajectory_id=f"old{index}"))
+
+
+def test_the_longest_expected_rest_goes_first_but_age_wins_in_the_end() -> None:
+    book = book_of(longest_first_s=5.0)
+    history(book, [100] * 60 + [1000] * 20)
+    book.remaining.made("t-long", "j", 200)
+    for index, name in enumerate(("a", "b", "c")):
+        submit(book, name, at_s=float(index))
+    submit(book, "long", at_s=4.0)
+    submit(book, "late", at_s=6.0, trajectory_id="t-long")
+    # Worth 5 s and 3.75 s of age (three of four estimates are smaller): as if from -1 s and 2.25 s.
+    assert [turn_id for _, turn_id in book.queue] == ["long", "a", "b", "c", "late"]
+
+
+def test_a_tail_turn_takes_a_dedicated_worker_when_one_is_free() -> None:
+    book = book_of("random", tail_fraction=0.2)
+    history(book, [100] * 60 + [1000] * 20)
+    join(book, "d", Tier.DEDICATED)
+    for index in range(9):
+        join(book, f"h{index}", Tier.HARVESTED)
+    for index in range(20):
+        submit(book, f"short{index}")
+    for index in range(5):
+        book.remaining.made(f"t-long{index}", "j", 200)
+        (sent,) = dispatches(submit(book, f"long{index}"))
+        assert sent.worker_id == "d"
+    book.handle(te.WorkerDuty(at_s=0.0, worker_id="d", duty=Duty.CORDONED))
+    book.remaining.made("t-more", "j", 200)
+    assert dispatches(submit(book, "more")) != []  # anywhere rather than nowhere
+
+
+def test_a_full_cache_lowers_what_a_worker_gets() -> None:
+    book = TurnBook(make_policy("random", random.Random(0)), te.TurnParams(), FleetParams(adaptive_cap=True))
+    join(book, "d", Tier.DEDICATED, kv_budget_tokens=100_000)
+    for index in range(40):
+        submit(book, f"n{index}")
+    hear(book, "d", 1.0, kv_budget_tokens=100_000, kv_used_tokens=95_000)
+    assert book.fleet.workers["d"].slots == 29  # 40 * 0.7 / 0.95
+    assert dispatches(submit(book, "more", at_s=1.0)) == []
+    assert book.turns["more"].hold == "capacity"
+
+
 def test_drain_moves_turns_without_blame(book: TurnBook) -> None:
     (first,) = dispatches(submit(book, "a"))
     actions = book.handle(te.WorkerDuty(at_s=0.1, worker_id=first.worker_id, duty=Duty.DRAINING))
@@ -394,9 +441,14 @@ def test_the_queue_is_bounded() -> None:
 class AnySequence(RuleBasedStateMachine):
     """Invariants of the turn book after any sequence of events, in any order, from any engine."""
 
-    @initialize(policy=st.sampled_from(POLICY_NAMES))
-    def begin(self, policy: str) -> None:
-        self.book = book_of(policy, max_queue_s=20.0, stall_s=5.0)
+    @initialize(policy=st.sampled_from(POLICY_NAMES), plain=st.booleans())
+    def begin(self, policy: str, plain: bool) -> None:
+        extra = {} if plain else {"longest_first_s": 3.0, "tail_fraction": 0.3}
+        self.book = TurnBook(
+            make_policy(policy, random.Random(0)),
+            te.TurnParams(max_queue_s=20.0, stall_s=5.0, **extra),  # type: ignore[arg-type]
+            FleetParams(adaptive_cap=not plain),
+        )
         self.now_s = 0.0
         self.num_submitted = 0
         self.seqs: dict[str, int] = {}
@@ -419,7 +471,7 @@ class AnySequence(RuleBasedStateMachine):
                     assert worker.job in (None, "j")
                     assert worker.version is not None
                     assert worker.version >= self.required
-                    assert worker.inflight <= worker.cap
+                    assert worker.inflight <= worker.slots <= worker.cap
                     assert action.num_kept_tokens == len(turn.token_ids)
                     assert action.max_tokens == turn.spec.max_tokens - len(turn.token_ids)
                 case te.TokensKept():
@@ -478,6 +530,7 @@ class AnySequence(RuleBasedStateMachine):
                 kv_budget_tokens=budget,
                 kv_used_tokens=used,
                 reclaim_seq=worker.reclaim_seq + (reclaims == 2),
+                num_preemptions=used // 50,
             )
         )
 
