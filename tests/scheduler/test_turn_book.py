@@ -325,6 +325,34 @@ def test_a_stalled_stream_moves_unless_its_engine_is_gated() -> None:
     assert te.Requeued(turn_id="a", worker_id="d", reason="stall", num_kept_tokens=0) in actions
 
 
+def test_first_turns_of_a_group_share_a_worker_up_to_half_its_cap_then_spread() -> None:
+    book = book_of("cost")
+    for index in range(4):
+        join(book, f"h{index}", Tier.HARVESTED)
+    sent = [
+        dispatches(submit(book, f"n{index}", group_id="g", num_prompt_tokens=500))[0].worker_id
+        for index in range(12)
+    ]
+    assert len(set(sent[:8])) == 1  # cap 16: eight read the prompt once
+    assert sent[8] != sent[0]
+
+
+def test_a_resumed_turn_goes_before_those_that_only_waited() -> None:
+    book = book_of()
+    book.handle(
+        te.WorkerRegistered(
+            at_s=0.0, worker_id="d", incarnation="1", tier=Tier.DEDICATED, model="m", max_model_len=1000, cap=1
+        )
+    )
+    hear(book, "d", 0.0)
+    submit(book, "old")
+    submit(book, "waits", at_s=0.1)
+    end(book, "old", 1, "abort", at_s=0.2, stop_reason=RECLAIMED)
+    submit(book, "new", at_s=0.3)
+    assert [turn_id for _, turn_id in book.queue] == ["old", "new"]
+    assert book.turns["waits"].worker is not None  # "old" backs off from the worker that cut it
+
+
 def history(book: TurnBook, lengths: list[int]) -> None:
     """Trajectories of so many tokens that ended at time 0."""
     for index, num_tokens in enumerate(lengths):
