@@ -180,6 +180,8 @@ class Placer:
         count = len(table)
         model, job, dedicated_only, floor = self._class_of(turn)
         mask = table.serves(model, job)
+        if not mask.any() and any(worker.model == model for worker in self.fleet):
+            return "job"
         mask &= table.max_len[:count] > turn.num_tokens
         if not mask.any():
             return "model"
