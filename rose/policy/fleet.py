@@ -240,11 +240,13 @@ class Fleet:
         worker.slack_s = slack_s
         worker.serving_use += self.params.serving_ewma * (serving_use - worker.serving_use)
         if worker.limit is not None:
-            known = kv_budget_tokens and kv_used_tokens is not None
+            kv_use = None
+            if kv_budget_tokens and kv_used_tokens is not None:
+                kv_use = kv_used_tokens / kv_budget_tokens
             worker.limit.heard(
                 at_s=at_s,
                 harvested=worker.tier is Tier.HARVESTED,
-                kv_use=kv_used_tokens / kv_budget_tokens if known else None,  # pyright: ignore[reportOptionalOperand]
+                kv_use=kv_use,
                 inflight=worker.inflight,
                 running=running,
                 waiting=waiting,

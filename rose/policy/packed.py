@@ -251,12 +251,12 @@ class Eligible(Sequence["Worker"]):
     def __getitem__(self, index: slice) -> list[Worker]: ...
     def __getitem__(self, index: int | slice) -> Worker | list[Worker]:
         if isinstance(index, slice):
-            return [self.table.workers[row] for row in self.rows[index]]
-        return self.table.workers[self.rows[index]]
+            return [self.table.workers[int(row)] for row in self.rows[index]]
+        return self.table.workers[int(self.rows[index])]
 
     def __iter__(self) -> Iterator[Worker]:
         workers = self.table.workers
-        return iter([workers[row] for row in self.rows.tolist()])
+        return iter([workers[int(row)] for row in self.rows])
 
     def __contains__(self, worker: object) -> bool:
         row = self.table.rows.get(getattr(worker, "worker_id", ""))

@@ -175,7 +175,8 @@ class Provisioning:
             case JobSeen():
                 return self._job(event)
             case JobGone():
-                actions = [self._release(h, event.at_s, "job_gone") for h in self._held(event.job)]
+                actions: list[Action] = []
+                actions.extend(self._release(h, event.at_s, "job_gone") for h in self._held(event.job))
                 del self.jobs[event.job]
                 return actions
             case BacklogSeen():

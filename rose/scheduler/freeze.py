@@ -130,7 +130,7 @@ def thaw(nodes: list[Any]) -> Any:
             rng.setstate((parts[0], tuple(parts[1]), parts[2]))
         else:
             cls = _CLASSES[parts[0]]
-            made[at] = value = cls.__new__(cls)
+            made[at] = value = object.__new__(cls)
             for name, part in zip(parts[1::2], parts[2::2], strict=True):
                 object.__setattr__(value, name, get(part))
 
