@@ -133,6 +133,28 @@ def scheduler(context: typer.Context) -> None:
     _forward("rose.scheduler.cli", "main", "scheduler", context.args)
 
 
+@app.command()
+def replay(
+    path: Annotated[Path, typer.Argument(help="A scheduler's --journal directory, or one decisions-N.rose.")],
+) -> None:
+    """Feed a recorded run of the scheduler to the policies again, and compare every decision.
+
+    Ends with 0 when each action is the same as then, and with 1 at the first that is not: after a change of the
+    policies, that is the first turn it would have treated otherwise.
+    """
+    from rose.scheduler.decisions import logs, replay
+
+    console = Console(soft_wrap=True)
+    for log in logs(path):
+        found = replay(log)
+        done = ", ".join(f"{count} {name}" for name, count in sorted(found.num_actions.items()))
+        tail = "; its last frame is torn" if found.torn else ""
+        console.print(Text(f"{log.name}: {found.num_events} events, same actions ({done or 'none'}){tail}"))
+        if found.difference is not None:
+            console.print(Text(f"{log.name}: {found.difference}", style="red"))
+            raise typer.Exit(1)
+
+
 @app.command(**_PASS_ON)
 def relay(context: typer.Context) -> None:
     """The weight relay: versioned objects over HTTP, from the trainer to the nodes."""

@@ -9,15 +9,21 @@ One door, :meth:`SampleBook.handle`.  The shell journals what was decided and re
 after a restart (a lease is replayed with its groups named, so that compaction may drop what was consumed).
 
 Staleness is checked where it counts, at the lease, on the oldest weight version among a group's tokens.
-Beyond ``alpha`` versions the whole group is dropped (``cancel``: a group with a hole is no group) or handed
-out marked (``mask``).
+Beyond ``alpha`` versions (of its job) the whole group is dropped (``cancel``: a group with a hole is no group),
+or handed out marked (``mask``).  ``wait`` drops nothing either: no batch is granted while a running trajectory
+would be too old for the step after it, so the trainer waits for the slowest instead of leaving it behind.
+
+A job may *filter* (DAPO): a complete group whose rewards are all equal teaches nothing and leaves as a whole.
+It may take groups in the order they were *submitted*: then no short group overtakes a long one.
+
+What is thrown away is counted by cause and by length (``rose.policy.discards``).
 
 An acknowledgement that comes after its lease ran out still counts while the groups have not been leased
 again; one from an attempt older than the job's last :class:`JobResumed` never does (its weights are gone).
 
 Invariants, checked by :meth:`SampleBook.check`:
 
-1. created = running + finished + leased + consumed + cancelled + stale, in total and per job.
+1. created = running + finished + leased + consumed + filtered + cancelled + stale, in total and per job.
 2. A trajectory is in at most one batch that is open, and never in one after it was consumed.
 3. A ready group has exactly ``group_size`` finished members.
 
@@ -28,11 +34,13 @@ Refused events raise :class:`~rose.errors.RequestError` and change nothing.  Pur
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import assert_never
 
 from rose.errors import Conflict, Gone, NotFound
+from rose.policy.discards import Discards
 from rose.policy.staleness import Version, worst_lag
 
 
@@ -41,21 +49,39 @@ class SampleState(StrEnum):
     FINISHED = "finished"
     LEASED = "leased"
     CONSUMED = "consumed"
+    FILTERED = "filtered"
     CANCELLED = "cancelled"
     STALE = "stale"
 
 
-FINAL = (SampleState.CONSUMED, SampleState.CANCELLED, SampleState.STALE)
+FINAL = (SampleState.CONSUMED, SampleState.FILTERED, SampleState.CANCELLED, SampleState.STALE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SampleParams:
+class JobParams:
+    """How one job's groups are handed out."""
+
     alpha: int = 4
     """Versions a sample may lie behind the trainer that takes it."""
     on_stale: str = "cancel"
-    """``cancel`` drops the group, ``mask`` hands it out with ``stale`` set on its old members."""
+    """``cancel`` drops the group, ``mask`` hands it out with ``stale`` set on its old members, ``wait`` also
+    grants nothing while a running trajectory would be too old next."""
+    filter_equal: bool = False
+    """Drop complete groups without any difference in reward (DAPO's dynamic sampling)."""
+    order: str = "ready"
+    """``ready``: first complete, first leased; ``submitted``: in the order of their first trajectory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleParams(JobParams):
+    """What holds for jobs that have no settings of their own."""
+
+    jobs: Mapping[str, JobParams] = field(default_factory=lambda: dict[str, JobParams]())
     max_acked: int = 4096
     """Acknowledged batches remembered, so that an acknowledgement may be repeated."""
+
+    def of(self, job: str) -> JobParams:
+        return self.jobs.get(job, self)
 
 
 # --- events ----------------------------------------------------------------------------------------------
@@ -70,11 +96,23 @@ class TrajectoryCreated:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrajectoryFinished:
-    """``oldest`` is the oldest version among its sampled tokens; None when it has none."""
+class TurnAdded:
+    """A running trajectory has one more turn.  ``oldest`` and ``num_tokens`` (sampled) are of all its turns."""
 
     trajectory_id: str
     oldest: Version | None
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrajectoryFinished:
+    """``oldest`` is the oldest version among its sampled tokens; None when it has none.  ``filter_equal`` as
+    the job's was when it finished: a replay must not depend on today's settings."""
+
+    trajectory_id: str
+    oldest: Version | None
+    reward: float = 0.0
+    filter_equal: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,6 +166,7 @@ class JobResumed:
 
 Event = (
     TrajectoryCreated
+    | TurnAdded
     | TrajectoryFinished
     | TrajectoryCancelled
     | BatchAsked
@@ -188,6 +227,8 @@ class Sample:
     group_id: str
     state: SampleState = SampleState.RUNNING
     oldest: Version | None = None
+    num_tokens: int = 0
+    reward: float = 0.0
     reason: str = ""
 
 
@@ -196,6 +237,8 @@ class Group:
     job: str
     group_id: str
     size: int
+    number: int
+    """Order of submission."""
     members: list[str] = field(default_factory=lambda: list[str]())
     ready: bool = False
 
@@ -227,11 +270,18 @@ class SampleBook:
         default_factory=lambda: Counter[tuple[str, SampleState]]()
     )
     """Final trajectories that have left the book, by job and state."""
+    discards: Discards = field(default_factory=Discards)
+    _num_groups: int = 0
 
     def handle(self, event: Event) -> list[Action]:
         match event:
             case TrajectoryCreated():
                 return self._create(event)
+            case TurnAdded():
+                sample = self.samples.get(event.trajectory_id)
+                if sample is not None:
+                    sample.oldest, sample.num_tokens = event.oldest, event.num_tokens
+                return []
             case TrajectoryFinished():
                 return self._finish(event)
             case TrajectoryCancelled():
@@ -276,7 +326,10 @@ class SampleBook:
         if group is not None and group.ready:
             raise Conflict(f"group {event.group_id} is complete", field="group_id")
         if group is None:
-            group = self.groups[key] = Group(job=event.job, group_id=event.group_id, size=event.group_size)
+            self._num_groups += 1
+            group = self.groups[key] = Group(
+                job=event.job, group_id=event.group_id, size=event.group_size, number=self._num_groups
+            )
         group.members.append(event.trajectory_id)
         self.samples[event.trajectory_id] = Sample(
             trajectory_id=event.trajectory_id, job=event.job, group_id=event.group_id
@@ -286,7 +339,8 @@ class SampleBook:
 
     def _finish(self, event: TrajectoryFinished) -> list[Action]:
         sample = self._running(event.trajectory_id)
-        sample.state, sample.oldest = SampleState.FINISHED, event.oldest
+        sample.state, sample.oldest, sample.reward = SampleState.FINISHED, event.oldest, event.reward
+        self.discards.ended(sample.job, sample.num_tokens)
         group = self.groups[(sample.job, sample.group_id)]
         done = [member for member in group.members if self.samples[member].state is SampleState.FINISHED]
         if len(done) < group.size:
@@ -296,8 +350,19 @@ class SampleBook:
         for member in surplus:
             self._final(member, SampleState.CANCELLED, "redundant")
         group.members = done
-        self.ready.setdefault(group.job, []).append(group.group_id)
-        actions: list[Action] = [GroupReady(job=group.job, group_id=group.group_id)]
+        actions: list[Action] = []
+        if (
+            event.filter_equal
+            and len({self.samples[member].reward for member in done}) == 1
+            and len(done) > 1
+        ):
+            for member in done:
+                self._final(member, SampleState.FILTERED, "filtered")
+            del self.groups[(group.job, group.group_id)]
+            actions.append(Discard(trajectory_ids=tuple(done), reason="filtered"))
+        else:
+            self.ready.setdefault(group.job, []).append(group.group_id)
+            actions.append(GroupReady(job=group.job, group_id=group.group_id))
         if surplus:
             actions.append(Discard(trajectory_ids=surplus, reason="redundant"))
         return actions
@@ -316,21 +381,43 @@ class SampleBook:
     def _ask(self, event: BatchAsked) -> list[Action]:
         if event.batch_id in self.batches or event.batch_id in self.acked:
             raise Conflict(f"batch {event.batch_id} exists", field="batch_id")
+        params = self.params.of(event.job)
         actions: list[Action] = []
         picked: list[str] = []
         stale_groups: list[str] = []
-        for group_id in self.ready.get(event.job, []):
+        for group_id in self._in_order(event.job, params):
             if len(picked) == event.num_groups:
                 break
-            if self.params.on_stale == "cancel" and self._stale_members(event.job, group_id, event.version):
+            if params.on_stale == "cancel" and self._stale_members(event.job, group_id, event.version):
                 stale_groups.append(group_id)
             else:
                 picked.append(group_id)
         if stale_groups:
             actions.append(self._drop_stale(event.job, stale_groups))
-        if len(picked) < event.num_groups:
+        if len(picked) < event.num_groups or (params.on_stale == "wait" and self._must_wait(event, params)):
             return actions
         return actions + self._grant(event, tuple(picked), tuple(stale_groups), event.version)
+
+    def _in_order(self, job: str, params: JobParams) -> list[str]:
+        """Groups that may be leased now, next first."""
+        waiting = self.ready.get(job, [])
+        if params.order == "ready":
+            return list(waiting)
+        unready = [group.number for group in self.groups.values() if group.job == job and not group.ready]
+        first = min(unready, default=self._num_groups + 1)
+        numbers = {group_id: self.groups[(job, group_id)].number for group_id in waiting}
+        return sorted((name for name in waiting if numbers[name] < first), key=numbers.__getitem__)
+
+    def _must_wait(self, event: BatchAsked, params: JobParams) -> bool:
+        """After this batch the trainer is a version further: would something that runs be too old then?"""
+        after = (event.version[0], event.version[1] + 1)
+        return any(
+            sample.state is SampleState.RUNNING
+            and sample.job == event.job
+            and sample.oldest is not None
+            and worst_lag(after, [sample.oldest]) > params.alpha
+            for sample in self.samples.values()
+        )
 
     def _restore(self, event: BatchRestored) -> list[Action]:
         missing = [
@@ -444,10 +531,11 @@ class SampleBook:
     # --- books -----------------------------------------------------------------------------------------
 
     def _stale_members(self, job: str, group_id: str, version: Version) -> list[str]:
+        alpha = self.params.of(job).alpha
         stale: list[str] = []
         for member in self.groups[(job, group_id)].members:
             oldest = self.samples[member].oldest
-            if oldest is not None and worst_lag(version, [oldest]) > self.params.alpha:
+            if oldest is not None and worst_lag(version, [oldest]) > alpha:
                 stale.append(member)
         return stale
 
@@ -470,6 +558,10 @@ class SampleBook:
 
     def _final(self, trajectory_id: str, state: SampleState, reason: str) -> None:
         sample = self.samples[trajectory_id]
+        if state is not SampleState.CONSUMED:
+            if sample.state is SampleState.RUNNING:
+                self.discards.ended(sample.job, sample.num_tokens)
+            self.discards.discarded(sample.job, reason, sample.num_tokens)
         sample.state, sample.reason = state, reason
 
     def forget(self, trajectory_id: str) -> None:

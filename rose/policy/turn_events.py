@@ -73,6 +73,12 @@ class WorkerHeartbeat:
     gated: bool = False
     reclaim_seq: int = 0
     slack_s: float | None = None
+    serving_use: float = 0.0
+    """Share of the device's KV memory that production uses now."""
+    waiting: int = 0
+    """Requests that the engine has not begun."""
+    num_preemptions: int = 0
+    """Requests that the engine itself put back for want of KV room, since its start."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +97,15 @@ class WorkerDuty:
     at_s: float
     worker_id: str
     duty: Duty
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerAssigned:
+    """From now on this worker runs turns of ``job`` only; None: of any job; the empty name: of none."""
+
+    at_s: float
+    worker_id: str
+    job: str | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,6 +217,7 @@ Event = (
     | WorkerHeartbeat
     | WorkerLost
     | WorkerDuty
+    | WorkerAssigned
     | VersionRequired
     | ClockTicked
     | TurnSubmitted
@@ -261,7 +277,7 @@ class TokensDropped:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Requeued:
-    """``reason``: reclaim, abort, lost, suspect, silent, restarted, busy, bad, stall, drain."""
+    """``reason``: reclaim, abort, lost, suspect, silent, restarted, busy, bad, stall, drain, assigned."""
 
     turn_id: str
     worker_id: str
@@ -342,6 +358,14 @@ class TurnParams:
     """Output assumed before a job has history; also what is reserved of the KV budget."""
     expected_ewma: float = 0.05
     max_affinity_entries: int = 200_000
-    prefill_tokens_per_unit: float = 50.0
+    longest_first_s: float = 0.0
+    """A turn of the trajectory with the longest predicted rest is queued as if it were this much older; the
+    shortest not at all.  So nobody is overtaken by a turn that came more than this later.  0: by age alone."""
+    tail_fraction: float = 0.0
+    """Turns of this share of trajectories, those with the longest predicted rest, take a dedicated worker when
+    one is free.  0: off."""
+    alarm_horizon_s: float = 60.0
+    """A turn is looked at this often even when nothing is due: keeps the list of alarms short."""
+    min_alarm_s: float = 0.25
     forget_dead_s: float = 600.0
     """A dead worker stays visible this long, then leaves the book."""

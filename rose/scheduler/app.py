@@ -23,10 +23,10 @@ from rose.errors import CapacityError, ConfigError, PolicyError, RoseError, Unau
 from rose.policy import turn_events as te
 from rose.policy.fleet import FleetParams, Tier
 from rose.policy.routing import make_policy
-from rose.policy.samples import SampleParams
 from rose.policy.turns import TurnBook
 from rose.scheduler.config import SchedulerConfig, StaticWorker
 from rose.scheduler.control_api import ControlRoutes
+from rose.scheduler.decisions import DecisionLog
 from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.engine import Endpoint, EngineClient
 from rose.scheduler.http import Handler, errors_middleware, json_response, requires
@@ -34,6 +34,7 @@ from rose.scheduler.jobs import Jobs
 from rose.scheduler.journal import Journal
 from rose.scheduler.openai_api import OpenAIRoutes
 from rose.scheduler.prompts import Prompts
+from rose.scheduler.provision import Provisioner
 from rose.scheduler.renderer import Renderer
 from rose.scheduler.status import Status
 from rose.scheduler.store import Store
@@ -69,7 +70,7 @@ class Scheduler:
         try:
             self.store = Store(
                 self.journal,
-                SampleParams(alpha=config.batches.alpha, on_stale=config.batches.on_stale),
+                config.batches.params(),
                 max_trajectories=config.limits.max_trajectories,
                 retained_finals=config.limits.retained_finals,
                 compact_bytes=config.journal.compact_bytes,
@@ -88,13 +89,22 @@ class Scheduler:
                 stall_s=times.stall_s,
                 backoff_s=times.backoff_s,
                 max_backoff_s=8 * times.backoff_s,
+                longest_first_s=config.longest_first_s,
+                tail_fraction=config.tail_fraction,
             ),
             FleetParams(
                 suspect_s=times.suspect_s,
                 dead_s=times.dead_s,
                 cap_dedicated=config.cap_dedicated,
                 cap_harvested=config.cap_harvested,
+                adaptive_cap=config.adaptive_cap,
             ),
+        )
+        self.decisions = DecisionLog(
+            journal_dir,
+            self.book,
+            max_bytes=config.decisions.max_bytes,
+            max_files=config.decisions.max_files,
         )
         self.url = ""
         self._tasks: list[asyncio.Task[None]] = []
@@ -127,7 +137,10 @@ class Scheduler:
             stream_upstream=config.stream_upstream,
             seed=config.seed,
             on_action=self.status.on_action,
+            decisions=self.decisions,
         )
+        self.decisions.roll()
+        self.provisioner = Provisioner.make(config.provisioning, self.dispatcher)
         for job, version in self.store.versions.items():
             self.dispatcher.require(job, version)
         renderer = Renderer(
@@ -184,6 +197,7 @@ class Scheduler:
             await self._runner.cleanup()
         if self._session is not None:
             await self._session.close()
+        self.decisions.close()
         if self.journal.healthy:
             try:
                 await self.journal.commit()
@@ -274,6 +288,7 @@ class Scheduler:
             await asyncio.sleep(self.config.timeouts.tick_s)
             try:
                 self.dispatcher.tick()
+                self.provisioner.step()
                 self.control.housekeep()
             except RoseError as error:
                 log.error("tick: %s", error)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from rose.config import Section
+from rose.policy.samples import JobParams, SampleParams
 
 Policy = Literal["cost", "paper", "sticky_least_loaded", "round_robin", "random"]
 
@@ -66,11 +67,31 @@ class Timeouts(Section):
     """Longest long poll of a lease."""
 
 
-class Batches(Section):
+class JobBatches(Section):
+    """How a job's groups reach its trainer."""
+
     alpha: int = Field(default=4, ge=0)
     """Versions a sample may lie behind the trainer that leases it."""
-    on_stale: Literal["cancel", "mask"] = "cancel"
+    on_stale: Literal["wait", "mask", "cancel"] = "cancel"
+    """``cancel`` drops the group, ``mask`` marks its old members, ``wait`` holds the trainer for them."""
+    filter_equal: bool = False
+    """Drop complete groups whose rewards are all equal."""
+    order: Literal["ready", "submitted"] = "ready"
+    """``submitted``: no group is leased before those that were begun earlier."""
+
+
+class Batches(JobBatches):
+    jobs: dict[str, JobBatches] = Field(default_factory=dict)
+    """Settings of single jobs, by name; whole, not on top of the others."""
     max_ttl_s: float = Field(default=86_400.0, gt=0)
+
+    def params(self) -> SampleParams:
+        def of(section: JobBatches) -> dict[str, Any]:
+            return {name: getattr(section, name) for name in JobBatches.model_fields}
+
+        return SampleParams(
+            **of(self), jobs={name: JobParams(**of(section)) for name, section in self.jobs.items()}
+        )
 
 
 class JournalConfig(Section):
@@ -78,10 +99,44 @@ class JournalConfig(Section):
     """At start, a journal beyond this size is rewritten with the live state only."""
 
 
+class DecisionConfig(Section):
+    """The log that ``rose replay`` reads; see ``rose.scheduler.decisions``."""
+
+    max_bytes: int = Field(default=64 * 2**20, ge=0)
+    """Of one file, beyond the state it starts with; 0 records nothing."""
+    max_files: int = Field(default=4, gt=0)
+
+
+class JobShare(Section):
+    """What one job may hold."""
+
+    n_dedicated: int = Field(default=65_536, ge=0)
+    n_harvested: int = Field(default=65_536, ge=0)
+    weight: float = Field(default=1.0, gt=0)
+    """Of its share of device-seconds, where jobs compete."""
+
+
+class ProvisioningConfig(Section):
+    """Which worker works for which job; see ``rose.policy.provisioning``."""
+
+    enabled: bool = False
+    """Off: every worker takes turns of every job."""
+    default: JobShare = JobShare()
+    jobs: dict[str, JobShare] = Field(default_factory=dict)
+    period_s: float = Field(default=1.0, gt=0)
+    gain_factor: float = Field(default=1.5, gt=0)
+    switch_s: float = Field(default=5.0, ge=0)
+    idle_s: float = Field(default=30.0, gt=0)
+    min_active_s: float = Field(default=20.0, ge=0)
+    rest_s: float = Field(default=10.0, ge=0)
+    job_idle_s: float = Field(default=120.0, gt=0)
+    """A job without a turn for this long gives its devices back."""
+
+
 class SchedulerConfig(Section):
     host: str = "127.0.0.1"
     port: int = Field(default=8800, ge=0, le=65535)
-    policy: Policy = "sticky_least_loaded"
+    policy: Policy = "cost"
     seed: int = 0
     """Of the draws between equal workers."""
     history: Literal["append", "template"] = "append"
@@ -93,6 +148,12 @@ class SchedulerConfig(Section):
     render_cache_entries: int = Field(default=512, ge=0)
     cap_dedicated: int = Field(default=64, gt=0)
     cap_harvested: int = Field(default=16, gt=0)
+    adaptive_cap: bool = False
+    """Lower a worker's limit when its engine is short of KV memory, and raise it again, inside the cap."""
+    longest_first_s: float = Field(default=0.0, ge=0)
+    """How much age the longest predicted rest of a trajectory is worth in the queue; 0 is plain age."""
+    tail_fraction: float = Field(default=0.0, ge=0, le=1)
+    """This share of trajectories, the longest expected, goes to dedicated workers when one is free."""
     metrics_public: bool = False
     """Answer ``/metrics`` to peers that are not on this machine."""
     workers: tuple[StaticWorker, ...] = ()
@@ -100,3 +161,5 @@ class SchedulerConfig(Section):
     timeouts: Timeouts = Timeouts()
     batches: Batches = Batches()
     journal: JournalConfig = JournalConfig()
+    decisions: DecisionConfig = DecisionConfig()
+    provisioning: ProvisioningConfig = ProvisioningConfig()

@@ -257,10 +257,16 @@ class ControlRoutes:
                 gated=bool(fields.boolean("gated")),
                 reclaim_seq=fields.integer("reclaim_seq", default=0),
                 slack_s=fields.optional_number("slack_s", least=-1e9, most=1e9),
+                waiting=fields.integer("waiting", default=0),
+                num_preemptions=fields.integer("num_preemptions", default=0),
+                serving_use=fields.number("serving_use", default=0.0, least=0.0, most=1.0),
             )
         )
         # Unknown fields are let through: a newer node may say more than we read.
-        return json_response({"known": known, "required_version": self._required()})
+        worker = self._dispatcher.book.fleet.workers.get(request.match_info["id"])
+        # ``active`` false: no job wants this device now, its engine may give its memory back.
+        active = worker is None or worker.job != ""
+        return json_response({"known": known, "required_version": self._required(), "active": active})
 
     async def remove(self, request: web.Request) -> web.Response:
         self._dispatcher.remove(request.match_info["id"])

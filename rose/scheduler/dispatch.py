@@ -22,8 +22,10 @@ from rose.clock import Clock
 from rose.errors import CapacityError, EngineError, Gone, NotFound, PolicyError, RequestError, RoseError
 from rose.policy import turn_events as te
 from rose.policy.fleet import Duty, Health, Tier, Worker
+from rose.policy.routing import RoutingPolicy
 from rose.policy.staleness import Version
 from rose.policy.turns import TurnBook
+from rose.scheduler.decisions import DecisionLog
 from rose.scheduler.engine import Endpoint, EngineClient, EngineFailure, Output, TokenLogprob
 
 log = logging.getLogger("rose.scheduler")
@@ -60,6 +62,7 @@ class Dispatcher:
     clock: Monotonic.
     max_running: Bound on turns that have not ended.
     on_action: Told of every action, for metrics; must not raise.
+    decisions: Told of every event with its actions; None records nothing.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class Dispatcher:
         stream_upstream: bool = False,
         seed: int = 0,
         on_action: Callable[[te.Action], None] = lambda action: None,
+        decisions: DecisionLog | None = None,
     ) -> None:
         self.book = book
         self.engines = engines
@@ -82,6 +86,7 @@ class Dispatcher:
         self._stream_upstream = stream_upstream
         self._rng = random.Random(seed)
         self._on_action = on_action
+        self._decisions = decisions
         self._attempts: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._ready = asyncio.Event()
@@ -136,7 +141,7 @@ class Dispatcher:
     def cancel_trajectory(self, trajectory_id: str, reason: str) -> None:
         """Stop every turn of a trajectory, in the engines too."""
         now_s = self.now_s()
-        for turn_id in [name for name, t in self.book.turns.items() if t.spec.trajectory_id == trajectory_id]:
+        for turn_id in self.book.turns_of(trajectory_id):
             self.feed(te.TurnCancelled(at_s=now_s, turn_id=turn_id, reason=reason))
         self.feed(te.TrajectoryClosed(at_s=now_s, trajectory_id=trajectory_id))
 
@@ -147,6 +152,27 @@ class Dispatcher:
     def stop(self, turn_id: str, stop_reason: str) -> None:
         if turn_id in self.book.turns:
             self.feed(te.TurnStopped(at_s=self.now_s(), turn_id=turn_id, stop_reason=stop_reason))
+
+    # --- settings --------------------------------------------------------------------------------------
+
+    def set_policy(self, policy: RoutingPolicy) -> None:
+        """Route by another policy from now on."""
+        self.book.policy = policy
+        self._settings_changed()
+
+    def set_cap(self, tier: Tier, cap: int) -> None:
+        """Turns per worker of this tier from now on; a worker that registered with its own cap keeps it."""
+        self.book.fleet.set_cap(tier, cap)
+        self._settings_changed()
+
+    def assign(self, worker_id: str, job: str | None) -> None:
+        """Give a worker to one job; see :class:`~rose.policy.turn_events.WorkerAssigned`."""
+        self.feed(te.WorkerAssigned(at_s=self.now_s(), worker_id=worker_id, job=job))
+
+    def _settings_changed(self) -> None:
+        # No event says so, so the decision log goes on from the book as it is now.
+        if self._decisions is not None:
+            self._decisions.roll()
 
     # --- workers ---------------------------------------------------------------------------------------
 
@@ -212,12 +238,16 @@ class Dispatcher:
 
     def tick(self) -> None:
         self.feed(te.ClockTicked(at_s=self.now_s()))
+        if self._decisions is not None:
+            self._decisions.flush()
         workers = self.book.fleet.workers
         if len(self.endpoints) > len(workers):
             self.endpoints = {name: item for name, item in self.endpoints.items() if name in workers}
 
     def feed(self, event: te.Event) -> list[te.Action]:
         actions = self.book.handle(event)
+        if self._decisions is not None:
+            self._decisions.record(event, actions)
         for action in actions:
             self._execute(action)
             self._on_action(action)

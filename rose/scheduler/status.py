@@ -207,6 +207,7 @@ class Status:
             "batches_leased": len(store.book.batches),
             "batches_acked": len(store.book.acked),
             "dropped_stale": self.num_stale,
+            "discards": {job: store.book.discards.report(job) for job in store.book.discards.jobs()},
             "versions": {job: format_version(version) for job, version in store.versions.items()},
             "journal_bytes": store.journal.size_bytes,
             "recovered_records": store.num_recovered,

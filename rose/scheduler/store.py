@@ -19,6 +19,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
+
 from rose.errors import CapacityError, Conflict, Gone, NotFound, PolicyError
 from rose.policy import samples as sp
 from rose.policy.staleness import Version, parse_version
@@ -42,7 +44,18 @@ from rose.scheduler.journal import (
 class Trajectory:
     """One run of an environment: a tree of turns, mostly a line."""
 
-    __slots__ = ("created", "finish", "newest", "oldest", "parents", "stale", "tips", "touched_s", "turns")
+    __slots__ = (
+        "created",
+        "finish",
+        "newest",
+        "num_tokens",
+        "oldest",
+        "parents",
+        "stale",
+        "tips",
+        "touched_s",
+        "turns",
+    )
 
     def __init__(self, created: CreateRecord) -> None:
         self.created = created
@@ -54,6 +67,8 @@ class Trajectory:
         self.touched_s = time.monotonic()
         self.parents: set[int] = set()
         """Turns that another turn continues."""
+        self.num_tokens = 0
+        """Sampled, in all turns."""
         self.oldest: Version | None = None
         self.newest: Version | None = None
 
@@ -64,6 +79,7 @@ class Trajectory:
     def add(self, record: TurnRecord) -> None:
         self.turns.append(record)
         self.touched_s = time.monotonic()
+        self.num_tokens += len(record.token_ids) // 4
         if record.tip:
             self.tips[record.tip] = record.turn
         if record.parent is not None:
@@ -287,8 +303,11 @@ class Store:
     def finish(self, record: FinishRecord) -> list[sp.Action]:
         """Idempotent: the same reward again is no error."""
         trajectory = self.trajectories.get(record.id)
+        job = "" if trajectory is None else trajectory.created.job
+        record = msgspec.structs.replace(record, filter_equal=self.book.params.of(job).filter_equal)
         if trajectory is not None and trajectory.finish is not None:
-            if trajectory.finish == record:
+            same = msgspec.structs.replace(record, filter_equal=trajectory.finish.filter_equal)
+            if trajectory.finish == same:
                 return []
             raise Conflict("trajectory was finished with another reward", field="reward")
         return self._write(record)
@@ -379,6 +398,13 @@ class Store:
                 trajectory = self.trajectories.get(record.trajectory_id)
                 if trajectory is not None and record.turn == len(trajectory.turns):
                     trajectory.add(record)
+                    self.book.handle(
+                        sp.TurnAdded(
+                            trajectory_id=trajectory.id,
+                            oldest=trajectory.oldest,
+                            num_tokens=trajectory.num_tokens,
+                        )
+                    )
                 return []
             case CreateRecord():
                 actions = self.book.handle(
@@ -395,7 +421,12 @@ class Store:
             case FinishRecord():
                 trajectory = self.get(record.id)
                 actions = self.book.handle(
-                    sp.TrajectoryFinished(trajectory_id=record.id, oldest=trajectory.oldest)
+                    sp.TrajectoryFinished(
+                        trajectory_id=record.id,
+                        oldest=trajectory.oldest,
+                        reward=record.reward,
+                        filter_equal=record.filter_equal,
+                    )
                 )
                 trajectory.finish = record
             case CancelRecord():

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from rose.errors import Conflict, Gone, NotFound, RequestError
 from rose.policy import samples as sp
@@ -163,6 +163,80 @@ def test_stale_members_are_marked_when_so_configured() -> None:
     assert grant.stale_ids == ("a",)
 
 
+def full(
+    book: sp.SampleBook, group: str, rewards: tuple[float, ...], num_tokens: int = 10, **fields: object
+) -> list[sp.Action]:
+    """A group of as many members as ``rewards``."""
+    actions: list[sp.Action] = []
+    for index in range(len(rewards)):
+        create(book, f"{group}{index}", group, len(rewards))
+    for index, reward in enumerate(rewards):
+        name = f"{group}{index}"
+        book.handle(sp.TurnAdded(trajectory_id=name, oldest=(1, 0), num_tokens=num_tokens))
+        actions += book.handle(
+            sp.TrajectoryFinished(trajectory_id=name, oldest=(1, 0), reward=reward, **fields)  # type: ignore[arg-type]
+        )
+    return actions
+
+
+def test_a_group_without_a_difference_in_reward_is_filtered_whole() -> None:
+    book = sp.SampleBook()
+    actions = full(book, "p", (1.0, 1.0), filter_equal=True)
+    assert actions == [sp.Discard(trajectory_ids=("p0", "p1"), reason="filtered")]
+    full(book, "q", (1.0, 0.0), filter_equal=True)
+    assert leased(lease(book)) == ("q0", "q1")
+    assert book.counts() == {"filtered": 2, "leased": 2}
+    book.check()
+
+
+def test_in_submission_order_no_later_group_overtakes() -> None:
+    book = sp.SampleBook(params=sp.SampleParams(order="submitted"))
+    create(book, "slow", "s", 1)
+    fill(book, "q")
+    assert leased(lease(book, "b1")) == ()
+    finish(book, "slow")
+    assert leased(lease(book, "b2", num_groups=2)) == ("slow", "q0", "q1")
+    create(book, "dead", "d", 1)
+    fill(book, "r")
+    book.handle(sp.TrajectoryCancelled(trajectory_id="dead", reason="env"))
+    assert leased(lease(book, "b3")) == ("r0", "r1")  # what was given up blocks nobody
+
+
+def test_on_stale_wait_holds_the_trainer_for_the_slowest_and_drops_nothing() -> None:
+    book = sp.SampleBook(params=sp.SampleParams(alpha=1, on_stale="wait"))
+    create(book, "slow", "s", 1)
+    book.handle(sp.TurnAdded(trajectory_id="slow", oldest=(1, 0), num_tokens=5))
+    fill(book, "q", (1, 1))
+    assert leased(lease(book, "b1", version=(1, 0))) == ("q0", "q1")  # after it: version 1, lag 1
+    fill(book, "r", (1, 1))
+    assert leased(lease(book, "b2", version=(1, 1))) == ()  # after it the lag would be 2
+    finish(book, "slow", (1, 0))
+    assert leased(lease(book, "b3", version=(1, 1), num_groups=2)) == ("r0", "r1", "slow")
+    assert book.counts()["stale"] == 0
+
+
+def test_each_job_has_its_own_alpha() -> None:
+    loose = sp.JobParams(alpha=5)
+    book = sp.SampleBook(params=sp.SampleParams(alpha=0, jobs={"loose": loose}))
+    for job in ("j", "loose"):
+        book.handle(sp.TrajectoryCreated(trajectory_id=job, job=job, group_id=job, group_size=1))
+        book.handle(sp.TrajectoryFinished(trajectory_id=job, oldest=(1, 0)))
+    asked = {"at_s": 0.0, "num_groups": 1, "version": (1, 3), "ttl_s": 9.0}
+    assert leased(book.handle(sp.BatchAsked(batch_id="a", job="j", **asked))) == ()  # type: ignore[arg-type]
+    assert leased(book.handle(sp.BatchAsked(batch_id="b", job="loose", **asked))) == ("loose",)  # type: ignore[arg-type]
+
+
+def test_discards_are_told_by_cause_and_by_quarter_of_the_lengths() -> None:
+    book = sp.SampleBook()
+    for index, num_tokens in enumerate((10, 10, 100, 100, 1000, 1000, 10_000, 10_000)):
+        full(book, f"g{index}", (1.0,), num_tokens=num_tokens)
+    create(book, "long", "x", 1)
+    book.handle(sp.TurnAdded(trajectory_id="long", oldest=(1, 0), num_tokens=10_000))
+    book.handle(sp.TrajectoryCancelled(trajectory_id="long", reason="idle"))
+    full(book, "same", (0.0, 0.0), num_tokens=10, filter_equal=True)
+    assert book.discards.report("j") == {"idle": [0, 0, 0, 1], "filtered": [2, 0, 0, 0]}
+
+
 def test_refused_events_change_nothing(book: sp.SampleBook) -> None:
     create(book, "a")
     with pytest.raises(Conflict, match="exists"):
@@ -184,7 +258,12 @@ class AnySequence(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.book = sp.SampleBook(params=sp.SampleParams(alpha=1))
+
+    @initialize(
+        on_stale=st.sampled_from(["cancel", "mask", "wait"]), order=st.sampled_from(["ready", "submitted"])
+    )
+    def begin(self, on_stale: str, order: str) -> None:
+        self.book = sp.SampleBook(params=sp.SampleParams(alpha=1, on_stale=on_stale, order=order))
         self.num_created = self.num_batches = 0
         self.now_s = 0.0
         self.consumed: list[str] = []
@@ -215,6 +294,16 @@ class AnySequence(RuleBasedStateMachine):
             self.feed(sp.TrajectoryCancelled(trajectory_id=name, reason="x"))
         else:
             self.feed(sp.TrajectoryFinished(trajectory_id=name, oldest=(1, self.version)))
+
+    @rule(back=st.integers(0, 5), reward=st.integers(0, 1))
+    def turn_and_reward(self, back: int, reward: int) -> None:
+        name = f"t{max(1, self.num_created - back)}"
+        self.feed(sp.TurnAdded(trajectory_id=name, oldest=(1, self.version), num_tokens=7))
+        self.feed(
+            sp.TrajectoryFinished(
+                trajectory_id=name, oldest=(1, self.version), reward=reward, filter_equal=True
+            )
+        )
 
     @rule(num_groups=st.integers(1, 2), newer=st.booleans())
     def lease(self, num_groups: int, newer: bool) -> None:
@@ -248,6 +337,8 @@ class AnySequence(RuleBasedStateMachine):
 
     @invariant()
     def books_hold(self) -> None:
+        if not hasattr(self, "book"):
+            return
         self.book.check()
         assert len(set(self.consumed)) == len(self.consumed)
         assert self.book.counts()["consumed"] == len(self.consumed)

@@ -16,6 +16,7 @@ from rose.policy import turn_events as te
 from rose.policy.fleet import Duty, FleetParams, Tier
 from rose.policy.routing import POLICY_NAMES, make_policy
 from rose.policy.turns import RECLAIMED, TurnBook
+from tests.scheduler import reference
 
 
 def book_of(policy: str = "sticky_least_loaded", **params: Any) -> TurnBook:
@@ -324,12 +325,100 @@ def test_a_stalled_stream_moves_unless_its_engine_is_gated() -> None:
     assert te.Requeued(turn_id="a", worker_id="d", reason="stall", num_kept_tokens=0) in actions
 
 
+def test_first_turns_of_a_group_share_a_worker_up_to_half_its_cap_then_spread() -> None:
+    book = book_of("cost")
+    for index in range(4):
+        join(book, f"h{index}", Tier.HARVESTED)
+    sent = [
+        dispatches(submit(book, f"n{index}", group_id="g", num_prompt_tokens=500))[0].worker_id
+        for index in range(12)
+    ]
+    assert len(set(sent[:8])) == 1  # cap 16: eight read the prompt once
+    assert sent[8] != sent[0]
+
+
+def test_a_resumed_turn_goes_before_those_that_only_waited() -> None:
+    book = book_of()
+    book.handle(
+        te.WorkerRegistered(
+            at_s=0.0, worker_id="d", incarnation="1", tier=Tier.DEDICATED, model="m", max_model_len=1000, cap=1
+        )
+    )
+    hear(book, "d", 0.0)
+    submit(book, "old")
+    submit(book, "waits", at_s=0.1)
+    end(book, "old", 1, "abort", at_s=0.2, stop_reason=RECLAIMED)
+    submit(book, "new", at_s=0.3)
+    assert [turn_id for _, turn_id in book.queue] == ["old", "new"]
+    assert book.turns["waits"].worker is not None  # "old" backs off from the worker that cut it
+
+
+def history(book: TurnBook, lengths: list[int]) -> None:
+    """Trajectories of so many tokens that ended at time 0."""
+    for index, num_tokens in enumerate(lengths):
+        book.remaining.made(f"old{index}", "j", num_tokens)
+        book.handle(te.TrajectoryClosed(at_s=0.0, trajectory_id=f"old{index}"))
+
+
+def test_the_longest_expected_rest_goes_first_but_age_wins_in_the_end() -> None:
+    book = book_of(longest_first_s=5.0)
+    history(book, [100] * 60 + [1000] * 20)
+    book.remaining.made("t-long", "j", 200)
+    for index, name in enumerate(("a", "b", "c")):
+        submit(book, name, at_s=float(index))
+    submit(book, "long", at_s=4.0)
+    submit(book, "late", at_s=6.0, trajectory_id="t-long")
+    # Worth 5 s and 3.75 s of age (three of four estimates are smaller): as if from -1 s and 2.25 s.
+    assert [turn_id for _, turn_id in book.queue] == ["long", "a", "b", "c", "late"]
+
+
+def test_a_tail_turn_takes_a_dedicated_worker_when_one_is_free() -> None:
+    book = book_of("random", tail_fraction=0.2)
+    history(book, [100] * 60 + [1000] * 20)
+    join(book, "d", Tier.DEDICATED)
+    for index in range(9):
+        join(book, f"h{index}", Tier.HARVESTED)
+    for index in range(20):
+        submit(book, f"short{index}")
+    for index in range(5):
+        book.remaining.made(f"t-long{index}", "j", 200)
+        (sent,) = dispatches(submit(book, f"long{index}"))
+        assert sent.worker_id == "d"
+    book.handle(te.WorkerDuty(at_s=0.0, worker_id="d", duty=Duty.CORDONED))
+    book.remaining.made("t-more", "j", 200)
+    assert dispatches(submit(book, "more")) != []  # anywhere rather than nowhere
+
+
+def test_a_full_cache_lowers_what_a_worker_gets() -> None:
+    book = TurnBook(make_policy("random", random.Random(0)), te.TurnParams(), FleetParams(adaptive_cap=True))
+    join(book, "d", Tier.DEDICATED, kv_budget_tokens=100_000)
+    for index in range(40):
+        submit(book, f"n{index}")
+    hear(book, "d", 1.0, kv_budget_tokens=100_000, kv_used_tokens=95_000)
+    assert book.fleet.workers["d"].slots == 29  # 40 * 0.7 / 0.95
+    assert dispatches(submit(book, "more", at_s=1.0)) == []
+    assert book.turns["more"].hold == "capacity"
+
+
 def test_drain_moves_turns_without_blame(book: TurnBook) -> None:
     (first,) = dispatches(submit(book, "a"))
     actions = book.handle(te.WorkerDuty(at_s=0.1, worker_id=first.worker_id, duty=Duty.DRAINING))
     (second,) = dispatches(actions)
     assert second.worker_id != first.worker_id
     assert book.turns["a"].infra_left == book.params.infra_budget
+
+
+def test_a_device_given_to_another_job_lets_go_of_the_first_ones_turns(book: TurnBook) -> None:
+    (first,) = dispatches(submit(book, "a"))
+    other = "h" if first.worker_id == "d" else "d"
+    actions = book.handle(te.WorkerAssigned(at_s=0.1, worker_id=first.worker_id, job="k"))
+    assert te.AbortAttempt(turn_id="a", attempt=1, worker_id=first.worker_id) in actions
+    assert [item.worker_id for item in dispatches(actions)] == [other]
+    assert book.turns["a"].infra_left == book.params.infra_budget
+    book.handle(te.WorkerAssigned(at_s=0.2, worker_id=other, job=""))
+    assert book.turns["a"].state is te.TurnState.QUEUED
+    (again,) = dispatches(book.handle(te.WorkerAssigned(at_s=0.3, worker_id=other, job=None)))
+    assert again.worker_id == other
 
 
 def test_affinity_is_to_what_is_resident_and_a_cut_ends_it(book: TurnBook) -> None:
@@ -380,9 +469,14 @@ def test_the_queue_is_bounded() -> None:
 class AnySequence(RuleBasedStateMachine):
     """Invariants of the turn book after any sequence of events, in any order, from any engine."""
 
-    @initialize(policy=st.sampled_from(POLICY_NAMES))
-    def begin(self, policy: str) -> None:
-        self.book = book_of(policy, max_queue_s=20.0, stall_s=5.0)
+    @initialize(policy=st.sampled_from(POLICY_NAMES), plain=st.booleans())
+    def begin(self, policy: str, plain: bool) -> None:
+        extra = {} if plain else {"longest_first_s": 3.0, "tail_fraction": 0.3}
+        self.book = TurnBook(
+            make_policy(policy, random.Random(0)),
+            te.TurnParams(max_queue_s=20.0, stall_s=5.0, **extra),  # type: ignore[arg-type]
+            FleetParams(adaptive_cap=not plain),
+        )
         self.now_s = 0.0
         self.num_submitted = 0
         self.seqs: dict[str, int] = {}
@@ -402,9 +496,10 @@ class AnySequence(RuleBasedStateMachine):
                     worker = self.book.fleet.workers[action.worker_id]
                     assert turn.worker is worker
                     assert worker.may_take_turns
+                    assert worker.job in (None, "j")
                     assert worker.version is not None
                     assert worker.version >= self.required
-                    assert worker.inflight <= worker.cap
+                    assert worker.inflight <= worker.slots <= worker.cap
                     assert action.num_kept_tokens == len(turn.token_ids)
                     assert action.max_tokens == turn.spec.max_tokens - len(turn.token_ids)
                 case te.TokensKept():
@@ -463,6 +558,7 @@ class AnySequence(RuleBasedStateMachine):
                 kv_budget_tokens=budget,
                 kv_used_tokens=used,
                 reclaim_seq=worker.reclaim_seq + (reclaims == 2),
+                num_preemptions=used // 50,
             )
         )
 
@@ -548,6 +644,10 @@ class AnySequence(RuleBasedStateMachine):
     def duty(self, name: str, duty: Duty) -> None:
         self.feed(te.WorkerDuty(at_s=self.now_s, worker_id=name, duty=duty))
 
+    @rule(name=st.sampled_from("abc"), job=st.sampled_from(["j", "j", None, "other"]))
+    def assign(self, name: str, job: str | None) -> None:
+        self.feed(te.WorkerAssigned(at_s=self.now_s, worker_id=name, job=job))
+
     @rule(step=st.sampled_from([0.1, 0.3, 0.7, 2.0]))
     def time(self, step: float) -> None:
         self.now_s += step
@@ -585,8 +685,7 @@ class AnySequence(RuleBasedStateMachine):
             waiting = [t for t in self.book.turns.values() if t.state is te.TurnState.QUEUED]
             for turn in waiting:  # and none waits while a worker has room for it
                 for worker in self.book.fleet:
-                    open_ = worker.may_take_turns and worker.inflight < worker.cap
-                    if open_ and self.book._eligible(turn, worker, self.book._now_s):
+                    if reference.eligible(self.book, turn, worker, self.now_s):
                         assert turn.hold == "policy"  # only a policy that declines may leave it there
 
 

@@ -1,0 +1,147 @@
+"""A policy's whole state as plain data, and back: what a decision log starts with.
+
+Works on the objects of ``rose.policy`` alone, named in a closed list: nothing in the data can make anything
+else.  Objects that are shared stay shared, so a copy behaves like the original, draw for draw.  What tokens
+were made is not part of any decision and is left out: arrays of ids and log-probs come back as zeros of the
+same length.
+
+Callers: ``rose.scheduler.decisions``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from array import array
+from collections import Counter, OrderedDict, deque
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from rose.errors import LedgerError
+from rose.policy import (
+    affinity,
+    concurrency,
+    fleet,
+    packed,
+    placing,
+    remaining,
+    routing,
+    speed,
+    turn,
+    turn_events,
+    turns,
+)
+
+_MODULES = (
+    *(affinity, concurrency, fleet, packed, placing, remaining),
+    *(routing, speed, turn, turn_events, turns),
+)
+_CLASSES: dict[str, type] = {
+    name: cls
+    for module in _MODULES
+    for name, cls in vars(module).items()
+    if isinstance(cls, type) and cls.__module__ == module.__name__ and cls is not packed.Eligible
+}
+_MAPS: dict[str, type] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
+_LISTS: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "deque": deque}
+
+
+def freeze(root: Any) -> list[Any]:
+    """Nodes ``[kind, ...]`` that refer to each other by index; the first is ``root``."""
+    nodes: list[Any] = []
+    seen: dict[int, int] = {}
+    alive: list[Any] = []  # an id is a name only while its object lives
+
+    def ref(value: Any) -> Any:
+        if value is None or type(value) in (bool, int, float, str):  # an Enum is a str, but not only
+            return value
+        at = seen.get(id(value))
+        if at is None:
+            at = seen[id(value)] = len(nodes)
+            alive.append(value)
+            nodes.append(None)
+            nodes[at] = node(value)
+        return [at]
+
+    def node(value: Any) -> list[Any]:
+        cls = type(value)
+        if isinstance(value, Enum):
+            return ["enum", cls.__name__, value.value]
+        if cls.__name__ in _MAPS and isinstance(value, dict):
+            return [cls.__name__, *(part for item in value.items() for part in map(ref, item))]
+        if cls.__name__ in _LISTS:
+            items = sorted(value) if isinstance(value, set) else value
+            return [cls.__name__, *map(ref, items)]
+        if isinstance(value, array):
+            return ["array", value.typecode, len(value)]
+        if isinstance(value, np.ndarray):
+            return ["ndarray", value.dtype.str, list(value.shape), value.tobytes()]
+        if isinstance(value, random.Random):
+            version, numbers, gauss = value.getstate()
+            return ["rng", version, list(numbers), gauss]
+        if _CLASSES.get(cls.__name__) is cls:
+            return ["object", cls.__name__, *(p for n, v in _fields(value) for p in (n, ref(v)))]
+        raise LedgerError(f"{cls.__name__} is no part of a policy's state", field="decisions")
+
+    ref(root)
+    return nodes
+
+
+def thaw(nodes: list[Any]) -> Any:
+    """The object that :func:`freeze` was given.
+
+    Raises:
+        LedgerError: Not made by :func:`freeze`.
+    """
+    made: dict[int, Any] = {}
+
+    def get(value: Any) -> Any:
+        if not isinstance(value, list):
+            return value
+        at = value[0]
+        if at not in made:
+            build(at)
+        return made[at]
+
+    def build(at: int) -> None:
+        kind, *parts = nodes[at]
+        if kind == "enum":
+            made[at] = _CLASSES[parts[0]](parts[1])
+        elif kind in _MAPS:
+            made[at] = mapping = _MAPS[kind]()
+            for key, value in zip(parts[::2], parts[1::2], strict=True):
+                mapping[get(key)] = get(value)
+        elif kind == "tuple":
+            made[at] = tuple(get(part) for part in parts)
+        elif kind in _LISTS:
+            made[at] = items = _LISTS[kind]()
+            add = items.add if kind == "set" else items.append
+            for part in parts:
+                add(get(part))
+        elif kind == "array":
+            made[at] = array(parts[0], bytes(array(parts[0]).itemsize * parts[1]))
+        elif kind == "ndarray":
+            flat = np.frombuffer(parts[2], dtype=np.dtype(parts[0]))
+            made[at] = flat.reshape(parts[1]).copy()
+        elif kind == "rng":
+            made[at] = rng = random.Random()
+            rng.setstate((parts[0], tuple(parts[1]), parts[2]))
+        else:
+            cls = _CLASSES[parts[0]]
+            made[at] = value = object.__new__(cls)
+            for name, part in zip(parts[1::2], parts[2::2], strict=True):
+                object.__setattr__(value, name, get(part))
+
+    try:
+        build(0)
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise LedgerError(f"a frozen state cannot be read: {error}", field="decisions") from error
+    return made[0]
+
+
+def _fields(value: Any) -> list[tuple[str, Any]]:
+    if dataclasses.is_dataclass(value):
+        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return list(vars(value).items())
