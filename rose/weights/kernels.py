@@ -550,6 +550,15 @@ def scatter(bits: Any, idx: Any, values: Any) -> None:
 
 
 @_compiled
+def holds(bits: Any, idx: Any, values: Any) -> Any:
+    """Whether ``bits[idx]`` are ``values``."""
+    differs = np.int64(0)
+    for k in range(idx.size):
+        differs |= np.int64(bits[idx[k]] ^ values[k])
+    return differs == 0
+
+
+@_compiled
 def squash(idx_a: Any, d_a: Any, idx_b: Any, d_b: Any, mask: Any, idx_out: Any, d_out: Any) -> Any:
     """Merge two deltas by index, adding differences mod 2**bits; returns how many are left."""
     past = np.int64(1) << 62

@@ -109,7 +109,7 @@ def test_a_payload_cannot_make_the_decoder_allocate() -> None:
             + bytes(num_segments * bits_each // 8 if bits_each < 2 else 64)
         )
         tracemalloc.start()
-        with pytest.raises(SectionCorrupt, match="changes in|bytes for"):
+        with pytest.raises(SectionCorrupt, match=r"changes in|bytes for"):
             codec.decode(data, num_segments * SEGMENT)
         _, peak_bytes = tracemalloc.get_traced_memory()
         tracemalloc.stop()
