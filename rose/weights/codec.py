@@ -164,7 +164,7 @@ def encode(old: Bits, new: Bits, *, start: int = 0, max_changes: int | None = No
     )  # fmt: skip
     if num_changed < 0:
         return None
-    data = _join(bits, old.size, num_changed, directory, words, num_bits)
+    data = join(bits, old.size, num_changed, directory, _bytes_of(words, num_bits))
     return Encoded(data=data, num_changed=num_changed, dh=int(dh))
 
 
@@ -180,25 +180,27 @@ def encode_delta(delta: Delta, num_elements: int) -> bytes:
     num_bits = kernels.encode_delta(
         _ro(delta.idx), _ro(delta.d), num_elements, sign, mask, directory, words, positions, gaps, sizes, big
     )
-    return _join(bits, num_elements, delta.idx.size, directory, words, num_bits)
+    return join(bits, num_elements, delta.idx.size, directory, _bytes_of(words, num_bits))
 
 
 def _directory(num_elements: int) -> NDArray[np.uint64]:
     return np.empty(-(-num_elements // SEGMENT), np.uint64)
 
 
-def _join(
+def join(
     bits: int,
     num_elements: int,
     num_changed: int,
     directory: NDArray[np.uint64],
-    words: NDArray[np.uint64],
-    num_bits: int,
+    stored: bytes | memoryview,
 ) -> bytes:
+    """A payload from its parts; ``stored`` holds the bits of all segments."""
+    return b"".join((_HEADER.pack(FORMAT, bits, 0, num_elements, num_changed), directory.data, stored))
+
+
+def _bytes_of(words: NDArray[np.uint64], num_bits: int) -> memoryview:
     assert num_bits >= 0, "_words leaves room for the worst case"
-    header = _HEADER.pack(FORMAT, bits, 0, num_elements, num_changed)
-    stored = words.view(np.uint8)[: -(-num_bits // 8)]
-    return b"".join((header, directory.data, stored.data))
+    return words.view(np.uint8)[: -(-num_bits // 8)].data
 
 
 # --- decode -----------------------------------------------------------------------------------------------
@@ -226,13 +228,9 @@ def decode(data: bytes | memoryview, num_elements: int, dtype: np.dtype[Any] | s
             field="planes",
         )
     directory = np.frombuffer(view, "<u8", num_segments, _HEADER.size)
-    counts, num_big = directory & 0x1FFFF, (directory >> 17) & 0x1FFFF
-    lengths = np.full(num_segments, SEGMENT, np.uint64)
-    if num_segments:
-        lengths[-1] = num_elements - SEGMENT * (num_segments - 1)
-    if int(counts.sum()) != num_changed or np.any(counts > lengths) or np.any(num_big > counts):
+    counted, num_bits = kernels.check_directory(num_elements, _ro(directory))
+    if counted != num_changed:
         raise SectionCorrupt("segment counts do not add up", field="planes.directory")
-    num_bits = int((directory >> 34).sum())
     stored = view[_HEADER.size + 8 * num_segments :]
     if len(stored) != -(-num_bits // 8):
         raise SectionCorrupt(f"{len(stored)} bytes for {num_bits} bits", field="planes.bits")
@@ -240,13 +238,13 @@ def decode(data: bytes | memoryview, num_elements: int, dtype: np.dtype[Any] | s
         raise SectionCorrupt("bits after the last", field="planes.bits")
     if 2 * num_changed > num_bits:  # before anything is allocated for them
         raise SectionCorrupt(f"{num_changed} changes in {num_bits} bits", field="planes.bits")
-    words = np.empty(num_bits // 64 + 2, np.uint64)  # one spare word
-    words[-2:] = 0
-    words.view(np.uint8)[: len(stored)] = np.frombuffer(stored, np.uint8)
+    bits_data = np.empty(len(stored) + 8, np.uint8)  # the loops read eight bytes at a time
+    bits_data[:-8] = np.frombuffer(stored, np.uint8)
+    bits_data[-8:] = 0
     idx = np.empty(num_changed, np.uint32)
     d = np.empty(num_changed, dtype)
-    ends = np.empty(2 * SEGMENT, np.uint32)
-    reason = kernels.decode(num_elements, sign, mask, _ro(directory), _ro(words), idx, d, ends)
+    ends = _decode_scratch()
+    reason = kernels.decode(num_elements, sign, mask, _ro(directory), bits_data, idx, d, ends)
     if reason:
         raise SectionCorrupt(f"holds {_REASONS[reason]}", field="planes.bits")
     return Delta(idx=idx, d=d)
@@ -339,3 +337,9 @@ def _segment_scratch() -> list[NDArray[np.uint32]]:
     if not hasattr(_local, "segment"):
         _local.segment = [np.empty(SEGMENT + BLOCK, np.uint32) for _ in range(4)]
     return _local.segment
+
+
+def _decode_scratch() -> NDArray[np.uint32]:
+    if not hasattr(_local, "ends"):
+        _local.ends = np.empty(2 * SEGMENT, np.uint32)
+    return _local.ends

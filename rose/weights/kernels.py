@@ -88,6 +88,18 @@ def _ones(typing_context: Any, word: Any) -> Any:
     return types.int64(types.uint64), generate
 
 
+@intrinsic
+def _load64(typing_context: Any, data: Any, at: Any) -> Any:
+    """The eight bytes from byte ``at`` of a uint8 array, little-endian."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        address = builder.gep(array.data, [arguments[1]])
+        return builder.load(builder.bitcast(address, ir.IntType(64).as_pointer()), align=1)
+
+    return types.uint64(data, types.int64), generate
+
+
 # --- state hash -------------------------------------------------------------------------------------------
 
 _A, _B = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -152,14 +164,7 @@ def add_differences(old: Any, d: Any, out: Any, sign: Any, mask: Any) -> None:
         out[k] = unkey((key(np.int64(old[k]), sign, mask) + np.int64(d[k])) & mask, sign, mask)
 
 
-# --- bits: uint64 words, least significant bit first -------------------------------------------------------
-
-
-@_inlined
-def _peek(words: Any, at: Any) -> Any:
-    """The 64 bits from bit ``at``; ``words`` has one word more than its bits need."""
-    shift = np.uint64(at & 63)
-    return (words[at >> 6] >> shift) | ((words[(at >> 6) + 1] << np.uint64(1)) << (np.uint64(63) - shift))
+# --- bits, least significant first: written to uint64 words, read from bytes (on little-endian machines) ---
 
 
 @_compiled
@@ -213,8 +218,14 @@ def _put_signs(words: Any, at: Any, d: Any, count: Any, sign: Any) -> Any:
     return at + count
 
 
+@_inlined
+def _peek(data: Any, at: Any) -> Any:
+    """At least 57 bits from bit ``at``; ``data`` has eight bytes more than its bits need."""
+    return _load64(data, at >> 3) >> np.uint64(at & 7)
+
+
 @_compiled
-def _find_highs(words: Any, at: Any, end: Any, count: Any, ends: Any) -> Any:
+def _find_highs(data: Any, at: Any, end: Any, count: Any, ends: Any) -> Any:
     """Inverse of :func:`_put_highs`: where the first ``count`` ones from bit ``at`` are, from 0.
 
     Returns the bit after the last, or -1 when there are not as many before ``end``.
@@ -223,12 +234,12 @@ def _find_highs(words: Any, at: Any, end: Any, count: Any, ends: Any) -> Any:
     while found < count:
         if at + base >= end:
             return -1
-        word = _peek(words, at + base)
+        word = _peek(data, at + base) & np.uint64(0xFFFFFFFFFFFFFF)
         for _ in range(min(_ones(word), count - found)):
             ends[found] = base + _lowest(word)
             word &= word - np.uint64(1)
             found += 1
-        base += 64
+        base += 56
     after = at + (np.int64(ends[count - 1]) + 1 if count else 0)
     return after if after <= end else -1
 
@@ -417,11 +428,26 @@ def encode_delta(
 
 
 @_compiled
-def decode(n: Any, sign: Any, mask: Any, directory: Any, words: Any, idx: Any, d_out: Any, ends: Any) -> Any:
+def check_directory(n: Any, directory: Any) -> tuple[Any, Any]:
+    """(changes, bits) of all segments; changes are -1 when a count is larger than what it counts in."""
+    changes, bits = 0, 0
+    for segment in range(directory.size):
+        entry = np.uint64(directory[segment])
+        count = np.int64(entry & np.uint64(0x1FFFF))
+        num_big = np.int64((entry >> np.uint64(17)) & np.uint64(0x1FFFF))
+        if count > min(SEGMENT, n - segment * SEGMENT) or num_big > count:
+            return -1, 0
+        changes += count
+        bits += np.int64(entry >> np.uint64(34))
+    return changes, bits
+
+
+@_compiled
+def decode(n: Any, sign: Any, mask: Any, directory: Any, data: Any, idx: Any, d_out: Any, ends: Any) -> Any:
     """Fill idx and d; returns 0, or the negative reason of a refusal.
 
-    The caller has checked that the directory's counts add up to ``idx.size`` and to at most the length of each
-    segment, and its bits to what ``words`` holds besides one spare word.  ``ends`` is u32 scratch of 2 SEGMENT.
+    The caller has asked :func:`check_directory`; ``data`` holds as many bits, and eight bytes more.  ``ends`` is u32
+    scratch of 2 SEGMENT.
     """
     first, at = 0, 0
     one = np.uint64(1)
@@ -440,7 +466,7 @@ def decode(n: Any, sign: Any, mask: Any, directory: Any, words: Any, idx: Any, d
         if at + count * (width + 2) + num_big * (big_width + 2) > end:
             return BITS_TOO_FEW
         highs = at + count * width
-        signs = _find_highs(words, highs, end, count, ends)
+        signs = _find_highs(data, highs, end, count, ends)
         if signs < 0 or signs + count + num_big * (big_width + 2) > end:
             return BITS_TOO_FEW
         low = (one << np.uint64(width)) - one
@@ -449,17 +475,18 @@ def decode(n: Any, sign: Any, mask: Any, directory: Any, words: Any, idx: Any, d
         for k in range(count):
             high = np.int64(ends[k]) - previous - 1
             previous = np.int64(ends[k])
-            position += 1 + (high << width) + np.int64(_peek(words, at + k * width) & low)
+            position += 1 + (high << width) + np.int64(_peek(data, at + k * width) & low)
             idx[first + k] = begin + position
         if position >= length:
             return OUT_OF_RUN
-        for k in range(count):
-            negative = np.int64(_peek(words, signs + k) & one)
-            d_out[first + k] = (1 - 2 * negative) & mask
+        for k in range(0, count, 32):
+            negative = _peek(data, signs + k)
+            for lane in range(min(32, count - k)):
+                d_out[first + k + lane] = (1 - 2 * np.int64((negative >> np.uint64(lane)) & one)) & mask
         at = signs + count
         if num_big:
             at = _decode_big(
-                words, at, end, count, num_big, big_width, sign, mask, d_out[first : first + count], ends
+                data, at, end, count, num_big, big_width, sign, mask, d_out[first : first + count], ends
             )
             if at < 0:
                 return at
@@ -471,7 +498,7 @@ def decode(n: Any, sign: Any, mask: Any, directory: Any, words: Any, idx: Any, d
 
 @_compiled
 def _decode_big(
-    words: Any,
+    data: Any,
     at: Any,
     end: Any,
     count: Any,
@@ -486,7 +513,7 @@ def _decode_big(
     one = np.uint64(1)
     low = (one << np.uint64(width)) - one
     lows = at
-    at = _find_highs(words, lows + num_big * width, end, num_big, ends)
+    at = _find_highs(data, lows + num_big * width, end, num_big, ends)
     if at < 0:
         return BITS_TOO_FEW
     change = np.int64(-1)
@@ -494,13 +521,13 @@ def _decode_big(
     for k in range(num_big):
         high = np.int64(ends[k]) - previous - 1
         previous = np.int64(ends[k])
-        change += 1 + (high << width) + np.int64(_peek(words, lows + k * width) & low)
+        change += 1 + (high << width) + np.int64(_peek(data, lows + k * width) & low)
         if change >= count:
             return OUT_OF_RUN
         ends[k] = change
     # Elias gamma in two planes: the number of bits after the leading one, then those bits.
     lengths = ends[SEGMENT:]
-    at = _find_highs(words, at, end, num_big, lengths)
+    at = _find_highs(data, at, end, num_big, lengths)
     if at < 0:
         return BITS_TOO_FEW
     previous = np.int64(-1)
@@ -511,7 +538,7 @@ def _decode_big(
             return STEP_TOO_BIG
         if at + bits > end:
             return BITS_TOO_FEW
-        value = (one << np.uint64(bits)) | (_peek(words, at) & ((one << np.uint64(bits)) - one))
+        value = (one << np.uint64(bits)) | (_peek(data, at) & ((one << np.uint64(bits)) - one))
         at += bits
         size = np.int64(value) + 1
         at_change = ends[k]
