@@ -31,8 +31,10 @@ from rose.weights.codec import Encoded
 SEGMENT = 65_536
 _LANES = 1024  # elements that one program looks at together
 
+_jit: Any = triton.jit  # a launch takes plain integers for constexpr, which type checkers do not know
 
-@triton.jit
+
+@_jit
 def _mix(x):
     """The state hash's finaliser, on uint64."""
     x = (x ^ (x >> 30)) * tl.full((), 0xBF58476D1CE4E5B9, tl.uint64)
@@ -40,43 +42,43 @@ def _mix(x):
     return x ^ (x >> 31)
 
 
-@triton.jit
+@_jit
 def _key(u, SIGN: tl.constexpr, MASK: tl.constexpr):
     return tl.where((u & SIGN) != 0, u ^ MASK, u | SIGN)
 
 
-@triton.jit
+@_jit
 def _unkey(k, SIGN: tl.constexpr, MASK: tl.constexpr):
     return tl.where((k & SIGN) != 0, k ^ SIGN, k ^ MASK)
 
 
-@triton.jit
+@_jit
 def _rice_width(num_places, num_taken):
     """See :func:`rose.weights.codec.rice_width`."""
     taken = num_taken.to(tl.int64)
     room = 77 * (2 * num_places.to(tl.int64) - taken)
     width = tl.zeros((), tl.int32)
-    for bits in tl.static_range(1, 17):
+    for bits in tl.static_range(1, 17):  # pyright: ignore[reportGeneralTypeIssues]
         width += (((taken << bits) * 160) <= room).to(tl.int32)
     return width
 
 
-@triton.jit
+@_jit
 def _log2(value):
     """Floor, of 1..32767."""
     found = tl.zeros_like(value)
-    for bits in tl.static_range(1, 15):
+    for bits in tl.static_range(1, 15):  # pyright: ignore[reportGeneralTypeIssues]
         found += (value >= (1 << bits)).to(tl.int32)
     return found
 
 
-@triton.jit
+@_jit
 def _hash_change(at, old, new, WIDTH: tl.constexpr):
     place = at.to(tl.uint64) << WIDTH
     return (_mix(place | new.to(tl.uint64)) - _mix(place | old.to(tl.uint64))).to(tl.int64)
 
 
-@triton.jit
+@_jit
 def _put(words, at, value, mask):
     """Or ``value`` (at most 32 bits) into the bits from ``at``; the words are int32."""
     shifted = value.to(tl.uint64) << (at & 31).to(tl.uint64)
@@ -86,7 +88,7 @@ def _put(words, at, value, mask):
     tl.atomic_or(words + (at >> 5) + 1, high, mask=mask & (high != 0))
 
 
-@triton.jit
+@_jit
 def _gaps(places, first, k, mask):
     """Gaps between increasing places, which are u16 in a slot that begins at ``first``."""
     here = tl.load(places + first + k, mask=mask, other=0).to(tl.int32) & 0xFFFF
@@ -94,7 +96,7 @@ def _gaps(places, first, k, mask):
     return here, here - tl.where(k > 0, before, -1) - 1
 
 
-@triton.jit
+@_jit
 def _detect(old, new, n, places, counts, SEGMENT: tl.constexpr, LANES: tl.constexpr):
     """Compact where a segment differs into its slot of ``places``."""
     segment = tl.program_id(0).to(tl.int64)
@@ -112,7 +114,7 @@ def _detect(old, new, n, places, counts, SEGMENT: tl.constexpr, LANES: tl.conste
     tl.store(counts + segment, found)
 
 
-@triton.jit
+@_jit
 def _measure(
     old, new, n, start, places, counts, steps, bigs, num_bigs, num_bits, moves,
     WIDTH: tl.constexpr, SIGN: tl.constexpr, MASK: tl.constexpr, SEGMENT: tl.constexpr, LANES: tl.constexpr,
@@ -149,7 +151,7 @@ def _measure(
     tl.store(moves + segment, move)
 
 
-@triton.jit
+@_jit
 def _measure_big(counts, bigs, num_bigs, num_bits, SEGMENT: tl.constexpr, LANES: tl.constexpr):
     """Add the bits of the gaps between big steps."""
     segment = tl.program_id(0).to(tl.int64)
@@ -166,7 +168,7 @@ def _measure_big(counts, bigs, num_bigs, num_bits, SEGMENT: tl.constexpr, LANES:
     tl.store(num_bits + segment, tl.load(num_bits + segment) + bits)
 
 
-@triton.jit
+@_jit
 def _pack_gaps(words, at, places, first, count, width, LANES: tl.constexpr):
     """Low and high plane; returns the bit after them."""
     lane = tl.arange(0, LANES)
@@ -182,7 +184,7 @@ def _pack_gaps(words, at, places, first, count, width, LANES: tl.constexpr):
     return highs
 
 
-@triton.jit
+@_jit
 def _pack(
     words, begins, n, places, counts, steps, bigs, num_bigs, SEGMENT: tl.constexpr, LANES: tl.constexpr
 ):
@@ -216,7 +218,7 @@ def _pack(
         at += tl.sum(taken, 0)
 
 
-@triton.jit
+@_jit
 def _size(steps, bigs, first, k, mask):
     """x = |t| - 1 of the k-th big step."""
     change = tl.load(bigs + first + k, mask=mask, other=0).to(tl.int32) & 0xFFFF
@@ -224,7 +226,7 @@ def _size(steps, bigs, first, k, mask):
     return tl.abs(step) - 1
 
 
-@triton.jit
+@_jit
 def _stage(
     bits, idx, d, start, num, olds, news, moves,
     WIDTH: tl.constexpr, SIGN: tl.constexpr, MASK: tl.constexpr, LANES: tl.constexpr,
@@ -241,7 +243,7 @@ def _stage(
     tl.store(moves + tl.program_id(0), tl.sum(tl.where(mask, moved, 0), 0))
 
 
-@triton.jit
+@_jit
 def _scatter(bits, idx, values, num, LANES: tl.constexpr):
     k = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     mask = k < num

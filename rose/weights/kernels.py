@@ -46,8 +46,10 @@ def _inlined(function: Callable[..., Any]) -> Any:
 
 # --- what LLVM offers and numba does not ------------------------------------------------------------------
 
+_intrinsic: Any = intrinsic  # it takes away the first parameter, which type checkers do not know
 
-@intrinsic
+
+@_intrinsic
 def _unequal(typing_context: Any, old: Any, new: Any, at: Any) -> Any:
     """uint64 with bit j set where ``old[at + j] != new[at + j]``; both hold 64 elements from there.
 
@@ -68,7 +70,7 @@ def _unequal(typing_context: Any, old: Any, new: Any, at: Any) -> Any:
     return types.uint64(old, new, types.int64), generate
 
 
-@intrinsic
+@_intrinsic
 def _lowest(typing_context: Any, word: Any) -> Any:
     """Position of the lowest set bit of a uint64; 64 when there is none."""
 
@@ -78,7 +80,7 @@ def _lowest(typing_context: Any, word: Any) -> Any:
     return types.int64(types.uint64), generate
 
 
-@intrinsic
+@_intrinsic
 def _ones(typing_context: Any, word: Any) -> Any:
     """Set bits of a uint64."""
 
@@ -88,7 +90,7 @@ def _ones(typing_context: Any, word: Any) -> Any:
     return types.int64(types.uint64), generate
 
 
-@intrinsic
+@_intrinsic
 def _load64(typing_context: Any, data: Any, at: Any) -> Any:
     """The eight bytes from byte ``at`` of a uint8 array, little-endian."""
 

@@ -1,6 +1,6 @@
 """Compile every kernel once, so that later processes find them on disk: ``python -m rose.weights.warmup``.
 
-Set-up calls it (about 7 s of one core, once); without it the first publish and the first update compile what they
+Set-up calls it (about 20 s of one core, once); without it the first publish and the first update compile what they
 need, which takes seconds in each process that starts at that time.
 """
 
