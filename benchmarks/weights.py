@@ -405,16 +405,16 @@ def main() -> int:
             found = measure_pause(args.lr, args.sizes, args.repeats)
         summary |= found[0]
         details[part] = found[1]
+        if args.json:  # after every part: an interrupted run keeps what it measured
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(
+                json.dumps({"schema": 1, "summary": summary, "details": details}, indent=1) + "\n"
+            )
     print()
     for key, (sense, bar) in BARS.items():
         if key in summary:
             kept = summary[key] <= bar if sense == "<=" else summary[key] >= bar
             print(f"{key:18s}{summary[key]:8.3f}   bar {sense} {bar}: {'kept' if kept else 'MISSED'}")
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(
-            json.dumps({"schema": 1, "summary": summary, "details": details}, indent=1) + "\n"
-        )
     return 0
 
 
