@@ -1,33 +1,46 @@
-"""The ``planes`` codec: a lossless delta between two states of a run of 16- or 8-bit weights.
+"""The ``planes`` codec: a lossless delta between two states of a run of 8-, 16- or 32-bit weights.
 
-It takes 1.1-1.4 bytes per changed element.  A *run* is a contiguous piece of a tensor's flat row-major order,
-cut into segments of 65,536 elements.  Values are compared and subtracted as integers on a total-order key,
-never as floats (``+0 == -0`` and ``NaN != NaN`` would lose changes)::
+It takes about 1.02 times the entropy of changes that fall independently: 1.0-1.3 bytes per changed bf16 element.
+A *run* is a contiguous piece of a tensor's flat row-major order, cut into segments of 65,536 elements.  Values are
+compared and subtracted as integers on a total-order key, never as floats (``+0 == -0`` and ``NaN != NaN`` would
+lose changes)::
 
     key(u) = u ^ 0xFFFF  if u & 0x8000 else u | 0x8000         bijection on u16, monotone in the float
     d      = (key(new) - key(old)) mod 2**16                   never 0 where the bits differ
-    t      = d as int16;   z = 2t if t >= 0 else -2t - 1       zigzag: -1 -> 1, +1 -> 2
+    t      = d as int16                                        the step in units of the last place
 
-(8-bit elements: the same with 8 bits.)  A payload is a 32-byte header and five streams in segment order, each
-one zstd-1 frame, or stored where that is not smaller:
+(Other widths: the same with their number of bits.)  Steps are differences, so that deltas add up without their base.
 
-====================  ================  ==================================================================
-``count``             u32 per segment   changed elements, 0..65536
-``gap_lo, gap_hi``    u8 per change     bytes of g = i - prev - 1; prev starts one before the segment
-``ulp``               u8 per change     z, or 255 for an escape (16-bit elements); 0 is illegal
-``escape``            u16 per escape    d itself.  A difference, so that deltas add up without their base
-====================  ================  ==================================================================
+A payload, little-endian::
 
-``header``: u8 format = 1, u8 element bits, u8 zstd flags (bit s: stream s is a frame), u8 zero, u32 elements,
-u32 changes, 5 x u32 stored bytes per stream; little-endian.
+    header      u8 format = 2, u8 element bits, u16 zero, u32 elements, u32 changes
+    directory   u64 per segment: changes k | big steps e << 17 | bits << 34
+    bits        of all segments one after another, least significant bit of a byte first, zeros up to a byte
+
+The bits of a segment are seven planes, each written to the end before the next begins:
+
+==============  ==========================================================================================
+``gap low``     the low l bits of g = i - previous - 1 for each change; previous starts one before the segment
+``gap high``    g >> l zeros and a one, for each change
+``sign``        one bit per change: t < 0
+``big low``     the same two planes once more, for *which* of the k changes have \\|t\\| > 1 (about one in ten):
+``big high``    gaps between places among 0..k-1, with their own number of low bits
+``size high``   for each of those, x = \\|t\\| - 1 in Elias' gamma code: floor(log2(x)) zeros and a one,
+``size low``    then the bits of x below its leading one
+==============  ==========================================================================================
+
+Golomb and Rice's code is the best prefix code for gaps between independent events, and within 0.04 bit of their
+entropy.  Its parameter is not stored but follows from the counts (:func:`rice_width`; the thresholds are those of
+A. Kiely, "Selecting the Golomb Parameter in Rice Coding", IPN Progress Report 42-159, 2004).  So one delta has
+exactly one encoding, on any machine.  Every plane can be read and written in parallel: places of ones by counting
+and scanning, the rest at known offsets.  There is nothing to train and no state between segments.
 
 What it decides: the encoding, nothing else.  When a run is too dense to be worth it, :func:`encode` returns
 None at ``max_changes`` and the caller sends the run raw.
 
 What it guarantees: :func:`decode` of any bytes either returns strictly increasing indices inside the run and
-nonzero differences, or raises SectionCorrupt; it never allocates more than the caller's ``num_elements``
-implies (which the caller knows from the model, not from the payload).  One delta has one encoding, up to zstd's
-choices.
+nonzero differences, or raises SectionCorrupt; it allocates what the caller's ``num_elements`` and the payload's
+own length imply (a change takes at least two bits), whatever the payload says.
 
 The loops are in :mod:`rose.weights.kernels` and release the GIL.  Callers: publisher, subscriber.
 """
@@ -37,33 +50,29 @@ from __future__ import annotations
 import struct
 import threading
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import zstandard
 from numpy.typing import NDArray
 
 from rose.errors import SectionCorrupt, WeightsError
 from rose.weights import kernels
-from rose.weights.kernels import SEGMENT
+from rose.weights.kernels import BLOCK, SEGMENT
 from rose.weights.statehash import Bits
 from rose.weights.statehash import readonly as _ro
 
-FORMAT = 1
+FORMAT = 2
 MAX_ELEMENTS = 1 << 30
-"""Of one run: keeps every length in the header inside u32.  Publishers cut far smaller."""
+"""Of one run: keeps every count in the header inside u32.  Publishers cut far smaller."""
 
-ZSTD_LEVEL = 1  # measured: higher levels gain under 1 % and cost 3-10x
-_HEADER = struct.Struct("<BBBBII5I")
-_STREAMS = ("count", "gap_lo", "gap_hi", "ulp", "escape")
+_HEADER = struct.Struct("<BBHII")
 _REASONS = {
-    kernels.ULP_ZERO: "a change by zero",
+    kernels.BITS_TOO_FEW: "fewer bits than its planes need",
+    kernels.BITS_LEFT: "bits that belong to no plane",
     kernels.OUT_OF_RUN: "an index past the end of its segment",
-    kernels.ESCAPE_COUNT: "more escapes than the escape stream holds",
-    kernels.ESCAPE_SMALL: "an escape for a step that needs none",
+    kernels.STEP_TOO_BIG: "a step that no element can take",
 }
-_MAX_KEPT = 1 << 22  # changes of the scratch that a thread keeps: 20 MB; holds a 16 M element run at 20 %
+_MAX_KEPT_WORDS = 1 << 22  # of the scratch that a thread keeps: 32 MB, a 16 M element run at 20 %
 _local = threading.local()
 
 
@@ -84,7 +93,7 @@ class Encoded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Delta:
-    """Differences of one run: ``d`` (uint8 or uint16, ``[K]``) at ``idx`` (uint32, ``[K]``, increasing)."""
+    """Differences of one run: ``d`` (unsigned, ``[K]``) at ``idx`` (uint32, ``[K]``, increasing)."""
 
     idx: NDArray[np.uint32] = field(repr=False)
     d: Bits = field(repr=False)
@@ -114,11 +123,24 @@ def add_difference(old: Bits, d: Bits) -> Bits:
 # --- encode -----------------------------------------------------------------------------------------------
 
 
+def rice_width(num_places: int, num_taken: int) -> int:
+    """Low bits per gap between ``num_taken`` (at least 1) of ``num_places``: the largest w, or 0, with
+    ``num_taken * 2**w * 160 <= 77 * (2 * num_places - num_taken)``.
+
+    That is the best power of two where the density p gives ``2**(w-1) * -ln(1-p) <= -ln(golden ratio - 1)``, with
+    ``-ln(1-p)`` taken as ``p / (1 - p/2)`` and the constant 0.4812 as 77/160, to stay in integers.
+    """
+    width = 0
+    while (num_taken << (width + 1)) * 160 <= 77 * (2 * num_places - num_taken):
+        width += 1
+    return width
+
+
 def encode(old: Bits, new: Bits, *, start: int = 0, max_changes: int | None = None) -> Encoded | None:
     """Encode what leads from ``old`` to ``new``.
 
     Args:
-        old: uint8 or uint16, flat, C-contiguous.
+        old: uint8, uint16 or uint32, flat, C-contiguous.
         new: The same shape and type.
         start: Flat index of the first element in its tensor; enters dH only.
         max_changes: Give up above this many changes.
@@ -131,117 +153,101 @@ def encode(old: Bits, new: Bits, *, start: int = 0, max_changes: int | None = No
     _expect(old.dtype == new.dtype and old.size == new.size, "old and new must be alike")
     _expect(old.size <= MAX_ELEMENTS, f"a run has at most {MAX_ELEMENTS} elements")
     limit = old.size if max_changes is None else min(max_changes, old.size)
-    num_segments = -(-old.size // SEGMENT)
-    counts = np.empty(num_segments, np.uint32)
-    gap_lo, gap_hi, ulp, escape, words, positions = _scratch(limit)
-    before, after = (np.empty(SEGMENT + 1, old.dtype) for _ in range(2))
-    old, new = _aligned(old), _aligned(new)
-    num_changed, num_escapes, dh = kernels.encode(
-        old, new, _words(old), _words(new), np.uint64(start), np.uint64(mask.bit_length()), sign, mask, limit,
-        counts, gap_lo, gap_hi, ulp, escape, words, positions, before, after,
+    bits = mask.bit_length()
+    directory = _directory(old.size)
+    words = _words(old.size, limit, bits)
+    positions, gaps, sizes, big = _segment_scratch()
+    before, after, d = (np.empty(SEGMENT + BLOCK, old.dtype) for _ in range(3))
+    num_changed, num_bits, dh = kernels.encode(
+        _contiguous(old), _contiguous(new), np.uint64(start), np.uint64(bits), sign, mask, limit,
+        directory, words, positions, before, after, d, gaps, sizes, big,
     )  # fmt: skip
     if num_changed < 0:
         return None
-    streams = (
-        counts, gap_lo[:num_changed], gap_hi[:num_changed], ulp[:num_changed], escape[:num_escapes]
-    )  # fmt: skip
-    data = _pack(mask.bit_length(), old.size, num_changed, streams)
+    data = join(bits, old.size, num_changed, directory, _bytes_of(words, num_bits))
     return Encoded(data=data, num_changed=num_changed, dh=int(dh))
 
 
 def encode_delta(delta: Delta, num_elements: int) -> bytes:
     """The payload of a :class:`Delta`, such as a squashed chain; the same that :func:`encode` writes."""
-    old = np.zeros(num_elements, delta.d.dtype)
-    new = old.copy()
-    new[delta.idx] = add_difference(old[delta.idx], delta.d)
-    encoded = encode(old, new)
-    assert encoded is not None, "without a limit the encoder always succeeds"
-    return encoded.data
+    sign, mask = _masks(delta.d.dtype)
+    _expect(delta.idx.size == delta.d.size, "idx and d must be alike")
+    _expect(not delta.idx.size or int(delta.idx[-1]) < num_elements, "delta reaches past the run")
+    bits = mask.bit_length()
+    directory = _directory(num_elements)
+    words = _words(num_elements, delta.idx.size, bits)
+    positions, gaps, sizes, big = _segment_scratch()
+    num_bits = kernels.encode_delta(
+        _ro(delta.idx), _ro(delta.d), num_elements, sign, mask, directory, words, positions, gaps, sizes, big
+    )
+    return join(bits, num_elements, delta.idx.size, directory, _bytes_of(words, num_bits))
 
 
-def _pack(bits: int, num_elements: int, num_changed: int, streams: tuple[NDArray[Any], ...]) -> bytes:
-    flags = 0
-    parts: list[bytes] = []
-    for number, stream in enumerate(streams):
-        raw = stream.tobytes()
-        frame = _compressor().compress(raw) if raw else raw
-        if len(frame) < len(raw):
-            flags |= 1 << number
-            parts.append(frame)
-        else:
-            parts.append(raw)
-    header = _HEADER.pack(FORMAT, bits, flags, 0, num_elements, num_changed, *map(len, parts))
-    return b"".join((header, *parts))
+def _directory(num_elements: int) -> NDArray[np.uint64]:
+    return np.empty(-(-num_elements // SEGMENT), np.uint64)
+
+
+def join(
+    bits: int,
+    num_elements: int,
+    num_changed: int,
+    directory: NDArray[np.uint64],
+    stored: bytes | memoryview,
+) -> bytes:
+    """A payload from its parts; ``stored`` holds the bits of all segments."""
+    return b"".join((_HEADER.pack(FORMAT, bits, 0, num_elements, num_changed), directory.data, stored))
+
+
+def _bytes_of(words: NDArray[np.uint64], num_bits: int) -> memoryview:
+    assert num_bits >= 0, "_words leaves room for the worst case"
+    return words.view(np.uint8)[: -(-num_bits // 8)].data
 
 
 # --- decode -----------------------------------------------------------------------------------------------
 
 
 def decode(data: bytes | memoryview, num_elements: int, dtype: np.dtype[Any] | str = "<u2") -> Delta:
-    """Decode a payload for a run of ``num_elements`` of ``dtype`` (``<u2`` or ``u1``).
+    """Decode a payload for a run of ``num_elements`` of ``dtype`` (``u1``, ``<u2`` or ``<u4``).
 
     Raises:
-        SectionCorrupt: Anything wrong: other size or width, a truncated or over-long stream, bytes left over,
-            a zero step, an index outside the run.
+        SectionCorrupt: Anything wrong: other size or width, truncated or over-long, counts that do not add up, a
+            step or an index that cannot be.
     """
     dtype = np.dtype(dtype)
     sign, mask = _masks(dtype)
     view = memoryview(data)
-    if len(view) < _HEADER.size:
-        raise SectionCorrupt(f"{len(view)} bytes, a header has {_HEADER.size}", field="planes")
-    version, bits, flags, zero, size, num_changed, *stored = _HEADER.unpack_from(view)
-    if version != FORMAT or zero or flags >> len(_STREAMS):
-        raise SectionCorrupt(f"unknown format {version}.{zero}, flags {flags:#x}", field="planes")
+    num_segments = -(-num_elements // SEGMENT)
+    if len(view) < _HEADER.size + 8 * num_segments:
+        raise SectionCorrupt(f"{len(view)} bytes, header and directory have more", field="planes")
+    version, bits, zero, size, num_changed = _HEADER.unpack_from(view)
+    if version != FORMAT or zero:
+        raise SectionCorrupt(f"unknown format {version}.{zero}", field="planes")
     if bits != mask.bit_length() or size != num_elements:
         raise SectionCorrupt(
             f"is for {size} elements of {bits} bits, not {num_elements} of {mask.bit_length()}",
             field="planes",
         )
-    if num_changed > num_elements:
-        raise SectionCorrupt(f"{num_changed} changes of {num_elements} elements", field="planes")
-    if _HEADER.size + sum(stored) != len(view):
-        raise SectionCorrupt(f"{len(view)} bytes, header says {_HEADER.size + sum(stored)}", field="planes")
-
-    ends = np.cumsum([_HEADER.size, *stored]).tolist()
-    pieces = [view[a:b] for a, b in pairwise(ends)]
-
-    def stream(number: int, nbytes: int) -> NDArray[np.uint8]:
-        return _unpack(pieces[number], nbytes, bool(flags >> number & 1), _STREAMS[number])
-
-    num_segments = -(-num_elements // SEGMENT)
-    counts = stream(0, 4 * num_segments).view("<u4")
-    if int(counts.sum(dtype=np.uint64)) != num_changed or int(counts.max(initial=0)) > SEGMENT:
-        raise SectionCorrupt("segment counts do not add up", field="planes.count")
-    gap_lo, gap_hi, ulp = (stream(number, num_changed) for number in (1, 2, 3))
-    num_escapes = int(np.count_nonzero(ulp == kernels.ESCAPE)) if mask > 0xFF else 0
-    escape = stream(4, 2 * num_escapes).view("<u2")
+    directory = np.frombuffer(view, "<u8", num_segments, _HEADER.size)
+    counted, num_bits = kernels.check_directory(num_elements, _ro(directory))
+    if counted != num_changed:
+        raise SectionCorrupt("segment counts do not add up", field="planes.directory")
+    stored = view[_HEADER.size + 8 * num_segments :]
+    if len(stored) != -(-num_bits // 8):
+        raise SectionCorrupt(f"{len(stored)} bytes for {num_bits} bits", field="planes.bits")
+    if num_bits % 8 and stored[-1] >> num_bits % 8:
+        raise SectionCorrupt("bits after the last", field="planes.bits")
+    if 2 * num_changed > num_bits:  # before anything is allocated for them
+        raise SectionCorrupt(f"{num_changed} changes in {num_bits} bits", field="planes.bits")
+    bits_data = np.empty(len(stored) + 8, np.uint8)  # the loops read eight bytes at a time
+    bits_data[:-8] = np.frombuffer(stored, np.uint8)
+    bits_data[-8:] = 0
     idx = np.empty(num_changed, np.uint32)
     d = np.empty(num_changed, dtype)
-    reason = kernels.decode(num_elements, sign, mask, counts, gap_lo, gap_hi, ulp, escape, idx, d)
+    ends = _decode_scratch()
+    reason = kernels.decode(num_elements, sign, mask, _ro(directory), bits_data, idx, d, ends)
     if reason:
-        raise SectionCorrupt(f"holds {_REASONS[reason]}", field="planes")
+        raise SectionCorrupt(f"holds {_REASONS[reason]}", field="planes.bits")
     return Delta(idx=idx, d=d)
-
-
-def _unpack(piece: memoryview, nbytes: int, is_frame: bool, name: str) -> NDArray[np.uint8]:
-    """One stream of exactly ``nbytes``; a frame that says or holds anything else is refused unread."""
-    field_name = f"planes.{name}"
-    if not is_frame:
-        if len(piece) != nbytes:
-            raise SectionCorrupt(f"{len(piece)} bytes, needs {nbytes}", field=field_name)
-        return np.frombuffer(piece, np.uint8)
-    try:
-        # The declared size is checked first: zstandard allocates what the frame declares.
-        if zstandard.frame_content_size(piece) != nbytes:
-            raise SectionCorrupt("the frame declares another size", field=field_name)
-        raw = _decompressor().decompress(
-            piece, max_output_size=nbytes, read_across_frames=False, allow_extra_data=False
-        )
-    except zstandard.ZstdError as error:
-        raise SectionCorrupt(f"not a zstd frame: {error}", field=field_name) from error
-    if len(raw) != nbytes:
-        raise SectionCorrupt(f"{len(raw)} bytes, needs {nbytes}", field=field_name)
-    return np.frombuffer(raw, np.uint8)
 
 
 # --- apply and squash -------------------------------------------------------------------------------------
@@ -298,11 +304,10 @@ def squash(first: Delta, second: Delta) -> Delta:
 
 def _masks(dtype: np.dtype[Any]) -> tuple[int, int]:
     """(sign bit, all bits) of an element type."""
-    if dtype == np.uint16:
-        return 0x8000, 0xFFFF
-    if dtype == np.uint8:
-        return 0x80, 0xFF
-    raise WeightsError(f"codes 8- and 16-bit elements, not {dtype}", field="planes")
+    if dtype in (np.uint8, np.uint16, np.uint32):
+        bits = 8 * dtype.itemsize
+        return 1 << (bits - 1), (1 << bits) - 1
+    raise WeightsError(f"codes 8-, 16- and 32-bit elements, not {dtype}", field="planes")
 
 
 def _expect(holds: bool, message: str) -> None:
@@ -310,40 +315,31 @@ def _expect(holds: bool, message: str) -> None:
         raise WeightsError(message, field="planes")
 
 
-def _aligned(array: Bits) -> Bits:
-    """Read-only, on an 8-byte border: mapped checkpoints may start anywhere."""
-    return _ro(array if array.ctypes.data % 8 == 0 and array.flags.c_contiguous else array.copy())
+def _contiguous(array: Bits) -> Bits:
+    return _ro(array if array.flags.c_contiguous and array.flags.aligned else array.copy())
 
 
-def _words(array: Bits) -> NDArray[np.uint64]:
-    lanes = 8 // array.itemsize
-    return array[: array.size // lanes * lanes].view(np.uint64)
+def _words(num_elements: int, limit: int, bits: int) -> NDArray[np.uint64]:
+    """Room for any ``limit`` changes, kept per thread; only what is written becomes memory.
+
+    With w low bits, gaps take at most ``w + 1 + 4.2`` bits each (from the rule for w) and ``w`` times their number is
+    at most .51 of the places; that twice, a sign, and ``2 * (bits - 1) + 1`` of gamma code.
+    """
+    size = (num_elements * 33 // 64 + limit * (2 * bits + 11)) // 64 + 4
+    if size > _MAX_KEPT_WORDS:
+        return np.empty(size, np.uint64)
+    if not hasattr(_local, "words") or _local.words.size < size:
+        _local.words = np.empty(size, np.uint64)
+    return _local.words
 
 
-def _scratch(limit: int) -> tuple[NDArray[Any], ...]:
-    """Room for ``limit`` changes, kept per thread: fresh memory costs more than the loops that fill it."""
-    if limit > _MAX_KEPT:
-        return _new_scratch(limit)
-    if not hasattr(_local, "scratch") or _local.scratch[0].size < limit:
-        _local.scratch = _new_scratch(limit)
-    return _local.scratch
+def _segment_scratch() -> list[NDArray[np.uint32]]:
+    if not hasattr(_local, "segment"):
+        _local.segment = [np.empty(SEGMENT + BLOCK, np.uint32) for _ in range(4)]
+    return _local.segment
 
 
-def _new_scratch(limit: int) -> tuple[NDArray[Any], ...]:
-    gap_lo, gap_hi, ulp = (np.empty(limit, np.uint8) for _ in range(3))
-    words, positions = (np.empty(SEGMENT + 1, np.uint32) for _ in range(2))
-    return gap_lo, gap_hi, ulp, np.empty(limit, np.uint16), words, positions
-
-
-def _compressor() -> zstandard.ZstdCompressor:
-    """One per thread: zstandard's contexts must not be shared between threads."""
-    if not hasattr(_local, "compressor"):
-        _local.compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_content_size=True)
-    return _local.compressor
-
-
-def _decompressor() -> zstandard.ZstdDecompressor:
-    if not hasattr(_local, "decompressor"):
-        # A run's largest stream is 4 bytes per element at most, so an honest window fits in 2**27 bytes.
-        _local.decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 27)
-    return _local.decompressor
+def _decode_scratch() -> NDArray[np.uint32]:
+    if not hasattr(_local, "ends"):
+        _local.ends = np.empty(2 * SEGMENT, np.uint32)
+    return _local.ends

@@ -78,7 +78,7 @@ class TensorSpec:
     @property
     def sparse_codec(self) -> bool:
         """Whether the ``planes`` codec understands it; everything else travels raw."""
-        return self.width_bytes <= 2
+        return self.width_bytes <= 4
 
 
 def model_digest(specs: Iterable[TensorSpec]) -> str:

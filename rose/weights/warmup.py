@@ -1,6 +1,6 @@
 """Compile every kernel once, so that later processes find them on disk: ``python -m rose.weights.warmup``.
 
-Set-up calls it (about 7 s of one core, once); without it the first publish and the first update compile what they
+Set-up calls it (about 20 s of one core, once); without it the first publish and the first update compile what they
 need, which takes seconds in each process that starts at that time.
 """
 
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from rose.weights import codec, statehash
+from rose.weights import codec, kernels, statehash
 from rose.weights.source import round_to_bf16
 
 
 def warm_up() -> None:
     """Run each kernel on small arrays of every type it is used with."""
-    for dtype in ("u1", "u2"):
+    for dtype in ("u1", "u2", "u4"):
         old = np.zeros(100, dtype)
         new = old.copy()
         new[::7] += 1
@@ -24,6 +24,9 @@ def warm_up() -> None:
         codec.apply(old, delta)
         codec.difference(old, new)
         codec.encode_delta(codec.squash(delta, delta), old.size)
+        index = np.arange(100, dtype=np.int64)  # an engine's memory
+        kernels.scatter(old, index, new)
+        assert kernels.holds(old, index, new)
     for dtype in ("u1", "u2", "u4"):
         bits = np.zeros(100, dtype)
         statehash.hash_bits(bits)

@@ -153,7 +153,6 @@ def test_a_manifest_is_read_back_as_written() -> None:
         ("sections.0.xxh3", "X" * 32, "no xxh3_128"),
         ("sections.0.encoding", "pickle", "malformed"),
         ("sections.0.encoding", "raw", "raw of another size"),
-        ("sections.2.encoding", "planes", "planes cannot code F32"),
         ("sections.2.nbytes", 15, "raw of another size"),
         ("sections.0.dh", "0" * 16, "do not add up"),
         ("sections.0.dh", "xyz", "sixteen"),
