@@ -28,7 +28,7 @@ def head(version: str, run_id: str = "run", kind: Kind = "delta", nbytes: int = 
     identity = V(version)
     reference = ObjectRef(key=manifest.manifest_key(run_id, identity, kind), nbytes=nbytes, xxh3="0" * 32)
     return Head(
-        schema=1,
+        schema=manifest.SCHEMA,
         run_id=run_id,
         attempt=identity.attempt,
         version=identity.version,
