@@ -106,7 +106,7 @@ class Baseline:
             for begin in range(0, len(work), num_threads):  # a window: results wait for their upload
                 batch = work[begin : begin + num_threads]
                 run = pool.map if num_threads > 1 else map
-                for change in run(lambda item: self._change(*item, whole), batch):
+                for change in run(lambda item: self._change(item[0], item[1], item[2], whole), batch):
                     _upload(change, buckets)
                     yield change
 
