@@ -39,6 +39,7 @@ class RolloutEngine:
     Attributes:
         state: ``down``, ``starting``, ``ready`` or ``failed`` (restarted too often).
         version: Weight version that all ranks run, as ``a.v``; None = unknown.
+        weights_broken: A rank could not undo a failed commit.  The engine stays paused; only a restart helps.
     """
 
     def __init__(self, config: NodeConfig) -> None:
@@ -48,6 +49,7 @@ class RolloutEngine:
         self.error = ""
         self.incarnation = ""
         self.version: str | None = None
+        self.weights_broken = False
         self.token = ""
         self.num_starts = 0
         self.num_kills = 0
@@ -96,6 +98,7 @@ class RolloutEngine:
         self.state, self.error = "starting", ""
         self._starts_s.append(time.monotonic())
         self.num_starts += 1
+        self.weights_broken = False
         self._child = child = Child.start(self._spec())
         self._hurried = False
         logger.info("rollout engine starting, incarnation %s", self.incarnation)
@@ -187,6 +190,11 @@ class RolloutEngine:
                 logger.error("killing the rollout engine: %s", reason)
                 await asyncio.to_thread(self._child.kill)
 
+    async def kill_broken(self) -> None:
+        """End an engine whose weights are of no version: it stays paused for ever, and its start loads good ones."""
+        self.weights_broken = True
+        await self.kill("a failed weight update could not be undone, its weights are of no version")
+
     async def stop(self, grace_s: float | None = None) -> None:
         """End it and everything below it.
 
@@ -219,8 +227,12 @@ class RolloutEngine:
     # -- its routes -----------------------------------------------------------------------------------
 
     async def refresh_status(self) -> dict[str, Any]:
-        """``GET /rose/status``; also learns :attr:`version`."""
+        """``GET /rose/status``; also learns :attr:`version` and :attr:`weights_broken`."""
         status = await self.call("GET", "/rose/status")
+        ranks = status.get("ranks")
+        self.weights_broken = isinstance(ranks, list) and any(
+            isinstance(rank, dict) and rank.get("phase") == "broken" for rank in ranks
+        )
         version = status.get("version")
         self.version = version if isinstance(version, str) and len(version) <= 32 else None
         return status

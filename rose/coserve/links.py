@@ -200,6 +200,9 @@ class WeightLoop:
             base = None if engine.version is None else WeightVersion.parse(engine.version)
             await self._update(target, base)
         except (WeightsError, RequestError) as error:
+            if error.code == "weights_broken":
+                await engine.kill_broken()
+                raise
             if isinstance(error, SectionCorrupt) or engine.version is None:
                 raise
             # The engine is not what the delta is for (restarted, or another lineage): from scratch.

@@ -31,6 +31,8 @@ class FakeEngine:
         self.stubborn = mode in ("stubborn", "deaf")
         self.version = version
         self.staged: str | None = None
+        self.fault = ""
+        self.broken = False
         self.arena = HostPagePool().reserve(TOTAL_PAGES * PAGE_BYTES, guard=True)
         self.held = 0
         self.steps = 0
@@ -94,8 +96,8 @@ class FakeEngine:
         return {
             "role": "rollout",
             "version": self.version,
-            "paused": False,
-            "ranks": [],
+            "paused": self.broken,
+            "ranks": [{"phase": "broken" if self.broken else "idle"}],
             "scheduler": {
                 "usable_pages": self.held,
                 "budget_tokens": self.held * 100,
@@ -131,6 +133,7 @@ def build(engine: FakeEngine) -> web.Application:
         if update["base"] not in (None, engine.version):
             return refusal(409, f"is for {update['base']}, not {engine.version}", "wrong_base")
         target = f"{body['attempt']}.{body['version']}"
+        engine.fault = update.get("fault", "")
         if engine.staged != target:
             engine.staged = target
             return web.json_response({"state": "staging", "version": target}, status=202)
@@ -141,6 +144,11 @@ def build(engine: FakeEngine) -> web.Application:
         target = f"{body['attempt']}.{body['version']}"
         if engine.staged != target:
             return refusal(409, "is not staged", "not_staged")
+        if engine.fault:
+            engine.broken = True
+            if engine.fault == "silent" and request.transport is not None:
+                request.transport.abort()
+            return refusal(500, "rank 0: does not hold its old values after an undo", "weights_broken")
         engine.version, engine.staged = target, None
         return web.json_response({"version": target, "pause_s": 0.001})
 
