@@ -131,7 +131,7 @@ class FlatStore(ABC):
             if not check_move(current, head, expected):
                 return
             if self._create(_head_name(head.run_id, number + 1), manifest.encode(head)):
-                for name in self._head_names(head.run_id)[: -_KEPT_HEADS]:
+                for name in self._head_names(head.run_id)[:-_KEPT_HEADS]:
                     self._remove(name)
                 return
         raise Conflict("other writers keep moving it", field="head")

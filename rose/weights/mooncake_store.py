@@ -98,9 +98,7 @@ class MooncakeStore(FlatStore):
             found = self._value(name)
         except FileNotFoundError:
             raise CapacityError(f"{self.url}: evicted as soon as written", status=507, field=name) from None
-        if len(found) == _MARK_BYTES + len(data) and found[:_MARK_BYTES] == mark:
-            return True
-        return False
+        return len(found) == _MARK_BYTES + len(data) and found[:_MARK_BYTES] == mark
 
     def _overwrite(self, name: str, data: bytes) -> None:
         code = self._client.upsert(self._key(name), secrets.token_bytes(_MARK_BYTES) + data)

@@ -16,10 +16,10 @@ from rose.weights.fsspec_store import FsspecStore
 from rose.weights.http_store import HttpStore
 from rose.weights.manifest import Head, Kind, ObjectRef
 from rose.weights.mooncake_store import MooncakeStore
-from tests.weights.mooncake_kit import mooncake_cluster
 from rose.weights.relay import RelayThread
 from rose.weights.store import FileStore, MemoryStore, Store
 from rose.weights.version import WeightVersion
+from tests.weights.mooncake_kit import mooncake_cluster
 
 MAX_OBJECT_BYTES = 1 << 20
 
@@ -41,7 +41,16 @@ def head(version: str, run_id: str = "run", kind: Kind = "delta", nbytes: int = 
     )
 
 
-@pytest.fixture(params=["memory", "file", "http", "fsspec-memory", "fsspec-local", "mooncake"])
+@pytest.fixture(
+    params=[
+        "memory",
+        "file",
+        "http",
+        "fsspec-memory",
+        "fsspec-local",
+        pytest.param("mooncake", marks=pytest.mark.slow),
+    ]
+)
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     if request.param == "memory":
         yield MemoryStore(max_object_bytes=MAX_OBJECT_BYTES)
