@@ -134,6 +134,8 @@ def build(engine: FakeEngine) -> web.Application:
             return refusal(409, f"is for {update['base']}, not {engine.version}", "wrong_base")
         target = f"{body['attempt']}.{body['version']}"
         engine.fault = update.get("fault", "")
+        if engine.fault == "die in stage":
+            os.kill(os.getpid(), signal.SIGKILL)
         if engine.staged != target:
             engine.staged = target
             return web.json_response({"state": "staging", "version": target}, status=202)
@@ -144,6 +146,8 @@ def build(engine: FakeEngine) -> web.Application:
         target = f"{body['attempt']}.{body['version']}"
         if engine.staged != target:
             return refusal(409, "is not staged", "not_staged")
+        if engine.fault == "die in commit":
+            os.kill(os.getpid(), signal.SIGKILL)
         if engine.fault:
             engine.broken = True
             if engine.fault == "silent" and request.transport is not None:

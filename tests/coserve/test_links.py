@@ -281,6 +281,20 @@ async def test_an_engine_whose_weights_are_of_no_version_is_killed_and_comes_bac
     assert (agent.engine.num_starts, agent.engine.num_kills) == (2, 1)
 
 
+@pytest.mark.parametrize("fault", ["die in stage", "die in commit"])
+async def test_an_engine_killed_in_an_update_comes_back_and_gets_it(
+    device: Device, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setattr("rose.coserve.links._BACK_OFF_S", (0.05,))
+    agent, source = updated(device)
+    source.claimed_base = "0.0"
+    source.fault = fault
+    source.published.put(WeightVersion(1, 1))
+    await until(lambda: agent.engine.num_starts == 2)
+    await until(lambda: agent.engine.version == "1.1")
+    assert agent.engine.num_kills == 0
+
+
 async def test_a_corrupt_object_is_fetched_again(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rose.coserve.links._BACK_OFF_S", (0.0,))
     agent, source = updated(device)
