@@ -14,10 +14,12 @@ A range costs the whole object here: publish with ``bucket_bytes`` of at most 32
 
 from __future__ import annotations
 
+import importlib
 import secrets
 import socket
 import urllib.error
 import urllib.request
+from typing import Any
 from urllib.parse import parse_qs
 
 from rose.errors import CapacityError, ConfigError
@@ -52,7 +54,7 @@ class MooncakeStore(FlatStore):
     ) -> None:
         super().__init__(max_object_bytes=max_object_bytes, poll_s=poll_s)
         try:
-            from mooncake.store import MooncakeDistributedStore
+            mooncake = importlib.import_module("mooncake.store")
         except ImportError as error:  # also: installed, and a library of it missing
             raise ConfigError(
                 f"Mooncake cannot be loaded: {error}",
@@ -68,7 +70,7 @@ class MooncakeStore(FlatStore):
             raise ConfigError(f"'{address}' is not HOST:PORT[?metrics_port=..&..]", field="store")
         self._list_url = f"http://{host}:{numbers[1]}/get_all_keys"
         self._namespace = namespace
-        self._client = MooncakeDistributedStore()
+        self._client: Any = mooncake.MooncakeDistributedStore()
         here = options.get("host", "127.0.0.1")
         code = self._client.setup(
             f"{here}:{_free_port(here)}",
