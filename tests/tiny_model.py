@@ -28,6 +28,7 @@ def write_tiny_model(
     head_size: int = 32,
     intermediate_size: int = 160,
     vocab_size: int = VOCAB_SIZE,
+    num_experts: int = 0,
     dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, torch.Tensor]:
     """Write config, tokenizer and weights into ``folder``; return the weights by checkpoint name."""
@@ -53,6 +54,17 @@ def write_tiny_model(
         "torch_dtype": str(dtype).removeprefix("torch."),
         "vocab_size": vocab_size,
     }
+    if num_experts:
+        config |= {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "num_experts": num_experts,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": intermediate_size,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     generator = torch.Generator().manual_seed(seed)
 
@@ -75,10 +87,15 @@ def write_tiny_model(
             f"{name}.self_attn.q_norm.weight": norm(head_size),
             f"{name}.self_attn.k_norm.weight": norm(head_size),
             f"{name}.post_attention_layernorm.weight": norm(hidden_size),
-            f"{name}.mlp.gate_proj.weight": matrix(intermediate_size, hidden_size),
-            f"{name}.mlp.up_proj.weight": matrix(intermediate_size, hidden_size),
-            f"{name}.mlp.down_proj.weight": matrix(hidden_size, intermediate_size),
         }
+        if num_experts:
+            weights[f"{name}.mlp.gate.weight"] = matrix(num_experts, hidden_size)
+        for mlp in [f"{name}.mlp.experts.{e}" for e in range(num_experts)] or [f"{name}.mlp"]:
+            weights |= {
+                f"{mlp}.gate_proj.weight": matrix(intermediate_size, hidden_size),
+                f"{mlp}.up_proj.weight": matrix(intermediate_size, hidden_size),
+                f"{mlp}.down_proj.weight": matrix(hidden_size, intermediate_size),
+            }
     weights["model.norm.weight"] = norm(hidden_size)
     if not tied:
         weights["lm_head.weight"] = matrix(vocab_size, hidden_size)

@@ -392,6 +392,13 @@ def waiting_requests(scheduler: Any, limit: int) -> list[Any]:
     return found
 
 
+def set_cache_salt(request: Any, salt: str) -> None:
+    """Key the prefixes of a request that has computed nothing; its block hashes are made anew."""
+    request.cache_salt = salt
+    request.block_hashes.clear()
+    request.update_block_hashes()
+
+
 def num_waiting(scheduler: Any) -> int:
     return len(scheduler.waiting) + len(scheduler.kv_holding_waiting)
 

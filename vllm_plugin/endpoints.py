@@ -7,9 +7,10 @@
     ``"staging"`` when it takes longer than ``wait_s``; ask again then.  A refusal answers its status, and
     nothing has changed.
 ``POST /rose/weights/commit {"attempt", "version", "kv"?}``
-    Vote, pause at a step boundary with requests kept, change all ranks or none, resume.  ``kv``:
-    ``reset`` (default) drops the KV cache of the old weights, and running requests recompute it; ``keep``
-    goes on with it.
+    Vote, pause at a step boundary with requests kept, change all ranks or none, resume.  ``kv`` says what
+    becomes of keys and values that the old weights computed (docs/weights.md):
+    ``salt`` (default): new requests find none of them, running ones go on with theirs; ``reset``: all are
+    dropped, and running requests recompute theirs; ``keep``: everybody goes on with them.
 ``POST /rose/weights/discard {}``
     Forget what is staged.
 ``GET /rose/weights/hash``
@@ -55,7 +56,7 @@ logger = logging.getLogger("vllm.rose")
 ENV_TOKEN = "ROSE_NODE_TOKEN"
 ENV_WEIGHTS_DIR = "ROSE_WEIGHTS_DIR"
 ENV_KV = "ROSE_WEIGHTS_KV"
-KV_MODES = ("reset", "keep")
+KV_MODES = ("salt", "reset", "keep")
 MIN_TOKEN_CHARS = 16
 MAX_BODY_BYTES = 256 * 1024
 MAX_ABORTS = 4096
@@ -229,18 +230,18 @@ def _version(body: StageBody | CommitBody) -> WeightVersion:
 
 
 def kv_mode(given: str | None) -> str:
-    """What a commit does with the KV cache: from the request, from the environment, or ``reset``.
+    """What a commit does with the KV cache: from the request, from the environment, or ``salt``.
 
     Raises:
-        RequestError: Neither ``reset`` nor ``keep`` in the request.
+        RequestError: None of ``salt``, ``reset`` and ``keep`` in the request.
         ConfigError: The same in the environment.
     """
-    mode = given if given is not None else os.environ.get(ENV_KV, "reset")
+    mode = given if given is not None else os.environ.get(ENV_KV, "salt")
     if mode in KV_MODES:
         return mode
     if given is not None:
-        raise RequestError(f"must be {' or '.join(KV_MODES)}, got '{given[:40]}'", field="kv")
-    raise ConfigError(f"must be {' or '.join(KV_MODES)}, got '{mode[:40]}'", field=ENV_KV)
+        raise RequestError(f"must be one of {', '.join(KV_MODES)}, got '{given[:40]}'", field="kv")
+    raise ConfigError(f"must be one of {', '.join(KV_MODES)}, got '{mode[:40]}'", field=ENV_KV)
 
 
 def update_path(text: str) -> str:
@@ -295,7 +296,17 @@ class EngineControl:
         versions = {report["version"] for report in reports}
         if len(versions) != 1:
             raise ConfigError(f"ranks hold different versions: {sorted(versions)}", field="version")
-        await self._client.update_weight_version(versions.pop())
+        version = versions.pop()
+        await self._client.update_weight_version(version)
+        await self._prefixes({"version": version, "kv": "reset"})
+
+    async def _prefixes(self, argument: dict[str, str] | None) -> Any:
+        """Key prefixes by version, in the scheduler; None when this engine's scheduler cannot."""
+        try:
+            return await self._client.engine_core.call_utility_async("rose_call", "prefixes", argument)
+        except Exception:  # vLLM's own scheduler, or one that is gone: the caller clears the cache instead
+            logger.debug("ROSE: prefixes cannot be keyed", exc_info=True)
+            return None
 
     async def status(self) -> dict[str, Any]:
         reports = await self._ranks("rose_weights_staged")
@@ -379,9 +390,15 @@ class EngineControl:
             was_paused = await self._client.is_paused()
             began_s = time.monotonic()
             resume = not was_paused
+            if kv == "salt" and await self._prefixes(None) is None:
+                kv = "reset"
             try:
                 await self._pause(clear_cache=kv == "reset")
                 commit_s = await self._swap(target)
+                keyed = await self._prefixes({"version": str(target), "kv": kv})
+                if kv == "salt" and keyed is None:
+                    kv = "reset"
+                    await self._pause(clear_cache=True)
             except _Broken as broken:
                 resume = False
                 raise broken.error from broken

@@ -17,6 +17,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_plugin import compat, role
+from vllm_plugin.prefix import PrefixKeys
 from vllm_plugin.rollout import RolloutSide
 from vllm_plugin.serving import ServingSide
 
@@ -103,13 +104,14 @@ class _Rollout:
         super().__init__(**kwargs)
         world = kwargs["vllm_config"].parallel_config.world_size
         self.rose = RolloutSide(self, kwargs["kv_cache_config"], world)
+        self.rose_prefixes = PrefixKeys(self)
 
     def rose_attach(self, engine: Any) -> None:
         self.rose.attach(engine)
 
     @property
     def rose_calls(self) -> dict[str, Callable[[Any], Any]]:
-        return {"status": self.rose.status}
+        return {"status": self.rose.status, "prefixes": self.rose_prefixes.on_commit}
 
     def get_num_unfinished_requests(self) -> int:
         if self.rose.gated():
@@ -117,6 +119,7 @@ class _Rollout:
         return super().get_num_unfinished_requests()  # type: ignore[misc]
 
     def add_request(self, request: Any) -> None:
+        self.rose_prefixes.on_add(request)
         super().add_request(request)  # type: ignore[misc]
         self.rose.after_add()
 
@@ -133,6 +136,7 @@ class _Rollout:
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
         result = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
+        self.rose_prefixes.on_output(result)
         self.rose.after_update()
         return result
 

@@ -553,6 +553,8 @@ class NodeAgent:
                     status = await self.engine.refresh_status()
                     scheduler = status.get("scheduler")
                     self._engine_status = scheduler if isinstance(scheduler, dict) else {}
+                    if self.engine.weights_broken:  # the answer to the commit was lost, or another one's
+                        await self.engine.kill_broken()
                 except RoseError as error:
                     logger.debug("engine status: %s", error)
             await asyncio.sleep(STATUS_EVERY_S)

@@ -11,6 +11,7 @@ from rose.config import Section
 from rose.policy.lending import ALL_PAGES, DEAD_AFTER_S, LendingParams
 
 Url = Annotated[str, Field(pattern=r"^https?://[^\s/]+[^\s]*$", max_length=512)]
+StoreUrl = Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://[^\s]+$", max_length=512)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
@@ -103,7 +104,8 @@ class SchedulerLink(Section):
 class WeightsLink(Section):
     """Where new weights come from; left out, the engine keeps those it started with."""
 
-    relay_url: Url
+    relay_url: StoreUrl
+    """A relay, or any store that ``rose.weights.stores`` opens."""
     run_id: str = Field(min_length=1, max_length=128)
     directory: Path | None = None
     """Host copy and update files; None = ``weights`` in the node directory."""

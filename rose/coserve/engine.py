@@ -41,6 +41,7 @@ class RolloutEngine:
     Attributes:
         state: ``down``, ``starting``, ``ready`` or ``failed`` (restarted too often).
         version: Weight version that all ranks run, as ``a.v``; None = unknown.
+        weights_broken: A rank could not undo a failed commit.  The engine stays paused; only a restart helps.
     """
 
     def __init__(self, config: NodeConfig) -> None:
@@ -52,6 +53,7 @@ class RolloutEngine:
         self.version: str | None = None
         self.vocab_size: int | None = None
         """Token ids that the model knows; None until the engine has said it."""
+        self.weights_broken = False
         self.token = ""
         self.num_starts = 0
         self.num_kills = 0
@@ -110,6 +112,7 @@ class RolloutEngine:
         self.state, self.error = "starting", ""
         self._starts_s.append(time.monotonic())
         self.num_starts += 1
+        self.weights_broken = False
         self._child = child = Child.start(self._spec())
         self._hurried = False
         if self.config.serving is not None:
@@ -246,6 +249,11 @@ class RolloutEngine:
                 logger.error("killing the rollout engine: %s", reason)
                 await asyncio.to_thread(self._child.kill)
 
+    async def kill_broken(self) -> None:
+        """End an engine whose weights are of no version: it stays paused for ever, and its start loads good ones."""
+        self.weights_broken = True
+        await self.kill("a failed weight update could not be undone, its weights are of no version")
+
     async def stop(self, grace_s: float | None = None) -> None:
         """End it and everything below it.
 
@@ -281,8 +289,12 @@ class RolloutEngine:
     # -- its routes -----------------------------------------------------------------------------------
 
     async def refresh_status(self) -> dict[str, Any]:
-        """``GET /rose/status``; also learns :attr:`version` and :attr:`vocab_size`."""
+        """``GET /rose/status``; also learns version, vocabulary and whether the weights are broken."""
         status = await self.call("GET", "/rose/status")
+        ranks = status.get("ranks")
+        self.weights_broken = isinstance(ranks, list) and any(
+            isinstance(rank, dict) and rank.get("phase") == "broken" for rank in ranks
+        )
         version = status.get("version")
         self.version = version if isinstance(version, str) and len(version) <= 32 else None
         vocab_size = status.get("vocab_size")

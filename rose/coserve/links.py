@@ -202,6 +202,9 @@ class WeightLoop:
             base = None if engine.version is None else WeightVersion.parse(engine.version)
             await self._update(target, base)
         except (WeightsError, RequestError) as error:
+            if error.code == "weights_broken":
+                await engine.kill_broken()
+                raise
             if isinstance(error, SectionCorrupt) or engine.version is None:
                 raise
             # The engine is not what the delta is for (restarted, or another lineage): from scratch.
@@ -248,7 +251,7 @@ def open_weight_source(config: NodeConfig, link: WeightsLink, tokens: Tokens) ->
     Raises:
         ConfigError: ``rose.weights`` cannot be used with these settings.
     """
-    from rose.weights.http_store import HttpStore
+    from rose.weights.stores import open_store
     from rose.weights.subscriber import WeightSubscriber
 
     directory = config.weights_dir
@@ -256,5 +259,5 @@ def open_weight_source(config: NodeConfig, link: WeightsLink, tokens: Tokens) ->
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{directory}: {error.strerror}", field="weights.directory") from error
-    store = HttpStore(link.relay_url, tokens.relay)
+    store = open_store(link.relay_url, tokens.relay)
     return WeightSubscriber(store, link.run_id, directory, owns_store=True)

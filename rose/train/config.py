@@ -11,6 +11,7 @@ from rose.config import Section
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
 URL = r"^https?://[^\s]+$"
+STORE_URL = r"^[a-z][a-z0-9+.-]*://[^\s]+$"
 
 
 class SchedulerSettings(Section):
@@ -30,7 +31,8 @@ class SchedulerSettings(Section):
 class WeightSettings(Section):
     """Where versions are published.  Exactly one of ``relay_url`` and ``directory``."""
 
-    relay_url: str | None = Field(default=None, pattern=URL, max_length=512)
+    relay_url: str | None = Field(default=None, pattern=STORE_URL, max_length=512)
+    """A relay, or any store that ``rose.weights.stores`` opens."""
     directory: Path | None = None
     run_id: str | None = Field(default=None, pattern=NAME)
     """Name of the lineage in the relay; None = the job's name."""

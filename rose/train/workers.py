@@ -24,7 +24,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from rose.auth import Tokens
@@ -300,16 +299,15 @@ def torch_trainer(config: TrainConfig) -> Any:
 
 def make_publisher(config: TrainConfig, tokens: Tokens, module: Any, attempt: int) -> Publisher:
     """A publisher of ``module`` into the configured store."""
-    from rose.weights.http_store import HttpStore
     from rose.weights.params import WeightsParams
     from rose.weights.publisher import WeightPublisher
-    from rose.weights.store import FileStore
+    from rose.weights.stores import open_store
 
     settings = config.weights
     if settings.relay_url is not None:
-        store = HttpStore(settings.relay_url, tokens.relay)
+        store = open_store(settings.relay_url, tokens.relay)
     elif settings.directory is not None:
-        store = FileStore(Path(settings.directory))
+        store = open_store(str(settings.directory))
     else:
         raise ConfigError("needs relay_url or directory", field="weights")
     return WeightPublisher(module, store, config.run_id, attempt, WeightsParams())

@@ -20,10 +20,12 @@ from rose.weights.version import WeightVersion
 
 
 class Buckets:
-    """One version's objects on their way to the store; a context manager, used by one thread."""
+    """One rank's objects of one version on their way to the store; a context manager, used by one thread."""
 
-    def __init__(self, store: Store, run_id: str, identity: WeightVersion, bucket_bytes: int) -> None:
-        self._store, self._run_id, self._identity = store, run_id, identity
+    def __init__(
+        self, store: Store, run_id: str, identity: WeightVersion, rank: int, bucket_bytes: int
+    ) -> None:
+        self._store, self._run_id, self._identity, self._rank = store, run_id, identity, rank
         self._bucket_bytes = bucket_bytes
         self._buffer = bytearray()
         self._objects: list[ObjectRef] = []
@@ -58,7 +60,7 @@ class Buckets:
     def _flush(self) -> None:
         data, self._buffer = self._buffer, bytearray()
         xxh3 = manifest.digest(data)
-        key = manifest.object_key(self._run_id, self._identity, len(self._objects), xxh3)
+        key = manifest.object_key(self._run_id, self._identity, self._rank, len(self._objects), xxh3)
         self._objects.append(ObjectRef(key=key, nbytes=len(data), xxh3=xxh3))
         self._wait()  # one upload at a time: memory stays at two buckets
         self._upload = self._uploader.submit(self._put, key, data)

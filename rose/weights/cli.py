@@ -1,4 +1,4 @@
-"""``rose relay`` and ``rose weights ls | verify | gc``; mounted by :mod:`rose.cli`."""
+"""``rose relay`` and ``rose weights ls | verify | diff | gc``; mounted by :mod:`rose.cli`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rose.errors import ConfigError, NotFound, RoseError
 from rose.units import format_bytes
 from rose.weights import manifest, retention
 from rose.weights.manifest import Kind, Manifest
+from rose.weights.spec import TensorSpec
 from rose.weights.store import FileStore, Store
 from rose.weights.version import WeightVersion
 
@@ -23,7 +24,9 @@ relay_app = typer.Typer(add_completion=False)
 TokenFile = Annotated[
     Path | None, typer.Option(help="Tokens by role (rose tokens PATH); default: $ROSE_TOKEN_FILE.")
 ]
-Relay = Annotated[str | None, typer.Option("--relay", help="URL of a relay.")]
+Relay = Annotated[
+    str | None, typer.Option("--relay", help="URL of a relay, or of any store: s3://..., file://..., ...")
+]
 Folder = Annotated[
     Path | None, typer.Option("--directory", help="Folder of a relay or file store, read in place.")
 ]
@@ -120,6 +123,83 @@ def verify(
 
 
 @app.command()
+def diff(
+    run_id: RunId,
+    first: Annotated[str, typer.Argument(help="A version, for example 1.3.")],
+    second: Annotated[str | None, typer.Argument(help="A later one; default: the head.")] = None,
+    relay: Relay = None,
+    directory: Folder = None,
+    token_file: TokenFile = None,
+    limit: Annotated[int, typer.Option(min=1, help="Tensors shown, most changed first.")] = 30,
+) -> None:
+    """What changed between two versions, tensor by tensor: from their manifests, without fetching weights.
+
+    A weight that changed in several of the versions between is counted once for each, so counts over more than
+    one version are upper bounds.
+    """
+    store = _open(relay, directory, token_file)
+    begin = WeightVersion.parse(first, field="first")
+    head = store.get_head(run_id)
+    if head is None:
+        raise NotFound("no version is published", field=run_id)
+    end = head.identity if second is None else WeightVersion.parse(second, field="second")
+    steps = _deltas_between(store, run_id, begin, end)
+    before, after = _state_of(store, run_id, begin), _state_of(store, run_id, end)
+    if steps is None:
+        typer.echo(f"{begin} and {end} are not joined by deltas: only states are compared")
+    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    counts = dict.fromkeys(changed, 0)
+    sizes = dict.fromkeys(changed, 0)
+    for section in (section for step in steps or () for section in step.sections):
+        counts[section.tensor] = counts.get(section.tensor, 0) + section.num_changed
+        sizes[section.tensor] = sizes.get(section.tensor, 0) + section.nbytes
+    same = len(before.keys() & after.keys()) - sum(name in before and name in after for name in changed)
+    typer.echo(f"{begin} -> {end}: {len(changed)} tensors differ, {same} are equal")
+    if not changed:
+        return
+    totals = {name: spec.num_elements for name, spec in _specs_of(store, run_id, end).items()}
+    typer.echo(f"{'changed':>12} {'share':>9} {'sent':>10}  tensor")
+    ordered = sorted(changed, key=lambda name: (-counts[name], name))
+    for name in ordered[:limit]:
+        note = "" if name in before and name in after else "  (only in one of them)"
+        share = f"{counts[name] / totals[name]:.3%}" if steps and totals.get(name) else "?"
+        number = str(counts[name]) if steps else "?"
+        typer.echo(f"{number:>12} {share:>9} {format_bytes(sizes[name]):>10}  {name}{note}")
+    if len(ordered) > limit:
+        typer.echo(f"... and {len(ordered) - limit} more (--limit)")
+
+
+def _deltas_between(
+    store: Store, run_id: str, begin: WeightVersion, end: WeightVersion
+) -> list[Manifest] | None:
+    """The deltas that lead from ``begin`` to ``end``, newest first; None when they do not."""
+    found: list[Manifest] = []
+    at = end
+    while at > begin:
+        deltas = [record for record in _manifests(store, run_id, at) if record.base is not None]
+        if not deltas or deltas[0].base is None:
+            return None
+        found.append(deltas[0])
+        at = deltas[0].base.identity
+    return found if at == begin else None
+
+
+def _some_manifest(store: Store, run_id: str, identity: WeightVersion) -> Manifest:
+    records = _manifests(store, run_id, identity)
+    if not records:
+        raise NotFound(f"version {identity} is not (or no longer) there", field=run_id)
+    return records[0]
+
+
+def _state_of(store: Store, run_id: str, identity: WeightVersion) -> dict[str, str]:
+    return _some_manifest(store, run_id, identity).state()
+
+
+def _specs_of(store: Store, run_id: str, identity: WeightVersion) -> dict[str, TensorSpec]:
+    return _some_manifest(store, run_id, identity).specs()
+
+
+@app.command()
 def gc(run_id: RunId, relay: Relay = None, directory: Folder = None, token_file: TokenFile = None) -> None:
     """Delete versions that no reader can need; leased ones stay."""
     deleted = retention.collect(_open(relay, directory, token_file), run_id)
@@ -133,10 +213,11 @@ def _open(url: str | None, directory: Path | None, token_file: Path | None) -> S
         if not (directory / "objects").is_dir():
             raise ConfigError(f"{directory} is not the folder of a store", field="directory")
         return FileStore(directory)
-    from rose.weights.http_store import HttpStore
+    from rose.weights.stores import open_store
 
     assert url is not None
-    return HttpStore(url, Tokens.load(token_file).relay)
+    needs_token = url.startswith(("http://", "https://"))
+    return open_store(url, Tokens.load(token_file).relay if needs_token else "")
 
 
 def _manifests(store: Store, run_id: str, identity: WeightVersion) -> list[Manifest]:

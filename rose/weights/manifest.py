@@ -8,8 +8,9 @@ A version ``A.V`` of run ``R`` is a set of immutable objects under ``R/A.V/`` an
 Objects are written first, then the manifest, then the run's head names the version: a reader that follows heads
 never meets a missing piece.  A version that is both delta and anchor has the same state either way.
 
-A *section* is a contiguous flat range of one tensor inside one object, encoded ``planes`` or ``raw``.  Its ``dh``
-is by how much the range moves its tensor's state hash (from nothing, in an anchor).
+A *section* is one box (:mod:`rose.weights.boxes`) of one tensor inside one object, encoded ``planes`` or ``raw``:
+what one trainer rank holds of it, or a part of that.  Its ``dh`` is by how much the box moves its tensor's state
+hash (from nothing, in an anchor).
 
 :func:`decode_manifest` refuses anything that contradicts itself: keys outside the version's folder, sections
 outside their object or tensor, overlaps, a base of another attempt, hashes that do not add up, an anchor with holes.
@@ -28,13 +29,14 @@ import msgspec
 import xxhash
 
 from rose.errors import RequestError, SectionCorrupt, WeightsError
-from rose.weights import statehash
+from rose.weights import boxes, statehash
+from rose.weights.boxes import Box
 from rose.weights.spec import MAX_TENSORS, TensorSpec, model_digest
 from rose.weights.version import WeightVersion
 
 __all__ = ["Head", "Kind", "Manifest", "ObjectRef", "Section", "TensorState", "WeightVersion"]
 
-SCHEMA = 1
+SCHEMA = 2
 MAX_MANIFEST_BYTES = 64 << 20
 MAX_OBJECT_BYTES = 1 << 30
 MAX_OBJECTS = 100_000
@@ -54,7 +56,7 @@ class ObjectRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """xxh3_128 over the object's bytes, in hex."""
 
 
-class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     object: int
     """Index into the manifest's ``objects``."""
     offset: int
@@ -63,10 +65,17 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     encoding: Encoding
     tensor: str
     start: int
-    """Flat index of the range's first element in its tensor."""
+    """Flat index of the box's first element in its tensor."""
     num_elements: int
     num_changed: int
     dh: str
+    run: int = 0
+    stride: int = 0
+    """Of a box with gaps: ``run`` elements every ``stride``.  Both 0: one contiguous range."""
+
+    @property
+    def box(self) -> Box:
+        return Box(self.start, self.num_elements, self.run or self.num_elements, self.stride)
 
 
 class TensorState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -179,9 +188,9 @@ def manifest_key(run_id: str, identity: WeightVersion, kind: Kind) -> str:
     return f"{version_prefix(run_id, identity)}{kind}.json"
 
 
-def object_key(run_id: str, identity: WeightVersion, bucket: int, xxh3: str) -> str:
+def object_key(run_id: str, identity: WeightVersion, rank: int, bucket: int, xxh3: str) -> str:
     """Content-addressed: a retry of the same bytes meets itself, other bytes get another name."""
-    return f"{version_prefix(run_id, identity)}{bucket:05d}-{xxh3}"
+    return f"{version_prefix(run_id, identity)}{rank:04d}.{bucket:05d}-{xxh3}"
 
 
 def digest(data: bytes | bytearray | memoryview) -> str:
@@ -297,6 +306,7 @@ def _check_object(reference: ObjectRef, limit: int) -> None:
 
 def _check_section(section: Section, manifest: Manifest, specs: dict[str, TensorSpec]) -> None:
     where = f"section of '{section.tensor[:80]}' at {section.start}"
+    _expect((section.run == 0) == (section.stride == 0), f"{where}: run and stride belong together")
     _expect(0 <= section.object < len(manifest.objects), f"{where}: no object {section.object}")
     _expect(
         section.offset >= 0
@@ -307,12 +317,6 @@ def _check_section(section: Section, manifest: Manifest, specs: dict[str, Tensor
     spec = specs.get(section.tensor)
     _expect(spec is not None, f"{where}: no such tensor")
     assert spec is not None
-    _expect(
-        section.start >= 0
-        and section.num_elements >= 1
-        and section.start + section.num_elements <= spec.num_elements,
-        f"{where}: reaches outside its tensor",
-    )
     _expect(0 <= section.num_changed <= section.num_elements, f"{where}: {section.num_changed} changes")
     _expect(_XXH3.fullmatch(section.xxh3) is not None, f"{where}: no xxh3_128")
     if section.encoding == "planes":
@@ -323,20 +327,14 @@ def _check_section(section: Section, manifest: Manifest, specs: dict[str, Tensor
 
 
 def _check_tensor(tensor: TensorState, sections: list[Section], spec: TensorSpec, kind: Kind) -> None:
-    end = 0
+    wrong = boxes.problem([section.box for section in sections], spec.num_elements, complete=kind == "anchor")
+    _expect(wrong is None, f"'{tensor.name}': {wrong}")
     total = 0
     for section in sections:
-        gap_allowed = kind == "delta"
-        _expect(
-            section.start >= end if gap_allowed else section.start == end,
-            f"'{tensor.name}': sections overlap, are unsorted, or leave a hole",
-        )
-        end = section.start + section.num_elements
         total = statehash.add(total, statehash.from_hex(section.dh))
     before = 0
     if kind == "anchor":
         _expect(tensor.h_before is None, f"'{tensor.name}': an anchor has no h_before")
-        _expect(end == spec.num_elements, f"'{tensor.name}': the anchor is incomplete")
     else:
         _expect(tensor.h_before is not None, f"'{tensor.name}': h_before is missing")
         assert tensor.h_before is not None

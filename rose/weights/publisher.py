@@ -1,12 +1,12 @@
 """The trainer's side: turn the weights of this moment into a version that engines can fetch.
 
-Main path, :meth:`WeightPublisher.publish`: diff every fragment of every tensor against the baseline, upload what
-changed in buckets, write the manifest, move the run's head, advance the baseline.
+Main path, :meth:`WeightPublisher.publish`, in four rounds of all ranks (:func:`rose.weights.ranks.agree`): *open*
+(what is published, who publishes which piece), *diff* (each rank encodes and uploads what changed in its own shard;
+nothing is gathered), *describe* (rank 0 merges the descriptions and writes the manifest), *point* (rank 0 moves the
+run's head; then every rank advances its baseline).  A trainer of one process runs the same rounds alone.
 
-* The **baseline** is a copy of what was last *published*.  It advances only once manifest and head are durable;
-  after any failure the next publish is again a correct step from what readers hold.  (A fragment that goes raw is
-  written into the baseline at once, to save a second copy; it counts as *dirty* until the head has moved, and a
-  dirty fragment goes raw again.)
+* The **baseline** (:mod:`rose.weights.baseline`) is a copy of what was last *published*.  It advances only once
+  manifest and head are durable; after any failure the next publish is again a correct step from what readers hold.
 * A version is final.  Publishing it again with the same weights succeeds and sends nothing; with others it is
   refused.  An attempt that another process has used, or an older one, is refused: a restarted trainer takes the
   next attempt.  Of two trainers with one run id, one is refused at its next publish.
@@ -22,36 +22,40 @@ Callers: the train loop, and any trainer: ``WeightPublisher(model, store, run_id
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 
 from rose.errors import Conflict, NotFound, RoseError, VersionRefused, WeightsError
-from rose.weights import codec, manifest, retention, statehash
+from rose.weights import layout, manifest, retention, statehash
+from rose.weights.baseline import Baseline, Change, state_after
 from rose.weights.buckets import Buckets
-from rose.weights.manifest import Base, Encoding, Head, Kind, Manifest, ObjectRef, Section, TensorState
+from rose.weights.layout import Claim
+from rose.weights.manifest import Base, Head, Kind, Manifest, ObjectRef, Section, TensorState
 from rose.weights.params import WeightsParams
-from rose.weights.source import Tensor, collect
+from rose.weights.ranks import Ranks, SoloRank, agree
+from rose.weights.source import Piece, collect
 from rose.weights.spec import TensorSpec, model_digest
-from rose.weights.statehash import Bits
 from rose.weights.store import Store
 from rose.weights.version import WeightVersion
 
 __all__ = ["PublishReport", "WeightPublisher", "WeightsParams"]
 
 _log = logging.getLogger(__name__)
+P = TypeVar("P")
+V = TypeVar("V")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishReport:
-    """What one publish did.
+    """What one publish did, all ranks together; the same on every rank.
 
     Args:
         kind: ``delta`` or ``anchor``.
@@ -74,44 +78,59 @@ class PublishReport:
     state: Mapping[str, str] = field(repr=False)
 
 
-@dataclass(slots=True)
-class _Fragment:
-    """A contiguous range of one tensor: the unit of encoding."""
-
-    start: int
-    stop: int
-    h: int = 0
-    """State hash of the range as last published."""
-    dirty: bool = True
-    """The baseline's bits are not the published ones."""
+# -- what the ranks say to each other ------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Held:
-    """One tensor of the baseline."""
-
-    spec: TensorSpec
-    bits: Bits
-    fragments: list[_Fragment]
-
-    @property
-    def h(self) -> int:
-        return sum(fragment.h for fragment in self.fragments) & statehash.MASK
+class _Opening(msgspec.Struct, frozen=True, kw_only=True):
+    identity: str
+    published: str | None
+    pending: Head | None
+    damaged: bool
+    claims: list[Claim] | None
+    """At the first publish: what this rank holds."""
 
 
-@dataclass(slots=True)
-class _Change:
-    """What a fragment needs to become what the trainer has now."""
+class _Opened(msgspec.Struct, frozen=True, kw_only=True):
+    head: Head | None
+    damaged: bool
+    owned: list[list[int]] | None
 
-    held: _Held
-    fragment: _Fragment
-    h_after: int
+
+class _Counted(msgspec.Struct, frozen=True, kw_only=True):
     num_changed: int
-    encoding: Encoding | None = None
-    """None: unchanged."""
-    payload: bytes = b""
-    """Of ``planes``; raw bits are in the baseline already."""
-    section: Section | None = None
+
+
+class _Counts(msgspec.Struct, frozen=True, kw_only=True):
+    kind: Kind
+    num_changed: int
+
+
+class _Part(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's share of a version."""
+
+    objects: tuple[ObjectRef, ...]
+    sections: tuple[Section, ...]
+    before: dict[str, str]
+    after: dict[str, str]
+
+
+class _Described(msgspec.Struct, frozen=True, kw_only=True):
+    """A version whose manifest is written."""
+
+    head: Head
+    anchor: tuple[int, int]
+    bytes_dense: int
+    bytes_sent: int
+    num_elements: int
+    state: dict[str, str]
+
+
+class _State(msgspec.Struct, frozen=True, kw_only=True):
+    state: dict[str, str]
+
+
+class _Nothing(msgspec.Struct, frozen=True):
+    pass
 
 
 @dataclass(slots=True)
@@ -119,7 +138,8 @@ class _Pending:
     """A version whose head may or may not have moved: the answer was lost."""
 
     head: Head
-    changes: list[_Change]
+    anchor: WeightVersion
+    changes: list[Change]
 
 
 class WeightPublisher:
@@ -129,8 +149,10 @@ class WeightPublisher:
         tensors: A torch module, or a function returning tensors by name (:mod:`rose.weights.source`).
         store: Where to; see :mod:`rose.weights.store`.
         attempt: Raised by one at every restart of the trainer.
+        ranks: The processes that hold the model together; None for this one alone.  All of them make the same
+            calls in the same order, and get the same report or all an error.
 
-    Memory: one copy of the model in the engines' type, two buckets, and the compressed delta.
+    Memory: one copy of this rank's shard in the engines' type, two buckets, and the compressed delta.
     """
 
     def __init__(
@@ -140,14 +162,20 @@ class WeightPublisher:
         run_id: str,
         attempt: int,
         params: WeightsParams | None = None,
+        *,
+        ranks: Ranks | None = None,
     ) -> None:
         self._source = tensors
         self._store = store
         self._run_id = manifest.check_run_id(run_id)
         self._attempt = WeightVersion(attempt, 0).attempt
         self._params = params or WeightsParams()
+        self._ranks: Ranks = ranks or SoloRank()
         self._lock = threading.Lock()
-        self._held: dict[str, _Held] = {}
+        self._baseline = Baseline(self._params)
+        self._claims: list[Claim] = []
+        self._mine: list[int] | None = None  # numbers of the pieces that this rank publishes
+        self._specs: dict[str, TensorSpec] = {}  # of the whole model; rank 0 only
         self._model = ""
         self._published: WeightVersion | None = None
         self._kind: Kind = "anchor"
@@ -172,13 +200,13 @@ class WeightPublisher:
         Raises:
             VersionRefused: Going back, other weights under a published version, another trainer on this run,
                 or another model.
-            WeightsError: A tensor that cannot travel, or a store that lost bytes.
+            WeightsError: A tensor that cannot travel, a store that lost bytes, or a rank that is gone.
             CapacityError: The store cannot be reached or is full.  After any of these the baseline is what
                 readers hold, and publishing again is right.
         """
         identity = WeightVersion(self._attempt, version)
         with self._lock:
-            return self._publish(identity, self._collect(), step, lr)
+            return self._publish(identity, self._collect, step, lr)
 
     def publish_async(
         self, version: int, *, step: int | None = None, lr: float | None = None
@@ -191,11 +219,15 @@ class WeightPublisher:
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="rose-publish")
         self._executor.submit(lambda: None).result()
-        copies = [_copied(tensor) for tensor in self._collect()]
+        mine = self._mine
+        copies = [
+            piece.copied() if mine is None or number in mine else piece
+            for number, piece in enumerate(self._collect())
+        ]
 
         def work() -> PublishReport:
             with self._lock:
-                return self._publish(identity, copies, step, lr)
+                return self._publish(identity, lambda: copies, step, lr)
 
         return self._executor.submit(work)
 
@@ -205,48 +237,119 @@ class WeightPublisher:
             self._executor.shutdown(wait=True)
             self._executor = None
 
-    # -- one publish, step by step
+    # -- one publish, round by round
 
-    def _collect(self) -> list[Tensor]:
+    def _collect(self) -> list[Piece]:
         return collect(self._source, cast=self._params.cast, keep=self._params.keep)
 
+    def _agree(
+        self, work: Callable[[], P], decide: Callable[[list[P]], V], part_type: type[P], verdict_type: type[V]
+    ) -> V:
+        return agree(self._ranks, work, decide, part_type, verdict_type)
+
+    def _buckets(self, identity: WeightVersion) -> Buckets:
+        return Buckets(self._store, self._run_id, identity, self._ranks.rank, self._params.bucket_bytes)
+
     def _publish(
-        self, identity: WeightVersion, tensors: list[Tensor], step: int | None, lr: float | None
+        self,
+        identity: WeightVersion,
+        source: Callable[[], list[Piece]],
+        step: int | None,
+        lr: float | None,
     ) -> PublishReport:
         started_s = time.monotonic()
-        head = self._store.get_head(self._run_id)
+        pieces: list[Piece] = []
+
+        def opening() -> _Opening:
+            pieces.extend(source())
+            return self._opening(identity, pieces)
+
+        opened = self._agree(opening, self._open, _Opening, _Opened)
+        head = opened.head
         self._resolve_pending(head)
         self._admit(identity, head)
-        self._hold(tensors)
+        if opened.owned is not None:
+            self._mine, self._claims = opened.owned[self._ranks.rank], layout.claims_of(pieces)
+            self._baseline.hold([pieces[number] for number in self._mine])
+        assert self._mine is not None
+        mine = [pieces[number] for number in self._mine]
         if head is not None and head.identity == identity:
-            return self._again(identity, head, tensors, started_s)
+            return self._again(head, mine, started_s)
 
-        whole = self._published is None or head is None or self._damaged
-        with Buckets(self._store, self._run_id, identity, self._params.bucket_bytes) as buckets:
-            changes = list(self._changes(tensors, whole, buckets))
-            num_changed = sum(change.num_changed for change in changes)
-            num_elements = sum(held.spec.num_elements for held in self._held.values())
-            density = num_changed / num_elements if num_elements else 0.0
-            kind: Kind = "anchor" if whole or density > self._params.anchor_density else "delta"
-            if kind == "anchor":
-                self._complete(changes, buckets)
-            objects = buckets.close()
-        record = self._manifest(identity, kind, changes, objects, step, lr)
-        reference = self._put_manifest(record)
+        whole = self._published is None or head is None or opened.damaged
+        with self._buckets(identity) as buckets:
+            changes: list[Change] = []
+
+            def diff() -> _Counted:
+                changes.extend(self._baseline.changes(mine, whole, buckets))
+                return _Counted(num_changed=sum(change.num_changed for change in changes))
+
+            counts = self._agree(diff, lambda parts: self._count(parts, whole), _Counted, _Counts)
+
+            def part() -> _Part:
+                if counts.kind == "anchor":
+                    self._baseline.make_whole(changes, buckets)
+                return self._part(changes, buckets.close())
+
+            described = self._agree(
+                part,
+                lambda parts: self._describe(identity, counts.kind, parts, counts.num_changed, step, lr),
+                _Part,
+                _Described,
+            )
         report = PublishReport(
             version=identity,
-            kind=kind,
-            bytes_dense=record.bytes_dense,
-            bytes_sent=record.bytes_sent,
+            kind=counts.kind,
+            bytes_dense=described.bytes_dense,
+            bytes_sent=described.bytes_sent,
             bytes_anchor=0,
-            num_changed=num_changed,
-            num_elements=num_elements,
-            density=density,
+            num_changed=counts.num_changed,
+            num_elements=described.num_elements,
+            density=counts.num_changed / described.num_elements if described.num_elements else 0.0,
             seconds=time.monotonic() - started_s,
-            state=record.state(),
+            state=described.state,
         )
-        self._set_head(identity, kind, reference, head, changes)
+        self._set_head(described, head, changes)
         return self._afterwards(report, started_s)
+
+    # -- open
+
+    def _opening(self, identity: WeightVersion, pieces: list[Piece]) -> _Opening:
+        claims = layout.claims_of(pieces)
+        if self._mine is not None and claims != self._claims:
+            raise VersionRefused("tensors changed their names, types, shapes or division", field="model")
+        return _Opening(
+            identity=str(identity),
+            published=None if self._published is None else str(self._published),
+            pending=None if self._pending is None else self._pending.head,
+            damaged=self._damaged,
+            claims=claims if self._mine is None else None,
+        )
+
+    def _open(self, openings: Sequence[_Opening]) -> _Opened:
+        head = self._store.get_head(self._run_id)
+        stands = {
+            (
+                each.identity,
+                str(head.identity) if head is not None and each.pending == head else each.published,
+            )
+            for each in openings
+        }
+        if len(stands) != 1:
+            raise WeightsError(
+                f"ranks are at different versions: {sorted(map(str, stands))[:3]}",
+                field="ranks",
+                fix="restart the trainer with the next attempt",
+            )
+        owned = None
+        claims = [each.claims for each in openings if each.claims is not None]
+        if claims:
+            if len(claims) != len(openings):
+                raise WeightsError("some ranks have begun, others not", field="ranks")
+            division = layout.assign(claims)
+            owned, self._specs = division.owned, division.specs
+            self._model = model_digest(self._specs.values())
+        return _Opened(head=head, damaged=any(each.damaged for each in openings), owned=owned)
 
     def _resolve_pending(self, head: Head | None) -> None:
         """An earlier publish whose head's fate was unknown: it landed, or it never will."""
@@ -277,113 +380,69 @@ class WeightPublisher:
                     fix=f"a restarted trainer takes attempt {self._attempt + 1}",
                 )
 
-    def _hold(self, tensors: list[Tensor]) -> None:
-        """Make room for the baseline at the first publish; later ones must bring the same model."""
-        model = model_digest(tensor.spec for tensor in tensors)
-        if self._held:
-            if model != self._model:
-                raise VersionRefused("tensors changed their names, types or shapes", field="model")
-            return
-        size = self._params.fragment_elements
-        for tensor in tensors:
-            spec = tensor.spec
-            fragments = [
-                _Fragment(start, min(start + size, spec.num_elements))
-                for start in range(0, spec.num_elements, size)
-            ]
-            self._held[spec.name] = _Held(spec, np.empty(spec.num_elements, spec.bits_dtype), fragments)
-        self._model = model
+    # -- diff and describe
 
-    def _changes(self, tensors: list[Tensor], whole: bool, buckets: Buckets) -> Iterator[_Change]:
-        """Encode and upload every fragment, in order; several at a time when there are threads for it."""
-        work = [
-            (tensor, self._held[tensor.spec.name], fragment)
-            for tensor in tensors
-            for fragment in self._held[tensor.spec.name].fragments
-        ]
-        num_threads = self._params.num_threads
-        with ThreadPoolExecutor(num_threads, thread_name_prefix="rose-encode") as pool:
-            for begin in range(0, len(work), num_threads):  # a window: results wait for their upload
-                batch = work[begin : begin + num_threads]
-                run = pool.map if num_threads > 1 else map
-                for change in run(lambda item: self._change(item[0], item[1], item[2], whole), batch):
-                    self._upload(change, buckets)
-                    yield change
+    def _count(self, parts: Sequence[_Counted], whole: bool) -> _Counts:
+        num_changed = sum(part.num_changed for part in parts)
+        num_elements = sum(spec.num_elements for spec in self._specs.values())
+        dense = num_elements > 0 and num_changed / num_elements > self._params.anchor_density
+        return _Counts(kind="anchor" if whole or dense else "delta", num_changed=num_changed)
 
-    def _change(self, tensor: Tensor, held: _Held, fragment: _Fragment, whole: bool) -> _Change:
-        new = tensor.bits(fragment.start, fragment.stop)
-        old = held.bits[fragment.start : fragment.stop]
-        if whole or fragment.dirty:
-            num_changed = new.size
-        elif held.spec.sparse_codec:
-            limit = int(self._params.raw_density * new.size)
-            encoded = codec.encode(old, new, start=fragment.start, max_changes=limit)
-            if encoded is not None and len(encoded.data) < new.nbytes:
-                h_after = statehash.add(fragment.h, encoded.dh)
-                if not encoded.num_changed:
-                    return _Change(held, fragment, h_after, 0)
-                return _Change(held, fragment, h_after, encoded.num_changed, "planes", encoded.data)
-            num_changed = int(np.count_nonzero(old != new))
-        else:
-            num_changed = int(np.count_nonzero(old != new))
-        if not num_changed:
-            return _Change(held, fragment, fragment.h, 0)
-        fragment.dirty = True
-        old[:] = new
-        return _Change(held, fragment, statehash.hash_bits(old, start=fragment.start), num_changed, "raw")
-
-    def _upload(self, change: _Change, buckets: Buckets) -> None:
-        if change.encoding is None:
-            return
-        held, fragment = change.held, change.fragment
-        raw = held.bits[fragment.start : fragment.stop].view(np.uint8).data
-        payload = raw if change.encoding == "raw" else change.payload
-        place, offset = buckets.add(payload)
-        change.section = Section(
-            object=place,
-            offset=offset,
-            nbytes=len(payload),
-            xxh3=manifest.digest(payload),
-            encoding=change.encoding,
-            tensor=held.spec.name,
-            start=fragment.start,
-            num_elements=fragment.stop - fragment.start,
-            num_changed=change.num_changed,
-            dh=statehash.to_hex(statehash.subtract(change.h_after, fragment.h)),
+    def _part(self, changes: Sequence[Change], objects: tuple[ObjectRef, ...]) -> _Part:
+        return _Part(
+            objects=objects,
+            sections=tuple(change.section for change in changes if change.section is not None),
+            before={name: statehash.to_hex(h) for name, h in self._baseline.state().items()},
+            after={name: statehash.to_hex(h) for name, h in state_after(changes).items()},
         )
 
-    def _complete(self, changes: list[_Change], buckets: Buckets) -> None:
-        """Send raw what has not gone raw yet: the version becomes an anchor."""
-        for change in changes:
-            if change.encoding != "raw":
-                _apply(change)
-                change.encoding, change.payload = "raw", b""
-                self._upload(change, buckets)
-            assert change.section is not None
-            change.section = _of_anchor(change.section, change.h_after)
+    def _describe(
+        self,
+        identity: WeightVersion,
+        kind: Kind,
+        parts: Sequence[_Part],
+        num_changed: int,
+        step: int | None,
+        lr: float | None,
+    ) -> _Described:
+        record = self._manifest(identity, kind, parts, num_changed, step, lr)
+        reference = self._put_manifest(record)
+        head = Head(
+            schema=manifest.SCHEMA,
+            run_id=self._run_id,
+            attempt=identity.attempt,
+            version=identity.version,
+            kind=kind,
+            manifest=reference,
+        )
+        return _Described(
+            head=head,
+            anchor=record.anchor,
+            bytes_dense=record.bytes_dense,
+            bytes_sent=record.bytes_sent,
+            num_elements=record.num_elements,
+            state=record.state(),
+        )
 
     def _manifest(
         self,
         identity: WeightVersion,
         kind: Kind,
-        changes: list[_Change],
-        objects: tuple[ObjectRef, ...],
+        parts: Sequence[_Part],
+        num_changed: int,
         step: int | None,
         lr: float | None,
     ) -> Manifest:
-        after: dict[str, int] = dict.fromkeys(self._held, 0)
-        for change in changes:
-            name = change.held.spec.name
-            after[name] = statehash.add(after[name], change.h_after)
-        num_elements = sum(held.spec.num_elements for held in self._held.values())
-        num_changed = sum(change.num_changed for change in changes)
         base = None
+        anchor = identity
         if kind == "delta":
             assert self._published is not None
-            base = Base(attempt=self._attempt, version=self._published.version, kind=self._kind)
             assert self._anchor is not None
-        anchor = identity if kind == "anchor" else self._anchor
-        assert anchor is not None
+            base = Base(attempt=self._attempt, version=self._published.version, kind=self._kind)
+            anchor = self._anchor
+        before, after = _added([part.before for part in parts]), _added([part.after for part in parts])
+        objects = tuple(itertools.chain.from_iterable(part.objects for part in parts))
+        num_elements = sum(spec.num_elements for spec in self._specs.values())
         return Manifest(
             schema=manifest.SCHEMA,
             run_id=self._run_id,
@@ -394,20 +453,20 @@ class WeightPublisher:
             anchor=(anchor.attempt, anchor.version),
             model=self._model,
             objects=objects,
-            sections=tuple(change.section for change in changes if change.section is not None),
+            sections=_merged(parts, self._specs),
             tensors=tuple(
                 TensorState(
                     name=name,
-                    dtype=held.spec.dtype,
-                    shape=held.spec.shape,
-                    h_before=None if kind == "anchor" else statehash.to_hex(held.h),
-                    h_after=statehash.to_hex(after[name]),
+                    dtype=spec.dtype,
+                    shape=spec.shape,
+                    h_before=None if kind == "anchor" else before.get(name, _ZERO),
+                    h_after=after.get(name, _ZERO),
                 )
-                for name, held in self._held.items()
+                for name, spec in self._specs.items()
             ),
             num_changed=num_changed,
             num_elements=num_elements,
-            bytes_dense=sum(held.spec.nbytes for held in self._held.values()),
+            bytes_dense=sum(spec.nbytes for spec in self._specs.values()),
             bytes_sent=sum(reference.nbytes for reference in objects),
             density=num_changed / num_elements if num_elements else 0.0,
             created_s=time.time(),
@@ -441,88 +500,86 @@ class WeightPublisher:
                 fix="take the next version",
             )
 
-    def _set_head(
-        self,
-        identity: WeightVersion,
-        kind: Kind,
-        reference: ObjectRef,
-        before: Head | None,
-        changes: list[_Change],
-    ) -> None:
-        head = Head(
-            schema=manifest.SCHEMA,
-            run_id=self._run_id,
-            attempt=identity.attempt,
-            version=identity.version,
-            kind=kind,
-            manifest=reference,
-        )
-        self._pending = _Pending(head, changes)
-        try:
-            self._store.set_head(head, expected=None if before is None else before.identity)
-        except Conflict as error:
-            self._pending = None
-            raise VersionRefused(
-                str(error), field="run_id", fix="another trainer writes to this run; give each its own run_id"
-            ) from error
+    # -- point
+
+    def _set_head(self, described: _Described, before: Head | None, changes: list[Change]) -> None:
+        head = described.head
+        self._pending = _Pending(head, WeightVersion(*described.anchor), changes)
+
+        def move(_: Sequence[_Nothing]) -> _Nothing:
+            try:
+                self._store.set_head(head, expected=None if before is None else before.identity)
+            except Conflict as error:
+                raise VersionRefused(
+                    str(error),
+                    field="run_id",
+                    fix="another trainer writes to this run; give each its own run_id",
+                ) from error
+            return _Nothing()
+
+        self._agree(_Nothing, move, _Nothing, _Nothing)
         pending, self._pending = self._pending, None
         self._advance(pending)
 
     def _advance(self, pending: _Pending) -> None:
         """The head has moved: the baseline becomes what was published."""
-        planes = [change for change in pending.changes if change.encoding == "planes"]
-        for change in planes:
-            change.fragment.dirty = (
-                True  # until applied: an interrupt in between costs a raw fragment, no more
-            )
-        for change in pending.changes:
-            change.fragment.h = change.h_after
         self._published, self._kind = pending.head.identity, pending.head.kind
+        self._anchor = pending.anchor
         if self._kind == "anchor":
-            self._anchor, self._num_since_anchor = self._published, 0
+            self._num_since_anchor = 0
             self._damaged = False
         else:
             self._num_since_anchor += 1
-        for change in pending.changes:
-            if change.encoding == "planes":
-                _apply(change)
-            change.fragment.dirty = False
+        self._baseline.advance(pending.changes)
 
-    def _again(
-        self, identity: WeightVersion, head: Head, tensors: list[Tensor], started_s: float
-    ) -> PublishReport:
+    def _again(self, head: Head, mine: list[Piece], started_s: float) -> PublishReport:
         """The head is at this very version: agree if the weights are the same, refuse if not."""
-        record = retention.read_manifest(self._store, self._run_id, identity, head.kind)
-        state: dict[str, str] = {}
-        for tensor in tensors:
-            held = self._held[tensor.spec.name]
-            for fragment in held.fragments:
-                bits = tensor.bits(fragment.start, fragment.stop)
-                h_now = statehash.hash_bits(bits, start=fragment.start)
-                if self._published is None:  # a restarted process that finds its version published: adopt it
-                    held.bits[fragment.start : fragment.stop] = bits
-                    fragment.h, fragment.dirty = h_now, False
-                elif h_now != fragment.h:
-                    raise VersionRefused(f"{identity} is published with other weights", field="version")
-            state[tensor.spec.name] = statehash.to_hex(held.h)
-        if record.model != self._model or record.state() != state:
-            for held in self._held.values():
-                for fragment in held.fragments:
-                    fragment.dirty = True
-            raise VersionRefused(f"{identity} is published with other weights", field="version")
-        if self._published is None:
-            self._published, self._kind, self._anchor = identity, head.kind, WeightVersion(*record.anchor)
+        identity, adopting = head.identity, self._published is None
+
+        def refuse() -> VersionRefused:
+            return VersionRefused(f"{identity} is published with other weights", field="version")
+
+        def look() -> _State:
+            if adopting:  # a restarted process that finds its version published
+                self._baseline.adopt(mine)
+            elif not self._baseline.holds(mine):
+                raise refuse()
+            return _State(state={name: statehash.to_hex(h) for name, h in self._baseline.state().items()})
+
+        def compare(parts: Sequence[_State]) -> _Described:
+            record = retention.read_manifest(self._store, self._run_id, identity, head.kind)
+            state = dict.fromkeys(self._specs, _ZERO) | _added([part.state for part in parts])
+            if record.model != self._model or record.state() != state:
+                raise refuse()
+            return _Described(
+                head=head,
+                anchor=record.anchor,
+                bytes_dense=record.bytes_dense,
+                bytes_sent=0,
+                num_elements=record.num_elements,
+                state=state,
+            )
+
+        try:
+            described = self._agree(look, compare, _State, _Described)
+        except BaseException:
+            if adopting:
+                self._baseline.forget()
+            raise
+        if adopting:
+            self._published, self._kind = identity, head.kind
+            self._anchor = WeightVersion(*described.anchor)
         return PublishReport(
             version=identity,
             kind=head.kind,
-            bytes_dense=record.bytes_dense,
+            bytes_dense=described.bytes_dense,
             bytes_sent=0,
             bytes_anchor=0,
             num_changed=0,
-            num_elements=record.num_elements,
+            num_elements=described.num_elements,
             density=0.0,
             seconds=time.monotonic() - started_s,
-            state=state,
+            state=described.state,
         )
 
     def _afterwards(self, report: PublishReport, started_s: float) -> PublishReport:
@@ -530,60 +587,56 @@ class WeightPublisher:
         bytes_anchor = 0
         try:
             if self._num_since_anchor >= self._params.anchor_every:
-                bytes_anchor = self._anchor_besides(report)
-            if self._params.collect and self._num_since_anchor == 0:
+                bytes_anchor = self._anchor_besides(report.version)
+            if self._params.collect and self._num_since_anchor == 0 and self._ranks.rank == 0:
                 retention.collect(self._store, self._run_id)
         except RoseError as error:
             _log.warning("version %s is published; anchor or clean-up is not: %s", report.version, error)
         return replace(report, bytes_anchor=bytes_anchor, seconds=time.monotonic() - started_s)
 
-    def _anchor_besides(self, report: PublishReport) -> int:
+    def _anchor_besides(self, identity: WeightVersion) -> int:
         """Write the anchor of the version just published, from the baseline; returns its bytes."""
-        identity = report.version
-        with Buckets(self._store, self._run_id, identity, self._params.bucket_bytes) as buckets:
-            changes = [
-                _Change(held, fragment, fragment.h, fragment.stop - fragment.start, "raw")
-                for held in self._held.values()
-                for fragment in held.fragments
-            ]
-            for change in changes:
-                self._check_baseline(change.held, change.fragment)
-                self._upload(change, buckets)
-                assert change.section is not None
-                change.section = _of_anchor(change.section, change.h_after)
-            objects = buckets.close()
-        record = self._manifest(identity, "anchor", changes, objects, None, None)
-        self._put_manifest(record)
+
+        def part() -> _Part:
+            with self._buckets(identity) as buckets:
+                try:
+                    changes = self._baseline.anchor(buckets)
+                except WeightsError:
+                    self._damaged = (
+                        True  # deltas made from damaged memory fit no reader: only a whole version mends it
+                    )
+                    raise
+                return self._part(changes, buckets.close())
+
+        def describe(parts: Sequence[_Part]) -> _Described:
+            num_elements = sum(spec.num_elements for spec in self._specs.values())
+            return self._describe(identity, "anchor", parts, num_elements, None, None)
+
+        described = self._agree(part, describe, _Part, _Described)
         self._anchor, self._num_since_anchor = identity, 0
-        return record.bytes_sent
-
-    def _check_baseline(self, held: _Held, fragment: _Fragment) -> None:
-        """Prove the baseline's memory before it becomes an anchor.
-
-        Deltas made from damaged memory fit no reader, so only a whole version mends it.
-        """
-        bits = held.bits[fragment.start : fragment.stop]
-        if statehash.hash_bits(bits, start=fragment.start) != fragment.h:
-            self._damaged = True
-            raise WeightsError(
-                "baseline is damaged in memory; the next version is whole", field=held.spec.name
-            )
+        return described.bytes_sent
 
 
-def _apply(change: _Change) -> None:
-    """Bring the baseline's fragment to the trainer's state, from our own payload."""
-    if change.encoding == "planes":
-        fragment = change.fragment
-        fragment.dirty = True
-        bits = change.held.bits[fragment.start : fragment.stop]
-        codec.apply(bits, codec.decode(change.payload, bits.size, bits.dtype))
+_ZERO = statehash.to_hex(0)
 
 
-def _of_anchor(section: Section, h_after: int) -> Section:
-    """The same bytes, described as a step from nothing."""
-    return msgspec.structs.replace(section, num_changed=section.num_elements, dh=statehash.to_hex(h_after))
+def _added(states: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """State hashes of the parts, added up by tensor."""
+    total: dict[str, int] = {}
+    for state in states:
+        for name, text in state.items():
+            total[name] = statehash.add(total.get(name, 0), statehash.from_hex(text))
+    return {name: statehash.to_hex(h) for name, h in total.items()}
 
 
-def _copied(tensor: Tensor) -> Tensor:
-    bits = np.array(tensor.bits(0, tensor.spec.num_elements), copy=True)
-    return Tensor(tensor.spec, lambda start, stop: bits[start:stop])
+def _merged(parts: Sequence[_Part], specs: Mapping[str, TensorSpec]) -> tuple[Section, ...]:
+    """All ranks' sections, by tensor and place, numbered by the objects of all ranks."""
+    found: list[Section] = []
+    num_objects = 0
+    for part in parts:
+        found += [
+            msgspec.structs.replace(section, object=section.object + num_objects) for section in part.sections
+        ]
+        num_objects += len(part.objects)
+    order = {name: number for number, name in enumerate(specs)}
+    return tuple(sorted(found, key=lambda section: (order[section.tensor], section.start)))

@@ -1,21 +1,23 @@
 """The trainer's tensors as the engines hold them: names, types, raw bits.
 
 What a publisher is given is a torch module, or a function that returns a mapping of names to torch tensors,
-numpy arrays or :class:`RawBits`.  Masters in fp32 are rounded to the type that the engine computes in, to nearest
+numpy arrays or :class:`RawBits`.  In a trainer of several ranks each rank gives what it holds: DTensors (FSDP2,
+tensor parallelism) say themselves which slice that is, :class:`Shard` says it for everybody else (Megatron).  Masters in fp32 are rounded to the type that the engine computes in, to nearest
 even, exactly as torch's ``.to(torch.bfloat16)`` does; what the engine holds in another type is left alone.
 
 Tied tensors travel once, under the name the checkpoint uses: of the names that share memory, the one that the
 model does not declare as tied (``_tied_weights_keys``), else the first.
 
 torch is never imported here: a tensor is recognised by what it can do, and its module is loaded already.  Nothing
-is copied but what a cast or a device-to-host transfer must; :meth:`Tensor.bits` does that for a range at a time,
+is copied but what a cast or a device-to-host transfer must; :meth:`Piece.bits` does that for a range at a time,
 so memory beyond the trainer's own is bounded by the range.
 """
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -24,8 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rose.errors import ConfigError, WeightsError
-from rose.weights import kernels
-from rose.weights.spec import TensorSpec
+from rose.weights import boxes, kernels
+from rose.weights.boxes import Box
+from rose.weights.spec import DTYPE_BYTES, TensorSpec
 from rose.weights.statehash import Bits, readonly
 
 CASTS = ("BF16", "F16", "F32")
@@ -41,6 +44,7 @@ _NUMPY_NAMES = {
     "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
 _WIDE_FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
+Read = Callable[[int, int], NDArray[Any]]
 _TORCH_OF = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
@@ -53,16 +57,36 @@ class RawBits:
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
-    """One tensor to publish: what it is on the wire, and how to get a range of its bits.
+class Shard:
+    """The part of a checkpoint tensor that this rank holds, for trainers whose tensors do not say it themselves.
+
+    ``tensor`` is ``whole[offset : offset + tensor.shape]`` in every dimension.  A rank that holds several parts of
+    one tensor (attention heads interleaved by group, gate and up in one matrix) gives a list of them.
 
     Args:
-        spec: Name, type and shape as the engine's checkpoint has them.
-        read: ``read(start, stop)`` -> bits of that flat range, unsigned; fresh or a view, valid until the next
-            call, and only as long as the trainer does not step.
+        tensor: A torch tensor, numpy array or :class:`RawBits`; views are fine.
+        shape: Of the whole tensor in the checkpoint.
+        offset: Where the part begins, one number per dimension.
+    """
+
+    tensor: Any
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One box of one tensor, to publish: what it is on the wire, and how to get a range of its bits.
+
+    Args:
+        spec: Name, type and shape of the whole tensor, as the engine's checkpoint has them.
+        box: Which of its elements these are.
+        read: ``read(start, stop)`` -> bits of that range of the box, unsigned; fresh or a view, valid until the
+            next call, and only as long as the trainer does not step.
     """
 
     spec: TensorSpec
+    box: Box
     read: Callable[[int, int], NDArray[Any]]
 
     def bits(self, start: int, stop: int) -> Bits:
@@ -71,17 +95,24 @@ class Tensor:
             raise WeightsError("changed its type or size while it was read", field=self.spec.name)
         return found
 
+    def copied(self) -> Piece:
+        """The same piece with its bits as they are now."""
+        bits = np.array(self.bits(0, self.box.num_elements), copy=True)
+        return Piece(self.spec, self.box, lambda start, stop: bits[start:stop])
 
-def collect(source: Any, *, cast: str = "BF16", keep: tuple[str, ...] = ()) -> list[Tensor]:
-    """List what ``source`` holds now, in its own order, tied tensors once.
+
+def collect(source: Any, *, cast: str = "BF16", keep: tuple[str, ...] = ()) -> list[Piece]:
+    """List what this rank holds now, in the source's own order, tied tensors once.
 
     Args:
-        source: A torch module, or a function returning a mapping of tensors.
+        source: A torch module, or a function returning a mapping by checkpoint name of tensors, DTensors,
+            :class:`Shard` or lists of :class:`Shard`.  A plain tensor is a whole one; where several ranks hold
+            it, one of them publishes it.
         cast: Type that floats of 16 bits and more are rounded to: BF16, F16 or F32.
         keep: Name patterns (``*`` and ``?``) of tensors that keep their own type.
 
     Raises:
-        ConfigError: Not such a thing, or a sharded tensor.
+        ConfigError: Not such a thing, or a DTensor that is no box.
         WeightsError: A tensor of a type that cannot travel.
     """
     source = getattr(source, "_orig_mod", source)  # torch.compile's wrapper would prefix every name
@@ -104,62 +135,123 @@ def collect(source: Any, *, cast: str = "BF16", keep: tuple[str, ...] = ()) -> l
         if holder is None or (holder in tied and name not in tied):
             chosen[identity] = name
     names = set(chosen.values())
-    return [_tensor(name, value, cast, keep) for name, value in table.items() if name in names]
+    found: list[Piece] = []
+    for name, value in table.items():
+        if name in names:
+            kept = any(fnmatchcase(name, pattern) for pattern in keep)
+            for shard in _shards(name, value):
+                found += _pieces(name, shard, cast, kept)
+    return found
 
 
-def _tensor(name: str, value: Any, cast: str, keep: tuple[str, ...]) -> Tensor:
-    kept = any(fnmatchcase(name, pattern) for pattern in keep)
+def _shards(name: str, value: Any) -> list[Shard]:
+    if isinstance(value, Shard):
+        return [value]
+    if isinstance(value, list):
+        if not value or not all(isinstance(part, Shard) for part in value):
+            raise ConfigError("needs a list of one or more Shard", field=f"tensors.{name}")
+        return value
+    if hasattr(value, "to_local") and hasattr(value, "device_mesh"):
+        return _shards_of_dtensor(name, value)
+    shape = _shape_of(name, value)
+    return [Shard(value, shape, (0,) * len(shape))]
+
+
+def _shards_of_dtensor(name: str, value: Any) -> list[Shard]:
+    """The rows or columns that FSDP2 or tensor parallelism left to this rank.  Nothing is gathered."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if any(placement.is_partial() for placement in value.placements):
+        raise ConfigError("is a partial sum", field=f"tensors.{name}", fix="redistribute it first")
+    local = value.detach().to_local()
+    extent, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    shape = tuple(int(n) for n in value.shape)
+    if local.numel() == 0 and math.prod(shape):
+        return []  # fewer rows than ranks
+    if tuple(local.shape) != tuple(extent) or len(offset) != len(shape):
+        raise ConfigError(
+            f"its local shape {tuple(local.shape)} is no slice of {shape}",
+            field=f"tensors.{name}",
+            fix="pass a function that returns Shards",
+        )
+    return [Shard(local, shape, tuple(int(n) for n in offset))]
+
+
+def _pieces(name: str, shard: Shard, cast: str, kept: bool) -> Iterator[Piece]:
+    extent = _shape_of(name, shard.tensor)
+    dtype, read = _reader(name, shard.tensor, cast, kept)
+    spec = TensorSpec(name, dtype, tuple(int(n) for n in shard.shape))
+    try:
+        found = boxes.of_slice(spec.shape, shard.offset, extent)
+    except WeightsError as error:
+        raise ConfigError(error.message, field=f"tensors.{name}") from None
+    if not spec.num_elements:
+        yield Piece(spec, Box.flat(0, 0), read)
+    begin = 0
+    for box in found:
+        yield Piece(spec, box, read if not begin else _later(read, begin))
+        begin += box.num_elements
+
+
+def _later(read: Read, begin: int) -> Read:
+    return lambda start, stop: read(begin + start, begin + stop)
+
+
+def _shape_of(name: str, value: Any) -> tuple[int, ...]:
+    shape = value.bits.shape if isinstance(value, RawBits) else getattr(value, "shape", None)
+    if shape is None or not hasattr(shape, "__len__"):
+        raise WeightsError(f"is a {type(value).__name__}, not a tensor", field=name)
+    return tuple(int(n) for n in shape)
+
+
+def _reader(name: str, value: Any, cast: str, kept: bool) -> tuple[str, Read]:
+    """The type on the wire, and how to read flat ranges of the bits."""
     if isinstance(value, RawBits):
-        spec = TensorSpec(name, value.dtype, value.bits.shape)
         flat = np.ascontiguousarray(value.bits).reshape(-1)
-        return Tensor(spec, lambda start, stop: flat[start:stop])
+        return value.dtype, lambda start, stop: flat[start:stop]
     if isinstance(value, np.ndarray):
-        return _numpy_tensor(name, value, cast, kept)
+        return _numpy_reader(name, value, cast, kept)
     if hasattr(value, "detach") and str(getattr(value, "dtype", "")).startswith("torch."):
-        return _torch_tensor(name, value, cast, kept)
+        return _torch_reader(name, value, cast, kept)
     raise WeightsError(f"is a {type(value).__name__}, not a tensor", field=name)
 
 
-def _numpy_tensor(name: str, array: NDArray[Any], cast: str, kept: bool) -> Tensor:
+def _numpy_reader(name: str, array: NDArray[Any], cast: str, kept: bool) -> tuple[str, Read]:
     own = _NUMPY_NAMES.get(array.dtype.name)
     if own is None:
         raise WeightsError(f"numpy type {array.dtype} cannot travel", field=name)
     target = cast if own in _WIDE_FLOATS and not kept else own
-    spec = TensorSpec(name, target, array.shape)
+    bits_dtype = np.dtype(f"<u{DTYPE_BYTES[target]}")
     flat = np.ascontiguousarray(array).reshape(-1)
 
     def read(start: int, stop: int) -> NDArray[Any]:
         part = flat[start:stop]
         if own == target:
-            return part.view(spec.bits_dtype)
+            return part.view(bits_dtype)
         wide = np.ascontiguousarray(part, np.float64 if own == "F64" else np.float32)
         if target == "BF16":
             return round_to_bf16(wide.astype(np.float32, copy=False))
-        return wide.astype(np.float16 if target == "F16" else np.float32).view(spec.bits_dtype)
+        return wide.astype(np.float16 if target == "F16" else np.float32).view(bits_dtype)
 
-    return Tensor(spec, read)
+    return target, read
 
 
-def _torch_tensor(name: str, value: Any, cast: str, kept: bool) -> Tensor:
-    if hasattr(value, "to_local"):
-        raise ConfigError(
-            "is a sharded DTensor", field=f"tensors.{name}", fix="pass a function that returns full tensors"
-        )
+def _torch_reader(name: str, value: Any, cast: str, kept: bool) -> tuple[str, Read]:
     own = _TORCH_NAMES.get(str(value.dtype))
     if own is None:
         raise WeightsError(f"type {value.dtype} cannot travel", field=name)
     target = cast if own in _WIDE_FLOATS and not kept else own
-    spec = TensorSpec(name, target, tuple(int(n) for n in value.shape))
+    width_bytes = DTYPE_BYTES[target]
     torch = sys.modules["torch"]
     dtype = getattr(torch, _TORCH_OF[target]) if own != target else value.dtype
-    unsigned = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[spec.width_bytes]
+    unsigned = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width_bytes]
     flat = value.detach().reshape(-1)  # a view of a contiguous tensor, a copy of any other
 
     def read(start: int, stop: int) -> NDArray[Any]:
         part = flat[start:stop].to(dtype).cpu().contiguous()  # cast first: half the bytes leave the device
-        return part.view(unsigned).numpy().view(spec.bits_dtype)
+        return part.view(unsigned).numpy().view(f"<u{width_bytes}")
 
-    return Tensor(spec, read)
+    return target, read
 
 
 def _memory_of(value: Any) -> Any:
@@ -170,8 +262,10 @@ def _memory_of(value: Any) -> Any:
         if value.size == 0:
             return None
         return (value.__array_interface__["data"][0], value.dtype.str, value.shape, value.strides)
+    if hasattr(value, "to_local") and hasattr(value, "device_mesh"):
+        value = value.detach().to_local()
     if hasattr(value, "data_ptr") and hasattr(value, "stride"):
-        if value.numel() == 0 or hasattr(value, "to_local"):
+        if value.numel() == 0:
             return None
         return (str(value.device), value.data_ptr(), str(value.dtype), tuple(value.shape), value.stride())
     return None

@@ -28,7 +28,7 @@ import os
 import secrets
 import shutil
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ from rose.errors import (
     WeightsError,
     WrongBase,
 )
-from rose.weights import codec, manifest, retention, statehash
+from rose.weights import boxes, codec, manifest, retention, statehash
 from rose.weights.host_copy import HostCopy
 from rose.weights.manifest import MAX_MANIFEST_BYTES, Head, Kind, Manifest, ObjectRef, Section
 from rose.weights.params import WeightsParams
@@ -74,7 +74,7 @@ class _Staged:
     section: Section
     values: NDArray[Any]
     idx: NDArray[np.uint32] | None
-    """None: ``values`` is the whole range."""
+    """Places counted from the section's start; None: ``values`` is the whole box."""
 
 
 class WeightSubscriber:
@@ -305,13 +305,15 @@ class WeightSubscriber:
             raise SectionCorrupt("checksum is wrong", field=name)
         if section.encoding == "planes":
             delta = codec.decode(payload, section.num_elements, spec.bits_dtype)
-            _, values, dh = codec.stage(self._present(section), delta, start=section.start)
+            delta = replace(delta, idx=boxes.positions(section.box, delta.idx))
+            _, values, dh = codec.stage(self._span(section), delta, start=section.start)
             staged = _Staged(section, values, delta.idx)
         else:
             values = np.frombuffer(payload, spec.bits_dtype)
-            dh = statehash.hash_bits(values, start=section.start)
+            dh = boxes.hash_bits(section.box, values)
             if step.base is not None:
-                before = statehash.hash_bits(self._present(section), start=section.start)
+                present = boxes.view(section.box, self._host.bits(section.tensor))
+                before = boxes.hash_bits(section.box, np.ascontiguousarray(present).reshape(-1))
                 dh = statehash.subtract(dh, before)
             staged = _Staged(section, values, None)
         if statehash.to_hex(dh) != section.dh:
@@ -320,9 +322,9 @@ class WeightSubscriber:
             raise error("state hash comes out wrong", field=name)
         return staged
 
-    def _present(self, section: Section) -> Bits:
-        """The section's range of the host copy."""
-        return self._host.bits(section.tensor)[section.start : section.start + section.num_elements]
+    def _span(self, section: Section) -> Bits:
+        """The host copy from the first to the last element of the section's box."""
+        return self._host.bits(section.tensor)[section.start : section.box.end]
 
     def _commit(self, step: Manifest, staged: list[_Staged]) -> None:
         """Write what was staged.  No check is left that could fail half-way."""
@@ -330,11 +332,11 @@ class WeightSubscriber:
             self._host.reshape(step.specs().values())  # refused, for lack of room, before anything changes
         self._host.begin()
         for piece in staged:
-            bits = self._present(piece.section)
             if piece.idx is None:
-                bits[:] = piece.values
+                place = boxes.view(piece.section.box, self._host.bits(piece.section.tensor))
+                place[:] = piece.values.reshape(place.shape)
             else:
-                codec.scatter(bits, piece.idx, piece.values)
+                codec.scatter(self._span(piece.section), piece.idx, piece.values)
         # _stage proved each section's dH and the manifest that they add up, so this is the state.
         h = {tensor.name: statehash.from_hex(tensor.h_after) for tensor in step.tensors}
         self._host.finish(step.identity, h)
@@ -436,6 +438,7 @@ class WeightSubscriber:
         dtype = np.dtype(np.uint32 if spec.num_elements <= 1 << 32 else np.int64)
         limit = spec.nbytes // (dtype.itemsize + spec.width_bytes) if spec.width_bytes <= 4 else 0
         pieces: list[NDArray[Any]] = []
+        sorted_already = True
         total = 0
         for step in steps:
             for section in step.sections:
@@ -450,11 +453,13 @@ class WeightSubscriber:
                 content = _mapped(self._spool / str(step.identity) / Path(reference.key).name)
                 payload = memoryview(content)[section.offset : section.offset + section.nbytes]
                 delta = codec.decode(payload, section.num_elements, spec.bits_dtype)
-                pieces.append(delta.idx.astype(dtype) + dtype.type(section.start))
+                idx = boxes.positions(section.box, delta.idx)
+                pieces.append(idx.astype(dtype) + dtype.type(section.start))
+                sorted_already = sorted_already and section.box.contiguous
         if not pieces:
             return np.empty(0, dtype)
         merged = np.concatenate(pieces)
-        if len(steps) > 1:
+        if len(steps) > 1 or not sorted_already:
             merged = np.unique(merged)
         return merged if merged.size <= limit else None
 

@@ -31,6 +31,8 @@ class FakeEngine:
         self.stubborn = mode in ("stubborn", "deaf")
         self.version = version
         self.staged: str | None = None
+        self.fault = ""
+        self.broken = False
         self.arena = HostPagePool().reserve(TOTAL_PAGES * PAGE_BYTES, guard=True)
         self.held = 0
         self.steps = 0
@@ -94,9 +96,9 @@ class FakeEngine:
         return {
             "role": "rollout",
             "version": self.version,
-            "paused": False,
+            "paused": self.broken,
             "vocab_size": 1000,
-            "ranks": [],
+            "ranks": [{"phase": "broken" if self.broken else "idle"}],
             "scheduler": {
                 "usable_pages": self.held,
                 "budget_tokens": self.held * 100,
@@ -132,6 +134,9 @@ def build(engine: FakeEngine) -> web.Application:
         if update["base"] not in (None, engine.version):
             return refusal(409, f"is for {update['base']}, not {engine.version}", "wrong_base")
         target = f"{body['attempt']}.{body['version']}"
+        engine.fault = update.get("fault", "")
+        if engine.fault == "die in stage":
+            os.kill(os.getpid(), signal.SIGKILL)
         if engine.staged != target:
             engine.staged = target
             return web.json_response({"state": "staging", "version": target}, status=202)
@@ -142,6 +147,13 @@ def build(engine: FakeEngine) -> web.Application:
         target = f"{body['attempt']}.{body['version']}"
         if engine.staged != target:
             return refusal(409, "is not staged", "not_staged")
+        if engine.fault == "die in commit":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if engine.fault:
+            engine.broken = True
+            if engine.fault == "silent" and request.transport is not None:
+                request.transport.abort()
+            return refusal(500, "rank 0: does not hold its old values after an undo", "weights_broken")
         engine.version, engine.staged = target, None
         return web.json_response({"version": target, "pause_s": 0.001})
 

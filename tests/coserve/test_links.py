@@ -192,6 +192,7 @@ class Source:
         self.failures: list[Exception] = []
         self.claimed_base: str | None = None
         self.outside = False
+        self.fault = ""
         self.closed = False
 
     def poll(self, timeout_s: float) -> WeightVersion | None:
@@ -211,7 +212,8 @@ class Source:
         directory = self.directory.parent if self.outside else self.directory
         directory.mkdir(exist_ok=True)
         path = directory / f"{version}.update"
-        path.write_text(json.dumps({"base": self.claimed_base if base is not None else None}))
+        fault, self.fault = self.fault, ""
+        path.write_text(json.dumps({"base": self.claimed_base if base is not None else None, "fault": fault}))
         return path
 
 
@@ -260,6 +262,38 @@ async def test_an_update_for_another_base_is_replaced_by_the_whole_version(devic
     source.published.put(WeightVersion(1, 1))
     await until(lambda: agent.engine.version == "1.1")
     assert source.fetched == [("1.1", "0.0"), ("1.1", None)]
+
+
+@pytest.mark.parametrize("fault", ["answer", "silent"])
+async def test_an_engine_whose_weights_are_of_no_version_is_killed_and_comes_back(
+    device: Device, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """A commit that failed and could not be undone leaves the engine paused: nothing but a restart helps."""
+    monkeypatch.setattr("rose.coserve.agent.STATUS_EVERY_S", 0.05)
+    monkeypatch.setattr("rose.coserve.links._BACK_OFF_S", (0.05,))
+    agent, source = updated(device)
+    source.claimed_base = "0.0"
+    source.fault = fault
+    source.published.put(WeightVersion(1, 1))
+    await until(lambda: agent.engine.num_starts == 2)
+    assert agent.engine.num_kills == 1
+    await until(lambda: agent.engine.version == "1.1")
+    assert agent.engine.weights_broken is False
+    assert (agent.engine.num_starts, agent.engine.num_kills) == (2, 1)
+
+
+@pytest.mark.parametrize("fault", ["die in stage", "die in commit"])
+async def test_an_engine_killed_in_an_update_comes_back_and_gets_it(
+    device: Device, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setattr("rose.coserve.links._BACK_OFF_S", (0.05,))
+    agent, source = updated(device)
+    source.claimed_base = "0.0"
+    source.fault = fault
+    source.published.put(WeightVersion(1, 1))
+    await until(lambda: agent.engine.num_starts == 2)
+    await until(lambda: agent.engine.version == "1.1")
+    assert agent.engine.num_kills == 0
 
 
 async def test_a_corrupt_object_is_fetched_again(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

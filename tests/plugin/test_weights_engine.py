@@ -110,10 +110,11 @@ def test_a_turn_in_flight_goes_on_under_the_new_version_and_says_so(policy: Poli
     greedy = {"max_tokens": 450, "temperature": 0.0, "ignore_eos": True}
     request = Background(policy.server, sampling_params=greedy)
     request.start()
-    assert policy.commit(body).status_code == 200
+    assert policy.commit(body, kv="reset").status_code == 200
     request.join()
     policy.became(new)
 
+    assert request.answer["kv_transfer_params"]["rose"]["kv_mixed"] is False
     choice = request.answer["choices"][0]
     first, second = choice["weight_versions"]
     assert (first["version"], second["version"]) == (old_version, policy.version)
@@ -122,6 +123,60 @@ def test_a_turn_in_flight_goes_on_under_the_new_version_and_says_so(policy: Poli
     cut = second["start"]
     follow = policy.server.generate(PROMPT + choice["token_ids"][:cut], max_tokens=8)
     assert follow["choices"][0]["token_ids"] == choice["token_ids"][cut : cut + 8]
+
+
+LONG = [(i * 37) % 240 + 6 for i in range(200)]
+
+
+def follow(server: EngineServer, **body: Any) -> tuple[list[float], dict[str, Any]]:
+    """Log-probs of the tokens after a long prompt, and what the answer says of its context."""
+    sampling = {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True, "logprobs": 1}
+    answer = server.post("/inference/v1/generate", {"token_ids": LONG, "sampling_params": sampling} | body)
+    answer.raise_for_status()
+    table = answer.json()
+    content = table["choices"][0]["logprobs"]["content"]
+    return [entry["logprob"] for entry in content], table["kv_transfer_params"]["rose"]
+
+
+@pytest.mark.parametrize("kv", [None, "reset", "keep"])
+def test_a_commit_decides_what_becomes_of_cached_prefixes(policy: Policy, kv: str | None) -> None:
+    new = change(policy.weights, seed=60)
+    old_version = policy.version
+    follow(policy.server)  # its keys and values are cached now
+    body = policy.update(new)
+    assert policy.stage(body).status_code == 200
+    committed = policy.commit(body, kv=kv)
+    assert committed.json()["kv"] == (kv or "salt")
+    policy.became(new)
+
+    found, context = follow(policy.server)
+    exact, _ = follow(policy.server, cache_salt=f"nothing cached {kv}")
+    off = max(abs(a - b) for a, b in zip(found, exact, strict=True))
+    if kv == "keep":
+        assert off > 0.01  # the prompt's keys and values are the old weights'
+        assert context["prefix_version"] != policy.version
+    else:
+        assert off == 0.0
+        assert context == {"prefix_version": policy.version, "kv_mixed": False}
+    if kv is None:  # a trajectory may keep the prefixes it began with, and its turns say so
+        follow(policy.server, cache_salt=f"rose:{old_version}")
+        _, own = follow(policy.server, cache_salt=f"rose:{old_version}")
+        assert own == {"prefix_version": old_version, "kv_mixed": True}
+
+
+def test_a_turn_in_flight_keeps_its_context_by_default_and_says_so(policy: Policy) -> None:
+    new = change(policy.weights, seed=61)
+    old_version = policy.version
+    body = policy.update(new)
+    assert policy.stage(body).status_code == 200
+    greedy = {"max_tokens": 450, "temperature": 0.0, "ignore_eos": True}
+    request = Background(policy.server, sampling_params=greedy)
+    request.start()
+    assert policy.commit(body).status_code == 200
+    request.join()
+    policy.became(new)
+    assert len(request.answer["choices"][0]["weight_versions"]) == 2
+    assert request.answer["kv_transfer_params"]["rose"] == {"prefix_version": old_version, "kv_mixed": True}
 
 
 def refused(policy: Policy, answer: httpx.Response, status: int, code: str) -> dict[str, Any]:

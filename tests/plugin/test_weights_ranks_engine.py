@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from rose.weights import statehash
@@ -82,3 +83,18 @@ def test_a_base_that_only_the_sum_of_the_ranks_disproves_is_refused(policy: Poli
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "wrong_base")
     assert answer.json()["error"]["param"] == name
     assert hold(policy, actual)
+
+
+def test_a_rank_that_dies_in_a_commit_ends_its_engine_and_no_turn_runs_on_half_a_version(
+    policy: Policy,
+) -> None:
+    """Last: it ends the server."""
+    body = policy.update(change(policy.weights, seed=55))
+    assert policy.stage(body).status_code == 200
+    policy.rpc("die_at_next_write", 1)
+    try:
+        assert policy.commit(body).status_code >= 500
+    except httpx.TransportError:
+        pass  # the whole server is gone already
+    with pytest.raises((httpx.TransportError, httpx.HTTPStatusError)):
+        policy.server.generate([7, 30, 99], max_tokens=2)

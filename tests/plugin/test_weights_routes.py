@@ -80,11 +80,11 @@ def test_the_request_decides_about_the_kv_cache_and_the_environment_is_its_defau
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("ROSE_WEIGHTS_KV", raising=False)
-    assert kv_mode(None) == "reset"
+    assert kv_mode(None) == "salt"
     monkeypatch.setenv("ROSE_WEIGHTS_KV", "keep")
     assert (kv_mode(None), kv_mode("reset")) == ("keep", "reset")
     with pytest.raises(RequestError, match="kv"):
-        kv_mode("salt")
-    monkeypatch.setenv("ROSE_WEIGHTS_KV", "salt")
+        kv_mode("pepper")
+    monkeypatch.setenv("ROSE_WEIGHTS_KV", "pepper")
     with pytest.raises(ConfigError, match="ROSE_WEIGHTS_KV"):
         kv_mode(None)

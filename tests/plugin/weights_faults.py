@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import torch
@@ -25,6 +27,19 @@ class FaultyWorker:
             values = values.clone()
             values.view(-1)[0] ^= 1
             real(bits, piece, values)
+
+        rank_weights._put = put
+        return True
+
+    def die_at_next_write(self, rank: int) -> bool:
+        """On ``rank``, end the process as the kernel would, in the middle of the next commit."""
+        from vllm_plugin import rank_weights
+
+        if self.rank != rank:
+            return False
+
+        def put(bits: torch.Tensor, piece: Any, values: torch.Tensor) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
 
         rank_weights._put = put
         return True

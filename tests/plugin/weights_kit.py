@@ -73,14 +73,15 @@ def make_update(
 
 
 class TinyLlama(torch.nn.Module):
-    """One tensor-parallel rank of a block: fused projections, a column slice, a padded vocabulary, a tied head.
+    """One tensor-parallel rank of a block: fused projections, a column slice, a padded vocabulary, a tied head, and,
+    where asked for, experts in two fused tensors.
 
     ``load_weights`` copies slices of checkpoint tensors into parameters, as vLLM's layers do.
     """
 
     HIDDEN, HEAD, HEADS, KV_HEADS, INNER, VOCAB, PADDED = 12, 4, 4, 2, 8, 21, 32
 
-    def __init__(self, *, rank: int = 0, world: int = 1, tied: bool = True) -> None:
+    def __init__(self, *, rank: int = 0, world: int = 1, tied: bool = True, experts: int = 0) -> None:
         super().__init__()
         self.rank, self.world = rank, world
         self.q_rows = self.HEADS * self.HEAD // world
@@ -99,9 +100,12 @@ class TinyLlama(torch.nn.Module):
         self.down = parameter(self.HIDDEN, self.inner)
         self.head = self.embed if tied else parameter(self.vocab, self.HIDDEN)
         self.tied = tied
+        if experts:
+            self.w13 = parameter(experts, 2 * self.inner, self.HIDDEN)
+            self.w2 = parameter(experts, self.HIDDEN, self.inner)
 
     @classmethod
-    def weights(cls, *, seed: int = 0, tied: bool = True) -> Tensors:
+    def weights(cls, *, seed: int = 0, tied: bool = True, experts: int = 0) -> Tensors:
         generator = torch.Generator().manual_seed(seed)
         shapes: dict[str, tuple[int, ...]] = {
             "embed": (cls.VOCAB, cls.HIDDEN),
@@ -116,6 +120,9 @@ class TinyLlama(torch.nn.Module):
         }
         if not tied:
             shapes["head"] = (cls.VOCAB, cls.HIDDEN)
+        for expert in range(experts):
+            for part in ("gate", "up", "down"):
+                shapes[f"experts.{expert}.{part}"] = shapes[part]
         return {
             name: torch.randn(shape, generator=generator).to(torch.bfloat16) for name, shape in shapes.items()
         }
@@ -126,6 +133,14 @@ class TinyLlama(torch.nn.Module):
 
     def load_one(self, name: str, tensor: torch.Tensor) -> None:
         rank, inner = self.rank, self.inner
+        if name.startswith("experts."):
+            _, expert, part = name.split(".")
+            if part == "down":
+                self.w2.data[int(expert)].copy_(tensor.narrow(1, rank * inner, inner))
+            else:
+                place = self.w13.data[int(expert)].narrow(0, inner if part == "up" else 0, inner)
+                place.copy_(tensor.narrow(0, rank * inner, inner))
+            return
         kv_rank = rank * self.KV_HEADS // max(self.world, self.KV_HEADS)
         match name:
             case "embed" | "head":

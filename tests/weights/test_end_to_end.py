@@ -10,14 +10,15 @@ import pytest
 from typer.testing import CliRunner
 
 from rose.auth import Tokens
-from rose.errors import ConfigError
-from rose.weights import manifest
+from rose.errors import ConfigError, NotFound
+from rose.weights import manifest, retention
 from rose.weights.cli import app
 from rose.weights.http_store import HttpStore
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
 from rose.weights.relay import RelayThread
 from rose.weights.store import FileStore
+from rose.weights.stores import open_store
 from rose.weights.subscriber import WeightSubscriber
 from rose.weights.update import read_update
 from rose.weights.version import WeightVersion
@@ -141,6 +142,40 @@ def test_verify_names_the_damaged_object(published: FileStore) -> None:
     assert code == 1
     assert f"{key}: checksum is wrong" in text
     assert "head cannot be rebuilt" in text
+
+
+def test_diff_counts_what_changed_between_two_versions(published: FileStore) -> None:
+    code, text = run("diff", "run", "1.0", "1.1", "--directory", published.directory)
+    record = retention.read_manifest(published, "run", WeightVersion(1, 1), "delta")
+    counts = {t.name: 0 for t in record.tensors}
+    for section in record.sections:
+        counts[section.tensor] += section.num_changed
+    lines = text.splitlines()
+    differing = [name for name, count in counts.items() if count]
+    assert code == 0
+    assert (
+        lines[0] == f"1.0 -> 1.1: {len(differing)} tensors differ, {len(counts) - len(differing)} are equal"
+    )
+    shown = {line.split()[-1]: int(line.split()[0]) for line in lines[2:]}
+    assert shown == {name: counts[name] for name in differing}
+    assert list(shown.values()) == sorted(shown.values(), reverse=True)
+
+
+def test_diff_of_a_version_with_itself_and_of_two_lineages(published: FileStore) -> None:
+    assert "0 tensors differ" in run("diff", "run", "1.3", "--directory", published.directory)[1]
+    WeightPublisher(ToyTrainer(9).tensors, published, "run", 2, WeightsParams(collect=False)).publish(0)
+    code, text = run("diff", "run", "1.3", "2.0", "--directory", published.directory)
+    assert code == 0
+    assert "not joined by deltas" in text
+    with pytest.raises(NotFound, match=r"version 1\.9 is not"):
+        run("diff", "run", "1.9", "--directory", published.directory)
+
+
+def test_the_command_line_opens_any_store(tmp_path: Path) -> None:
+    url = f"memory://cli{tmp_path}"
+    WeightPublisher(ToyTrainer(3).tensors, open_store(url), "run", 1, PARAMS).publish(0)
+    assert run("ls", "run", "--relay", url)[1].splitlines()[-1].endswith("<- head")
+    assert run("verify", "run", "--relay", url)[0] == 0
 
 
 def test_gc_deletes_only_what_no_reader_can_need(published: FileStore) -> None:

@@ -40,7 +40,7 @@ def delta() -> dict[str, Any]:
         }
 
     return {
-        "schema": 1,
+        "schema": manifest.SCHEMA,
         "run_id": "run",
         "attempt": 1,
         "version": 5,
@@ -115,7 +115,7 @@ def test_a_manifest_is_read_back_as_written() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("schema", 2, "schema 2"),
+        ("schema", 1, "schema 1"),
         ("run_id", "other", "another run"),
         ("version", 6, "says it is 1.6"),
         ("kind", "anchor", "says it is a anchor"),
@@ -143,11 +143,14 @@ def test_a_manifest_is_read_back_as_written() -> None:
         ("sections.0.nbytes", -1, "outside its object"),
         ("sections.2.offset", 90, "outside its object"),
         ("sections.0.tensor", "ghost", "no such tensor"),
-        ("sections.0.start", -1, "outside its tensor"),
-        ("sections.1.start", 61, "outside its tensor"),
-        ("sections.0.num_elements", 0, "outside its tensor"),
+        ("sections.0.start", -1, "outside the tensor"),
+        ("sections.1.start", 61, "outside the tensor"),
+        ("sections.0.num_elements", 0, "2 changes"),
         ("sections.0.num_elements", 61, "overlap"),
         ("sections.1.start", 49, "overlap"),
+        ("sections.0.run", 10, "belong together"),
+        ("sections.0.stride", 10, "belong together"),
+        ("sections.0.surprise", 10, "malformed"),
         ("sections.0.num_changed", 51, "51 changes"),
         ("sections.0.num_changed", -1, "-1 changes"),
         ("sections.0.xxh3", "X" * 32, "no xxh3_128"),
@@ -179,9 +182,9 @@ def test_a_delta_that_contradicts_itself_is_refused(path: str, value: Any, messa
         ("base", {"attempt": 1, "version": 3, "kind": "delta"}, "has no base"),
         ("anchor", [1, 3], "its own anchor"),
         ("sections.0.encoding", "planes", "planes in an anchor"),
-        ("sections", [], "incomplete"),
+        ("sections", [], "100 elements are in no piece"),
         ("sections.0.num_elements", 99, "raw of another size"),
-        ("sections.0.start", 1, "outside its tensor"),
+        ("sections.0.start", 1, "outside the tensor"),
         ("tensors.0.h_before", "0" * 16, "no h_before"),
     ],
 )
@@ -204,7 +207,7 @@ def test_an_oversized_manifest_is_refused_unread() -> None:
 
 
 HEAD = {
-    "schema": 1,
+    "schema": manifest.SCHEMA,
     "run_id": "run",
     "attempt": 1,
     "version": 5,

@@ -444,7 +444,7 @@ def test_a_baseline_damaged_in_memory_makes_no_anchor_and_heals(
     trainer.step()
     publisher.publish(1)
     assert holds(reader, trainer)
-    publisher._held["model.embed_tokens.weight"].bits[7] ^= 0x40
+    publisher._baseline.held[0].bits[7] ^= 0x40
     # Element 7 is sent as a step from what no reader holds: readers refuse it, and it is found at the anchor.
     assert publisher.publish(2).bytes_anchor == 0
     assert "run/1.2/anchor.json" not in store.list("run/")

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +28,7 @@ from rose.weights.http_store import HttpStore
 from rose.weights.relay import RelayThread
 from rose.weights.store import FileStore
 from rose.weights.version import WeightVersion
+from tests.weights.relay_process import RelayProcess
 from tests.weights.test_stores import head
 
 DATA = bytes(range(256)) * 4096  # 1 MiB
@@ -488,35 +486,14 @@ def test_a_server_that_is_no_relay_is_survived(answer: bytes, error: type[Except
 
 
 def test_the_relay_process_survives_sigkill_and_ends_on_sigterm(tmp_path: Path) -> None:
-    token_file = tmp_path / "tokens.toml"
-    tokens = Tokens.generate()
-    tokens.save(token_file)
-
-    def start(port: int) -> tuple[subprocess.Popen[str], str]:
-        command = [
-            sys.executable, "-c", "from rose.weights.cli import relay_main; relay_main()",
-            f"--directory={tmp_path / 'relay'}", f"--port={port}", f"--token-file={token_file}",
-        ]  # fmt: skip
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        assert process.stdout is not None
-        return process, process.stdout.readline().split()[2].rstrip(",")
-
-    process, url = start(0)
-    try:
-        client = HttpStore(url, tokens.relay, patience_s=20)
+    with RelayProcess(tmp_path) as relay:
+        client = HttpStore(relay.url, relay.tokens.relay, patience_s=20)
         client.put_new("run/a", DATA)
         client.set_head(head("1.0"), expected=None)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait(10)
-        process, again = start(int(url.rsplit(":", 1)[1]))
-        assert again == url
+        relay.kill()
+        relay.restart()
         assert client.get("run/a") == DATA
         assert client.get_head("run") == head("1.0")
         client.close()
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0
-    finally:
-        process.kill()
-        process.wait(10)
-        if process.stdout is not None:
-            process.stdout.close()
+        relay.process.send_signal(signal.SIGTERM)
+        assert relay.process.wait(10) == 0

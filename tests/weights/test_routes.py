@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from rose.errors import NotFound, SectionCorrupt
-from rose.weights import retention
+from rose.weights import manifest, retention
 from rose.weights.manifest import Base, Kind, Manifest
 from rose.weights.routes import route
 from rose.weights.version import WeightVersion
@@ -38,7 +38,7 @@ class Shelf:
                 attempt=known.attempt, version=known.version, kind="anchor" if base.endswith("a") else "delta"
             )
         record = Manifest(
-            schema=1,
+            schema=manifest.SCHEMA,
             run_id="run",
             attempt=identity.attempt,
             version=identity.version,

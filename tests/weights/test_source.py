@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from rose.errors import ConfigError, WeightsError
-from rose.weights.source import RawBits, Tensor, collect, round_to_bf16
+from rose.weights.source import Piece, RawBits, Shard, collect, round_to_bf16
 
 torch = pytest.importorskip("torch")
 
 
-def bits(tensor: Tensor) -> np.ndarray:
+def bits(tensor: Piece) -> np.ndarray:
     return tensor.bits(0, tensor.spec.num_elements)
 
 
-def by_name(source: Any, **options: Any) -> dict[str, Tensor]:
+def by_name(source: Any, **options: Any) -> dict[str, Piece]:
     return {tensor.spec.name: tensor for tensor in collect(source, **options)}
 
 
@@ -151,15 +151,6 @@ def test_a_compiled_module_keeps_its_own_names() -> None:
     assert list(by_name(Compiled(torch.nn.Linear(2, 2)))) == ["weight", "bias"]
 
 
-class Sharded:
-    """What a DTensor looks like from outside."""
-
-    dtype = torch.float32
-
-    def detach(self) -> Any: ...
-    def to_local(self) -> Any: ...
-
-
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -168,7 +159,11 @@ class Sharded:
         (lambda: {"x": "text"}, r"^x: is a str"),
         (lambda: {"x": np.zeros(2, np.complex64)}, r"^x: numpy type complex64"),
         (lambda: {"x": torch.zeros(2, dtype=torch.complex64)}, r"^x: type torch\.complex64"),
-        (lambda: {"x": Sharded()}, r"^tensors\.x: is a sharded DTensor"),
+        (lambda: {"x": []}, r"^tensors\.x: needs a list of one or more Shard"),
+        (lambda: {"x": [np.zeros(2)]}, r"^tensors\.x: needs a list of one or more Shard"),
+        (lambda: {"x": Shard(np.zeros((2, 2)), (4, 2), (3, 0))}, r"^tensors\.x: \(2, 2\) at \(3, 0\) is not"),
+        (lambda: {"x": Shard(np.zeros(2), (4, 2), (0, 0))}, r"^tensors\.x: 2 offsets and 1 extents"),
+        (lambda: {"x": Shard("text", (4,), (0,))}, r"^x: is a str"),
         (lambda: {"x": RawBits(np.zeros(2, np.uint16), "BF17")}, r"^x\.dtype: unknown element type"),
         (lambda: {"x\n": np.zeros(2)}, r"printable"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,11 +12,14 @@ import pytest
 from rose.auth import Tokens
 from rose.errors import CapacityError, Conflict, NotFound, RequestError, SectionCorrupt, TooLarge
 from rose.weights import manifest
+from rose.weights.fsspec_store import FsspecStore
 from rose.weights.http_store import HttpStore
 from rose.weights.manifest import Head, Kind, ObjectRef
+from rose.weights.mooncake_store import MooncakeStore
 from rose.weights.relay import RelayThread
 from rose.weights.store import FileStore, MemoryStore, Store
 from rose.weights.version import WeightVersion
+from tests.weights.mooncake_kit import mooncake_cluster
 
 MAX_OBJECT_BYTES = 1 << 20
 
@@ -28,7 +32,7 @@ def head(version: str, run_id: str = "run", kind: Kind = "delta", nbytes: int = 
     identity = V(version)
     reference = ObjectRef(key=manifest.manifest_key(run_id, identity, kind), nbytes=nbytes, xxh3="0" * 32)
     return Head(
-        schema=1,
+        schema=manifest.SCHEMA,
         run_id=run_id,
         attempt=identity.attempt,
         version=identity.version,
@@ -37,10 +41,29 @@ def head(version: str, run_id: str = "run", kind: Kind = "delta", nbytes: int = 
     )
 
 
-@pytest.fixture(params=["memory", "file", "http"])
+@pytest.fixture(
+    params=[
+        "memory",
+        "file",
+        "http",
+        "fsspec-memory",
+        "fsspec-local",
+        pytest.param("mooncake", marks=pytest.mark.slow),
+    ]
+)
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     if request.param == "memory":
         yield MemoryStore(max_object_bytes=MAX_OBJECT_BYTES)
+        return
+    if request.param.startswith("fsspec"):
+        place = str(tmp_path / "store") if request.param == "fsspec-local" else f"rose{tmp_path}"
+        scheme = request.param.removeprefix("fsspec-")
+        store = FsspecStore(f"{scheme}://{place}", max_object_bytes=MAX_OBJECT_BYTES)
+        yield store
+        store.close()
+        return
+    if request.param == "mooncake":
+        yield request.getfixturevalue("mooncake")
         return
     files = FileStore(tmp_path / "store", max_object_bytes=MAX_OBJECT_BYTES, durable=False)
     if request.param == "file":
@@ -51,6 +74,20 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
         client = HttpStore(relay.url, tokens.relay, patience_s=2)
         yield client
         client.close()
+
+
+@pytest.fixture(scope="session")
+def mooncake_master() -> Iterator[str]:
+    """Address of a Mooncake master of our own; skipped where Mooncake is not installed."""
+    with mooncake_cluster() as address:
+        yield address
+
+
+@pytest.fixture
+def mooncake(mooncake_master: str) -> Iterator[Store]:
+    store = MooncakeStore(mooncake_master, max_object_bytes=MAX_OBJECT_BYTES, namespace=secrets.token_hex(4))
+    yield store
+    store.close()
 
 
 # --- objects ----------------------------------------------------------------------------------------------

@@ -1,0 +1,50 @@
+"""A relay as a deployment runs it: its own process, killed and started again on the same port and folder."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from rose.auth import Tokens
+
+
+class RelayProcess:
+    """A context manager; ``url`` stays the same over restarts."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tokens = Tokens.generate()
+        self._folder = folder
+        self._token_file = folder / "tokens.toml"
+        self.tokens.save(self._token_file)
+
+    def __enter__(self) -> RelayProcess:
+        self.process, self.url = self._start(0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self._reap()
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self._reap()
+
+    def restart(self) -> None:
+        self.process, url = self._start(int(self.url.rsplit(":", 1)[1]))
+        assert url == self.url
+
+    def _reap(self) -> None:
+        self.process.wait(10)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+    def _start(self, port: int) -> tuple[subprocess.Popen[str], str]:
+        command = [
+            sys.executable, "-c", "from rose.weights.cli import relay_main; relay_main()",
+            f"--directory={self._folder / 'relay'}", f"--port={port}", f"--token-file={self._token_file}",
+        ]  # fmt: skip
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        assert process.stdout is not None
+        return process, process.stdout.readline().split()[2].rstrip(",")

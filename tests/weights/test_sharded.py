@@ -1,0 +1,320 @@
+"""Trainers of several ranks: each publishes its own shard, readers get the whole, and all fail or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rose.errors import CapacityError, RoseError, VersionRefused, WeightsError
+from rose.weights import retention
+from rose.weights.params import WeightsParams
+from rose.weights.source import Shard
+from rose.weights.store import MemoryStore
+from rose.weights.subscriber import WeightSubscriber
+from rose.weights.update import read_update
+from rose.weights.version import WeightVersion
+from tests.weights.test_publisher import POINTS, FlakyStore
+from tests.weights.test_subscriber import apply_update, same
+
+torch = pytest.importorskip("torch")
+from tests.weights.shards_kit import (  # noqa: E402
+    Held,
+    Tensors,
+    Trainer,
+    fsdp,
+    grid,
+    hsdp,
+    megatron,
+    tensor_parallel,
+)
+
+HEADS = {"heads": 4, "kv_heads": 2, "head": 8}
+PARAMS = WeightsParams(fragment_elements=65_536, bucket_bytes=1 << 12, anchor_every=1000)
+LAYOUTS: dict[str, Callable[[Tensors], list[Held]]] = {
+    "fsdp-1": fsdp(1),
+    "fsdp-2": fsdp(2),
+    "fsdp-4": fsdp(4),
+    "hsdp-2x2": hsdp(2, 2),
+    "tp-2": tensor_parallel(2),
+    "tp-2-fsdp-2": grid(2),
+    "megatron-tp-2": megatron(2, 1, **HEADS),
+    "megatron-tp-2-ep-2": megatron(2, 2, **HEADS),
+}
+
+
+def make_weights(seed: int = 0) -> Tensors:
+    """Masters in fp32 that start on the bf16 grid."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"embed": (101, 48), "norm": (48,), "q": (32, 48), "k": (16, 48), "v": (16, 48), "out": (48, 32)}
+    for expert in range(4):
+        shapes |= {f"experts.{expert}.{part}": shape for part, shape in (("gate", (20, 48)), ("up", (20, 48)), ("down", (48, 20)))}  # fmt: skip
+    return {
+        name: (torch.randn(shape, generator=generator) * 0.02).to(torch.bfloat16).float()
+        for name, shape in shapes.items()
+    }
+
+
+def moved(weights: Tensors, seed: int, lr: float = 2e-6) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    return {n: w + lr * torch.randn(w.shape, generator=generator) for n, w in weights.items()}
+
+
+def bits_of(weights: Tensors) -> dict[str, np.ndarray]:
+    return {
+        n: w.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16).reshape(-1)
+        for n, w in weights.items()
+    }
+
+
+def copy_of(reader: WeightSubscriber) -> dict[str, np.ndarray]:
+    return {name: np.array(reader._host.bits(name)) for name in reader._host.specs}
+
+
+@pytest.fixture
+def store() -> FlakyStore:
+    return FlakyStore()
+
+
+@pytest.fixture
+def reader(store: FlakyStore, tmp_path: Path) -> Iterator[WeightSubscriber]:
+    subscriber = WeightSubscriber(store, "run", tmp_path / "reader")
+    yield subscriber
+    subscriber.close()
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_readers_get_the_whole_whatever_the_division(
+    layout: str, store: FlakyStore, reader: WeightSubscriber
+) -> None:
+    trainer = Trainer(LAYOUTS[layout], store, 1, PARAMS)
+    weights = make_weights()
+    engine: dict[str, np.ndarray] = {}
+    at: WeightVersion | None = None
+    for version in range(4):
+        report = trainer.publish(weights, version)
+        assert report.kind == ("anchor" if version == 0 else "delta")
+        newest = reader.poll(0)
+        assert newest == report.version
+        assert same(copy_of(reader), bits_of(weights))
+        engine = apply_update(engine, read_update(reader.fetch(newest, at)))
+        assert same(engine, bits_of(weights))
+        at = newest
+        weights = moved(weights, seed=version)
+
+
+def test_the_division_does_not_show_in_the_state(store: FlakyStore) -> None:
+    weights = make_weights()
+    states = [Trainer(cut, MemoryStore(), 1, PARAMS).publish(weights, 0).state for cut in LAYOUTS.values()]
+    assert all(state == states[0] for state in states)
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_every_element_is_published_by_one_rank(layout: str, store: FlakyStore) -> None:
+    weights = make_weights()
+    trainer = Trainer(LAYOUTS[layout], store, 1, PARAMS)
+    trainer.publish(weights, 0)
+    loads = [publisher._baseline.num_elements for publisher in trainer.publishers]
+    total = sum(w.numel() for w in weights.values())
+    assert sum(loads) == total
+    assert max(loads) < 1.3 * total / len(loads)  # nobody gathers, replicas are spread
+
+
+def test_a_shard_costs_what_the_whole_costs() -> None:
+    """Cutting by columns loses no compression: the codec numbers elements inside the box."""
+    generator = torch.Generator().manual_seed(1)
+    weights = {name: torch.randn((512, 768), generator=generator) * 0.02 for name in ("up", "down")}
+    sizes = {}
+    for layout in ("fsdp-1", "tp-2", "tp-2-fsdp-2"):
+        trainer = Trainer(LAYOUTS[layout], MemoryStore(), 1, PARAMS)
+        trainer.publish(weights, 0)
+        sizes[layout] = trainer.publish(moved(weights, 1), 1).bytes_sent
+    assert max(sizes.values()) < 1.05 * sizes["fsdp-1"]
+
+
+def test_manifests_name_the_boxes(store: FlakyStore) -> None:
+    Trainer(LAYOUTS["tp-2"], store, 1, PARAMS).publish(make_weights(), 0)
+    record = retention.read_manifest(store, "run", WeightVersion(1, 0), "anchor")
+    sections = record.sections_by_tensor()
+    assert [(s.start, s.num_elements, s.run, s.stride) for s in sections["out"]] == [
+        (0, 768, 16, 32),
+        (16, 768, 16, 32),
+    ]
+    assert [(s.start, s.num_elements, s.run) for s in sections["q"]] == [(0, 768, 0), (768, 768, 0)]
+    assert len(sections["norm"]) == 1
+
+
+# -- failures ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(("point", "rank"), [*((point, 0) for point in POINTS), ("object", 1)])
+def test_after_a_failure_on_one_rank_none_has_advanced_and_the_next_publish_is_right(
+    point: str, when: str, rank: int, reader: WeightSubscriber, store: FlakyStore
+) -> None:
+    stores = [store, _Window(store)]
+    trainer = Trainer(LAYOUTS["tp-2"], stores, 1, PARAMS)
+    weights = make_weights()
+    trainer.publish(weights, 0)
+    trainer.publish(weights := moved(weights, 1), 1)
+    reader.poll(0)
+    stores[rank].fail_at = lambda method, argument: when if POINTS[point](method, argument) else None
+    with pytest.raises(RoseError):
+        trainer.publish(weights := moved(weights, 2), 2)
+    assert all(isinstance(error, RoseError) for error in trainer.errors)
+    stores[rank].fail_at = lambda method, argument: None
+    assert {p.published for p in trainer.publishers} == {WeightVersion(1, 1)}
+
+    report = trainer.publish(weights := moved(weights, 3), 3)
+    reader.poll(0)
+    assert same(copy_of(reader), bits_of(weights))
+    report = trainer.publish(weights := moved(weights, 4), 4)
+    assert report.kind == "delta"
+    reader.poll(0)
+    assert same(copy_of(reader), bits_of(weights))
+
+
+class _Window(FlakyStore):
+    """Another rank's view of a store, with faults of its own."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        super().__init__()
+        self._objects, self._heads = store._objects, store._heads
+
+
+def test_the_failing_rank_is_named(store: FlakyStore) -> None:
+    stores = [store, _Window(store)]
+    trainer = Trainer(LAYOUTS["fsdp-2"], stores, 1, PARAMS)
+    stores[1].fail_at = lambda method, argument: "before"
+    with pytest.raises(CapacityError, match="rank 1: cut off"):
+        trainer.publish(make_weights(), 0)
+    assert str(trainer.errors[1]) == "cut off"
+
+
+@pytest.mark.parametrize("in_round", [1, 2, 3, 4])
+def test_a_rank_that_dies_fails_the_others_and_a_new_attempt_goes_on(
+    in_round: int, store: FlakyStore, reader: WeightSubscriber
+) -> None:
+    trainer = Trainer(LAYOUTS["fsdp-4"], store, 1, PARAMS)
+    weights = make_weights()
+    trainer.publish(weights, 0)
+    reader.poll(0)
+    victim = trainer.ranks[2]
+    calls = 0
+    gather = victim.gather
+
+    def die(data: bytes) -> list[bytes]:
+        nonlocal calls
+        calls += 1
+        if calls == in_round:
+            victim.leave()
+            raise WeightsError("killed", field="ranks")
+        return gather(data)
+
+    victim.gather = die  # type: ignore[method-assign]
+    with pytest.raises(WeightsError):
+        trainer.publish(moved(weights, 1), 1)
+    assert all(isinstance(error, WeightsError) for error in trainer.errors)
+    assert reader.poll(0) is None  # the head has not moved: nobody's version is half there
+
+    older = make_weights()
+    again = Trainer(LAYOUTS["fsdp-2"], store, 2, PARAMS)  # and with another number of ranks
+    assert again.publish(older, 1).kind == "anchor"
+    assert reader.poll(0) == WeightVersion(2, 1)
+    assert same(copy_of(reader), bits_of(older))
+
+
+def test_the_same_version_again_agrees_or_is_refused_on_all_ranks(store: FlakyStore) -> None:
+    trainer = Trainer(LAYOUTS["megatron-tp-2"], store, 1, PARAMS)
+    weights = make_weights()
+    trainer.publish(weights, 0)
+    assert trainer.publish(weights, 0).bytes_sent == 0
+    other = weights | {"out": weights["out"].clone()}
+    other["out"][3, 5] += 1  # on one rank only
+    with pytest.raises(VersionRefused, match="other weights"):
+        trainer.publish(other, 0)
+    assert all(isinstance(error, VersionRefused) for error in trainer.errors)
+
+
+def test_a_restarted_trainer_adopts_its_version_whatever_its_division(store: FlakyStore) -> None:
+    weights = make_weights()
+    Trainer(LAYOUTS["fsdp-4"], store, 1, PARAMS).publish(weights, 0)
+    again = Trainer(LAYOUTS["tp-2"], store, 1, PARAMS)
+    assert again.publish(weights, 0).bytes_sent == 0
+    assert again.publish(moved(weights, 1), 1).kind == "delta"
+    liar = Trainer(LAYOUTS["tp-2"], store, 1, PARAMS)
+    with pytest.raises(VersionRefused, match="other weights"):
+        liar.publish(moved(weights, 2), 1)
+
+
+def test_an_anchor_besides_the_delta_is_made_by_all_ranks(
+    store: FlakyStore, tmp_path: Path, reader: WeightSubscriber
+) -> None:
+    params = WeightsParams(anchor_every=2, bucket_bytes=1 << 12, collect=False)
+    trainer = Trainer(LAYOUTS["tp-2-fsdp-2"], store, 1, params)
+    weights = make_weights()
+    trainer.publish(weights, 0)
+    trainer.publish(weights := moved(weights, 1), 1)
+    weights = moved(weights, 2)
+    assert trainer.publish(weights, 2).bytes_anchor > 0
+    late = WeightSubscriber(store, "run", tmp_path / "late")
+    late.poll(0)
+    assert same(copy_of(late), bits_of(weights))
+    late.close()
+    assert trainer.publish(moved(weights, 3), 3).kind == "delta"
+    trainer.publishers[2]._baseline.held[0].bits[0] ^= 0x40  # memory of one rank fails
+    weights = moved(weights, 4)
+    assert trainer.publish(weights, 4).bytes_anchor == 0
+    assert trainer.publish(weights, 5).kind == "anchor"
+    reader.poll(0)
+    assert same(copy_of(reader), bits_of(weights))
+
+
+# -- divisions that are none -------------------------------------------------------------------------
+
+
+def two(first: Held, second: Held) -> Callable[[Tensors], list[Held]]:
+    return lambda weights: [first, second]
+
+
+X = torch.zeros(4, 6)
+
+
+@pytest.mark.parametrize(
+    ("cut", "message"),
+    [
+        (two({"x": Shard(X[:2], (4, 6), (0, 0))}, {}), "x: 12 elements are in no piece"),
+        (two({"x": Shard(X[:3], (4, 6), (0, 0))}, {"x": Shard(X[:2], (4, 6), (2, 0))}), "x: pieces overlap"),
+        (two({"x": X}, {"x": X[:2]}), r"x: rank 1 says BF16\[2, 6\], an earlier rank BF16\[4, 6\]"),
+        (
+            two({"x": Shard(X[:, :4], (4, 6), (0, 0))}, {"x": Shard(X[:, :3], (4, 6), (0, 3))}),
+            "x: pieces overlap",
+        ),
+    ],
+)
+def test_a_division_with_holes_or_overlaps_is_refused_by_name(
+    cut: Any, message: str, store: FlakyStore
+) -> None:
+    with pytest.raises(WeightsError, match=message):
+        Trainer(cut, store, 1, PARAMS).publish({}, 0)
+    assert store.get_head("run") is None
+
+
+def test_a_division_that_changes_is_refused(store: FlakyStore) -> None:
+    turns = iter([fsdp(2), tensor_parallel(2)])
+    trainer = Trainer(lambda weights: next(turns)(weights), store, 1, PARAMS)
+    trainer.publish(make_weights(), 0)
+    with pytest.raises(VersionRefused, match="division"):
+        trainer.publish(make_weights(), 1)
+
+
+def test_ranks_that_ask_for_different_versions_are_stopped(store: FlakyStore) -> None:
+    trainer = Trainer(fsdp(2), store, 1, PARAMS)
+    trainer.publish(make_weights(), 0)
+    publishers = trainer.publishers
+    publishers[1].publish, real = lambda version: real(version + 1), publishers[1].publish  # type: ignore[method-assign,assignment]
+    with pytest.raises(WeightsError, match="ranks are at different versions"):
+        trainer.publish(make_weights(), 1)
