@@ -41,7 +41,7 @@ class Affinity:
         self._default_tokens = expected_tokens
         self._ewma = ewma
         self._residency: OrderedDict[str, _Residency] = OrderedDict()
-        self._group_worker: OrderedDict[str, tuple[str, int]] = OrderedDict()
+        self._group_worker: OrderedDict[str, tuple[str, int, int]] = OrderedDict()
         self._expected: OrderedDict[str, float] = OrderedDict()
 
     def expected_tokens(self, job: str) -> int:
@@ -61,15 +61,20 @@ class Affinity:
             return worker, 0  # the cache has turned over since
         return worker, entry.num_tokens
 
-    def group_worker(self, group_id: str | None) -> str | None:
+    def group_worker(self, group_id: str | None) -> tuple[Worker | None, int]:
+        """The worker that took this group's last first turn, and the length of that turn's prompt."""
         entry = None if group_id is None else self._group_worker.get(group_id)
-        return None if entry is None else entry[0]
+        worker = None if entry is None else self._fleet.workers.get(entry[0])
+        return (None, 0) if entry is None or worker is None else (worker, entry[2])
 
-    def started(self, group_id: str, worker: Worker) -> None:
+    def started(self, group_id: str, worker: Worker, num_prompt: int) -> None:
         """A first turn went to ``worker``: its group follows, up to half the worker's cap, then spreads."""
-        name, count = self._group_worker.get(group_id, (worker.worker_id, 0))
-        follow = name == worker.worker_id and count + 1 < max(1, worker.cap // 2)
-        self._group_worker[group_id] = (name, count + 1) if follow else (worker.worker_id, 1)
+        name, count, _ = self._group_worker.get(group_id, (worker.worker_id, 0, 0))
+        count = count + 1 if name == worker.worker_id else 1
+        if count >= max(1, worker.cap // 2):
+            self._group_worker.pop(group_id, None)
+            return
+        self._group_worker[group_id] = (worker.worker_id, count, num_prompt)
         self._group_worker.move_to_end(group_id)
         self._trim(self._group_worker)
 

@@ -24,6 +24,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from rose.policy.packed import WorkerTable
+from rose.policy.speed import Speed
 from rose.policy.staleness import Version
 
 
@@ -68,9 +70,6 @@ class FleetParams:
     cap_dedicated: int = 64
     cap_harvested: int = 16
     """Concurrent turns per worker.  16 is the paper's cap at 32K context."""
-    rate_ewma: float = 0.2
-    initial_unit_s: float = 0.02
-    """Seconds per generated token before anything was measured; only its order against re-prefill matters."""
     reclaim_ewma_s: float = 60.0
 
 
@@ -103,10 +102,20 @@ class Worker:
     reserved_tokens: int = 0
     admitted_tokens: int = 0
     """Tokens ever sent here; the measure by which an old prefix ages out of the engine's cache."""
-    unit_s: float = 0.02
-    mean_inflight: float = 0.0
+    load_s: float = 0.0
+    """Integral of ``inflight`` over time, up to ``load_at_s``: gives the mean load of any interval."""
+    load_at_s: float = 0.0
+    speed: Speed = field(default_factory=Speed)
     reclaim_rate: float = 0.0
     reclaimed_at_s: float | None = None
+
+    @property
+    def slots(self) -> int:
+        """Turns it may run at once now."""
+        return self.cap
+
+    def load_until(self, at_s: float) -> float:
+        return self.load_s + self.inflight * (at_s - self.load_at_s)
 
     @property
     def may_take_turns(self) -> bool:
@@ -118,11 +127,6 @@ class Worker:
     def serving_holds_slo(self) -> bool:
         """True unless the engine says that production leaves no slack now."""
         return not self.gated and (self.slack_s is None or self.slack_s > 0)
-
-    def has_room(self, need_tokens: int) -> bool:
-        if self.inflight >= self.cap:
-            return False
-        return self.kv_budget_tokens is None or self.reserved_tokens + need_tokens <= self.kv_budget_tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,6 +141,10 @@ class WorkerDown:
 class Fleet:
     params: FleetParams = field(default_factory=FleetParams)
     workers: dict[str, Worker] = field(default_factory=lambda: dict[str, Worker]())
+    table: WorkerTable = field(default_factory=WorkerTable)
+    """The same workers as columns; kept in step by every method here."""
+    tier_speed: dict[Tier, Speed] = field(default_factory=lambda: {tier: Speed() for tier in Tier})
+    """What a worker of this tier is like; the first guess for a new one."""
     _ticked_at_s: float | None = None
 
     def register(
@@ -156,7 +164,7 @@ class Fleet:
             old.heard_at_s = at_s
             return []
         default_cap = self.params.cap_dedicated if tier is Tier.DEDICATED else self.params.cap_harvested
-        self.workers[worker_id] = Worker(
+        worker = self.workers[worker_id] = Worker(
             worker_id=worker_id,
             incarnation=incarnation,
             tier=tier,
@@ -165,8 +173,10 @@ class Fleet:
             cap=default_cap if cap is None else cap,
             registered_at_s=at_s,
             heard_at_s=at_s,
-            unit_s=self.params.initial_unit_s,
+            load_at_s=at_s,
+            speed=self.tier_speed[tier].copy_of(at_s),
         )
+        self.table.put(worker)
         return [] if old is None else [WorkerDown(worker_id=worker_id, reason="restarted")]
 
     def heartbeat(
@@ -213,6 +223,7 @@ class Fleet:
             worker.health = Health.READY
         elif worker.health is not Health.DEAD:
             worker.health = Health.JOINING
+        self.table.sync(worker)
         return True
 
     def reclaimed(self, worker_id: str, at_s: float) -> None:
@@ -221,12 +232,42 @@ class Fleet:
         if worker is not None:
             worker.kv_epoch += 1
             self._note_reclaim(worker, at_s)
+            self.table.sync(worker)
 
     def thaw(self) -> None:
         """The trainer published a version: an RL step has passed, frozen budgets may grow again."""
         for worker in self.workers.values():
             if worker.lending is Lending.FROZEN:
                 worker.lending = Lending.OPEN
+                self.table.sync(worker)
+
+    def set_duty(self, worker: Worker, duty: Duty) -> None:
+        worker.duty = duty
+        self.table.sync(worker)
+
+    def forget(self, worker_id: str) -> None:
+        if self.workers.pop(worker_id, None) is not None:
+            self.table.remove(worker_id)
+
+    def take(self, worker: Worker, *, at_s: float, reserved: int, admitted: int) -> None:
+        """One more attempt runs on ``worker``."""
+        self._account(worker, at_s)
+        worker.inflight += 1
+        worker.reserved_tokens += reserved
+        worker.admitted_tokens += admitted
+        self.table.sync_load(worker)
+
+    def give_back(self, worker: Worker, *, at_s: float, reserved: int) -> None:
+        """One attempt less."""
+        self._account(worker, at_s)
+        worker.inflight -= 1
+        worker.reserved_tokens -= reserved
+        if self.workers.get(worker.worker_id) is worker:  # else it was replaced by a new incarnation
+            self.table.sync_load(worker)
+
+    @staticmethod
+    def _account(worker: Worker, at_s: float) -> None:
+        worker.load_s, worker.load_at_s = worker.load_until(at_s), at_s
 
     def lost(self, worker_id: str, incarnation: str | None, reason: str) -> list[WorkerDown]:
         worker = self.workers.get(worker_id)
@@ -236,6 +277,7 @@ class Fleet:
             return []
         worker.health = Health.DEAD
         worker.kv_epoch += 1
+        self.table.sync(worker)
         return [WorkerDown(worker_id=worker_id, reason=reason)]
 
     def tick(self, at_s: float) -> list[WorkerDown]:
@@ -258,21 +300,40 @@ class Fleet:
             if silence_s >= self.params.dead_s:
                 worker.health = Health.DEAD
                 worker.kv_epoch += 1
+                self.table.sync(worker)
                 down.append(WorkerDown(worker_id=worker.worker_id, reason="silent"))
             elif worker.health is Health.READY:
                 worker.health = Health.SUSPECT
+                self.table.sync(worker)
                 if worker.tier is Tier.HARVESTED:
                     # The likeliest cause is a reclaim in progress; a dedicated worker is given until dead_s.
                     down.append(WorkerDown(worker_id=worker.worker_id, reason="suspect"))
         return down
 
-    def served(self, worker: Worker, *, seconds: float, units: float) -> None:
-        """Learn the speed of a worker from one finished attempt."""
-        if units <= 0 or seconds <= 0:
+    def served(
+        self,
+        worker: Worker,
+        *,
+        at_s: float,
+        seconds: float,
+        num_new: int,
+        num_prefilled: int,
+        load_s: float,
+    ) -> None:
+        """Learn the speed of a worker from one finished attempt.
+
+        ``num_prefilled`` are prompt tokens that were not cached; ``load_s`` the worker's load integral over
+        the attempt, itself included.
+        """
+        if num_new <= 0 or seconds <= 0:
             return
-        weight = self.params.rate_ewma
-        worker.unit_s += weight * (seconds / units - worker.unit_s)
-        worker.mean_inflight += weight * (worker.inflight - worker.mean_inflight)
+        crowd = max(load_s / seconds - 1.0, 0.0)
+        for speed in (worker.speed, self.tier_speed[worker.tier]):
+            speed.observe(
+                at_s=at_s, seconds=seconds, num_new=num_new, crowd=crowd, num_prefilled=num_prefilled
+            )
+        self.table.set_tier(worker.tier is Tier.DEDICATED, self.tier_speed[worker.tier])
+        self.table.sync(worker)
 
     def _note_reclaim(self, worker: Worker, at_s: float) -> None:
         if worker.reclaimed_at_s is not None:

@@ -19,12 +19,13 @@ Callers: ``rose.policy.turns`` in the daemon, the simulator, the tests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from rose.errors import ConfigError
 from rose.policy.fleet import Tier, Worker
+from rose.policy.packed import Eligible
 
 
 class Rng(Protocol):
@@ -38,58 +39,69 @@ class Candidate:
     """The turn to place.
 
     ``affine`` is the worker that ran this trajectory last, eligible or not; ``resident_tokens`` is what of
-    the prompt is believed to be in its cache.  ``group_worker`` took the last first turn of this group.
+    the prompt is believed to be in its cache.  ``group_worker`` took the last first turn of this group;
+    its members share ``group_tokens`` of their prompts.
     """
 
     num_prompt_tokens: int
     expected_tokens: int
+    at_s: float = 0.0
     affine: Worker | None = None
     resident_tokens: int = 0
-    group_worker: str | None = None
+    group_worker: Worker | None = None
+    group_tokens: int = 0
+
+    @property
+    def cached(self) -> tuple[tuple[Worker, int], ...]:
+        """Workers believed to hold some of the prompt, with how much."""
+        if self.affine is not None:
+            return ((self.affine, self.resident_tokens),)
+        if self.group_worker is not None:
+            return ((self.group_worker, self.group_tokens),)
+        return ()
 
 
 class RoutingPolicy(Protocol):
-    def choose(self, turn: Candidate, eligible: Sequence[Worker]) -> Worker | None: ...
+    def choose(self, turn: Candidate, eligible: Eligible) -> Worker | None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostParams:
-    prefill_tokens_per_unit: float = 50.0
-    """How many prompt tokens cost as much as one decoded token."""
-    contention: float = 1.0
-    """1: an engine's speed per turn falls with every turn it runs more than usual; 0: batching is free."""
+    """Weights of the terms; tuned by ``benchmarks/policies.py`` on its workloads A and B."""
+
+    social: float = 1.0
+    """How much the delay that a turn causes to those beside it counts, against its own."""
     hysteresis: float = 1.0
     """Times the re-prefill, on top of the cost difference, before affinity is broken."""
     floor_s: float = 0.02
-    cold_gap: int = 2
-    """In-flight gap that breaks affinity while speeds are not known."""
     gated_s: float = 0.5
     """Expected wait at a worker that says it has no slack now."""
+    risk: float = 1.0
+    """Weight of what a reclaim would cost: reading the prompt again elsewhere."""
+    fade_s: float = 30.0
+    """Time in which an unused worker's learned speed fades to its tier's."""
 
 
-def _least_loaded(workers: Sequence[Worker], rng: Rng) -> Worker:
-    least = min(worker.inflight for worker in workers)
-    return _any([worker for worker in workers if worker.inflight == least], rng)
-
-
-def _any(workers: Sequence[Worker], rng: Rng) -> Worker:
+def _least_loaded(workers: Eligible, rng: Rng) -> Worker:
     # Ties are drawn, never taken in order: the first worker would get every new session.
-    return workers[min(int(rng.random() * len(workers)), len(workers) - 1)]
+    return workers.least(workers.column("inflight"), rng.random())
 
 
 @dataclass(kw_only=True, slots=True)
 class RandomPolicy:
     rng: Rng
 
-    def choose(self, turn: Candidate, eligible: Sequence[Worker]) -> Worker | None:
-        return _any(eligible, self.rng) if eligible else None
+    def choose(self, turn: Candidate, eligible: Eligible) -> Worker | None:
+        if not eligible:
+            return None
+        return eligible[min(int(self.rng.random() * len(eligible)), len(eligible) - 1)]
 
 
 @dataclass(kw_only=True, slots=True)
 class RoundRobinPolicy:
     _next: int = 0
 
-    def choose(self, turn: Candidate, eligible: Sequence[Worker]) -> Worker | None:
+    def choose(self, turn: Candidate, eligible: Eligible) -> Worker | None:
         if not eligible:
             return None
         ordered = sorted(eligible, key=lambda worker: worker.worker_id)
@@ -102,13 +114,12 @@ class StickyLeastLoadedPolicy:
     rng: Rng
     gap: int = 2
 
-    def choose(self, turn: Candidate, eligible: Sequence[Worker]) -> Worker | None:
+    def choose(self, turn: Candidate, eligible: Eligible) -> Worker | None:
         if not eligible:
             return None
         affine = turn.affine
         if affine is not None and affine in eligible:
-            least = min(worker.inflight for worker in eligible)
-            if affine.inflight - least <= self.gap:
+            if affine.inflight - int(eligible.column("inflight").min()) <= self.gap:
                 return affine
         return _least_loaded(eligible, self.rng)
 
@@ -117,16 +128,18 @@ class StickyLeastLoadedPolicy:
 class PaperPolicy:
     rng: Rng
 
-    def choose(self, turn: Candidate, eligible: Sequence[Worker]) -> Worker | None:
+    def choose(self, turn: Candidate, eligible: Eligible) -> Worker | None:
         affine = turn.affine
         if affine is not None and affine in eligible and _slo_safe(affine):
             return affine
-        safe = [worker for worker in eligible if _slo_safe(worker)]
+        dedicated = eligible.column("dedicated")
+        safe = dedicated | eligible.column("safe")
         if affine is not None and affine.tier is Tier.DEDICATED and affine not in eligible:
-            serving = [worker for worker in safe if worker.tier is Tier.HARVESTED]
+            serving = eligible.where(safe & ~dedicated)
             if serving:
                 return _least_loaded(serving, self.rng)
-        return _least_loaded(safe, self.rng) if safe else None
+        usable = eligible.where(safe)
+        return _least_loaded(usable, self.rng) if usable else None
 
 
 def _slo_safe(worker: Worker) -> bool:
@@ -138,39 +151,39 @@ class CostPolicy:
     rng: Rng
     params: CostParams = field(default_factory=CostParams)
 
-    def choose(self, turn: Candidate, eligible: Sequence[Worker]) -> Worker | None:
+    def choose(self, turn: Candidate, eligible: Eligible) -> Worker | None:
         if not eligible:
             return None
-        costs = [(self.cost_s(turn, worker), worker) for worker in eligible]
-        best_s = min(cost for cost, _ in costs)
+        costs_s = self.costs_s(turn, eligible)
         affine = turn.affine
         if affine is not None and affine in eligible:
-            reprefill_s = self._prefill_s(turn.resident_tokens, affine)
-            margin_s = max(self.params.hysteresis * reprefill_s, self.params.floor_s)
-            if self.cost_s(turn, affine) - best_s <= margin_s:
+            params = self.params
+            reprefill_s = turn.resident_tokens * affine.speed.prefill_s
+            margin_s = max(params.hysteresis * reprefill_s, params.floor_s)
+            if costs_s[eligible.index_of(affine)] - costs_s.min() <= margin_s:
                 return affine
-        ties = [worker for cost, worker in costs if cost <= best_s * (1 + 1e-9)]
-        for worker in ties:
-            if worker.worker_id == turn.group_worker:
-                return worker
-        return _any(ties, self.rng)
+        return eligible.least(costs_s, self.rng.random())
 
-    def cost_s(self, turn: Candidate, worker: Worker) -> float:
-        """Expected seconds until the turn is done on ``worker``."""
-        resident = turn.resident_tokens if worker is turn.affine else 0
-        fresh = max(turn.num_prompt_tokens - resident, 0)
-        if worker.worker_id == turn.group_worker:
-            fresh //= 2  # group members share the prompt's prefix; how much of it is not known here
-        busy = 1.0 + self.params.contention * (worker.inflight - worker.mean_inflight) / (
-            worker.mean_inflight + 1.0
-        )
-        run_s = self._prefill_s(fresh, worker) + turn.expected_tokens * worker.unit_s * max(busy, 0.1)
-        wait_s = 0.0 if worker.serving_holds_slo else self.params.gated_s
-        risk_s = worker.reclaim_rate * run_s * self._prefill_s(turn.num_prompt_tokens, worker)
-        return wait_s + run_s + risk_s
+    def costs_s(self, turn: Candidate, eligible: Eligible) -> Any:
+        """Expected seconds until the turn is done on each worker, ``[len(eligible)]``, others' delay included.
 
-    def _prefill_s(self, num_tokens: int, worker: Worker) -> float:
-        return num_tokens / self.params.prefill_tokens_per_unit * worker.unit_s
+        ``own = wait + fresh * prefill_s + tokens * (token_s + inflight * crowd_s)``; the others, ``inflight``
+        of them, wait while its prompt is read and share each of its tokens' steps.
+        """
+        params = self.params
+        token_s, crowd_s, prefill_s = eligible.speeds(turn.at_s, params.fade_s)
+        inflight = eligible.column("inflight")
+        read_s = prefill_s * turn.num_prompt_tokens
+        fresh_s = read_s.copy()
+        for worker, num_tokens in turn.cached:
+            if worker in eligible:
+                fresh_s[eligible.index_of(worker)] *= 1.0 - num_tokens / turn.num_prompt_tokens
+        crowding_s = turn.expected_tokens * crowd_s * inflight
+        run_s = fresh_s + turn.expected_tokens * token_s + crowding_s
+        costs_s = run_s + params.gated_s * ~eligible.column("safe")
+        costs_s += params.social * crowding_s
+        costs_s += params.risk * eligible.column("reclaim_rate") * run_s * read_s
+        return costs_s
 
 
 _POLICIES: dict[str, Callable[[Rng], RoutingPolicy]] = {

@@ -6,6 +6,7 @@ Holds the tokens, who made them (segments) and with which weights (spans).  Chan
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -29,11 +30,18 @@ class Turn:
     reserved_tokens: int = 0
     attempt_start: int = 0
     attempt_at_s: float = 0.0
+    attempt_load_s: float = 0.0
+    """The worker's load integral at dispatch."""
+    attempt_resident: int = 0
+    """Tokens believed to be in the worker's cache at dispatch."""
     progress_at_s: float = 0.0
-    token_ids: list[int] = field(default_factory=lambda: list[int]())
-    logprobs: list[float] = field(default_factory=lambda: list[float]())
+    token_ids: array[int] = field(default_factory=lambda: array("I"))
+    """Packed, like the log-probs: a list would take eight times the memory."""
+    logprobs: array[float] = field(default_factory=lambda: array("d"))
     segments: list[Segment] = field(default_factory=lambda: list[Segment]())
     spans: list[Span] = field(default_factory=lambda: list[Span]())
+    expected_tokens: int = 0
+    """Output still expected, as of when it was queued; also what is reserved for it."""
     infra_left: int = 5
     data_left: int = 2
     num_reclaims: int = 0
@@ -45,6 +53,16 @@ class Turn:
     answered_503: bool = False
     first_dispatch_at_s: float | None = None
     first_token_at_s: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output so far: what the next attempt starts with."""
+        return self.spec.num_prompt_tokens + len(self.token_ids)
+
+    @property
+    def need_tokens(self) -> int:
+        """KV room that a worker must have for it."""
+        return self.num_tokens + self.expected_tokens
 
     def append(self, worker: Worker, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
         """Keep tokens of the live attempt.
@@ -91,8 +109,8 @@ class Turn:
 
     def restart(self) -> None:
         """Forget the output: this turn's sampling state cannot be carried to another engine."""
-        self.token_ids.clear()
-        self.logprobs.clear()
+        del self.token_ids[:]
+        del self.logprobs[:]
         self.segments.clear()
         self.spans.clear()
 

@@ -342,6 +342,8 @@ class TurnParams:
     """Output assumed before a job has history; also what is reserved of the KV budget."""
     expected_ewma: float = 0.05
     max_affinity_entries: int = 200_000
-    prefill_tokens_per_unit: float = 50.0
+    alarm_horizon_s: float = 60.0
+    """A turn is looked at this often even when nothing is due: keeps the list of alarms short."""
+    min_alarm_s: float = 0.25
     forget_dead_s: float = 600.0
     """A dead worker stays visible this long, then leaves the book."""

@@ -25,12 +25,13 @@ Pure: no I/O, no clock, no randomness of its own.
 
 from __future__ import annotations
 
-import bisect
+import heapq
 from typing import assert_never
 
 from rose.errors import PolicyError
 from rose.policy.affinity import Affinity
-from rose.policy.fleet import Duty, Fleet, FleetParams, Health, Tier, Worker
+from rose.policy.fleet import Duty, Fleet, FleetParams, Health, Worker
+from rose.policy.placing import Entry, Placer
 from rose.policy.routing import Candidate, RoutingPolicy
 from rose.policy.staleness import Version, format_version
 from rose.policy.turn import Turn
@@ -89,7 +90,6 @@ class TurnBook:
         self.fleet = Fleet(params=fleet_params or FleetParams())
         self.turns: dict[str, Turn] = {}
         self.required: dict[str, Version] = {}
-        self.queue: list[tuple[tuple[int, float, int], str]] = []
         self._live: dict[str, set[str]] = {}
         self.affinity = Affinity(
             self.fleet,
@@ -97,8 +97,28 @@ class TurnBook:
             expected_tokens=self.params.expected_tokens,
             ewma=self.params.expected_ewma,
         )
+        self.placer = Placer(
+            policy=policy,
+            params=self.params,
+            fleet=self.fleet,
+            affinity=self.affinity,
+            turns=self.turns,
+            required=self.required,
+        )
+        self._by_trajectory: dict[str, set[str]] = {}
+        self._alarms: list[tuple[float, str]] = []
+        """When to look at a turn again; one too many is harmless."""
         self._num_submitted = 0
         self._now_s = float("-inf")
+
+    @property
+    def queue(self) -> list[Entry]:
+        """Turns that wait, in order: ``((class, age, number), turn_id)``."""
+        return self.placer.queue
+
+    def turns_of(self, trajectory_id: str) -> list[str]:
+        """Its turns that have not ended."""
+        return sorted(self._by_trajectory.get(trajectory_id, ()))
 
     # --- the door --------------------------------------------------------------------------------------
 
@@ -134,13 +154,16 @@ class TurnBook:
                 actions = self._abort(turn)
                 actions += self._finish(turn, event.at_s, TurnState.DONE, "stop", event.stop_reason)
             case ClientGone():
-                self._known(event.turn_id).detached_at_s = event.at_s
+                turn = self._known(event.turn_id)
+                turn.detached_at_s = event.at_s
+                self._watch(turn, event.at_s)
                 actions = []
             case ClientBack():
                 turn = self._known(event.turn_id)
                 if turn.answered_503:
                     turn.queued_at_s = event.at_s  # a new wait for the client; its age in the queue is kept
                 turn.detached_at_s, turn.answered_503 = None, False
+                self._watch(turn, event.at_s)
                 actions = []
             case TrajectoryClosed():
                 self.affinity.closed(event.trajectory_id)
@@ -173,7 +196,9 @@ class TurnBook:
             data_left=self.params.data_budget,
         )
         self.turns[event.turn_id] = turn
-        bisect.insort(self.queue, (turn.order, event.turn_id))
+        self._by_trajectory.setdefault(event.trajectory_id, set()).add(event.turn_id)
+        self.placer.put(turn)
+        self._watch(turn, event.at_s)
         return []
 
     def _tokens(self, event: TokensArrived) -> list[Action]:
@@ -218,10 +243,14 @@ class TurnBook:
                 num_prompt=turn.spec.num_prompt_tokens,
                 num_new=len(turn.token_ids),
             )
+            cached = turn.attempt_resident if event.num_cached_tokens is None else event.num_cached_tokens
             self.fleet.served(
                 worker,
+                at_s=event.at_s,
                 seconds=event.at_s - turn.attempt_at_s,
-                units=num_new + prefilled / self.params.prefill_tokens_per_unit,
+                num_new=num_new,
+                num_prefilled=max(0, prefilled - cached),
+                load_s=worker.load_until(event.at_s) - turn.attempt_load_s,
             )
             return self._finish(turn, event.at_s, TurnState.DONE, event.finish_reason, event.stop_reason)
         if len(turn.token_ids) >= turn.spec.max_tokens:
@@ -265,13 +294,14 @@ class TurnBook:
         worker = turn.worker
         assert worker is not None
         actions = self._abort(turn) if abort else []
-        self._release(turn)
+        self._release(turn, at_s)
         if not turn.spec.resumable and turn.token_ids:
             actions.append(TokensDropped(turn_id=turn.spec.turn_id, num_tokens=len(turn.token_ids)))
             turn.restart()
         turn.state, turn.queued_at_s = TurnState.QUEUED, at_s
         turn.order = (0, turn.spec.at_s, turn.order[2])
-        bisect.insort(self.queue, (turn.order, turn.spec.turn_id))
+        self.placer.put(turn)
+        self._watch(turn, at_s)
         actions.append(
             Requeued(
                 turn_id=turn.spec.turn_id,
@@ -296,10 +326,14 @@ class TurnBook:
         if turn.state in LIVE:
             if outcome is not TurnState.DONE and reason not in ("data", "infra", "bad"):
                 actions.extend(self._abort(turn))
-            self._release(turn)
+            self._release(turn, at_s)
         else:
-            self._unqueue(turn)
+            self.placer.remove(turn)
         del self.turns[spec.turn_id]
+        mine = self._by_trajectory[spec.trajectory_id]
+        mine.discard(spec.turn_id)
+        if not mine:
+            del self._by_trajectory[spec.trajectory_id]
         actions.append(
             TurnEnded(
                 turn_id=spec.turn_id,
@@ -331,6 +365,7 @@ class TurnBook:
             max_model_len=event.max_model_len,
             cap=event.cap,
         )
+        self._fleet_shrank()
         return [action for item in down for action in self._evacuate(item.worker_id, item.reason, event.at_s)]
 
     def _heartbeat(self, event: WorkerHeartbeat) -> list[Action]:
@@ -355,14 +390,15 @@ class TurnBook:
         for item in self.fleet.lost(event.worker_id, event.incarnation, event.reason):
             actions.extend(self._evacuate(item.worker_id, item.reason, event.at_s))
         if event.forget:
-            self.fleet.workers.pop(event.worker_id, None)
+            self.fleet.forget(event.worker_id)
+        self._fleet_shrank()
         return actions
 
     def _duty(self, event: WorkerDuty) -> list[Action]:
         worker = self.fleet.workers.get(event.worker_id)
         if worker is None:
             raise PolicyError(f"worker {event.worker_id} is not registered", field="worker_id")
-        worker.duty = event.duty
+        self.fleet.set_duty(worker, event.duty)
         if event.duty is Duty.DRAINING:
             return self._evacuate(event.worker_id, "drain", event.at_s)
         return []
@@ -399,7 +435,8 @@ class TurnBook:
 
     def _tick(self, at_s: float) -> list[Action]:
         actions: list[Action] = []
-        for item in self.fleet.tick(at_s):
+        down = self.fleet.tick(at_s)
+        for item in down:
             actions.extend(self._evacuate(item.worker_id, item.reason, at_s))
         for worker in list(self.fleet):
             if (
@@ -407,119 +444,74 @@ class TurnBook:
                 and not self._live.get(worker.worker_id)
                 and at_s - worker.heard_at_s > self.params.forget_dead_s
             ):
-                del self.fleet.workers[worker.worker_id]
-        for turn in list(self.turns.values()):
-            spec = turn.spec
-            if spec.deadline_at_s is not None and at_s >= spec.deadline_at_s:
-                actions.extend(
-                    self._finish(
-                        turn, at_s, TurnState.FAILED, "deadline", message="the turn's deadline passed"
-                    )
-                )
-            elif turn.detached_at_s is not None and at_s - turn.detached_at_s >= self.params.detach_s:
-                actions.extend(self._finish(turn, at_s, TurnState.CANCELLED, "client_gone"))
-            elif turn.state is TurnState.QUEUED:
-                waited_s = at_s - turn.queued_at_s
-                if waited_s >= self.params.max_queue_s and not turn.answered_503:
-                    turn.answered_503 = True
-                    turn.detached_at_s = turn.detached_at_s or at_s
-                    actions.append(AnswerUnavailable(turn_id=spec.turn_id, waited_s=waited_s))
-            elif (
-                spec.streamed
-                and turn.worker is not None
-                and not turn.worker.gated
-                and at_s - turn.progress_at_s >= self.params.stall_s
-            ):
-                turn.infra_left -= 1
-                turn.backoff_until_s[turn.worker.worker_id] = at_s + self.params.max_backoff_s
-                if turn.infra_left < 0:
-                    actions.extend(
-                        self._finish(turn, at_s, TurnState.FAILED, "infra", message="the engines stalled")
-                    )
-                else:
-                    actions.extend(self._requeue(turn, at_s, "stall", abort=True))
+                self.fleet.forget(worker.worker_id)
+        if down:
+            self._fleet_shrank()
+        while self._alarms and self._alarms[0][0] <= at_s:
+            turn = self.turns.get(heapq.heappop(self._alarms)[1])
+            if turn is not None:
+                actions.extend(self._look_at(turn, at_s))
         return actions
+
+    def _watch(self, turn: Turn, at_s: float) -> None:
+        """Set the next alarm of a turn."""
+        params, spec = self.params, turn.spec
+        next_s = at_s + params.alarm_horizon_s
+        if spec.deadline_at_s is not None:
+            next_s = min(next_s, spec.deadline_at_s)
+        if turn.detached_at_s is not None:
+            next_s = min(next_s, turn.detached_at_s + params.detach_s)
+        if turn.state is TurnState.QUEUED:
+            if not turn.answered_503:
+                next_s = min(next_s, turn.queued_at_s + params.max_queue_s)
+        elif spec.streamed:
+            next_s = min(next_s, max(turn.progress_at_s + params.stall_s, at_s + params.min_alarm_s))
+        heapq.heappush(self._alarms, (next_s, spec.turn_id))
+
+    def _look_at(self, turn: Turn, at_s: float) -> list[Action]:
+        """Do what is due for a turn at this time, if anything."""
+        actions: list[Action] = []
+        spec, params = turn.spec, self.params
+        if spec.deadline_at_s is not None and at_s >= spec.deadline_at_s:
+            return self._finish(
+                turn, at_s, TurnState.FAILED, "deadline", message="the turn's deadline passed"
+            )
+        if turn.detached_at_s is not None and at_s - turn.detached_at_s >= params.detach_s:
+            return self._finish(turn, at_s, TurnState.CANCELLED, "client_gone")
+        if turn.state is TurnState.QUEUED:
+            waited_s = at_s - turn.queued_at_s
+            if waited_s >= params.max_queue_s and not turn.answered_503:
+                turn.answered_503 = True
+                turn.detached_at_s = turn.detached_at_s or at_s
+                actions.append(AnswerUnavailable(turn_id=spec.turn_id, waited_s=waited_s))
+        elif (
+            spec.streamed
+            and turn.worker is not None
+            and not turn.worker.gated
+            and at_s - turn.progress_at_s >= params.stall_s
+        ):
+            turn.infra_left -= 1
+            turn.backoff_until_s[turn.worker.worker_id] = at_s + params.max_backoff_s
+            if turn.infra_left < 0:
+                return self._finish(turn, at_s, TurnState.FAILED, "infra", message="the engines stalled")
+            return self._requeue(turn, at_s, "stall", abort=True)
+        self._watch(turn, at_s)
+        return actions
+
+    def _fleet_shrank(self) -> None:
+        """Turns pinned to dedicated workers may run anywhere once none of these lives."""
+        limit = self.params.pin_after_reclaims
+        self.placer.try_again(
+            turn_id for _, turn_id in self.queue if self.turns[turn_id].num_reclaims >= limit
+        )
 
     # --- placing ---------------------------------------------------------------------------------------
 
     def _place(self, at_s: float) -> list[Action]:
-        if not self.queue:
-            return []
-        actions: list[Action] = []
-        open_workers = [w for w in self.fleet if w.may_take_turns and w.inflight < w.cap]
-        for entry in list(self.queue):
-            if not open_workers:
-                break
-            turn = self.turns[entry[1]]
-            eligible = [worker for worker in open_workers if self._eligible(turn, worker, at_s)]
-            if not eligible:
-                continue
-            candidate = self._candidate(turn)
-            worker = self.policy.choose(candidate, eligible)
-            if worker is None:
-                turn.hold = "policy"
-                continue
-            if worker not in eligible:
-                raise PolicyError(
-                    f"the policy chose {worker.worker_id}, which is not eligible", field="policy"
-                )
-            self._unqueue(turn)
-            actions.append(self._dispatch(turn, worker, candidate, at_s))
-            if worker.inflight >= worker.cap:
-                open_workers.remove(worker)
-        return actions
-
-    def _eligible(self, turn: Turn, worker: Worker, at_s: float) -> bool:
-        """Invariant 5, one line per clause; the last failing one is kept as the turn's hold."""
-        spec = turn.spec
-        num_tokens = spec.num_prompt_tokens + len(turn.token_ids)
-        if worker.model != spec.model or num_tokens >= worker.max_model_len:
-            turn.hold = "model"
-            return False
-        if spec.dedicated_only and worker.tier is not Tier.DEDICATED:
-            turn.hold = "tier"
-            return False
-        if (
-            turn.num_reclaims >= self.params.pin_after_reclaims
-            and worker.tier is not Tier.DEDICATED
-            and any(w.tier is Tier.DEDICATED and w.health is not Health.DEAD for w in self.fleet)
-        ):
-            turn.hold = "pinned"  # cut too often: wait for a dedicated worker, if the job owns one
-            return False
-        version = worker.version
-        own = turn.spans[-1].version if turn.spans else None  # versions never decrease within a turn
-        for floor in (self.required.get(spec.job), spec.min_version, own):
-            if floor is not None and (version is None or version < floor):
-                turn.hold = "weights"
-                return False
-        if turn.backoff_until_s.get(worker.worker_id, float("-inf")) > at_s:
-            turn.hold = "backoff"
-            return False
-        if not worker.has_room(self._need_tokens(turn)):
-            turn.hold = "capacity"
-            return False
-        return True
-
-    def _need_tokens(self, turn: Turn) -> int:
-        left = turn.spec.max_tokens - len(turn.token_ids)
-        return (
-            turn.spec.num_prompt_tokens
-            + len(turn.token_ids)
-            + min(left, self.affinity.expected_tokens(turn.spec.job))
-        )
-
-    def _candidate(self, turn: Turn) -> Candidate:
-        spec = turn.spec
-        affine, resident = self.affinity.where(spec.trajectory_id)
-        num_prompt = spec.num_prompt_tokens + len(turn.token_ids)
-        left = spec.max_tokens - len(turn.token_ids)
-        return Candidate(
-            num_prompt_tokens=num_prompt,
-            expected_tokens=min(left, self.affinity.expected_tokens(spec.job)),
-            affine=affine,
-            resident_tokens=min(resident, num_prompt),
-            group_worker=None if affine is not None else self.affinity.group_worker(spec.group_id),
-        )
+        return [
+            self._dispatch(turn, worker, candidate, at_s)
+            for turn, worker, candidate in self.placer.place(at_s)
+        ]
 
     def _dispatch(self, turn: Turn, worker: Worker, candidate: Candidate, at_s: float) -> Dispatch:
         spec = turn.spec
@@ -527,17 +519,23 @@ class TurnBook:
         turn.state = TurnState.DISPATCHED
         turn.worker, turn.dispatch_version = worker, worker.version
         turn.attempt_start, turn.attempt_at_s, turn.progress_at_s = len(turn.token_ids), at_s, at_s
-        turn.reserved_tokens = self._need_tokens(turn)
+        turn.reserved_tokens = turn.need_tokens
         if turn.first_dispatch_at_s is None:
             turn.first_dispatch_at_s = at_s
         if turn.attempt > 1:
             turn.num_recomputed_tokens += spec.num_prompt_tokens + len(turn.token_ids)
-        worker.inflight += 1
-        worker.reserved_tokens += turn.reserved_tokens
-        worker.admitted_tokens += max(0, candidate.num_prompt_tokens - candidate.resident_tokens)
+        resident = candidate.resident_tokens if worker is candidate.affine else 0
+        self.fleet.take(
+            worker,
+            at_s=at_s,
+            reserved=turn.reserved_tokens,
+            admitted=max(0, candidate.num_prompt_tokens - resident),
+        )
+        turn.attempt_load_s, turn.attempt_resident = worker.load_s, resident
+        self._watch(turn, at_s)
         self._live.setdefault(worker.worker_id, set()).add(spec.turn_id)
         if spec.group_id is not None and candidate.affine is None:
-            self.affinity.started(spec.group_id, worker)
+            self.affinity.started(spec.group_id, worker, candidate.num_prompt_tokens)
         affinity = "miss" if candidate.affine is None else "hit" if candidate.affine is worker else "broken"
         return Dispatch(
             turn_id=spec.turn_id,
@@ -551,20 +549,15 @@ class TurnBook:
 
     # --- books -----------------------------------------------------------------------------------------
 
-    def _release(self, turn: Turn) -> None:
+    def _release(self, turn: Turn, at_s: float) -> None:
         worker = turn.worker
         assert worker is not None
-        worker.inflight -= 1
-        worker.reserved_tokens -= turn.reserved_tokens
+        self.fleet.give_back(worker, at_s=at_s, reserved=turn.reserved_tokens)
         live = self._live[worker.worker_id]
         live.discard(turn.spec.turn_id)
         if not live:
             del self._live[worker.worker_id]
         turn.worker, turn.reserved_tokens = None, 0
-
-    def _unqueue(self, turn: Turn) -> None:
-        index = bisect.bisect_left(self.queue, (turn.order, turn.spec.turn_id))
-        del self.queue[index]
 
     def _known(self, turn_id: str) -> Turn:
         turn = self.turns.get(turn_id)
@@ -592,6 +585,5 @@ class TurnBook:
             assert worker.reserved_tokens == sum(turn.reserved_tokens for turn in turns)
             assert all(turn.worker is worker for turn in turns)
         assert not live
-        queued = [turn_id for turn_id, turn in self.turns.items() if turn.state is TurnState.QUEUED]
-        assert sorted(queued) == sorted(turn_id for _, turn_id in self.queue)  # 4
-        assert self.queue == sorted(self.queue)
+        self.placer.check()  # 4
+        self.fleet.table.check(self.fleet)  # 6

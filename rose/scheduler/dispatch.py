@@ -136,7 +136,7 @@ class Dispatcher:
     def cancel_trajectory(self, trajectory_id: str, reason: str) -> None:
         """Stop every turn of a trajectory, in the engines too."""
         now_s = self.now_s()
-        for turn_id in [name for name, t in self.book.turns.items() if t.spec.trajectory_id == trajectory_id]:
+        for turn_id in self.book.turns_of(trajectory_id):
             self.feed(te.TurnCancelled(at_s=now_s, turn_id=turn_id, reason=reason))
         self.feed(te.TrajectoryClosed(at_s=now_s, trajectory_id=trajectory_id))
 

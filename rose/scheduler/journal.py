@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import mmap
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from rose.errors import CapacityError, ConfigError, LedgerError
 MAGIC = b"ROSEJRN1"
 FRAME = struct.Struct("<II")
 MAX_RECORD_BYTES = 256 * 2**20
+_RELEASE_BYTES = 64 * 2**20
 
 
 class TurnRecord(msgspec.Struct, tag="turn", frozen=True, omit_defaults=True):
@@ -182,32 +184,39 @@ class Journal:
     def healthy(self) -> bool:
         return self._broken is None
 
-    def recover(self) -> list[Record]:
-        """Read every record, cut a torn tail, and open the file for appending.
+    def recover(self) -> Iterator[Record]:
+        """Each record in order; then the torn tail, if any, is cut and the file is open for appending.
+
+        The file is mapped, and given back as it is read: a restart needs memory for the state, not for the
+        history.
 
         Raises:
             LedgerError: Not our file, or damaged before its tail.
         """
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        data = self.path.read_bytes()
-        if len(data) < len(MAGIC) and MAGIC.startswith(data):
+        size = os.fstat(self._file).st_size
+        magic = os.pread(self._file, len(MAGIC), 0)
+        if size < len(MAGIC) and MAGIC.startswith(magic):
             self._truncate(0)
             self._write(MAGIC)
-            return []
-        if not data.startswith(MAGIC):
+            return
+        if magic != MAGIC:
             raise LedgerError(f"{self.path.name} is not a journal of this version", field="journal")
-        records: list[Record] = []
-        at = len(MAGIC)
-        while at < len(data):
-            end, record = _read_frame(data, at)
-            if record is None:
-                if _later_frame(data, at):
-                    raise LedgerError(f"{self.path.name} is damaged at byte {at}", field="journal")
-                break
-            records.append(record)
-            at = end
+        at, released = len(MAGIC), 0
+        with mmap.mmap(self._file, size, access=mmap.ACCESS_READ) as data:
+            while at < size:
+                end, record = _read_frame(data, at)
+                if record is None:
+                    if _later_frame(data, at):
+                        raise LedgerError(f"{self.path.name} is damaged at byte {at}", field="journal")
+                    break
+                yield record
+                at = end
+                if at - released > _RELEASE_BYTES:
+                    whole = (at - released) // mmap.PAGESIZE * mmap.PAGESIZE
+                    data.madvise(mmap.MADV_DONTNEED, released, whole)
+                    released += whole
         self._truncate(at)
-        return records
 
     def append(self, record: Record) -> None:
         """Give ``record`` to the kernel.
@@ -293,7 +302,7 @@ class Journal:
         self._size = size
 
 
-def _read_frame(data: bytes, at: int) -> tuple[int, Record | None]:
+def _read_frame(data: bytes | mmap.mmap, at: int) -> tuple[int, Record | None]:
     start = at + FRAME.size
     if start > len(data):
         return at, None
@@ -307,7 +316,7 @@ def _read_frame(data: bytes, at: int) -> tuple[int, Record | None]:
         return at, None
 
 
-def _later_frame(data: bytes, at: int) -> bool:
+def _later_frame(data: bytes | mmap.mmap, at: int) -> bool:
     """Is the bad frame at ``at`` followed by a good one?  Then it is damage, not a torn tail."""
     if at + FRAME.size > len(data):
         return False

@@ -14,7 +14,7 @@ from rose.scheduler.journal import AckRecord, CancelRecord, Journal, Record
 
 def reopen(directory: Path) -> tuple[Journal, list[Record]]:
     journal = Journal(directory)
-    return journal, journal.recover()
+    return journal, list(journal.recover())
 
 
 def record(number: int) -> AckRecord:
@@ -61,7 +61,7 @@ def test_damage_before_the_tail_is_an_error(written: Path) -> None:
     path.write_bytes(data)
     journal = Journal(written)
     with pytest.raises(LedgerError, match="damaged at byte 8"):
-        journal.recover()
+        list(journal.recover())
     journal.close()
 
 
@@ -69,7 +69,7 @@ def test_a_foreign_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "journal.rose").write_bytes(b"something else entirely")
     journal = Journal(tmp_path)
     with pytest.raises(LedgerError, match="not a journal"):
-        journal.recover()
+        list(journal.recover())
     journal.close()
 
 

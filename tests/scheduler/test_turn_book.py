@@ -16,6 +16,7 @@ from rose.policy import turn_events as te
 from rose.policy.fleet import Duty, FleetParams, Tier
 from rose.policy.routing import POLICY_NAMES, make_policy
 from rose.policy.turns import RECLAIMED, TurnBook
+from tests.scheduler import reference
 
 
 def book_of(policy: str = "sticky_least_loaded", **params: Any) -> TurnBook:
@@ -585,8 +586,7 @@ class AnySequence(RuleBasedStateMachine):
             waiting = [t for t in self.book.turns.values() if t.state is te.TurnState.QUEUED]
             for turn in waiting:  # and none waits while a worker has room for it
                 for worker in self.book.fleet:
-                    open_ = worker.may_take_turns and worker.inflight < worker.cap
-                    if open_ and self.book._eligible(turn, worker, self.book._now_s):
+                    if reference.eligible(self.book, turn, worker, self.now_s):
                         assert turn.hold == "policy"  # only a policy that declines may leave it there
 
 

@@ -1,0 +1,199 @@
+"""The queue of turns that wait, and which of them goes where.
+
+A turn that found no worker is looked at again only when something got better for it: a worker *gained* (a
+slot, KV room, weights, health, slack; ``WorkerTable.gained``), or the turn itself did (its back-off ran out).
+So an event costs what it changed, not turns times workers, and the outcome is the same as if every waiting
+turn had been tried against every worker.
+
+Order: resumed turns first, then by age.  The queue is never searched for a turn that fits "better": a later
+turn overtakes only where an earlier one cannot run.
+
+Callers: ``rose.policy.turns``, which owns the turns and carries the placements out.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from rose.errors import PolicyError
+from rose.policy.affinity import Affinity
+from rose.policy.fleet import Fleet, Health, Tier, Worker
+from rose.policy.packed import Eligible, Mask
+from rose.policy.routing import Candidate, RoutingPolicy
+from rose.policy.staleness import Version
+from rose.policy.turn import Turn
+from rose.policy.turn_events import TurnParams
+
+Entry = tuple[tuple[int, float, int], str]
+_Class = tuple[str, bool, Version | None]
+"""What eligibility depends on besides size and back-off: model, dedicated only, lowest version."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Placer:
+    """Args:
+    turns: All turns that have not ended; owned by the turn book.
+    required: Lowest weight version per job; owned by the turn book.
+    """
+
+    policy: RoutingPolicy
+    params: TurnParams
+    fleet: Fleet
+    affinity: Affinity
+    turns: dict[str, Turn]
+    required: dict[str, Version]
+    queue: list[Entry] = field(default_factory=lambda: list[Entry]())
+    _fresh: set[str] = field(default_factory=lambda: set[str]())
+    """Queued turns that have not been tried against the workers as they were when these last gained."""
+    _backoffs: list[tuple[float, str]] = field(default_factory=lambda: list[tuple[float, str]]())
+
+    # --- the queue -------------------------------------------------------------------------------------
+
+    def put(self, turn: Turn) -> None:
+        turn_id = turn.spec.turn_id
+        left = turn.spec.max_tokens - len(turn.token_ids)
+        turn.expected_tokens = min(left, self.affinity.expected_tokens(turn.spec.job))
+        bisect.insort(self.queue, (turn.order, turn_id))
+        self._fresh.add(turn_id)
+        for until_s in turn.backoff_until_s.values():
+            heapq.heappush(self._backoffs, (until_s, turn_id))
+
+    def remove(self, turn: Turn) -> None:
+        index = bisect.bisect_left(self.queue, (turn.order, turn.spec.turn_id))
+        del self.queue[index]
+        self._fresh.discard(turn.spec.turn_id)
+
+    def try_again(self, turn_ids: Iterable[str]) -> None:
+        """These turns may run where they could not before, for a reason no worker shows."""
+        self._fresh.update(turn_ids)
+
+    # --- placing ---------------------------------------------------------------------------------------
+
+    def place(self, at_s: float) -> Iterator[tuple[Turn, Worker, Candidate]]:
+        """Each placement in turn; the caller carries it out before it asks for the next.
+
+        Raises:
+            PolicyError: The policy chose a worker that is not eligible.
+        """
+        while self._backoffs and self._backoffs[0][0] <= at_s:
+            turn = self.turns.get(heapq.heappop(self._backoffs)[1])
+            if turn is not None and turn.worker is None:
+                self._fresh.add(turn.spec.turn_id)
+        table = self.fleet.table
+        if not table.gained and not self._fresh:
+            return
+        gained = table.take_gained()
+        masks: dict[_Class, Mask] = {}
+        rooms: dict[_Class, int] = {}
+        count = len(table)
+        num_open = int(table.open[:count].sum())
+        entries = (
+            list(self.queue) if len(gained) else sorted((self.turns[n].order, n) for n in self._fresh)
+        )
+        for _, turn_id in entries:
+            if num_open == 0 or not (self._fresh or len(gained)):
+                break
+            fresh = turn_id in self._fresh
+            turn = self.turns[turn_id]
+            kind = self._class_of(turn)
+            static = masks.get(kind)
+            if static is None:
+                static = masks[kind] = table.may_run(
+                    model=kind[0], dedicated_only=kind[1], floor=kind[2]
+                )
+            mask = static & table.open[:count]
+            if not fresh:
+                room = rooms.get(kind)
+                if room is None:
+                    mine = gained[mask[gained]]
+                    room = rooms[kind] = int(table.room[mine].max()) if len(mine) else -1
+                if turn.need_tokens > room:
+                    continue
+            mask = self._narrow(turn, mask, at_s)
+            if not (mask.any() if fresh else mask[gained].any()):
+                self._fresh.discard(turn_id)
+                turn.hold = self.why(turn, at_s)
+                continue
+            candidate = self._candidate(turn, at_s)
+            eligible = Eligible(table, mask)
+            worker = self.policy.choose(candidate, eligible)
+            if worker is None:
+                self._fresh.discard(turn_id)
+                turn.hold = "policy"
+                continue
+            if worker not in eligible:
+                raise PolicyError(
+                    f"the policy chose {worker.worker_id}, which is not eligible", field="policy"
+                )
+            self.remove(turn)
+            yield turn, worker, candidate
+            rooms.clear()
+            if worker.inflight >= worker.slots:
+                num_open -= 1
+        if num_open == 0:
+            self._fresh.clear()  # whoever opens has gained, and is tried then
+
+    def _class_of(self, turn: Turn) -> _Class:
+        spec = turn.spec
+        own = turn.spans[-1].version if turn.spans else None  # versions never decrease within a turn
+        floors = [v for v in (self.required.get(spec.job), spec.min_version, own) if v is not None]
+        return spec.model, spec.dedicated_only or self._is_pinned(turn), max(floors, default=None)
+
+    def _is_pinned(self, turn: Turn) -> bool:
+        """Cut too often: it waits for a dedicated worker, if there is one."""
+        return turn.num_reclaims >= self.params.pin_after_reclaims and any(
+            worker.tier is Tier.DEDICATED and worker.health is not Health.DEAD for worker in self.fleet
+        )
+
+    def _narrow(self, turn: Turn, mask: Mask, at_s: float) -> Mask:
+        """``mask`` without workers that cannot hold the turn, or that it backs off from."""
+        table = self.fleet.table
+        mask = table.fits(mask, num_tokens=turn.num_tokens, need_tokens=turn.need_tokens)
+        for worker_id, until_s in turn.backoff_until_s.items():
+            if until_s > at_s and worker_id in table.rows:
+                mask[table.rows[worker_id]] = False
+        return mask
+
+    def _candidate(self, turn: Turn, at_s: float) -> Candidate:
+        spec = turn.spec
+        affine, resident = self.affinity.where(spec.trajectory_id)
+        group_worker, group_tokens = self.affinity.group_worker(spec.group_id)
+        return Candidate(
+            at_s=at_s,
+            num_prompt_tokens=turn.num_tokens,
+            expected_tokens=turn.expected_tokens,
+            affine=affine,
+            resident_tokens=min(resident, turn.num_tokens),
+            group_worker=group_worker if affine is None else None,
+            group_tokens=min(group_tokens, turn.num_tokens),
+        )
+
+    def why(self, turn: Turn, at_s: float) -> str:
+        """The first thing that keeps the turn from every worker."""
+        table = self.fleet.table
+        count = len(table)
+        model, dedicated_only, floor = self._class_of(turn)
+        mask = table.model[:count] == table.model_number(model)
+        mask &= table.max_len[:count] > turn.num_tokens
+        if not mask.any():
+            return "model"
+        if dedicated_only and not (mask & table.dedicated[:count]).any():
+            return "pinned" if not turn.spec.dedicated_only else "tier"
+        if dedicated_only:
+            mask &= table.dedicated[:count]
+        if floor is not None and not (mask & table.at_least(floor)).any():
+            return "weights"
+        open_ = table.may_run(model=model, dedicated_only=dedicated_only, floor=floor)
+        if table.fits(open_, num_tokens=turn.num_tokens, need_tokens=turn.need_tokens).any():
+            return "backoff"
+        return "pinned" if dedicated_only and not turn.spec.dedicated_only else "capacity"
+
+    def check(self) -> None:
+        """The queue is sorted and holds exactly the turns without a worker."""
+        assert self.queue == sorted(self.queue)
+        waiting = sorted(name for name, turn in self.turns.items() if turn.worker is None)
+        assert waiting == sorted(turn_id for _, turn_id in self.queue)
+        assert self._fresh <= set(waiting)
