@@ -74,7 +74,7 @@ def make_arrivals(config: ServingSection, num_engines: int, duration_s: float, s
             fix="mode = 'fleet', a shorter run or a smaller fleet",
         )
     if config.trace is not None:
-        at_s, prompt, output = _from_trace(config, num_engines, duration_s)
+        at_s, prompt, output = _from_trace(config, num_engines, duration_s, rng)
     else:
         counts = rng.poisson(rates(config, num_engines, duration_s, rng))
         second = np.repeat(np.arange(len(counts)), counts)
@@ -86,19 +86,35 @@ def make_arrivals(config: ServingSection, num_engines: int, duration_s: float, s
     return Arrivals(at_s=at_s, engine=engine, prompt=prompt, output=output)
 
 
-def _from_trace(config: ServingSection, num_engines: int, duration_s: float) -> tuple[Floats, Ints, Ints]:
-    """The trace repeated over the run; its time is scaled so that its mean rate is the fleet's."""
+def _from_trace(
+    config: ServingSection, num_engines: int, duration_s: float, rng: np.random.Generator
+) -> tuple[Floats, Ints, Ints]:
+    """The trace on its own clock, repeated over the run, thinned or multiplied to the wanted mean rate.
+
+    Each row comes 0, 1 or more times at random; copies fall within half a second, so bursts stay bursts.
+    """
     assert config.trace is not None
     rows = load_trace(config.trace)
     times = np.array([row.at_s for row in rows])
     span_s = float(times[-1]) * (1.0 + 1.0 / len(rows))
-    scale = config.requests_per_s * num_engines * span_s / len(rows)
-    num_loops = math.ceil(duration_s * scale / span_s)
-    at_s = np.concatenate([(times + loop * span_s) / scale for loop in range(num_loops)])
-    keep = at_s < duration_s
-    prompt = np.tile([max(1, min(row.context_tokens, config.prompt_max)) for row in rows], num_loops)
-    output = np.tile([max(1, min(row.generated_tokens, config.output_max)) for row in rows], num_loops)
-    return at_s[keep], prompt[keep], output[keep]
+    copies = config.requests_per_s * num_engines * span_s / len(rows)
+    chosen: list[Ints] = []
+    at: list[Floats] = []
+    for loop in range(math.ceil(duration_s / span_s)):
+        count = math.floor(copies) + (rng.random(len(rows)) < copies % 1.0)
+        index = np.repeat(np.arange(len(rows)), count)
+        first = np.concatenate([[True], index[1:] != index[:-1]]) if len(index) else np.zeros(0, dtype=bool)
+        jitter = np.where(first, 0.0, rng.uniform(0.0, 0.5, len(index)))
+        chosen.append(index)
+        at.append(times[index] + loop * span_s + jitter)
+    at_s, index = np.concatenate(at), np.concatenate(chosen)
+    order = np.argsort(at_s, kind="stable")
+    order = order[at_s[order] < duration_s]
+    context = np.array([row.context_tokens for row in rows])
+    generated = np.array([row.generated_tokens for row in rows])
+    prompt = np.clip(context[index[order]], 1, config.prompt_max)
+    output = np.clip(generated[index[order]], 1, config.output_max)
+    return at_s[order], prompt.astype(np.int64), output.astype(np.int64)
 
 
 def _log_normal(rng: np.random.Generator, median: float, log_std: float, most: int, num: int) -> Ints:

@@ -38,8 +38,10 @@ from rose.sim.systems import System
 
 STATIC_SHARE = 0.5
 """Of the KV memory, under static co-location."""
-REPORT_PERIOD_S = 0.25
-"""How often a busy serving engine's memory is looked at; agents do it every 0.05 s."""
+REPORT_PERIOD_S = 0.5
+"""How often a busy serving engine's memory is looked at (agents do it every 0.05 s); a claim is heard at once."""
+HELD_STEP = 0.01
+"""Share of the device by which what the rollout engine holds must change to be reported."""
 ZEROS = (0,) * 65536
 JOB = "job"
 
@@ -77,7 +79,12 @@ class Counters:
     failed: int = 0
     cuts: int = 0
     kills: int = 0
-    unserved: int = 0
+    delivered: int = 0
+    """In turns that ended, however they ended."""
+    dropped: int = 0
+    """Of turns that had to start again."""
+    fenced: int = 0
+    """Of attempts that were no longer live."""
 
 
 class Cluster:
@@ -202,7 +209,8 @@ class Cluster:
         """What happens every heartbeat: reports, ticks, heartbeats, the scheduler's clock."""
         for name, node in self.nodes.items():
             if node.registered:
-                self.report(name, node, now_s)
+                if now_s - node.reported_s >= REPORT_PERIOD_S:
+                    self.report(name, node, now_s)
                 self.heartbeat(name, node, now_s)
         self.feed(te.ClockTicked(at_s=now_s))
 
@@ -250,7 +258,9 @@ class Cluster:
             )
         )
         self._lend(name, node, actions)
-        self._rollout_report(name, node, now_s)
+        held = lending.held_pages
+        if node.cut_due or not lending.lend_pages or abs(device.rollout_pages - held) > HELD_STEP * device.total_pages:
+            self._rollout_report(name, node, now_s)
 
     def _rollout_report(self, name: str, node: Node, now_s: float) -> None:
         assert node.lending is not None
@@ -448,12 +458,26 @@ class Cluster:
                 del self._targets[action.turn_id]
                 self.counters.turns += action.outcome is te.TurnState.DONE
                 self.counters.failed += action.outcome is te.TurnState.FAILED
+                self.counters.delivered += len(action.result.token_ids)
                 self.journal.write(now_s, "end", action.turn_id, action.outcome, action.reason)
                 self.on_turn(action, now_s)
             case te.Requeued():
                 self.counters.requeued += 1
-            case te.TokensDropped() | te.TokensKept() | te.Fenced() | te.AnswerUnavailable():
+            case te.TokensDropped():
+                self.counters.dropped += action.num_tokens
+            case te.Fenced():
+                self.counters.fenced += action.num_tokens
+            case te.TokensKept() | te.AnswerUnavailable():
                 pass
+
+    def check(self) -> None:
+        """The turn book's invariants, and: every sampled token is delivered, dropped, fenced or in a live turn."""
+        self.book.check()
+        counters = self.counters
+        live = sum(len(turn.token_ids) for turn in self.book.turns.values())
+        sampled = sum(counters.sampled.values())
+        assert sampled == counters.delivered + counters.dropped + counters.fenced + live
+        assert set(self._targets) == set(self.book.turns)
 
 
 def _turn_of(key: str) -> tuple[str, int]:

@@ -132,6 +132,8 @@ class JobSection(Section):
     def _keep(self) -> Self:
         if self.keep_low > self.keep_high:
             raise ValueError("keep_low is above keep_high")
+        if self.prompt_tokens + 1 >= self.max_model_len:
+            raise ValueError("prompt_tokens leaves no room in max_model_len")
         return self
 
 
@@ -144,6 +146,19 @@ class LinksSection(Section):
     """Trainer to dedicated engines, a broadcast."""
     host_path_gb_s: Positive = 3.1
     """Dense GB that one host covers per second when it encodes or applies an update."""
+
+
+class CellsSection(Section):
+    """Mode ``fleet`` and ``rose plan``: small exact fleets at several loads stand for the large one."""
+
+    serving: int = Field(default=8, ge=1, le=256)
+    dedicated: int = Field(default=2, ge=1, le=256)
+    warm_s: Positive = 60.0
+    """Not counted."""
+    seconds: Positive = 180.0
+    loads: int = Field(default=6, ge=2, le=64)
+    """Points between the quietest and the busiest hour."""
+    in_flight_per_engine: int = Field(default=12, ge=1, le=256)
 
 
 class Scenario(Section):
@@ -165,6 +180,7 @@ class Scenario(Section):
     serving: ServingSection = ServingSection()
     job: JobSection = JobSection()
     links: LinksSection = LinksSection()
+    cells: CellsSection = CellsSection()
     lending: dict[str, float] = Field(default_factory=dict)
     """Changes to :class:`rose.policy.lending.LendingParams`."""
 

@@ -9,7 +9,7 @@ import math
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rose.errors import ConfigError
@@ -44,6 +44,8 @@ class Sample:
     lent_share: float
     held_share: float
     harvested_engines: int
+    sampled: tuple[int, int]
+    """Tokens so far on dedicated and on other engines."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -352,6 +354,10 @@ class _World(Hooks):
                 lent_share=lent / total if total else 0.0,
                 held_share=held / total if total else 0.0,
                 harvested_engines=engines,
+                sampled=(
+                    self.cluster.counters.sampled["dedicated"],
+                    self.cluster.counters.sampled["harvested"],
+                ),
             )
         )
         self.queue.at(now_s + every_s, self._sample, every_s)
@@ -374,7 +380,7 @@ class _World(Hooks):
 
     def check(self) -> None:
         self.job.check()
-        self.cluster.book.check()
+        self.cluster.check()
         for device in [*self.serving_devices, *(node.device for node in self.cluster.nodes.values())]:
             device.check()
 
@@ -388,6 +394,7 @@ def simulate(
     progress: Callable[[float], None] | None = None,
     check: bool = False,
     arrivals: Arrivals | None = None,
+    asynchronous: bool = False,
 ) -> RunResult:
     """Run one system through one scenario.
 
@@ -395,6 +402,7 @@ def simulate(
         digest: Keep the journal's digest also where no file is asked for.
         progress: Called with the share of time that has passed.
         check: Assert every book's invariants at the end.
+        asynchronous: Train asynchronously whatever the system does otherwise.
         arrivals: Those of an earlier run of the same scenario, to save making them again.
 
     Raises:
@@ -405,7 +413,10 @@ def simulate(
     fleet = scenario.fleet
     if arrivals is None and fleet.serving:
         arrivals = make_arrivals(scenario.serving, fleet.serving, scenario.duration_s, scenario.seed)
-    world = _World(scenario, SYSTEMS[system_name], journal, arrivals)
+    system = SYSTEMS[system_name]
+    if asynchronous:
+        system = replace(system, training="async")
+    world = _World(scenario, system, journal, arrivals)
     world.run(progress)
     if check:
         world.check()
