@@ -24,7 +24,7 @@ from rose.policy.samples import (
     TrajectoryCreated,
     TrajectoryFinished,
 )
-from rose.policy.staleness import Version
+from rose.policy.staleness import Version, worst_lag
 from rose.sim.cluster import JOB, Cluster
 from rose.sim.events import EventQueue, Journal
 from rose.sim.scenario import Scenario
@@ -52,6 +52,8 @@ class Step:
     cancelled: int = 0
     sampled: int = 0
     harvested: int = 0
+    lag: int = 0
+    """Versions that the stalest trained token lay behind."""
     tail_s: float = math.nan
     """From 75 % of the batch's trajectories to the batch."""
 
@@ -296,6 +298,8 @@ class Job:
         ids = leased.trajectory_ids
         step.ready_s = now_s
         step.trajectories = len(ids)
+        oldest = [self.book.samples[name].oldest for name in ids]
+        step.lag = worst_lag(self.version, [version for version in oldest if version is not None])
         step.tokens = sum(self._tokens.pop(name) for name in ids)
         times = sorted(self._finished_s.pop(name) for name in ids)
         step.tail_s = now_s - times[max(0, math.ceil(0.75 * len(times)) - 1)]
@@ -303,9 +307,9 @@ class Job:
         if not self.asynchronous:
             wait_s = self.hooks.rollouts_end(step.number)
             for trajectory in list(self._running.values()):
-                self.cluster.cancel(trajectory.turn_id, "redundant")
                 step.cancelled += 1
                 self._drop(trajectory, "redundant")
+                self.cluster.cancel(trajectory.turn_id, "redundant")
             for group in list(self._groups.values()):
                 for name, _, _ in group.done:
                     step.cancelled += 1

@@ -88,11 +88,12 @@ def test_a_step_is_rollout_then_training_then_weights() -> None:
     assert run.steps[0].end_s == run.steps[1].start_s
 
 
-def test_asynchronous_training_never_takes_a_sample_older_than_alpha() -> None:
-    run = simulate(tiny(num_steps=6, job={**TINY["job"], "alpha": 1}), "fixed_async", check=True)
+@pytest.mark.parametrize("alpha", [0, 2])
+def test_asynchronous_training_never_takes_a_sample_older_than_alpha(alpha: int) -> None:
+    run = simulate(tiny(num_steps=6, job={**TINY["job"], "alpha": alpha}), "fixed_async", check=True)
 
     assert len(run.steps) == 6
-    assert run.steps[1].start_s < run.steps[1].ready_s
+    assert max(step.lag for step in run.steps) == alpha
 
 
 def test_harvesting_moves_tokens_to_serving_engines_and_costs_no_gpu_hours() -> None:
