@@ -59,7 +59,9 @@ TOLERANCE = 0.25
 def quarter(scenario: Scenario) -> Scenario:
     """A quarter of the cell: same ratios, one step."""
     fleet = scenario.fleet
-    change = {name: max(1, getattr(fleet, name) // 4) for name in ("dedicated", "serving", "trainers", "spot")}
+    change = {
+        name: max(1, getattr(fleet, name) // 4) for name in ("dedicated", "serving", "trainers", "spot")
+    }
     job = scenario.job.model_copy(update={"num_groups": max(1, scenario.job.num_groups // 4)})
     return scenario.model_copy(update={"fleet": fleet.model_copy(update=change), "job": job, "num_steps": 1})
 
@@ -110,7 +112,10 @@ def conclude(data: dict[str, Any]) -> dict[str, Any]:
                     summary[f"{cell}.{system}.gain_high"] = round(max(gains), 3)
                 summary[f"{cell}.{system}.slo_missed"] = round(float(np.mean(missed)), 5)
             summary[f"{cell}.rollout_share_fixed"] = round(
-                float(np.mean([s["fixed_sync"]["rollout_s"] / s["fixed_sync"]["step_s"] for s in runs.values()])), 3
+                float(
+                    np.mean([s["fixed_sync"]["rollout_s"] / s["fixed_sync"]["step_s"] for s in runs.values()])
+                ),
+                3,
             )
         summary[f"{cell}.published_gain"] = PUBLISHED[cell]
         draws = [d for d in data["draws"].get(cell, {}).values() if all(r["step_s"] for r in d.values())]
@@ -156,18 +161,28 @@ def rivals(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def save(path: Path, data: dict[str, Any]) -> None:
-    document = {"schema": 1, "benchmark": "sim_paper", "summary": conclude(data), "details": data, "machine": machine()}
+    document = {
+        "schema": 1,
+        "benchmark": "sim_paper",
+        "summary": conclude(data),
+        "details": data,
+        "machine": machine(),
+    }
     temporary = path.with_name(path.name + ".new")
     temporary.write_text(json.dumps(document, indent=1) + "\n")
     os.replace(temporary, path)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--draws", type=int, default=200)
     parser.add_argument("--only", choices=CELLS)
-    parser.add_argument("--seconds", type=float, default=1e9, help="stop after this long; start again to go on")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="stop after this long; start again to go on"
+    )
     args = parser.parse_args()
     data: dict[str, Any] = {"cells": {}, "draws": {}}
     if args.json.exists():
@@ -177,13 +192,19 @@ def main() -> None:
     cells = [args.only] if args.only else list(CELLS)
     for cell in cells:
         for seed in SEEDS:
-            if str(seed) not in data["cells"].setdefault(cell, {}) and time.monotonic() - began < args.seconds:
+            if (
+                str(seed) not in data["cells"].setdefault(cell, {})
+                and time.monotonic() - began < args.seconds
+            ):
                 data["cells"][cell][str(seed)] = run_cell(cell, seed)
                 save(args.json, data)
                 print(f"{cell} seed {seed}", flush=True)
     for number in range(args.draws):
         for cell in cells:
-            if str(number) not in data["draws"].setdefault(cell, {}) and time.monotonic() - began < args.seconds:
+            if (
+                str(number) not in data["draws"].setdefault(cell, {})
+                and time.monotonic() - began < args.seconds
+            ):
                 data["draws"][cell][str(number)] = run_draw(cell, number)
         if number % 10 == 9:
             save(args.json, data)

@@ -34,11 +34,18 @@ class CellResult:
         return self.missed / self.requests if self.requests else 0.0
 
 
-def cell_scenario(scenario: Scenario, load: float, seed: int, *, serving: int = 0, dedicated: int = 0) -> Scenario:
+def cell_scenario(
+    scenario: Scenario, load: float, seed: int, *, serving: int = 0, dedicated: int = 0
+) -> Scenario:
     """The cell of ``scenario`` at ``load``; sizes default to those of its ``cells`` table."""
     cells, fleet = scenario.cells, scenario.fleet
     serving, dedicated = serving or cells.serving, dedicated or cells.dedicated
-    change = {"serving": serving, "dedicated": dedicated, "trainers": fleet.trainers, "spot": min(fleet.spot, serving)}
+    change = {
+        "serving": serving,
+        "dedicated": dedicated,
+        "trainers": fleet.trainers,
+        "spot": min(fleet.spot, serving),
+    }
     return scenario.model_copy(
         update={
             "mode": "exact",
@@ -55,7 +62,9 @@ def cell_scenario(scenario: Scenario, load: float, seed: int, *, serving: int = 
     )
 
 
-def run_cell(scenario: Scenario, system: str, load: float, seed: int, *, serving: int = 0, dedicated: int = 0) -> CellResult:
+def run_cell(
+    scenario: Scenario, system: str, load: float, seed: int, *, serving: int = 0, dedicated: int = 0
+) -> CellResult:
     """One cell; ``system`` keeps its mechanisms but trains asynchronously."""
     config = cell_scenario(scenario, load, seed, serving=serving, dedicated=dedicated)
     warm_s = scenario.cells.warm_s

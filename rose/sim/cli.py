@@ -63,7 +63,9 @@ def sim(
     names = tuple(system or config.systems)
     for name in names:
         if name not in SYSTEMS:
-            raise ConfigError(f"'{name}' is not a system", field="--system", fix=f"one of {', '.join(SYSTEMS)}")
+            raise ConfigError(
+                f"'{name}' is not a system", field="--system", fix=f"one of {', '.join(SYSTEMS)}"
+            )
     if journal is not None and len(names) != 1:
         raise ConfigError("needs a single system", field="--journal", fix="add --system NAME")
     span = _window(window)
@@ -124,7 +126,9 @@ def print_runs(runs: list[RunResult]) -> None:
 
 
 def plan(
-    scenario: Annotated[Path, typer.Option(help="Your fleet, job and traffic, as TOML; see examples/scenarios/plan.toml.")],
+    scenario: Annotated[
+        Path, typer.Option(help="Your fleet, job and traffic, as TOML; see examples/scenarios/plan.toml.")
+    ],
     trace: Annotated[Path | None, typer.Option(help="Your production trace: Azure-format CSV.")] = None,
     out: Annotated[Path, typer.Option(help="Where plan.html and plan.json go.")] = Path("out/plan"),
     overrides: Annotated[

@@ -129,7 +129,9 @@ class Cluster:
 
     # --- fleet -----------------------------------------------------------------------------------------
 
-    def join(self, name: str, device: Device, tier: Tier, *, version: Version | None, cap: int | None = None) -> Node:
+    def join(
+        self, name: str, device: Device, tier: Tier, *, version: Version | None, cap: int | None = None
+    ) -> Node:
         job = self.scenario.job
         default = job.cap_dedicated if tier is Tier.DEDICATED else job.cap_harvested
         node = Node(device=device, tier=tier, model_len=job.max_model_len, cap=cap or default)
@@ -139,7 +141,9 @@ class Cluster:
             if self.system.lending == "static":
                 device.lend_pages = int(STATIC_SHARE * device.total_pages)
             else:
-                node.lending = LendingPolicy(params) if self.system.lending == "rose" else PaperLending(params)
+                node.lending = (
+                    LendingPolicy(params) if self.system.lending == "rose" else PaperLending(params)
+                )
                 node.lending.handle(ModeSet(at_s=self.queue.now_s, mode=Mode.ON))
         if version is not None:
             self.start(name, version)
@@ -259,7 +263,11 @@ class Cluster:
         )
         self._lend(name, node, actions)
         held = lending.held_pages
-        if node.cut_due or not lending.lend_pages or abs(device.rollout_pages - held) > HELD_STEP * device.total_pages:
+        if (
+            node.cut_due
+            or not lending.lend_pages
+            or abs(device.rollout_pages - held) > HELD_STEP * device.total_pages
+        ):
             self._rollout_report(name, node, now_s)
 
     def _rollout_report(self, name: str, node: Node, now_s: float) -> None:

@@ -375,11 +375,11 @@ class Device:
         serving = self.serving
         assert serving is not None
         decode_s = (
-            serving.base_s
-            + serving.running * serving.decode_s
-            + serving.context_tokens * serving.context_s
+            serving.base_s + serving.running * serving.decode_s + serving.context_tokens * serving.context_s
         )
-        first = serving.prefilling[0] if serving.prefilling else serving.waiting[0] if serving.waiting else None
+        first = (
+            serving.prefilling[0] if serving.prefilling else serving.waiting[0] if serving.waiting else None
+        )
         ttft_s = None
         if first is not None and first.first_s is None:
             pending = serving.pending_tokens or first.prompt

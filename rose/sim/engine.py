@@ -194,7 +194,9 @@ class Engine:
             heapq.heappop(heap)
         return heap[0][0] - self.k if heap else math.inf
 
-    def advance(self, count: float, prefill_per_step: float, decodes: float) -> tuple[list[Request], list[Request]]:
+    def advance(
+        self, count: float, prefill_per_step: float, decodes: float
+    ) -> tuple[list[Request], list[Request]]:
         """After ``count`` steps, each with ``prefill_per_step`` prompt tokens and ``decodes`` tokens per running request:
         requests with their first token now, and requests that ended."""
         if self.running:

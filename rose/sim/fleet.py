@@ -54,7 +54,9 @@ class FleetResult:
 
     @property
     def text(self) -> str:
-        lines = [f"{self.scenario.name}: {self.scenario.duration_s / 3600:.1f} h, fluid serving, sampled cells"]
+        lines = [
+            f"{self.scenario.name}: {self.scenario.duration_s / 3600:.1f} h, fluid serving, sampled cells"
+        ]
         for system in self.systems:
             s = system.summary
             lines.append(

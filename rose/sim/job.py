@@ -63,7 +63,9 @@ class _Group:
     number: int
     running: int
     members: list[str] = field(default_factory=lambda: list[str]())
-    done: list[tuple[str, Version | None, int]] = field(default_factory=lambda: list[tuple[str, Version | None, int]]())
+    done: list[tuple[str, Version | None, int]] = field(
+        default_factory=lambda: list[tuple[str, Version | None, int]]()
+    )
 
 
 @dataclass(slots=True)
@@ -119,7 +121,9 @@ class Job:
         self._running: dict[str, _Trajectory] = {}
         self._groups: dict[int, _Group] = {}
         self._num_groups = 0
-        self._accepted = 1.0 if self.config.algorithm == "grpo" else (self.config.keep_low + self.config.keep_high) / 2
+        self._accepted = (
+            1.0 if self.config.algorithm == "grpo" else (self.config.keep_low + self.config.keep_high) / 2
+        )
         self._training = False
         self._tokens: dict[str, int] = {}
         self._finished_s: dict[str, float] = {}
@@ -258,7 +262,10 @@ class Job:
             group.members.append(name)
             self.book.handle(
                 TrajectoryCreated(
-                    trajectory_id=name, job=JOB, group_id=f"g{group.number}", group_size=self.config.group_size
+                    trajectory_id=name,
+                    job=JOB,
+                    group_id=f"g{group.number}",
+                    group_size=self.config.group_size,
                 )
             )
             self._submit(again)

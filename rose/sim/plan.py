@@ -161,7 +161,9 @@ def write_plan(plan: Plan, directory: Path) -> list[Path]:
             "extra_missed": max(cell.extra_missed for cell in plan.of(plan.headroom)),
         },
         "details": {
-            "cells": [{name: getattr(cell, name) for name in Cell.__dataclass_fields__} for cell in plan.cells],
+            "cells": [
+                {name: getattr(cell, name) for name in Cell.__dataclass_fields__} for cell in plan.cells
+            ],
             "scenario": plan.scenario.model_dump(mode="json"),
         },
     }

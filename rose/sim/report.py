@@ -47,7 +47,9 @@ def document(runs: Sequence[RunResult], extra: dict[str, Any] | None = None) -> 
     return {"schema": 1, "summary": summary, "details": details}
 
 
-def write_reports(runs: Sequence[RunResult], directory: Path, window: tuple[float, float] | None) -> list[Path]:
+def write_reports(
+    runs: Sequence[RunResult], directory: Path, window: tuple[float, float] | None
+) -> list[Path]:
     """All four files, each replaced as a whole."""
     directory.mkdir(parents=True, exist_ok=True)
     paths = [directory / name for name in ("sim.json", "sim.csv", "sim.html", "trace.json")]
@@ -75,7 +77,14 @@ def chrome_trace(runs: Sequence[RunResult], window: tuple[float, float] | None) 
             if mark.end_s >= low and mark.start_s <= high and mark.end_s >= mark.start_s:
                 span_us = (mark.end_s - mark.start_s) * 1e6
                 events.append(
-                    {"ph": "X", "pid": number, "tid": 0, "name": mark.name, "ts": mark.start_s * 1e6, "dur": span_us}
+                    {
+                        "ph": "X",
+                        "pid": number,
+                        "tid": 0,
+                        "name": mark.name,
+                        "ts": mark.start_s * 1e6,
+                        "dur": span_us,
+                    }
                 )
         for one in run.samples:
             if low <= one.at_s <= high:
@@ -106,8 +115,16 @@ def render(runs: Sequence[RunResult]) -> str:
         _tiles(runs, rows, speedups),
         '<div class="grid2">',
         _section("Time per RL step", "Shorter is better; from batch to batch.", _step_chart(runs, rows)),
-        _section("Production's first token, P99 over time", "The dotted line is its limit.", _slo_chart(runs, "ttft")),
-        _section("Production's time per token, P99 over time", "The dotted line is its limit.", _slo_chart(runs, "tpot")),
+        _section(
+            "Production's first token, P99 over time",
+            "The dotted line is its limit.",
+            _slo_chart(runs, "ttft"),
+        ),
+        _section(
+            "Production's time per token, P99 over time",
+            "The dotted line is its limit.",
+            _slo_chart(runs, "tpot"),
+        ),
         _section("Turns in flight outside the job's own engines", "", _turns_chart(runs)),
         "</div>",
         _section("All figures", "", _table(runs, rows, speedups)),
@@ -147,9 +164,15 @@ def _step_chart(runs: Sequence[RunResult], rows: dict[str, Row]) -> str:
     ]
     most = max((rows[run.system.name]["step_s"] or 0.0 for run in runs), default=1.0)
     names = [run.system.name for run in runs]
-    x = linear_axis(len(runs) - 0.5, lambda value: names[round(value)][:11] if 0 <= round(value) < len(names) else "", low=-0.5)
+    x = linear_axis(
+        len(runs) - 0.5,
+        lambda value: names[round(value)][:11] if 0 <= round(value) < len(names) else "",
+        low=-0.5,
+    )
     x = type(x)(low=-0.5, high=len(runs) - 0.5, ticks=list(range(len(runs))), format=x.format)
-    chart = bar_chart(stacks, [float(i) for i in range(len(runs))], x, linear_axis(most, _seconds), title="Time per RL step")
+    chart = bar_chart(
+        stacks, [float(i) for i in range(len(runs))], x, linear_axis(most, _seconds), title="Time per RL step"
+    )
     return chart + legend([(css, label) for css, label, _ in PARTS])
 
 

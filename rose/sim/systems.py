@@ -82,7 +82,9 @@ SYSTEMS: dict[str, System] = {
         replace(_ROSE, name="rose-admission", label="ROSE without admission by slack", admission=False),
         replace(_ROSE, name="rose-lending", label="ROSE with the paper's lending", lending="paper"),
         replace(_ROSE, name="rose-continuation", label="ROSE that restarts cut turns", resumable=False),
-        replace(_ROSE, name="rose-affinity", label="ROSE without affinity (round robin)", routing="round_robin"),
+        replace(
+            _ROSE, name="rose-affinity", label="ROSE without affinity (round robin)", routing="round_robin"
+        ),
         replace(_ROSE, name="rose-delta", label="ROSE with full weights", format="full"),
         replace(_ROSE, name="rose+cost", label="ROSE with the cost policy", routing="cost"),
     )

@@ -32,7 +32,9 @@ def make_script(config: JobSection, seed: int, group: int, member: int) -> Scrip
     observations: list[int] = []
     env_s: list[float] = []
     for _ in range(num_turns):
-        output = min(config.output_max, max(1, round(_draw(rng, config.output_median, config.output_log_std))))
+        output = min(
+            config.output_max, max(1, round(_draw(rng, config.output_median, config.output_log_std)))
+        )
         observation = max(1, round(_draw(rng, config.observation_median, config.observation_log_std)))
         if outputs and tokens + output + observation >= config.max_model_len:
             break

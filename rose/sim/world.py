@@ -86,7 +86,9 @@ class RunResult:
 
 
 class _World(Hooks):
-    def __init__(self, scenario: Scenario, system: System, journal: Journal, arrivals: Arrivals | None) -> None:
+    def __init__(
+        self, scenario: Scenario, system: System, journal: Journal, arrivals: Arrivals | None
+    ) -> None:
         self.scenario, self.system = scenario, system
         self.journal = journal
         self.queue = EventQueue()
@@ -128,12 +130,20 @@ class _World(Hooks):
         fleet = self.scenario.fleet
         num = fleet.rollout_gpus
         memory = self.gpu.memory_bytes * fleet.memory_use * num
-        pages = kv_pages(memory, self.policy_model.weight_bytes + fleet.reserve_gb * GB * num, "fleet.rollout_gpus")
+        pages = kv_pages(
+            memory, self.policy_model.weight_bytes + fleet.reserve_gb * GB * num, "fleet.rollout_gpus"
+        )
         engine = self._rollout_engine(num)
         page_tokens = PAGE_BYTES / self.policy_model.kv_bytes_per_token
         engine.budget_tokens = int(pages * page_tokens)
         return Device(
-            name, self.queue, self.cluster, total_pages=pages, serving=None, rollout=engine, rollout_page_tokens=page_tokens
+            name,
+            self.queue,
+            self.cluster,
+            total_pages=pages,
+            serving=None,
+            rollout=engine,
+            rollout_page_tokens=page_tokens,
         )
 
     def _serving_device(self, name: str, shared: bool) -> Device:
@@ -226,7 +236,9 @@ class _World(Hooks):
     def _spot_down(self, now_s: float, name: str) -> None:
         # The token stream was kept: what it had sampled goes on elsewhere.
         self._release(name, now_s, keep=True, reason="preempted")
-        self.queue.at(now_s + self.rng.expovariate(1.0 / self.scenario.fleet.spot_down_s), self._spot_up, name)
+        self.queue.at(
+            now_s + self.rng.expovariate(1.0 / self.scenario.fleet.spot_down_s), self._spot_up, name
+        )
 
     def _extra_ready(self, now_s: float, word: tuple[str, float]) -> None:
         name, since_s = word
@@ -461,8 +473,13 @@ def simulate(
 def _marks(steps: list[Step]) -> list[Mark]:
     marks: list[Mark] = []
     for step in steps:
-        marks.append(Mark(lane="step", name=f"rollout {step.number}", start_s=step.start_s, end_s=step.ready_s))
-        marks.append(Mark(lane="step", name=f"train {step.number}", start_s=step.ready_s, end_s=step.trained_s))
-        marks.append(Mark(lane="step", name=f"weights {step.number}", start_s=step.trained_s, end_s=step.end_s))
+        marks.append(
+            Mark(lane="step", name=f"rollout {step.number}", start_s=step.start_s, end_s=step.ready_s)
+        )
+        marks.append(
+            Mark(lane="step", name=f"train {step.number}", start_s=step.ready_s, end_s=step.trained_s)
+        )
+        marks.append(
+            Mark(lane="step", name=f"weights {step.number}", start_s=step.trained_s, end_s=step.end_s)
+        )
     return marks
-

@@ -13,8 +13,8 @@ from rose.sim.links import transfer
 from rose.sim.scenario import LinksSection, Scenario, ServingSection, load_scenario
 from rose.sim.systems import SYSTEMS
 from rose.sim.tables import find_model
-from rose.sim.world import simulate
 from rose.sim.workload import make_script
+from rose.sim.world import simulate
 
 SCENARIOS = Path(__file__).parents[2] / "examples" / "scenarios"
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
