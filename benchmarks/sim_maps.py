@@ -1,0 +1,144 @@
+"""What each mechanism brings, and where harvesting stops paying.   (simulated)
+
+    python benchmarks/sim_maps.py --json sim_maps.json [--quick] [--seconds 200]
+
+At a quarter of the paper's 8B GRPO cell, two steps, five seeds.  *Ablations*: step time of ROSE without a mechanism over ROSE
+with it, in three settings: the cell, production under heavy bursts, and a memory-poor device.  *Maps*: gain of ROSE over the
+fixed system along one axis at a time, and the value at which it turns into a loss.  Each figure has its lowest and highest seed.
+Results are kept in the file as they come: start it again and it goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.report import machine  # noqa: E402
+from benchmarks.sim_paper import quarter  # noqa: E402
+from rose.sim.arrivals import make_arrivals  # noqa: E402
+from rose.sim.scenario import Scenario, load_scenario  # noqa: E402
+from rose.sim.summary import summarize  # noqa: E402
+from rose.sim.world import simulate  # noqa: E402
+
+CELL = ROOT / "examples/scenarios/paper/grpo_8b.toml"
+LIMIT_S = 2400.0
+ABLATED = ("rose-admission", "rose-lending", "rose-continuation", "rose-affinity", "rose-delta", "rose+cost", "paper")
+SETTINGS: dict[str, tuple[str, ...]] = {
+    "cell": (),
+    "bursts": ("serving.requests_per_s=1.5", "serving.burst_factor=20.0", "serving.burst_every_s=60.0"),
+    "memory": ("fleet.memory_use=0.55", "serving.requests_per_s=1.0", "serving.burst_factor=12.0"),
+}
+AXES: dict[str, tuple[str, tuple[float, ...]]] = {
+    "serving_load": ("serving.requests_per_s", (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)),
+    "link_gbps": ("links.relay_gbps", (1.0, 5.0, 20.0, 200.0)),
+    "env_s": ("job.env_median_s", (0.05, 1.0, 5.0, 20.0)),
+    "dedicated": ("fleet.dedicated", (1, 2, 4, 8)),
+}
+MODELS = ("qwen3-0.6b", "qwen3-8b")
+
+
+def points(quick: bool) -> list[tuple[str, tuple[str, ...], str]]:
+    """(key, changes, system) of every run but for its seed."""
+    found: list[tuple[str, tuple[str, ...], str]] = []
+    for setting, changes in SETTINGS.items():
+        found.extend((f"ablation.{setting}", changes, name) for name in ("fixed_sync", "rose", *ABLATED))
+    for axis, (field, values) in AXES.items():
+        for value in values[:: 3 if quick else 1]:
+            found.extend((f"map.{axis}.{value}", (f"{field}={value}",), name) for name in ("fixed_sync", "rose"))
+    for model in MODELS:
+        changes = (f"job.model='{model}'",)
+        found.extend((f"map.model.{model}", changes, name) for name in ("fixed_sync", "rose"))
+    return found
+
+
+def scenario_of(changes: tuple[str, ...], seed: int) -> Scenario:
+    # An axis that sets the fleet must come after the fleet was quartered.
+    fleet = [change for change in changes if change.startswith("fleet.dedicated")]
+    rest = [change for change in changes if change not in fleet]
+    small = quarter(load_scenario(CELL, [*rest, f"seed={seed}"]))
+    if fleet:
+        size = int(float(fleet[0].partition("=")[2]))
+        small = small.model_copy(update={"fleet": small.fleet.model_copy(update={"dedicated": size})})
+    return small.model_copy(update={"num_steps": 2, "duration_s": LIMIT_S})
+
+
+def run_point(changes: tuple[str, ...], system: str, seed: int) -> dict[str, Any]:
+    scenario = scenario_of(changes, seed)
+    arrivals = make_arrivals(scenario.serving, scenario.fleet.serving, scenario.duration_s, seed)
+    row = summarize(simulate(scenario, system, arrivals=arrivals))
+    return {key: row[key] for key in ("step_s", "slo_missed", "ttft_p99_ms", "harvested_share", "cuts", "requeued")}
+
+
+def conclude(data: dict[str, Any]) -> dict[str, Any]:
+    summary: dict[str, Any] = {}
+    for key, systems in data.items():
+        for system, seeds in systems.items():
+            other = "rose" if key.startswith("ablation") and system not in ("rose", "fixed_sync") else "fixed_sync"
+            if system == "fixed_sync" or other not in systems:
+                continue
+            ratios = [
+                (seeds[s]["step_s"] / systems[other][s]["step_s"])
+                if other == "rose"
+                else systems[other][s]["step_s"] / seeds[s]["step_s"]
+                for s in seeds
+                if s in systems[other] and seeds[s]["step_s"] and systems[other][s]["step_s"]
+            ]
+            if not ratios:
+                continue
+            name = f"{key}.{system}.{'time_over_rose' if other == 'rose' else 'gain_over_fixed'}"
+            summary[name] = round(float(np.mean(ratios)), 3)
+            summary[f"{name}.low"] = round(min(ratios), 3)
+            summary[f"{name}.high"] = round(max(ratios), 3)
+            missed = [seeds[s]["slo_missed"] for s in seeds]
+            summary[f"{key}.{system}.slo_missed"] = round(float(np.mean(missed)), 5)
+    for axis, (_, values) in AXES.items():
+        gains = [(value, summary.get(f"map.{axis}.{value}.rose.gain_over_fixed")) for value in values]
+        for (left, a), (right, b) in zip(gains, gains[1:], strict=False):
+            if a is not None and b is not None and (a > 1) != (b > 1):
+                summary[f"map.{axis}.sign_changes_between"] = f"{left} and {right}"
+    return summary
+
+
+def save(path: Path | None, data: dict[str, Any]) -> None:
+    if path is None:
+        return
+    document = {"schema": 1, "benchmark": "sim_maps", "summary": conclude(data), "details": data, "machine": machine()}
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_text(json.dumps(document, indent=1) + "\n")
+    os.replace(temporary, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true", help="one seed, fewer points")
+    parser.add_argument("--seconds", type=float, default=1e9, help="stop after this long; start again to go on")
+    args = parser.parse_args()
+    data: dict[str, Any] = {}
+    if args.json is not None and args.json.exists():
+        data = json.loads(args.json.read_text())["details"]
+    began = time.monotonic()
+    for seed in range(1 if args.quick else 5):
+        for key, changes, system in points(args.quick):
+            done = data.setdefault(key, {}).setdefault(system, {})
+            if str(seed) in done or time.monotonic() - began > args.seconds:
+                continue
+            done[str(seed)] = run_point(changes, system, seed)
+        save(args.json, data)
+        print(f"seed {seed}: {time.monotonic() - began:.0f} s", flush=True)
+    for key, value in conclude(data).items():
+        print(f"{key:64} {value}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""A discrete-event world that runs the same policies as the daemons."""

@@ -1,0 +1,97 @@
+"""Cells: small exact fleets, at a load, for a few minutes.  What a large fleet does is read off them.
+
+A cell keeps its engines busy (a fixed number of trajectories in flight, asynchronous training without a limit), so its rates
+are *capacities*: tokens per second that a serving or dedicated engine samples at that load.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rose.sim.arrivals import make_arrivals
+from rose.sim.scenario import Scenario
+from rose.sim.world import RunResult, simulate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CellResult:
+    """Rates are per engine; ``load`` is requests per second and serving engine."""
+
+    load: float
+    dedicated_tokens_s: float
+    harvested_tokens_s: float
+    missed: int
+    requests: int
+    ttft_s: tuple[float, ...]
+    tpot_s: tuple[float, ...]
+    cuts_per_min: float
+    lent_share: float
+
+    @property
+    def slo_missed(self) -> float:
+        return self.missed / self.requests if self.requests else 0.0
+
+
+def cell_scenario(
+    scenario: Scenario, load: float, seed: int, *, serving: int = 0, dedicated: int = 0
+) -> Scenario:
+    """The cell of ``scenario`` at ``load``; sizes default to those of its ``cells`` table."""
+    cells, fleet = scenario.cells, scenario.fleet
+    serving, dedicated = serving or cells.serving, dedicated or cells.dedicated
+    change = {
+        "serving": serving,
+        "dedicated": dedicated,
+        "trainers": fleet.trainers,
+        "spot": min(fleet.spot, serving),
+    }
+    return scenario.model_copy(
+        update={
+            "mode": "exact",
+            "seed": seed,
+            "duration_s": cells.warm_s + cells.seconds,
+            "num_steps": None,
+            "trajectories_in_flight": max(
+                scenario.job.group_size, cells.in_flight_per_engine * (serving + dedicated)
+            ),
+            "fleet": fleet.model_copy(update=change),
+            # The daily swing is in the load already.
+            "serving": scenario.serving.model_copy(update={"requests_per_s": load, "daily_swing": 0.0}),
+        }
+    )
+
+
+def run_cell(
+    scenario: Scenario, system: str, load: float, seed: int, *, serving: int = 0, dedicated: int = 0
+) -> CellResult:
+    """One cell; ``system`` keeps its mechanisms but trains asynchronously."""
+    config = cell_scenario(scenario, load, seed, serving=serving, dedicated=dedicated)
+    warm_s = scenario.cells.warm_s
+    arrivals = make_arrivals(config.serving, config.fleet.serving, config.duration_s, seed)
+    run = simulate(config, system, arrivals=arrivals, asynchronous=True)
+    return measure(run, load, warm_s)
+
+
+def measure(run: RunResult, load: float, warm_s: float) -> CellResult:
+    """What happened after ``warm_s``."""
+    fleet, serving = run.scenario.fleet, run.scenario.serving
+    before = next((sample for sample in run.samples if sample.at_s >= warm_s), None)
+    first = before.sampled if before is not None else (0, 0)
+    last = (run.counters.sampled["dedicated"], run.counters.sampled["harvested"])
+    begin_s = before.at_s if before is not None else 0.0
+    ttft = [(at, value) for at, value in run.ttft_s if at >= warm_s]
+    tpot = [(at, value) for at, value in run.tpot_s if at >= warm_s]
+    slow = {at for at, value in ttft if value * 1e3 > serving.slo_ttft_ms}
+    slow |= {at for at, value in tpot if value * 1e3 > serving.slo_tpot_ms}
+    return CellResult(
+        load=load,
+        dedicated_tokens_s=(last[0] - first[0]) / (run.duration_s - begin_s) / max(1, fleet.dedicated),
+        harvested_tokens_s=(last[1] - first[1]) / (run.duration_s - begin_s) / max(1, fleet.serving),
+        missed=len(slow),
+        requests=len(ttft),
+        ttft_s=tuple(value for _, value in ttft),
+        tpot_s=tuple(value for _, value in tpot),
+        cuts_per_min=run.counters.cuts / run.duration_s * 60.0 / max(1, fleet.serving),
+        lent_share=float(np.mean([sample.lent_share for sample in run.samples])) if run.samples else 0.0,
+    )

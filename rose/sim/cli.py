@@ -1,0 +1,169 @@
+"""``rose sim`` and ``rose plan``: compare systems on a scenario; how much can be harvested from a fleet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from rose.errors import ConfigError
+from rose.sim.arrivals import make_arrivals
+from rose.sim.fleet import simulate_fleet, write_fleet_report
+from rose.sim.plan import make_plan, write_plan
+from rose.sim.report import document, write_reports
+from rose.sim.scenario import Scenario, load_scenario
+from rose.sim.systems import SYSTEMS
+from rose.sim.world import RunResult, simulate
+
+SHOWN = (
+    ("speedup", "speed-up", "{:.2f}x"),
+    ("step_s", "s/step", "{:.1f}"),
+    ("rollout_s", "rollout", "{:.1f}"),
+    ("harvested_share", "harvested", "{:.0%}"),
+    ("ttft_p99_ms", "TTFT P99 ms", "{:.0f}"),
+    ("tpot_p99_ms", "TPOT P99 ms", "{:.0f}"),
+    ("slo_missed", "SLO missed", "{:.2%}"),
+    ("gpu_hours_per_step", "GPU h/step", "{:.2f}"),
+)
+
+
+def sim(
+    scenario: Annotated[Path, typer.Option(help="The scenario, as TOML; see examples/scenarios/.")],
+    system: Annotated[
+        list[str] | None, typer.Option(help="Only these systems; repeatable.  Default: the scenario's.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Where the reports go.")] = Path("out/sim"),
+    seed: Annotated[int | None, typer.Option(help="Another seed than the scenario's.")] = None,
+    journal: Annotated[
+        Path | None, typer.Option(help="Write every decision here; needs a single --system.")
+    ] = None,
+    window: Annotated[
+        str | None, typer.Option(help="START:END in seconds, for the Chrome trace.  Default: all.")
+    ] = None,
+    check: Annotated[bool, typer.Option("--check", help="Assert all books at the end.")] = False,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="Change a setting: a.b=value; repeatable.")
+    ] = None,
+) -> None:
+    """Simulate systems on one workload with the daemons' own policies, and compare them.
+
+    Writes [bold]sim.html[/bold] (plots), sim.json, sim.csv and trace.json (open it in Perfetto).
+
+    Nothing here is a measurement: step times follow from datasheets and the assumptions of the scenario.
+    One seed gives one run, byte for byte.
+    """
+    changes = list(overrides or [])
+    if seed is not None:
+        changes.append(f"seed={seed}")
+    config = load_scenario(scenario, changes)
+    names = tuple(system or config.systems)
+    for name in names:
+        if name not in SYSTEMS:
+            raise ConfigError(
+                f"'{name}' is not a system", field="--system", fix=f"one of {', '.join(SYSTEMS)}"
+            )
+    if journal is not None and len(names) != 1:
+        raise ConfigError("needs a single system", field="--journal", fix="add --system NAME")
+    span = _window(window)
+    if config.mode == "fleet":
+        _fleet(config, names, out)
+        return
+    if system and config.baseline not in names:
+        config = config.model_copy(update={"baseline": names[0]})
+    runs = run_systems(config, names, journal=journal, check=check)
+    paths = write_reports(runs, out, span)
+    print_runs(runs)
+    Console().print("wrote " + ", ".join(str(path) for path in paths), soft_wrap=True)
+
+
+def run_systems(
+    config: Scenario, names: tuple[str, ...], *, journal: Path | None = None, check: bool = False
+) -> list[RunResult]:
+    """Each system in turn, with progress on stderr."""
+    runs: list[RunResult] = []
+    arrivals = None
+    if config.fleet.serving:
+        arrivals = make_arrivals(config.serving, config.fleet.serving, config.duration_s, config.seed)
+    columns = (TextColumn("{task.description:20}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        for name in names:
+            task = progress.add_task(name, total=1.0)
+            runs.append(
+                simulate(
+                    config,
+                    name,
+                    journal_path=journal,
+                    digest=True,
+                    check=check,
+                    arrivals=arrivals,
+                    progress=lambda share, task=task: progress.update(task, completed=share),
+                )
+            )
+            progress.update(task, completed=1.0)
+    return runs
+
+
+def print_runs(runs: list[RunResult]) -> None:
+    summary = document(runs)["summary"]
+    table = Table(title=f"{runs[0].scenario.name}: simulated, seed {runs[0].seed}")
+    table.add_column("system", no_wrap=True)
+    for _, title, _ in SHOWN:
+        table.add_column(title, justify="right", no_wrap=True)
+    for run in runs:
+        cells: list[str] = []
+        for key, _, text in SHOWN:
+            value = summary[f"{run.system.name}.{key}"]
+            cells.append("-" if value is None else text.format(value))
+        table.add_row(run.system.name, *cells)
+    Console(width=max(120, Console().width)).print(table)
+    ended = [run.system.name for run in runs if not run.steps]
+    if ended:
+        Console(stderr=True).print(f"no RL step ended within the duration: {', '.join(ended)}")
+
+
+def plan(
+    scenario: Annotated[
+        Path, typer.Option(help="Your fleet, job and traffic, as TOML; see examples/scenarios/plan.toml.")
+    ],
+    trace: Annotated[Path | None, typer.Option(help="Your production trace: Azure-format CSV.")] = None,
+    out: Annotated[Path, typer.Option(help="Where plan.html and plan.json go.")] = Path("out/plan"),
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="Change a setting: a.b=value; repeatable.")
+    ] = None,
+) -> None:
+    """How many GPUs' worth of rollouts a serving fleet can lend, with which headroom, at what risk; one page."""
+    config = load_scenario(scenario, list(overrides or []))
+    if trace is not None:
+        serving = config.serving.model_copy(update={"trace": trace})
+        config = config.model_copy(update={"serving": serving})
+    result = make_plan(config)
+    paths = write_plan(result, out)
+    Console().print(result.text)
+    Console().print("wrote " + ", ".join(str(path) for path in paths), soft_wrap=True)
+
+
+def _fleet(config: Scenario, names: tuple[str, ...], out: Path) -> None:
+    columns = (TextColumn("{task.description:20}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("cells", total=1.0)
+        result = simulate_fleet(config, names, progress=lambda share: progress.update(task, completed=share))
+    paths = write_fleet_report(result, out)
+    Console().print(result.text)
+    Console().print("wrote " + ", ".join(str(path) for path in paths), soft_wrap=True)
+
+
+def _window(text: str | None) -> tuple[float, float] | None:
+    if text is None:
+        return None
+    low, colon, high = text.partition(":")
+    try:
+        span = (float(low), float(high)) if colon else None
+    except ValueError:
+        span = None
+    if span is None or not 0 <= span[0] < span[1]:
+        raise ConfigError(f"'{text}' is not START:END in seconds", field="--window")
+    return span

@@ -1,0 +1,497 @@
+"""The fleet as rose-scheduler and the node agents see it: the thin shell around the real policies.
+
+Feeds :class:`rose.policy.turns.TurnBook` what engines do, carries out its actions on simulated devices, and runs one
+:class:`rose.policy.lending.Lending` per serving device on what that device reports.  Decides nothing itself.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rose.policy import turn_events as te
+from rose.policy.fleet import Duty, FleetParams, Tier
+from rose.policy.lending import (
+    KillRollout,
+    Lending,
+    LendingPolicy,
+    Mode,
+    ModeSet,
+    PaperLending,
+    Phase,
+    RlStepStarted,
+    RolloutReported,
+    ServingReported,
+    SetLend,
+)
+from rose.policy.routing import make_policy
+from rose.policy.staleness import Version
+from rose.policy.turns import RECLAIMED, TurnBook
+from rose.sim.device import Device
+from rose.sim.engine import Request
+from rose.sim.events import EventQueue, Journal
+from rose.sim.scenario import Scenario
+from rose.sim.systems import System
+
+STATIC_SHARE = 0.5
+"""Of the KV memory, under static co-location."""
+REPORT_PERIOD_S = 0.5
+"""How often a busy serving engine's memory is looked at (agents do it every 0.05 s); a claim is heard at once."""
+HELD_STEP = 0.01
+"""Share of the device by which what the rollout engine holds must change to be reported."""
+ZEROS = (0,) * 65536
+JOB = "job"
+
+
+@dataclass(slots=True)
+class Node:
+    """One device with its agent's books."""
+
+    device: Device
+    tier: Tier
+    model_len: int
+    cap: int
+    lending: Lending | None = None
+    version: Version | None = None
+    incarnation: int = 0
+    seq: int = 0
+    registered: bool = False
+    reported_s: float = -math.inf
+    reclaim_seen: int = 0
+    cut_due: bool = False
+
+
+@dataclass(slots=True)
+class Counters:
+    """Of one run; tokens are rollout tokens unless said otherwise."""
+
+    sampled: dict[str, int] = field(default_factory=lambda: {"dedicated": 0, "harvested": 0})
+    prefilled: int = 0
+    cached: int = 0
+    lost: int = 0
+    """Sampled, then thrown away."""
+    recomputed: int = 0
+    turns: int = 0
+    requeued: int = 0
+    failed: int = 0
+    cuts: int = 0
+    kills: int = 0
+    delivered: int = 0
+    """In turns that ended, however they ended."""
+    dropped: int = 0
+    """Of turns that had to start again."""
+    fenced: int = 0
+    """Of attempts that were no longer live."""
+
+
+class Cluster:
+    """See the module.  ``on_turn`` hears of every turn that ended."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        system: System,
+        queue: EventQueue,
+        journal: Journal,
+        on_turn: Callable[[te.TurnEnded, float], None],
+        seed: int,
+    ) -> None:
+        self.scenario, self.system = scenario, system
+        self.queue, self.journal = queue, journal
+        self.on_turn = on_turn
+        self.nodes: dict[str, Node] = {}
+        self.counters = Counters()
+        self.ttft_s: list[tuple[float, float]] = []
+        """(when, seconds) of each production request."""
+        self.tpot_s: list[tuple[float, float]] = []
+        period_s = scenario.heartbeat_s
+        self.book = TurnBook(
+            make_policy(system.routing, random.Random(seed)),
+            te.TurnParams(
+                expected_tokens=scenario.job.expected_tokens,
+                max_queued=1 << 20,
+                max_queue_s=1e9,
+                infra_budget=64,
+            ),
+            FleetParams(
+                cap_dedicated=scenario.job.cap_dedicated,
+                cap_harvested=scenario.job.cap_harvested,
+                clock_gap_s=max(1.0, 1.5 * period_s),
+            ),
+        )
+        self._targets: dict[str, tuple[int, int, str, str]] = {}
+        """Turn -> (tokens it will sample, prompt, trajectory, group): what the engine knows and no policy does."""
+        self._actions: deque[te.Action] = deque()
+        self._draining = False
+
+    # --- fleet -----------------------------------------------------------------------------------------
+
+    def join(
+        self, name: str, device: Device, tier: Tier, *, version: Version | None, cap: int | None = None
+    ) -> Node:
+        job = self.scenario.job
+        default = job.cap_dedicated if tier is Tier.DEDICATED else job.cap_harvested
+        node = Node(device=device, tier=tier, model_len=job.max_model_len, cap=cap or default)
+        self.nodes[name] = node
+        if device.serving is not None and device.rollout is not None:
+            params = self.scenario.lending_params()
+            if self.system.lending == "static":
+                device.lend_pages = int(STATIC_SHARE * device.total_pages)
+            else:
+                node.lending = (
+                    LendingPolicy(params) if self.system.lending == "rose" else PaperLending(params)
+                )
+                node.lending.handle(ModeSet(at_s=self.queue.now_s, mode=Mode.ON))
+        if version is not None:
+            self.start(name, version)
+        return node
+
+    def start(self, name: str, version: Version | None) -> None:
+        """The node's rollout engine is up; without a version it waits for weights."""
+        node, now_s = self.nodes[name], self.queue.now_s
+        node.incarnation += 1
+        node.version = version
+        node.registered = True
+        node.device.start(now_s)
+        self.feed(
+            te.WorkerRegistered(
+                at_s=now_s,
+                worker_id=name,
+                incarnation=str(node.incarnation),
+                tier=node.tier,
+                model="policy",
+                max_model_len=node.model_len,
+                cap=node.cap,
+            )
+        )
+        self.report(name, node, now_s)
+        self.heartbeat(name, node, now_s)
+
+    def stop(self, name: str, *, keep_tokens: bool, reason: str) -> None:
+        """The node's rollout engine ends; with ``keep_tokens`` what it had sampled was streamed before."""
+        node, now_s = self.nodes[name], self.queue.now_s
+        if not node.registered:
+            return
+        for request, produced in node.device.stop(now_s):
+            turn_id, attempt = _turn_of(request.key)
+            if keep_tokens and produced:
+                self._sampled(node, produced)
+                self.feed(_tokens(now_s, turn_id, attempt, produced))
+            else:
+                self.counters.lost += produced
+        node.registered = False
+        self.journal.write(now_s, "stop", name, reason)
+        self.feed(te.WorkerLost(at_s=now_s, worker_id=name, reason="drain", forget=True))
+
+    def commit(self, name: str, version: Version, *, recompute: bool) -> None:
+        """New weights are in force; cached prefixes are of the old ones."""
+        node = self.nodes[name]
+        rollout = node.device.rollout
+        assert rollout is not None
+        if not node.registered or (node.version is not None and node.version >= version):
+            return
+        node.version = version
+        rollout.drop_cache()
+        if recompute:
+            while rollout.running:
+                rollout.preempt()
+        self.journal.write(self.queue.now_s, "commit", name, version)
+        self.heartbeat(name, node, self.queue.now_s)
+
+    def require(self, version: Version) -> None:
+        self.feed(te.VersionRequired(at_s=self.queue.now_s, job=JOB, version=version))
+
+    def step_started(self) -> None:
+        for name, node in self.nodes.items():
+            if node.lending is not None:
+                self._lend(name, node, node.lending.handle(RlStepStarted(at_s=self.queue.now_s)))
+
+    def sweep(self, now_s: float) -> None:
+        """What happens every heartbeat: reports, ticks, heartbeats, the scheduler's clock."""
+        for name, node in self.nodes.items():
+            if node.registered:
+                if now_s - node.reported_s >= REPORT_PERIOD_S:
+                    self.report(name, node, now_s)
+                self.heartbeat(name, node, now_s)
+        self.feed(te.ClockTicked(at_s=now_s))
+
+    def heartbeat(self, name: str, node: Node, now_s: float) -> None:
+        device = node.device
+        rollout = device.rollout
+        assert rollout is not None
+        node.seq += 1
+        self.feed(
+            te.WorkerHeartbeat(
+                at_s=now_s,
+                worker_id=name,
+                incarnation=str(node.incarnation),
+                seq=node.seq,
+                version=node.version,
+                state="ready" if node.version is not None else "starting",
+                kv_budget_tokens=device.rollout_budget_tokens,
+                kv_used_tokens=int(rollout.used_tokens),
+                running=len(rollout.requests),
+                gated=device.closed,
+                reclaim_seq=device.reclaim_seq,
+                slack_s=device.slack_s,
+            )
+        )
+
+    # --- lending ---------------------------------------------------------------------------------------
+
+    def report(self, name: str, node: Node, now_s: float, claim_pages: int = 0) -> None:
+        """Tell the device's lending policy what is, and do what it says."""
+        lending, device = node.lending, node.device
+        if lending is None:
+            return
+        node.reported_s = now_s
+        used = device.serving_pages
+        actions = lending.handle(
+            ServingReported(
+                at_s=now_s,
+                alive=True,
+                phase=Phase.READY,
+                total_pages=device.total_pages,
+                reserved_pages=used,
+                used_pages=used,
+                claim_pages=claim_pages,
+                pressure_seq=0,
+            )
+        )
+        self._lend(name, node, actions)
+        held = lending.held_pages
+        if (
+            node.cut_due
+            or not lending.lend_pages
+            or abs(device.rollout_pages - held) > HELD_STEP * device.total_pages
+        ):
+            self._rollout_report(name, node, now_s)
+
+    def _rollout_report(self, name: str, node: Node, now_s: float) -> None:
+        assert node.lending is not None
+        device = node.device
+        actions = node.lending.handle(
+            RolloutReported(
+                at_s=now_s,
+                alive=device.rollout_up,
+                phase=Phase.READY if device.rollout_up else Phase.ABSENT,
+                reserved_pages=device.rollout_pages,
+                reclaim_seq=device.reclaim_seq,
+            )
+        )
+        self._lend(name, node, actions)
+
+    def _lend(self, name: str, node: Node, actions: list[SetLend | KillRollout]) -> None:
+        now_s = self.queue.now_s
+        for action in actions:
+            if isinstance(action, SetLend):
+                self.journal.write(now_s, "lend", name, action.pages)
+                if action.deadline_s is not None:
+                    node.cut_due = True
+                    self.counters.cuts += 1
+                    self.queue.at(action.deadline_s + 1e-6, self._deadline, name)
+                node.device.lend(action.pages, now_s)
+                if action.deadline_s is not None and node.device.rollout_pages <= action.pages:
+                    node.cut_due = False
+                    self._rollout_report(name, node, now_s)
+            else:
+                self.counters.kills += 1
+                self.journal.write(now_s, "kill", name)
+                self.queue.at(now_s, self._kill, name)
+
+    def _deadline(self, now_s: float, name: str) -> None:
+        node = self.nodes[name]
+        if node.cut_due and node.lending is not None and node.registered:
+            self._rollout_report(name, node, now_s)
+
+    def _kill(self, now_s: float, name: str) -> None:
+        node = self.nodes[name]
+        if node.registered:
+            self.stop(name, keep_tokens=False, reason="killed")
+            self.report(name, node, now_s)
+            self.queue.at(now_s + self.scenario.fleet.restart_s, self._restart, name)
+
+    def fail(self, name: str) -> None:
+        """The rollout engine crashed: what it had not answered is lost."""
+        if self.nodes[name].registered:
+            self.stop(name, keep_tokens=False, reason="crash")
+            self.queue.at(self.queue.now_s + self.scenario.fleet.restart_s, self._restart, name)
+
+    def _restart(self, now_s: float, name: str) -> None:
+        if not self.nodes[name].registered:
+            self.start(name, self.book.required.get(JOB, (0, 0)))
+
+    # --- Host: what devices say --------------------------------------------------------------------------
+
+    def served(self, device: Device, request: Request, now_s: float) -> None:
+        first_s = request.first_s if request.first_s is not None else now_s
+        self.ttft_s.append((request.arrived_s, first_s - request.arrived_s))
+        tokens = request.kept + request.target
+        if tokens > 1:
+            self.tpot_s.append((request.arrived_s, (now_s - first_s) / (tokens - 1)))
+
+    def turn_done(self, device: Device, request: Request, now_s: float) -> None:
+        node = self.nodes[device.name]
+        turn_id, attempt = _turn_of(request.key)
+        produced = request.kept + request.target
+        self._sampled(node, produced)
+        self._prefilled(request, attempt)
+        self.feed(_tokens(now_s, turn_id, attempt, produced))
+        self.feed(
+            te.AttemptEnded(
+                at_s=now_s,
+                turn_id=turn_id,
+                attempt=attempt,
+                finish_reason="stop",
+                num_cached_tokens=request.cached,
+            )
+        )
+
+    def turn_cut(self, device: Device, request: Request, produced: int, now_s: float) -> None:
+        node = self.nodes[device.name]
+        turn_id, attempt = _turn_of(request.key)
+        produced += request.kept
+        self._sampled(node, produced)
+        self._prefilled(request, attempt)
+        if not self.system.resumable:
+            self.counters.lost += produced
+        if produced:
+            self.feed(_tokens(now_s, turn_id, attempt, produced))
+        self.feed(
+            te.AttemptEnded(
+                at_s=now_s,
+                turn_id=turn_id,
+                attempt=attempt,
+                finish_reason="abort",
+                stop_reason=RECLAIMED,
+                num_cached_tokens=request.cached,
+            )
+        )
+
+    def claimed(self, device: Device, pages: int, now_s: float) -> None:
+        node = self.nodes.get(device.name)
+        if node is not None:
+            self.report(device.name, node, now_s, claim_pages=pages)
+
+    def boundary(self, device: Device, now_s: float) -> None:
+        node = self.nodes.get(device.name)
+        if node is None or node.lending is None or not node.registered:
+            return
+        if device.reclaim_seq != node.reclaim_seen:
+            # A reclaim is pushed at once, it does not wait for the heartbeat.
+            node.reclaim_seen = device.reclaim_seq
+            node.cut_due = False
+            self._rollout_report(device.name, node, now_s)
+            self.heartbeat(device.name, node, now_s)
+        elif now_s - node.reported_s >= REPORT_PERIOD_S:
+            self.report(device.name, node, now_s)
+
+    def _sampled(self, node: Node, tokens: int) -> None:
+        self.counters.sampled[node.tier.value] += tokens
+
+    def _prefilled(self, request: Request, attempt: int) -> None:
+        counters = self.counters
+        fresh = max(0, request.prompt - request.cached)
+        counters.prefilled += fresh
+        counters.cached += request.cached
+        if attempt > 1:
+            counters.recomputed += fresh
+
+    # --- turns -----------------------------------------------------------------------------------------
+
+    def submit(
+        self, turn_id: str, trajectory: str, group: str, num_prompt: int, target: int, *, first: bool
+    ) -> None:
+        """A turn of ``num_prompt`` tokens that will sample ``target``; no policy sees the latter."""
+        self._targets[turn_id] = (target, num_prompt, trajectory, group if first else "")
+        self.feed(
+            te.TurnSubmitted(
+                at_s=self.queue.now_s,
+                turn_id=turn_id,
+                trajectory_id=trajectory,
+                job=JOB,
+                model="policy",
+                num_prompt_tokens=num_prompt,
+                max_tokens=self.scenario.job.output_max,
+                group_id=group,
+                resumable=self.system.resumable,
+            )
+        )
+
+    def cancel(self, turn_id: str, reason: str) -> None:
+        if turn_id in self.book.turns:
+            self.feed(te.TurnCancelled(at_s=self.queue.now_s, turn_id=turn_id, reason=reason))
+
+    def close(self, trajectory: str) -> None:
+        self.feed(te.TrajectoryClosed(at_s=self.queue.now_s, trajectory_id=trajectory))
+
+    def set_duty(self, name: str, duty: Duty) -> None:
+        self.feed(te.WorkerDuty(at_s=self.queue.now_s, worker_id=name, duty=duty))
+
+    def feed(self, event: te.Event) -> None:
+        """One event through the turn book; its actions are carried out in order, also when they cause events."""
+        self._actions.extend(self.book.handle(event))
+        if self._draining:
+            return
+        self._draining = True
+        while self._actions:
+            self._execute(self._actions.popleft())
+        self._draining = False
+
+    def _execute(self, action: te.Action) -> None:
+        now_s = self.queue.now_s
+        match action:
+            case te.Dispatch():
+                target, prompt, trajectory, group = self._targets[action.turn_id]
+                request = Request(
+                    f"{action.turn_id}/{action.attempt}",
+                    prompt + action.num_kept_tokens,
+                    target - action.num_kept_tokens,
+                    now_s,
+                    attempt=action.attempt,
+                    trajectory=trajectory,
+                    group=group,
+                )
+                self.journal.write(now_s, "dispatch", action.turn_id, action.attempt, action.worker_id)
+                node = self.nodes[action.worker_id]
+                node.device.add(request, now_s)
+            case te.AbortAttempt():
+                node = self.nodes.get(action.worker_id)
+                if node is not None and node.registered:
+                    node.device.remove(f"{action.turn_id}/{action.attempt}", now_s)
+            case te.TurnEnded():
+                del self._targets[action.turn_id]
+                self.counters.turns += action.outcome is te.TurnState.DONE
+                self.counters.failed += action.outcome is te.TurnState.FAILED
+                self.counters.delivered += len(action.result.token_ids)
+                self.journal.write(now_s, "end", action.turn_id, action.outcome, action.reason)
+                self.on_turn(action, now_s)
+            case te.Requeued():
+                self.counters.requeued += 1
+            case te.TokensDropped():
+                self.counters.dropped += action.num_tokens
+            case te.Fenced():
+                self.counters.fenced += action.num_tokens
+            case te.TokensKept() | te.AnswerUnavailable():
+                pass
+
+    def check(self) -> None:
+        """The turn book's invariants, and: every sampled token is delivered, dropped, fenced or in a live turn."""
+        self.book.check()
+        counters = self.counters
+        live = sum(len(turn.token_ids) for turn in self.book.turns.values())
+        sampled = sum(counters.sampled.values())
+        assert sampled == counters.delivered + counters.dropped + counters.fenced + live
+        assert set(self._targets) == set(self.book.turns)
+
+
+def _turn_of(key: str) -> tuple[str, int]:
+    turn_id, _, attempt = key.rpartition("/")
+    return turn_id, int(attempt)
+
+
+def _tokens(now_s: float, turn_id: str, attempt: int, count: int) -> te.TokensArrived:
+    return te.TokensArrived(at_s=now_s, turn_id=turn_id, attempt=attempt, token_ids=ZEROS[:count])

@@ -1,0 +1,402 @@
+"""One device (or group of them): a serving engine, a rollout engine, and the time their steps take.
+
+Between two moments at which anything changes, all steps are alike but for the context that grows by one token per request
+and step; their total time is then a quadratic in their number.  So a *phase* is ``count`` steps computed at once, exact to
+the step.  An arrival or a cut ends the phase at the next step boundary, as in an engine.
+
+Two engines on one device take turns: one step of each per cycle, whose length is the sum less an overlap.  Whether, and with
+how many tokens, the rollout engine takes part is :func:`rose.policy.admission.admit`'s decision, asked at each phase.
+
+Memory is pages of 2 MiB.  Serving may use what the rollout engine does not hold; the rollout engine what the loan says.
+Serving that lacks pages claims them (``Host.claimed``); the cut happens at this boundary and costs serving ``unmap_s``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+from rose.policy.admission import AdmissionParams, BoardView, Demand, admit
+from rose.sim.engine import Engine, Request
+from rose.sim.events import EventQueue
+
+CLOSED_RECHECK_S = 0.1
+_EPSILON_S = 1e-9
+
+
+class Host(Protocol):
+    """What a device tells the world, always at a step boundary."""
+
+    def served(self, device: Device, request: Request, now_s: float) -> None: ...
+
+    def turn_done(self, device: Device, request: Request, now_s: float) -> None: ...
+
+    def turn_cut(self, device: Device, request: Request, produced: int, now_s: float) -> None: ...
+
+    def claimed(self, device: Device, pages: int, now_s: float) -> None: ...
+
+    def boundary(self, device: Device, now_s: float) -> None: ...
+
+
+class Device:
+    """See the module.
+
+    Args:
+        serving_page_tokens, rollout_page_tokens: Tokens whose keys and values fit one page.
+        gated: Rollout steps ask for serving's slack.
+        overlap: Share of the shorter of two steps that is free.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        queue: EventQueue,
+        host: Host,
+        *,
+        total_pages: int,
+        serving: Engine | None,
+        rollout: Engine | None,
+        serving_page_tokens: float = 1.0,
+        rollout_page_tokens: float = 1.0,
+        gated: bool = True,
+        overlap: float = 0.0,
+        slo_ttft_s: float = 0.5,
+        slo_tpot_s: float = 0.15,
+        unmap_s: float = 0.02,
+        params: AdmissionParams | None = None,
+    ) -> None:
+        self.name = name
+        self.queue = queue
+        self.host = host
+        self.total_pages = total_pages
+        self.serving = serving
+        self.rollout = rollout
+        self.serving_page_tokens = serving_page_tokens
+        self.rollout_page_tokens = rollout_page_tokens
+        self.gated = gated
+        self.overlap = overlap
+        self.slo_ttft_s, self.slo_tpot_s = slo_ttft_s, slo_tpot_s
+        self.unmap_s = unmap_s
+        self.params = params or AdmissionParams()
+        self.lend_pages = total_pages if serving is None else 0
+        self.rollout_up = False
+        self.closed = False
+        self.slack_s: float | None = None
+        self.reclaim_seq = 0
+        self.num_cut = 0
+        self.busy_s = 0.0
+        self.rollout_busy_s = 0.0
+        self.serving_busy_s = 0.0
+        self.num_steps = 0
+        self._phase = 0
+        self._active = False
+        self._inside = False
+        self._start_s = 0.0
+        self._cycle_s = 0.0
+        self._growth_s = 0.0
+        self._count = 0
+        self._serving_s = 0.0
+        self._rollout_s = 0.0
+        self._serving_prefill = 0.0
+        self._rollout_prefill = 0.0
+        self._rate = 0.0
+        self._stall_s = 0.0
+
+    # --- memory ----------------------------------------------------------------------------------------
+
+    @property
+    def serving_pages(self) -> int:
+        return 0 if self.serving is None else math.ceil(self.serving.used_tokens / self.serving_page_tokens)
+
+    @property
+    def rollout_pages(self) -> int:
+        rollout = self.rollout
+        if rollout is None or not self.rollout_up:
+            return 0
+        return math.ceil((rollout.used_tokens + rollout.cached_tokens) / self.rollout_page_tokens)
+
+    @property
+    def rollout_budget_tokens(self) -> int:
+        free = self.total_pages - self.serving_pages
+        return int(max(0, min(self.lend_pages, free)) * self.rollout_page_tokens)
+
+    # --- from outside ----------------------------------------------------------------------------------
+
+    def arrive(self, request: Request, now_s: float) -> None:
+        """A production request."""
+        assert self.serving is not None
+        self.serving.add(request)
+        self.poke(now_s)
+
+    def add(self, request: Request, now_s: float) -> None:
+        """A rollout turn."""
+        assert self.rollout is not None
+        self.rollout.add(request)
+        self.poke(now_s)
+
+    def remove(self, key: str, now_s: float) -> None:
+        """An abort from outside; its tokens are dropped."""
+        assert self.rollout is not None
+        if self.rollout.remove(key) is not None:
+            self.poke(now_s)
+
+    def lend(self, pages: int, now_s: float) -> None:
+        """A new loan.  A smaller one is obeyed at the next boundary."""
+        self.lend_pages = pages
+        self.poke(now_s)
+
+    def poke(self, now_s: float) -> None:
+        """Something changed: look again at the next step boundary (now, when nothing runs)."""
+        if self._inside:
+            return
+        if not self._active:
+            self._inside = True
+            self._obey(now_s)
+            self._inside = False
+            self._plan(now_s)
+            return
+        done = self._steps_done(now_s)
+        if done + 1 < self._count:
+            self._count = done + 1
+            self._phase += 1
+            self.queue.at(self._end_s(), self._boundary, self._phase)
+
+    def start(self, now_s: float) -> None:
+        """The rollout engine is up, empty."""
+        self.rollout_up = True
+        self.poke(now_s)
+
+    def stop(self, now_s: float) -> list[tuple[Request, int]]:
+        """The rollout engine is gone, with everything it held; each request and the tokens it had sampled by now.
+        Whoever stops it tells the scheduler."""
+        rollout = self.rollout
+        if rollout is None or not self.rollout_up:
+            return []
+        k = rollout.k
+        if self._active and self._rollout_s > 0:
+            k += self._steps_done(now_s) * self._rate
+        # Its part of the running phase never happens.
+        self._rollout_prefill, self._rate, self._rollout_s = 0.0, 0.0, 0.0
+        gone = [(request, request.kept + request.produced(k)) for request in rollout.requests.values()]
+        for key in list(rollout.requests):
+            rollout.remove(key)
+        rollout.waiting.clear()
+        rollout.drop_cache()
+        self.rollout_up = False
+        self.poke(now_s)
+        return gone
+
+    # --- phases ----------------------------------------------------------------------------------------
+
+    def _steps_done(self, now_s: float) -> int:
+        elapsed = now_s - self._start_s + _EPSILON_S
+        if elapsed <= 0:
+            return 0
+        growth = self._growth_s
+        if growth <= 0:
+            return int(elapsed / self._cycle_s)
+        half = self._cycle_s - growth / 2
+        return int((math.sqrt(half * half + 2 * growth * elapsed) - half) / growth)
+
+    def _end_s(self) -> float:
+        count = self._count
+        return self._start_s + count * self._cycle_s + self._growth_s * count * (count - 1) / 2
+
+    def _boundary(self, now_s: float, phase: int) -> None:
+        if phase != self._phase or not self._active:
+            return
+        self._active = False
+        self._inside = True
+        count, host = self._count, self.host
+        self.num_steps += count
+        length_s = now_s - self._start_s
+        self.busy_s += length_s
+        serving, rollout = self.serving, self.rollout
+        if serving is not None and self._serving_s > 0:
+            self.serving_busy_s += length_s
+            started, ended = serving.advance(count, self._serving_prefill, 1.0)
+            for request in started:
+                if request.first_s is None:
+                    request.first_s = now_s
+            for request in ended:
+                host.served(self, request, now_s)
+        if rollout is not None and self._rollout_s > 0:
+            self.rollout_busy_s += length_s
+            _, ended = rollout.advance(count, self._rollout_prefill, self._rate)
+            for request in ended:
+                if request.trajectory:
+                    rollout.keep(request, request.prompt + request.target)
+                host.turn_done(self, request, now_s)
+        self._obey(now_s)
+        host.boundary(self, now_s)
+        self._inside = False
+        self._plan(now_s)
+
+    def _obey(self, now_s: float) -> None:
+        """Give back what the loan does not cover: prefixes first, then the youngest turns."""
+        rollout = self.rollout
+        if rollout is None or self.serving is None or not self.rollout_up:
+            return
+        budget = rollout.budget_tokens = self.rollout_budget_tokens
+        gave = rollout.evict_to(budget - rollout.used_tokens)
+        while rollout.used_tokens > budget:
+            victim = rollout.youngest()
+            if victim is None:
+                break
+            found = rollout.remove(victim.key)
+            assert found is not None
+            self.num_cut += 1
+            gave = True
+            self.host.turn_cut(self, found[0], found[1], now_s)
+        for request in list(rollout.waiting):
+            if not request.done and request.prompt + 1 > budget:
+                # It would wait for ever: the scheduler must hear of it.
+                rollout.remove(request.key)
+                self.host.turn_cut(self, request, 0, now_s)
+        if gave:
+            self.reclaim_seq += 1
+            self.host.boundary(self, now_s)
+
+    def _plan(self, now_s: float) -> None:
+        """Choose the next phase and schedule its end."""
+        serving, rollout = self.serving, self.rollout
+        steps = math.inf
+        serving_s = rollout_s = serving_growth = rollout_growth = 0.0
+        self._serving_prefill = self._rollout_prefill = self._rate = 0.0
+        if serving is not None and serving.requests:
+            steps = self._plan_serving(serving, now_s)
+            if serving.prefilling or serving.running:
+                serving_s = (
+                    serving.base_s
+                    + self._serving_prefill * serving.prefill_s
+                    + serving.running * serving.decode_s
+                    + serving.context_tokens * serving.context_s
+                )
+                serving_growth = serving.running * serving.context_s
+        self.closed = False
+        self.slack_s = None
+        if rollout is not None and self.rollout_up and rollout.requests:
+            rollout_steps = self._plan_rollout(rollout, serving_s > 0, now_s)
+            if rollout_steps > 0:
+                steps = min(steps, rollout_steps)
+                decodes = rollout.running * self._rate
+                rollout_s = (
+                    rollout.base_s
+                    + self._rollout_prefill * rollout.prefill_s
+                    + decodes * rollout.decode_s
+                    + rollout.context_tokens * self._rate * rollout.context_s
+                )
+                rollout_growth = decodes * self._rate * rollout.context_s
+            elif serving_s > 0:
+                steps = min(steps, math.ceil(CLOSED_RECHECK_S / serving_s))
+        self._serving_s, self._rollout_s = serving_s, rollout_s
+        if serving_s <= 0 and rollout_s <= 0:
+            return
+        shared = self.overlap if serving_s > 0 and rollout_s > 0 else 0.0
+        shorter_growth = serving_growth if serving_s <= rollout_s else rollout_growth
+        self._cycle_s = serving_s + rollout_s - shared * min(serving_s, rollout_s)
+        self._growth_s = serving_growth + rollout_growth - shared * shorter_growth
+        self._count = max(1, int(min(steps, 1e6)))
+        self._start_s = now_s + self._stall_s
+        self._stall_s = 0.0
+        self._active = True
+        self._phase += 1
+        if rollout is not None and rollout_s > 0:
+            growth = self._count * rollout.running * self._rate
+            rollout.evict_to(rollout.budget_tokens - rollout.used_tokens - growth)
+        self.queue.at(self._end_s(), self._boundary, self._phase)
+
+    def _plan_serving(self, serving: Engine, now_s: float) -> float:
+        """Admit what fits; how many steps until its batch changes."""
+        page_tokens = self.serving_page_tokens
+        room = (self.total_pages - self.rollout_pages) * page_tokens - serving.used_tokens
+        missing = serving.admit(room) if serving.waiting else 0.0
+        if not missing and room < serving.running + 1:
+            missing = serving.running + 1.0
+        if missing > 0 and self.rollout_pages > 0:
+            self._inside = True
+            self.host.claimed(self, math.ceil(missing / page_tokens) + 1, now_s)
+            self._obey(now_s)
+            self._inside = False
+            self._stall_s = self.unmap_s
+            room = (self.total_pages - self.rollout_pages) * page_tokens - serving.used_tokens
+            missing = serving.admit(room) if serving.waiting else 0.0
+        while serving.running > 1 and room < serving.running:
+            serving.preempt()
+            room = (self.total_pages - self.rollout_pages) * page_tokens - serving.used_tokens
+        self._serving_prefill, steps = serving.shape(serving.chunk_tokens)
+        if serving.running:
+            steps = min(steps, serving.steps_to_finish())
+            room = (self.total_pages - self.rollout_pages) * page_tokens - serving.used_tokens
+            steps = max(1.0, min(steps, room // serving.running))
+        return min(steps, 4.0) if missing > 0 else steps
+
+    def _plan_rollout(self, rollout: Engine, beside_serving: bool, now_s: float) -> float:
+        """Admission by memory and by slack; steps until its batch changes, 0 when it may not or need not run."""
+        budget = rollout.budget_tokens = self.rollout_budget_tokens
+        if rollout.waiting:
+            rollout.admit(budget - rollout.used_tokens)
+        while rollout.running > 1 and budget - rollout.used_tokens < rollout.running:
+            rollout.preempt()
+        if not rollout.running and not rollout.prefilling:
+            return 0.0
+        chunk, rate = rollout.chunk_tokens, 1.0
+        if beside_serving and self.gated:
+            demand = Demand(
+                num_decodes=rollout.running,
+                prefill_tokens=int(rollout.pending_tokens),
+                context_tokens=int(rollout.context_tokens),
+            )
+            answer = admit(
+                now_s, board=self._board(now_s), model=rollout.model, params=self.params, demand=demand
+            )
+            self.slack_s = answer.slack_s
+            tokens = answer.token_budget
+            if tokens <= 0:
+                self.closed = True
+                return 0.0
+            if tokens < rollout.running:
+                chunk, rate = 0, tokens / rollout.running
+            else:
+                chunk = min(chunk, tokens - rollout.running, self.params.max_prefill_tokens)
+        self._rollout_prefill, steps = rollout.shape(chunk)
+        if rollout.running:
+            self._rate = rate
+            steps = min(steps, math.ceil(rollout.steps_to_finish() / rate - 1e-6))
+            room = budget - rollout.used_tokens
+            steps = max(1.0, min(steps, room // (rollout.running * rate)))
+        elif not self._rollout_prefill:
+            self.closed = True
+            return 0.0
+        return steps
+
+    def _board(self, now_s: float) -> BoardView:
+        """What ``serving.board`` would say at this boundary: latest starts, serving's own work taken off."""
+        serving = self.serving
+        assert serving is not None
+        decode_s = (
+            serving.base_s + serving.running * serving.decode_s + serving.context_tokens * serving.context_s
+        )
+        first = (
+            serving.prefilling[0] if serving.prefilling else serving.waiting[0] if serving.waiting else None
+        )
+        ttft_s = None
+        if first is not None and first.first_s is None:
+            pending = serving.pending_tokens or first.prompt
+            num_steps = math.ceil(pending / serving.chunk_tokens)
+            work_s = num_steps * decode_s + pending * serving.prefill_s
+            ttft_s = first.arrived_s + self.slo_ttft_s - work_s
+        return BoardView(
+            running=serving.running,
+            waiting=len(serving.prefilling) + len(serving.waiting),
+            ttft_deadline_s=ttft_s,
+            tpot_deadline_s=now_s + self.slo_tpot_s - decode_s if serving.running else None,
+        )
+
+    def check(self) -> None:
+        """Memory is never promised twice, and both engines' books hold."""
+        for engine in (self.serving, self.rollout):
+            if engine is not None:
+                engine.check()
+        if self.serving is not None:
+            assert self.serving_pages + self.rollout_pages <= self.total_pages + 2

@@ -1,0 +1,358 @@
+"""The RL job: groups of trajectories, batches, training steps, weight versions.
+
+Synchronous: sample a batch with the current weights, train, hand the weights out, start again.  Asynchronous: sample all the
+time, at most ``alpha`` versions ahead of what is trained.  Batches, leases and staleness are
+:class:`rose.policy.samples.SampleBook`'s.  Under DAPO a group whose rewards are all alike is thrown away and replaced; as
+many are started as the running share of usable groups calls for.
+
+Invariants: each trajectory is created once and ends once (finished, cancelled or still running); at most one batch trains.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from rose.policy import turn_events as te
+from rose.policy.samples import (
+    BatchAcked,
+    BatchAsked,
+    Leased,
+    SampleBook,
+    SampleParams,
+    TrajectoryCancelled,
+    TrajectoryCreated,
+    TrajectoryFinished,
+)
+from rose.policy.staleness import Version, worst_lag
+from rose.sim.cluster import JOB, Cluster
+from rose.sim.events import EventQueue, Journal
+from rose.sim.scenario import Scenario
+from rose.sim.systems import System
+from rose.sim.tables import Device, Model
+from rose.sim.workload import Script, keeps_group, make_script
+
+TRAIN_FLOPS_PER_PARAM = 8.0
+"""Forward and backward (6), and one more forward for the old log-probs (2), per parameter and token."""
+_EWMA = 0.2
+
+
+@dataclass(kw_only=True, slots=True)
+class Step:
+    """One RL step, times in seconds of the run; ``ready_s``: the batch was complete, ``trained_s``: the optimiser was."""
+
+    number: int
+    start_s: float
+    ready_s: float = math.nan
+    trained_s: float = math.nan
+    end_s: float = math.nan
+    tokens: int = 0
+    trajectories: int = 0
+    filtered_groups: int = 0
+    cancelled: int = 0
+    sampled: int = 0
+    harvested: int = 0
+    lag: int = 0
+    """Versions that the stalest trained token lay behind."""
+    tail_s: float = math.nan
+    """From 75 % of the batch's trajectories to the batch."""
+
+
+@dataclass(slots=True)
+class _Group:
+    number: int
+    running: int
+    members: list[str] = field(default_factory=lambda: list[str]())
+    done: list[tuple[str, Version | None, int]] = field(
+        default_factory=lambda: list[tuple[str, Version | None, int]]()
+    )
+
+
+@dataclass(slots=True)
+class _Trajectory:
+    name: str
+    script: Script
+    group: _Group
+    turn: int = 0
+    prompt: int = 0
+    oldest: Version | None = None
+    turn_id: str = ""
+    alive: bool = True
+
+
+class Hooks:
+    """What the world does at the seams of a step (extra engines come and go there)."""
+
+    def rollouts_begin(self, step: int) -> None: ...
+
+    def rollouts_end(self, step: int) -> float:
+        """Seconds before training may start."""
+        return 0.0
+
+    def publish(self, version: Version) -> float:
+        """Hand out new weights; seconds until dedicated engines have them."""
+        return 0.0
+
+
+class Job:
+    """See the module."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        system: System,
+        queue: EventQueue,
+        journal: Journal,
+        hooks: Hooks,
+        model: Model,
+        gpu: Device,
+    ) -> None:
+        self.scenario, self.system = scenario, system
+        self.config = scenario.job
+        self.queue, self.journal, self.hooks = queue, journal, hooks
+        self.model, self.gpu = model, gpu
+        self.cluster: Cluster
+        self.asynchronous = system.training == "async"
+        alpha = self.config.alpha if self.asynchronous else 0
+        self.book = SampleBook(params=SampleParams(alpha=alpha))
+        self.version: Version = (0, 0)
+        self.steps: list[Step] = []
+        self.done = False
+        self._running: dict[str, _Trajectory] = {}
+        self._groups: dict[int, _Group] = {}
+        self._num_groups = 0
+        self._accepted = (
+            1.0 if self.config.algorithm == "grpo" else (self.config.keep_low + self.config.keep_high) / 2
+        )
+        self._training = False
+        self._tokens: dict[str, int] = {}
+        self._finished_s: dict[str, float] = {}
+        self._next_turn = 0
+        self._sampled_before = (0, 0)
+        self.num_finished = 0
+        self.num_cancelled = 0
+
+    # --- a step ----------------------------------------------------------------------------------------
+
+    def begin(self, now_s: float, _: object = None) -> None:
+        """Start the first or next step."""
+        number = len(self.steps)
+        limit = self.scenario.num_steps
+        if limit is not None and number >= limit:
+            self.done = True
+            return
+        self.steps.append(Step(number=number, start_s=now_s))
+        sampled = self.cluster.counters.sampled
+        self._sampled_before = (sampled["dedicated"], sampled["harvested"])
+        self.journal.write(now_s, "step", number)
+        self.cluster.step_started()
+        self.hooks.rollouts_begin(number)
+        self._fill()
+
+    def _fill(self) -> None:
+        """Start as many groups as this moment calls for."""
+        config = self.config
+        load = self.scenario.trajectories_in_flight
+        if load is not None:
+            while len(self._running) + config.group_size <= load:
+                self._start_group()
+            return
+        ready = len(self.book.ready.get(JOB, []))
+        if not self.asynchronous:
+            missing = config.num_groups - ready
+            want = math.ceil(missing / max(0.1, self._accepted)) if missing > 0 else 0
+            while len(self._groups) < want:
+                self._start_group()
+            return
+        # Staleness bounds how far ahead sampling may be of training.
+        room = (config.alpha + 1) * config.num_groups - ready - (config.num_groups if self._training else 0)
+        while len(self._groups) < room / max(0.1, self._accepted):
+            self._start_group()
+
+    def _start_group(self) -> None:
+        number = self._num_groups
+        self._num_groups += 1
+        group = _Group(number, self.config.group_size)
+        self._groups[number] = group
+        for member in range(self.config.group_size):
+            name = f"g{number}.{member}"
+            script = make_script(self.config, self.scenario.seed, number, member)
+            trajectory = _Trajectory(name, script, group, prompt=script.prompt_tokens)
+            self._running[name] = trajectory
+            group.members.append(name)
+            self.book.handle(
+                TrajectoryCreated(
+                    trajectory_id=name, job=JOB, group_id=f"g{number}", group_size=self.config.group_size
+                )
+            )
+        for name in list(group.members):
+            if name in self._running:
+                self._submit(self._running[name])
+
+    def _submit(self, trajectory: _Trajectory) -> None:
+        self._next_turn += 1
+        trajectory.turn_id = f"{trajectory.name}.{trajectory.turn}"
+        self.cluster.submit(
+            trajectory.turn_id,
+            trajectory.name,
+            f"g{trajectory.group.number}",
+            trajectory.prompt,
+            trajectory.script.outputs[trajectory.turn],
+            first=trajectory.turn == 0,
+        )
+
+    # --- turns and trajectories ------------------------------------------------------------------------
+
+    def turn_ended(self, ended: te.TurnEnded, now_s: float) -> None:
+        trajectory = self._running.get(ended.result.trajectory_id)
+        if trajectory is None or not trajectory.alive:
+            return
+        if ended.outcome is not te.TurnState.DONE:
+            self._drop(trajectory, "failed")
+            return
+        for span in ended.result.spans:
+            if trajectory.oldest is None or span.version < trajectory.oldest:
+                trajectory.oldest = span.version
+        script, turn = trajectory.script, trajectory.turn
+        trajectory.prompt += script.outputs[turn] + script.observations[turn]
+        trajectory.turn = turn + 1
+        self.queue.at(now_s + script.env_s[turn], self._observed, trajectory)
+
+    def _observed(self, now_s: float, trajectory: _Trajectory) -> None:
+        if not trajectory.alive:
+            return
+        if trajectory.turn < len(trajectory.script.outputs):
+            self._submit(trajectory)
+            return
+        self._end(trajectory)
+        group = trajectory.group
+        self._finished_s[trajectory.name] = now_s
+        self._tokens[trajectory.name] = trajectory.prompt
+        group.done.append((trajectory.name, trajectory.oldest, trajectory.prompt))
+        if not group.running:
+            self._group_done(group, now_s)
+
+    def _group_done(self, group: _Group, now_s: float) -> None:
+        del self._groups[group.number]
+        kept = keeps_group(self.config, self.scenario.seed, len(self.steps) - 1, group.number)
+        self._accepted += _EWMA * (float(kept) - self._accepted) if self.config.algorithm == "dapo" else 0.0
+        self.journal.write(now_s, "group", group.number, kept)
+        for name, oldest, _ in group.done:
+            if kept:
+                self.num_finished += 1
+                self.book.handle(TrajectoryFinished(trajectory_id=name, oldest=oldest))
+            else:
+                self._cancel_sample(name, "filtered")
+        if not kept:
+            self.steps[-1].filtered_groups += 1
+        self._try_train(now_s)
+        if not self.done and not (self._training and not self.asynchronous):
+            self._fill()
+
+    def _drop(self, trajectory: _Trajectory, reason: str) -> None:
+        """A member failed for good: another takes its place, so that the group stays whole."""
+        self._end(trajectory)
+        self._cancel_sample(trajectory.name, reason)
+        group = trajectory.group
+        if reason == "failed" and group.number in self._groups:
+            name = f"{trajectory.name}r"
+            again = _Trajectory(name, trajectory.script, group, prompt=trajectory.script.prompt_tokens)
+            self._running[name] = again
+            group.running += 1
+            group.members.append(name)
+            self.book.handle(
+                TrajectoryCreated(
+                    trajectory_id=name,
+                    job=JOB,
+                    group_id=f"g{group.number}",
+                    group_size=self.config.group_size,
+                )
+            )
+            self._submit(again)
+
+    def _end(self, trajectory: _Trajectory) -> None:
+        trajectory.alive = False
+        trajectory.group.running -= 1
+        del self._running[trajectory.name]
+        self.cluster.close(trajectory.name)
+
+    def _cancel_sample(self, name: str, reason: str) -> None:
+        self.num_cancelled += 1
+        self.book.handle(TrajectoryCancelled(trajectory_id=name, reason=reason))
+        self.book.forget(name)
+
+    # --- training --------------------------------------------------------------------------------------
+
+    def _try_train(self, now_s: float) -> None:
+        config = self.config
+        if self._training or self.done or len(self.book.ready.get(JOB, [])) < config.num_groups:
+            return
+        step = self.steps[-1]
+        answers = self.book.handle(
+            BatchAsked(
+                at_s=now_s,
+                batch_id=f"b{step.number}",
+                job=JOB,
+                num_groups=config.num_groups,
+                version=self.version,
+                ttl_s=1e9,
+            )
+        )
+        leased = next((answer for answer in answers if isinstance(answer, Leased)), None)
+        if leased is None:
+            return
+        self._training = True
+        ids = leased.trajectory_ids
+        step.ready_s = now_s
+        step.trajectories = len(ids)
+        oldest = [self.book.samples[name].oldest for name in ids]
+        step.lag = worst_lag(self.version, [version for version in oldest if version is not None])
+        step.tokens = sum(self._tokens.pop(name) for name in ids)
+        times = sorted(self._finished_s.pop(name) for name in ids)
+        step.tail_s = now_s - times[max(0, math.ceil(0.75 * len(times)) - 1)]
+        wait_s = 0.0
+        if not self.asynchronous:
+            wait_s = self.hooks.rollouts_end(step.number)
+            for trajectory in list(self._running.values()):
+                step.cancelled += 1
+                self._drop(trajectory, "redundant")
+                self.cluster.cancel(trajectory.turn_id, "redundant")
+            for group in list(self._groups.values()):
+                for name, _, _ in group.done:
+                    step.cancelled += 1
+                    self._cancel_sample(name, "redundant")
+            self._groups.clear()
+        fleet, efficiency = self.scenario.fleet, self.scenario.efficiency
+        flops = fleet.trainers * self.gpu.flops * efficiency.training
+        train_s = TRAIN_FLOPS_PER_PARAM * self.model.num_params * step.tokens / flops
+        self.journal.write(now_s, "train", step.number, step.tokens)
+        self.queue.at(now_s + wait_s + train_s, self._trained, step)
+
+    def _trained(self, now_s: float, step: Step) -> None:
+        self._training = False
+        step.trained_s = now_s
+        for action in self.book.handle(BatchAcked(batch_id=f"b{step.number}", step=step.number, attempt=0)):
+            for name in getattr(action, "trajectory_ids", ()):
+                self.book.forget(name)
+        self.version = (0, self.version[1] + 1)
+        step.end_s = now_s + self.hooks.publish(self.version)
+        sampled = self.cluster.counters.sampled
+        step.sampled = sum(sampled.values()) - sum(self._sampled_before)
+        step.harvested = sampled["harvested"] - self._sampled_before[1]
+        if self.asynchronous:
+            lag = self.config.alpha if self.scenario.trajectories_in_flight is None else self.version[1]
+            self.cluster.require((0, max(0, self.version[1] - lag)))
+            self.begin(now_s)
+            self._try_train(now_s)
+        else:
+            self.cluster.require(self.version)
+            self.queue.at(step.end_s, self.begin)
+
+    def check(self) -> None:
+        """Every trajectory is in exactly one place."""
+        self.book.check()
+        counts = self.book.counts()
+        assert counts["cancelled"] == self.num_cancelled
+        assert sum(counts.values()) == sum(self.book.num_created.values())
+        waiting = sum(len(group.done) for group in self._groups.values())
+        assert counts["running"] == len(self._running) + waiting

@@ -1,0 +1,251 @@
+"""What is simulated: one TOML file, checked whole before anything starts.  See ``examples/scenarios/``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from rose.config import Section, load_config
+from rose.errors import ConfigError
+from rose.policy.lending import LendingParams
+from rose.sim.systems import SYSTEMS
+from rose.sim.tables import find_device, find_model
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
+
+
+class Efficiency(Section):
+    """How much of a datasheet an engine gets.  Assumptions; vary them before you believe a result."""
+
+    compute: float = Field(default=0.5, gt=0, le=1)
+    """Prefill, of the dense bf16 peak."""
+    bandwidth: float = Field(default=0.7, gt=0, le=1)
+    tensor_parallel: float = Field(default=0.85, gt=0, le=1)
+    training: float = Field(default=0.35, gt=0, le=1)
+    """Model FLOPs utilisation of a training step."""
+    step_overhead_s: NotNegative = 0.002
+    """Scheduling and launch, each step."""
+    overlap: float = Field(default=0.2, ge=0, le=1)
+    """Two engines on one GPU: 0 = strict time slices, 1 = the shorter step is free."""
+
+
+class FleetSection(Section):
+    device: str = "h100"
+    dedicated: int = Field(default=8, ge=0, le=16384)
+    """Rollout engines that the job owns."""
+    serving: int = Field(default=16, ge=0, le=16384)
+    """Serving engines that may lend."""
+    trainers: int = Field(default=8, ge=1, le=65536)
+    """GPUs of the trainer."""
+    rollout_gpus: int = Field(default=1, ge=1, le=64)
+    """GPUs per rollout engine (tensor parallel); on a serving host it shares those of the serving engine."""
+    serving_gpus: int = Field(default=1, ge=1, le=64)
+    memory_use: float = Field(default=0.9, gt=0, le=1)
+    reserve_gb: NotNegative = 4.0
+    """Per GPU: activations, graphs, communication."""
+    mean_hours_between_failures: NotNegative = 0.0
+    """Per rollout engine; 0 = none."""
+    restart_s: Positive = 60.0
+    spot: int = Field(default=0, ge=0, le=16384)
+    """Rollout engines of the spot or serverless systems, at most."""
+    spot_up_s: Positive = 1800.0
+    """Mean life of a spot engine."""
+    spot_down_s: Positive = 600.0
+    """Mean wait for the next one."""
+    cold_start_s: NotNegative = 60.0
+    """From allocation to an engine without weights."""
+    activation_s: NotNegative = 5.0
+    """Switching a training GPU to rollouts and back, once each."""
+
+
+class ServingSection(Section):
+    model: str = "qwen2.5-7b"
+    slo_ttft_ms: Positive = 500.0
+    slo_tpot_ms: Positive = 150.0
+    trace: Path | None = None
+    """Azure-format CSV; None = the generator below.  Relative to the scenario's folder."""
+    requests_per_s: Positive = 0.5
+    """Mean per serving engine."""
+    prompt_median: int = Field(default=1020, ge=1)
+    prompt_log_std: NotNegative = 0.99
+    prompt_max: int = Field(default=14050, ge=1)
+    output_median: int = Field(default=129, ge=1)
+    output_log_std: NotNegative = 0.86
+    output_max: int = Field(default=1000, ge=1)
+    start_hour: float = Field(default=12.0, ge=0, lt=24)
+    daily_swing: Share = 0.5
+    """Peak at 14:00 is ``1 + swing`` times the mean, trough ``1 - swing``."""
+    burst_every_s: Positive = 120.0
+    burst_length_s: Positive = 2.0
+    burst_factor: float = Field(default=3.5, ge=1)
+    """Rate inside a burst over the mean; all engines see the burst together."""
+    noise: NotNegative = 0.3
+    """Standard deviation of the rate from second to second, over its mean."""
+    chunk_tokens: int = Field(default=2048, ge=16)
+
+    @model_validator(mode="after")
+    def _lengths(self) -> Self:
+        for kind in ("prompt", "output"):
+            if getattr(self, f"{kind}_median") > getattr(self, f"{kind}_max"):
+                raise ValueError(f"{kind}_median is above {kind}_max")
+        return self
+
+
+class JobSection(Section):
+    model: str = "qwen3-8b"
+    algorithm: Literal["grpo", "dapo"] = "grpo"
+    num_groups: int = Field(default=16, ge=1, le=65536)
+    group_size: int = Field(default=16, ge=1, le=4096)
+    alpha: int = Field(default=1, ge=0, le=64)
+    """Versions a sample may lag, in asynchronous training."""
+    prompt_tokens: int = Field(default=800, ge=1)
+    """Of the first turn; members of a group share it."""
+    turns_median: Positive = 8.0
+    turns_log_std: NotNegative = 0.5
+    turns_max: int = Field(default=40, ge=1)
+    output_median: Positive = 120.0
+    """Sampled tokens per turn."""
+    output_log_std: NotNegative = 0.6
+    output_max: int = Field(default=4096, ge=1)
+    """Also the limit a turn is submitted with."""
+    observation_median: Positive = 350.0
+    observation_log_std: NotNegative = 0.6
+    env_median_s: NotNegative = 0.5
+    env_log_std: NotNegative = 0.8
+    keep_low: float = Field(default=0.2, gt=0, le=1)
+    """DAPO: share of groups with a usable reward, drawn for each step between low and high."""
+    keep_high: float = Field(default=0.9, gt=0, le=1)
+    max_model_len: int = Field(default=32768, ge=64)
+    changed_fraction: float = Field(default=0.03, gt=0, le=1)
+    """Share of bf16 weights that an update changes."""
+    chunk_tokens: int = Field(default=2048, ge=16)
+    cap_dedicated: int = Field(default=64, ge=1)
+    cap_harvested: int = Field(default=16, ge=1)
+    expected_tokens: int = Field(default=256, ge=1)
+
+    @model_validator(mode="after")
+    def _keep(self) -> Self:
+        if self.keep_low > self.keep_high:
+            raise ValueError("keep_low is above keep_high")
+        if self.prompt_tokens + 1 >= self.max_model_len:
+            raise ValueError("prompt_tokens leaves no room in max_model_len")
+        return self
+
+
+class LinksSection(Section):
+    relay_gbps: Positive = 200.0
+    """Trainer to relay, and relay to all serving hosts together."""
+    host_gbps: Positive = 25.0
+    """Into one serving host."""
+    cluster_gbps: Positive = 400.0
+    """Trainer to dedicated engines, a broadcast."""
+    host_path_gb_s: Positive = 3.1
+    """Dense GB that one host covers per second when it encodes or applies an update."""
+
+
+class CellsSection(Section):
+    """Mode ``fleet`` and ``rose plan``: small exact fleets at several loads stand for the large one."""
+
+    serving: int = Field(default=8, ge=1, le=256)
+    dedicated: int = Field(default=2, ge=1, le=256)
+    warm_s: Positive = 60.0
+    """Not counted."""
+    seconds: Positive = 180.0
+    loads: int = Field(default=6, ge=2, le=64)
+    """Points between the quietest and the busiest hour."""
+    in_flight_per_engine: int = Field(default=12, ge=1, le=256)
+
+
+class Scenario(Section):
+    name: str = Field(pattern=NAME)
+    title: str = Field(default="", max_length=300)
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    duration_s: Positive = 3600.0
+    num_steps: int | None = Field(default=None, ge=1)
+    """Ends the run earlier; None = the duration alone."""
+    systems: tuple[str, ...] = ("fixed_sync", "rose")
+    baseline: str | None = None
+    """Ratios are against it; None = the first system."""
+    mode: Literal["exact", "fleet"] = "exact"
+    heartbeat_s: float = Field(default=0.5, gt=0, le=1.0)
+    trajectories_in_flight: int | None = Field(default=None, ge=1)
+    """Keeps this many running whatever the algorithm would do: for load tests."""
+    efficiency: Efficiency = Efficiency()
+    fleet: FleetSection = FleetSection()
+    serving: ServingSection = ServingSection()
+    job: JobSection = JobSection()
+    links: LinksSection = LinksSection()
+    cells: CellsSection = CellsSection()
+    lending: dict[str, float] = Field(default_factory=dict)
+    """Changes to :class:`rose.policy.lending.LendingParams`."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        unknown = [name for name in self.systems if name not in SYSTEMS]
+        if unknown or not self.systems:
+            raise ValueError(f"unknown system '{''.join(unknown[:1])}'; known: {', '.join(SYSTEMS)}")
+        if self.baseline is not None and self.baseline not in self.systems:
+            raise ValueError(f"baseline '{self.baseline}' is not among the systems")
+        if self.fleet.dedicated + self.fleet.serving + self.fleet.spot == 0:
+            raise ValueError("the fleet has no engine")
+        known = set(LendingParams.__dataclass_fields__)
+        wrong = sorted(set(self.lending) - known)
+        if wrong:
+            raise ValueError(f"lending.{wrong[0]} is not a parameter; known: {', '.join(sorted(known))}")
+        return self
+
+    def lending_params(self) -> LendingParams:
+        given: dict[str, float | int] = dict(self.lending)
+        if "max_cuts" in given:
+            given["max_cuts"] = int(given["max_cuts"])
+        return LendingParams(**given)  # pyright: ignore[reportArgumentType]
+
+
+def load_scenario(path: Path, overrides: list[str] | tuple[str, ...] = ()) -> Scenario:
+    """Read and check a scenario, names of devices and models included.
+
+    Raises:
+        ConfigError: Names the file, and the line or the field.
+    """
+    try:
+        scenario = load_config(Scenario, path, overrides)
+        find_device(scenario.fleet.device, "fleet.device")
+        find_model(scenario.serving.model, "serving.model")
+        find_model(scenario.job.model, "job.model")
+        scenario.lending_params()
+    except ConfigError as error:
+        line = _line_of(path, error.field)
+        where = f"{path}:{line}" if line else str(path)
+        field = f"{where}: {error.field}" if error.field and error.field != "config" else where
+        raise ConfigError(error.message, field=field, fix=error.fix) from error
+    trace = scenario.serving.trace
+    if trace is not None and not trace.is_absolute():
+        serving = scenario.serving.model_copy(update={"trace": path.parent / trace})
+        scenario = scenario.model_copy(update={"serving": serving})
+    return scenario
+
+
+def _line_of(path: Path, field: str | None) -> int | None:
+    """Line of ``table.key`` in a TOML file: the last ``key =`` under that header; None when not found."""
+    if not field:
+        return None
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return None
+    *tables, key = field.split(".")
+    header, found = "", None
+    for number, text in enumerate(lines, 1):
+        text = text.strip()
+        if text.startswith("["):
+            header = text.strip("[] ")
+            if header == field:
+                found = number
+        elif text.partition("=")[0].strip() == key and header == ".".join(tables):
+            found = number
+    return found

@@ -1,0 +1,114 @@
+"""Numbers of one run, and ratios between runs.  Flat: names with units, values that JSON can hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from rose.sim.world import RunResult
+
+Number = float | int | None
+Row = dict[str, Number]
+
+COLUMNS: dict[str, str] = {
+    "steps": "RL steps that ended",
+    "step_s": "seconds per RL step",
+    "rollout_s": "of it until the batch is complete",
+    "train_s": "of it training",
+    "weights_s": "of it until dedicated engines have the new weights",
+    "tail_s": "from 75 % of the batch's trajectories to the batch",
+    "tokens_per_s": "tokens trained on per second of the run",
+    "trajectories_per_h": "trajectories trained on per hour",
+    "harvested_share": "sampled tokens that came from engines the job does not own",
+    "gpu_hours_per_step": "GPU hours paid for by the job, per step",
+    "relay_gb_per_step": "GB through the weight relay, per step",
+    "allocation_overhead": "share of bought engine time before it could sample",
+    "ttft_p50_ms": "production's time to first token, median",
+    "ttft_p99_ms": "the same, 99th percentile",
+    "tpot_p50_ms": "production's time per output token, median",
+    "tpot_p99_ms": "the same, 99th percentile",
+    "slo_missed": "share of production requests over either limit",
+    "cuts": "loans cut while in use",
+    "requeued": "turns that moved to another engine",
+    "recomputed_share": "prompt tokens computed again after a move, of all computed",
+    "cached_share": "prompt tokens found in a prefix cache",
+    "lost_tokens": "sampled and thrown away",
+    "kills": "rollout engines killed for a late cut",
+}
+
+
+def summarize(run: RunResult) -> Row:
+    """One row; None = nothing was measured."""
+    steps, counters = run.steps, run.counters
+    num = len(steps)
+    span_s = steps[-1].end_s - steps[0].start_s if num else math.nan
+    tokens = sum(step.tokens for step in steps)
+    sampled = sum(counters.sampled.values())
+    ttft = np.array([value for _, value in run.ttft_s])
+    tpot = np.array([value for _, value in run.tpot_s])
+    missed = _missed(run)
+    prompts = counters.prefilled + counters.cached
+    row: dict[str, float] = {
+        "steps": num,
+        "step_s": span_s / num if num else math.nan,
+        "rollout_s": _mean([step.ready_s - step.start_s for step in steps]),
+        "train_s": _mean([step.trained_s - step.ready_s for step in steps]),
+        "weights_s": _mean([step.end_s - step.trained_s for step in steps]),
+        "tail_s": _mean([step.tail_s for step in steps]),
+        "tokens_per_s": tokens / span_s if num else math.nan,
+        "trajectories_per_h": sum(step.trajectories for step in steps) / span_s * 3600 if num else math.nan,
+        "harvested_share": counters.sampled["harvested"] / sampled if sampled else math.nan,
+        "gpu_hours_per_step": run.billed_gpu_s / 3600 / run.duration_s * span_s / num if num else math.nan,
+        "relay_gb_per_step": run.relay_bytes / 1e9 / num if num else math.nan,
+        "allocation_overhead": run.wasted_s / run.allocated_s if run.allocated_s else 0.0,
+        "ttft_p50_ms": _percentile(ttft, 50) * 1e3,
+        "ttft_p99_ms": _percentile(ttft, 99) * 1e3,
+        "tpot_p50_ms": _percentile(tpot, 50) * 1e3,
+        "tpot_p99_ms": _percentile(tpot, 99) * 1e3,
+        "slo_missed": missed,
+        "cuts": counters.cuts,
+        "requeued": counters.requeued,
+        "recomputed_share": counters.recomputed / counters.prefilled if counters.prefilled else 0.0,
+        "cached_share": counters.cached / prompts if prompts else 0.0,
+        "lost_tokens": counters.lost,
+        "kills": counters.kills,
+    }
+    assert list(row) == list(COLUMNS)
+    return {name: (round(value, 6) if math.isfinite(value) else None) for name, value in row.items()}
+
+
+def percentiles_over_time(
+    values: Sequence[tuple[float, float]], duration_s: float, q: float, num_windows: int = 24
+) -> list[tuple[float, float]]:
+    """(middle of the window, percentile) where a window has at least 20 values."""
+    if not values:
+        return []
+    data = np.array(values)
+    width_s = duration_s / num_windows
+    index = np.minimum((data[:, 0] / width_s).astype(int), num_windows - 1)
+    points: list[tuple[float, float]] = []
+    for window in range(num_windows):
+        chosen = data[index == window, 1]
+        if len(chosen) >= 20:
+            points.append(((window + 0.5) * width_s, float(np.percentile(chosen, q))))
+    return points
+
+
+def _missed(run: RunResult) -> float:
+    if not run.ttft_s:
+        return math.nan
+    serving = run.scenario.serving
+    slow = {at for at, value in run.ttft_s if value * 1e3 > serving.slo_ttft_ms}
+    slow |= {at for at, value in run.tpot_s if value * 1e3 > serving.slo_tpot_ms}
+    return len(slow) / len(run.ttft_s)
+
+
+def _percentile(values: np.ndarray[tuple[int], np.dtype[np.float64]], q: float) -> float:
+    return float(np.percentile(values, q)) if len(values) else math.nan
+
+
+def _mean(values: list[float]) -> float:
+    good = [value for value in values if math.isfinite(value)]
+    return sum(good) / len(good) if good else math.nan

@@ -1,0 +1,485 @@
+"""One run: builds the fleet of a system, lets time pass, and gathers what happened.
+
+``simulate`` is the only door.  A seed and a scenario give one run, byte for byte, whatever the machine.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rose.errors import ConfigError
+from rose.policy.admission import AdmissionParams
+from rose.policy.fleet import Duty, Tier
+from rose.policy.staleness import Version
+from rose.sim.arrivals import Arrivals, make_arrivals
+from rose.sim.cluster import Cluster, Counters
+from rose.sim.device import Device
+from rose.sim.engine import Engine, Request
+from rose.sim.events import EventQueue, Journal
+from rose.sim.job import Hooks, Job, Step
+from rose.sim.links import transfer
+from rose.sim.scenario import Scenario
+from rose.sim.systems import SYSTEMS, System
+from rose.sim.tables import GB, find_device, find_model, kv_pages, step_model
+from rose.units import PAGE_BYTES
+
+SAMPLE_POINTS = 600
+"""Points of the timeline, whatever the length of the run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """The fleet at one moment."""
+
+    at_s: float
+    dedicated_turns: int
+    harvested_turns: int
+    queued_turns: int
+    serving_running: int
+    lent_share: float
+    held_share: float
+    harvested_engines: int
+    sampled: tuple[int, int]
+    """Tokens so far on dedicated and on other engines."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mark:
+    """One event of the Chrome trace: a span on a lane."""
+
+    lane: str
+    name: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(kw_only=True, slots=True)
+class RunResult:
+    """Everything one system did."""
+
+    system: System
+    scenario: Scenario
+    seed: int
+    duration_s: float
+    steps: list[Step]
+    counters: Counters
+    ttft_s: list[tuple[float, float]]
+    tpot_s: list[tuple[float, float]]
+    samples: list[Sample]
+    marks: list[Mark]
+    relay_bytes: float = 0.0
+    billed_gpu_s: float = 0.0
+    """Dedicated, trainer and bought GPUs; harvested ones are paid for by production."""
+    allocated_s: float = 0.0
+    wasted_s: float = 0.0
+    """Of ``allocated_s`` of extra engines: not yet able to sample."""
+    num_events: int = 0
+    num_steps: int = 0
+    digest: str = ""
+    cpu_s: float = 0.0
+    busy: dict[str, float] = field(default_factory=lambda: dict[str, float]())
+
+
+class _World(Hooks):
+    def __init__(
+        self, scenario: Scenario, system: System, journal: Journal, arrivals: Arrivals | None
+    ) -> None:
+        self.scenario, self.system = scenario, system
+        self.journal = journal
+        self.queue = EventQueue()
+        self.rng = random.Random((scenario.seed << 8) ^ 0x3A)
+        self.gpu = find_device(scenario.fleet.device, "fleet.device")
+        self.policy_model = find_model(scenario.job.model, "job.model")
+        self.serving_model = find_model(scenario.serving.model, "serving.model")
+        self.job = Job(scenario, system, self.queue, journal, self, self.policy_model, self.gpu)
+        self.cluster = Cluster(scenario, system, self.queue, journal, self.job.turn_ended, scenario.seed)
+        self.job.cluster = self.cluster
+        self.serving_devices: list[Device] = []
+        self.extra: list[str] = []
+        self.samples: list[Sample] = []
+        self.relay_bytes = 0.0
+        self.allocated_s = 0.0
+        self.wasted_s = 0.0
+        self.alive_since: dict[str, float] = {}
+        self._build()
+        self._arrivals = arrivals
+        self._next = 0
+
+    # --- building --------------------------------------------------------------------------------------
+
+    def _rollout_engine(self, num_gpus: int) -> Engine:
+        e = self.scenario.efficiency
+        model = step_model(
+            self.gpu,
+            self.policy_model,
+            num_gpus,
+            compute_efficiency=e.compute,
+            bandwidth_efficiency=e.bandwidth,
+            parallel_efficiency=e.tensor_parallel,
+            overhead_s=e.step_overhead_s,
+        )
+        return Engine(model, self.scenario.job.chunk_tokens, 0)
+
+    def _own_device(self, name: str) -> Device:
+        """A device that runs rollouts only."""
+        fleet = self.scenario.fleet
+        num = fleet.rollout_gpus
+        memory = self.gpu.memory_bytes * fleet.memory_use * num
+        pages = kv_pages(
+            memory, self.policy_model.weight_bytes + fleet.reserve_gb * GB * num, "fleet.rollout_gpus"
+        )
+        engine = self._rollout_engine(num)
+        page_tokens = PAGE_BYTES / self.policy_model.kv_bytes_per_token
+        engine.budget_tokens = int(pages * page_tokens)
+        return Device(
+            name,
+            self.queue,
+            self.cluster,
+            total_pages=pages,
+            serving=None,
+            rollout=engine,
+            rollout_page_tokens=page_tokens,
+        )
+
+    def _serving_device(self, name: str, shared: bool) -> Device:
+        scenario, e = self.scenario, self.scenario.efficiency
+        fleet, config = scenario.fleet, scenario.serving
+        num = fleet.serving_gpus
+        resident = self.serving_model.weight_bytes + fleet.reserve_gb * GB * num
+        if shared:
+            resident += self.policy_model.weight_bytes
+        pages = kv_pages(self.gpu.memory_bytes * fleet.memory_use * num, resident, "fleet.serving_gpus")
+        model = step_model(
+            self.gpu,
+            self.serving_model,
+            num,
+            compute_efficiency=e.compute,
+            bandwidth_efficiency=e.bandwidth,
+            parallel_efficiency=e.tensor_parallel,
+            overhead_s=e.step_overhead_s,
+        )
+        page_tokens = PAGE_BYTES / self.serving_model.kv_bytes_per_token
+        return Device(
+            name,
+            self.queue,
+            self.cluster,
+            total_pages=pages,
+            serving=Engine(model, config.chunk_tokens, int(pages * page_tokens)),
+            rollout=self._rollout_engine(num) if shared else None,
+            serving_page_tokens=page_tokens,
+            rollout_page_tokens=PAGE_BYTES / self.policy_model.kv_bytes_per_token,
+            gated=self.system.admission,
+            overlap=e.overlap,
+            slo_ttft_s=config.slo_ttft_ms / 1e3,
+            slo_tpot_s=config.slo_tpot_ms / 1e3,
+            params=AdmissionParams(),
+        )
+
+    def _build(self) -> None:
+        fleet, system, cluster = self.scenario.fleet, self.system, self.cluster
+        if fleet.dedicated == 0 and system.extra == "none":
+            raise ConfigError(f"{system.name} has no engine to sample with", field="fleet.dedicated")
+        for index in range(fleet.dedicated):
+            name = f"d{index}"
+            cluster.join(name, self._own_device(name), Tier.DEDICATED, version=(0, 0))
+        for index in range(fleet.serving):
+            name = f"s{index}"
+            device = self._serving_device(name, system.extra == "harvest")
+            self.serving_devices.append(device)
+            if system.extra == "harvest":
+                cluster.join(name, device, Tier.HARVESTED, version=(0, 0))
+                self.extra.append(name)
+        if system.extra in ("spot", "serverless"):
+            for index in range(fleet.spot):
+                name = f"x{index}"
+                cap = self.scenario.job.cap_dedicated
+                cluster.join(name, self._own_device(name), Tier.HARVESTED, version=None, cap=cap)
+                self.extra.append(name)
+                if system.extra == "spot":
+                    up = self.rng.random() < fleet.spot_up_s / (fleet.spot_up_s + fleet.spot_down_s)
+                    mean_s = fleet.spot_up_s if up else fleet.spot_down_s
+                    if up:
+                        self._spot_up(0.0, name)
+                    else:
+                        self.queue.at(self.rng.expovariate(1.0 / mean_s), self._spot_up, name)
+        if system.extra == "trainers":
+            for index in range(fleet.trainers // fleet.rollout_gpus):
+                name = f"t{index}"
+                cluster.join(name, self._own_device(name), Tier.DEDICATED, version=(0, 0))
+                self.extra.append(name)
+        if fleet.mean_hours_between_failures > 0:
+            for name in list(cluster.nodes):
+                self._schedule_failure(name)
+
+    def _schedule_failure(self, name: str) -> None:
+        mean_s = self.scenario.fleet.mean_hours_between_failures * 3600.0
+        self.queue.at(self.queue.now_s + self.rng.expovariate(1.0 / mean_s), self._fail, name)
+
+    def _fail(self, now_s: float, name: str) -> None:
+        self.cluster.fail(name)
+        self._schedule_failure(name)
+
+    # --- spot and serverless ---------------------------------------------------------------------------
+
+    def _spot_up(self, now_s: float, name: str) -> None:
+        fleet = self.scenario.fleet
+        self.alive_since[name] = now_s
+        self.queue.at(now_s + self.rng.expovariate(1.0 / fleet.spot_up_s), self._spot_down, name)
+        ready_s = fleet.cold_start_s + self._pull_s(1)
+        self.queue.at(now_s + ready_s, self._extra_ready, (name, now_s))
+
+    def _spot_down(self, now_s: float, name: str) -> None:
+        # The token stream was kept: what it had sampled goes on elsewhere.
+        self._release(name, now_s, keep=True, reason="preempted")
+        self.queue.at(
+            now_s + self.rng.expovariate(1.0 / self.scenario.fleet.spot_down_s), self._spot_up, name
+        )
+
+    def _extra_ready(self, now_s: float, word: tuple[str, float]) -> None:
+        name, since_s = word
+        if self.alive_since.get(name) == since_s and not self.cluster.nodes[name].registered:
+            self.wasted_s += now_s - since_s
+            self.cluster.start(name, self.job.version)
+
+    def _release(self, name: str, now_s: float, *, keep: bool, reason: str) -> None:
+        since_s = self.alive_since.pop(name, None)
+        if since_s is None:
+            return
+        self.allocated_s += now_s - since_s
+        if self.cluster.nodes[name].registered:
+            self.cluster.stop(name, keep_tokens=keep, reason=reason)
+        else:
+            self.wasted_s += now_s - since_s
+
+    def _pull_s(self, num: int) -> float:
+        """A new engine pulls full weights."""
+        plan = transfer(
+            self.system,
+            self.policy_model,
+            self.scenario.links,
+            num,
+            self.scenario.job.changed_fraction,
+            full=True,
+        )
+        self.relay_bytes += plan.relay_bytes
+        return plan.extra_s
+
+    # --- seams of a step -------------------------------------------------------------------------------
+
+    def rollouts_begin(self, step: int) -> None:
+        if self.system.extra == "serverless":
+            now_s = self.queue.now_s
+            pull_s = self._pull_s(len(self.extra))
+            for name in self.extra:
+                self.alive_since[name] = now_s
+                start_s = self.scenario.fleet.cold_start_s * self.rng.uniform(0.5, 1.5)
+                self.queue.at(now_s + start_s + pull_s, self._extra_ready, (name, now_s))
+        elif self.system.extra == "trainers" and step:
+            for name in self.extra:
+                self.queue.at(self.queue.now_s + self.scenario.fleet.activation_s, self._borrow, name)
+
+    def _borrow(self, now_s: float, name: str) -> None:
+        if not self.cluster.nodes[name].registered and not math.isnan(self.job.steps[-1].ready_s):
+            return  # the batch was complete before the switch
+        if not self.cluster.nodes[name].registered:
+            self.cluster.start(name, self.job.version)
+
+    def rollouts_end(self, step: int) -> float:
+        if self.system.extra == "serverless":
+            for name in self.extra:
+                self._release(name, self.queue.now_s, keep=False, reason="released")
+        elif self.system.extra == "trainers":
+            for name in self.extra:
+                if self.cluster.nodes[name].registered:
+                    self.cluster.set_duty(name, Duty.DRAINING)
+                    self.cluster.stop(name, keep_tokens=True, reason="returned")
+            return self.scenario.fleet.activation_s
+        return 0.0
+
+    def publish(self, version: Version) -> float:
+        now_s = self.queue.now_s
+        waiting = [name for name in self.extra if self.cluster.nodes[name].registered]
+        if self.system.extra == "trainers":
+            waiting = []
+        plan = transfer(
+            self.system,
+            self.policy_model,
+            self.scenario.links,
+            len(waiting),
+            self.scenario.job.changed_fraction,
+            full=False,
+        )
+        self.relay_bytes += plan.relay_bytes
+        for name, node in self.cluster.nodes.items():
+            if node.tier is Tier.DEDICATED and name.startswith("d"):
+                self.queue.at(now_s + plan.dedicated_s, self._commit, (name, version))
+        for name in waiting:
+            self.queue.at(now_s + plan.extra_s, self._commit, (name, version))
+        return plan.dedicated_s
+
+    def _commit(self, now_s: float, word: tuple[str, Version]) -> None:
+        name, version = word
+        self.cluster.commit(name, version, recompute=self.system.name == "fixed_async")
+
+    # --- time ------------------------------------------------------------------------------------------
+
+    def _arrive(self, now_s: float, index: int) -> None:
+        arrivals = self._arrivals
+        assert arrivals is not None
+        device = self.serving_devices[int(arrivals.engine[index])]
+        prompt, output = int(arrivals.prompt[index]), int(arrivals.output[index])
+        device.arrive(Request(f"p{index}", prompt, output, now_s), now_s)
+        if index + 1 < len(arrivals.at_s):
+            self.queue.at(float(arrivals.at_s[index + 1]), self._arrive, index + 1)
+
+    def _sweep(self, now_s: float, _: object) -> None:
+        self.cluster.sweep(now_s)
+        self.queue.at(now_s + self.scenario.heartbeat_s, self._sweep)
+
+    def _sample(self, now_s: float, every_s: float) -> None:
+        turns = {"dedicated": 0, "harvested": 0}
+        lent = held = total = 0
+        engines = 0
+        for node in self.cluster.nodes.values():
+            rollout = node.device.rollout
+            assert rollout is not None
+            turns[node.tier.value] += len(rollout.requests)
+            if node.tier is Tier.HARVESTED:
+                engines += node.registered
+                if node.device.serving is not None:
+                    lent += node.device.lend_pages
+                    held += node.device.rollout_pages
+                    total += node.device.total_pages
+        running = sum(device.serving.running for device in self.serving_devices if device.serving is not None)
+        self.samples.append(
+            Sample(
+                at_s=now_s,
+                dedicated_turns=turns["dedicated"],
+                harvested_turns=turns["harvested"],
+                queued_turns=len(self.cluster.book.queue),
+                serving_running=running,
+                lent_share=lent / total if total else 0.0,
+                held_share=held / total if total else 0.0,
+                harvested_engines=engines,
+                sampled=(
+                    self.cluster.counters.sampled["dedicated"],
+                    self.cluster.counters.sampled["harvested"],
+                ),
+            )
+        )
+        self.queue.at(now_s + every_s, self._sample, every_s)
+
+    def run(self, progress: Callable[[float], None] | None) -> None:
+        scenario = self.scenario
+        self.queue.at(0.0, self._sweep)
+        self.queue.at(0.0, self.job.begin)
+        every_s = scenario.duration_s / SAMPLE_POINTS
+        self.queue.at(every_s, self._sample, every_s)
+        if self._arrivals is not None and len(self._arrivals.at_s):
+            self.queue.at(float(self._arrivals.at_s[0]), self._arrive, 0)
+
+        def stop() -> bool:
+            if progress is not None:
+                progress(min(1.0, self.queue.now_s / scenario.duration_s))
+            return self.job.done
+
+        self.queue.run(scenario.duration_s, stop, every=512)
+
+    def check(self) -> None:
+        self.job.check()
+        self.cluster.check()
+        for device in [*self.serving_devices, *(node.device for node in self.cluster.nodes.values())]:
+            device.check()
+
+
+def simulate(
+    scenario: Scenario,
+    system_name: str,
+    *,
+    journal_path: Path | None = None,
+    digest: bool = False,
+    progress: Callable[[float], None] | None = None,
+    check: bool = False,
+    arrivals: Arrivals | None = None,
+    asynchronous: bool = False,
+) -> RunResult:
+    """Run one system through one scenario.
+
+    Args:
+        digest: Keep the journal's digest also where no file is asked for.
+        progress: Called with the share of time that has passed.
+        check: Assert every book's invariants at the end.
+        asynchronous: Train asynchronously whatever the system does otherwise.
+        arrivals: Those of an earlier run of the same scenario, to save making them again.
+
+    Raises:
+        ConfigError: An impossible fleet, an unknown name, a malformed trace.
+    """
+    began_s = time.process_time()
+    journal = Journal(journal_path, digest=digest)
+    fleet = scenario.fleet
+    if arrivals is None and fleet.serving:
+        arrivals = make_arrivals(scenario.serving, fleet.serving, scenario.duration_s, scenario.seed)
+    system = SYSTEMS[system_name]
+    if asynchronous:
+        system = replace(system, training="async")
+    world = _World(scenario, system, journal, arrivals)
+    world.run(progress)
+    if check:
+        world.check()
+    now_s = world.queue.now_s
+    for name in list(world.alive_since):
+        world.allocated_s += now_s - world.alive_since[name]
+        if not world.cluster.nodes[name].registered:
+            world.wasted_s += now_s - world.alive_since[name]
+    steps = [step for step in world.job.steps if not math.isnan(step.end_s) and step.end_s <= now_s + 1e-6]
+    busy = {
+        "serving": sum(device.serving_busy_s for device in world.serving_devices),
+        "harvested": sum(device.rollout_busy_s for device in world.serving_devices),
+        "dedicated": sum(
+            node.device.rollout_busy_s for node in world.cluster.nodes.values() if node.device.serving is None
+        ),
+    }
+    gpus = fleet.dedicated * fleet.rollout_gpus + fleet.trainers
+    return RunResult(
+        system=world.system,
+        scenario=scenario,
+        seed=scenario.seed,
+        duration_s=now_s,
+        steps=steps,
+        counters=world.cluster.counters,
+        ttft_s=world.cluster.ttft_s,
+        tpot_s=world.cluster.tpot_s,
+        samples=world.samples,
+        marks=_marks(steps),
+        relay_bytes=world.relay_bytes,
+        billed_gpu_s=gpus * now_s + world.allocated_s * fleet.rollout_gpus,
+        allocated_s=world.allocated_s,
+        wasted_s=world.wasted_s,
+        num_events=world.queue.num_events,
+        num_steps=sum(d.num_steps for d in world.serving_devices)
+        + sum(n.device.num_steps for n in world.cluster.nodes.values() if n.device.serving is None),
+        digest=journal.close(),
+        cpu_s=time.process_time() - began_s,
+        busy=busy,
+    )
+
+
+def _marks(steps: list[Step]) -> list[Mark]:
+    marks: list[Mark] = []
+    for step in steps:
+        marks.append(
+            Mark(lane="step", name=f"rollout {step.number}", start_s=step.start_s, end_s=step.ready_s)
+        )
+        marks.append(
+            Mark(lane="step", name=f"train {step.number}", start_s=step.ready_s, end_s=step.trained_s)
+        )
+        marks.append(
+            Mark(lane="step", name=f"weights {step.number}", start_s=step.trained_s, end_s=step.end_s)
+        )
+    return marks

@@ -1,0 +1,148 @@
+"""Scenarios, traces and arrivals: what is wrong is named with its file and line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rose.errors import ConfigError
+from rose.sim.arrivals import make_arrivals
+from rose.sim.links import transfer
+from rose.sim.scenario import LinksSection, Scenario, ServingSection, load_scenario
+from rose.sim.systems import SYSTEMS
+from rose.sim.tables import find_model
+from rose.sim.workload import make_script
+from rose.sim.world import simulate
+
+SCENARIOS = Path(__file__).parents[2] / "examples" / "scenarios"
+HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+
+
+@pytest.mark.parametrize("path", sorted(SCENARIOS.rglob("*.toml")), ids=lambda path: path.stem)
+def test_every_scenario_we_ship_loads(path: Path) -> None:
+    assert load_scenario(path).name
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "match"),
+    [
+        ("[fleet]\ndevice = 'h900'", 3, "not a known device"),
+        ("[job]\nmodel = 'gpt-9'", 3, "not a known model"),
+        ("[job]\nnum_groups = 0", 3, "greater than or equal to 1"),
+        ("[fleet]\ndedicatd = 3", 3, "did you mean 'dedicated'"),
+        ("duration_s = -5.0", 2, "greater than 0"),
+        ("[serving]\nslo_ttft_ms = -1", 3, "greater than 0"),
+        ("[links]\nrelay_gbps = 0", 3, "greater than 0"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_line(tmp_path: Path, text: str, line: int, match: str) -> None:
+    path = tmp_path / "s.toml"
+    path.write_text(f'name = "s"\n{text}\n')
+
+    with pytest.raises(ConfigError, match=match) as caught:
+        load_scenario(path)
+    assert f"{path}:{line}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("systems = ['rosy']", "unknown system 'rosy'"),
+        ("baseline = 'rose'\nsystems = ['paper']", "not among the systems"),
+        ("[fleet]\ndedicated = 0\nserving = 0", "no engine"),
+        ("[lending]\nheadroom = 0.2", "lending.headroom is not a parameter"),
+        ("[lending]\nmin_headroom_fraction = 7.0", "not in"),
+        ("[job]\nprompt_tokens = 40000", "no room"),
+        ("[serving]\nprompt_median = 99999", "prompt_median is above"),
+        ("duration_s = nan", "greater than 0|finite"),
+        ("duration_s = [", "not TOML"),
+    ],
+)
+def test_impossible_scenarios_are_refused(tmp_path: Path, text: str, match: str) -> None:
+    path = tmp_path / "s.toml"
+    path.write_text(f'name = "s"\n{text}\n')
+
+    with pytest.raises(ConfigError, match=match) as caught:
+        load_scenario(path)
+    assert str(path) in str(caught.value)
+
+
+def test_models_that_do_not_fit_their_device_are_an_impossible_fleet() -> None:
+    scenario = Scenario.model_validate(
+        {"name": "s", "fleet": {"device": "l40s"}, "job": {"model": "qwen3-32b"}, "duration_s": 10.0}
+    )
+    with pytest.raises(ConfigError, match=r"do not fit.*more GPUs per engine"):
+        simulate(scenario, "rose")
+
+
+@pytest.mark.parametrize(
+    ("rows", "line", "match"),
+    [
+        ("2023-11-16 18:00:01,5,5\n2023-11-16 18:00:00,5,5\n", 3, "time goes back"),
+        ("2023-11-16 18:00:01,five,5\n", 2, "not a whole number"),
+        ("2023-11-16 18:00:01,-5,5\n", 2, "outside 0"),
+        ("yesterday,5,5\n", 2, "not a time"),
+        ("2023-11-16 18:00:01,5\n", 2, "2 columns"),
+    ],
+)
+def test_a_wrong_trace_is_named_with_its_line(tmp_path: Path, rows: str, line: int, match: str) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(HEADER + rows)
+
+    with pytest.raises(ConfigError, match=match) as caught:
+        make_arrivals(ServingSection(trace=path), 4, 60.0, 0)
+    assert f"{path}:{line}" in str(caught.value)
+
+
+def test_a_trace_keeps_its_bursts_and_gets_the_wanted_rate(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    rows = [f"2023-11-16 18:00:{second:02d}.{part},100,10" for second in (5, 30) for part in range(10)]
+    rows.append("2023-11-16 18:00:59.0,100,10")
+    path.write_text(HEADER + "\n".join(rows) + "\n")
+
+    arrivals = make_arrivals(ServingSection(trace=path, requests_per_s=2.0), 10, 600.0, 3)
+
+    assert len(arrivals.at_s) == pytest.approx(2.0 * 10 * 600, rel=0.1)
+    counts = np.bincount(arrivals.at_s.astype(int), minlength=600)
+    assert counts.max() > 8 * counts.mean()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_generated_requests_are_sorted_in_range_and_bursty(seed: int) -> None:
+    config = ServingSection(requests_per_s=1.0)
+    arrivals = make_arrivals(config, 20, 1200.0, seed)
+
+    assert np.all(np.diff(arrivals.at_s) >= 0)
+    assert 0 <= arrivals.at_s[0] <= arrivals.at_s[-1] < 1200.0
+    assert set(arrivals.engine) == set(range(20))
+    assert arrivals.prompt.min() >= 1
+    assert arrivals.prompt.max() <= config.prompt_max
+    counts = np.bincount(arrivals.at_s.astype(int))
+    assert counts.max() > 2.5 * counts.mean()
+
+
+def test_too_many_requests_are_refused_before_they_are_made() -> None:
+    with pytest.raises(ConfigError, match="mode = 'fleet'"):
+        make_arrivals(ServingSection(requests_per_s=100.0), 4096, 86400.0, 0)
+
+
+def test_a_script_depends_on_its_arguments_alone() -> None:
+    job = Scenario(name="s").job
+
+    assert make_script(job, 0, 3, 1) == make_script(job, 0, 3, 1)
+    assert make_script(job, 0, 3, 1) != make_script(job, 0, 3, 2)
+    assert make_script(job, 0, 3, 1).total_tokens <= job.max_model_len
+
+
+def test_a_large_model_s_update_is_bound_by_the_host_and_a_delta_moves_fewer_bytes() -> None:
+    model, links = find_model("qwen3-32b", ""), LinksSection()
+    full = transfer(SYSTEMS["static"], model, links, 1, 0.03, full=False)
+    delta = transfer(SYSTEMS["rose"], model, links, 1, 0.03, full=False)
+    coo = transfer(SYSTEMS["paper"], model, links, 1, 0.03, full=False)
+
+    # 65.6 GB at 3.1 GB/s of host path; at 25 Gbps into the host the full copy takes as long.
+    assert full.extra_s == pytest.approx(65.6 / 3.1, rel=0.01)
+    assert full.relay_bytes / coo.relay_bytes == pytest.approx(2 / (0.03 * 6), rel=0.01)
+    assert coo.relay_bytes / delta.relay_bytes == pytest.approx(6 / 1.25)

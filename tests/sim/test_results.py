@@ -1,0 +1,136 @@
+"""Figures that people read come from result files, and reports stand alone."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.run import DOCUMENT, committed_results, render, sections, wrong_rows
+from rose.cli import app
+from rose.errors import ConfigError
+from rose.sim.plan import Cell, Plan, write_plan
+from rose.sim.report import COLUMNS, chrome_trace, write_reports
+from rose.sim.world import simulate
+from tests.sim.test_world import tiny
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_results_page_says_what_the_result_files_say() -> None:
+    assert DOCUMENT.read_text() == render(committed_results())
+
+
+def test_every_committed_result_file_has_a_summary() -> None:
+    for path in committed_results():
+        assert any(summary for _, summary in sections(path)), path
+
+
+def test_every_number_of_the_readme_s_evidence_is_in_a_result_file() -> None:
+    assert wrong_rows((ROOT / "README.md").read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("row", "good"),
+    [
+        ("| gain | 1.31x | `a.json:sim.gain` |", True),
+        ("| gain | 1.3x, 25 % | `a.json:sim.gain` `a.json:sim.share` |", True),
+        ("| gain | 1.32x | `a.json:sim.gain` |", False),
+        ("| gain | 1.31x | `a.json:sim.other` |", False),
+        ("| gain | 1.31x | `b.json:sim.gain` |", False),
+        ("| gain | 1.31x | measured once |", False),
+        ("| gain | much | `a.json:sim.gain` |", False),
+        ("| gain | 26 % | `a.json:sim.share` |", False),
+    ],
+)
+def test_a_number_without_its_figure_is_found(tmp_path: Path, row: str, good: bool) -> None:
+    result = {"schema": 1, "benchmarks": {"sim": {"summary": {"gain": 1.3071, "share": 0.25}}}}
+    (tmp_path / "a.json").write_text(json.dumps(result))
+    text = (
+        f"# X\n\n## Evidence\n\n| claim | value | source |\n|---|---|---|\n{row}\n\n## Next\n| a | 9 | b |\n"
+    )
+
+    assert wrong_rows(text, tmp_path) == ([] if good else [row])
+
+
+def test_reports_agree_with_each_other_and_fetch_nothing(tmp_path: Path) -> None:
+    runs = [simulate(tiny(), name) for name in ("fixed_sync", "rose")]
+
+    write_reports(runs, tmp_path, None)
+
+    page = (tmp_path / "sim.html").read_text()
+    assert "<svg" in page
+    assert "src=" not in page
+    assert "href=" not in page
+    rows = list(csv.DictReader((tmp_path / "sim.csv").open()))
+    summary = json.loads((tmp_path / "sim.json").read_text())["summary"]
+    assert [row["system"] for row in rows] == ["fixed_sync", "rose"]
+    for row in rows:
+        for key in COLUMNS:
+            assert float(row[key] or "nan") == pytest.approx(
+                summary[f"{row['system']}.{key}"] if row[key] else float("nan"), nan_ok=True
+            )
+    assert summary["fixed_sync.speedup"] == 1.0
+
+
+def test_the_chrome_trace_keeps_to_its_window() -> None:
+    run = simulate(tiny(), "rose")
+    whole, part = chrome_trace([run], None), chrome_trace([run], (10.0, 20.0))
+
+    times = [event["ts"] / 1e6 for event in part["traceEvents"] if event["ph"] == "C"]
+    assert times
+    assert min(times) >= 10.0
+    assert max(times) <= 20.0
+    assert len(part["traceEvents"]) < len(whole["traceEvents"])
+
+
+def test_the_command_compares_systems_and_writes_its_reports(tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text(
+        'name = "s"\nduration_s = 120.0\nnum_steps = 1\n[fleet]\ndedicated = 1\nserving = 2\n'
+        "[job]\nnum_groups = 1\ngroup_size = 4\n"
+    )
+    command = ["sim", "--scenario", str(tmp_path / "s.toml"), "--out", str(tmp_path / "out"), "--check"]
+
+    result = CliRunner().invoke(app, command, catch_exceptions=False)
+
+    assert result.exit_code == 0, result.output
+    assert "fixed_sync" in result.output
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == ["sim.csv", "sim.html", "sim.json", "trace.json"]
+
+
+def test_a_journal_of_several_systems_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text('name = "s"\n')
+    command = ["sim", "--scenario", str(tmp_path / "s.toml"), "--journal", str(tmp_path / "j")]
+
+    with pytest.raises(ConfigError, match="single system"):
+        CliRunner().invoke(app, command, catch_exceptions=False)
+
+
+def test_a_plan_says_worth_headroom_and_risk_on_one_page(tmp_path: Path) -> None:
+    cells = tuple(
+        Cell(
+            hour=hour,
+            headroom=headroom,
+            worth=10.0 - 20 * headroom,
+            extra_missed=0.0 if headroom >= 0.1 else 0.02,
+            ttft_p99_ms=200.0,
+            alone_ttft_p99_ms=180.0,
+            tpot_p99_ms=20.0,
+            alone_tpot_p99_ms=15.0,
+            cuts_per_min=0.1,
+        )
+        for hour in ("quiet", "mean", "busy")
+        for headroom in (0.05, 0.1)
+    )
+    plan = Plan(scenario=tiny(), cells=cells, headroom=0.1, safe=True)
+
+    write_plan(plan, tmp_path)
+
+    page = (tmp_path / "plan.html").read_text()
+    assert "min_headroom_fraction = 0.1" in page
+    assert "worth 8.0 to 8.0" in page
+    assert json.loads((tmp_path / "plan.json").read_text())["summary"]["worth_mean"] == pytest.approx(8.0)

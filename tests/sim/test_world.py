@@ -1,0 +1,104 @@
+"""A run: the same for the same seed, and no token, page or trajectory lost or counted twice."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rose.sim.scenario import Scenario
+from rose.sim.systems import SYSTEMS
+from rose.sim.world import simulate
+
+TINY = {
+    "name": "tiny",
+    "duration_s": 300.0,
+    "num_steps": 2,
+    "fleet": {"dedicated": 1, "serving": 3, "trainers": 2, "spot": 2, "spot_up_s": 40.0, "spot_down_s": 20.0},
+    "job": {"num_groups": 2, "group_size": 4, "turns_median": 4.0, "algorithm": "dapo"},
+}
+
+
+def tiny(**changes: object) -> Scenario:
+    return Scenario.model_validate({**TINY, **changes})
+
+
+def test_ten_runs_of_one_seed_write_the_same_journal(tmp_path: Path) -> None:
+    journals = []
+    for number in range(10):
+        path = tmp_path / f"{number}.journal"
+        simulate(tiny(), "rose", journal_path=path)
+        journals.append(path.read_bytes())
+
+    assert len(journals[0]) > 1000
+    assert len(set(journals)) == 1
+
+
+def test_the_hash_seed_of_the_interpreter_changes_nothing_and_the_scenario_s_does() -> None:
+    script = (
+        "from tests.sim.test_world import tiny; from rose.sim.world import simulate;"
+        "print(simulate(tiny(), 'paper', digest=True).digest)"
+    )
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONHASHSEED": value, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for value in ("1", "2")
+    }
+
+    assert len(digests) == 1
+    assert simulate(tiny(seed=1), "paper", digest=True).digest + "\n" not in digests
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_books_balance_at_the_end_whatever_happened(system: str) -> None:
+    fleet = {**TINY["fleet"], "mean_hours_between_failures": 0.01, "restart_s": 5.0}
+    serving = {"requests_per_s": 4.0, "burst_every_s": 20.0, "burst_factor": 8.0}
+
+    run = simulate(tiny(fleet=fleet, serving=serving, duration_s=120.0), system, check=True)
+
+    assert run.counters.turns > 0
+    assert run.ttft_s
+
+
+@pytest.mark.parametrize("moment", [7.3, 41.9, 77.7])
+def test_books_balance_in_the_middle_of_a_step(moment: float) -> None:
+    simulate(tiny(duration_s=moment), "rose", check=True)
+
+
+def test_all_systems_get_the_same_work() -> None:
+    grpo = {**TINY["job"], "algorithm": "grpo"}
+    runs = [simulate(tiny(job=grpo), name) for name in ("fixed_sync", "rose", "static")]
+
+    assert len({tuple(step.tokens for step in run.steps) for run in runs}) == 1
+
+
+def test_a_step_is_rollout_then_training_then_weights() -> None:
+    run = simulate(tiny(), "fixed_sync")
+
+    for step in run.steps:
+        assert step.start_s < step.ready_s < step.trained_s < step.end_s
+    assert run.steps[0].end_s == run.steps[1].start_s
+
+
+@pytest.mark.parametrize("alpha", [0, 2])
+def test_asynchronous_training_never_takes_a_sample_older_than_alpha(alpha: int) -> None:
+    run = simulate(tiny(num_steps=6, job={**TINY["job"], "alpha": alpha}), "fixed_async", check=True)
+
+    assert len(run.steps) == 6
+    assert max(step.lag for step in run.steps) == alpha
+
+
+def test_harvesting_moves_tokens_to_serving_engines_and_costs_no_gpu_hours() -> None:
+    fixed, rose = (simulate(tiny(num_steps=1), name) for name in ("fixed_sync", "rose"))
+
+    assert fixed.counters.sampled["harvested"] == 0
+    assert rose.counters.sampled["harvested"] > 0
+    assert rose.allocated_s == 0
