@@ -228,7 +228,7 @@ def test_turns_are_counted_where_they_ended_and_tokens_where_they_were_sampled()
     )
     stayed = turn([1], [2], segments=[{"tier": "harvested", "n": 1}], versions=[["1.5", 0, 1]])
 
-    metrics = trajectory_metrics([trajectory([moved, stayed])], version=6)
+    metrics = trajectory_metrics([trajectory([moved, stayed])], version=(1, 6))
 
     assert metrics["tiers"] == {
         "dedicated": {"turns": 1, "tokens": 1},
