@@ -47,11 +47,6 @@ def turn_log_probs(model: Any, turn: Mapping[str, Any]) -> tuple[Tensor, Tensor]
     return torch.stack(log_probs), torch.stack(entropies)
 
 
-def trajectory_log_probs(model: Any, trajectory: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    parts = [turn_log_probs(model, turn) for turn in trajectory["turns"] if turn["token_ids"]]
-    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
-
-
 def advantages(
     trajectories: Sequence[Mapping[str, Any]], rewards: Sequence[float], recipe: Recipe
 ) -> list[float]:
@@ -73,22 +68,30 @@ def advantages(
     return found
 
 
+def policy_of(model: Any, trajectories: Sequence[Mapping[str, Any]]) -> list[tuple[Tensor, Tensor]]:
+    """Log-probs and entropies of each trajectory's sampled tokens under a float64 model."""
+    found = []
+    for trajectory in trajectories:
+        parts = [turn_log_probs(model, turn) for turn in trajectory["turns"] if turn["token_ids"]]
+        found.append((torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])))
+    return found
+
+
 def loss_of(
     trajectories: Sequence[Mapping[str, Any]],
     *,
-    current: Any,
-    proximal: Any,
-    reference: Any,
+    current: Sequence[tuple[Tensor, Tensor]],
+    proximal: Sequence[tuple[Tensor, Tensor]],
+    reference: Sequence[tuple[Tensor, Tensor]],
     recipe: Recipe,
 ) -> Tensor:
     """Loss of one update on all of ``trajectories`` (single-branch conversations); differentiable in ``current``.
 
     Args:
-        current, proximal, reference: float64 models.
+        current, proximal, reference: From :func:`policy_of`.
     """
-    with torch.no_grad():
-        old = [trajectory_log_probs(proximal, one)[0] for one in trajectories]
-        start = [trajectory_log_probs(reference, one)[0] for one in trajectories]
+    old = [log_probs.detach() for log_probs, _ in proximal]
+    start = [log_probs.detach() for log_probs, _ in reference]
     rewards = []
     for one, old_T, start_T in zip(trajectories, old, start, strict=True):
         reward = one["reward"]
@@ -101,7 +104,7 @@ def loss_of(
     weights = advantages(trajectories, rewards, recipe)
     per_trajectory = []
     for index, one in enumerate(trajectories):
-        new_T, entropy_T = trajectory_log_probs(current, one)
+        new_T, entropy_T = current[index]
         behaviour = [value for turn in one["turns"] for value in turn["logprobs"]]
         terms = []
         for new, before, began, sampled, entropy in zip(

@@ -28,7 +28,7 @@ from rose.train.trainer import TorchTrainer, TrainerParams
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(240)]
 
-GROUPS, GROUP_SIZE = 3, 6
+GROUPS, GROUP_SIZE = 2, 4
 
 
 async def record(
