@@ -50,12 +50,17 @@ class Pump:
         """
         started_s = time.monotonic()
         wanted = self._config.rollout.num_groups
+        is_first = True
         while True:
+            death = self._reap()
+            if death is not None and not is_first:
+                raise death
+            # Of a death that is known at the first look, the crew has seen to the replacement already.
+            is_first = False
             await self._recover()
             await self._fill(wanted)
             # Also ends when a lease finds too little: then the pump looks after its groups again.
             record = await self._crew.train()
-            self._reap()
             if "step" in record:
                 break
             wanted = max(wanted, record["launch"])
@@ -98,11 +103,10 @@ class Pump:
     def _load(self, manager: int) -> int:
         return sum(task.get_name() == str(manager) for task in self._running)
 
-    def _reap(self) -> None:
-        """Take note of the groups that have ended.
+    def _reap(self) -> ActorDied | None:
+        """Take note of the groups that have ended; the death of a manager, if one has died.
 
         Raises:
-            ActorDied: A manager died.
             TrainError: Too many groups failed.
         """
         death: ActorDied | None = None
@@ -123,8 +127,7 @@ class Pump:
                     self._lost.append(plan)  # its finished episodes are worth another try
                     if self._num_failed > self._config.env.max_failed_groups:
                         raise TrainError(f"{self._num_failed} groups failed, the last: {why}", field="env")
-        if death is not None:
-            raise death
+        return death
 
     async def _recover(self) -> None:
         """Begin again what a dead manager, or an earlier driver, has left behind."""
@@ -144,7 +147,6 @@ class Pump:
                             num_missing=missing,
                         )
                     )
-        self._reap()
         if self._lost:
             lost, self._lost = self._lost, []
             left = {

@@ -68,14 +68,10 @@ class Crew:
         Raises:
             TrainError: Too many deaths in a row.
         """
-        import ray
-
         events: list[dict[str, Any]] = []
         for index, manager in enumerate(self._managers):
             if not await self._alive(manager, f"environment manager {index}", events):
-                self._managers[index] = ray.remote(num_cpus=1, scheduling_strategy="SPREAD")(
-                    EnvManager
-                ).remote(self.config, self._tokens, spawn_reward_worker)
+                self._managers[index] = self._make_manager()
         trainer_alive = await self._alive(self._trainer, "trainer", events)
         if self.last_death is not None and not events:
             self._count("nobody that stayed dead", events)  # unreachable for a moment: it counts all the same
@@ -91,15 +87,13 @@ class Crew:
 
     async def _alive(self, actor: Any, name: str, events: list[dict[str, Any]]) -> bool:
         """Whether ``actor`` answers.  One that is silent for too long is made sure to be dead."""
-        import ray
-
         if actor is None:
             return False
         try:
             await asyncio.wait_for(answer_of(actor.pid.remote()), PING_TIMEOUT_S)
             return True
         except (ActorDied, TimeoutError) as error:
-            ray.kill(actor)
+            self._kill(actor)
             self.last_death = self.last_death or str(error) or "no answer"
             self._count(name, events)
             return False
@@ -115,6 +109,17 @@ class Crew:
                 field="ray.max_restarts",
             )
 
+    def _make_manager(self) -> Any:
+        import ray
+
+        make: Any = ray.remote(num_cpus=1, scheduling_strategy="SPREAD")(EnvManager)
+        return make.remote(self.config, self._tokens, spawn_reward_worker)
+
+    def _kill(self, actor: Any) -> None:
+        import ray
+
+        ray.kill(actor)
+
     def _make_trainer(self) -> None:
         import ray
         from ray.util.placement_group import placement_group
@@ -123,7 +128,6 @@ class Crew:
         config, num_ranks = self.config, self.config.trainer.num_ranks
         for rank in self._ranks:
             ray.kill(rank)
-        # Methods that block (one at a time), beside the pings.
         if num_ranks == 1:
             self._trainer = ray.remote(num_cpus=1)(TrainWorker).remote(config, self._tokens, self._parts)
             return

@@ -127,14 +127,14 @@ class FrozenLakeFamily:
 
     def tasks(self) -> Sequence[Task]:
         # The stride keeps the streams of neighbouring seeds apart.
-        return self._draw(self._params.num_maps, self._params.seed * 1_000_003, seen=[])
+        return self._draw(self._params.num_maps, self._params.seed * 1_000_003, [], "env.num_maps")
 
     def held_out_tasks(self, count: int) -> Sequence[Task]:
         seen = [tuple(task["map"]) for task in self.tasks()]
         # Half a stride away: training never draws that far.
-        return self._draw(count, self._params.seed * 1_000_003 + 500_000, seen=seen)
+        return self._draw(count, self._params.seed * 1_000_003 + 500_000, seen, "eval.num_tasks")
 
-    def _draw(self, count: int, first_seed: int, seen: list[tuple[str, ...]]) -> list[Task]:
+    def _draw(self, count: int, first_seed: int, seen: list[tuple[str, ...]], field: str) -> list[Task]:
         from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
         params = self._params
@@ -151,7 +151,7 @@ class FrozenLakeFamily:
         if len(boards) < count:
             raise ConfigError(
                 f"only {len(boards)} different maps of size {params.size} were found",
-                field="env.num_maps",
+                field=field,
                 fix="ask for fewer, or lower env.frozen_fraction",
             )
         return [{"env": "frozenlake", "map": list(board), "seed": params.seed} for board in boards]

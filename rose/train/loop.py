@@ -1,6 +1,6 @@
 """The train loop: rollouts, one optimiser step, the next version; on Ray.
 
-Read :func:`_train` first, then one of the two ways to take a step: :func:`_synchronous_step` here, in which the episodes
+Read :func:`train_with` first, then one of the two ways to take a step: :func:`_synchronous_step` here, in which the episodes
 of step ``s`` run on version ``s`` and no other, or ``rose.train.async_loop``, in which they go on while the trainer
 trains and may lie ``alpha`` versions behind.
 
@@ -90,7 +90,7 @@ def run_training(
     check_job(config)
     report = progress or (lambda _: None)
     with _sole_driver(config.output_dir), private_ray(config):
-        return asyncio.run(_until_signal(_train(config, tokens, report, parts, watch)))
+        return asyncio.run(_until_signal(train_with(Crew(config, tokens, parts), report, watch=watch)))
 
 
 def check_job(config: TrainConfig) -> None:
@@ -108,10 +108,9 @@ def check_job(config: TrainConfig) -> None:
     single_token_ids(config.model, family.allowed_texts or ())
 
 
-async def _train(
-    config: TrainConfig, tokens: Tokens, progress: Progress, parts: Parts | None, watch: bool
-) -> RunResult:
-    crew = Crew(config, tokens, parts)
+async def train_with(crew: Crew, progress: Progress, *, watch: bool = False) -> RunResult:
+    """The loop itself; see :func:`run_training`."""
+    config = crew.config
     pump = Pump(config, crew) if config.rollout.mode == "asynchronous" else None
     curve: list[float] = []
     held_out: float | None = None

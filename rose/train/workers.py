@@ -364,14 +364,17 @@ class TrainWorker:
             self._collected.clear()
             await self._resume()
 
+        asynchronous = config.rollout.mode == "asynchronous"
         while missing := self._collected.num_missing:
+            # A synchronous refill has either been played by now, or is to be.
+            wait_s = LEASE_WAIT_S if asynchronous or not self._collected.batch_ids else 0.0
             leased = await self._client.lease(
                 job=config.job,
                 num_groups=missing,
                 attempt=version[0],
                 version=version[1],
                 ttl_s=config.scheduler.lease_ttl_s,
-                wait_s=LEASE_WAIT_S,
+                wait_s=wait_s,
                 before_retry=before_retry,
             )
             if leased is None:

@@ -144,7 +144,11 @@ def test_bad_settings_are_refused_with_their_field(override: str, message: str) 
         ({"env": {"settings": {"num_maps": 0}}}, "num_maps"),
         ({"reward": {"kind": "oracle"}}, "unknown reward 'oracle'"),
         ({"reward": {"kind": "endpoint", "settings": {"url": "ftp://x"}}}, "reward.settings.url"),
-        ({"eval": {"every_steps": 1, "num_tasks": 10_000}}, "different maps"),
+        ({"env": {"settings": {"size": 2}}, "eval": {"at_end": True, "num_tasks": 20}}, "env.num_maps"),
+        (
+            {"env": {"settings": {"size": 2, "num_maps": 1}}, "eval": {"at_end": True, "num_tasks": 20}},
+            "eval.num_tasks",
+        ),
     ],
 )
 def test_a_job_that_cannot_run_is_refused_before_anything_starts(
