@@ -17,7 +17,6 @@ Callers: ``rose.train.trainer``; ``rose.train.loop`` for the counts.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor
 
 from rose.errors import TrainError
+from rose.train.collect import reward_of
 from rose.train.loss import distinct_restrictions
 
 NEUTRAL_SAMPLING: Mapping[str, tuple[Any, ...]] = {
@@ -41,7 +41,7 @@ NEUTRAL_SAMPLING: Mapping[str, tuple[Any, ...]] = {
 
 MIN_PART_SEQUENCES = 8
 MAX_PART_TOKENS = 16_384
-"""Bounds the activations of one forward pass."""
+"""Bounds the activations of one forward pass, unless the trainer is told another bound."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +59,7 @@ class Sample:
     temperatures: tuple[float, ...]
     allowed: tuple[tuple[int, ...] | None, ...]
     masked: bool = False
-    """Too stale to train on; its reward still counts in its group."""
+    """Not to be trained on (too stale, or cut off and told to be left out); its reward still counts in its group."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +73,8 @@ class Minibatch:
     behaviour_N: Tensor
     temperature_N: Tensor
     advantage_N: Tensor
+    share_N: Tensor
+    """What each token counts in the loss (``rose.train.loss.token_shares``)."""
     allowed_KV: Tensor | None
     allowed_index_N: Tensor
 
@@ -89,10 +91,7 @@ def samples_of(trajectory: Mapping[str, Any], *, vocab_size: int, max_tokens: in
     """
     trajectory_id = _text(trajectory, "id")
     group_id = _text(trajectory, "group_id")
-    reward = trajectory.get("reward")
-    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-        # A missing reward must never train as 0.
-        raise TrainError(f"reward of trajectory {trajectory_id} is {reward!r}", field="reward")
+    reward = reward_of(trajectory)
     turns = trajectory.get("turns")
     if not isinstance(turns, list):
         raise TrainError(f"trajectory {trajectory_id} has no list of turns", field="turns")
@@ -123,7 +122,7 @@ def samples_of(trajectory: Mapping[str, Any], *, vocab_size: int, max_tokens: in
         Sample(
             trajectory_id=trajectory_id,
             group_id=group_id,
-            reward=float(reward),
+            reward=reward,
             token_ids=tuple(chain.ids),
             positions=tuple(chain.positions),
             logprobs=tuple(chain.logprobs),
@@ -136,9 +135,19 @@ def samples_of(trajectory: Mapping[str, Any], *, vocab_size: int, max_tokens: in
 
 
 def make_minibatch(
-    samples: Sequence[Sample], advantages: Mapping[str, float], *, vocab_size: int, pad_id: int = 0
+    samples: Sequence[Sample],
+    *,
+    vocab_size: int,
+    advantages: Mapping[str, float] | None = None,
+    shares: Sequence[float] | None = None,
+    pad_id: int = 0,
 ) -> Minibatch:
-    """Pad on the right: with causal attention no real token sees a pad, so no attention mask is needed."""
+    """Pad on the right: with causal attention no real token sees a pad, so no attention mask is needed.
+
+    Args:
+        advantages: By trajectory id; None = 0, where only log-probs are wanted.
+        shares: Of one token of each sample; None = 0.
+    """
     width = max(len(sample.token_ids) for sample in samples)
     input_ids_BT = torch.full((len(samples), width), pad_id, dtype=torch.long)
     rows: list[int] = []
@@ -147,6 +156,7 @@ def make_minibatch(
     behaviour: list[float] = []
     temperatures: list[float] = []
     advantage: list[float] = []
+    share: list[float] = []
     allowed: list[tuple[int, ...] | None] = []
     for row, sample in enumerate(samples):
         input_ids_BT[row, : len(sample.token_ids)] = torch.tensor(sample.token_ids, dtype=torch.long)
@@ -154,7 +164,9 @@ def make_minibatch(
             rows.append(row)
             columns.append(position - 1)  # a token is predicted by the position before it
             targets.append(sample.token_ids[position])
-            advantage.append(advantages[sample.trajectory_id])
+        num_sampled = len(sample.positions)
+        advantage.extend([0.0 if advantages is None else advantages[sample.trajectory_id]] * num_sampled)
+        share.extend([0.0 if shares is None else shares[row]] * num_sampled)
         behaviour.extend(sample.logprobs)
         temperatures.extend(sample.temperatures)
         allowed.extend(sample.allowed)
@@ -168,23 +180,26 @@ def make_minibatch(
         behaviour_N=torch.tensor(behaviour, dtype=torch.float32),
         temperature_N=torch.tensor(temperatures, dtype=torch.float32),
         advantage_N=torch.tensor(advantage, dtype=torch.float32),
+        share_N=torch.tensor(share, dtype=torch.float32),
         allowed_KV=allowed_KV,
         allowed_index_N=torch.tensor(allowed_index, dtype=torch.long),
     )
 
 
-def split_by_length(indices: Iterable[int], lengths: Sequence[int]) -> list[list[int]]:
+def split_by_length(
+    indices: Iterable[int], lengths: Sequence[int], max_tokens: int = MAX_PART_TOKENS
+) -> list[list[int]]:
     """Cut samples into parts of similar length, so that little is padded; every index comes once.
 
     Short and long trajectories mix in RL (half end early), and padding all to the longest more than doubles
     the work.  A part is closed when its longest member would be a quarter longer than its shortest, or
-    when it holds :data:`MAX_PART_TOKENS`; parts under :data:`MIN_PART_SEQUENCES` go on growing, because a
+    when it would hold more than ``max_tokens``, pads included; parts under :data:`MIN_PART_SEQUENCES` go on growing, because a
     forward pass has a fixed cost too.
     """
     parts: list[list[int]] = []
     for index in sorted(indices, key=lambda index: (lengths[index], index)):
         part = parts[-1] if parts else []
-        full = (len(part) + 1) * lengths[index] > MAX_PART_TOKENS
+        full = (len(part) + 1) * lengths[index] > max_tokens
         uneven = len(part) >= MIN_PART_SEQUENCES and lengths[index] > 1.25 * lengths[part[0]]
         if not part or full or uneven:
             parts.append([index])

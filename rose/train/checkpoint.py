@@ -1,7 +1,7 @@
 """Checkpoints of the trainer: complete or absent, and no pickle.
 
 A checkpoint is a folder ``step-000012.2`` (step, attempt) with two files: ``state.safetensors`` (fp32 masters as
-``weights/NAME``, AdamW moments as ``optimizer/NAME/KEY``) and ``state.json`` (everything else, and the hash of the
+``weights/NAME``, AdamW moments as ``optimizer/NAME/KEY``, random states as ``rng/NAME``) and ``state.json`` (everything else, and the hash of the
 first).  It is written beside its place, synced, and renamed, so a reader sees all of it or nothing;
 :func:`load_latest` takes the newest that verifies and says which it had to pass over.
 
@@ -10,7 +10,7 @@ were trained on live in the same atom as the weights that they changed.  On rest
 these ids; whatever it had leased out and they do not name becomes leasable again.
 
 Newest means: highest attempt first, then highest step, as weight versions are ordered.  Callers:
-``rose.train.actors``, tests.
+``rose.train.workers``, tests.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ class Checkpoint:
     consumed: Mapping[int, tuple[str, ...]]
     """Trajectory ids by the step that was trained on them; the last :data:`CONSUMED_STEPS` steps."""
     shuffle_state: tuple[Any, ...]
+    rng: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """States of random generators that the shuffle's is not, by name; uint8."""
     weights: Mapping[str, torch.Tensor]
     optimizer: Mapping[str, torch.Tensor]
 
@@ -73,6 +75,7 @@ def save(checkpoint: Checkpoint, directory: Path, *, keep: int = 3) -> Path:
         staging = Path(tempfile.mkdtemp(prefix=".writing-", dir=directory))
         tensors = {f"weights/{name}": tensor.contiguous() for name, tensor in checkpoint.weights.items()}
         tensors |= {f"optimizer/{name}": tensor.contiguous() for name, tensor in checkpoint.optimizer.items()}
+        tensors |= {f"rng/{name}": tensor for name, tensor in checkpoint.rng.items()}
         save_file(tensors, staging / "state.safetensors")
         oldest = checkpoint.step - CONSUMED_STEPS
         described = {
@@ -123,6 +126,11 @@ def load(path: Path) -> Checkpoint:
             version=int(described["version"]),
             consumed={int(step): tuple(ids) for step, ids in described["consumed"].items()},
             shuffle_state=(version, tuple(internal), gauss),
+            rng={
+                name.removeprefix("rng/"): tensor
+                for name, tensor in tensors.items()
+                if name.startswith("rng/")
+            },
             weights=_under("weights/", tensors),
             optimizer=_under("optimizer/", tensors),
         )

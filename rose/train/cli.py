@@ -1,4 +1,7 @@
-"""``rose train``: read the job, run it, show each step.  Loads neither torch nor Ray itself."""
+"""``rose train``: read the job, run it, show each step.  Loads neither torch nor Ray itself.
+
+In a terminal a bar shows the run and, below it, the episodes of the step; elsewhere each step is one line.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from rose.auth import Tokens
 from rose.config import load_config
@@ -24,15 +35,61 @@ def train_main(config: Path | str | None, overrides: Sequence[str] = ()) -> int:
     from rose.train.loop import run_training
 
     console = Console()
-    result = run_training(job, tokens, progress=lambda record: console.print(_line(record, job.num_steps)))
+    with Screen(job, console) as screen:
+        result = run_training(job, tokens, progress=screen.show, watch=console.is_terminal)
     if result.success_last is None:
         console.print(f"nothing left to do: {result.num_steps} steps are done in {job.output_dir}")
-    else:
-        console.print(
-            f"done: {result.num_steps} steps, success {result.success_first:.2f} -> {result.success_last:.2f}, "
-            f"attempt {result.attempt}, {result.num_restarts} restarts; see {job.output_dir / 'metrics.jsonl'}"
-        )
+        return 0
+    held_out = "" if result.success_held_out is None else f", {result.success_held_out:.2f} on held-out tasks"
+    console.print(
+        f"done: {result.num_steps} steps, success {result.success_first:.2f} -> {result.success_last:.2f}{held_out}, "
+        f"attempt {result.attempt}, {result.num_restarts} restarts; see {job.output_dir / 'metrics.jsonl'}"
+    )
+    if job.log.tensorboard:
+        console.print(f"plots: tensorboard --logdir {job.output_dir / 'tensorboard'}")
     return 0
+
+
+class Screen:
+    """Shows what the loop reports; a context manager."""
+
+    def __init__(self, job: TrainConfig, console: Console) -> None:
+        self._job = job
+        self._console = console
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._steps = self._bars.add_task("steps", total=job.num_steps)
+        per_step = job.rollout.num_groups * job.rollout.group_size
+        self._episodes = self._bars.add_task("starting Ray", total=per_step)
+        self._ended_before = 0
+
+    def __enter__(self) -> Screen:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def show(self, record: Mapping[str, Any]) -> None:
+        if record.get("event") == "rollout":
+            ended = max(0, record["ended"] - self._ended_before)
+            self._bars.update(self._episodes, completed=ended, description="episodes of this step")
+            return
+        if record.get("event") == "attempt":
+            self._bars.update(self._steps, completed=record["step"])
+        elif "event" not in record:
+            self._bars.update(self._steps, completed=record["step"] + 1)
+            self._ended_before += record["num_episodes"]
+            self._bars.update(self._episodes, completed=0)
+        self._console.print(_line(record, self._job.num_steps), soft_wrap=True)
 
 
 def _line(record: Mapping[str, Any], num_steps: int) -> str:
@@ -43,10 +100,12 @@ def _line(record: Mapping[str, Any], num_steps: int) -> str:
     tiers = record["tiers"]
     shares = ", ".join(f"{tier} {counts['turns']}" for tier, counts in tiers.items())
     update = record["update"]
+    held_out = f"  held-out {record['eval']['success_rate']:.2f}" if "eval" in record else ""
+    lag = f"  lag {record['lag_max']}" if record["lag_max"] else ""
     return (
-        f"step {record['step'] + 1:>3}/{num_steps}  success {record['success_rate']:.2f}  "
+        f"step {record['step'] + 1:>3}/{num_steps}  success {record['success_rate']:.2f}{held_out}  "
         f"turns {record['num_turns']} ({shares})  entropy {record['entropy']:.2f}  "
-        f"kl {record['mismatch_kl']:.1e}  lr {record['lr']:.0e}  "
+        f"kl {record['mismatch_kl']:.1e}{lag}  lr {record['lr']:.0e}  "
         f"rollout {record['rollout_s']:.1f} s, train {record['train_s']:.1f} s, "
         f"publish {record['publish_s']:.1f} s  {update['kind']} {update['bytes_sent']} B "
         f"({update['density']:.1%} changed)"

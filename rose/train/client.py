@@ -11,7 +11,7 @@ A lease is the exception (a lost answer may have leased a batch), so its retry f
 which hands every open lease of the job back.
 
 Tokens travel in a header and are in no message.  One client per event loop.  Callers: ``rose.train.rollout``,
-``rose.train.actors``.
+``rose.train.workers``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -171,9 +171,20 @@ class SchedulerClient:
     # --- batches and versions (role trainer) -----------------------------------------------------------
 
     async def lease(
-        self, *, job: str, num_groups: int, attempt: int, version: int, ttl_s: float, wait_s: float
+        self,
+        *,
+        job: str,
+        num_groups: int,
+        attempt: int,
+        version: int,
+        ttl_s: float,
+        wait_s: float,
+        before_retry: Callable[[], Awaitable[None]] | None = None,
     ) -> tuple[str, list[dict[str, Any]]] | None:
-        """``(batch_id, trajectories)``, or None when too few groups are ready after ``wait_s``."""
+        """``(batch_id, trajectories)``, or None when too few groups are ready after ``wait_s``.
+
+        ``before_retry`` must hand open leases back (:meth:`resume`); the default does, and forgets nothing more.
+        """
         body = {
             "job": job,
             "num_groups": num_groups,
@@ -191,7 +202,7 @@ class SchedulerClient:
             self._trainer,
             body,
             timeout_s=CALL_TIMEOUT_S + wait_s,
-            before_retry=hand_back,
+            before_retry=before_retry or hand_back,
         )
         if answer is None:
             return None
@@ -232,7 +243,7 @@ class SchedulerClient:
         headers: Mapping[str, str] | None = None,
         params: Mapping[str, str] | None = None,
         timeout_s: float = CALL_TIMEOUT_S,
-        before_retry: Any = None,
+        before_retry: Callable[[], Awaitable[None]] | None = None,
     ) -> Any:
         """One request with retries; the parsed answer, None for 204."""
         if token is None:

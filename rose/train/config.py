@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -44,6 +44,14 @@ class WeightSettings(Section):
         return self
 
 
+class LatencySettings(Section):
+    """Time that an environment is made to take, for benchmarks: lognormal, so that its tail is long."""
+
+    median_s: float = Field(default=0.0, ge=0)
+    sigma: float = Field(default=0.0, ge=0, le=4)
+    """Of the logarithm: 1 makes one step in a hundred ten times as long as the median."""
+
+
 class EnvSettings(Section):
     kind: str = "frozenlake"
     settings: dict[str, Any] = Field(default_factory=dict)
@@ -54,18 +62,75 @@ class EnvSettings(Section):
     """Episodes in flight per manager."""
     step_timeout_s: float = Field(default=60.0, gt=0)
     max_retries: int = Field(default=3, ge=0, le=100)
-    """New starts of an episode whose environment failed."""
+    """New starts of an episode whose environment or reward failed; then its group is given up for this time."""
+    max_failed_groups: int = Field(default=16, ge=0)
+    """Groups given up without a finished step between them; one more ends the run."""
+    reward_range: tuple[float, float] = (-1e6, 1e6)
+    """A reward outside is a failure of the episode, never a number that is trained on."""
+    latency: LatencySettings = LatencySettings()
+
+    @model_validator(mode="after")
+    def _range(self) -> Self:
+        if not -1e9 <= self.reward_range[0] < self.reward_range[1] <= 1e9:
+            raise ValueError("reward_range needs low < high, both within 1e9")
+        return self
+
+
+class RewardSettings(Section):
+    """Who scores an episode."""
+
+    kind: str = "environment"
+    """``environment`` (its own reward), ``exact_match``, ``endpoint``, or ``module:function`` of your own."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    min_workers: int = Field(default=1, ge=1, le=1024)
+    max_workers: int = Field(default=4, ge=1, le=1024)
+    """Ray actors per environment manager; they come and go with the queue."""
+    timeout_s: float = Field(default=30.0, gt=0)
+    max_retries: int = Field(default=3, ge=0, le=100)
+    idle_s: float = Field(default=30.0, gt=0)
+
+    @model_validator(mode="after")
+    def _order(self) -> Self:
+        if self.min_workers > self.max_workers:
+            raise ValueError("min_workers exceeds max_workers")
+        return self
 
 
 class RolloutSettings(Section):
+    mode: Literal["synchronous", "asynchronous"] = "synchronous"
+    """Whether episodes go on while the trainer trains."""
+    alpha: int | None = Field(default=None, ge=0, le=64)
+    """Versions a token may lie behind the step that trains on it.  None = 1 for answers of one token, 4 for all others.  A
+    synchronous run is always at 0, but for what a restart left behind."""
     num_groups: int = Field(default=8, ge=1, le=65536)
+    redundant_episodes: int = Field(default=0, ge=0, le=4096)
+    """Started per group beyond ``group_size``; the slowest are dropped, which favours short episodes."""
     group_size: int = Field(default=16, ge=2, le=4096)
     temperature: float = Field(default=1.0, ge=0.01, le=10.0)
     max_tokens: int = Field(default=1, ge=1, le=65536)
     """Sampled per turn.  Environments with one-token answers need 1."""
 
 
+class DynamicSampling(Section):
+    """DAPO: groups of equal rewards are sampled anew, as whole groups."""
+
+    enabled: bool = False
+    max_rounds: int = Field(default=8, ge=1, le=1000)
+    """Leases of one step; then it trains on the groups it has."""
+
+
+class Overlong(Section):
+    """DAPO: a trajectory near the limit of its length loses reward."""
+
+    max_tokens: int = Field(default=0, ge=0)
+    """Sampled tokens from which the whole weight is lost; 0 = off."""
+    buffer_tokens: int = Field(default=1, ge=1)
+    weight: float = Field(default=1.0, ge=0)
+
+
 class TrainerSettings(Section):
+    algorithm: Literal["grpo", "dapo", "rloo"] = "grpo"
+    """Sets what is not set here: ``dapo`` means dynamic sampling and the loss by tokens, ``rloo`` another baseline."""
     learning_rate: float = Field(default=1e-3, gt=0, le=1)
     fine_tuning_learning_rate: float = Field(default=5e-6, gt=0, le=1)
     fine_tuning_steps: int = Field(default=3, ge=0)
@@ -75,12 +140,29 @@ class TrainerSettings(Section):
     max_grad_norm: float = Field(default=1.0, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     scale_advantages: bool = True
+    """GRPO's division by the group's standard deviation."""
+    aggregation: Literal["token", "sequence"] = "token"
+    """What weighs the same in the loss: every token, or every sequence (GRPO as published)."""
+    kl_weight: float = Field(default=0.0, ge=0)
+    """Of the divergence from the model that training began with."""
+    kl_kind: Literal["k2", "k3", "reward"] = "k3"
+    overlong: Overlong = Overlong()
+    dynamic_sampling: DynamicSampling = DynamicSampling()
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     clip_high: float = Field(default=0.28, gt=0)
     truncation: float = Field(default=2.0, ge=1)
     entropy_weight: float = Field(default=0.01, ge=0, le=1)
+    policy_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """In which the engines hold the weights; the fp32 masters are rounded to it."""
+    compute_dtype: Literal["bfloat16", "float32"] = "float32"
+    activation_checkpointing: bool = False
+    max_part_tokens: int = Field(default=16_384, ge=1)
+    """Tokens of one forward pass; gradients of a minibatch add up over as many as it takes."""
+    num_ranks: int = Field(default=1, ge=1, le=4096)
+    """Processes that share the model (FSDP2)."""
+    backend: Literal["gloo", "nccl"] = "gloo"
     num_threads: int = Field(default=1, ge=1, le=1024)
-    """Threads of torch."""
+    """Threads of torch, per rank."""
     keep_checkpoints: int = Field(default=3, ge=1)
 
 
@@ -95,6 +177,24 @@ class RaySettings(Section):
     in it, so the path must be short."""
     max_restarts: int = Field(default=5, ge=0)
     """Restarts of actors in a row without a finished step between them."""
+
+
+class EvalSettings(Section):
+    """Held-out tasks, played by one version between two steps.  Nobody trains on them."""
+
+    every_steps: int = Field(default=0, ge=0)
+    """0 = only where asked for by ``at_end``."""
+    at_end: bool = False
+    num_tasks: int = Field(default=32, ge=1)
+    episodes_per_task: int = Field(default=1, ge=1, le=64)
+    temperature: float = Field(default=0.0, ge=0, le=10)
+
+
+class LogSettings(Section):
+    tensorboard: bool = True
+    """Event files in ``output_dir/tensorboard``."""
+    wandb_project: str | None = None
+    """Also log to Weights & Biases; needs ``pip install wandb``."""
 
 
 class TrainConfig(Section):
@@ -112,7 +212,23 @@ class TrainConfig(Section):
     env: EnvSettings = EnvSettings()
     rollout: RolloutSettings = RolloutSettings()
     trainer: TrainerSettings = TrainerSettings()
+    reward: RewardSettings = RewardSettings()
+    eval: EvalSettings = EvalSettings()
+    log: LogSettings = LogSettings()
+    export: bool = False
+    """Write ``output_dir/model``, a Hugging Face checkpoint, when the last step is done."""
     ray: RaySettings = RaySettings()
+
+    @property
+    def alpha(self) -> int:
+        """Bound of staleness in force."""
+        if self.rollout.alpha is not None:
+            return self.rollout.alpha
+        return 1 if self.rollout.max_tokens == 1 else 4
+
+    @property
+    def has_dynamic_sampling(self) -> bool:
+        return self.trainer.dynamic_sampling.enabled or self.trainer.algorithm == "dapo"
 
     @property
     def run_id(self) -> str:

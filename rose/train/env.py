@@ -17,6 +17,10 @@ Callers: ``rose.train.rollout`` (episodes), ``rose.train.loop`` (tasks of a step
 
 from __future__ import annotations
 
+import asyncio
+import importlib
+import json
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,6 +68,10 @@ class Family(Protocol):
 
     def tasks(self) -> Sequence[Task]:
         """The training tasks, in a fixed order that depends on the settings alone."""
+        ...
+
+    def held_out_tasks(self, count: int) -> Sequence[Task]:
+        """Up to ``count`` tasks for evaluation, none of them among the training tasks."""
         ...
 
     def make(self) -> Environment: ...
@@ -118,25 +126,32 @@ class FrozenLakeFamily:
             raise ConfigError("must lie in (0, 1]", field="env.frozen_fraction")
 
     def tasks(self) -> Sequence[Task]:
+        # The stride keeps the streams of neighbouring seeds apart.
+        return self._draw(self._params.num_maps, self._params.seed * 1_000_003, [], "env.num_maps")
+
+    def held_out_tasks(self, count: int) -> Sequence[Task]:
+        seen = [tuple(task["map"]) for task in self.tasks()]
+        # Half a stride away: training never draws that far.
+        return self._draw(count, self._params.seed * 1_000_003 + 500_000, seen, "eval.num_tasks")
+
+    def _draw(self, count: int, first_seed: int, seen: list[tuple[str, ...]], field: str) -> list[Task]:
         from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
         params = self._params
         boards: list[tuple[str, ...]] = []
-        # The stride keeps the streams of neighbouring seeds apart; the bound stops a request for more
-        # different maps than exist.
-        for attempt in range(100 * params.num_maps):
-            if len(boards) == params.num_maps:
+        # The bound stops a request for more different maps than exist.
+        for map_seed in range(first_seed, first_seed + 100 * count):
+            if len(boards) == count:
                 break
-            map_seed = params.seed * 1_000_003 + attempt
             board = tuple(generate_random_map(params.size, params.frozen_fraction, seed=map_seed))
             if params.random_start:
                 board = _move_start(board, params, random.Random(map_seed))
-            if board not in boards:
+            if board not in boards and board not in seen:
                 boards.append(board)
-        if len(boards) < params.num_maps:
+        if len(boards) < count:
             raise ConfigError(
                 f"only {len(boards)} different maps of size {params.size} were found",
-                field="env.num_maps",
+                field=field,
                 fix="ask for fewer, or lower env.frozen_fraction",
             )
         return [{"env": "frozenlake", "map": list(board), "seed": params.seed} for board in boards]
@@ -240,22 +255,101 @@ def _move_start(board: tuple[str, ...], params: FrozenLakeParams, rng: random.Ra
     return tuple(rows)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Latency:
+    """Time that each ``reset`` and ``step`` is made to take: lognormal, seeded by the task and the turn."""
+
+    median_s: float
+    sigma: float
+
+    def draw_s(self, task: Task, turn: int) -> float:
+        seed = json.dumps([dict(task), turn], sort_keys=True)
+        return self.median_s * math.exp(random.Random(seed).gauss(0.0, self.sigma))
+
+
+class DelayedFamily:
+    """A family whose environments are slow, for benchmarks of stragglers."""
+
+    def __init__(self, family: Family, latency: Latency) -> None:
+        self._family = family
+        self._latency = latency
+
+    @property
+    def allowed_texts(self) -> tuple[str, ...] | None:
+        return self._family.allowed_texts
+
+    def tasks(self) -> Sequence[Task]:
+        return self._family.tasks()
+
+    def held_out_tasks(self, count: int) -> Sequence[Task]:
+        return self._family.held_out_tasks(count)
+
+    def make(self) -> Environment:
+        return _Delayed(self._family.make(), self._latency)
+
+
+class _Delayed:
+    def __init__(self, environment: Environment, latency: Latency) -> None:
+        self._environment = environment
+        self._latency = latency
+        self._task: Task = {}
+        self._turn = 0
+
+    async def reset(self, task: Task) -> Observation:
+        self._task, self._turn = task, 0
+        await asyncio.sleep(self._latency.draw_s(task, 0))
+        return await self._environment.reset(task)
+
+    async def step(self, text: str) -> Observation:
+        self._turn += 1
+        await asyncio.sleep(self._latency.draw_s(self._task, self._turn))
+        return await self._environment.step(text)
+
+    async def close(self) -> None:
+        await self._environment.close()
+
+
+def _math_tools(**settings: Any) -> Family:
+    from rose.train.math_env import MathFamily, MathParams
+
+    return MathFamily(MathParams(**settings))
+
+
+def _text_game(**settings: Any) -> Family:
+    from rose.train.text_env import TextGameFamily, TextGameParams
+
+    return TextGameFamily(TextGameParams(**settings))
+
+
 FAMILIES: dict[str, Callable[..., Family]] = {
     "frozenlake": lambda **settings: FrozenLakeFamily(FrozenLakeParams(**settings)),
+    "math_tools": _math_tools,
+    "text_game": _text_game,
 }
-"""Kinds known by name.  A project adds its own before it calls the loop."""
+"""Kinds known by name."""
 
 
-def make_family(kind: str, settings: Mapping[str, Any]) -> Family:
+def make_family(kind: str, settings: Mapping[str, Any], latency: Latency | None = None) -> Family:
     """Build a family from configuration.
+
+    Args:
+        kind: A name of :data:`FAMILIES`, or ``module:factory`` of your own, importable where the environments run.
 
     Raises:
         ConfigError: Unknown kind, or settings that the kind does not know.
     """
-    factory = FAMILIES.get(kind)
+    factory: Any = FAMILIES.get(kind)
+    if factory is None and ":" in kind:
+        module, _, name = kind.partition(":")
+        try:
+            factory = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(f"{kind} cannot be imported: {error}", field="env.kind") from error
     if factory is None:
-        raise ConfigError(f"unknown environment '{kind}'", field="env.kind", fix=f"one of {sorted(FAMILIES)}")
+        known = [*sorted(FAMILIES), "module:factory"]
+        raise ConfigError(f"unknown environment '{kind}'", field="env.kind", fix=f"one of {known}")
     try:
-        return factory(**settings)
+        family = factory(**settings)
     except TypeError as error:
-        raise ConfigError(f"{error}", field="env") from error
+        raise ConfigError(f"{error}", field="env.settings") from error
+    return family if latency is None or latency.median_s == 0.0 else DelayedFamily(family, latency)

@@ -1,12 +1,15 @@
 """The train loop: rollouts, one optimiser step, the next version; on Ray.
 
-Read :func:`_train` first: it is the loop.  It is synchronous: the episodes of step ``s`` run on version
-``s`` and no other.  Ray holds no durable state.  What must survive is in two places, the scheduler's journal
-(finished episodes, leases) and the trainer's checkpoint (weights, optimiser, consumed ids), so any actor may die
-at any moment:
+Read :func:`train_with` first, then one of the two ways to take a step: :func:`_synchronous_step` here, in which the episodes
+of step ``s`` run on version ``s`` and no other, or ``rose.train.async_loop``, in which they go on while the trainer
+trains and may lie ``alpha`` versions behind.
+
+Ray holds no durable state.  What must survive is in two places, the scheduler's journal (finished episodes, leases) and
+the trainer's checkpoint (weights, optimiser, consumed ids), so any actor may die at any moment:
 
 - an environment manager: its open episodes are cancelled, the finished ones are kept, the rest starts again;
-- the trainer: it restarts from its checkpoint under a new attempt, and what it had leased without
+- a reward worker: its request goes to another;
+- the trainer, or one of its ranks: it restarts from its checkpoint under a new attempt, and what it had leased without
   having consumed is leased again;
 - this driver: the next ``rose train`` with the same output folder goes on in the same way.
 
@@ -21,36 +24,35 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import logging
-import os
-import shutil
 import signal
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rose.auth import Tokens
-from rose.errors import ConfigError, RoseError, TrainError
+from rose.errors import ConfigError, TrainError
+from rose.train.async_loop import Pump
+from rose.train.cluster import private_ray
 from rose.train.config import TrainConfig
-from rose.train.env import make_family
-from rose.train.metrics import MetricsFile
-from rose.train.rollout import GroupState, plan_groups, single_token_ids, split_plans
-from rose.train.workers import EnvManager, Parts, TrainWorker
+from rose.train.crew import ActorDied, Crew
+from rose.train.logs import open_logs
+from rose.train.rewards import make_reward
+from rose.train.rollout import plan_groups, single_token_ids, split_plans
+from rose.train.workers import Parts, family_of
 
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[Mapping[str, Any]], None]
 """Called with each step's metrics, and with ``{"event": ...}`` for starts and restarts."""
 
-MAX_SHORT_LEASES = 10
-"""Rollout rounds without a leasable batch before a step gives up.  One is normal after a restart: groups
+MAX_ROUNDS = 10
+"""Rollout rounds in which nothing more could be leased before a step gives up.  One is normal after a restart: groups
 that waited too long are stale, and dropping them leaves a gap."""
 
-PING_TIMEOUT_S = 60.0
-"""Longer than an actor takes to start on one busy core."""
+WATCH_PERIOD_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +65,8 @@ class RunResult:
     success_first: float | None
     """Of the first step taken in this run; None when nothing was left to do."""
     success_last: float | None
+    success_held_out: float | None = None
+    """Of the last evaluation, if there was one."""
 
 
 def run_training(
@@ -71,8 +75,12 @@ def run_training(
     *,
     progress: Progress | None = None,
     parts: Parts | None = None,
+    watch: bool = False,
 ) -> RunResult:
     """Run the job to its last step; goes on from ``output_dir`` if a run was there before.
+
+    Args:
+        watch: Also report ``{"event": "rollout", "started", "ended"}`` every second while a step runs.
 
     Raises:
         ConfigError: Something can be seen to be wrong before Ray starts, or another driver is at work.
@@ -80,190 +88,138 @@ def run_training(
         RoseError: Scheduler or relay refuse.
     """
     check_job(config)
+    report = progress or (lambda _: None)
     with _sole_driver(config.output_dir), private_ray(config):
-        return asyncio.run(_until_signal(_train(config, tokens, progress or (lambda _: None), parts)))
+        return asyncio.run(_until_signal(train_with(Crew(config, tokens, parts), report, watch=watch)))
 
 
 def check_job(config: TrainConfig) -> None:
     """Find what is wrong with a job without starting anything."""
     if not (config.model / "config.json").is_file():
         raise ConfigError(f"{config.model} is not a model folder", field="model")
-    family = make_family(config.env.kind, config.env.settings)
+    family = family_of(config)
     if not family.tasks():
         raise ConfigError("the environment has no tasks", field="env")
-    if family.allowed_texts is not None:
-        single_token_ids(config.model, family.allowed_texts)
+    if (config.eval.every_steps or config.eval.at_end) and not family.held_out_tasks(config.eval.num_tasks):
+        raise ConfigError("the environment has no held-out tasks", field="eval", fix="set every_steps = 0")
+    if config.reward.kind != "environment":
+        make_reward(config.reward.kind, config.reward.settings)
+    # Also where answers are free text: an engine cannot render for a model without a tokenizer.
+    single_token_ids(config.model, family.allowed_texts or ())
 
 
-async def _train(config: TrainConfig, tokens: Tokens, progress: Progress, parts: Parts | None) -> RunResult:
-    metrics = MetricsFile(config.output_dir / "metrics.jsonl")
-    crew = _Crew(config, tokens, parts)
+async def train_with(crew: Crew, progress: Progress, *, watch: bool = False) -> RunResult:
+    """The loop itself; see :func:`run_training`."""
+    config = crew.config
+    pump = Pump(config, crew) if config.rollout.mode == "asynchronous" else None
     curve: list[float] = []
-    try:
+    held_out: float | None = None
+    with open_logs(config) as logs:
         while True:
             try:
                 for event in await crew.ensure():
                     progress(event)
                 if crew.step >= config.num_steps:
                     break
-                step_started_s = time.monotonic()
-                record = await _step(config, crew)
-            except _ActorDied as death:
+                started_s = time.monotonic()
+                async with _watched(crew, progress, watch):
+                    record = await (_synchronous_step(config, crew) if pump is None else pump.step())
+            except ActorDied as death:
                 crew.last_death = str(death)
                 continue
             crew.num_deaths_in_a_row = 0
             crew.step = record["step"] + 1
             end_s = time.monotonic()
-            record = {**record, "step_s": end_s - step_started_s, "end_s": end_s}
+            record = {**record, "step_s": end_s - started_s, "end_s": end_s}
+            if _evaluates_after(config, crew.step):
+                try:
+                    record["eval"] = await crew.evaluate()
+                    held_out = record["eval"]["success_rate"]
+                    record["eval_s"] = time.monotonic() - end_s
+                except ActorDied as death:
+                    crew.last_death = str(death)  # the step stands; its evaluation is lost
             curve.append(record["success_rate"])
-            metrics.append(record)
+            logs.write(record)
             progress(record)
-    finally:
-        metrics.close()
+        if config.export and crew.step >= config.num_steps:
+            await crew.export(config.output_dir / "model")
     return RunResult(
         num_steps=crew.step,
         attempt=crew.attempt,
         num_restarts=crew.num_restarts,
         success_first=curve[0] if curve else None,
         success_last=curve[-1] if curve else None,
+        success_held_out=held_out,
     )
 
 
-async def _step(config: TrainConfig, crew: _Crew) -> dict[str, Any]:
-    """Complete the step's groups, train on them, publish."""
-    rollout_s, num_episodes, num_retries = 0.0, 0, 0
-    for _ in range(MAX_SHORT_LEASES):
+async def _synchronous_step(config: TrainConfig, crew: Crew) -> dict[str, Any]:
+    """Complete the step's groups, train on them, publish.  Where groups are missing or teach nothing, more are run."""
+    rollout_s, num_episodes, num_retries, num_failed = 0.0, 0, 0, 0
+    wanted, launched = config.rollout.num_groups, 0
+    for round_index in range(MAX_ROUNDS + config.trainer.dynamic_sampling.max_rounds):
         started_s = time.monotonic()
+        waiting = await crew.survey()
         plans = plan_groups(
-            waiting=await crew.survey(),
+            waiting=waiting,
             tasks=crew.tasks,
             step=crew.step,
+            first_task=crew.step * config.rollout.num_groups,
             attempt=crew.attempt,
-            num_groups=config.rollout.num_groups,
+            num_groups=wanted,
             group_size=config.rollout.group_size,
+            num_redundant=config.rollout.redundant_episodes,
+            first_index=launched if round_index else 0,
         )
-        for report in await crew.run(split_plans(plans, config.env.num_managers)):
+        launched += len(plans)
+        last_failure = ""
+        for report in await crew.run(split_plans(plans, crew.num_managers)):
             num_episodes += report.num_episodes
             num_retries += report.num_retries
+            num_failed += len(report.failures)
+            last_failure = report.failures[-1][1] if report.failures else last_failure
+        if num_failed > config.env.max_failed_groups:
+            raise TrainError(f"{num_failed} groups failed in one step, the last: {last_failure}", field="env")
         rollout_s += time.monotonic() - started_s
-        record = await crew.train(crew.step)
-        if record is not None:
+        record = await crew.train()
+        if "step" in record:
             rollout = {"rollout_s": rollout_s, "num_episodes": num_episodes, "num_env_retries": num_retries}
-            return {**record, **rollout}
+            return {**record, **rollout, "num_failed_groups": num_failed}
+        wanted = record["launch"]
     raise TrainError(
-        f"no batch of {config.rollout.num_groups} groups could be leased in {MAX_SHORT_LEASES} rounds",
+        f"{record['missing']} of {config.rollout.num_groups} groups could not be leased",
         field="rollout.num_groups",
         fix="see the scheduler's /status for discarded groups",
     )
 
 
-class _ActorDied(Exception):
-    """An actor is gone; its replacement goes on from durable state."""
+def _evaluates_after(config: TrainConfig, num_steps: int) -> bool:
+    every = config.eval.every_steps
+    return (every > 0 and num_steps % every == 0) or (config.eval.at_end and num_steps == config.num_steps)
 
 
-class _Crew:
-    """The actors of a run: makes them, replaces dead ones, and renames Ray's errors."""
+@asynccontextmanager
+async def _watched(crew: Crew, progress: Progress, watch: bool) -> AsyncIterator[None]:
+    """Report how many episodes have ended while the block runs."""
 
-    def __init__(self, config: TrainConfig, tokens: Tokens, parts: Parts | None) -> None:
-        self.config = config
-        self.tasks = make_family(config.env.kind, config.env.settings).tasks()
-        self.step = 0
-        self.attempt = 0
-        self.num_restarts = 0
-        self.num_deaths_in_a_row = 0
-        self.last_death: str | None = None
-        """Why the last step was broken off; :meth:`ensure` finds out whose death it was."""
-        self._tokens = tokens
-        self._parts = parts
-        self._managers: list[Any] = [None] * config.env.num_managers
-        self._trainer: Any = None
+    async def look() -> None:
+        while True:
+            await asyncio.sleep(WATCH_PERIOD_S)
+            try:
+                started, ended = await crew.progress()
+            except (ActorDied, TrainError):
+                continue  # whoever needs that manager will say so
+            progress({"event": "rollout", "started": started, "ended": ended})
 
-    async def ensure(self) -> list[dict[str, Any]]:
-        """Have every actor alive; what happened on the way, for the progress callback.
-
-        Raises:
-            TrainError: Too many deaths in a row.
-        """
-        import ray
-
-        events: list[dict[str, Any]] = []
-        for index, manager in enumerate(self._managers):
-            if not await self._alive(manager, f"environment manager {index}", events):
-                made = ray.remote(num_cpus=1)(EnvManager).remote(self.config, self._tokens)
-                self._managers[index] = made
-        trainer_alive = await self._alive(self._trainer, "trainer", events)
-        if self.last_death is not None and not events:
-            self._count("nobody that stayed dead", events)  # unreachable for a moment: it counts all the same
-        self.last_death = None
-        if not trainer_alive:
-            self._trainer = ray.remote(num_cpus=1)(TrainWorker).remote(self.config, self._tokens, self._parts)
-            started = await _answer(self._trainer.start.remote())
-            self.step, self.attempt = started["step"], started["attempt"]
-            events.append({"event": "attempt", **started})
-        return events
-
-    async def _alive(self, actor: Any, name: str, events: list[dict[str, Any]]) -> bool:
-        """Whether ``actor`` answers.  One that is silent for too long is made sure to be dead."""
-        import ray
-
-        if actor is None:
-            return False
-        try:
-            await asyncio.wait_for(_answer(actor.pid.remote()), PING_TIMEOUT_S)
-            return True
-        except (_ActorDied, TimeoutError) as error:
-            ray.kill(actor)
-            self.last_death = self.last_death or str(error) or "no answer"
-            self._count(name, events)
-            return False
-
-    def _count(self, name: str, events: list[dict[str, Any]]) -> None:
-        self.num_restarts += 1
-        self.num_deaths_in_a_row += 1
-        logger.warning("%s died and is replaced: %s", name, self.last_death)
-        events.append({"event": "actor_died", "actor": name, "reason": self.last_death})
-        if self.num_deaths_in_a_row > self.config.ray.max_restarts:
-            raise TrainError(
-                f"{self.num_deaths_in_a_row} deaths in a row without a finished step, the last: {self.last_death}",
-                field="ray.max_restarts",
-            )
-
-    async def survey(self) -> list[GroupState]:
-        return await _answer(self._managers[0].survey.remote())
-
-    async def run(self, plans: list[list[Any]]) -> list[Any]:
-        calls = [
-            manager.run.remote(part) for manager, part in zip(self._managers, plans, strict=True) if part
-        ]
-        # All of them are waited for even if one fails: the next survey must find nothing running.
-        reports = await asyncio.gather(*(_answer(call) for call in calls), return_exceptions=True)
-        for report in reports:
-            if isinstance(report, BaseException):
-                raise report
-        return reports
-
-    async def train(self, step: int) -> dict[str, Any] | None:
-        rate, fine = self.config.learning_rate_at(step), self.config.is_fine_tuning(step)
-        return await _answer(self._trainer.train.remote(rate, single_update=fine))
-
-
-async def _answer(reference: Any) -> Any:
-    """Await an actor's answer; Ray's errors become ours."""
-    from ray.exceptions import RayActorError, RayError, RayTaskError
-
+    task = asyncio.create_task(look()) if watch else None
     try:
-        return await reference
-    except RayActorError as error:
-        raise _ActorDied(str(error).strip().splitlines()[0][:200]) from error
-    except RayTaskError as error:
-        if isinstance(error.cause, RoseError):
-            raise error.cause from error
-        raise TrainError(f"an actor failed: {type(error.cause).__name__}: {error.cause}") from error
-    except RayError as error:
-        raise TrainError(f"Ray failed: {type(error).__name__}", field="ray") from error
+        yield
+    finally:
+        if task is not None:
+            task.cancel()
 
 
-async def _until_signal(work: Any) -> Any:
+async def _until_signal(work: Awaitable[RunResult]) -> RunResult:
     """Run ``work``; SIGTERM cancels it, so that what was started is stopped on the way out."""
     task = asyncio.ensure_future(work)
     told_to_stop = False
@@ -283,58 +239,6 @@ async def _until_signal(work: Any) -> Any:
         if told_to_stop:
             raise TrainError("stopped by SIGTERM", fix="run it again to go on from its checkpoint") from None
         raise
-
-
-@contextmanager
-def private_ray(config: TrainConfig) -> Iterator[None]:
-    """Ray for one run: a private cluster without dashboard or network, removed at the end; or a given one."""
-    # Before the import: Ray reads them once.  No usage report, and no worker is started ahead of need: on
-    # one core each costs seconds.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-    os.environ.setdefault("RAY_enable_metrics_collection", "0")
-    if config.ray.address is None:
-        # Ray's ports take commands from whoever reaches them.  It replaces a loopback `_node_ip_address` by
-        # an outside one unless this, the only switch there is, says that the node will have no peers.
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    try:
-        import ray
-    except ImportError as error:
-        raise ConfigError("ray is not installed", field="ray", fix="pip install 'rose-rl[cpu]'") from error
-    if config.ray.address is None:
-        from ray._private import ray_constants
-
-        # The variable alone does nothing where somebody imported Ray before us (vLLM does).
-        ray_constants.ENABLE_RAY_CLUSTER = False
-
-    settings = config.ray
-    own_dir: Path | None = None
-    try:
-        try:
-            if settings.address is not None:
-                ray.init(address=settings.address, logging_level=logging.ERROR)
-            else:
-                directory = settings.temp_dir
-                if directory is None:
-                    directory = own_dir = Path(tempfile.mkdtemp(prefix="rose-ray-"))
-                ray.init(
-                    address="local",  # or RAY_ADDRESS would win
-                    num_cpus=max(settings.num_cpus, config.env.num_managers + 1),
-                    num_gpus=0,
-                    include_dashboard=False,
-                    object_store_memory=settings.object_store_bytes,
-                    logging_level=logging.ERROR,
-                    log_to_driver=False,
-                    _node_ip_address="127.0.0.1",
-                    _temp_dir=str(directory.absolute()),
-                )
-        except (ConnectionError, OSError, ValueError) as error:
-            raise ConfigError(f"Ray cannot start: {error}", field="ray") from error
-        yield
-    finally:
-        ray.shutdown()
-        if own_dir is not None:
-            shutil.rmtree(own_dir, ignore_errors=True)
 
 
 @contextmanager

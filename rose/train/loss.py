@@ -1,9 +1,10 @@
-"""Advantages and the policy-gradient loss, with its three policies named.
+"""The policy-gradient loss, with its policies named.
 
 ===========  =================================================================================
 behaviour    the engine that sampled the token; its log-probs came with the turn
 proximal     the trainer's weights when the step began; recomputed once per step
 current      the weights that the optimiser is changing now
+reference    the weights that training began with; only where a KL penalty is asked for
 ===========  =================================================================================
 
 Per sampled token, with ``A`` the advantage of its trajectory::
@@ -11,13 +12,20 @@ Per sampled token, with ``A`` the advantage of its trajectory::
     ratio  = current / proximal
     pg     = -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)
     weight = min(proximal / behaviour, truncation)           # a constant: no gradient flows through it
-    loss   = sum(weight * pg) / num_tokens                   # token-level: long trajectories weigh more
+    loss   = sum(share * weight * (pg + kl_weight * kl))
+
+``share`` is what a token counts.  ``token`` aggregation (DAPO): ``1 / num_tokens``, so long trajectories weigh
+more; ``sequence`` aggregation (GRPO as published): ``1 / (num_sequences * tokens of its sequence)``.
 
 The PPO ratio is taken against *proximal*, so that clipping measures how far this step has moved, and
 nothing else; the difference between engine and trainer (other kernels, an older version) is corrected by
-the truncated weight.  Log-probs of all three are those of the distribution that was sampled: the
+the truncated weight.  Log-probs of all policies are those of the distribution that was sampled: the
 engine's temperature and its restriction to allowed tokens are applied before the normalisation, by
 :func:`restricted_log_softmax`.
+
+``kl`` estimates KL(current || reference) on the sampled token (Schulman, "Approximating KL divergence"), with
+``d = reference - current``: ``k2 = d^2 / 2``, ``k3 = exp(d) - d - 1``.  The third kind, ``reward``, is no term of
+the loss: ``rose.train.trainer`` takes ``kl_weight * sum(proximal - reference)`` off the trajectory's reward.
 
 Shapes: ``N`` = sampled tokens of a minibatch (already selected, so there is no mask here), ``V`` =
 vocabulary.  Pure functions; float32 or float64.  Callers: ``rose.train.trainer``.
@@ -25,13 +33,15 @@ vocabulary.  Pure functions; float32 or float64.  Callers: ``rose.train.trainer`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from rose.errors import TrainError
+Aggregation = Literal["token", "sequence"]
+KLKind = Literal["k2", "k3", "reward"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,47 +54,9 @@ class LossParams:
     truncation: float = 2.0
     entropy_weight: float = 0.0
     """Bonus for entropy: keeps a task that was never solved yet from losing its exploration to those that were."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LossStats:
-    """Sums over the tokens of a minibatch, so that minibatches add up."""
-
-    num_tokens: int
-    num_clipped: int
-    entropy_sum: float
-
-
-def group_advantages(
-    rewards: Mapping[str, float], groups: Mapping[str, str], *, scale: bool = True, epsilon: float = 1e-6
-) -> dict[str, float]:
-    """GRPO: reward less the group's mean, over the group's standard deviation.
-
-    Args:
-        rewards: Reward of each trajectory id.
-        groups: Group of each trajectory id; the same keys.
-        scale: Divide by the standard deviation.  A group of equal rewards has advantage 0 either way.
-        epsilon: A deviation below this counts as none.
-
-    Raises:
-        TrainError: A reward is not finite, or a trajectory has no group.
-    """
-    members: dict[str, list[str]] = {}
-    for trajectory_id, reward in rewards.items():
-        if trajectory_id not in groups:
-            raise TrainError(f"trajectory {trajectory_id} has no group", field="group_id")
-        if not -1e9 < reward < 1e9:  # also refuses NaN
-            raise TrainError(f"reward {reward} of trajectory {trajectory_id} is out of range", field="reward")
-        members.setdefault(groups[trajectory_id], []).append(trajectory_id)
-    advantages: dict[str, float] = {}
-    for ids in members.values():
-        values = [rewards[trajectory_id] for trajectory_id in ids]
-        mean = sum(values) / len(values)
-        deviation = (sum((value - mean) ** 2 for value in values) / len(values)) ** 0.5
-        divisor = deviation if scale else 1.0
-        for trajectory_id, value in zip(ids, values, strict=True):
-            advantages[trajectory_id] = (value - mean) / divisor if deviation > epsilon else 0.0
-    return advantages
+    aggregation: Aggregation = "token"
+    kl_weight: float = 0.0
+    kl_kind: KLKind = "k3"
 
 
 def restricted_log_softmax(
@@ -114,25 +86,58 @@ def entropy(log_probs_NV: Tensor) -> Tensor:
     return -(log_probs_NV.exp() * finite_NV).sum(-1)
 
 
+def token_shares(lengths: Sequence[int], aggregation: Aggregation) -> list[float]:
+    """Share of one token of each sequence, so that the shares of all tokens of the minibatch add up to 1.
+
+    Args:
+        lengths: Sampled tokens per sequence of the whole minibatch, all ranks and parts together; each > 0.
+    """
+    if aggregation == "token":
+        return [1.0 / sum(lengths)] * len(lengths)
+    return [1.0 / (len(lengths) * length) for length in lengths]
+
+
 def policy_loss(
     *,
     current_N: Tensor,
     proximal_N: Tensor,
     behaviour_N: Tensor,
     advantage_N: Tensor,
-    num_tokens: int,
+    share_N: Tensor,
     params: LossParams,
+    reference_N: Tensor | None = None,
 ) -> tuple[Tensor, int]:
     """The loss of the module's docstring, and how many tokens the clip held back.
 
-    ``num_tokens`` is the divisor; it exceeds ``N`` when a minibatch is computed in several parts.
+    Parts of a minibatch add up: shares are of the whole.
     """
     ratio = torch.exp(current_N - proximal_N)
     clipped = ratio.clamp(1.0 - params.clip_low, 1.0 + params.clip_high)
-    weight = torch.exp(proximal_N - behaviour_N).clamp(max=params.truncation).detach()
+    weight = correction(behaviour_N, proximal_N, params.truncation)
     loss_N = -torch.minimum(ratio * advantage_N, clipped * advantage_N)
     held_back = (clipped * advantage_N < ratio * advantage_N).sum()
-    return (weight * loss_N).sum() / num_tokens, int(held_back)
+    if reference_N is not None and params.kl_weight > 0.0 and params.kl_kind != "reward":
+        loss_N = loss_N + params.kl_weight * kl_estimate(current_N, reference_N, params.kl_kind)
+    return (share_N * weight * loss_N).sum(), int(held_back)
+
+
+def correction(behaviour_N: Tensor, proximal_N: Tensor, truncation: float) -> Tensor:
+    """Truncated importance weights proximal/behaviour ``[N]``; constants."""
+    return torch.exp(proximal_N - behaviour_N).clamp(max=truncation).detach()
+
+
+def kl_estimate(current_N: Tensor, reference_N: Tensor, kind: Literal["k2", "k3"]) -> Tensor:
+    """KL(current || reference) token by token ``[N]``; never negative."""
+    delta = reference_N - current_N
+    return 0.5 * delta.square() if kind == "k2" else delta.exp() - delta - 1.0
+
+
+def effective_sample_size(weights: Tensor) -> float:
+    """Kish's effective sample size of importance weights, as a fraction of their number: 1 when all are equal."""
+    if weights.numel() == 0:
+        return 1.0
+    weights = weights.double()
+    return float(weights.sum().square() / (weights.square().sum() * weights.numel()))
 
 
 def mismatch(behaviour_N: Tensor, proximal_N: Tensor) -> dict[str, float]:

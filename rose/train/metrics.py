@@ -16,19 +16,29 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rose.policy.staleness import Version, lag, parse_version
+
 UNKNOWN_TIER = "unknown"
 
 
-def trajectory_metrics(trajectories: Sequence[Mapping[str, Any]], *, version: int) -> dict[str, Any]:
+QUANTILES = 4
+"""Lengths are shown by quarters, the shortest first."""
+
+
+def trajectory_metrics(trajectories: Sequence[Mapping[str, Any]], *, version: Version) -> dict[str, Any]:
     """Success, length, tiers and staleness of a batch that ``version`` consumes."""
     turns: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
     lags: list[int] = []
-    num_turns, num_resumed, num_prompt_tokens, num_truncated = 0, 0, 0, 0
+    trained_lags: list[int] = []
+    num_turns, num_resumed, num_prompt_tokens, num_truncated, num_cut = 0, 0, 0, 0, 0
     for trajectory in trajectories:
         num_truncated += bool(_table(trajectory.get("info")).get("truncated"))
         for turn in _tables(trajectory.get("turns")):
             num_turns += 1
+            # A turn of one token always ends at its limit.
+            sampled = turn.get("token_ids") or ()
+            num_cut += turn.get("finish_reason") == "length" and len(sampled) > 1
             num_prompt_tokens += len(turn.get("prompt_token_ids") or ())
             segments = _tables(turn.get("segments"))
             num_resumed += len(segments) > 1
@@ -40,9 +50,10 @@ def trajectory_metrics(trajectories: Sequence[Mapping[str, Any]], *, version: in
                 turns[UNKNOWN_TIER] += 1
                 tokens[UNKNOWN_TIER] += len(turn.get("token_ids") or ())
             for span in turn.get("versions") or ():
-                _, _, sampled = str(span[0]).partition(".")
-                if sampled.isdigit():
-                    lags.append(abs(version - int(sampled)))
+                found = lag(version, parse_version(span[0]))
+                lags.append(found)
+                if trajectory.get("stale") is not True:
+                    trained_lags.append(found)
     count = max(1, len(trajectories))
     return {
         "num_trajectories": len(trajectories),
@@ -52,11 +63,37 @@ def trajectory_metrics(trajectories: Sequence[Mapping[str, Any]], *, version: in
         "turns_mean": num_turns / count,
         "truncated_fraction": num_truncated / count,
         "num_prompt_tokens": num_prompt_tokens,
+        "cut_turn_fraction": num_cut / max(1, num_turns),
+        "reward_by_length": rewards_by_quantile(trajectories),
         "num_resumed_turns": num_resumed,
         "tiers": {tier: {"turns": turns[tier], "tokens": tokens[tier]} for tier in sorted({*turns, *tokens})},
+        "num_stale": sum(one.get("stale") is True for one in trajectories),
         "lag_max": max(lags, default=0),
+        "trained_lag_max": max(trained_lags, default=0),
         "lag_mean": sum(lags) / len(lags) if lags else 0.0,
     }
+
+
+def num_sampled(trajectory: Mapping[str, Any]) -> int:
+    """Tokens that the policy sampled in a trajectory."""
+    return sum(len(turn.get("token_ids") or ()) for turn in _tables(trajectory.get("turns")))
+
+
+def rewards_by_quantile(trajectories: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Mean reward of each quarter by sampled length, the shortest first: what long thinking is paid."""
+    ordered = sorted(trajectories, key=num_sampled)
+    parts = [
+        ordered[i * len(ordered) // QUANTILES : (i + 1) * len(ordered) // QUANTILES] for i in range(QUANTILES)
+    ]
+    return [sum(float(one.get("reward") or 0.0) for one in part) / len(part) for part in parts if part]
+
+
+def lengths_by_quantile(trajectories: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Sampled tokens at the quartiles, minimum and maximum included; empty for no trajectory."""
+    lengths = sorted(num_sampled(one) for one in trajectories)
+    return (
+        [lengths[round(i * (len(lengths) - 1) / QUANTILES)] for i in range(QUANTILES + 1)] if lengths else []
+    )
 
 
 class MetricsFile:

@@ -5,14 +5,19 @@ each has been finished with its reward.  Tokens, log-probs and versions are not 
 records them, and the trainer leases them.
 
 One failing environment is one failing episode: its trajectory is cancelled (so that no half of it is ever
-trained on) and the episode starts again, ``max_retries`` times.  Then, or when the scheduler refuses, the step
-fails; a failed reward is never reported as 0.
+trained on) and the episode starts again, ``max_retries`` times.  Then its group is given up and named in the report;
+the other groups go on.  A reward that failed, is not finite or is out of range is such a failure; it is never
+reported as 0.  Only a scheduler that refuses ends the run.
+
+*Redundant* episodes (``GroupPlan.num_redundant``) race with the others of their group: the scheduler takes the first
+``group_size`` that finish and drops the rest, so a straggler costs nobody time.  Fast episodes are short ones, which
+biases what is trained on; it is off unless asked for.
 
 :func:`plan_groups` decides which episodes a step still needs, from what the scheduler has.  It makes a step
 repeatable: after the death of an actor, the driver or the scheduler, finished episodes are kept, those
 that nobody runs any more are cancelled, and only the rest is started.  Pure.
 
-Callers: ``rose.train.actors``.
+Callers: ``rose.train.workers``.
 """
 
 from __future__ import annotations
@@ -22,11 +27,11 @@ import json
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from rose.errors import ConfigError, RoseError, TrainError
+from rose.errors import ConfigError, Conflict, Gone, RoseError, TrainError
 from rose.train.client import SchedulerClient
 from rose.train.env import Environment, Family, Message, Observation, Task
 
@@ -54,6 +59,8 @@ class GroupPlan:
     group_size: int
     task: Task
     num_missing: int
+    num_redundant: int = 0
+    """Episodes beyond those, of which the slowest are dropped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +74,7 @@ class EpisodeParams:
     concurrency: int
     step_timeout_s: float
     max_retries: int
+    reward_range: tuple[float, float] = (-1e6, 1e6)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,8 +82,33 @@ class RolloutReport:
     """What one manager ran."""
 
     num_episodes: int
+    """Finished with a reward."""
     num_turns: int
     num_retries: int
+    num_dropped: int = 0
+    """Redundant episodes that came too late."""
+    failures: tuple[tuple[str, str], ...] = ()
+    """Groups that were given up: ``(group_id, why)``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Score:
+    """One held-out episode."""
+
+    task_index: int
+    reward: float
+    success: bool
+    num_turns: int
+    versions: tuple[str, ...]
+    """Weight versions that its tokens were sampled with."""
+
+
+class Rewarder(Protocol):
+    """Scores finished episodes where the environment's own reward is not the one."""
+
+    async def score(self, task: Task, messages: Sequence[Message], final: Observation) -> float:
+        """Raises any error: the episode is then played again, and its group given up in the end."""
+        ...
 
 
 def plan_groups(
@@ -83,15 +116,21 @@ def plan_groups(
     waiting: Sequence[GroupState],
     tasks: Sequence[Task],
     step: int,
+    first_task: int,
     attempt: int,
     num_groups: int,
     group_size: int,
+    num_redundant: int = 0,
+    first_index: int = 0,
 ) -> list[GroupPlan]:
     """Episodes to start so that ``num_groups`` groups are complete.
 
     Args:
         waiting: Groups that no trainer has taken, complete or not.
         tasks: The tasks of the job; steps walk through them in order.
+        first_task: Where in ``tasks`` this step begins.
+        num_groups: Groups wanted now, complete ones among ``waiting`` included.
+        first_index: Groups that this step has launched before (a refill launches new ones).
 
     Groups begun before come first, or their finished episodes would be lost.  A new group's name holds
     the attempt, because a step that is repeated after a roll-back must not meet its earlier groups.
@@ -102,19 +141,25 @@ def plan_groups(
             group_size=group.group_size,
             task=group.task,
             num_missing=group.group_size - group.num_finished,
+            num_redundant=num_redundant,
         )
         for group in waiting
         if group.num_finished < group.group_size
     ]
     num_begun = len(waiting)
     names = {group.group_id for group in waiting}
-    index = 0
+    index = first_index
     while num_begun < num_groups:
         group_id = f"{attempt}-{step:06d}-{index:04d}"
         if group_id not in names:
-            task = tasks[(step * num_groups + index) % len(tasks)]
             plans.append(
-                GroupPlan(group_id=group_id, group_size=group_size, task=task, num_missing=group_size)
+                GroupPlan(
+                    group_id=group_id,
+                    group_size=group_size,
+                    task=tasks[(first_task + index) % len(tasks)],
+                    num_missing=group_size,
+                    num_redundant=num_redundant,
+                )
             )
             num_begun += 1
         index += 1
@@ -159,6 +204,10 @@ class EpisodeRunner:
         client: Not owned.
         family: Makes the environments.
         allowed_token_ids: Restriction of every turn; None = free text.
+        rewarder: None = the environment's own reward.
+
+    Attributes:
+        num_started, num_ended: Episodes since it was made, for progress.
     """
 
     def __init__(
@@ -167,74 +216,148 @@ class EpisodeRunner:
         family: Family,
         params: EpisodeParams,
         allowed_token_ids: Sequence[int] | None,
+        rewarder: Rewarder | None = None,
     ) -> None:
         self._client = client
         self._family = family
         self._params = params
         self._allowed = allowed_token_ids
+        self._rewarder = rewarder
         self._slots = asyncio.Semaphore(params.concurrency)
-        self._num_retries = 0
+        self.num_started = 0
+        self.num_ended = 0
 
     async def run(self, plans: Sequence[GroupPlan]) -> RolloutReport:
-        """Complete ``plans``.
+        """Complete ``plans``; may be called again while it runs.
 
         Raises:
-            TrainError: An environment failed too often.
             RoseError: The scheduler refused.
         """
-        self._num_retries = 0
+        groups = [_GroupRun(plan) for plan in plans]
         try:
-            async with asyncio.TaskGroup() as group:
+            async with asyncio.TaskGroup() as tasks:
                 # The groups side by side rather than one after another: they end together.
-                tasks = [
-                    group.create_task(self._episode(plan))
-                    for index in range(max((plan.num_missing for plan in plans), default=0))
-                    for plan in plans
-                    if index < plan.num_missing
-                ]
+                for index in range(max((group.num_episodes for group in groups), default=0)):
+                    for group in groups:
+                        if index < group.num_episodes:
+                            group.tasks.append(tasks.create_task(self._member(group)))
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from failures  # the first one; it cancelled the others
         return RolloutReport(
-            num_episodes=len(tasks),
-            num_turns=sum(task.result() for task in tasks),
-            num_retries=self._num_retries,
+            num_episodes=sum(group.num_finished for group in groups),
+            num_turns=sum(group.num_turns for group in groups),
+            num_retries=sum(group.num_retries for group in groups),
+            num_dropped=sum(group.num_dropped for group in groups),
+            failures=tuple((group.plan.group_id, group.failure) for group in groups if group.failure),
         )
 
-    async def _episode(self, plan: GroupPlan) -> int:
-        """One episode to its reward; the number of its turns."""
+    async def evaluate(self, tasks: Sequence[Task], *, job: str, episodes_per_task: int) -> list[Score]:
+        """Play held-out episodes that no trainer is handed.  One that keeps failing is an error, not a zero.
+
+        Raises:
+            TrainError: An environment or a reward failed too often.
+            RoseError: The scheduler refused.
+        """
+
+        async def one(index: int) -> Score:
+            async with self._slots:
+                for retry in range(self._params.max_retries + 1):
+                    trajectory_id = await self._client.create_trajectory(
+                        job=job, group_id=f"eval-{index}", group_size=4096, task=tasks[index]
+                    )
+                    try:
+                        final, num_turns = await self._play(trajectory_id, tasks[index])
+                        trace = await self._client.get_trajectory(trajectory_id)
+                        return Score(
+                            task_index=index,
+                            reward=final.reward,
+                            success=final.success,
+                            num_turns=num_turns,
+                            versions=tuple(
+                                str(span[0])
+                                for turn in trace.get("turns") or ()
+                                for span in turn.get("versions") or ()
+                            ),
+                        )
+                    except _EnvironmentFailed as failure:
+                        if retry == self._params.max_retries:
+                            raise TrainError(
+                                f"a held-out episode failed: {failure}", field="env"
+                            ) from failure
+                    finally:
+                        await self._client.cancel(trajectory_id)  # it is scored; nobody is to train on it
+            raise AssertionError("unreachable")
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                running = [
+                    group.create_task(one(index))
+                    for index in range(len(tasks))
+                    for _ in range(episodes_per_task)
+                ]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from failures
+        return [task.result() for task in running]
+
+    async def _member(self, group: _GroupRun) -> None:
+        """One episode of a group, to its reward."""
         async with self._slots:
-            for retry in range(self._params.max_retries + 1):
+            if group.is_over:
+                return
+            self.num_started += 1
+            try:
+                await self._episode(group)
+            finally:
+                self.num_ended += 1
+
+    async def _episode(self, group: _GroupRun) -> None:
+        plan = group.plan
+        for retry in range(self._params.max_retries + 1):
+            trajectory_id = ""
+            try:
                 trajectory_id = await self._client.create_trajectory(
                     job=self._params.job, group_id=plan.group_id, group_size=plan.group_size, task=plan.task
                 )
-                try:
-                    final, num_turns = await self._play(trajectory_id, plan.task)
-                    await self._client.finish(
-                        trajectory_id, reward=final.reward, success=final.success, info=final.info
-                    )
-                    return num_turns
-                except _EnvironmentFailed as failure:
-                    logger.warning("episode of group %s failed: %s", plan.group_id, failure)
-                    await self._client.cancel(trajectory_id)
-                    if retry == self._params.max_retries:
-                        raise TrainError(
-                            f"environment failed {retry + 1} times: {failure}", field="env"
-                        ) from failure
-                    self._num_retries += 1
-                except RoseError:
-                    await self._client.cancel(trajectory_id)
+                final, num_turns = await self._play(trajectory_id, plan.task)
+                await self._client.finish(
+                    trajectory_id, reward=final.reward, success=final.success, info=final.info
+                )
+                group.finished(num_turns)
+                return
+            except _EnvironmentFailed as failure:
+                logger.warning("episode of group %s failed: %s", plan.group_id, failure)
+                await self._client.cancel(trajectory_id)
+                if retry == self._params.max_retries:
+                    group.give_up(f"environment failed {retry + 1} times: {failure}")
+                    return
+                group.num_retries += 1
+            except (Gone, Conflict):
+                if not plan.num_redundant:
                     raise
-        raise AssertionError("unreachable")
+                group.num_dropped += 1  # the group is complete without us
+                return
+            except asyncio.CancelledError:
+                # Stopped on purpose, by the group or by our caller: nobody will finish this trajectory.
+                if trajectory_id:
+                    await asyncio.shield(self._client.cancel(trajectory_id))
+                if group.is_over and not group.failure:
+                    group.num_dropped += 1
+                raise
+            except RoseError:
+                if trajectory_id:
+                    await self._client.cancel(trajectory_id)
+                raise
 
     async def _play(self, trajectory_id: str, task: Task) -> tuple[Observation, int]:
+        """The final observation, with the reward that counts, and the number of turns."""
         environment = self._family.make()
         try:
             observation = await self._guard(environment.reset(task))
             messages: list[Message] = []
             for turn in range(MAX_CONVERSATION_TURNS):
-                if observation.done:
-                    return _final(observation), turn
                 messages.extend(observation.messages)
+                if observation.done:
+                    return await self._score(task, messages, observation), turn
                 text = await self._client.chat(
                     trajectory_id,
                     turn,
@@ -249,6 +372,14 @@ class EpisodeRunner:
             raise _EnvironmentFailed(f"no end after {MAX_CONVERSATION_TURNS} turns")
         finally:
             await self._close(environment)
+
+    async def _score(self, task: Task, messages: list[Message], final: Observation) -> Observation:
+        if self._rewarder is not None:
+            try:
+                final = replace(final, reward=await self._rewarder.score(task, messages, final))
+            except Exception as error:
+                raise _EnvironmentFailed(f"reward failed: {error}") from error
+        return _checked(final, self._params.reward_range)
 
     async def _guard(self, call: Any) -> Observation:
         """Environment code is foreign: whatever it does wrong costs its own episode and no more."""
@@ -272,11 +403,47 @@ class _EnvironmentFailed(Exception):
     """An environment's own failure; the episode is tried again."""
 
 
-def _final(observation: Observation) -> Observation:
-    if not math.isfinite(observation.reward):
-        raise _EnvironmentFailed(f"reward {observation.reward} is not finite")
+def _checked(final: Observation, reward_range: tuple[float, float]) -> Observation:
+    reward, (low, high) = final.reward, reward_range
+    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise _EnvironmentFailed(f"reward {reward!r:.40} is not finite")
+    if not low <= reward <= high:
+        raise _EnvironmentFailed(f"reward {reward} is outside env.reward_range {low:g}..{high:g}")
     try:
-        json.dumps(observation.info)
+        json.dumps(final.info)
     except (TypeError, ValueError) as error:
         raise _EnvironmentFailed(f"info is not JSON: {error}") from error
-    return observation
+    return final
+
+
+class _GroupRun:
+    """A group while it is being completed."""
+
+    def __init__(self, plan: GroupPlan) -> None:
+        self.plan = plan
+        self.tasks: list[asyncio.Task[None]] = []
+        self.num_finished = self.num_turns = self.num_retries = self.num_dropped = 0
+        self.failure = ""
+
+    @property
+    def num_episodes(self) -> int:
+        return self.plan.num_missing + self.plan.num_redundant if self.plan.num_missing else 0
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.failure) or self.num_finished >= self.plan.num_missing
+
+    def finished(self, num_turns: int) -> None:
+        self.num_finished += 1
+        self.num_turns += num_turns
+        if self.is_over:
+            self._stop()
+
+    def give_up(self, why: str) -> None:
+        self.failure = self.failure or why
+        self._stop()
+
+    def _stop(self) -> None:
+        for task in self.tasks:
+            if task is not asyncio.current_task():
+                task.cancel()

@@ -1,26 +1,25 @@
 """One optimiser step of RL on recorded trajectories.
 
 :class:`Trainer` is what the loop needs; bring your own by satisfying it.  :class:`TorchTrainer` is ours: a
-Hugging Face causal language model in one process.
+Hugging Face causal language model (``rose.train.model``) in one process, or on several ranks that all call it alike.
 
-- **Masters and model.**  The optimiser moves fp32 *masters*; the forward pass uses them rounded to bf16,
-  which is what the engine holds, so that both compute the same policy.  The products are fp32: on CPU
-  that is as near to the engine as bf16 products are, and faster.  Gradients pass the rounding unchanged.
 - **A step** (:meth:`TorchTrainer.step`): advantages per group; proximal log-probs of all sampled tokens,
   under the weights as they are now; ``num_epochs`` passes over shuffled minibatches, one AdamW update
-  each.  Masked trajectories, and those that could teach nothing (advantage 0 and no entropy bonus), are measured
-  and count in their group, but are left out of the updates.
+  each.  A minibatch is computed in parts of bounded size whose gradients add up.  Masked trajectories, and those
+  that could teach nothing (advantage 0, no entropy bonus, no KL penalty), are measured and count in their
+  group, but are left out of the updates.
+- **Ranks.**  Every rank is given the whole batch and takes each part's samples in turn.  One that has none left
+  computes a stand-in of weight 0, because the collectives of a sharded model need everybody.
 - **Determinism.**  The same state and the same trajectories, in any order, give the same weights: samples
   are sorted by id and shuffled by a generator that is part of the checkpoint.
 - **Identity.**  Who made the weights is ``(attempt, version)``.  Restoring a checkpoint starts a new attempt:
   weights of two lives of a trainer never carry the same name.
 
-Not thread-safe.  Callers: ``rose.train.actors`` (one actor), tests.
+Not thread-safe.  Callers: ``rose.train.workers`` (one actor), ``rose.train.ranks``, tests.
 """
 
 from __future__ import annotations
 
-import copy
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -29,19 +28,23 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from rose.errors import ConfigError, TrainError
-from rose.train.batch import Minibatch, Sample, make_minibatch, split_by_length
+from rose.errors import TrainError
+from rose.train.advantages import Estimator, OverlongParams, group_advantages, overlong_penalty
+from rose.train.batch import MAX_PART_TOKENS, Minibatch, Sample, make_minibatch, split_by_length
 from rose.train.checkpoint import Checkpoint
 from rose.train.loss import (
     LossParams,
-    entropy,
-    group_advantages,
+    correction,
+    effective_sample_size,
+    kl_estimate,
     mismatch,
     policy_loss,
-    restricted_log_softmax,
+    token_shares,
 )
+from rose.train.model import Dtype, PolicyModel, load_module, whole_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,11 +54,18 @@ class TrainerParams:
     learning_rate: float = 1e-3
     num_epochs: int = 4
     minibatch_sequences: int = 32
+    max_part_tokens: int = MAX_PART_TOKENS
+    """Tokens of one forward pass, pads included; a minibatch of more is computed in parts."""
     max_grad_norm: float = 1.0
     weight_decay: float = 0.0
+    estimator: Estimator = "grpo"
     scale_advantages: bool = True
     adam_beta2: float = 0.95
     loss: LossParams = field(default_factory=LossParams)
+    overlong: OverlongParams = field(default_factory=OverlongParams)
+    policy_dtype: Dtype = "bfloat16"
+    compute_dtype: Dtype = "float32"
+    activation_checkpointing: bool = False
     seed: int = 0
 
 
@@ -72,7 +82,15 @@ class TrainReport:
     loss: float
     entropy: float
     clip_fraction: float
+    """Tokens whose gradient the clip stopped, of all tokens of all updates."""
     grad_norm: float
+    """Before clipping; mean over the updates."""
+    ess: float
+    """Effective sample size of the truncated proximal/behaviour weights, as a fraction."""
+    truncated_weight_fraction: float
+    """Tokens whose proximal/behaviour ratio was above the truncation."""
+    kl_reference: float
+    """k3 estimate of KL(proximal || reference); 0 where there is no reference."""
     mismatch_kl: float
     ratio_p99: float
     logprob_diff_max: float
@@ -84,6 +102,10 @@ class TrainReport:
 
 class Trainer(Protocol):
     """What the loop needs from a trainer."""
+
+    vocab_size: int
+    max_tokens: int
+    """Longest sequence it takes."""
 
     @property
     def step_index(self) -> int:
@@ -105,6 +127,10 @@ class Trainer(Protocol):
 
     def restore(self, checkpoint: Checkpoint) -> None: ...
 
+    def export(self, target: Path) -> None:
+        """Write the weights as a Hugging Face checkpoint."""
+        ...
+
 
 class TorchTrainer:
     """See the module's docstring.
@@ -115,35 +141,29 @@ class TorchTrainer:
     """
 
     def __init__(self, model_path: Path, params: TrainerParams | None = None) -> None:
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging as transformers_logging
-
-        transformers_logging.disable_progress_bar()
-        self.params = params or TrainerParams()
-        if not (model_path / "config.json").is_file():
-            raise ConfigError(f"{model_path} is not a model folder", field="model")
-        try:
-            self._master = AutoModelForCausalLM.from_pretrained(
-                model_path, dtype=torch.float32, local_files_only=True
+        self.params = params = params or TrainerParams()
+        self._policy = PolicyModel(
+            model_path,
+            policy_dtype=params.policy_dtype,
+            compute_dtype=params.compute_dtype,
+            activation_checkpointing=params.activation_checkpointing,
+        )
+        self._reference: PolicyModel | None = None
+        if params.loss.kl_weight > 0.0:
+            self._reference = PolicyModel(
+                model_path, policy_dtype=params.policy_dtype, compute_dtype=params.compute_dtype
             )
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{model_path} cannot be loaded: {error}", field="model") from error
-        self._model: Any = copy.deepcopy(self._master)
-        self._model.eval()  # no dropout: proximal and current must be the same function
-        self.vocab_size: int = self._model.config.vocab_size
-        self.max_tokens: int = self._model.config.max_position_embeddings
-        self._output: Any = self._model.get_output_embeddings()
-        self._pairs = list(zip(self._master.parameters(), self._model.parameters(), strict=True))
+        self.vocab_size = self._policy.vocab_size
+        self.max_tokens = self._policy.max_tokens
         self._optimizer = torch.optim.AdamW(
-            self._master.parameters(),
-            lr=self.params.learning_rate,
-            betas=(0.9, self.params.adam_beta2),
-            weight_decay=self.params.weight_decay,
+            self._policy.masters,
+            lr=params.learning_rate,
+            betas=(0.9, params.adam_beta2),
+            weight_decay=params.weight_decay,
             foreach=True,
         )
-        self._shuffle = random.Random(self.params.seed)
+        self._shuffle = random.Random(params.seed)
         self._step_index = 0
-        self._round_weights()
 
     @property
     def step_index(self) -> int:
@@ -151,17 +171,17 @@ class TorchTrainer:
 
     @property
     def module(self) -> torch.nn.Module:
-        return self._master
+        return self._policy.module
 
     @property
     def rounded_model(self) -> Any:
-        """The model as the engine holds it (bf16 values in fp32 tensors)."""
-        return self._model
+        """The model as the engine holds it."""
+        return self._policy.computing
 
     def step(
         self, samples: Sequence[Sample], *, learning_rate: float | None = None, single_update: bool = False
     ) -> TrainReport:
-        """Take one RL step.
+        """Take one RL step.  All ranks, with the same arguments.
 
         Args:
             samples: Of one batch, whole groups.
@@ -179,157 +199,247 @@ class TorchTrainer:
         rate = params.learning_rate if learning_rate is None else learning_rate
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        advantages = group_advantages(
-            {sample.trajectory_id: sample.reward for sample in samples},
-            {sample.trajectory_id: sample.group_id for sample in samples},
-            scale=params.scale_advantages,
-        )
-        proximal, proximal_entropy = self._proximal(samples, advantages)
-        behaviour = torch.tensor([value for sample in samples for value in sample.logprobs])
-        apart = mismatch(behaviour, torch.cat(proximal))
+        proximal, entropy_mean = self._forward(self._policy, samples)
+        reference = None if self._reference is None else self._forward(self._reference, samples)[0]
+        advantages = self._advantages(samples, proximal, reference)
         trained = [
             index
             for index, sample in enumerate(samples)
-            if not sample.masked
-            and (advantages[sample.trajectory_id] != 0.0 or params.loss.entropy_weight > 0.0)
+            if not sample.masked and (advantages[sample.trajectory_id] != 0.0 or self._trains_anyway)
         ]
-        lengths = [len(sample.token_ids) for sample in samples]
-        num_updates, num_seen, num_held, loss_sum, norm_sum = 0, 0, 0, 0.0, 0.0
-        minibatch_sequences = max(1, len(trained)) if single_update else params.minibatch_sequences
+        totals = _Totals()
+        size = max(1, len(trained)) if single_update else params.minibatch_sequences
         for _ in range(1 if single_update else params.num_epochs):
             self._shuffle.shuffle(trained)
-            for start in range(0, len(trained), minibatch_sequences):
-                chosen = trained[start : start + minibatch_sequences]
-                num_tokens = sum(len(samples[index].positions) for index in chosen)
-                for part in split_by_length(chosen, lengths):
-                    batch = make_minibatch(
-                        [samples[index] for index in part], advantages, vocab_size=self.vocab_size
-                    )
-                    current_N, entropy_N = self._log_probs(batch)
-                    loss, num_held_back = policy_loss(
-                        current_N=current_N,
-                        proximal_N=torch.cat([proximal[index] for index in part]),
-                        behaviour_N=batch.behaviour_N,
-                        advantage_N=batch.advantage_N,
-                        num_tokens=num_tokens,
-                        params=params.loss,
-                    )
-                    if params.loss.entropy_weight > 0.0:
-                        loss = loss - params.loss.entropy_weight * entropy_N.sum() / num_tokens
-                    loss.backward()  # parts of a minibatch add up: they share the divisor
-                    loss_sum += float(loss.detach())
-                    num_held += num_held_back
-                norm_sum += self._update()
-                num_updates += 1
-                num_seen += num_tokens
+            for start in range(0, len(trained), size):
+                chosen = trained[start : start + size]
+                self._minibatch(chosen, samples, advantages, proximal, reference, totals)
         self._step_index += 1
+        self._policy.gather()
+        totals.add_ranks(self._policy.world_size)
+        behaviour_N = torch.tensor([value for sample in samples for value in sample.logprobs])
+        proximal_N = torch.cat(proximal)
+        truncation = params.loss.truncation
+        kl = 0.0
+        if reference is not None:
+            kl = float(kl_estimate(proximal_N, torch.cat(reference), "k3").mean())
         return TrainReport(
             num_sequences=len(samples),
-            num_tokens=behaviour.numel(),
+            num_tokens=behaviour_N.numel(),
             num_trained_sequences=len(trained),
-            num_updates=num_updates,
+            num_updates=totals.num_updates,
             learning_rate=rate,
-            loss=loss_sum / max(1, num_updates),
-            entropy=proximal_entropy,
-            clip_fraction=num_held / max(1, num_seen),
-            grad_norm=norm_sum / max(1, num_updates),
+            loss=totals.loss / max(1, totals.num_updates),
+            entropy=entropy_mean,
+            clip_fraction=totals.num_held / max(1, totals.num_tokens),
+            grad_norm=totals.grad_norm / max(1, totals.num_updates),
+            ess=effective_sample_size(correction(behaviour_N, proximal_N, truncation)),
+            truncated_weight_fraction=float(((proximal_N - behaviour_N).exp() > truncation).float().mean()),
+            kl_reference=kl,
             seconds=time.monotonic() - started_s,
-            **apart,
+            **mismatch(behaviour_N, proximal_N),
         )
 
     def log_probs(self, samples: Sequence[Sample]) -> list[Tensor]:
-        """Log-probs of the sampled tokens under the weights as they are now, one tensor per sample."""
-        return self._proximal(samples, {sample.trajectory_id: 0.0 for sample in samples})[0]
+        """Log-probs of the sampled tokens under the weights as they are now, one tensor per sample.  All ranks."""
+        return self._forward(self._policy, samples)[0]
 
     def capture(self, *, attempt: int, version: int, consumed: Mapping[int, tuple[str, ...]]) -> Checkpoint:
-        state = self._optimizer.state
+        """See :class:`Trainer`.  All ranks; each gets the whole."""
         return Checkpoint(
             step=self._step_index,
             attempt=attempt,
             version=version,
             consumed=dict(consumed),
             shuffle_state=self._shuffle.getstate(),
-            weights={name: tensor.detach() for name, tensor in self._named_masters()},
-            optimizer={
-                f"{name}/{key}": value
-                for name, tensor in self._named_masters()
-                for key, value in state.get(tensor, {}).items()
-            },
+            rng={"torch": torch.get_rng_state()},
+            weights=self._policy.weights(),
+            optimizer=self._policy.optimizer_state(self._optimizer),
         )
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Continue from ``checkpoint``.
+        """Continue from ``checkpoint``.  All ranks.
 
         Raises:
             TrainError: The checkpoint is of another model; nothing was changed.
         """
-        masters = dict(self._named_masters())
-        for name, tensor in masters.items():
-            saved = checkpoint.weights.get(name)
-            if saved is None or saved.shape != tensor.shape:
-                raise TrainError(f"tensor {name} is not the model's", field="checkpoint")
-        if unknown := set(checkpoint.weights) - set(masters):
-            raise TrainError(f"tensor {min(unknown)} is not in the model", field="checkpoint")
-        with torch.no_grad():
-            for name, tensor in masters.items():
-                tensor.copy_(checkpoint.weights[name])
-        self._optimizer.state.clear()
-        for name, tensor in masters.items():
-            slots = {
-                key: checkpoint.optimizer[f"{name}/{key}"].clone()
-                for key in ("step", "exp_avg", "exp_avg_sq")
-                if f"{name}/{key}" in checkpoint.optimizer
-            }
-            if slots:
-                self._optimizer.state[tensor] = slots
+        self._policy.check_names(checkpoint.weights)
+        self._policy.restore(checkpoint.weights, checkpoint.optimizer, self._optimizer)
         self._shuffle.setstate(checkpoint.shuffle_state)
+        if "torch" in checkpoint.rng:
+            torch.set_rng_state(checkpoint.rng["torch"])
         self._step_index = checkpoint.step
-        self._round_weights()
 
-    def _named_masters(self) -> list[tuple[str, torch.nn.Parameter]]:
-        return list(self._master.named_parameters())  # tied tensors come once
+    def export(self, target: Path) -> None:
+        self._policy.export(target)
 
-    @torch.no_grad()
-    def _round_weights(self) -> None:
-        for master, tensor in self._pairs:
-            tensor.copy_(master.to(torch.bfloat16))
+    # --- inside a step ---------------------------------------------------------------------------------
+
+    @property
+    def _trains_anyway(self) -> bool:
+        """Whether a token of advantage 0 has a gradient."""
+        loss = self.params.loss
+        return loss.entropy_weight > 0.0 or (loss.kl_weight > 0.0 and loss.kl_kind != "reward")
+
+    def _advantages(
+        self, samples: Sequence[Sample], proximal: list[Tensor], reference: list[Tensor] | None
+    ) -> dict[str, float]:
+        params = self.params
+        rewards = {sample.trajectory_id: sample.reward for sample in samples}
+        num_sampled = dict.fromkeys(rewards, 0)
+        drift = dict.fromkeys(rewards, 0.0)
+        for index, sample in enumerate(samples):
+            num_sampled[sample.trajectory_id] += len(sample.positions)
+            if reference is not None and params.loss.kl_kind == "reward":
+                drift[sample.trajectory_id] += float((proximal[index] - reference[index]).sum())
+        shaped = {
+            name: reward
+            + overlong_penalty(num_sampled[name], params.overlong)
+            - params.loss.kl_weight * drift[name]
+            for name, reward in rewards.items()
+        }
+        return group_advantages(
+            shaped,
+            {sample.trajectory_id: sample.group_id for sample in samples},
+            estimator=params.estimator,
+            scale=params.scale_advantages,
+        )
+
+    def _minibatch(
+        self,
+        chosen: Sequence[int],
+        samples: Sequence[Sample],
+        advantages: dict[str, float],
+        proximal: list[Tensor],
+        reference: list[Tensor] | None,
+        totals: _Totals,
+    ) -> None:
+        """One update on ``samples[chosen]``."""
+        loss_params = self.params.loss
+        sizes = [len(samples[index].positions) for index in chosen]
+        shares = dict(zip(chosen, token_shares(sizes, loss_params.aggregation), strict=True))
+        lengths = [len(sample.token_ids) for sample in samples]
+        for part in split_by_length(chosen, lengths, self.params.max_part_tokens):
+            mine = part[self._policy.rank :: self._policy.world_size]
+            if not mine:
+                log_probs_N, _ = self._policy.log_probs(_stand_in())
+                (0.0 * log_probs_N.sum()).backward()
+                self._policy.collect_gradients()
+                continue
+            batch = make_minibatch(
+                [samples[index] for index in mine],
+                vocab_size=self.vocab_size,
+                advantages=advantages,
+                shares=[shares[index] for index in mine],
+            )
+            current_N, entropy_N = self._policy.log_probs(batch)
+            loss, num_held = policy_loss(
+                current_N=current_N,
+                proximal_N=torch.cat([proximal[index] for index in mine]),
+                behaviour_N=batch.behaviour_N,
+                advantage_N=batch.advantage_N,
+                share_N=batch.share_N,
+                params=loss_params,
+                reference_N=None if reference is None else torch.cat([reference[index] for index in mine]),
+            )
+            if loss_params.entropy_weight > 0.0:
+                loss = loss - loss_params.entropy_weight * (batch.share_N * entropy_N).sum()
+            loss.backward()
+            self._policy.collect_gradients()
+            totals.loss += float(loss.detach())
+            totals.num_held += num_held
+            totals.num_tokens += batch.num_tokens
+        totals.grad_norm += self._update()
+        totals.num_updates += 1
 
     def _update(self) -> float:
         """Clip, step, round; returns the gradient norm before clipping."""
-        for master, tensor in self._pairs:
-            master.grad, tensor.grad = tensor.grad, None
-        norm = float(torch.nn.utils.clip_grad_norm_(self._master.parameters(), self.params.max_grad_norm))
+        found = torch.nn.utils.clip_grad_norm_(self._policy.masters, self.params.max_grad_norm)
+        norm = float(whole_of(found))
         if not norm < float("inf"):
             self._optimizer.zero_grad(set_to_none=True)
-            raise TrainError(f"gradient norm is {norm}", field="grad_norm", fix="lower train.learning_rate")
+            raise TrainError(f"gradient norm is {norm}", field="grad_norm", fix="lower trainer.learning_rate")
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        self._round_weights()
+        self._policy.round_weights()
         return norm
 
-    def _log_probs(self, batch: Minibatch) -> tuple[Tensor, Tensor]:
-        """Log-probs of the targets and entropies, ``[N]`` each.  Only sampled positions meet the output layer."""
-        hidden_BTD = self._model.base_model(input_ids=batch.input_ids_BT, use_cache=False).last_hidden_state
-        logits_NV = self._output(hidden_BTD[batch.rows_N, batch.columns_N]).float()
-        log_probs_NV = restricted_log_softmax(
-            logits_NV, batch.temperature_N, batch.allowed_KV, batch.allowed_index_N
-        )
-        return log_probs_NV.gather(1, batch.targets_N.unsqueeze(1)).squeeze(1), entropy(log_probs_NV)
-
     @torch.no_grad()
-    def _proximal(
-        self, samples: Sequence[Sample], advantages: dict[str, float]
-    ) -> tuple[list[Tensor], float]:
-        """Log-probs of each sample, and the mean entropy."""
-        found: list[Tensor] = [torch.empty(0)] * len(samples)
-        entropy_sum, num_tokens = 0.0, 0
+    def _forward(self, model: PolicyModel, samples: Sequence[Sample]) -> tuple[list[Tensor], float]:
+        """Log-probs of each sample, and the mean entropy; the same on all ranks."""
+        offsets = [0]
+        for sample in samples:
+            offsets.append(offsets[-1] + len(sample.positions))
+        found_N = torch.zeros(offsets[-1])
+        entropy_sum = torch.zeros((), dtype=torch.float64)
         lengths = [len(sample.token_ids) for sample in samples]
-        for part in split_by_length(range(len(samples)), lengths):
-            batch = make_minibatch([samples[index] for index in part], advantages, vocab_size=self.vocab_size)
-            log_probs_N, entropy_N = self._log_probs(batch)
-            entropy_sum += float(entropy_N.sum())
-            num_tokens += batch.num_tokens
-            sizes = [len(samples[index].positions) for index in part]
-            for index, values_N in zip(part, log_probs_N.split(sizes), strict=True):
-                found[index] = values_N
-        return found, entropy_sum / max(1, num_tokens)
+        for part in split_by_length(range(len(samples)), lengths, self.params.max_part_tokens):
+            mine = part[model.rank :: model.world_size]
+            if not mine:
+                model.log_probs(_stand_in())
+                continue
+            batch = make_minibatch([samples[index] for index in mine], vocab_size=self.vocab_size)
+            log_probs_N, entropy_N = model.log_probs(batch)
+            entropy_sum += entropy_N.double().sum()
+            sizes = [len(samples[index].positions) for index in mine]
+            for index, values_N in zip(mine, log_probs_N.split(sizes), strict=True):
+                found_N[offsets[index] : offsets[index + 1]] = values_N
+        if model.world_size > 1:
+            # Each token is one rank's; the others hold 0 for it.
+            dist.all_reduce(found_N)
+            dist.all_reduce(entropy_sum)
+        values = list(found_N.split([len(sample.positions) for sample in samples]))
+        return values, float(entropy_sum) / max(1, offsets[-1])
+
+
+@dataclass(slots=True)
+class _Totals:
+    """Sums over the parts that this rank computed."""
+
+    loss: float = 0.0
+    num_held: int = 0
+    num_tokens: int = 0
+    num_updates: int = 0
+    grad_norm: float = 0.0
+
+    def add_ranks(self, world_size: int) -> None:
+        """Sum what is per rank; updates and norms are the same on all."""
+        if world_size > 1:
+            sums = torch.tensor([self.loss, self.num_held, self.num_tokens], dtype=torch.float64)
+            dist.all_reduce(sums)
+            self.loss, self.num_held, self.num_tokens = float(sums[0]), int(sums[1]), int(sums[2])
+
+
+def _stand_in() -> Minibatch:
+    """One token, for a rank that has nothing to do while the others compute."""
+    nothing = Sample(
+        trajectory_id="-",
+        group_id="-",
+        reward=0.0,
+        token_ids=(0, 0),
+        positions=(1,),
+        logprobs=(0.0,),
+        temperatures=(1.0,),
+        allowed=(None,),
+    )
+    return make_minibatch([nothing], vocab_size=1)
+
+
+def export_checkpoint(checkpoint: Checkpoint, model_path: Path, target: Path, dtype: Dtype) -> None:
+    """Write a training checkpoint as a Hugging Face checkpoint, without a trainer.
+
+    Raises:
+        TrainError: It is of another model than ``model_path``, or the disk refused.
+    """
+    from rose.train.model import export_module
+
+    module = load_module(model_path)
+    own = dict(module.named_parameters())
+    if checkpoint.weights.keys() != own.keys() or any(
+        checkpoint.weights[name].shape != tensor.shape for name, tensor in own.items()
+    ):
+        raise TrainError(f"the checkpoint is not of the model in {model_path}", field="checkpoint")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(checkpoint.weights[name])
+    export_module(module, model_path, target, getattr(torch, dtype))

@@ -50,7 +50,7 @@ def test_minibatch_points_every_target_at_the_position_before_it() -> None:
     a = samples_of(trajectory([turn([10, 11], [1]), turn([10, 11, 1, 12], [2])], id="a"), **LIMITS)
     b = samples_of(trajectory([turn([20], [3, 4])], id="b"), **LIMITS)
 
-    batch = make_minibatch([*a, *b], {"a": 0.5, "b": -0.5}, vocab_size=320)
+    batch = make_minibatch([*a, *b], vocab_size=320, advantages={"a": 0.5, "b": -0.5}, shares=[0.3, 0.2])
 
     assert batch.input_ids_BT.tolist() == [[10, 11, 1, 12], [20, 3, 4, 0]]
     assert batch.targets_N.tolist() == [1, 2, 3, 4]
@@ -61,13 +61,14 @@ def test_minibatch_points_every_target_at_the_position_before_it() -> None:
         (1, 1),
     ]
     assert batch.advantage_N.tolist() == [0.5, 0.5, -0.5, -0.5]
+    assert batch.share_N.tolist() == pytest.approx([0.3, 0.3, 0.2, 0.2])
 
 
 def test_restriction_and_temperature_are_those_of_each_turn() -> None:
     free = turn([10], [7])
     bound = turn([10, 7, 11], [5], sampling={"temperature": 0.5, "allowed_token_ids": [6, 5]})
 
-    batch = make_minibatch(samples_of(trajectory([free, bound]), **LIMITS), {"t1": 1.0}, vocab_size=320)
+    batch = make_minibatch(samples_of(trajectory([free, bound]), **LIMITS), vocab_size=320)
 
     assert batch.temperature_N.tolist() == [1.0, 0.5]
     assert batch.allowed_index_N.tolist() == [-1, 0]

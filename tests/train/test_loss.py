@@ -9,14 +9,21 @@ import pytest
 import torch
 
 from rose.errors import TrainError
+from rose.train.advantages import (
+    OverlongParams,
+    group_advantages,
+    overlong_penalty,
+    uninformative_groups,
+)
 from rose.train.loss import (
     LossParams,
     distinct_restrictions,
+    effective_sample_size,
     entropy,
-    group_advantages,
     mismatch,
     policy_loss,
     restricted_log_softmax,
+    token_shares,
 )
 
 
@@ -55,7 +62,7 @@ def test_loss_and_gradient_equal_the_reference(seed: int) -> None:
         proximal_N=torch.tensor(proximal, dtype=torch.float64),
         behaviour_N=torch.tensor(behaviour, dtype=torch.float64),
         advantage_N=torch.tensor(advantage, dtype=torch.float64),
-        num_tokens=250,
+        share_N=torch.full((200,), 1 / 250, dtype=torch.float64),
         params=LossParams(),
     )
     loss.backward()
@@ -87,7 +94,7 @@ def test_each_policy_plays_its_own_part() -> None:
                 proximal_N=one - 1.0,
                 behaviour_N=one + behaviour,
                 advantage_N=one + 1.0,
-                num_tokens=1,
+                share_N=one + 1.0,
                 params=LossParams(),
             )[0]
         )
@@ -107,7 +114,7 @@ def test_clip_stops_the_gradient_only_in_the_direction_that_has_gone_far_enough(
         proximal_N=torch.zeros(5),
         behaviour_N=torch.zeros(5),
         advantage_N=torch.tensor(advantages),
-        num_tokens=5,
+        share_N=torch.full((5,), 0.2),
         params=LossParams(),
     )
     loss.backward()
@@ -156,6 +163,34 @@ def test_advantage_is_the_reward_against_its_own_group() -> None:
         {"a": 1.0, "b": -1.0, "c": -1.0, "d": 1.0, "x": -1.0, "y": 1.0}
     )
     assert group_advantages(rewards, groups, scale=False)["a"] == pytest.approx(0.5)
+
+
+def test_rloo_compares_with_the_others_alone() -> None:
+    rewards = {"a": 1.0, "b": 0.0, "c": 0.5}
+    found = group_advantages(rewards, dict.fromkeys("abc", "g"), estimator="rloo")
+    assert found == pytest.approx({"a": 1.0 - 0.25, "b": 0.0 - 0.75, "c": 0.5 - 0.5})
+
+
+def test_shares_add_up_to_one_and_weigh_tokens_or_sequences_alike() -> None:
+    assert token_shares([1, 3], "token") == [0.25, 0.25]
+    assert token_shares([1, 3], "sequence") == pytest.approx([1 / 2, 1 / 6])
+
+
+def test_length_costs_nothing_until_the_buffer_and_no_more_than_the_weight() -> None:
+    params = OverlongParams(max_tokens=100, buffer_tokens=20, weight=0.5)
+    found = [overlong_penalty(length, params) for length in (10, 80, 90, 100, 500)]
+    assert found == pytest.approx([0.0, 0.0, -0.25, -0.5, -0.5])
+    assert overlong_penalty(10**6, OverlongParams()) == 0.0
+
+
+def test_only_groups_of_equal_rewards_teach_nothing() -> None:
+    rewards = {"a": 1.0, "b": 1.0, "x": 0.0, "y": 1.0}
+    assert uninformative_groups(rewards, {"a": "g", "b": "g", "x": "h", "y": "h"}) == {"g"}
+
+
+def test_effective_sample_size_is_that_of_kish() -> None:
+    assert effective_sample_size(torch.tensor([2.0, 2.0, 2.0])) == pytest.approx(1.0)
+    assert effective_sample_size(torch.tensor([1.0, 0.0, 0.0, 0.0])) == pytest.approx(0.25)
 
 
 def test_a_group_of_equal_rewards_teaches_nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,13 @@ TASKS: list[dict[str, Any]] = [{"n": 0}, {"n": 1}, {"n": 2}]
 
 def plan(waiting: list[GroupState], *, step: int = 4, num_groups: int = 3) -> list[GroupPlan]:
     return plan_groups(
-        waiting=waiting, tasks=TASKS, step=step, attempt=2, num_groups=num_groups, group_size=8
+        waiting=waiting,
+        tasks=TASKS,
+        step=step,
+        first_task=step * num_groups,
+        attempt=2,
+        num_groups=num_groups,
+        group_size=8,
     )
 
 
@@ -146,7 +153,7 @@ async def test_a_failing_environment_costs_its_episode_and_is_tried_again(world:
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])
-async def test_a_reward_that_is_no_number_fails_the_step_and_is_never_reported(
+async def test_a_reward_that_is_no_number_gives_its_group_up_and_is_never_reported(
     world: World, reward: float
 ) -> None:
     class Poor(FrozenLakeFamily):
@@ -161,8 +168,11 @@ async def test_a_reward_that_is_no_number_fails_the_step_and_is_never_reported(
 
     family = Poor(FrozenLakeParams())
     async with client_of(world) as client:
-        with pytest.raises(TrainError, match=r"failed 2 times: reward (nan|inf)"):
-            await runner_of(world, client, family, job=f"poor-{reward}").run([group(family, size=1)])
+        report = await runner_of(world, client, family, job=f"poor-{reward}").run([group(family, size=1)])
+        assert report.num_episodes == 0
+        ((name, why),) = report.failures
+        assert name == "g"
+        assert why == f"environment failed 2 times: reward {reward} is not finite"
         assert await client.list_trajectories(job=f"poor-{reward}", state="finished") == []
 
 
@@ -181,8 +191,120 @@ async def test_an_environment_that_hangs_is_given_up(world: World) -> None:
     family = Hanging(FrozenLakeParams())
     async with client_of(world) as client:
         runner = runner_of(world, client, family, job="hang", step_timeout_s=0.01, max_retries=0)
-        with pytest.raises(TrainError, match=r"no answer within 0\.01 s"):
-            await runner.run([group(family, size=1)])
+        report = await runner.run([group(family, size=1)])
+        assert "no answer within 0.01 s" in report.failures[0][1]
+
+
+async def test_one_group_that_fails_leaves_the_others_alone(world: World) -> None:
+    class HalfBroken(FrozenLakeFamily):
+        def make(self) -> Any:
+            outer = super().make()
+
+            class One:
+                async def reset(self, task: Any) -> Observation:
+                    if task.get("broken"):
+                        raise ConnectionError("sandbox is gone")
+                    return await outer.reset(task)
+
+                async def step(self, text: str) -> Observation:
+                    return await outer.step(text)
+
+                async def close(self) -> None:
+                    await outer.close()
+
+            return One()
+
+    family = HalfBroken(FrozenLakeParams())
+    good = group(family)
+    bad = replace(good, group_id="bad", task={**good.task, "broken": True})
+    async with client_of(world) as client:
+        report = await runner_of(world, client, family, job="half").run([good, bad])
+        assert (report.num_episodes, [name for name, _ in report.failures]) == (4, ["bad"])
+        assert await client.list_trajectories(job="half", state="running") == []
+        leased = await client.lease(job="half", num_groups=1, attempt=0, version=0, ttl_s=60, wait_s=0)
+        assert leased is not None
+        assert {one["group_id"] for one in leased[1]} == {"g"}
+
+
+async def test_redundant_episodes_free_a_group_of_its_straggler(world: World) -> None:
+    """One episode of five never ends; four are wanted."""
+
+    class Stuck(FrozenLakeFamily):
+        num_made = 0
+
+        def make(self) -> Any:
+            self.num_made += 1
+            return Sleeper() if self.num_made == 1 else super().make()
+
+    class Sleeper:
+        async def reset(self, task: Any) -> Observation:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async def close(self) -> None:
+            pass
+
+    family = Stuck(FrozenLakeParams())
+    async with client_of(world) as client:
+        runner = runner_of(world, client, family, job="stuck", step_timeout_s=600)
+        report = await runner.run([replace(group(family), num_redundant=1)])
+        assert (report.num_episodes, report.num_dropped, report.failures) == (4, 1, ())
+        assert len(await client.list_trajectories(job="stuck", state="finished")) == 4
+        assert await client.list_trajectories(job="stuck", state="running") == []
+
+
+async def test_held_out_episodes_are_scored_and_left_to_no_trainer(world: World) -> None:
+    family = FrozenLakeFamily(FrozenLakeParams(num_maps=2))
+    tasks = family.held_out_tasks(3)
+    async with client_of(world) as client:
+        runner = runner_of(world, client, family, job="unused", temperature=0.0)
+        scores = await runner.evaluate(tasks, job="held-out", episodes_per_task=2)
+        assert sorted(score.task_index for score in scores) == [0, 0, 1, 1, 2, 2]
+        by_task = {
+            score.task_index: {one.num_turns for one in scores if one.task_index == score.task_index}
+            for score in scores
+        }
+        assert all(len(turns) == 1 for turns in by_task.values())  # greedy: both episodes of a task are one
+        assert {version for score in scores for version in score.versions} == {world.engines[0].version}
+        for state in ("running", "finished"):
+            assert await client.list_trajectories(job="held-out", state=state) == []
+
+
+@pytest.mark.parametrize(
+    ("reward", "why"), [(2.0, "outside env.reward_range"), (float("nan"), "not finite"), (None, "not finite")]
+)
+async def test_a_failed_reward_is_played_again_and_never_a_zero(world: World, reward: Any, why: str) -> None:
+    class Judge:
+        num_calls = 0
+
+        async def score(self, task: Any, messages: Any, final: Observation) -> Any:
+            self.num_calls += 1
+            return reward if self.num_calls == 1 else 0.75
+
+    family = FrozenLakeFamily(FrozenLakeParams())
+    job = f"judged-{reward}"
+    async with client_of(world) as client:
+        runner = runner_of(world, client, family, job=job, reward_range=(0.0, 1.0))
+        runner._rewarder = Judge()
+        report = await runner.run([group(family, size=2)])
+        assert report.num_retries == 1
+        leased = await client.lease(job=job, num_groups=1, attempt=0, version=0, ttl_s=60, wait_s=0)
+        assert leased is not None
+        assert [one["reward"] for one in leased[1]] == [0.75, 0.75]
+
+        runner._rewarder = Broken(reward)
+        failed = await runner.run([replace(group(family, size=2), group_id="failed")])
+        assert failed.num_episodes == 0
+        assert why in failed.failures[0][1]
+        assert await client.list_trajectories(job=job, state="finished") == []
+
+
+class Broken:
+    def __init__(self, reward: Any) -> None:
+        self._reward = reward
+
+    async def score(self, task: Any, messages: Any, final: Observation) -> Any:
+        return self._reward
 
 
 async def test_errors_of_the_scheduler_keep_their_names(world: World) -> None:

@@ -50,13 +50,17 @@ class TorchEngine(FakeEngine):
         while True:
             with torch.inference_mode():
                 logits = self.policy(input_ids=torch.tensor([ids])).logits[0, -1]
-            logits = logits / params.get("temperature", 1.0)
+            greedy = params.get("temperature", 1.0) == 0.0
+            logits = logits / (params.get("temperature") or 1.0)
             if allowed:
                 kept = torch.full_like(logits, float("-inf"))
                 kept[allowed] = logits[allowed]
                 logits = kept
             log_probs = torch.log_softmax(logits, -1)
-            token = int(torch.multinomial(log_probs.exp(), 1, generator=self._generator))
+            if greedy:
+                token = int(log_probs.argmax())
+            else:
+                token = int(torch.multinomial(log_probs.exp(), 1, generator=self._generator))
             self.num_sampled += 1
             ids.append(token)
             yield token, float(log_probs[token])

@@ -1,0 +1,159 @@
+"""The asynchronous way to take a step: episodes go on while the trainer trains, a bounded number of versions behind.
+
+:meth:`Pump.step` is the loop's body: keep enough groups in flight, and train as soon as a batch can be leased.
+
+*Bound.*  At most ``(alpha + 1) * num_groups`` groups are begun and not yet trained on.  With ``num_groups`` consumed a step
+and groups consumed about in the order of their start, a group waits at most ``alpha`` steps (the admission rule of AReaL, Fu
+et al. 2025).  About, because a slow group is overtaken; what decides is therefore checked where it counts, twice: the
+scheduler drops or marks old groups at the lease, and the trainer leaves out what is older than ``alpha``
+(``rose.train.collect``).
+
+A dead environment manager takes its groups with it and nobody else's: their finished episodes are kept, the missing ones are
+played on its replacement.  While the trainer restarts, the episodes go on.
+
+Callers: ``rose.train.loop``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from typing import Any
+
+from rose.errors import TrainError
+from rose.train.config import TrainConfig
+from rose.train.crew import ActorDied, Crew
+from rose.train.rollout import GroupPlan, RolloutReport, plan_groups
+
+
+class Pump:
+    """See the module's docstring."""
+
+    def __init__(self, config: TrainConfig, crew: Crew) -> None:
+        self._config = config
+        self._crew = crew
+        self._running: dict[asyncio.Task[RolloutReport], GroupPlan] = {}
+        self._lost: list[GroupPlan] = []
+        """Groups whose manager died."""
+        self._surveyed = False
+        self._num_begun = 0
+        self._num_failed = 0
+        self._num_episodes = self._num_retries = 0
+
+    async def step(self) -> dict[str, Any]:
+        """Train once, on the first batch that is there.
+
+        Raises:
+            ActorDied: An actor died; call it again when the crew is complete.
+            TrainError: Too many groups failed, or the trainer cannot go on.
+        """
+        started_s = time.monotonic()
+        wanted = self._config.rollout.num_groups
+        is_first = True
+        while True:
+            death = self._reap()
+            if death is not None and not is_first:
+                raise death
+            # Of a death that is known at the first look, the crew has seen to the replacement already.
+            is_first = False
+            await self._recover()
+            await self._fill(wanted)
+            # Also ends when a lease finds too little: then the pump looks after its groups again.
+            record = await self._crew.train()
+            if "step" in record:
+                break
+            wanted = max(wanted, record["launch"])
+        counts = {"num_episodes": self._num_episodes, "num_env_retries": self._num_retries}
+        failed = {"num_failed_groups": self._num_failed, "num_running_groups": len(self._running)}
+        self._num_episodes = self._num_retries = self._num_failed = 0
+        # Of an asynchronous step, the rollout's share is what the trainer waited for.
+        busy_s = record["train_s"] + record["checkpoint_s"] + record["publish_s"]
+        return {**record, **counts, **failed, "rollout_s": max(0.0, time.monotonic() - started_s - busy_s)}
+
+    async def _fill(self, wanted: int) -> None:
+        """Begin groups up to the bound; at least what the trainer is known to lack."""
+        config, crew = self._config, self._crew
+        begun = len(self._running) + await crew.num_ready()
+        bound = (config.alpha + 1) * max(config.rollout.num_groups, wanted)
+        num_new = bound - begun
+        if num_new <= 0:
+            return
+        first = self._num_begun
+        plans = plan_groups(
+            waiting=(),
+            tasks=crew.tasks,
+            step=crew.step,
+            first_task=0,
+            attempt=crew.attempt,
+            num_groups=num_new,
+            group_size=config.rollout.group_size,
+            num_redundant=config.rollout.redundant_episodes,
+            first_index=first,
+        )
+        self._num_begun += num_new
+        for plan in plans:
+            self._begin(plan)
+
+    def _begin(self, plan: GroupPlan) -> None:
+        manager = min(range(self._crew.num_managers), key=lambda index: (self._load(index), index))
+        task = asyncio.create_task(self._crew.run_on(manager, [plan]), name=str(manager))
+        self._running[task] = plan
+
+    def _load(self, manager: int) -> int:
+        return sum(task.get_name() == str(manager) for task in self._running)
+
+    def _reap(self) -> ActorDied | None:
+        """Take note of the groups that have ended; the death of a manager, if one has died.
+
+        Raises:
+            TrainError: Too many groups failed.
+        """
+        death: ActorDied | None = None
+        for task in [task for task in self._running if task.done()]:
+            plan = self._running.pop(task)
+            error = task.exception()
+            if isinstance(error, ActorDied):
+                self._lost.append(plan)
+                death = error
+            elif error is not None:
+                raise error
+            else:
+                report = task.result()
+                self._num_episodes += report.num_episodes
+                self._num_retries += report.num_retries
+                for _, why in report.failures:
+                    self._num_failed += 1
+                    self._lost.append(plan)  # its finished episodes are worth another try
+                    if self._num_failed > self._config.env.max_failed_groups:
+                        raise TrainError(f"{self._num_failed} groups failed, the last: {why}", field="env")
+        return death
+
+    async def _recover(self) -> None:
+        """Begin again what a dead manager, or an earlier driver, has left behind."""
+        if not self._surveyed:
+            groups = await self._crew.survey()
+            self._surveyed = True
+            # Numbers of groups go on from the step's place in the schedule, so that restarts walk on through the tasks.
+            self._num_begun = self._crew.step * self._config.rollout.num_groups
+            for group in groups:
+                if group.num_finished < group.group_size:
+                    missing = group.group_size - group.num_finished
+                    self._begin(
+                        GroupPlan(
+                            group_id=group.group_id,
+                            group_size=group.group_size,
+                            task=group.task,
+                            num_missing=missing,
+                        )
+                    )
+        if self._lost:
+            lost, self._lost = self._lost, []
+            left = {
+                group.group_id: group.num_finished
+                for group in await self._crew.survey([one.group_id for one in lost])
+            }
+            for plan in lost:
+                num_missing = plan.group_size - left.get(plan.group_id, 0)
+                if num_missing > 0:
+                    self._begin(replace(plan, num_missing=num_missing))

@@ -1,0 +1,66 @@
+"""Ray for one run: a private cluster that is removed at the end, or a given one.  Callers: ``rose.train.loop``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rose.errors import ConfigError
+from rose.train.config import TrainConfig
+
+
+@contextmanager
+def private_ray(config: TrainConfig) -> Iterator[None]:
+    """Ray for one run: a private cluster without dashboard or network, removed at the end; or a given one."""
+    # Before the import: Ray reads them once.  No usage report, and no worker is started ahead of need: on
+    # one core each costs seconds.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+    os.environ.setdefault("RAY_enable_metrics_collection", "0")
+    if config.ray.address is None:
+        # Ray's ports take commands from whoever reaches them.  It replaces a loopback `_node_ip_address` by
+        # an outside one unless this, the only switch there is, says that the node will have no peers.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError("ray is not installed", field="ray", fix="pip install 'rose-rl[cpu]'") from error
+    if config.ray.address is None:
+        from ray._private import ray_constants
+
+        # The variable alone does nothing where somebody imported Ray before us (vLLM does).
+        ray_constants.ENABLE_RAY_CLUSTER = False
+
+    settings = config.ray
+    own_dir: Path | None = None
+    try:
+        try:
+            if settings.address is not None:
+                ray.init(address=settings.address, logging_level=logging.ERROR)
+            else:
+                directory = settings.temp_dir
+                if directory is None:
+                    directory = own_dir = Path(tempfile.mkdtemp(prefix="rose-ray-"))
+                ray.init(
+                    address="local",  # or RAY_ADDRESS would win
+                    num_cpus=max(settings.num_cpus, config.env.num_managers + config.trainer.num_ranks),
+                    num_gpus=0,
+                    include_dashboard=False,
+                    object_store_memory=settings.object_store_bytes,
+                    logging_level=logging.ERROR,
+                    log_to_driver=False,
+                    _node_ip_address="127.0.0.1",
+                    _temp_dir=str(directory.absolute()),
+                )
+        except (ConnectionError, OSError, ValueError) as error:
+            raise ConfigError(f"Ray cannot start: {error}", field="ray") from error
+        yield
+    finally:
+        ray.shutdown()
+        if own_dir is not None:
+            shutil.rmtree(own_dir, ignore_errors=True)

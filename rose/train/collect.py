@@ -1,0 +1,130 @@
+"""Which leased groups a step is trained on, and how many more it needs.
+
+With *dynamic sampling* (DAPO) a group whose rewards are all equal is set aside, because it would only dilute the batch,
+and a whole new group is sampled in its place.  What was set aside is consumed with the step all the same: its ids are in
+the checkpoint, and nobody is handed it again.
+
+:class:`Collected` holds the leases of one step.  Groups are taken in the order in which the scheduler handed them out.
+:class:`Acceptance` learns which part of the groups is kept, so that a refill launches about as many as it will need.
+
+Pure.  Callers: ``rose.train.workers``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rose.errors import TrainError
+from rose.policy.staleness import Version, parse_version, worst_lag
+from rose.train.advantages import uninformative_groups
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CollectParams:
+    num_groups: int
+    alpha: int
+    """A trajectory with a token older than this many versions is measured, not trained on."""
+    dynamic_sampling: bool = False
+    max_rounds: int = 8
+    """Leases of one step; then it is trained on what there is."""
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """EWMA of the part of groups that is kept; starts at 1."""
+
+    rate: float = 1.0
+    weight: float = 0.3
+    """Of a new observation."""
+    max_factor: float = 4.0
+    """A refill launches at most this many times what is missing, however poor the rate."""
+
+    def observe(self, num_kept: int, num_seen: int) -> None:
+        if num_seen:
+            self.rate += self.weight * (num_kept / num_seen - self.rate)
+
+    def to_launch(self, num_missing: int) -> int:
+        return math.ceil(num_missing / max(self.rate, 1.0 / self.max_factor) - 1e-9)
+
+
+@dataclass(slots=True)
+class Collected:
+    """The leases of one step."""
+
+    params: CollectParams
+    batch_ids: list[str] = field(default_factory=list)
+    kept: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """Trajectories by group, in the order of arrival."""
+    filtered: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+    @property
+    def num_missing(self) -> int:
+        """Groups to lease before the step can be taken; 0 = it can."""
+        if len(self.batch_ids) >= self.params.max_rounds:
+            return 0
+        return max(0, self.params.num_groups - len(self.kept))
+
+    @property
+    def trajectories(self) -> list[dict[str, Any]]:
+        """What to train on.  All of it where every group was set aside: the step then measures and changes nothing."""
+        groups = self.kept or self.filtered
+        return [one for members in groups.values() for one in members]
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Everything this step consumes, in order."""
+        groups = [*self.kept.values(), *self.filtered.values()]
+        return tuple(str(one["id"]) for members in groups for one in members)
+
+    def add(self, batch_id: str, trajectories: list[dict[str, Any]], version: Version) -> tuple[int, int]:
+        """Take a leased batch in; ``(groups kept, groups seen)``.  Marks what is too old for ``version``.
+
+        Raises:
+            TrainError: A trajectory without a usable id, group or reward.
+        """
+        members: dict[str, list[dict[str, Any]]] = {}
+        for one in trajectories:
+            for name in ("id", "group_id"):
+                if not isinstance(one.get(name), str) or not one[name]:
+                    raise TrainError("a leased trajectory needs it", field=name)
+            members.setdefault(one["group_id"], []).append(
+                one | {"stale": True} if lag_of(one, version) > self.params.alpha else one
+            )
+        rewards = {one["id"]: reward_of(one) for one in trajectories}
+        dull: set[str] = set()
+        if self.params.dynamic_sampling:
+            dull = uninformative_groups(rewards, {one["id"]: one["group_id"] for one in trajectories})
+        self.batch_ids.append(batch_id)
+        for group_id, group in members.items():
+            (self.filtered if group_id in dull else self.kept)[group_id] = group
+        return len(members) - len(dull), len(members)
+
+    def clear(self) -> None:
+        self.batch_ids.clear()
+        self.kept.clear()
+        self.filtered.clear()
+
+
+def reward_of(trajectory: Mapping[str, Any]) -> float:
+    """The reward; a missing one is an error and never 0.
+
+    Raises:
+        TrainError: Not a finite number.
+    """
+    reward = trajectory.get("reward")
+    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise TrainError(f"reward of trajectory {trajectory.get('id')} is {reward!r:.40}", field="reward")
+    return float(reward)
+
+
+def lag_of(trajectory: Mapping[str, Any], version: Version) -> int:
+    """Versions between ``version`` and the oldest token of the trajectory.
+
+    Raises:
+        RequestError: A turn names something that is no version.
+    """
+    spans = [span for turn in trajectory.get("turns") or () for span in turn.get("versions") or ()]
+    return worst_lag(version, [parse_version(span[0]) for span in spans if span])

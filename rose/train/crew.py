@@ -1,0 +1,256 @@
+"""The actors of a run: makes them, replaces dead ones, and renames Ray's errors.
+
+Environment managers, the train worker (with its ranks in one placement group where there are several), and reward workers
+(made by the managers).  Ray holds no durable state: any of them may die at any moment.
+
+Callers: ``rose.train.loop``, ``rose.train.async_loop``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rose.auth import Tokens
+from rose.errors import RoseError, TrainError
+from rose.train.config import TrainConfig
+from rose.train.env import Task
+from rose.train.rollout import GroupPlan, GroupState, RolloutReport, Score
+from rose.train.workers import EnvManager, Parts, TrainWorker, eval_job, family_of, torch_trainer
+
+logger = logging.getLogger(__name__)
+
+PING_TIMEOUT_S = 60.0
+"""Longer than an actor takes to start on one busy core."""
+
+
+class ActorDied(Exception):
+    """An actor is gone; its replacement goes on from durable state."""
+
+
+class Crew:
+    """See the module's docstring.
+
+    Attributes:
+        step: The next to take.
+        num_deaths_in_a_row: Without a finished step between them.
+        last_death: Why the last step was broken off; :meth:`ensure` finds out whose death it was.
+    """
+
+    def __init__(self, config: TrainConfig, tokens: Tokens, parts: Parts | None) -> None:
+        self.config = config
+        family = family_of(config)
+        self.tasks = family.tasks()
+        wanted = config.eval.every_steps or config.eval.at_end
+        self.held_out: Sequence[Task] = family.held_out_tasks(config.eval.num_tasks) if wanted else ()
+        self.step = 0
+        self.attempt = 0
+        self.num_restarts = 0
+        self.num_deaths_in_a_row = 0
+        self.last_death: str | None = None
+        self._tokens = tokens
+        self._parts = parts
+        self._managers: list[Any] = [None] * config.env.num_managers
+        self._trainer: Any = None
+        self._ranks: list[Any] = []
+        self._group: Any = None
+
+    @property
+    def num_managers(self) -> int:
+        return len(self._managers)
+
+    async def ensure(self) -> list[dict[str, Any]]:
+        """Have every actor alive; what happened on the way, for the progress callback.
+
+        Raises:
+            TrainError: Too many deaths in a row.
+        """
+        events: list[dict[str, Any]] = []
+        for index, manager in enumerate(self._managers):
+            if not await self._alive(manager, f"environment manager {index}", events):
+                self._managers[index] = self._make_manager()
+        trainer_alive = await self._alive(self._trainer, "trainer", events)
+        if self.last_death is not None and not events:
+            self._count("nobody that stayed dead", events)  # unreachable for a moment: it counts all the same
+        self.last_death = None
+        if trainer_alive:
+            await answer_of(self._trainer.release.remote())
+        else:
+            self._make_trainer()
+            started = await answer_of(self._trainer.start.remote())
+            self.step, self.attempt = started["step"], started["attempt"]
+            events.append({"event": "attempt", **started})
+        return events
+
+    async def _alive(self, actor: Any, name: str, events: list[dict[str, Any]]) -> bool:
+        """Whether ``actor`` answers.  One that is silent for too long is made sure to be dead."""
+        if actor is None:
+            return False
+        try:
+            await asyncio.wait_for(answer_of(actor.pid.remote()), PING_TIMEOUT_S)
+            return True
+        except (ActorDied, TimeoutError) as error:
+            self._kill(actor)
+            self.last_death = self.last_death or str(error) or "no answer"
+            self._count(name, events)
+            return False
+
+    def _count(self, name: str, events: list[dict[str, Any]]) -> None:
+        self.num_restarts += 1
+        self.num_deaths_in_a_row += 1
+        logger.warning("%s died and is replaced: %s", name, self.last_death)
+        events.append({"event": "actor_died", "actor": name, "reason": self.last_death})
+        if self.num_deaths_in_a_row > self.config.ray.max_restarts:
+            raise TrainError(
+                f"{self.num_deaths_in_a_row} deaths in a row without a finished step, the last: {self.last_death}",
+                field="ray.max_restarts",
+            )
+
+    def _make_manager(self) -> Any:
+        import ray
+
+        make: Any = ray.remote(num_cpus=1, scheduling_strategy="SPREAD")(EnvManager)
+        return make.remote(self.config, self._tokens, spawn_reward_worker)
+
+    def _kill(self, actor: Any) -> None:
+        import ray
+
+        ray.kill(actor)
+
+    def _make_trainer(self) -> None:
+        import ray
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        config, num_ranks = self.config, self.config.trainer.num_ranks
+        for rank in self._ranks:
+            ray.kill(rank)
+        if num_ranks == 1:
+            self._trainer = ray.remote(num_cpus=1)(TrainWorker).remote(config, self._tokens, self._parts)
+            return
+        if self._group is None:
+            self._group = placement_group([{"CPU": 1}] * num_ranks, strategy="PACK")
+
+        def place(index: int) -> dict[str, Any]:
+            return {
+                "num_cpus": 1,
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                    self._group, placement_group_bundle_index=index
+                ),
+            }
+
+        from rose.train.ranks import TrainRank
+
+        make = (self._parts.make_trainer if self._parts else None) or torch_trainer
+        self._ranks = [
+            ray.remote(**place(index))(TrainRank).remote(config, make, index) for index in range(1, num_ranks)
+        ]
+        self._trainer = ray.remote(**place(0))(TrainWorker).remote(
+            config, self._tokens, self._parts, self._ranks
+        )
+
+    # --- calls -----------------------------------------------------------------------------------------
+
+    async def survey(self, group_ids: Sequence[str] | None = None) -> list[GroupState]:
+        return await answer_of(self._managers[0].survey.remote(group_ids))
+
+    async def num_ready(self) -> int:
+        return await answer_of(self._managers[0].num_ready.remote())
+
+    async def run(self, plans: list[list[GroupPlan]]) -> list[RolloutReport]:
+        """Each manager its plans; all are waited for even if one fails: the next survey must find nothing running."""
+        calls = [self.run_on(index, part) for index, part in enumerate(plans) if part]
+        reports = await asyncio.gather(*calls, return_exceptions=True)
+        for report in reports:
+            if isinstance(report, BaseException):
+                raise report
+        return [report for report in reports if isinstance(report, RolloutReport)]
+
+    async def run_on(self, manager: int, plans: Sequence[GroupPlan]) -> RolloutReport:
+        return await answer_of(self._managers[manager].run.remote(list(plans)))
+
+    async def progress(self) -> tuple[int, int]:
+        """Episodes started and ended since the managers were made."""
+        counts = await asyncio.gather(*(answer_of(one.progress.remote()) for one in self._managers))
+        return sum(count[0] for count in counts), sum(count[1] for count in counts)
+
+    async def train(self) -> dict[str, Any]:
+        """See :meth:`rose.train.workers.TrainWorker.train`."""
+        rate, fine = self.config.learning_rate_at(self.step), self.config.is_fine_tuning(self.step)
+        return await answer_of(self._trainer.train.remote(rate, single_update=fine))
+
+    async def evaluate(self) -> dict[str, Any]:
+        """Play the held-out tasks on the current weights; their mean, and the versions that played.
+
+        Raises:
+            TrainError: An episode was played by other weights than those that it was pinned to.
+        """
+        version = await answer_of(self._trainer.pin.remote(eval_job(self.config)))
+        parts = [list(self.held_out[index :: self.num_managers]) for index in range(self.num_managers)]
+        found = await asyncio.gather(
+            *(
+                answer_of(manager.evaluate.remote(part))
+                for manager, part in zip(self._managers, parts, strict=True)
+                if part
+            )
+        )
+        scores: list[Score] = [score for part in found for score in part]
+        played = sorted({one for score in scores for one in score.versions})
+        if played and played != [version]:
+            raise TrainError(f"held-out episodes pinned to {version} were played by {played}", field="eval")
+        count = max(1, len(scores))
+        return {
+            "version": version,
+            "num_episodes": len(scores),
+            "success_rate": sum(score.success for score in scores) / count,
+            "reward_mean": sum(score.reward for score in scores) / count,
+            "turns_mean": sum(score.num_turns for score in scores) / count,
+        }
+
+    async def export(self, target: Path) -> None:
+        await answer_of(self._trainer.export.remote(target))
+
+
+class RayRewardWorker:
+    """A :class:`rose.train.rewards.Worker` that is a Ray actor."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        import ray
+
+        from rose.train.rewards import RewardWorker
+
+        make: Any = ray.remote(num_cpus=0)(RewardWorker)
+        self._actor = make.remote(config.reward.kind, config.reward.settings)
+
+    async def score(self, task: Any, messages: Any, info: Any) -> float:
+        return await answer_of(self._actor.score.remote(task, messages, info))
+
+    def kill(self) -> None:
+        import ray
+
+        ray.kill(self._actor)
+
+
+def spawn_reward_worker(config: TrainConfig) -> RayRewardWorker:
+    return RayRewardWorker(config)
+
+
+async def answer_of(reference: Any) -> Any:
+    """Await an actor's answer; Ray's errors become ours."""
+    from ray.exceptions import RayActorError, RayError, RayTaskError
+
+    try:
+        return await reference
+    except RayActorError as error:
+        raise ActorDied(str(error).strip().splitlines()[0][:200]) from error
+    except RayTaskError as error:
+        if isinstance(error.cause, RoseError):
+            raise error.cause from error
+        raise TrainError(
+            f"an actor failed: {type(error.cause).__name__}: {error.cause}", field="actor"
+        ) from error
+    except RayError as error:
+        raise TrainError(f"Ray failed: {type(error).__name__}", field="ray") from error

@@ -1,0 +1,170 @@
+"""Where a run writes what it measured: ``metrics.jsonl`` always, TensorBoard by default, Weights & Biases if asked for.
+
+A sink that fails is switched off with one warning: a full disk under the plots must not end a training run.  The JSON lines are
+the record, and their failure is an error.
+
+Callers: ``rose.train.loop``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from rose.errors import ConfigError
+from rose.train.config import TrainConfig
+from rose.train.metrics import MetricsFile
+
+logger = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    def write(self, step: int, scalars: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Logs:
+    """All sinks of a run."""
+
+    def __init__(self, file: MetricsFile, sinks: list[Sink]) -> None:
+        self._file = file
+        self._sinks = sinks
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self._file.append(record)
+        scalars = scalars_of(record)
+        for sink in list(self._sinks):
+            try:
+                sink.write(int(record["step"]), scalars)
+            except Exception as error:  # noqa: BLE001 - foreign code; see the module's docstring
+                logger.warning("%s is switched off: %s", type(sink).__name__, error)
+                self._sinks.remove(sink)
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            try:
+                sink.close()
+            except Exception as error:  # noqa: BLE001
+                logger.warning("%s did not close: %s", type(sink).__name__, error)
+        self._file.close()
+
+
+@contextmanager
+def open_logs(config: TrainConfig) -> Iterator[Logs]:
+    """Open the sinks that the job asks for.
+
+    Raises:
+        ConfigError: A sink that was asked for by name is not installed.
+    """
+    sinks: list[Sink] = []
+    if config.log.tensorboard:
+        try:
+            sinks.append(TensorBoardSink(config))
+        except ImportError:
+            logger.warning("no TensorBoard files: tensorboardX is not installed")
+    if config.log.wandb_project is not None:
+        try:
+            sinks.append(WandbSink(config))
+        except ImportError as error:
+            raise ConfigError(
+                "wandb is not installed", field="log.wandb_project", fix="pip install wandb"
+            ) from error
+    logs = Logs(MetricsFile(config.output_dir / "metrics.jsonl"), sinks)
+    try:
+        yield logs
+    finally:
+        logs.close()
+
+
+class TensorBoardSink:
+    """Event files; look at them with ``tensorboard --logdir OUTPUT_DIR/tensorboard``."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        from tensorboardX import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(config.output_dir / "tensorboard"), flush_secs=5)
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    def __init__(self, config: TrainConfig) -> None:
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        self._run: Any = wandb.init(
+            project=config.log.wandb_project,
+            name=config.job,
+            id=config.run_id,
+            resume="allow",
+            dir=str(config.output_dir),
+            config={"seed": config.seed, "num_steps": config.num_steps},
+        )
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._run.log(dict(scalars), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+GROUPS = {
+    "reward": ("success_rate", "reward_mean", "truncated_fraction", "turns_mean", "cut_turn_fraction"),
+    "policy": (
+        "entropy",
+        "loss",
+        "clip_fraction",
+        "grad_norm",
+        "kl_reference",
+        "mismatch_kl",
+        "ratio_p99",
+        "logprob_diff_max",
+        "ess",
+        "truncated_weight_fraction",
+        "lr",
+    ),
+    "batch": (
+        "num_trajectories",
+        "num_tokens",
+        "num_prompt_tokens",
+        "num_trained_sequences",
+        "num_filtered_groups",
+        "num_failed_groups",
+        "acceptance",
+        "num_stale",
+        "lag_max",
+        "lag_mean",
+        "num_env_retries",
+        "num_resumed_turns",
+    ),
+    "time": ("step_s", "rollout_s", "train_s", "checkpoint_s", "publish_s", "eval_s"),
+}
+"""How scalars are grouped on a board; what is in no group stays in ``metrics.jsonl`` alone."""
+
+
+def scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
+    """``group/name`` -> value, of one step's record."""
+    found = {
+        f"{group}/{name}": float(record[name])
+        for group, names in GROUPS.items()
+        for name in names
+        if isinstance(record.get(name), int | float)
+    }
+    for tier, counts in (record.get("tiers") or {}).items():
+        found |= {f"tier/{tier}_{name}": float(value) for name, value in counts.items()}
+    for name, value in (record.get("eval") or {}).items():
+        if isinstance(value, int | float):
+            found[f"eval/{name}"] = float(value)
+    for name, value in (record.get("update") or {}).items():
+        if isinstance(value, int | float):
+            found[f"update/{name}"] = float(value)
+    for index, value in enumerate(record.get("reward_by_length") or ()):
+        found[f"reward_by_length/quarter_{index + 1}"] = float(value)
+    return found

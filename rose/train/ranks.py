@@ -1,0 +1,140 @@
+"""A trainer on several ranks: one process each, all of them taking every call alike.
+
+Rank 0 lives in the train worker's process; the others are :class:`TrainRank` actors.  :class:`RankedTrainer` is a
+:class:`~rose.train.trainer.Trainer`: it sends each call to the others and makes it itself, because the collectives
+inside need everybody.
+
+A rank that dies leaves the others waiting in a collective, with weights that may have been half updated.  Then rank 0
+ends its process: the crew replaces all ranks, and the new ones go on from the checkpoint.
+
+Callers: ``rose.train.workers``, ``rose.train.crew``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from rose.train.batch import Sample
+from rose.train.checkpoint import Checkpoint
+from rose.train.config import TrainConfig
+from rose.train.trainer import Trainer, TrainReport
+
+logger = logging.getLogger(__name__)
+
+JOIN_TIMEOUT_S = 300.0
+"""For a rank to start, and for a collective to end: longer than any step between two collectives."""
+
+MakeTrainer = Callable[[TrainConfig], Any]
+
+
+class TrainRank:
+    """One rank beyond the first; an actor."""
+
+    def __init__(self, config: TrainConfig, make_trainer: MakeTrainer, rank: int) -> None:
+        self._config = config
+        self._make_trainer = make_trainer
+        self._rank = rank
+        self._trainer: Any = None
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def join(self, host: str, port: int) -> None:
+        """Meet the others at ``host:port`` and build this rank's share of the model."""
+        _join(self._config, self._rank, host, port)
+        self._trainer = self._make_trainer(self._config)
+
+    def call(self, name: str, *arguments: Any, **named: Any) -> None:
+        """Take the call that every rank takes; the answer is rank 0's to give."""
+        getattr(self._trainer, name)(*arguments, **named)
+
+
+class RankedTrainer:
+    """See the module's docstring.
+
+    Args:
+        ranks: Handles of the :class:`TrainRank` actors, rank 1 first.
+    """
+
+    def __init__(self, config: TrainConfig, make_trainer: MakeTrainer, ranks: Sequence[Any]) -> None:
+        self._ranks = ranks
+        host, port = _address()
+        joining = [rank.join.remote(host, port) for rank in ranks]
+        _join(config, 0, host, port)
+        self._trainer: Trainer = make_trainer(config)
+        self._wait(joining)
+        self.vocab_size = self._trainer.vocab_size
+        self.max_tokens = self._trainer.max_tokens
+
+    @property
+    def step_index(self) -> int:
+        return self._trainer.step_index
+
+    @property
+    def module(self) -> Any:
+        return self._trainer.module
+
+    def step(
+        self, samples: Sequence[Sample], *, learning_rate: float | None = None, single_update: bool = False
+    ) -> TrainReport:
+        return self._all("step", list(samples), learning_rate=learning_rate, single_update=single_update)
+
+    def capture(self, *, attempt: int, version: int, consumed: Mapping[int, tuple[str, ...]]) -> Checkpoint:
+        return self._all("capture", attempt=attempt, version=version, consumed=dict(consumed))
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        self._all("restore", checkpoint)
+
+    def export(self, target: Path) -> None:
+        self._trainer.export(target)
+
+    def _all(self, name: str, *arguments: Any, **named: Any) -> Any:
+        calls = [rank.call.remote(name, *arguments, **named) for rank in self._ranks]
+        try:
+            answer = getattr(self._trainer, name)(*arguments, **named)
+        except RuntimeError:
+            # A collective failed.  What this rank holds now is not to be trusted.
+            logger.exception("a rank is gone; ending, to go on from the checkpoint")
+            os._exit(1)
+        self._wait(calls)
+        return answer
+
+    def _wait(self, calls: Sequence[Any]) -> None:
+        import ray
+        from ray.exceptions import RayActorError
+
+        try:
+            ray.get(list(calls))
+        except RayActorError:
+            logger.exception("a rank is gone; ending, to go on from the checkpoint")
+            os._exit(1)
+
+
+def _join(config: TrainConfig, rank: int, host: str, port: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(config.trainer.num_threads)
+    dist.init_process_group(
+        config.trainer.backend,
+        init_method=f"tcp://{host}:{port}",
+        rank=rank,
+        world_size=config.trainer.num_ranks,
+        timeout=timedelta(seconds=JOIN_TIMEOUT_S),
+    )
+
+
+def _address() -> tuple[str, int]:
+    """Where the ranks meet: this node's address as the cluster sees it, and a port that was free a moment ago."""
+    import ray
+
+    host = ray.util.get_node_ip_address()
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return host, probe.getsockname()[1]

@@ -1,0 +1,219 @@
+"""Rewards as a service: stateless workers score finished episodes, apart from the engines and the environments.
+
+A *reward function* is ``async (task, messages, info) -> float``.  Known by name (:data:`REWARDS`):
+
+- ``exact_match``: 1 where the last line of the agent's last message equals ``task["answer"]``, else 0;
+- ``endpoint``: ``POST {task, messages, info}`` to ``settings.url``, which answers ``{"reward": x}``;
+- ``module:function``: your own, importable where the workers run.
+
+:class:`RewardPool` shares the work among workers, one request each at a time.  It grows while requests wait, up to
+``max_workers``, and shrinks to ``min_workers`` when they are idle.  A worker that dies or hangs is replaced and its
+request tried again; an error of the function itself is tried again too, and then handed to the caller, who plays the episode
+again.  A failed reward is never a number.
+
+Ray is not imported here: the pool is given ``spawn``, which makes a worker (``rose.train.crew`` makes Ray actors).
+
+Callers: ``rose.train.workers`` (one pool per environment manager), tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rose.errors import ConfigError, TrainError
+from rose.train.env import Message, Observation, Task
+
+RewardFunction = Callable[[Task, Sequence[Message], Mapping[str, Any]], Awaitable[float]]
+
+MAX_ANSWER_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolParams:
+    min_workers: int = 1
+    max_workers: int = 4
+    timeout_s: float = 30.0
+    """Of one request; a worker that takes longer is replaced."""
+    max_retries: int = 3
+    idle_s: float = 30.0
+    """A worker beyond ``min_workers`` ends after this long without work."""
+
+
+class Worker(Protocol):
+    """What the pool needs of a worker; any exception of ``score`` but :class:`TrainError` means that it is broken."""
+
+    async def score(self, task: Task, messages: Sequence[Message], info: Mapping[str, Any]) -> float: ...
+
+    def kill(self) -> None: ...
+
+
+class RewardWorker:
+    """Runs one reward function; made into an actor by the crew."""
+
+    def __init__(self, kind: str, settings: Mapping[str, Any]) -> None:
+        self._function = make_reward(kind, settings)
+
+    async def score(self, task: Task, messages: Sequence[Message], info: Mapping[str, Any]) -> float:
+        """Raises TrainError: The function failed, or gave no finite number."""
+        try:
+            reward = await self._function(task, messages, info)
+        except Exception as error:
+            raise TrainError(f"{type(error).__name__}: {error}", field="reward") from error
+        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+            raise TrainError(f"{reward!r:.40} is not a finite number", field="reward")
+        return float(reward)
+
+
+class RewardPool:
+    """See the module's docstring.  One event loop; :meth:`close` when done."""
+
+    def __init__(self, spawn: Callable[[], Worker], params: PoolParams) -> None:
+        self._spawn = spawn
+        self._params = params
+        self._idle: list[tuple[Worker, float]] = []
+        """Free workers and since when; the last is the one used last."""
+        self._num_workers = 0
+        self._free = asyncio.Condition()
+        self.num_scored = self.num_failures = self.num_replaced = 0
+        for _ in range(params.min_workers):
+            self._idle.append((self._new(), time.monotonic()))
+
+    @property
+    def num_workers(self) -> int:
+        return self._num_workers
+
+    async def score(self, task: Task, messages: Sequence[Message], final: Observation) -> float:
+        """The reward of a finished episode.
+
+        Raises:
+            TrainError: It failed ``max_retries + 1`` times; the last reason.
+        """
+        last: Exception | None = None
+        for _ in range(self._params.max_retries + 1):
+            worker = await self._take()
+            try:
+                async with asyncio.timeout(self._params.timeout_s):
+                    reward = await worker.score(task, messages, final.info)
+            except TrainError as error:  # the worker is well, the function is not
+                last = error
+                self.num_failures += 1
+                await self._give_back(worker)
+                continue
+            except BaseException as error:
+                # Dead, or hanging, or we were cancelled and it is still at work: not to be used again.
+                worker.kill()
+                self.num_replaced += 1
+                await self._lose()
+                if not isinstance(error, Exception):
+                    raise
+                last = error
+                continue
+            self.num_scored += 1
+            await self._give_back(worker)
+            return reward
+        raise TrainError(
+            f"failed {self._params.max_retries + 1} times: {last or 'no answer'}", field="reward"
+        )
+
+    async def close(self) -> None:
+        for worker, _ in self._idle:
+            worker.kill()
+        self._idle.clear()
+
+    def _new(self) -> Worker:
+        self._num_workers += 1
+        return self._spawn()
+
+    async def _take(self) -> Worker:
+        async with self._free:
+            while True:
+                if self._idle:
+                    return self._idle.pop()[0]
+                if self._num_workers < self._params.max_workers:
+                    return self._new()
+                await self._free.wait()
+
+    async def _give_back(self, worker: Worker) -> None:
+        now_s = time.monotonic()
+        async with self._free:
+            self._idle.append((worker, now_s))
+            while (
+                self._num_workers > self._params.min_workers
+                and now_s - self._idle[0][1] > self._params.idle_s
+            ):
+                self._idle.pop(0)[0].kill()
+                self._num_workers -= 1
+            self._free.notify()
+
+    async def _lose(self) -> None:
+        async with self._free:
+            self._num_workers -= 1
+            self._free.notify()
+
+
+def make_reward(kind: str, settings: Mapping[str, Any]) -> RewardFunction:
+    """Build a reward function from configuration.
+
+    Raises:
+        ConfigError: Unknown kind, or settings that it does not take.
+    """
+    factory: Any = REWARDS.get(kind)
+    if factory is None and ":" in kind:
+        module, _, name = kind.partition(":")
+        try:
+            function = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(f"{kind} cannot be imported: {error}", field="reward.kind") from error
+        return function
+    if factory is None:
+        known = [*sorted(REWARDS), "module:function"]
+        raise ConfigError(f"unknown reward '{kind}'", field="reward.kind", fix=f"one of {known}")
+    try:
+        return factory(**settings)
+    except TypeError as error:
+        raise ConfigError(f"{error}", field="reward.settings") from error
+
+
+def exact_match() -> RewardFunction:
+    async def reward(task: Task, messages: Sequence[Message], info: Mapping[str, Any]) -> float:
+        if "answer" not in task:
+            raise TrainError("the task has no answer to compare with", field="task.answer")
+        said = [one["content"] for one in messages if one["role"] == "assistant"]
+        lines = said[-1].strip().splitlines() if said else []
+        return float(bool(lines) and lines[-1].strip() == str(task["answer"]).strip())
+
+    return reward
+
+
+def endpoint(*, url: str, token: str | None = None, timeout_s: float = 30.0) -> RewardFunction:
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError("must be http:// or https://", field="reward.settings.url")
+
+    async def reward(task: Task, messages: Sequence[Message], info: Mapping[str, Any]) -> float:
+        import aiohttp
+
+        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        body = {"task": dict(task), "messages": list(messages), "info": dict(info)}
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s), headers=headers) as session,
+            session.post(url, json=body, allow_redirects=False) as response,
+        ):
+            raw = await response.content.read(MAX_ANSWER_BYTES)
+            if response.status != 200:
+                raise TrainError(f"the reward endpoint answered HTTP {response.status}", field="reward")
+            answer = json.loads(raw)
+        if not isinstance(answer, dict) or "reward" not in answer:
+            raise TrainError("the reward endpoint's answer has no 'reward'", field="reward")
+        return answer["reward"]
+
+    return reward
+
+
+REWARDS: dict[str, Callable[..., RewardFunction]] = {"exact_match": exact_match, "endpoint": endpoint}

@@ -1,0 +1,99 @@
+"""The crew without Ray: the same workers, in this event loop.  Whole runs in seconds, and deaths on command.
+
+Stands for ``rose.train.crew.Crew`` where a test is about the loops; ``test_async.py``, ``test_faults.py`` and ``test_loop.py`` run
+the same loops on real actors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from ray.exceptions import RayActorError
+
+from rose.train.crew import Crew
+from rose.train.rewards import RewardWorker
+from rose.train.workers import EnvManager, TrainWorker
+
+
+class LocalActor:
+    """Looks like a Ray handle: ``actor.method.remote(...)`` is awaitable.  After :meth:`kill` nothing of it runs on."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+        self._calls: set[asyncio.Task[Any]] = set()
+        self._died = asyncio.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._target, name)
+        actor = self
+
+        class Method:
+            @staticmethod
+            def remote(*arguments: Any, **named: Any) -> Any:
+                return asyncio.ensure_future(actor.call(method, arguments, named))
+
+        return Method()
+
+    async def call(self, method: Any, arguments: Any, named: Any) -> Any:
+        if self._died.is_set():
+            raise RayActorError(error_msg="killed")
+        work = asyncio.ensure_future(method(*arguments, **named))
+        death = asyncio.ensure_future(self._died.wait())
+        self._calls.add(work)
+        try:
+            await asyncio.wait({work, death}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise RayActorError(error_msg="killed")
+            return work.result()
+        finally:
+            death.cancel()
+            self._calls.discard(work)
+
+    def kill(self) -> None:
+        """Cut it off.  A killed process tells nobody, so clean-up code of what it ran must not run either: its client is
+        taken away first."""
+        self._died.set()
+        client = self._target._client
+        client._call = _nobody_answers
+        for call in self._calls:
+            call.cancel()
+
+
+async def _nobody_answers(*_: Any, **__: Any) -> Any:
+    raise asyncio.CancelledError
+
+
+class LocalRewards:
+    """A :class:`rose.train.rewards.Worker` in this process."""
+
+    def __init__(self, config: Any) -> None:
+        self._worker = RewardWorker(config.reward.kind, config.reward.settings)
+
+    async def score(self, task: Any, messages: Any, info: Any) -> float:
+        return await self._worker.score(task, messages, info)
+
+    def kill(self) -> None:
+        pass
+
+
+class LocalCrew(Crew):
+    def _make_manager(self) -> Any:
+        return LocalActor(EnvManager(self.config, self._tokens, LocalRewards))
+
+    def _make_trainer(self) -> None:
+        self._trainer = LocalActor(TrainWorker(self.config, self._tokens, self._parts))
+
+    def _kill(self, actor: Any) -> None:
+        actor.kill()
+
+    def kill_manager(self, index: int = 0) -> None:
+        self._managers[index].kill()
+
+    def kill_trainer(self) -> None:
+        self._trainer.kill()
+
+    async def close(self) -> None:
+        for actor in [*self._managers, self._trainer]:
+            if actor is not None and not actor._died.is_set():
+                await actor._target.close()

@@ -1,0 +1,74 @@
+"""One rank of ``test_ranks.py``: two steps, then gradients of each update, weights, reports and a checkpoint in files."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from rose.train import checkpoint as checkpoints
+from rose.train.batch import samples_of
+from rose.train.loss import LossParams
+from rose.train.trainer import TorchTrainer, TrainerParams
+from tests.train.traces import random_batch
+
+
+class RecordingTrainer(TorchTrainer):
+    def __init__(self, model_path: Path, params: TrainerParams) -> None:
+        super().__init__(model_path, params)
+        self.gradients: dict[str, torch.Tensor] = {}
+        self.num_updates = 0
+
+    def _update(self) -> float:
+        for name, tensor in self._policy.gradients().items():
+            self.gradients[f"{self.num_updates}/{name}"] = tensor.clone()
+        self.num_updates += 1
+        return super()._update()
+
+
+def run_steps(model_path: Path, out: Path, *, resume: Path | None = None) -> None:
+    # Minibatches of 5 over ranks: unequal shares, one of them empty in the smallest part; masters are compared, so the
+    # rounding to bf16 is left out: it turns a last bit into a whole step.
+    params = TrainerParams(
+        minibatch_sequences=5,
+        num_epochs=1,
+        max_part_tokens=200,
+        policy_dtype="float32",
+        loss=LossParams(kl_weight=0.02, aggregation="sequence", entropy_weight=0.01),
+    )
+    trainer = RecordingTrainer(model_path, params)
+    if resume is not None:
+        found, _ = checkpoints.load_latest(resume / "checkpoints")
+        assert found is not None
+        trainer.restore(found)
+    reports = []
+    for seed in (1, 2):
+        batch = [
+            sample
+            for one in random_batch(seed, num_groups=2, group_size=4)
+            for sample in samples_of(one, vocab_size=trainer.vocab_size, max_tokens=trainer.max_tokens)
+        ]
+        reports.append(trainer.step(batch).to_dict())
+    captured = trainer.capture(attempt=1, version=trainer.step_index, consumed={})
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        out.mkdir(parents=True, exist_ok=True)
+        checkpoints.save(captured, out / "checkpoints")
+        save_file(trainer.gradients, out / "gradients.safetensors")
+        save_file(
+            {name: tensor.contiguous() for name, tensor in captured.weights.items()},
+            out / "weights.safetensors",
+        )
+        published = dict(trainer.module.named_parameters())
+        assert all(torch.equal(published[name], tensor) for name, tensor in captured.weights.items())
+        (out / "reports.json").write_text(json.dumps(reports))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    run_steps(Path(sys.argv[1]), Path(sys.argv[2]), resume=Path(sys.argv[3]) if len(sys.argv) > 3 else None)
+    dist.destroy_process_group()

@@ -1,0 +1,109 @@
+"""What the tests of whole runs share: a job on a :class:`~tests.train.world.World`, and somebody who kills its actors.
+
+``python -m tests.train.ray_world TABLE.json TOKENS.toml`` is a driver of its own, for tests that kill the driver.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rose.auth import Tokens
+from rose.train.config import TrainConfig
+from rose.train.loop import run_training
+from rose.train.workers import Parts
+from tests.train.world import World, file_publisher
+
+
+def job_table(world: World, **changes: Any) -> dict[str, Any]:
+    return {
+        "job": "loop",
+        "model": str(world.model_path),
+        "output_dir": str(world.root / "out"),
+        "num_steps": 6,
+        "scheduler": {"url": world.url, "retry_s": 20.0},
+        "weights": {"directory": str(world.versions)},
+        "rollout": {"num_groups": 4, "group_size": 8},
+        "env": {"settings": {"num_maps": 4}},
+        "trainer": {"fine_tuning_steps": 2, "keep_checkpoints": 100},
+    } | changes
+
+
+class Assassin:
+    """Progress callback that SIGKILLs actors: ``victims`` by step, when that step is *under way* or just done.
+
+    Args:
+        mid_step: Wait until the next step's first sign of life.
+    """
+
+    def __init__(self, victims: Mapping[int, str], *, mid_step: bool = False) -> None:
+        self._victims = dict(victims)
+        self._mid_step = mid_step
+        self._aim: str | None = None
+        self.records: list[Mapping[str, Any]] = []
+        self.events: list[str] = []
+
+    def __call__(self, record: Mapping[str, Any]) -> None:
+        if record.get("event") == "rollout":
+            if self._aim is not None:
+                self._shoot(self._aim)
+            return
+        if "event" in record:
+            self.events.append(f"{record['event']} {record.get('actor', '')}".strip())
+            return
+        self.records.append(record)
+        victim = self._victims.pop(record["step"], None)
+        if victim is not None and self._mid_step:
+            self._aim = victim
+        elif victim is not None:
+            self._shoot(victim)
+
+    def _shoot(self, victim: str) -> None:
+        self._aim = None
+        os.kill(actor_pid(victim), signal.SIGKILL)
+
+
+def actor_pid(class_name: str, ancestor: int | None = None) -> int:
+    """Ray names its workers after what they run."""
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and f"ray::{class_name}" in (entry / "cmdline").read_text():
+                status = (entry / "status").read_text()
+                if "\nState:\tZ" not in status and _descends_from(int(entry.name), ancestor or os.getpid()):
+                    return int(entry.name)
+        except OSError:
+            continue
+    raise AssertionError(f"no actor {class_name}")
+
+
+def _descends_from(pid: int, ancestor: int) -> bool:
+    while pid > 1:
+        if pid == ancestor:
+            return True
+        pid = int((Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
+    return False
+
+
+async def reward_of_length(task: Any, messages: Any, info: Any) -> float:
+    """A reward function that the environment does not have: short episodes are worth more."""
+    return 1.0 / max(1, info["turns"])
+
+
+def main(table: str, tokens: str) -> None:
+    config = TrainConfig.model_validate(json.loads(Path(table).read_text()))
+
+    def show(record: Mapping[str, Any]) -> None:
+        print(json.dumps({"step": record.get("step"), "event": record.get("event")}), flush=True)
+
+    run_training(
+        config, Tokens.load(tokens), progress=show, parts=Parts(make_publisher=file_publisher), watch=True
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

@@ -1,0 +1,99 @@
+"""Which groups a step takes: dynamic sampling, staleness, rounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rose.errors import RequestError, TrainError
+from rose.train.collect import Acceptance, Collected, CollectParams, lag_of
+from tests.train.traces import trajectory, turn
+
+
+def group(name: str, rewards: list[float], version: str = "1.5") -> list[dict[str, Any]]:
+    turns = [turn([1], [2], versions=[[version, 0, 1]])]
+    return [
+        trajectory(turns, id=f"{name}{index}", group_id=name, reward=reward)
+        for index, reward in enumerate(rewards)
+    ]
+
+
+def collected(**changes: Any) -> Collected:
+    defaults = {"num_groups": 2, "alpha": 1, "dynamic_sampling": True, "max_rounds": 3}
+    return Collected(CollectParams(**(defaults | changes)))
+
+
+def test_dull_groups_are_consumed_but_replaced_by_whole_new_groups() -> None:
+    step = collected()
+    assert step.add("b1", group("a", [1, 1]) + group("b", [0, 1]), (1, 5)) == (1, 2)
+    assert step.num_missing == 1
+    assert step.add("b2", group("c", [1, 0]), (1, 5)) == (1, 1)
+    assert step.num_missing == 0
+    assert [one["id"] for one in step.trajectories] == ["b0", "b1", "c0", "c1"]
+    assert step.ids == ("b0", "b1", "c0", "c1", "a0", "a1")  # the dull ones are used up too
+    assert step.batch_ids == ["b1", "b2"]
+
+
+def test_without_dynamic_sampling_every_group_is_kept() -> None:
+    step = collected(dynamic_sampling=False)
+    step.add("b1", group("a", [1, 1]) + group("b", [0, 0]), (1, 5))
+    assert (step.num_missing, len(step.trajectories)) == (0, 4)
+
+
+def test_rounds_are_capped_and_a_step_of_dull_groups_alone_measures_them() -> None:
+    step = collected()
+    for index in range(3):
+        assert step.num_missing == 2
+        step.add(f"b{index}", group(f"g{index}", [1, 1]), (1, 5))
+    assert step.num_missing == 0
+    assert len(step.trajectories) == 6
+
+
+@pytest.mark.parametrize(
+    ("version", "stale"), [("1.5", False), ("1.4", False), ("1.3", True), ("0.5", False), ("0.7", True)]
+)
+def test_what_is_older_than_alpha_is_marked_and_not_trained(version: str, stale: bool) -> None:
+    step = collected(num_groups=1)
+    step.add("b", group("a", [0, 1], version=version), (1, 5))
+    assert [one.get("stale") is True for one in step.trajectories] == [stale, stale]
+
+
+def test_the_oldest_token_decides() -> None:
+    turns = [
+        turn([1], [2, 3], versions=[["1.5", 0, 1], ["1.2", 1, 1]]),
+        turn([1], [2], versions=[["1.6", 0, 1]]),
+    ]
+    assert lag_of(trajectory(turns), (1, 6)) == 4
+    assert lag_of(trajectory([turn([1], [2])]), (1, 6)) == 0
+    with pytest.raises(RequestError):
+        lag_of(trajectory([turn([1], [2], versions=[["new", 0, 1]])]), (1, 6))
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"reward": None}, "reward"),
+        ({"reward": float("nan")}, "reward"),
+        ({"id": ""}, "id"),
+        ({"group_id": 5}, "group_id"),
+    ],
+)
+def test_a_leased_trajectory_that_cannot_be_used_is_named(changes: dict[str, Any], field: str) -> None:
+    step = collected()
+    with pytest.raises(TrainError) as caught:
+        step.add("b", [group("a", [0, 1])[0] | changes], (1, 5))
+    assert caught.value.field == field
+    assert step.batch_ids == []  # nothing was taken in
+
+
+def test_a_refill_launches_what_the_acceptance_makes_likely_to_suffice() -> None:
+    acceptance = Acceptance(weight=0.5)
+    assert acceptance.to_launch(3) == 3
+    acceptance.observe(0, 8)
+    assert (acceptance.rate, acceptance.to_launch(3)) == (0.5, 6)
+    for _ in range(10):
+        acceptance.observe(0, 8)
+    assert acceptance.to_launch(3) == 12  # bounded, however poor
+    acceptance.observe(0, 0)
+    assert acceptance.rate < 0.01

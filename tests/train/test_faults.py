@@ -1,0 +1,85 @@
+"""Killed drivers and killed ranks: the job goes on from its checkpoint, and each trajectory is applied once."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rose.train import checkpoint as checkpoints
+from rose.train.config import TrainConfig
+from rose.train.loop import run_training
+from rose.train.workers import Parts
+from tests.train.ray_world import Assassin, job_table
+from tests.train.world import file_publisher, running_world
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+SMALL: dict[str, Any] = {"rollout": {"num_groups": 2, "group_size": 4}, "log": {"tensorboard": False}}
+
+
+def test_a_driver_killed_in_mid_step_goes_on_where_it_stopped(
+    tmp_path: Path, policy_model: Path, short_tmp: Path
+) -> None:
+    with running_world(tmp_path, policy_model) as world:
+        table = job_table(world, num_steps=3, **SMALL, ray={"temp_dir": str(short_tmp / "a")})
+        (tmp_path / "job.json").write_text(json.dumps(table))
+        world.tokens.save(tmp_path / "tokens.toml")
+        command = [sys.executable, "-m", "tests.train.ray_world", str(tmp_path / "job.json")]
+        driver = subprocess.Popen(
+            [*command, str(tmp_path / "tokens.toml")], stdout=subprocess.PIPE, text=True
+        )
+        assert driver.stdout is not None
+        for line in driver.stdout:
+            if json.loads(line)["step"] == 0:
+                break
+        children = psutil.Process(driver.pid).children(recursive=True)
+        for line in driver.stdout:
+            if json.loads(line)["event"] == "rollout":
+                break
+        driver.send_signal(signal.SIGKILL)
+        driver.wait()
+        _, left = psutil.wait_procs(children, timeout=60)
+        assert left == []  # Ray does not outlive it
+
+        table["ray"] = {"temp_dir": str(short_tmp / "b")}
+        result = run_training(
+            TrainConfig.model_validate(table), world.tokens, parts=Parts(make_publisher=file_publisher)
+        )
+        assert world.scheduler is not None
+        consumed = world.scheduler.store.book.counts("loop").get("consumed")
+
+    assert (result.num_steps, result.attempt) == (3, 2)
+    newest, _ = checkpoints.load_latest(Path(table["output_dir"]) / "checkpoints")
+    assert newest is not None
+    assert [len(newest.consumed[step]) for step in range(3)] == [8] * 3
+    assert len(set(newest.consumed_ids)) == 24 == consumed
+
+
+def test_a_rank_that_dies_costs_an_attempt_and_two_ranks_learn_as_one(
+    tmp_path: Path, policy_model: Path, short_tmp: Path
+) -> None:
+    assassin = Assassin({0: "TrainRank"}, mid_step=False)
+    with running_world(tmp_path, policy_model) as world:
+        changes = {
+            "trainer": {"num_ranks": 2, "fine_tuning_steps": 0},
+            "ray": {"temp_dir": str(short_tmp / "a")},
+        }
+        config = TrainConfig.model_validate(job_table(world, num_steps=2, **SMALL, **changes))
+
+        result = run_training(
+            config, world.tokens, progress=assassin, parts=Parts(make_publisher=file_publisher)
+        )
+
+    assert (result.num_steps, result.attempt) == (2, 2)
+    # Log-probs of engine and trainer agree: what two ranks published is what they compute with.
+    assert all(record["logprob_diff_max"] < 1e-3 for record in assassin.records)
+    newest, _ = checkpoints.load_latest(config.output_dir / "checkpoints")
+    assert newest is not None
+    assert len(set(newest.consumed_ids)) == 16

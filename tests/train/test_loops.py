@@ -1,0 +1,180 @@
+"""Both loops on the real scheduler and engines that run the policy, without Ray: what is consumed, and what survives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rose.errors import TrainError
+from rose.policy.staleness import lag, parse_version
+from rose.train import checkpoint as checkpoints
+from rose.train.config import TrainConfig
+from rose.train.loop import train_with
+from rose.train.workers import Parts
+from tests.train.local_crew import LocalCrew
+from tests.train.ray_world import job_table
+from tests.train.world import World, file_publisher, running_world
+
+pytestmark = pytest.mark.timeout(200)
+
+SMALL = {"num_groups": 2, "group_size": 4}
+QUIET = {"tensorboard": False}
+
+
+@pytest.fixture
+def world(tmp_path: Path, policy_model: Path) -> Iterator[World]:
+    with running_world(tmp_path, policy_model) as world:
+        yield world
+
+
+class Script:
+    """Progress callback that does something once when a step is done."""
+
+    def __init__(self, crew: LocalCrew, deeds: Mapping[int, str]) -> None:
+        self._crew, self._deeds = crew, dict(deeds)
+        self.records: list[dict[str, Any]] = []
+        self.events: list[str] = []
+
+    def __call__(self, record: Mapping[str, Any]) -> None:
+        if "event" in record:
+            self.events.append(str(record["event"]))
+            return
+        self.records.append(dict(record))
+        deed = self._deeds.pop(record["step"], None)
+        if deed is not None:
+            getattr(self._crew, deed)()
+
+
+async def run(world: World, deeds: Mapping[int, str], **changes: Any) -> tuple[Script, TrainConfig, Any]:
+    table = {"log": QUIET, "rollout": SMALL, "env": {"settings": {"num_maps": 4}}} | changes
+    config = TrainConfig.model_validate(job_table(world, **table))
+    crew = LocalCrew(config, world.tokens, Parts(make_publisher=file_publisher))
+    script = Script(crew, deeds)
+    try:
+        result = await train_with(crew, script)
+    finally:
+        await crew.close()
+    return script, config, result
+
+
+def consumed_of(config: TrainConfig) -> dict[int, tuple[str, ...]]:
+    newest, _ = checkpoints.load_latest(config.output_dir / "checkpoints")
+    assert newest is not None
+    return dict(newest.consumed)
+
+
+def assert_applied_once(world: World, config: TrainConfig) -> None:
+    assert world.scheduler is not None
+    ids = [name for step in consumed_of(config).values() for name in step]
+    assert len(ids) == len(set(ids))
+    counts = world.scheduler.store.book.counts(config.job)
+    assert counts["consumed"] == len(ids)
+    assert counts["leased"] == 0
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
+async def test_a_run_survives_the_death_of_each_worker_and_applies_each_trajectory_once(
+    world: World, mode: str
+) -> None:
+    deeds = {0: "kill_manager", 2: "kill_trainer"}
+    script, config, result = await run(world, deeds, num_steps=5, rollout={**SMALL, "mode": mode, "alpha": 2})
+
+    assert (result.num_steps, result.attempt, result.num_restarts) == (5, 2, 2)
+    assert [record["step"] for record in script.records] == list(range(5))
+    assert {step: len(ids) for step, ids in consumed_of(config).items()} == dict.fromkeys(range(5), 8)
+    assert_applied_once(world, config)
+    if mode == "synchronous":
+        assert all(record["lag_max"] == 0 for record in script.records)
+
+
+async def test_no_token_beyond_alpha_is_trained_on_in_an_asynchronous_run(world: World) -> None:
+    """Stragglers on purpose; judged by the tokens' own versions in the scheduler's traces."""
+    alpha = 1
+    script, config, _ = await run(
+        world,
+        {},
+        num_steps=8,
+        rollout={**SMALL, "mode": "asynchronous", "alpha": alpha},
+        env={"settings": {"num_maps": 4}, "latency": {"median_s": 0.02, "sigma": 2.0}},
+    )
+
+    assert world.scheduler is not None
+    worst: list[int] = []
+    for step, ids in consumed_of(config).items():
+        over = 0
+        for name in ids:
+            trace = world.scheduler.store.trajectories[name].trace("", "")
+            spans = [parse_version(span[0]) for turn in trace["turns"] for span in turn["versions"]]
+            worst.append(max(lag((1, step), span) for span in spans))
+            over += worst[-1] > alpha
+        record = script.records[step]
+        # Whatever is older was handed out by the scheduler, whose own bound is 4, and left out by the trainer.
+        assert record["num_stale"] == over
+        assert record["num_trained_sequences"] <= record["num_trajectories"] - over
+        assert record["trained_lag_max"] <= alpha
+    assert max(worst) >= 1  # it was asynchronous indeed
+    assert_applied_once(world, config)
+
+
+async def test_dynamic_sampling_fills_the_batch_with_groups_that_teach(world: World) -> None:
+    script, config, _ = await run(
+        world, {1: "kill_manager"}, num_steps=3, trainer={"algorithm": "dapo", "keep_checkpoints": 100}
+    )
+    assert world.scheduler is not None
+    book = world.scheduler.store
+    refilled = 0
+    for step, ids in consumed_of(config).items():
+        groups: dict[str, set[float]] = {}
+        for name in ids:
+            trace = book.trajectories[name].trace("", "")
+            groups.setdefault(trace["group_id"], set()).add(trace["reward"])
+        teaching = sum(len(rewards) > 1 for rewards in groups.values())
+        record = script.records[step]
+        assert teaching == SMALL["num_groups"] or record["num_leases"] >= 8
+        assert record["num_filtered_groups"] == len(groups) - teaching
+        assert record["num_trajectories"] == teaching * SMALL["group_size"]
+        refilled += record["num_leases"] > 1
+    assert refilled  # the untrained policy does have dull groups
+    assert_applied_once(world, config)
+
+
+async def test_an_evaluation_reports_the_version_it_was_pinned_to(world: World) -> None:
+    evaluation = {"every_steps": 1, "num_tasks": 3}
+    script, _, result = await run(
+        world, {}, num_steps=2, eval=evaluation, rollout={**SMALL, "mode": "asynchronous"}
+    )
+    found = [record["eval"] for record in script.records]
+    assert [(one["version"], one["num_episodes"]) for one in found] == [("1.1", 3), ("1.2", 3)]
+    assert result.success_held_out == found[-1]["success_rate"]
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
+async def test_an_environment_that_always_fails_ends_the_run_by_name(world: World, mode: str) -> None:
+    with pytest.raises(TrainError, match=r"outside env\.reward_range") as caught:
+        await run(
+            world,
+            {},
+            env={
+                "settings": {"num_maps": 4},
+                "reward_range": (5.0, 6.0),
+                "max_retries": 0,
+                "max_failed_groups": 3,
+            },
+            rollout={**SMALL, "mode": mode},
+        )
+    assert caught.value.field == "env"
+
+
+async def test_rewards_from_the_pool_are_what_is_trained_on(world: World) -> None:
+    reward = {"kind": "tests.train.ray_world:reward_of_length"}
+    _, config, _ = await run(world, {}, num_steps=1, reward=reward)
+    assert world.scheduler is not None
+    for name in consumed_of(config)[0]:
+        trace = world.scheduler.store.trajectories[name].trace("", "")
+        assert trace["reward"] == pytest.approx(1.0 / trace["info"]["turns"])
+    lines = (config.output_dir / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[0])["num_failed_groups"] == 0

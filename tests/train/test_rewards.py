@@ -1,0 +1,167 @@
+"""The reward pool: it shares, grows, survives its workers, and never makes a number of a failure."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from rose.errors import ConfigError, TrainError
+from rose.train.env import Observation
+from rose.train.rewards import PoolParams, RewardPool, RewardWorker, make_reward
+
+FINAL = Observation(done=True, info={"turns": 2})
+
+
+class Fake:
+    """A worker whose answers are given; an exception among them is raised, ``wait`` never answers."""
+
+    def __init__(self, answers: list[Any]) -> None:
+        self._answers = answers
+        self.killed = False
+
+    async def score(self, task: Any, messages: Any, info: Any) -> float:
+        answer = self._answers.pop(0) if self._answers else 1.0
+        if answer == "wait":
+            await asyncio.Event().wait()
+        if isinstance(answer, asyncio.Event):
+            await answer.wait()
+            return 1.0
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+def pool_of(answers: list[Any], **params: Any) -> tuple[RewardPool, list[Fake]]:
+    made: list[Fake] = []
+
+    def spawn() -> Fake:
+        made.append(Fake(answers))
+        return made[-1]
+
+    return RewardPool(spawn, PoolParams(**params)), made
+
+
+async def test_a_worker_that_dies_or_hangs_is_replaced_and_the_request_goes_on() -> None:
+    pool, made = pool_of([ConnectionError("actor died"), "wait", 0.5], timeout_s=0.01)
+    assert await pool.score({}, [], FINAL) == 0.5
+    assert [one.killed for one in made] == [True, True, False]
+    assert (pool.num_workers, pool.num_replaced, pool.num_scored) == (1, 2, 1)
+
+
+async def test_a_function_that_fails_is_tried_again_and_then_named_never_zero() -> None:
+    pool, made = pool_of([TrainError("no sandbox")] * 5, max_retries=1)
+    with pytest.raises(TrainError, match="failed 2 times: no sandbox"):
+        await pool.score({}, [], FINAL)
+    assert (len(made), made[0].killed, pool.num_failures) == (1, False, 2)
+
+
+async def test_the_pool_grows_while_requests_wait_and_shrinks_when_idle() -> None:
+    gate = asyncio.Event()
+    pool, made = pool_of([gate] * 8, max_workers=3, idle_s=0.0)
+    scoring = [asyncio.create_task(pool.score({}, [], FINAL)) for _ in range(8)]
+    for _ in range(20):  # every request gets its turn to ask
+        await asyncio.sleep(0)
+    assert pool.num_workers == 3
+    gate.set()
+    assert await asyncio.gather(*scoring) == [1.0] * 8
+    for _ in range(3):
+        await pool.score({}, [], FINAL)
+    assert pool.num_workers == 1
+    assert sum(not one.killed for one in made) == 1
+
+
+async def test_a_cancelled_request_does_not_leave_its_worker_to_the_next() -> None:
+    pool, made = pool_of(["wait"])
+    scoring = asyncio.create_task(pool.score({}, [], FINAL))
+    await asyncio.sleep(0)
+    scoring.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await scoring
+    assert made[0].killed
+    assert await pool.score({}, [], FINAL) == 1.0
+    assert not made[1].killed
+
+
+async def test_exact_match_reads_the_last_line_of_the_last_message() -> None:
+    worker = RewardWorker("exact_match", {})
+    messages = [
+        {"role": "assistant", "content": "84"},
+        {"role": "assistant", "content": "let me think\n 85 "},
+    ]
+    assert await worker.score({"answer": 85}, messages, {}) == 1.0
+    assert await worker.score({"answer": 84}, messages, {}) == 0.0
+    assert await worker.score({"answer": 84}, [], {}) == 0.0
+    with pytest.raises(TrainError, match="no answer to compare"):
+        await worker.score({}, messages, {})
+
+
+async def nan_reward(task: Any, messages: Any, info: Any) -> float:
+    return float("nan")
+
+
+async def test_a_function_of_ones_own_must_give_a_number() -> None:
+    worker = RewardWorker(f"{__name__}:nan_reward", {})
+    with pytest.raises(TrainError, match="nan is not a finite number"):
+        await worker.score({}, [], {})
+
+
+@pytest.fixture
+async def judge() -> AsyncIterator[Callable[[Any, int], str]]:
+    """A reward endpoint whose next answer is given."""
+    answers: list[tuple[Any, int]] = []
+
+    async def handle(request: web.Request) -> web.Response:
+        body = await request.json()
+        assert body == {"task": {"n": 1}, "messages": [], "info": {"turns": 2}}
+        assert request.headers["Authorization"] == "Bearer secret"
+        answer, status = answers.pop()
+        return web.json_response(answer, status=status)
+
+    app = web.Application()
+    app.router.add_post("/", handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+
+    def url(answer: Any, status: int = 200) -> str:
+        answers.append((answer, status))
+        return f"http://127.0.0.1:{runner.addresses[0][1]}/"
+
+    yield url
+    await runner.cleanup()
+
+
+async def test_an_endpoint_is_asked_and_its_failures_are_failures(judge: Callable[..., str]) -> None:
+    async def ask(answer: Any, status: int = 200) -> float:
+        url = judge(answer, status)
+        return await RewardWorker("endpoint", {"url": url, "token": "secret"}).score({"n": 1}, [], FINAL.info)
+
+    assert await ask({"reward": 0.25}) == 0.25
+    for answer, status in [
+        ({"reward": None}, 200),
+        ({}, 200),
+        ([], 200),
+        ({"reward": 1}, 500),
+        ({"reward": "1"}, 200),
+    ]:
+        with pytest.raises(TrainError) as caught:
+            await ask(answer, status)
+        assert "secret" not in str(caught.value)
+
+
+def test_unknown_rewards_and_settings_are_named() -> None:
+    for kind, settings, match in [
+        ("oracle", {}, "unknown reward 'oracle'"),
+        ("exact_match", {"strict": True}, "strict"),
+        ("endpoint", {"url": "file:///etc/passwd"}, "must be http"),
+        ("nowhere:function", {}, "cannot be imported"),
+    ]:
+        with pytest.raises(ConfigError, match=match):
+            make_reward(kind, settings)
