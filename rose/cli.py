@@ -23,7 +23,6 @@ from rich.text import Text
 
 from rose.errors import ConfigError, RoseError
 
-EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 
 app = typer.Typer(
@@ -240,7 +239,7 @@ def main() -> None:
         Console(stderr=True, soft_wrap=True).print(
             Text("error: ", style="bold red") + Text(str(error), style="red")
         )
-        sys.exit(EXIT_ERROR)
+        sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
 

@@ -19,6 +19,7 @@
     |   +-- VersionRefused         published twice, older attempt, or of another model
     +-- PolicyError                an event that the state does not allow; nothing was changed
     +-- TrainError                 a trainer, environment or reward failure that the run cannot absorb
+    |   +-- RunInterrupted         ended from outside; started again, the run goes on from its checkpoint
 
 Foreign exceptions are renamed where they enter ROSE, with ``raise ... from``; the layers above
 handle only this tree.  ``str(error)`` is safe to show: it never contains a secret.
@@ -38,6 +39,8 @@ class RoseError(Exception):
 
     status: int = 500
     code: str = "internal"
+    exit_code: int = 2
+    """Of a program that ends with this error."""
 
     def __init__(self, message: str, *, field: str | None = None, fix: str | None = None) -> None:
         super().__init__(message)
@@ -158,3 +161,11 @@ class PolicyError(RoseError):
 
 class TrainError(RoseError):
     code = "train"
+
+
+class RunInterrupted(TrainError):
+    """Ended from outside; started again, the run goes on from its checkpoint."""
+
+    code = "run_interrupted"
+    exit_code = 75
+    """``EX_TEMPFAIL`` of sysexits.h: a supervisor may start it again."""

@@ -44,7 +44,7 @@ from rose.demo.result import ALONE_1, ALONE_2, ARMS, SHARED, DemoResult, Latency
 from rose.demo.traffic import write_phase
 from rose.demo.ui import Stages, summary_table
 from rose.demo.workplace import SharedMemorySweep, Workplace, default_parent
-from rose.errors import EngineError, RoseError
+from rose.errors import EngineError, RoseError, RunInterrupted
 from rose.units import format_bytes
 
 EXIT_COMPLETE, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
@@ -290,10 +290,11 @@ async def _job_runs(run: Run) -> bool:
     code = run.fleet.returncode("train")
     if code is None or code == 0:
         return code is None
-    if code <= 128 or run.num_job_restarts >= parts.RESTARTS:
+    if (code <= 128 and code != RunInterrupted.exit_code) or run.num_job_restarts >= parts.RESTARTS:
         raise EngineError(f"ended with {code}, see {run.plan.logs / 'train.log'}", field="train")
     run.num_job_restarts += 1
-    run.report("kill", f"train was killed by signal {code - 128}")
+    how = f"was killed by signal {code - 128}" if code > 128 else "lost its Ray cluster"
+    run.report("kill", f"train {how}")
     await run.fleet.start(run.plan.train())
     run.report("restart", "train was started again, from its last checkpoint")
     return True

@@ -5,13 +5,72 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
+
 from rose.errors import ConfigError
 from rose.train.config import TrainConfig
+
+WATCH_EVERY_S = 1.0
+RAY_PROCESSES = ("raylet", "gcs_server")
+
+ray_died = threading.Event()
+"""Set when a process of our own cluster has died: new actors would wait for it for ever."""
+
+
+@contextmanager
+def _watched(directory: Path | None) -> Iterator[None]:
+    """While inside, the death of Ray's own processes ends the driver as a SIGTERM would, with :data:`ray_died` set.
+
+    Ray itself replaces dead actors and workers, but not the processes that would start them, and its driver waits on.
+
+    Args:
+        directory: Of our own cluster; None where another supervisor sees to it.
+    """
+    ray_died.clear()
+    if directory is None:
+        yield
+        return
+    processes = ray_processes(directory)
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(WATCH_EVERY_S):
+            if not all(_lives(process) for process in processes):
+                ray_died.set()
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+    thread = threading.Thread(target=watch, name="rose-ray-watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def ray_processes(directory: Path) -> list[psutil.Process]:
+    """Those of the cluster in ``directory``; Ray detaches them, so they are nobody's children."""
+    return [
+        process
+        for process in psutil.process_iter(["name", "cmdline"])
+        if process.info["name"] in RAY_PROCESSES
+        and any(str(directory) in argument for argument in process.info["cmdline"] or ())
+    ]
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @contextmanager
@@ -38,6 +97,7 @@ def private_ray(config: TrainConfig) -> Iterator[None]:
 
     settings = config.ray
     own_dir: Path | None = None
+    directory: Path | None = None
     try:
         try:
             if settings.address is not None:
@@ -59,7 +119,8 @@ def private_ray(config: TrainConfig) -> Iterator[None]:
                 )
         except (ConnectionError, OSError, ValueError) as error:
             raise ConfigError(f"Ray cannot start: {error}", field="ray") from error
-        yield
+        with _watched(directory.absolute() if directory is not None else None):
+            yield
     finally:
         ray.shutdown()
         if own_dir is not None:

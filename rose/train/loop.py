@@ -33,9 +33,9 @@ from pathlib import Path
 from typing import Any
 
 from rose.auth import Tokens
-from rose.errors import ConfigError, TrainError
+from rose.errors import ConfigError, RunInterrupted, TrainError
 from rose.train.async_loop import Pump
-from rose.train.cluster import private_ray
+from rose.train.cluster import private_ray, ray_died
 from rose.train.config import TrainConfig
 from rose.train.crew import ActorDied, Crew
 from rose.train.logs import open_logs
@@ -236,6 +236,12 @@ async def _until_signal(work: Awaitable[RunResult]) -> RunResult:
     try:
         return await task
     except asyncio.CancelledError:
+        if ray_died.is_set():
+            raise RunInterrupted(
+                "a process of its Ray cluster was killed",
+                field="ray",
+                fix="run it again to go on from its checkpoint",
+            ) from None
         if told_to_stop:
             raise TrainError("stopped by SIGTERM", fix="run it again to go on from its checkpoint") from None
         raise

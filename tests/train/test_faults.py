@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from rose.train import checkpoint as checkpoints
+from rose.train.cluster import ray_processes
 from rose.train.config import TrainConfig
 from rose.train.loop import run_training
 from rose.train.workers import Parts
@@ -60,6 +61,32 @@ def test_a_driver_killed_in_mid_step_goes_on_where_it_stopped(
     assert newest is not None
     assert [len(newest.consumed[step]) for step in range(3)] == [8] * 3
     assert len(set(newest.consumed_ids)) == 24 == consumed
+
+
+@pytest.mark.parametrize("victim", ["raylet", "gcs_server"])
+def test_a_driver_whose_ray_cluster_is_killed_ends_and_says_so(
+    tmp_path: Path, policy_model: Path, short_tmp: Path, victim: str
+) -> None:
+    with running_world(tmp_path, policy_model) as world, (tmp_path / "stderr").open("w") as stderr:
+        table = job_table(world, num_steps=10_000, **SMALL, ray={"temp_dir": str(short_tmp / "a")})
+        (tmp_path / "job.json").write_text(json.dumps(table))
+        world.tokens.save(tmp_path / "tokens.toml")
+        command = [sys.executable, "-m", "tests.train.ray_world", str(tmp_path / "job.json")]
+        driver = subprocess.Popen(
+            [*command, str(tmp_path / "tokens.toml")], stdout=subprocess.PIPE, stderr=stderr, text=True
+        )
+        assert driver.stdout is not None
+        for line in driver.stdout:
+            if json.loads(line)["step"] == 0:
+                break
+        children = psutil.Process(driver.pid).children(recursive=True)
+        (process,) = [each for each in ray_processes(short_tmp / "a") if each.name() == victim]
+        process.kill()
+        driver.communicate(timeout=60)
+        _, left = psutil.wait_procs(children, timeout=60)
+
+    assert left == []
+    assert "RunInterrupted: ray: a process of its Ray cluster was killed" in (tmp_path / "stderr").read_text()
 
 
 def test_a_rank_that_dies_costs_an_attempt_and_two_ranks_learn_as_one(
