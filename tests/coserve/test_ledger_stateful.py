@@ -365,6 +365,7 @@ def one_operation(device: Device, rng: random.Random) -> None:
         device.do(kind, rng.choice(["reserve", "map"]))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_no_interleaving_of_steps_kills_and_stops_breaks_an_invariant(device: Device) -> None:
     rng = random.Random(0)
