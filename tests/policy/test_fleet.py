@@ -12,7 +12,9 @@ from rose.policy.fleet import Duty, Fleet, FleetParams, Health, Lending, Tier
 PARAMS = FleetParams(mass_silence_min_workers=4, mass_silence_hold_s=30.0, clock_gap_s=100.0)
 
 
-def join(fleet: Fleet, name: str, at_s: float = 0.0, incarnation: str = "1", tier: Tier = Tier.DEDICATED) -> None:
+def join(
+    fleet: Fleet, name: str, at_s: float = 0.0, incarnation: str = "1", tier: Tier = Tier.DEDICATED
+) -> None:
     fleet.register(
         at_s=at_s, worker_id=name, incarnation=incarnation, tier=tier, model="m", max_model_len=100
     )
@@ -83,7 +85,9 @@ class AnySequence(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fleet = Fleet(params=FleetParams(mass_silence_min_workers=100, clock_gap_s=100.0, adaptive_cap=True))
+        self.fleet = Fleet(
+            params=FleetParams(mass_silence_min_workers=100, clock_gap_s=100.0, adaptive_cap=True)
+        )
         self.now_s = 0.0
         self.seq = 0
 

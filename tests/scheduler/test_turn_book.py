@@ -341,7 +341,13 @@ def test_a_resumed_turn_goes_before_those_that_only_waited() -> None:
     book = book_of()
     book.handle(
         te.WorkerRegistered(
-            at_s=0.0, worker_id="d", incarnation="1", tier=Tier.DEDICATED, model="m", max_model_len=1000, cap=1
+            at_s=0.0,
+            worker_id="d",
+            incarnation="1",
+            tier=Tier.DEDICATED,
+            model="m",
+            max_model_len=1000,
+            cap=1,
         )
     )
     hear(book, "d", 0.0)
