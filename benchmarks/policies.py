@@ -38,8 +38,11 @@ SAME_CAPS = "paper, same caps"
 """The paper's order under the caps of the other policies: its own 16 per GPU is half of what it does."""
 ROUTERS = (*POLICY_NAMES, SAME_CAPS)
 METRICS = ("mean_s", "p90_s", "recomputed", "idle")
-# Two-sided 95 % of Student's t, by degrees of freedom.
-_T95 = {2: 4.30, 4: 2.78, 9: 2.26, 19: 2.09}
+_T95 = (
+    *(12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23),
+    *(2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10, 2.09),
+)
+"""Two-sided 95 % of Student's t, by degrees of freedom from 1."""
 
 OWN = EngineSpec(tier=Tier.DEDICATED)
 SHARED = EngineSpec(
@@ -124,7 +127,7 @@ def interval(values: list[float]) -> tuple[float, float]:
     """Mean and half of its 95 % interval."""
     if len(values) < 2:
         return values[0], math.inf
-    t95 = _T95.get(len(values) - 1, 2.0)
+    t95 = _T95[len(values) - 2] if len(values) <= len(_T95) + 1 else 2.0
     return statistics.fmean(values), t95 * statistics.stdev(values) / math.sqrt(len(values))
 
 

@@ -211,7 +211,7 @@ async def test_required_version_reaches_the_node_and_holds_old_workers(world: Wo
     await world.until(lambda: world.scheduler.book.queue)
     beat = {"incarnation": world.nodes["a"]._incarnation, "seq": 10**6, "version": "1.0", "state": "ready"}
     answer = await world.ok("POST", "/workers/a/heartbeat", beat, role="node")
-    assert answer == {"known": True, "required_version": "1.1"}
+    assert answer == {"known": True, "required_version": "1.1", "active": True}
     engine.version = "1.1"
     answer = await turn
     assert answer["segments"][0]["worker"] == "b"
@@ -754,7 +754,7 @@ async def test_an_unknown_worker_is_told_to_register_again(world: World) -> None
     await world.start()
     beat = {"incarnation": "x", "seq": 1, "version": "1.0", "state": "ready"}
     answer = await world.ok("POST", "/workers/ghost/heartbeat", beat, role="node")
-    assert answer == {"known": False, "required_version": None}
+    assert answer == {"known": False, "required_version": None, "active": True}
 
 
 async def test_a_stop_lets_running_turns_end(world: World) -> None:
