@@ -9,8 +9,8 @@
 ``POST /rose/weights/commit {"attempt", "version", "kv"?}``
     Vote, pause at a step boundary with requests kept, change all ranks or none, resume.  ``kv`` says what
     becomes of keys and values that the old weights computed (docs/weights.md):
-    ``salt`` (default): new requests find none of them, running ones go on with theirs; ``reset``: all are
-    dropped, and running requests recompute theirs; ``keep``: everybody goes on with them.
+    ``reset`` (default): all are dropped, and running requests recompute theirs; ``salt``: new requests find
+    none of them, running ones go on with theirs; ``keep``: everybody goes on with them.
 ``POST /rose/weights/discard {}``
     Forget what is staged.
 ``GET /rose/weights/hash``
@@ -230,13 +230,13 @@ def _version(body: StageBody | CommitBody) -> WeightVersion:
 
 
 def kv_mode(given: str | None) -> str:
-    """What a commit does with the KV cache: from the request, from the environment, or ``salt``.
+    """What a commit does with the KV cache: from the request, from the environment, or ``reset``.
 
     Raises:
         RequestError: None of ``salt``, ``reset`` and ``keep`` in the request.
         ConfigError: The same in the environment.
     """
-    mode = given if given is not None else os.environ.get(ENV_KV, "salt")
+    mode = given if given is not None else os.environ.get(ENV_KV, "reset")
     if mode in KV_MODES:
         return mode
     if given is not None:

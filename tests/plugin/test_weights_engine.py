@@ -138,15 +138,15 @@ def follow(server: EngineServer, **body: Any) -> tuple[list[float], dict[str, An
     return [entry["logprob"] for entry in content], table["kv_transfer_params"]["rose"]
 
 
-@pytest.mark.parametrize("kv", [None, "reset", "keep"])
-def test_a_commit_decides_what_becomes_of_cached_prefixes(policy: Policy, kv: str | None) -> None:
+@pytest.mark.parametrize("kv", ["salt", "reset", "keep"])
+def test_a_commit_decides_what_becomes_of_cached_prefixes(policy: Policy, kv: str) -> None:
     new = change(policy.weights, seed=60)
     old_version = policy.version
     follow(policy.server)  # its keys and values are cached now
     body = policy.update(new)
     assert policy.stage(body).status_code == 200
     committed = policy.commit(body, kv=kv)
-    assert committed.json()["kv"] == (kv or "salt")
+    assert committed.json()["kv"] == kv
     policy.became(new)
 
     found, context = follow(policy.server)
@@ -158,13 +158,13 @@ def test_a_commit_decides_what_becomes_of_cached_prefixes(policy: Policy, kv: st
     else:
         assert off == 0.0
         assert context == {"prefix_version": policy.version, "kv_mixed": False}
-    if kv is None:  # a trajectory may keep the prefixes it began with, and its turns say so
+    if kv == "salt":  # a trajectory may keep the prefixes it began with, and its turns say so
         follow(policy.server, cache_salt=f"rose:{old_version}")
         _, own = follow(policy.server, cache_salt=f"rose:{old_version}")
         assert own == {"prefix_version": old_version, "kv_mixed": True}
 
 
-def test_a_turn_in_flight_keeps_its_context_by_default_and_says_so(policy: Policy) -> None:
+def test_a_turn_in_flight_keeps_its_context_under_salt_and_says_so(policy: Policy) -> None:
     new = change(policy.weights, seed=61)
     old_version = policy.version
     body = policy.update(new)
@@ -172,7 +172,7 @@ def test_a_turn_in_flight_keeps_its_context_by_default_and_says_so(policy: Polic
     greedy = {"max_tokens": 450, "temperature": 0.0, "ignore_eos": True}
     request = Background(policy.server, sampling_params=greedy)
     request.start()
-    assert policy.commit(body).status_code == 200
+    assert policy.commit(body, kv="salt").status_code == 200
     request.join()
     policy.became(new)
     assert len(request.answer["choices"][0]["weight_versions"]) == 2

@@ -80,7 +80,7 @@ def test_the_request_decides_about_the_kv_cache_and_the_environment_is_its_defau
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("ROSE_WEIGHTS_KV", raising=False)
-    assert kv_mode(None) == "salt"
+    assert kv_mode(None) == "reset"
     monkeypatch.setenv("ROSE_WEIGHTS_KV", "keep")
     assert (kv_mode(None), kv_mode("reset")) == ("keep", "reset")
     with pytest.raises(RequestError, match="kv"):
