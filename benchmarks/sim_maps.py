@@ -11,6 +11,7 @@ Results are kept in the file as they come: start it again and it goes on.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -120,7 +121,7 @@ def conclude(data: dict[str, Any]) -> dict[str, Any]:
             summary[f"{key}.{system}.slo_missed"] = round(float(np.mean(missed)), 5)
     for axis, (_, values) in AXES.items():
         gains = [(value, summary.get(f"map.{axis}.{value}.rose.gain_over_fixed")) for value in values]
-        for (left, a), (right, b) in zip(gains, gains[1:], strict=False):
+        for (left, a), (right, b) in itertools.pairwise(gains):
             if a is not None and b is not None and (a > 1) != (b > 1):
                 summary[f"map.{axis}.sign_changes_between"] = f"{left} and {right}"
     return summary
