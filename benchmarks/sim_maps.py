@@ -11,6 +11,7 @@ Results are kept in the file as they come: start it again and it goes on.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -32,7 +33,15 @@ from rose.sim.world import simulate  # noqa: E402
 
 CELL = ROOT / "examples/scenarios/paper/grpo_8b.toml"
 LIMIT_S = 2400.0
-ABLATED = ("rose-admission", "rose-lending", "rose-continuation", "rose-affinity", "rose-delta", "rose+cost", "paper")
+ABLATED = (
+    "rose-admission",
+    "rose-lending",
+    "rose-continuation",
+    "rose-affinity",
+    "rose-delta",
+    "rose+cost",
+    "paper",
+)
 SETTINGS: dict[str, tuple[str, ...]] = {
     "cell": (),
     "bursts": ("serving.requests_per_s=1.5", "serving.burst_factor=20.0", "serving.burst_every_s=60.0"),
@@ -54,7 +63,9 @@ def points(quick: bool) -> list[tuple[str, tuple[str, ...], str]]:
         found.extend((f"ablation.{setting}", changes, name) for name in ("fixed_sync", "rose", *ABLATED))
     for axis, (field, values) in AXES.items():
         for value in values[:: 3 if quick else 1]:
-            found.extend((f"map.{axis}.{value}", (f"{field}={value}",), name) for name in ("fixed_sync", "rose"))
+            found.extend(
+                (f"map.{axis}.{value}", (f"{field}={value}",), name) for name in ("fixed_sync", "rose")
+            )
     for model in MODELS:
         changes = (f"job.model='{model}'",)
         found.extend((f"map.model.{model}", changes, name) for name in ("fixed_sync", "rose"))
@@ -76,14 +87,21 @@ def run_point(changes: tuple[str, ...], system: str, seed: int) -> dict[str, Any
     scenario = scenario_of(changes, seed)
     arrivals = make_arrivals(scenario.serving, scenario.fleet.serving, scenario.duration_s, seed)
     row = summarize(simulate(scenario, system, arrivals=arrivals))
-    return {key: row[key] for key in ("step_s", "slo_missed", "ttft_p99_ms", "harvested_share", "cuts", "requeued")}
+    return {
+        key: row[key]
+        for key in ("step_s", "slo_missed", "ttft_p99_ms", "harvested_share", "cuts", "requeued")
+    }
 
 
 def conclude(data: dict[str, Any]) -> dict[str, Any]:
     summary: dict[str, Any] = {}
     for key, systems in data.items():
         for system, seeds in systems.items():
-            other = "rose" if key.startswith("ablation") and system not in ("rose", "fixed_sync") else "fixed_sync"
+            other = (
+                "rose"
+                if key.startswith("ablation") and system not in ("rose", "fixed_sync")
+                else "fixed_sync"
+            )
             if system == "fixed_sync" or other not in systems:
                 continue
             ratios = [
@@ -103,7 +121,7 @@ def conclude(data: dict[str, Any]) -> dict[str, Any]:
             summary[f"{key}.{system}.slo_missed"] = round(float(np.mean(missed)), 5)
     for axis, (_, values) in AXES.items():
         gains = [(value, summary.get(f"map.{axis}.{value}.rose.gain_over_fixed")) for value in values]
-        for (left, a), (right, b) in zip(gains, gains[1:], strict=False):
+        for (left, a), (right, b) in itertools.pairwise(gains):
             if a is not None and b is not None and (a > 1) != (b > 1):
                 summary[f"map.{axis}.sign_changes_between"] = f"{left} and {right}"
     return summary
@@ -112,17 +130,30 @@ def conclude(data: dict[str, Any]) -> dict[str, Any]:
 def save(path: Path | None, data: dict[str, Any]) -> None:
     if path is None:
         return
-    document = {"schema": 1, "benchmark": "sim_maps", "summary": conclude(data), "details": data, "machine": machine()}
+    document = {
+        "schema": 1,
+        "benchmark": "sim_maps",
+        "summary": conclude(data),
+        "details": data,
+        "machine": machine(),
+    }
     temporary = path.with_name(path.name + ".new")
     temporary.write_text(json.dumps(document, indent=1) + "\n")
     os.replace(temporary, path)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true", help="one seed, fewer points")
-    parser.add_argument("--seconds", type=float, default=1e9, help="stop after this long; start again to go on")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="stop after this long; start again to go on"
+    )
+    parser.add_argument(
+        "--only", default="", metavar="PREFIX", help="for example map.dedicated or ablation.bursts"
+    )
     args = parser.parse_args()
     data: dict[str, Any] = {}
     if args.json is not None and args.json.exists():
@@ -130,6 +161,8 @@ def main() -> None:
     began = time.monotonic()
     for seed in range(1 if args.quick else 5):
         for key, changes, system in points(args.quick):
+            if not key.startswith(args.only):
+                continue
             done = data.setdefault(key, {}).setdefault(system, {})
             if str(seed) in done or time.monotonic() - began > args.seconds:
                 continue
