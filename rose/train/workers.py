@@ -399,8 +399,11 @@ class TrainWorker:
 
         oldest = self._trainer.step_index - checkpoints.CONSUMED_STEPS
         self._consumed = {step: ids for step, ids in self._consumed.items() if step >= oldest}
-        captured = self._trainer.capture(
-            attempt=self._attempt, version=self._trainer.step_index, consumed=self._consumed
+        captured = await asyncio.to_thread(
+            self._trainer.capture,
+            attempt=self._attempt,
+            version=self._trainer.step_index,
+            consumed=self._consumed,
         )
         keep = self._config.trainer.keep_checkpoints
         await asyncio.to_thread(checkpoints.save, captured, self._directory, keep=keep)

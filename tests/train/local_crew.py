@@ -78,11 +78,17 @@ class LocalRewards:
 
 
 class LocalCrew(Crew):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.made: list[LocalActor] = []
+
     def _make_manager(self) -> Any:
-        return LocalActor(EnvManager(self.config, self._tokens, LocalRewards))
+        self.made.append(LocalActor(EnvManager(self.config, self._tokens, LocalRewards)))
+        return self.made[-1]
 
     def _make_trainer(self) -> None:
         self._trainer = LocalActor(TrainWorker(self.config, self._tokens, self._parts))
+        self.made.append(self._trainer)
 
     def _kill(self, actor: Any) -> None:
         actor.kill()
@@ -94,6 +100,5 @@ class LocalCrew(Crew):
         self._trainer.kill()
 
     async def close(self) -> None:
-        for actor in [*self._managers, self._trainer]:
-            if actor is not None and not actor._died.is_set():
-                await actor._target.close()
+        for actor in self.made:
+            await actor._target.close()

@@ -19,7 +19,7 @@ from tests.train.local_crew import LocalCrew
 from tests.train.ray_world import job_table
 from tests.train.world import World, file_publisher, running_world
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(300)
 
 SMALL = {"num_groups": 2, "group_size": 4}
 QUIET = {"tensorboard": False}
