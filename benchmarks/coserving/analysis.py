@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from coserving.plan import ALONE_1, ALONE_2, SOLO, Schedule
+
 from rose.demo.measure import Ratio, Sample, Slo, arm_stats, ratio
 
 BAR_RATIO = 1.05

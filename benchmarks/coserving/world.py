@@ -17,6 +17,7 @@ from typing import Any
 
 from coserving.plan import HALF, WHOLE, Arm, Schedule
 from coserving.rollouts import Registry
+
 from rose.auth import Tokens
 from rose.coserve.control import ControlClient
 from rose.coserve.ledger import NodeDir

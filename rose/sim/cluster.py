@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rose.policy import turn_events as te
+from rose.policy.baselines import PaperLending
 from rose.policy.fleet import Duty, FleetParams, Tier
 from rose.policy.lending import (
     KillRollout,
@@ -20,7 +21,6 @@ from rose.policy.lending import (
     LendingPolicy,
     Mode,
     ModeSet,
-    PaperLending,
     Phase,
     RlStepStarted,
     RolloutReported,
