@@ -136,6 +136,7 @@ class Scheduler:
             max_running=config.limits.max_running,
             stream_upstream=config.stream_upstream,
             seed=config.seed,
+            parks_newcomers=config.provisioning.enabled,
             on_action=self.status.on_action,
             decisions=self.decisions,
         )
