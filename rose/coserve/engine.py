@@ -52,6 +52,7 @@ class RolloutEngine:
         self.incarnation = ""
         self.version: str | None = None
         self.vocab_size: int | None = None
+        self.max_num_seqs: int | None = None
         """Token ids that the model knows; None until the engine has said it."""
         self.weights_broken = False
         self.token = ""
@@ -299,6 +300,8 @@ class RolloutEngine:
         self.version = version if isinstance(version, str) and len(version) <= 32 else None
         vocab_size = status.get("vocab_size")
         self.vocab_size = vocab_size if type(vocab_size) is int and 0 < vocab_size < 2**32 else None
+        max_num_seqs = status.get("max_num_seqs")
+        self.max_num_seqs = max_num_seqs if type(max_num_seqs) is int and 0 < max_num_seqs <= 65_536 else None
         return status
 
     async def call(
