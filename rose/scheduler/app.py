@@ -145,7 +145,7 @@ class Scheduler:
             on_finished=self.status.on_finished,
         )
         self.control = ControlRoutes(config, self.store, self.dispatcher)
-        openai = OpenAIRoutes(config, self.store, self.dispatcher, self.jobs, prompts, renderer)
+        openai = self.openai = OpenAIRoutes(config, self.store, self.dispatcher, self.jobs, prompts, renderer)
         app = web.Application(client_max_size=config.limits.max_body_bytes, middlewares=[errors_middleware])
         self._add_routes(app, openai)
         # Cancelling a handler whose client has gone is how a turn learns that nobody waits for it.

@@ -43,6 +43,7 @@ class TurnHandle:
     entries: list[TokenLogprob] = field(default_factory=list)
     watchers: list[asyncio.Event] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     done: asyncio.Future[te.TurnEnded] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -249,6 +250,7 @@ class Dispatcher:
                 handle = self.handles[action.turn_id]
                 handle.entries.clear()
                 handle.tokens.clear()
+                handle.logprobs.clear()
             case te.AnswerUnavailable():
                 handle = self.handles[action.turn_id]
                 handle.on_unavailable()
@@ -302,6 +304,7 @@ class Dispatcher:
             ):
                 if isinstance(kept, te.TokensKept):
                     handle.tokens.extend(output.token_ids[: kept.num_tokens])
+                    handle.logprobs.extend(output.logprobs[: kept.num_tokens])
                     if handle.keep_entries:
                         handle.entries.extend(output.entries[: kept.num_tokens])
                     handle.notify()

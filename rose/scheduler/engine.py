@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import aiohttp
@@ -83,7 +84,7 @@ class Output:
     num_cached_tokens: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Endpoint:
     """Where an engine is.  ``token`` is hidden from ``repr``."""
 
@@ -95,7 +96,7 @@ class Endpoint:
     def __repr__(self) -> str:
         return f"Endpoint({self.worker_id}, {self.url})"
 
-    @property
+    @cached_property
     def headers(self) -> dict[str, str]:
         headers = {"Content-Type": "application/json"}
         return headers if self.token is None else headers | bearer(self.token)
@@ -258,6 +259,8 @@ async def _refusal(engine: Endpoint, response: aiohttp.ClientResponse) -> Engine
 async def _read(response: aiohttp.ClientResponse) -> bytes:
     if response.content_length is not None and response.content_length > MAX_ANSWER_BYTES:
         raise EngineFailure("an engine's answer is too large", kind="bad")
+    if response.content_length is not None:
+        return await response.read()
     parts: list[bytes] = []
     size = 0
     async for part in response.content.iter_any():
@@ -304,7 +307,7 @@ def _parse(engine: Endpoint, payload: bytes) -> Output | None:
         raise EngineFailure(
             f"worker {engine.worker_id} sent {len(entries)} log-probs for {len(token_ids)} tokens", kind="bad"
         )
-    logprobs = tuple(entry.logprob for entry in entries)
+    logprobs = tuple([entry.logprob for entry in entries])
     if not all(map(math.isfinite, logprobs)):
         raise EngineFailure(f"worker {engine.worker_id} sent a log-prob that is not a number", kind="bad")
     details = answer.usage.prompt_tokens_details if answer.usage is not None else None
