@@ -79,7 +79,7 @@ class Dispatcher:
         self.endpoints: dict[str, Endpoint] = {}
         self.handles: dict[str, TurnHandle] = {}
         self._clock = clock
-        self._max_running = max_running
+        self.max_running = max_running
         self._stream_upstream = stream_upstream
         self._rng = random.Random(seed)
         self._on_action = on_action
@@ -108,7 +108,7 @@ class Dispatcher:
         """
         if self.draining:
             raise CapacityError("rose-scheduler is shutting down", retry_after_s=5.0)
-        if len(self.handles) >= self._max_running:
+        if len(self.handles) >= self.max_running:
             raise CapacityError("too many turns are running", status=429, code="queue_full")
         handle = TurnHandle(
             turn_id=spec.turn_id,

@@ -384,7 +384,13 @@ class FakeEngine:
         answer = {
             "index": 0,
             "text": self.tokenizer.decode(choice["token_ids"]),
-            "logprobs": None,
+            "logprobs": choice.get("logprobs")
+            and {
+                "tokens": [self.tokenizer.decode([e["token_id"]]) for e in choice["logprobs"]["content"]],
+                "token_logprobs": [e["logprob"] for e in choice["logprobs"]["content"]],
+                "top_logprobs": [None] * len(choice["token_ids"]),
+                "text_offset": [0] * len(choice["token_ids"]),
+            },
             "finish_reason": choice["finish_reason"],
             "stop_reason": choice["stop_reason"],
         }

@@ -788,7 +788,7 @@ async def test_generated_tokens_are_streamed_with_their_logprobs(world: World) -
         lines = (await response.text()).split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]
     *pieces, last = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
-    assert sum((piece["token_ids"] for piece in pieces), []) == whole["token_ids"]
-    assert sum((piece["logprobs"] for piece in pieces), []) == whole["logprobs"]
+    assert [token for piece in pieces for token in piece["token_ids"]] == whole["token_ids"]
+    assert [value for piece in pieces for value in piece["logprobs"]] == whole["logprobs"]
     assert last["finish_reason"] == "length"
     assert "token_ids" not in last

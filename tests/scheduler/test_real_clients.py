@@ -139,7 +139,7 @@ def engine_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         "--served-model-name=policy",
         "--enable-prompt-tokens-details",
     )
-    with EngineServer(folder, args=args) as server:
+    with EngineServer(folder, args=args, start_timeout_s=300) as server:
         yield server.url
 
 
