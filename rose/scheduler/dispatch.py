@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,7 @@ class TurnHandle:
     worker_id: str = ""
     queued_s: float = 0.0
     keep_entries: bool = False
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
     entries: list[TokenLogprob] = field(default_factory=list)
     watchers: list[asyncio.Event] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -280,7 +281,9 @@ class Dispatcher:
         if streamed:
             body["stream_options"] = {"include_usage": True}
         try:
-            async with contextlib.aclosing(self.engines.generate(engine, body)) as outputs:
+            async with contextlib.aclosing(
+                self.engines.generate(engine, body, handle.trace_headers)
+            ) as outputs:
                 async for output in outputs:
                     self._accept(handle, attempt, output)
                     if output.finish_reason is not None:

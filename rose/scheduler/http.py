@@ -152,6 +152,20 @@ def read_struct(data: bytes, decode: Callable[[bytes], T]) -> T:
         raise RequestError("is nested too deeply", field="body") from error
 
 
+_TRACE = re.compile(r"00-(?P<trace>(?!0{32})[0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-(?P<flags>[0-9a-f]{2})\Z")
+
+
+def trace_context(traceparent: str | None, tracestate: str | None) -> dict[str, str]:
+    """W3C trace context to pass on: the caller's trace, a span of ours as the parent; empty without a valid one."""
+    given = None if traceparent is None else _TRACE.match(traceparent)
+    if given is None:
+        return {}
+    passed = {"traceparent": f"00-{given['trace']}-{secrets.token_hex(8)}-{given['flags']}"}
+    if tracestate and len(tracestate) <= 512 and tracestate.isprintable() and tracestate.isascii():
+        passed["tracestate"] = tracestate
+    return passed
+
+
 class Fields:
     """Typed access to a JSON object; every failure is a 400 that names the field.
 

@@ -37,6 +37,7 @@ from rose.scheduler.http import (
     read_body,
     read_object,
     read_struct,
+    trace_context,
 )
 from rose.scheduler.ids import unpack_ids
 from rose.scheduler.jobs import Finished, Job, Jobs, Wish
@@ -390,6 +391,7 @@ class OpenAIRoutes:
             dedicated_only=tier == "dedicated",
             min_version=None if minimum is None else parse_version(minimum, "X-ROSE-Min-Version"),
             deadline_s=None if deadline_ms is None else int(deadline_ms) / 1e3,
+            trace_headers=trace_context(headers.get("traceparent"), headers.get("tracestate")),
         )
 
     def _check_messages(self, body: dict[str, Any]) -> None:
@@ -465,6 +467,9 @@ class OpenAIRoutes:
         asked = body.get(name)
         if asked is not None and (type(asked) is not int or asked < 1):
             raise RequestError("must be a whole number from 1", field=prefix + name)
+        seed = body.get("seed")
+        if seed is not None and (type(seed) is not int or not -(2**63) <= seed < 2**63):
+            raise RequestError("must be a whole number of 64 bits", field=prefix + "seed")
         params = dict(rendered)
         params.pop("max_completion_tokens", None)
         params["n"] = 1

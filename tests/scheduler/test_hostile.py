@@ -109,7 +109,8 @@ async def test_a_role_opens_its_own_routes_only(world: World) -> None:
     for method, path, roles, *_ in ROUTES:
         for role in ("agent", "trainer", "node", "relay"):
             if roles and role not in roles:
-                status, answer = await world.call(method.upper(), path, {}, role=role)
+                place = path.replace("{", "").replace("}", "")
+                status, answer = await world.call(method.upper(), place, {}, role=role)
                 assert (status, answer["error"]["param"]) == (401, "Authorization"), (method, path, role)
 
 
