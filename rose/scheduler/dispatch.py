@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,9 +42,11 @@ class TurnHandle:
     worker_id: str = ""
     queued_s: float = 0.0
     keep_entries: bool = False
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
     entries: list[TokenLogprob] = field(default_factory=list)
     watchers: list[asyncio.Event] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     done: asyncio.Future[te.TurnEnded] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -82,7 +84,7 @@ class Dispatcher:
         self.endpoints: dict[str, Endpoint] = {}
         self.handles: dict[str, TurnHandle] = {}
         self._clock = clock
-        self._max_running = max_running
+        self.max_running = max_running
         self._stream_upstream = stream_upstream
         self._rng = random.Random(seed)
         self._on_action = on_action
@@ -112,7 +114,7 @@ class Dispatcher:
         """
         if self.draining:
             raise CapacityError("rose-scheduler is shutting down", retry_after_s=5.0)
-        if len(self.handles) >= self._max_running:
+        if len(self.handles) >= self.max_running:
             raise CapacityError("too many turns are running", status=429, code="queue_full")
         handle = TurnHandle(
             turn_id=spec.turn_id,
@@ -279,6 +281,7 @@ class Dispatcher:
                 handle = self.handles[action.turn_id]
                 handle.entries.clear()
                 handle.tokens.clear()
+                handle.logprobs.clear()
             case te.AnswerUnavailable():
                 handle = self.handles[action.turn_id]
                 handle.on_unavailable()
@@ -308,7 +311,9 @@ class Dispatcher:
         if streamed:
             body["stream_options"] = {"include_usage": True}
         try:
-            async with contextlib.aclosing(self.engines.generate(engine, body)) as outputs:
+            async with contextlib.aclosing(
+                self.engines.generate(engine, body, handle.trace_headers)
+            ) as outputs:
                 async for output in outputs:
                     self._accept(handle, attempt, output)
                     if output.finish_reason is not None:
@@ -332,6 +337,7 @@ class Dispatcher:
             ):
                 if isinstance(kept, te.TokensKept):
                     handle.tokens.extend(output.token_ids[: kept.num_tokens])
+                    handle.logprobs.extend(output.logprobs[: kept.num_tokens])
                     if handle.keep_entries:
                         handle.entries.extend(output.entries[: kept.num_tokens])
                     handle.notify()
