@@ -32,6 +32,8 @@ from typing import Any
 
 import psutil
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from benchmarks.report import Report
 from benchmarks.wire import Client, Upstream, answer, connect, request
 from rose.auth import Tokens

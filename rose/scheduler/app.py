@@ -47,6 +47,7 @@ from rose.scheduler.watch_api import PERIOD_S, WatchRoutes
 log = logging.getLogger("rose.scheduler")
 
 PROBE_S = 0.5
+FRESH_S = 0.25
 
 
 class Scheduler:
@@ -112,8 +113,8 @@ class Scheduler:
             max_files=config.decisions.max_files,
         )
         self.url = ""
+        self._watched: tuple[float, dict[str, Any]] = (float("-inf"), {})
         self._sampled_at_s = float("-inf")
-        self._sampled: dict[str, Any] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._runner: web.AppRunner | None = None
         self._session: aiohttp.ClientSession | None = None
@@ -172,10 +173,10 @@ class Scheduler:
             self.store,
             self.timeline,
             renderer,
-            lambda: self._sampled or self._snapshot(),
+            self._recent_snapshot,
             lambda: self.dispatcher.draining,
         )
-        openai = self.openai = OpenAIRoutes(config, self.store, self.dispatcher, self.jobs, prompts, renderer)
+        openai = OpenAIRoutes(config, self.store, self.dispatcher, self.jobs, prompts, renderer)
         app = web.Application(
             client_max_size=config.limits.max_body_bytes, middlewares=[errors_middleware, self._guarded]
         )
@@ -274,6 +275,13 @@ class Scheduler:
     def _snapshot(self) -> dict[str, Any]:
         return self.status.snapshot(self.dispatcher, self.store, started_at_s=self._started_at_s)
 
+    def _recent_snapshot(self) -> dict[str, Any]:
+        """For any number of watchers: made at most once in ``FRESH_S``."""
+        now_s = self.clock.now_s()
+        if now_s > self._watched[0] + FRESH_S:
+            self._watched = (now_s, self._snapshot())
+        return self._watched[1]
+
     async def _metrics(self, request: web.Request) -> web.Response:
         if not self.config.metrics_public and not _is_local(request.remote):
             raise Unauthorized("metrics are for this machine only", field="metrics_public")
@@ -323,10 +331,9 @@ class Scheduler:
                 self.control.housekeep()
                 if self.clock.now_s() >= self._sampled_at_s + PERIOD_S:
                     self._sampled_at_s = self.clock.now_s()
-                    self._sampled = self._snapshot()
-                    self.timeline.sample(self._sampled)
+                    self.timeline.sample(self._recent_snapshot())
                 if self._runner is not None and self._runner.server is not None:
-                    self.guard.sweep(self._runner.server.connections, self.clock.now_s())
+                    self.guard.sweep(self._runner.server.connections)
             except RoseError as error:
                 log.error("tick: %s", error)
 

@@ -26,7 +26,14 @@ from rose.policy.routing import RoutingPolicy
 from rose.policy.staleness import Version
 from rose.policy.turns import TurnBook
 from rose.scheduler.decisions import DecisionLog
-from rose.scheduler.engine import Endpoint, EngineClient, EngineFailure, Output, TokenLogprob
+from rose.scheduler.engine import (
+    NO_HEADERS,
+    Endpoint,
+    EngineClient,
+    EngineFailure,
+    Output,
+    TokenLogprob,
+)
 
 log = logging.getLogger("rose.scheduler")
 
@@ -43,6 +50,7 @@ class TurnHandle:
     queued_s: float = 0.0
     keep_entries: bool = False
     trace_headers: Mapping[str, str] = field(default_factory=dict)
+    """W3C trace context; goes to every engine that the turn meets."""
     entries: list[TokenLogprob] = field(default_factory=list)
     watchers: list[asyncio.Event] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -106,6 +114,7 @@ class Dispatcher:
         sampling_params: dict[str, Any],
         *,
         keep_entries: bool = False,
+        trace_headers: Mapping[str, str] = NO_HEADERS,
     ) -> TurnHandle:
         """Start a turn.
 
@@ -121,6 +130,7 @@ class Dispatcher:
             prompt_ids=prompt_ids,
             sampling_params=sampling_params,
             keep_entries=keep_entries,
+            trace_headers=trace_headers,
         )
         self.handles[spec.turn_id] = handle
         try:

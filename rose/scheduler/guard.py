@@ -1,11 +1,14 @@
 """Bounds on what peers can hold of this process: bytes of bodies, requests per second, connections and their patience.
 
-:meth:`Guard.middleware` stands in front of every route; :meth:`Guard.sweep` is called every second or so.
+:meth:`Guard.serve` stands in front of every route; :meth:`Guard.sweep` is called at every tick.
 
 - A body is read within ``read_s`` and counted while its request lives; above ``max_intake_bytes`` in all, new bodies are
   refused with 429 before they are read.
 - A peer (an address) has a bucket of ``2 * requests_per_s`` requests; an empty one answers 429 with ``Retry-After``.
-- A connection that has not sent one whole request after ``read_s``, and any above ``max_connections``, is closed.
+  Heartbeats and probes are not counted: a busy agent must not make the workers of its host look dead.
+- A connection is *quiet* from its opening, or from the end of a request, to the next whole request head.  One that
+  stays quiet for ``read_s`` before its first request, or ``IDLE_S`` after one, is closed.  Above ``max_connections``
+  the quiet ones go first, longest first, so that idle connections cannot keep others out.
 """
 
 from __future__ import annotations
@@ -21,9 +24,12 @@ from rose.errors import CapacityError, RequestError, TooLarge
 from rose.scheduler.config import Limits
 from rose.scheduler.http import Handler
 
+IDLE_S = 75.0
+"""Longer than the usual clients keep an idle connection themselves."""
 _MAX_PEERS = 4096
 _SMALL_BYTES = 64 * 1024
 """Bodies this small are not worth counting when they say their size."""
+_UNCOUNTED = ("/workers", "/healthz", "/readyz", "/metrics")
 
 
 class Guard:
@@ -38,9 +44,10 @@ class Guard:
         self._intake_bytes = 0
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
         """Peer -> (tokens left, when counted)."""
-        self._served: set[object] = set()
-        """Connections that have sent a whole request head; held until the next sweep sees them gone."""
-        self._first_seen_s: dict[object, float] = {}
+        self._busy: set[object] = set()
+        """Connections with a request that is being served."""
+        self._quiet: dict[object, tuple[bool, float]] = {}
+        """The others: (has been served before, quiet since)."""
         self.num_refused = 0
 
     @property
@@ -53,8 +60,16 @@ class Guard:
         Raises:
             TooLarge, CapacityError, RequestError: Refused.
         """
-        self._served.add(request.protocol)
-        self._take_token(request)
+        connection = request.protocol
+        self._busy.add(connection)
+        try:
+            self._take_token(request)
+            return await self._bounded(request, handler)
+        finally:
+            self._busy.discard(connection)
+            self._quiet[connection] = (True, asyncio.get_running_loop().time())
+
+    async def _bounded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if not request.body_exists:
             return await handler(request)
         size = request.content_length
@@ -83,24 +98,28 @@ class Guard:
         finally:
             self._intake_bytes -= reserved
 
-    def sweep(self, connections: Sequence[web.RequestHandler], now_s: float) -> int:
+    def sweep(self, connections: Sequence[web.RequestHandler]) -> int:
         """Close connections that only hold a place; returns how many."""
+        now_s = asyncio.get_running_loop().time()
         here = set(connections)
-        self._served &= here
-        self._first_seen_s = {key: seen_s for key, seen_s in self._first_seen_s.items() if key in here}
-        closed = 0
-        room = self._limits.max_connections
-        for connection in connections:
-            seen_s = self._first_seen_s.setdefault(connection, now_s)
-            room -= 1
-            if connection not in self._served and (now_s - seen_s > self._read_s or room < 0):
+        self._quiet = {key: state for key, state in self._quiet.items() if key in here}
+        quiet = [
+            (*self._quiet.setdefault(connection, (False, now_s)), connection)
+            for connection in connections
+            if connection not in self._busy
+        ]
+        quiet.sort(key=lambda each: each[:2])
+        num_closed = 0
+        for served, since_s, connection in quiet:
+            too_many = len(connections) - num_closed > self._limits.max_connections
+            if too_many or now_s - since_s > (IDLE_S if served else self._read_s):
                 connection.force_close()
-                closed += 1
-        return closed
+                num_closed += 1
+        return num_closed
 
     def _take_token(self, request: web.Request) -> None:
         rate = self._limits.requests_per_s
-        if rate is None:
+        if rate is None or request.path.startswith(_UNCOUNTED):
             return
         peer = request.remote or ""
         now_s = asyncio.get_running_loop().time()

@@ -265,8 +265,9 @@ class Jobs:
             dedicated_only=wish.dedicated_only,
             deadline_at_s=now_s + min(self.turn_s, wish.deadline_s or self.turn_s),
         )
-        handle = self.dispatcher.submit(spec, prompt.token_ids, params, keep_entries=entries)
-        handle.trace_headers = wish.trace_headers
+        handle = self.dispatcher.submit(
+            spec, prompt.token_ids, params, keep_entries=entries, trace_headers=wish.trace_headers
+        )
         job.add(handle)
         return handle
 

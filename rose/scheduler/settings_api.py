@@ -5,7 +5,6 @@ What was changed is logged with the old value and answered; nothing is written t
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import random
 from typing import Any, get_args
@@ -50,22 +49,16 @@ class SettingsRoutes:
             raise RequestError(f"name at least one of {', '.join(self._now)}", field="body")
         changed = {name: [self._now[name], new] for name, new in asked.items() if self._now[name] != new}
         for name, (old, new) in changed.items():
-            self._apply(name, old, new)
+            self._apply(name, new)
             self._now[name] = new
             log.warning("request %s: setting %s changed from %s to %s", request[REQUEST_ID], name, old, new)
         return json_response({"changed": changed})
 
-    def _apply(self, name: str, old: Any, new: Any) -> None:
-        book = self._dispatcher.book
+    def _apply(self, name: str, new: Any) -> None:
         match name:
             case "policy":
-                book.policy = make_policy(new, random.Random(self._seed))
+                self._dispatcher.set_policy(make_policy(new, random.Random(self._seed)))
             case "max_running":
                 self._dispatcher.max_running = new
             case _:
-                tier = Tier(name.removeprefix("cap_"))
-                book.fleet.params = dataclasses.replace(book.fleet.params, **{name: new})
-                # A worker that registered with a cap of its own keeps it.
-                for worker in book.fleet:
-                    if worker.tier is tier and worker.cap == old:
-                        worker.cap = new
+                self._dispatcher.set_cap(Tier(name.removeprefix("cap_")), new)

@@ -5,8 +5,7 @@ sent in OpenAI's chunk shapes.  A stream never shows that its turn moved between
 there is something to say, so an error before that is a plain HTTP error; afterwards it is an event.  While
 a turn is held, a comment keeps the connection alive.
 
-- A turn that cannot be continued elsewhere (seed, penalties, grammar) is buffered until it is done: what
-was shown
+- A turn that cannot be continued elsewhere (seed, penalties, grammar) is buffered until it is done: what was shown
   could not be taken back.
 - The last chunk leaves after the turn is in the journal, and carries the ``rose`` object.
 - A client that comes back gets the stream from its beginning.

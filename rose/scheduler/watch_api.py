@@ -29,7 +29,7 @@ _SECURITY = {
 
 class WatchRoutes:
     """Args:
-    status: Gives ``/status``, at most a second old.
+    status: Gives ``/status``, hardly old.
     stopping: Ends the event streams.
     """
 

@@ -83,7 +83,7 @@ class Browser:
 
     async def until(self, script: str, timeout_s: float = 60.0) -> Any:
         async with asyncio.timeout(timeout_s):
-            while not (value := await self.run(script)):
+            while not (value := await self.run(script)):  # noqa: ASYNC110 - what happens in another process
                 await asyncio.sleep(0.2)
         return value
 

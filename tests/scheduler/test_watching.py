@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rose.auth import bearer
+from rose.scheduler import app, console
 from rose.scheduler.fake_engine import Fault
 from tests.scheduler.browser import CHROMIUM, Browser
 from tests.scheduler.conftest import World, user
@@ -50,7 +51,10 @@ async def moved_conversation(world: World) -> str:
     return name
 
 
-async def test_events_begin_with_history_and_tell_what_changed(world: World) -> None:
+async def test_events_begin_with_history_and_tell_what_changed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "FRESH_S", -1.0)
     name = await moved_conversation(world)
     (kind, history), (now_kind, now) = await first_events(world, 2)
     assert (kind, now_kind) == ("history", "now")
@@ -106,15 +110,13 @@ async def test_tokens_are_shown_without_text_when_no_engine_lives(world: World) 
 
 
 async def test_the_console_shows_lists_and_exports_trajectories(world: World, tmp_path: Path) -> None:
-    from rose.scheduler.console import app
-
     name = await moved_conversation(world)
     world.tokens.save(tmp_path / "tokens.toml")
     where = ["--url", world.url, "--token-file", str(tmp_path / "tokens.toml")]
 
     async def rose(*arguments: str) -> str:
         result = await asyncio.to_thread(
-            CliRunner().invoke, app, [*arguments, *where], env={"COLUMNS": "200"}
+            CliRunner().invoke, console.app, [*arguments, *where], env={"COLUMNS": "200"}
         )
         assert result.exit_code == 0, result.output
         return result.output
@@ -173,7 +175,7 @@ async def test_settings_change_while_running_and_the_old_value_is_logged(
     changed = await world.ok(
         "POST", "/admin/settings", {"cap_dedicated": 7, "policy": "random"}, role="admin"
     )
-    assert changed == {"changed": {"cap_dedicated": [3, 7], "policy": ["sticky_least_loaded", "random"]}}
+    assert changed == {"changed": {"cap_dedicated": [3, 7], "policy": ["cost", "random"]}}
     assert "cap_dedicated changed from 3 to 7" in caplog.text
     assert (await world.ok("GET", "/workers"))["workers"][0]["cap"] == 7
     assert (await world.ok("GET", "/admin/settings", role="admin"))["policy"] == "random"
@@ -195,8 +197,7 @@ async def test_the_dashboard_draws_live_data_in_a_browser(world: World) -> None:
         assert await page.run("document.body.dataset.lanes") == "2"
         assert int(await page.run("document.body.dataset.spans")) >= 3
         assert await page.run("location.hash") == ""
-        cards = await page.run("document.getElementById('cards').innerText")
-        assert re.search(r"2\s+turns done", cards)
+        await page.until("/2\\s+turns done/.test(document.getElementById('cards').innerText)")
         # It updates by itself.
         await world.chat(None, [user("again")], max_tokens=3)
         await page.until("/3\\s+turns done/.test(document.getElementById('cards').innerText)")
