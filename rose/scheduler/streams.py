@@ -14,8 +14,9 @@ a turn is held, a comment keeps the connection alive.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -130,6 +131,37 @@ async def stream_job(
         return await events.finish()
 
 
+async def _progress(
+    job: Job, handle: TurnHandle, events: _Events, keepalive_s: float
+) -> AsyncGenerator[bool, None]:
+    """Yields when there may be something new to show: whether the turn is done, which is the last time.
+
+    Raises:
+        RoseError: The turn failed, or waits for a worker too long.
+    """
+    changed = asyncio.Event()
+    handle.watchers.append(changed)
+    live = is_resumable(handle.sampling_params, streamed=True)
+    try:
+        while True:
+            changed.clear()
+            done = handle.done.done()
+            if job.is_waiting_too_long and not done:
+                raise CapacityError("no worker could take the turn in time", retry_after_s=5.0)
+            if done and handle.done.result().outcome is not TurnState.DONE:
+                raise turn_error(handle.done.result())
+            if done or live:
+                yield done
+            if done:
+                return
+            try:
+                await asyncio.wait_for(changed.wait(), keepalive_s)
+            except TimeoutError:
+                await events.send(b": held\n\n")
+    finally:
+        handle.watchers.remove(changed)
+
+
 async def stream_tokens(request: web.Request, job: Job, *, keepalive_s: float) -> web.StreamResponse:
     """``/rose/v1/generate`` as a stream: ``{token_ids, logprobs}`` as they come, then the whole answer without them.
 
@@ -138,35 +170,18 @@ async def stream_tokens(request: web.Request, job: Job, *, keepalive_s: float) -
     """
     assert job.task is not None
     events = _Events(request)
-    changed = asyncio.Event()
     try:
         await job.started.wait()
         if not job.handles:
             job.task.result()  # raises what went wrong before the turn
         handle = job.handles[0]
-        handle.watchers.append(changed)
-        live = is_resumable(handle.sampling_params, streamed=True)
         sent = 0
-        try:
-            while True:
-                changed.clear()
-                done = handle.done.done()
-                if job.is_waiting_too_long and not done:
-                    raise CapacityError("no worker could take the turn in time", retry_after_s=5.0)
-                if done and handle.done.result().outcome is not TurnState.DONE:
-                    raise turn_error(handle.done.result())
-                if (done or live) and sent < len(handle.tokens):
+        async with contextlib.aclosing(_progress(job, handle, events, keepalive_s)) as steps:
+            async for _ in steps:
+                if sent < len(handle.tokens):
                     piece = {"token_ids": handle.tokens[sent:], "logprobs": handle.logprobs[sent:]}
                     sent = len(handle.tokens)
                     await events.event(piece)
-                if done:
-                    break
-                try:
-                    await asyncio.wait_for(changed.wait(), keepalive_s)
-                except TimeoutError:
-                    await events.send(b": held\n\n")
-        finally:
-            handle.watchers.remove(changed)
         await events.event(_without_tokens(await job.wait()))
         return await events.finish()
     except RoseError as error:
@@ -226,34 +241,17 @@ class _Choice:
     async def run(self) -> None:
         """Send all text; the finish is left to :meth:`send_last`."""
         handle = self._handle
-        changed = asyncio.Event()
-        handle.watchers.append(changed)
-        live = is_resumable(handle.sampling_params, streamed=True)
         want_entries = wants_logprobs(self._body)
         sent = 0
-        try:
-            while True:
-                changed.clear()
-                done = handle.done.done()
-                if self._job.is_waiting_too_long and not done:
-                    raise CapacityError("no worker could take the turn in time", retry_after_s=5.0)
-                if done and handle.done.result().outcome is not TurnState.DONE:
-                    raise turn_error(handle.done.result())
-                if done or live:
-                    # Whatever piled up while the last piece was parsed goes out as one.
-                    token_ids = handle.tokens[sent:]
-                    entries = handle.entries[sent : sent + len(token_ids)] if want_entries else None
-                    sent += len(token_ids)
-                    if token_ids or done:
-                        await self._piece(token_ids, entries, done=done)
-                if done:
-                    return
-                try:
-                    await asyncio.wait_for(changed.wait(), self._keepalive_s)
-                except TimeoutError:
-                    await self._events.send(b": held\n\n")
-        finally:
-            handle.watchers.remove(changed)
+        progress = _progress(self._job, handle, self._events, self._keepalive_s)
+        async with contextlib.aclosing(progress) as steps:
+            async for done in steps:
+                # Whatever piled up while the last piece was parsed goes out as one.
+                token_ids = handle.tokens[sent:]
+                entries = handle.entries[sent : sent + len(token_ids)] if want_entries else None
+                sent += len(token_ids)
+                if token_ids or done:
+                    await self._piece(token_ids, entries, done=done)
 
     async def _piece(self, token_ids: list[int], entries: list[TokenLogprob] | None, *, done: bool) -> None:
         handle = self._handle
