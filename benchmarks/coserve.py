@@ -28,9 +28,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import record
 from coserving import plot
 from coserving.analysis import BlockRecord, analyse, label
 from coserving.plan import (
@@ -49,6 +49,7 @@ from coserving.world import VOCAB, BenchPlan, World, delta, traffic_start_s
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.report import write
 from rose.auth import Tokens
 from rose.demo import parts
 from rose.demo.arrivals import busiest_second_ratio, load_trace
@@ -76,7 +77,7 @@ def main() -> int:
     except KeyboardInterrupt:
         return 130
     _show(console, result)
-    record.write(args.json, result["summary"], {k: v for k, v in result.items() if k != "summary"})
+    write(args.json, "coserve", result["summary"], {k: v for k, v in result.items() if k != "summary"})
     if args.html:
         args.html.write_text(_page(result))
         console.print(f"{args.html}", highlight=False)
@@ -256,7 +257,8 @@ def _unpack(row: list[Any]) -> Sample:
 
 def _pool(paths: list[Path]) -> dict[str, Any]:
     """Several runs as one.  Their pairs and settings must not contradict each other."""
-    documents = [json.loads(path.read_text())["details"] for path in paths]
+    documents = [json.loads(path.read_text()) for path in paths]
+    documents = [{**d["details"], "machine": d["machine"]} for d in documents]
     slos = {
         (d["settings"]["production"]["slo_ttft_s"], d["settings"]["production"]["slo_tpot_s"])
         for d in documents
@@ -274,7 +276,7 @@ def _pool(paths: list[Path]) -> dict[str, Any]:
         "workload": sorted({d["workload"] for d in documents}),
         "busiest_second_ratio": max(d["busiest_second_ratio"] for d in documents),
         "arms_measured": arms,
-        "runs": [d["where"] for d in documents],
+        "runs": [d["machine"] for d in documents],
     }
 
 

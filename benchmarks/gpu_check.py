@@ -24,8 +24,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
-import record  # noqa: E402
-
+from benchmarks.report import percentile, write  # noqa: E402
 from rose.errors import LedgerError  # noqa: E402
 from rose.units import PAGE_BYTES  # noqa: E402
 
@@ -86,8 +85,8 @@ def stage_vmm() -> Figures:
             for what, values in (("map", mapped), ("unmap", unmapped)):
                 later = [value / pages for value in values[len(values) // 4 :]]
                 key = f"{what}_us_per_page_{handle_mib}mib_{name}"
-                found[f"{key}_p50"] = record.percentile(later, 0.5)
-                found[f"{key}_p99"] = record.percentile(later, 0.99)
+                found[f"{key}_p50"] = percentile(later, 0.5)
+                found[f"{key}_p99"] = percentile(later, 0.99)
             arena.close()
     per_gib = found["map_us_per_page_64mib_ranged_p50"] * (GIB // PAGE_BYTES) / 1e3
     return {**found, "map_ms_per_gib": per_gib, "moonshot_20_ms_per_gib_met": per_gib <= 20.0}
@@ -142,13 +141,13 @@ def stage_green() -> Figures:
 
     total = torch.cuda.get_device_properties(0).multi_processor_count
     step = _decode_step(torch)
-    whole = record.percentile(_step_times(torch, step, 200), 0.5)
+    whole = percentile(_step_times(torch, step, 200), 0.5)
     found: Figures = {"whole_device_ms": whole}
     for share in (0.25, 0.5, 0.75):
         sms = max(8, int(total * share) // 8 * 8)
         context = GreenContext.create(num_sms=sms, device_id=0)
         with torch.cuda.stream(context.Stream()):
-            found[f"slowdown_{sms}_sms"] = record.percentile(_step_times(torch, step, 200), 0.5) / whole
+            found[f"slowdown_{sms}_sms"] = percentile(_step_times(torch, step, 200), 0.5) / whole
     return found
 
 
@@ -304,8 +303,8 @@ def _step_under_traffic(*, in_peer: bool) -> Figures:
     found: Figures = {}
     for name, values in (("alone", alone), ("again", again), ("loaded", loaded)):
         found |= {
-            f"{name}_p50_ms": record.percentile(values, 0.5),
-            f"{name}_p99_ms": record.percentile(values, 0.99),
+            f"{name}_p50_ms": percentile(values, 0.5),
+            f"{name}_p99_ms": percentile(values, 0.99),
         }
     found["p99_ratio"] = found["loaded_p99_ms"] / found["alone_p99_ms"]
     found["aa_p99_ratio"] = found["again_p99_ms"] / found["alone_p99_ms"]
@@ -386,7 +385,7 @@ def main() -> int:
             f"{n}.{key}": value for n, one in stages.items() for key, value in one.get("figures", {}).items()
         }
         summary |= {f"{n}.state": one["state"] for n, one in stages.items()}
-        record.write(args.json, summary, {"stages": stages})
+        write(args.json, "gpu_check", summary, {"stages": stages})
     return 0
 
 

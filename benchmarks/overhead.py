@@ -28,7 +28,8 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
 import numpy as np  # noqa: E402
-import record  # noqa: E402
+
+from benchmarks.report import percentile, write  # noqa: E402
 
 LIMIT_US = 100.0
 BLOCK_STEPS = 25
@@ -59,7 +60,7 @@ def main() -> int:
     for name, value in summary.items():
         print(f"{name:28} {value if not isinstance(value, float) else round(value, 4)}")
     print(f"limit: hook_p99_us <= {LIMIT_US:.0f}, blocking_calls 0, faults_per_step 0")
-    record.write(args.json, summary, details)
+    write(args.json, "overhead", summary, details)
     print(args.json)
     return 0
 
@@ -157,8 +158,8 @@ def _measure(folder: Path, num_requests: int, num_steps: int) -> tuple[dict[str,
     summary = {
         "requests": num_requests,
         "steps": len(per_step),
-        "hook_p50_us": record.percentile(per_step, 0.5),
-        "hook_p99_us": record.percentile(per_step, 0.99),
+        "hook_p50_us": percentile(per_step, 0.5),
+        "hook_p99_us": percentile(per_step, 0.99),
         "faults_per_step": sum(faults) / max(1, len(per_step)),
         "stock_step_us": float(np.median(means["stock"]) / 1e3),
     }

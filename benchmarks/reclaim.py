@@ -30,8 +30,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
-import record  # noqa: E402
-
+from benchmarks.report import percentile, write  # noqa: E402
 from rose.units import PAGE_BYTES  # noqa: E402
 
 RELEASE_LIMIT_US, BACKSTOP_LIMIT_S = 10.0, 0.5
@@ -61,7 +60,7 @@ def main() -> int:
             summary |= found
             for key, value in found.items():
                 print(f"  {key:38} {round(value, 3) if isinstance(value, float) else value}")
-    record.write(args.json, summary, {"step_lengths_s": STEP_LENGTHS_S, "deadline_s": DEADLINE_S})
+    write(args.json, "reclaim", summary, {"step_lengths_s": STEP_LENGTHS_S, "deadline_s": DEADLINE_S})
     print(args.json)
     return 0
 
@@ -93,8 +92,8 @@ def release(repeats: int) -> dict[str, Any]:
     found: dict[str, Any] = {"huge_page_fraction": huge / (num * PAGE_BYTES)}
     for name, values in page_us.items():
         found |= {
-            f"{name}_p50_us": record.percentile(values, 0.5),
-            f"{name}_p99_us": record.percentile(values, 0.99),
+            f"{name}_p50_us": percentile(values, 0.5),
+            f"{name}_p99_us": percentile(values, 0.99),
         }
     found["release_limit_met"] = found["release_p50_us"] <= RELEASE_LIMIT_US
     mode = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -174,8 +173,8 @@ def usable(repeats: int) -> dict[str, Any]:
             first, whole = _usable_at(Path(folder) / f"n{step_s}", config, step_s, repeats)
             key = f"{step_s * 1e3:.0f}ms"
             for name, values in (("first", first), ("all", whole)):
-                found[f"usable_{name}_p50_ms_step_{key}"] = record.percentile(values, 0.5)
-                found[f"usable_{name}_p99_ms_step_{key}"] = record.percentile(values, 0.99)
+                found[f"usable_{name}_p50_ms_step_{key}"] = percentile(values, 0.5)
+                found[f"usable_{name}_p99_ms_step_{key}"] = percentile(values, 0.99)
     return found
 
 
@@ -255,7 +254,7 @@ def backstop(repeats: int) -> dict[str, Any]:
     for case in ("engine_stopped", "engine_and_agent_stopped", "both_killed"):
         late = [_backstop_once(case) for _ in range(repeats)]
         found[f"free_after_deadline_max_ms_{case}"] = max(late) * 1e3
-        found[f"free_after_deadline_p50_ms_{case}"] = record.percentile(late, 0.5) * 1e3
+        found[f"free_after_deadline_p50_ms_{case}"] = percentile(late, 0.5) * 1e3
         found[f"limit_met_{case}"] = max(late) <= BACKSTOP_LIMIT_S
     return found
 

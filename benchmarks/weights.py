@@ -15,26 +15,25 @@ Three parts, each of which can be run alone (``--parts``):
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import json
 import os
-import platform
-import subprocess
 import sys
 import time
 import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 import weights_data as data
 import weights_rivals as rivals
 import zstandard
 
+from benchmarks.report import write
 from rose.weights import codec
 
 BARS = {
@@ -351,31 +350,6 @@ def measure_pause(lr: str, sizes: list[str], repeats: int) -> tuple[dict[str, An
 # --- all --------------------------------------------------------------------------------------------------
 
 
-def machine() -> dict[str, Any]:
-    cpu = next(
-        line.split(":", 1)[1].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    )
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=10"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parent,
-    ).stdout.strip()
-    return {
-        "cpu": cpu,
-        "cores_used": len(os.sched_getaffinity(0)),
-        "cores": os.cpu_count(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "versions": {name: version(name) for name in ("numpy", "numba", "llvmlite", "torch", "zstandard")},
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit,
-    }
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -399,7 +373,7 @@ def main() -> int:
         }
         data.FIT_FILE.write_text(json.dumps({"fits": fits}, indent=1) + "\n")
     summary: dict[str, Any] = {}
-    details: dict[str, Any] = {"machine": machine()}
+    details: dict[str, Any] = {}
     for part in args.parts:
         print(f"... {part}", file=sys.stderr, flush=True)
         if part == "size":
@@ -411,10 +385,7 @@ def main() -> int:
         summary |= found[0]
         details[part] = found[1]
         if args.json:  # after every part: an interrupted run keeps what it measured
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(
-                json.dumps({"schema": 1, "summary": summary, "details": details}, indent=1) + "\n"
-            )
+            write(args.json, "weights", summary, details)
     print()
     for key, (sense, bar) in BARS.items():
         if key in summary:

@@ -155,6 +155,18 @@ def replay(
 
 
 @app.command(**_PASS_ON)
+def traj(context: typer.Context) -> None:
+    """Look at trajectories of a running scheduler: show | ls | export."""
+    _forward("rose.scheduler.console", "app", "traj", context.args)
+
+
+@app.command(**_PASS_ON)
+def top(context: typer.Context) -> None:
+    """Workers and turns of a running scheduler, live."""
+    _forward("rose.scheduler.console", "top", "top", context.args)
+
+
+@app.command(**_PASS_ON)
 def relay(context: typer.Context) -> None:
     """The weight relay: versioned objects over HTTP, from the trainer to the nodes."""
     _forward("rose.weights.cli", "relay_main", "relay", context.args)

@@ -11,8 +11,8 @@ import asyncio
 import ipaddress
 import logging
 import random
-from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 from aiohttp import web
@@ -29,19 +29,25 @@ from rose.scheduler.control_api import ControlRoutes
 from rose.scheduler.decisions import DecisionLog
 from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.engine import Endpoint, EngineClient
+from rose.scheduler.guard import Guard
 from rose.scheduler.http import Handler, errors_middleware, json_response, requires
 from rose.scheduler.jobs import Jobs
 from rose.scheduler.journal import Journal
 from rose.scheduler.openai_api import OpenAIRoutes
+from rose.scheduler.openapi import describe
 from rose.scheduler.prompts import Prompts
 from rose.scheduler.provision import Provisioner
 from rose.scheduler.renderer import Renderer
+from rose.scheduler.settings_api import SettingsRoutes
 from rose.scheduler.status import Status
 from rose.scheduler.store import Store
+from rose.scheduler.timeline import Timeline
+from rose.scheduler.watch_api import PERIOD_S, WatchRoutes
 
 log = logging.getLogger("rose.scheduler")
 
 PROBE_S = 0.5
+FRESH_S = 0.25
 
 
 class Scheduler:
@@ -107,6 +113,8 @@ class Scheduler:
             max_files=config.decisions.max_files,
         )
         self.url = ""
+        self._watched: tuple[float, dict[str, Any]] = (float("-inf"), {})
+        self._sampled_at_s = float("-inf")
         self._tasks: list[asyncio.Task[None]] = []
         self._runner: web.AppRunner | None = None
         self._session: aiohttp.ClientSession | None = None
@@ -137,11 +145,12 @@ class Scheduler:
             stream_upstream=config.stream_upstream,
             seed=config.seed,
             parks_newcomers=config.provisioning.enabled,
-            on_action=self.status.on_action,
+            on_action=self._on_action,
             decisions=self.decisions,
         )
         self.decisions.roll()
         self.provisioner = Provisioner.make(config.provisioning, self.dispatcher)
+        self.timeline = Timeline(self.clock.now_s, self.book.fleet, self._trajectory_of)
         for job, version in self.store.versions.items():
             self.dispatcher.require(job, version)
         renderer = Renderer(
@@ -158,9 +167,20 @@ class Scheduler:
             on_fork=self.status.on_fork,
             on_finished=self.status.on_finished,
         )
-        self.control = ControlRoutes(config, self.store, self.dispatcher)
+        self.guard = Guard(config.limits, read_s=times.read_s)
+        self.settings = SettingsRoutes(config, self.dispatcher)
+        self.control = ControlRoutes(config, self.store, self.dispatcher, self.timeline)
+        self.watch = WatchRoutes(
+            self.store,
+            self.timeline,
+            renderer,
+            self._recent_snapshot,
+            lambda: self.dispatcher.draining,
+        )
         openai = OpenAIRoutes(config, self.store, self.dispatcher, self.jobs, prompts, renderer)
-        app = web.Application(client_max_size=config.limits.max_body_bytes, middlewares=[errors_middleware])
+        app = web.Application(
+            client_max_size=config.limits.max_body_bytes, middlewares=[errors_middleware, self._guarded]
+        )
         self._add_routes(app, openai)
         # Cancelling a handler whose client has gone is how a turn learns that nobody waits for it.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
@@ -234,15 +254,34 @@ class Scheduler:
         add("DELETE", "/workers/{id}", control.remove, "node")
         add("GET", "/workers", control.workers, "agent", "trainer", "node")
         add("GET", "/status", self._status, "agent", "trainer", "node")
+        add("GET", "/admin/settings", self.settings.get, "admin")
+        add("POST", "/admin/settings", self.settings.change, "admin")
+        add("GET", "/openapi.json", self._openapi)
         add("GET", "/metrics", self._metrics)
         add("GET", "/healthz", self._healthz)
         add("GET", "/readyz", self._readyz)
-        add("GET", "/", self._page)
+        watch = self.watch
+        add("GET", "/rose/v1/trajectories/{id}/tokens", watch.tokens, "agent", "trainer")
+        add("GET", "/events", watch.events, "agent", "trainer", "node")
+        add("GET", "/debug/trace", watch.trace, "agent", "trainer", "node")
+        add("GET", "/", watch.page)
+
+    @web.middleware
+    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        return await self.guard.serve(request, handler)
 
     async def _status(self, request: web.Request) -> web.Response:
-        return json_response(
-            self.status.snapshot(self.dispatcher, self.store, started_at_s=self._started_at_s)
-        )
+        return json_response(self._snapshot())
+
+    def _snapshot(self) -> dict[str, Any]:
+        return self.status.snapshot(self.dispatcher, self.store, started_at_s=self._started_at_s)
+
+    def _recent_snapshot(self) -> dict[str, Any]:
+        """For any number of watchers: made at most once in ``FRESH_S``."""
+        now_s = self.clock.now_s()
+        if now_s > self._watched[0] + FRESH_S:
+            self._watched = (now_s, self._snapshot())
+        return self._watched[1]
 
     async def _metrics(self, request: web.Request) -> web.Response:
         if not self.config.metrics_public and not _is_local(request.remote):
@@ -251,6 +290,9 @@ class Scheduler:
             body=self.status.metrics(self.dispatcher, self.store),
             headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
         )
+
+    async def _openapi(self, request: web.Request) -> web.Response:
+        return json_response(describe())
 
     async def _healthz(self, request: web.Request) -> web.Response:
         return json_response({"status": "ok"})
@@ -271,16 +313,13 @@ class Scheduler:
             status=503 if problems else 200,
         )
 
-    async def _page(self, request: web.Request) -> web.Response:
-        page = files("rose.scheduler").joinpath("page.html").read_text()
-        return web.Response(
-            text=page,
-            content_type="text/html",
-            headers={
-                "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
-                "script-src 'unsafe-inline'; connect-src 'self'"
-            },
-        )
+    def _on_action(self, action: te.Action) -> None:
+        self.status.on_action(action)
+        self.timeline.on_action(action)
+
+    def _trajectory_of(self, turn_id: str) -> str:
+        turn = self.book.turns.get(turn_id)
+        return "" if turn is None else turn.spec.trajectory_id
 
     # --- time ------------------------------------------------------------------------------------------
 
@@ -291,6 +330,11 @@ class Scheduler:
                 self.dispatcher.tick()
                 self.provisioner.step()
                 self.control.housekeep()
+                if self.clock.now_s() >= self._sampled_at_s + PERIOD_S:
+                    self._sampled_at_s = self.clock.now_s()
+                    self.timeline.sample(self._recent_snapshot())
+                if self._runner is not None and self._runner.server is not None:
+                    self.guard.sweep(self._runner.server.connections)
             except RoseError as error:
                 log.error("tick: %s", error)
 

@@ -28,6 +28,11 @@ class Limits(Section):
     """Bounds on what a peer can make us hold."""
 
     max_body_bytes: int = Field(default=16 * 2**20, gt=0)
+    max_intake_bytes: int = Field(default=512 * 2**20, gt=0)
+    """Bodies of all requests that are being worked on."""
+    max_connections: int = Field(default=16_384, gt=0)
+    requests_per_s: float | None = Field(default=None, gt=0)
+    """Per address, with bursts of twice as many; None for no limit."""
     max_messages: int = Field(default=4096, gt=0)
     max_trajectories: int = Field(default=200_000, gt=0)
     max_turns_per_trajectory: int = Field(default=1024, gt=0)
@@ -48,6 +53,8 @@ class Timeouts(Section):
     attempt_s: float = Field(default=3600.0, gt=0)
     """One engine request that is not streamed; it has no other sign of life."""
     render_s: float = Field(default=30.0, gt=0)
+    read_s: float = Field(default=30.0, gt=0)
+    """For a request's head and body to arrive."""
     turn_s: float = Field(default=3600.0, gt=0)
     max_queue_s: float = Field(default=300.0, gt=0)
     trajectory_idle_s: float = Field(default=14_400.0, gt=0)

@@ -23,6 +23,7 @@ from rose.scheduler.engine import Endpoint
 from rose.scheduler.http import Fields, bounded_json, json_response, read_object
 from rose.scheduler.journal import FinishRecord
 from rose.scheduler.store import Store
+from rose.scheduler.timeline import Timeline
 
 SAMPLING_FIELDS = (
     "temperature",
@@ -47,7 +48,10 @@ SAMPLING_FIELDS = (
 
 
 class ControlRoutes:
-    def __init__(self, config: SchedulerConfig, store: Store, dispatcher: Dispatcher) -> None:
+    def __init__(
+        self, config: SchedulerConfig, store: Store, dispatcher: Dispatcher, timeline: Timeline
+    ) -> None:
+        self._timeline = timeline
         self._config = config
         self._store = store
         self._dispatcher = dispatcher
@@ -122,8 +126,9 @@ class ControlRoutes:
         max_bytes = self._config.limits.max_info_bytes
         info = bounded_json(fields.raw("info"), field="info", max_bytes=max_bytes)
         fields.done()
-        self._store.get(name)
+        fresh = self._store.get(name).finish is None
         actions = self._store.finish(FinishRecord(id=name, reward=reward, success=success, info=info))
+        self._timeline.num_finished += fresh
         self._carry_out(actions)
         # A finished trajectory takes no more turns; what still runs would be recorded nowhere.
         self._dispatcher.cancel_trajectory(name, "finished")
@@ -155,6 +160,10 @@ class ControlRoutes:
             self._carry_out(actions)
             if leased is not None:
                 await self._store.journal.commit()
+                oldest = [self._store.trajectories[name].oldest for name in leased.trajectory_ids]
+                self._timeline.on_leased(
+                    version[1] - old[1] for old in oldest if old is not None and old[0] == version[0]
+                )
                 return json_response({"batch_id": leased.batch_id, "trajectories": self._traces(leased)})
             left_s = deadline_s - self._dispatcher.now_s()
             if left_s <= 0 or self._dispatcher.draining:
@@ -203,6 +212,7 @@ class ControlRoutes:
         fields.done()
         if self._store.require(job, version):
             self._dispatcher.require(job, version)
+            self._timeline.on_step(job, format_version(version))
             await self._store.journal.commit()
         return json_response({"job": job, "version": format_version(version)})
 

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,14 @@ from rose.policy.routing import RoutingPolicy
 from rose.policy.staleness import Version
 from rose.policy.turns import TurnBook
 from rose.scheduler.decisions import DecisionLog
-from rose.scheduler.engine import Endpoint, EngineClient, EngineFailure, Output, TokenLogprob
+from rose.scheduler.engine import (
+    NO_HEADERS,
+    Endpoint,
+    EngineClient,
+    EngineFailure,
+    Output,
+    TokenLogprob,
+)
 
 log = logging.getLogger("rose.scheduler")
 
@@ -42,9 +49,12 @@ class TurnHandle:
     worker_id: str = ""
     queued_s: float = 0.0
     keep_entries: bool = False
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
+    """W3C trace context; goes to every engine that the turn meets."""
     entries: list[TokenLogprob] = field(default_factory=list)
     watchers: list[asyncio.Event] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     done: asyncio.Future[te.TurnEnded] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -84,7 +94,7 @@ class Dispatcher:
         self.endpoints: dict[str, Endpoint] = {}
         self.handles: dict[str, TurnHandle] = {}
         self._clock = clock
-        self._max_running = max_running
+        self.max_running = max_running
         self._stream_upstream = stream_upstream
         self._rng = random.Random(seed)
         self._parks_newcomers = parks_newcomers
@@ -107,6 +117,7 @@ class Dispatcher:
         sampling_params: dict[str, Any],
         *,
         keep_entries: bool = False,
+        trace_headers: Mapping[str, str] = NO_HEADERS,
     ) -> TurnHandle:
         """Start a turn.
 
@@ -115,13 +126,14 @@ class Dispatcher:
         """
         if self.draining:
             raise CapacityError("rose-scheduler is shutting down", retry_after_s=5.0)
-        if len(self.handles) >= self._max_running:
+        if len(self.handles) >= self.max_running:
             raise CapacityError("too many turns are running", status=429, code="queue_full")
         handle = TurnHandle(
             turn_id=spec.turn_id,
             prompt_ids=prompt_ids,
             sampling_params=sampling_params,
             keep_entries=keep_entries,
+            trace_headers=trace_headers,
         )
         self.handles[spec.turn_id] = handle
         try:
@@ -284,6 +296,7 @@ class Dispatcher:
                 handle = self.handles[action.turn_id]
                 handle.entries.clear()
                 handle.tokens.clear()
+                handle.logprobs.clear()
             case te.AnswerUnavailable():
                 handle = self.handles[action.turn_id]
                 handle.on_unavailable()
@@ -313,7 +326,9 @@ class Dispatcher:
         if streamed:
             body["stream_options"] = {"include_usage": True}
         try:
-            async with contextlib.aclosing(self.engines.generate(engine, body)) as outputs:
+            async with contextlib.aclosing(
+                self.engines.generate(engine, body, handle.trace_headers)
+            ) as outputs:
                 async for output in outputs:
                     self._accept(handle, attempt, output)
                     if output.finish_reason is not None:
@@ -337,6 +352,7 @@ class Dispatcher:
             ):
                 if isinstance(kept, te.TokensKept):
                     handle.tokens.extend(output.token_ids[: kept.num_tokens])
+                    handle.logprobs.extend(output.logprobs[: kept.num_tokens])
                     if handle.keep_entries:
                         handle.entries.extend(output.entries[: kept.num_tokens])
                     handle.notify()

@@ -11,8 +11,9 @@ derender).
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import aiohttp
@@ -24,6 +25,7 @@ from rose.policy.staleness import parse_version
 from rose.policy.turn_events import Span
 from rose.scheduler.ids import MAX_TOKEN_ID
 
+NO_HEADERS: Mapping[str, str] = {}
 MAX_ANSWER_BYTES = 512 * 2**20
 """No engine answer is larger: 128k tokens with 20 alternatives each are about 200 MiB."""
 
@@ -83,7 +85,7 @@ class Output:
     num_cached_tokens: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Endpoint:
     """Where an engine is.  ``token`` is hidden from ``repr``."""
 
@@ -95,7 +97,7 @@ class Endpoint:
     def __repr__(self) -> str:
         return f"Endpoint({self.worker_id}, {self.url})"
 
-    @property
+    @cached_property
     def headers(self) -> dict[str, str]:
         headers = {"Content-Type": "application/json"}
         return headers if self.token is None else headers | bearer(self.token)
@@ -132,7 +134,9 @@ class EngineClient:
         self._render_timeout = aiohttp.ClientTimeout(total=render_s, sock_connect=connect_s)
         self._probe_timeout = aiohttp.ClientTimeout(total=1.0)
 
-    async def generate(self, engine: Endpoint, body: dict[str, Any]) -> AsyncGenerator[Output, None]:
+    async def generate(
+        self, engine: Endpoint, body: dict[str, Any], headers: Mapping[str, str] = NO_HEADERS
+    ) -> AsyncGenerator[Output, None]:
         """Run one attempt; yields its output, the terminal piece last.
 
         Raises:
@@ -141,7 +145,7 @@ class EngineClient:
         url = f"{engine.url}/inference/v1/generate"
         try:
             async with self._session.post(
-                url, data=_encode(body), headers=engine.headers, timeout=self._generate_timeout
+                url, data=_encode(body), headers={**engine.headers, **headers}, timeout=self._generate_timeout
             ) as response:
                 if response.status != 200:
                     raise await _refusal(engine, response)
@@ -152,17 +156,25 @@ class EngineClient:
                     yield output
                     return
                 last: Output | None = None
-                async for payload in _events(response):
-                    if payload == b"[DONE]":
-                        break
-                    output = _parse(engine, payload)
-                    if output is None:
-                        continue
-                    if output.finish_reason is not None:
-                        last = output
-                    yield output
-                    if last is not None:
-                        return
+                try:
+                    async for payload in _events(response):
+                        if payload == b"[DONE]":
+                            break
+                        output = _parse(engine, payload)
+                        if last is not None:
+                            # The usage comes after the last token, and the connection is good for another turn.
+                            if output is not None and output.num_cached_tokens is not None:
+                                last = replace(last, num_cached_tokens=output.num_cached_tokens)
+                        elif output is not None and output.finish_reason is not None:
+                            last = output
+                        elif output is not None and output.token_ids:
+                            yield output
+                except (aiohttp.ClientError, TimeoutError):
+                    if last is None:
+                        raise
+                if last is not None:
+                    yield last
+                    return
                 raise EngineFailure(
                     f"worker {engine.worker_id} ended its stream without a finish reason", kind="lost"
                 )
@@ -258,6 +270,8 @@ async def _refusal(engine: Endpoint, response: aiohttp.ClientResponse) -> Engine
 async def _read(response: aiohttp.ClientResponse) -> bytes:
     if response.content_length is not None and response.content_length > MAX_ANSWER_BYTES:
         raise EngineFailure("an engine's answer is too large", kind="bad")
+    if response.content_length is not None:
+        return await response.read()
     parts: list[bytes] = []
     size = 0
     async for part in response.content.iter_any():
@@ -283,15 +297,19 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
 
 
 def _parse(engine: Endpoint, payload: bytes) -> Output | None:
-    """Decode and check one answer or chunk; None for a chunk without a choice (usage)."""
+    """Decode and check one answer or chunk; None for one that says nothing."""
     try:
         answer = _decode_answer(payload)
     except (msgspec.DecodeError, RecursionError) as error:
         text = payload[:200].decode("utf-8", "replace")
         kind = "lost" if '"error"' in text else "bad"
         raise EngineFailure(f"worker {engine.worker_id} sent nonsense: {error}", kind=kind) from error
+    details = answer.usage.prompt_tokens_details if answer.usage is not None else None
+    num_cached = None if details is None else details.cached_tokens
     if not answer.choices:
-        return None
+        if num_cached is None:
+            return None
+        return Output(token_ids=(), logprobs=(), entries=[], num_cached_tokens=num_cached)
     if len(answer.choices) != 1:
         raise EngineFailure(f"worker {engine.worker_id} sent {len(answer.choices)} choices", kind="bad")
     choice = answer.choices[0]
@@ -304,10 +322,9 @@ def _parse(engine: Endpoint, payload: bytes) -> Output | None:
         raise EngineFailure(
             f"worker {engine.worker_id} sent {len(entries)} log-probs for {len(token_ids)} tokens", kind="bad"
         )
-    logprobs = tuple(entry.logprob for entry in entries)
+    logprobs = tuple([entry.logprob for entry in entries])
     if not all(map(math.isfinite, logprobs)):
         raise EngineFailure(f"worker {engine.worker_id} sent a log-prob that is not a number", kind="bad")
-    details = answer.usage.prompt_tokens_details if answer.usage is not None else None
     return Output(
         token_ids=token_ids,
         logprobs=logprobs,
@@ -315,7 +332,7 @@ def _parse(engine: Endpoint, payload: bytes) -> Output | None:
         finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,
         versions=_spans(choice.weight_versions),
-        num_cached_tokens=None if details is None else details.cached_tokens,
+        num_cached_tokens=num_cached,
     )
 
 

@@ -114,6 +114,7 @@ class FakeEngine:
         self.faults: deque[Fault] = deque()
         self.requests: deque[dict[str, Any]] = deque(maxlen=4096)
         """Bodies of generate requests, newest last."""
+        self.trace_parents: deque[str | None] = deque(maxlen=4096)
         self.aborted: list[str] = []
         self.num_renders = 0
         self.num_derenders = 0
@@ -174,6 +175,7 @@ class FakeEngine:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.requests.append(body)
+        self.trace_parents.append(request.headers.get("traceparent"))
         params = body["sampling_params"]
         if len(body["token_ids"]) + params.get("max_tokens", 16) > self.max_model_len:
             return _error(400, f"exceeds the maximum context length of {self.max_model_len} tokens")
@@ -384,7 +386,13 @@ class FakeEngine:
         answer = {
             "index": 0,
             "text": self.tokenizer.decode(choice["token_ids"]),
-            "logprobs": None,
+            "logprobs": choice.get("logprobs")
+            and {
+                "tokens": [self.tokenizer.decode([e["token_id"]]) for e in choice["logprobs"]["content"]],
+                "token_logprobs": [e["logprob"] for e in choice["logprobs"]["content"]],
+                "top_logprobs": [None] * len(choice["token_ids"]),
+                "text_offset": [0] * len(choice["token_ids"]),
+            },
             "finish_reason": choice["finish_reason"],
             "stop_reason": choice["stop_reason"],
         }

@@ -12,7 +12,7 @@ import logging
 import re
 import secrets
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -102,6 +102,16 @@ def requires(tokens: Tokens, *roles: str) -> Callable[[Handler], Handler]:
     return wrap
 
 
+async def read_body(request: web.Request) -> bytes:
+    """Raises:
+    TooLarge: Over the limit.
+    """
+    try:
+        return await request.read()
+    except web.HTTPRequestEntityTooLarge:
+        raise TooLarge(f"the body exceeds {request.client_max_size} bytes", field="body") from None
+
+
 async def read_object(request: web.Request) -> dict[str, Any]:
     """The body as a JSON object.
 
@@ -109,19 +119,51 @@ async def read_object(request: web.Request) -> dict[str, Any]:
         RequestError: Not JSON, not UTF-8, nested too deeply, not an object.
         TooLarge: Over the limit.
     """
+    value = read_struct(await read_body(request), msgspec.json.decode)
+    if not isinstance(value, dict):
+        raise RequestError("must be a JSON object", field="body")
+    return value
+
+
+T = TypeVar("T")
+_FAULT = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<where>[^`]*)`)?\Z", re.DOTALL)
+_UNKNOWN = re.compile(r"Object contains unknown field `(.{1,64}?)`")
+
+
+def read_struct(data: bytes, decode: Callable[[bytes], T]) -> T:
+    """``data`` as what a typed decoder makes of it.
+
+    Raises:
+        RequestError: Not JSON, not UTF-8, nested too deeply, or not of that type.
+    """
     try:
-        data = await request.read()
-    except web.HTTPRequestEntityTooLarge:
-        raise TooLarge(f"the body exceeds {request.client_max_size} bytes", field="body") from None
-    try:
-        value = msgspec.json.decode(data)
+        return decode(data)
+    except msgspec.ValidationError as error:
+        unknown = _UNKNOWN.match(str(error))
+        if unknown is not None:
+            raise RequestError("unknown field", field=unknown[1]) from None
+        fault = _FAULT.match(str(error))
+        assert fault is not None
+        field = (fault["where"] or "body").split("[", 1)[0]
+        raise RequestError(f"wrong type: {fault['what'].lower()}", field=field) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError(f"is not JSON: {error}", field="body") from error
     except RecursionError as error:
         raise RequestError("is nested too deeply", field="body") from error
-    if not isinstance(value, dict):
-        raise RequestError("must be a JSON object", field="body")
-    return value
+
+
+_TRACE = re.compile(r"00-(?P<trace>(?!0{32})[0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-(?P<flags>[0-9a-f]{2})\Z")
+
+
+def trace_context(traceparent: str | None, tracestate: str | None) -> dict[str, str]:
+    """W3C trace context to pass on: the caller's trace, a span of ours as the parent; empty without a valid one."""
+    given = None if traceparent is None else _TRACE.match(traceparent)
+    if given is None:
+        return {}
+    passed = {"traceparent": f"00-{given['trace']}-{secrets.token_hex(8)}-{given['flags']}"}
+    if tracestate and len(tracestate) <= 512 and tracestate.isprintable() and tracestate.isascii():
+        passed["tracestate"] = tracestate
+    return passed
 
 
 class Fields:
@@ -188,10 +230,6 @@ class Fields:
             raise RequestError(f"must be one of {', '.join(options)}", field=name)
         return value
 
-    def token_ids(self, name: str, *, vocab_size: int | None, most: int = 2**21) -> list[int]:
-        value = self.raw(name, required=True)
-        return check_token_ids(value, field=name, vocab_size=vocab_size, most=most)
-
     def done(self) -> None:
         unknown = sorted(set(self._body) - self._seen)
         if unknown:
@@ -201,7 +239,7 @@ class Fields:
 def check_token_ids(value: Any, *, field: str, vocab_size: int | None, most: int = 2**21) -> list[int]:
     if not isinstance(value, list) or not 1 <= len(value) <= most:
         raise RequestError(f"must be a list of 1 to {most} token ids", field=field)
-    if not all(type(token) is int for token in value):
+    if set(map(type, value)) != {int}:
         raise RequestError("must hold whole numbers only", field=field)
     limit = 2**32 if vocab_size is None else vocab_size
     if min(value) < 0 or max(value) >= limit:

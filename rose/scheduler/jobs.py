@@ -64,6 +64,8 @@ class Wish:
     dedicated_only: bool = False
     min_version: Version | None = None
     deadline_s: float | None = None
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
+    """W3C trace context for the engine."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -263,7 +265,9 @@ class Jobs:
             dedicated_only=wish.dedicated_only,
             deadline_at_s=now_s + min(self.turn_s, wish.deadline_s or self.turn_s),
         )
-        handle = self.dispatcher.submit(spec, prompt.token_ids, params, keep_entries=entries)
+        handle = self.dispatcher.submit(
+            spec, prompt.token_ids, params, keep_entries=entries, trace_headers=wish.trace_headers
+        )
         job.add(handle)
         return handle
 

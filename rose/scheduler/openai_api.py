@@ -16,28 +16,54 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import hashlib
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 from aiohttp import web
 
 from rose.errors import CapacityError, EngineError, NotFound, RequestError, RoseError
 from rose.policy.staleness import parse_version
 from rose.scheduler.config import SchedulerConfig
 from rose.scheduler.dispatch import Dispatcher
-from rose.scheduler.http import REQUEST_ID, Fields, check_token_ids, encode, json_response, read_object
+from rose.scheduler.http import (
+    REQUEST_ID,
+    Fields,
+    check_token_ids,
+    encode,
+    json_response,
+    read_body,
+    read_object,
+    read_struct,
+    trace_context,
+)
 from rose.scheduler.ids import unpack_ids
 from rose.scheduler.jobs import Finished, Job, Jobs, Wish
-from rose.scheduler.messages import canonical_json, digest, extend
+from rose.scheduler.messages import extend
 from rose.scheduler.prompts import NOT_RENDERED, Prompt, Prompts, continuation
 from rose.scheduler.renderer import Renderer
-from rose.scheduler.stops import cut_at_stop
+from rose.scheduler.stops import cut_at_stop, visible_ids
 from rose.scheduler.store import Store, Trajectory
-from rose.scheduler.streams import replay_stream, stream_job, wants_logprobs
+from rose.scheduler.streams import replay_stream, replay_tokens, stream_job, stream_tokens, wants_logprobs
 
 REFUSED_PARAMS = ("output_kind", "skip_clone", "extra_args", "prompt_logprobs")
 """Not for ``/rose/v1/generate``: they change the shape of the answer or reach into the engine."""
+
+
+class _Generate(msgspec.Struct, forbid_unknown_fields=True):
+    token_ids: Annotated[
+        list[Annotated[int, msgspec.Meta(ge=0, lt=2**32)]], msgspec.Meta(max_length=2**21)
+    ] = []
+    token_ids_b64: str | None = None
+    sampling_params: dict[str, Any] | None = None
+    model: str | None = None
+    session_id: str | None = None
+    stream: bool = False
+
+
+_decode_generate = msgspec.json.Decoder(_Generate).decode
 
 
 class OpenAIRoutes:
@@ -77,12 +103,12 @@ class OpenAIRoutes:
     async def chat(self, request: web.Request) -> web.StreamResponse:
         body = await read_object(request)
         self._check_messages(body)
-        trajectory = self._trajectory(request, body)
+        trajectory = self._trajectory(request, body.get("session_id"))
         body = self._with_sampling(body, trajectory)
         num_choices = self._num_choices(body)
-        model = await self._model(body, trajectory)
+        model = await self._model(body.get("model"), trajectory)
         body["model"] = model
-        wish = self._wish(request, body, trajectory)
+        wish = self._wish(request, _said(body), trajectory)
 
         async def work(job: Job) -> bytes:
             prompt = await self._prompts.chat(trajectory, body)
@@ -104,14 +130,14 @@ class OpenAIRoutes:
         for field in ("echo", "suffix", "use_beam_search", "prompt_logprobs", "prompt_embeds"):
             if body.get(field):
                 raise RequestError("is not supported here", field=field)
-        trajectory = self._trajectory(request, body)
+        trajectory = self._trajectory(request, body.get("session_id"))
         body = self._with_sampling(body, trajectory)
         num_choices = self._num_choices(body)
         prompts = self._raw_prompts(body)
-        model = await self._model(body, trajectory)
+        model = await self._model(body.get("model"), trajectory)
         body["model"] = model
         body.setdefault("max_tokens", 16)  # OpenAI's default for this route
-        wish = self._wish(request, body, trajectory)
+        wish = self._wish(request, _said(body), trajectory)
         for prompt in prompts:
             if isinstance(prompt, list):
                 check_token_ids(prompt, field="prompt", vocab_size=self._vocab_size(model))
@@ -135,25 +161,22 @@ class OpenAIRoutes:
         return await self._serve(request, body, wish, work, chat=False)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        body = await read_object(request)
-        fields = Fields(body)
-        trajectory = self._trajectory(request, body)
-        fields.raw("session_id")
-        model = await self._model(body, trajectory)
-        fields.raw("model")
+        data = await read_body(request)
+        body = read_struct(data, _decode_generate)
+        trajectory = self._trajectory(request, body.session_id)
+        model = await self._model(body.model, trajectory)
         vocab_size = self._vocab_size(model)
-        if body.get("token_ids_b64") is not None:
+        if body.token_ids_b64 is not None:
             token_ids = check_token_ids(
-                _from_base64(fields.raw("token_ids_b64")), field="token_ids_b64", vocab_size=vocab_size
+                _from_base64(body.token_ids_b64), field="token_ids_b64", vocab_size=vocab_size
             )
         else:
-            token_ids = fields.token_ids("token_ids", vocab_size=vocab_size)
-        given = fields.raw("sampling_params")
-        fields.raw("token_ids")
-        fields.done()
-        given = {} if given is None else given
-        if not isinstance(given, dict):
-            raise RequestError("must be an object", field="sampling_params")
+            token_ids = body.token_ids
+            if vocab_size is not None and token_ids and max(token_ids) >= vocab_size:
+                raise RequestError(f"token ids must lie in 0..{vocab_size - 1}", field="token_ids")
+        if not token_ids:
+            raise RequestError("must be a list of token ids", field="token_ids")
+        given = body.sampling_params or {}
         for name in REFUSED_PARAMS:
             if name in given:
                 raise RequestError("is not allowed", field=f"sampling_params.{name}")
@@ -162,11 +185,11 @@ class OpenAIRoutes:
         if given.pop("n", 1) != 1:
             raise RequestError("must be 1", field="sampling_params.n")
         params = self._params(given, given, len(token_ids), model, prefix="sampling_params.")
-        wish = self._wish(request, body, trajectory)
+        wish = self._wish(request, data, trajectory)
 
         async def work(job: Job) -> bytes:
             prompt = self._raw_prompt(trajectory, token_ids, params)
-            (done,) = await self._run(job, [(prompt, params)], {}, model)
+            (done,) = await self._run(job, [(prompt, params)], {"stream": body.stream}, model)
             self._jobs.next_turns(job, [done])
             answer = encode(
                 {
@@ -183,9 +206,11 @@ class OpenAIRoutes:
 
         job = self._jobs.start(wish, work)
         if isinstance(job, bytes):
-            return json_response(job)
+            return await replay_tokens(request, job) if body.stream else json_response(job)
         job.attach()
         try:
+            if body.stream:
+                return await stream_tokens(request, job, keepalive_s=self._config.timeouts.keepalive_s)
             return json_response(await job.wait(), headers=_headers(job.finished))
         finally:
             job.detach()
@@ -234,6 +259,8 @@ class OpenAIRoutes:
         ]
         job.started.set()
         try:
+            if len(handles) == 1:
+                return [await self._jobs.finish(job, handles[0], plan[0][0])]
             return list(
                 await asyncio.gather(
                     *(
@@ -249,7 +276,8 @@ class OpenAIRoutes:
 
     async def _chat_choice(self, body: dict[str, Any], done: Finished, *, entries: bool) -> dict[str, Any]:
         result, handle = done.ended.result, done.handle
-        if not result.token_ids:
+        token_ids = _visible(body, done)
+        if not token_ids:
             return {
                 "index": 0,
                 "message": {"role": "assistant", "content": ""},
@@ -260,7 +288,7 @@ class OpenAIRoutes:
             _engine_request(body),
             turn_id=result.turn_id,
             prompt_ids=handle.prompt_ids,
-            token_ids=result.token_ids,
+            token_ids=token_ids,
             finish_reason=done.ended.reason,
             stop_reason=done.ended.stop_reason,
             entries=handle.entries if entries else None,
@@ -280,13 +308,14 @@ class OpenAIRoutes:
         self, body: dict[str, Any], done: Finished, *, entries: bool
     ) -> dict[str, Any]:
         result, handle = done.ended.result, done.handle
-        if not result.token_ids:
+        token_ids = _visible(body, done)
+        if not token_ids:
             return {"index": 0, "text": "", "logprobs": None, "finish_reason": done.ended.reason}
         choice = await self._renderer.derender_completion(
             _engine_request(body) | {"prompt": handle.prompt_ids},
             turn_id=result.turn_id,
             prompt_ids=handle.prompt_ids,
-            token_ids=result.token_ids,
+            token_ids=token_ids,
             finish_reason=done.ended.reason,
             stop_reason=done.ended.stop_reason,
             entries=handle.entries if entries else None,
@@ -320,12 +349,12 @@ class OpenAIRoutes:
 
     # --- reading requests ------------------------------------------------------------------------------
 
-    def _trajectory(self, request: web.Request, body: dict[str, Any]) -> Trajectory | None:
+    def _trajectory(self, request: web.Request, session_id: Any) -> Trajectory | None:
         name = (
             request.match_info.get("session")
             or request.headers.get("X-Session-ID")
             or request.headers.get("X-SMG-Routing-Key")
-            or body.get("session_id")
+            or session_id
         )
         if name is None:
             return None
@@ -333,7 +362,8 @@ class OpenAIRoutes:
             raise RequestError("must be text", field="session_id")
         return self._store.open(name)
 
-    def _wish(self, request: web.Request, body: dict[str, Any], trajectory: Trajectory | None) -> Wish:
+    def _wish(self, request: web.Request, said: bytes, trajectory: Trajectory | None) -> Wish:
+        """``said`` is what a retry repeats byte for byte."""
         headers = request.headers
         retry_count = headers.get("x-stainless-retry-count", "0")
         deadline_ms = headers.get("X-ROSE-Deadline-Ms")
@@ -349,17 +379,19 @@ class OpenAIRoutes:
         for name, value in keys.items():
             if len(value) > 256:
                 raise RequestError("must have at most 256 characters", field=name)
-        asked = {k: v for k, v in body.items() if k not in ("stream", "stream_options")}
+        named = hashlib.blake2b(request.path.rsplit("/", 1)[-1].encode(), digest_size=16)
+        named.update(said)
         return Wish(
             request_id=request[REQUEST_ID],
             trajectory=trajectory,
-            digest=digest([request.path.rsplit("/", 1)[-1], canonical_json(asked).decode()]).hex(),
+            digest=named.hexdigest(),
             turn_key=keys["X-ROSE-Turn"],
             idempotency_key=keys["Idempotency-Key"],
             is_retry=retry_count.isascii() and retry_count.isdigit() and int(retry_count) > 0,
             dedicated_only=tier == "dedicated",
             min_version=None if minimum is None else parse_version(minimum, "X-ROSE-Min-Version"),
             deadline_s=None if deadline_ms is None else int(deadline_ms) / 1e3,
+            trace_headers=trace_context(headers.get("traceparent"), headers.get("tracestate")),
         )
 
     def _check_messages(self, body: dict[str, Any]) -> None:
@@ -399,8 +431,7 @@ class OpenAIRoutes:
             merged.pop("max_completion_tokens", None)
         return merged
 
-    async def _model(self, body: Mapping[str, Any], trajectory: Trajectory | None) -> str:
-        asked = body.get("model")
+    async def _model(self, asked: Any, trajectory: Trajectory | None) -> str:
         if asked is not None and not isinstance(asked, str):
             raise RequestError("must be text", field="model")
         models = self._dispatcher.models()
@@ -436,6 +467,9 @@ class OpenAIRoutes:
         asked = body.get(name)
         if asked is not None and (type(asked) is not int or asked < 1):
             raise RequestError("must be a whole number from 1", field=prefix + name)
+        seed = body.get("seed")
+        if seed is not None and (type(seed) is not int or not -(2**63) <= seed < 2**63):
+            raise RequestError("must be a whole number of 64 bits", field=prefix + "seed")
         params = dict(rendered)
         params.pop("max_completion_tokens", None)
         params["n"] = 1
@@ -469,6 +503,17 @@ class OpenAIRoutes:
             endpoints[w.worker_id].vocab_size for w in fleet if w.model == model and w.worker_id in endpoints
         ]
         return min((size for size in sizes if size is not None), default=None)
+
+
+def _visible(body: Mapping[str, Any], done: Finished) -> list[int]:
+    ended = done.ended
+    keep = bool(body.get("include_stop_str_in_output"))
+    return visible_ids(ended.result.token_ids, ended.reason, ended.stop_reason, keep=keep)
+
+
+def _said(body: Mapping[str, Any]) -> bytes:
+    """The request but for how its answer is delivered."""
+    return encode({k: v for k, v in body.items() if k not in ("stream", "stream_options")})
 
 
 def openai_usage(done: list[Finished]) -> dict[str, Any]:

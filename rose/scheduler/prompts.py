@@ -13,8 +13,8 @@ sentinel's ids is enough.  The output may already end with the start of the clos
 that was sampled): the longest overlap is left out; a missing end-of-turn token is thereby inserted, with
 mask 0.
 
-A template that refuses an answer without its tool calls is bridged from the end-of-turn token that was
-sampled, if the render of the history is a prefix of the render of the whole.  Otherwise the turn *forks*:
+A template that refuses an answer without its tool calls is bridged by its own growth: the render of the
+history, which ends as every answer of this template ends, is a prefix of the render of the whole.  Otherwise the turn *forks*:
 it is rendered afresh and starts a branch of its own.  Reasons: ``context`` (tools, template arguments or
 model changed), ``history`` (messages rewritten, truncated or reordered), ``branch`` (an answer continued a
 second time), ``unbridgeable``, ``template`` (``history = template`` and the template strips what was
@@ -26,6 +26,7 @@ Callers: the OpenAI routes.  Tested against real chat templates in ``tests/sched
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import string
 from collections import OrderedDict
@@ -37,7 +38,7 @@ import msgspec
 
 from rose.errors import EngineError, RequestError
 from rose.scheduler.ids import MAX_TOKEN_ID
-from rose.scheduler.messages import canonical_json, chain, context_digest, digest
+from rose.scheduler.messages import chain, context_digest
 from rose.scheduler.store import Trajectory
 
 CallEngine = Callable[[str, str | None, bytes], Awaitable[bytes]]
@@ -62,6 +63,10 @@ NOT_RENDERED = (
     "cache_salt",
     "priority",
 )
+
+
+# Keys stay in the agent's order: templates write tools out as they came.
+_encode = msgspec.json.Encoder().encode
 
 
 class _Rendered(msgspec.Struct):
@@ -100,6 +105,7 @@ class Prompts:
         self._cache_entries = cache_entries
         self._cached_tokens = 0
         self._sentinel_ids: OrderedDict[bytes, list[int]] = OrderedDict()
+        self._closings: OrderedDict[bytes, list[int]] = OrderedDict()
         self._collapsing: set[bytes] = set()
         """Contexts whose tokenizer makes one unknown token of both sentinels."""
         # Random, so that no agent can put it into its messages; letters, so that no tokenizer merges it
@@ -167,8 +173,8 @@ class Prompts:
         # Our own limit is set later, on the ids that are really sent; 1 keeps the engine from refusing a
         # prompt whose rendered form is longer than what we send, and equal prompts equal in the cache.
         payload["max_tokens"] = 1
-        data = canonical_json(payload)
-        key = digest(data.decode())
+        data = _encode(payload)
+        key = hashlib.blake2b(data, digest_size=16).digest()
         found = self._cache.get(key)
         if found is not None:
             self._cache.move_to_end(key)
@@ -183,8 +189,8 @@ class Prompts:
         payload = {key: value for key, value in body.items() if key not in NOT_RENDERED}
         payload["prompt"] = prompt
         payload["max_tokens"] = 1
-        data = canonical_json(payload)
-        key = digest(data.decode())
+        data = _encode(payload)
+        key = hashlib.blake2b(data, digest_size=16).digest()
         found = self._cache.get(key)
         if found is not None:
             self._cache.move_to_end(key)
@@ -217,7 +223,7 @@ class Prompts:
             # Some templates want every tool message announced by the call that it answers.
             if not messages[base - 1].get("tool_calls"):
                 raise
-            after, params = await self._after_end_token(messages, base, body, output)
+            after, params = await self._after_calls(messages, base, body, context)
         if after is None:
             return None
         return after[overlap(output, after) :], params
@@ -251,29 +257,49 @@ class Prompts:
                 self._collapsing.add(context)
         return None, {}
 
-    async def _after_end_token(
-        self, messages: list[dict[str, Any]], base: int, body: Mapping[str, Any], output: list[int]
+    async def _after_calls(
+        self, messages: list[dict[str, Any]], base: int, body: Mapping[str, Any], context: bytes
     ) -> tuple[list[int] | None, dict[str, Any]]:
-        if not output:
-            return None, {}
+        """For an answer that must keep its tool calls: how this template closes any answer, then what it adds
+        to the history when the new messages come."""
+        closing = await self._closing(body, context)
         whole = await self._render_uncached(body)
         history = await self._render_uncached(
             {**body, "messages": messages[:base], "add_generation_prompt": False}
         )
         end = len(history.token_ids)
-        if whole.token_ids[:end] != history.token_ids or output[-1] not in history.token_ids:
+        if not closing or whole.token_ids[:end] != history.token_ids:
             return None, {}
-        last = end - 1 - history.token_ids[::-1].index(output[-1])
-        if end - last > 8:
-            return None, {}  # not the end of this answer but of something before it
-        return whole.token_ids[last:], dict(whole.sampling_params)
+        if history.token_ids[end - len(closing) :] != closing:
+            return None, {}
+        return closing + whole.token_ids[end:], dict(whole.sampling_params)
+
+    async def _closing(self, body: Mapping[str, Any], context: bytes) -> list[int]:
+        """The ids between the last word of an answer and its end; empty where they cannot be told."""
+        known = self._closings.get(context)
+        if known is not None:
+            return known
+        one, two = [
+            await self._render_uncached(
+                {
+                    **body,
+                    "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": word}],
+                    "add_generation_prompt": False,
+                }
+            )
+            for word in self._sentinels
+        ]
+        suffix = _common_suffix(one.token_ids, two.token_ids)
+        closing = one.token_ids[len(one.token_ids) - suffix :] if suffix < len(one.token_ids) else []
+        self._closings[context] = closing
+        while len(self._closings) > _MAX_CONTEXTS:
+            self._closings.popitem(last=False)
+        return closing
 
     async def _render_uncached(self, body: Mapping[str, Any]) -> _Rendered:
         payload = {key: value for key, value in body.items() if key not in NOT_RENDERED}
         payload["max_tokens"] = 1
-        answer = await self._call(
-            "/v1/chat/completions/render", payload.get("model"), canonical_json(payload)
-        )
+        answer = await self._call("/v1/chat/completions/render", payload.get("model"), _encode(payload))
         return _checked(_decode(_decode_one, answer))
 
     def _remember(self, key: bytes, rendered: _Rendered) -> None:

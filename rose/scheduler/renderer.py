@@ -106,6 +106,25 @@ class Renderer:
         answer = await self.call("/v1/completions/derender", request.get("model"), encode(body))
         return _first_choice(answer)
 
+    async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of each token by itself, as log-probs of a completion would show it."""
+        if not token_ids:
+            return []
+        entries = [TokenLogprob(token_id=token, logprob=0.0) for token in token_ids]
+        choice = await self.derender_completion(
+            {"prompt": [token_ids[0]], "logprobs": 0},
+            turn_id="view",
+            prompt_ids=[],
+            token_ids=token_ids,
+            finish_reason="stop",
+            stop_reason=None,
+            entries=entries,
+        )
+        texts = (choice.get("logprobs") or {}).get("tokens")
+        if not isinstance(texts, list) or len(texts) != len(token_ids):
+            raise EngineError("the derender route answered no token texts")
+        return texts
+
     async def derender_chunk(
         self,
         request: Mapping[str, Any],

@@ -62,6 +62,7 @@ class Status:
         self._kv_budget = Gauge("rose_kv_budget_tokens", "Advertised", ["tier"], registry=registry)
         self._kv_used = Gauge("rose_kv_used_tokens", "In use", ["tier"], registry=registry)
         self._groups = Gauge("rose_trajectories", "Trajectories", ["state"], registry=registry)
+        self._children: dict[tuple[PromCounter, tuple[str, ...]], PromCounter] = {}
         self.turns_by_tier: Counter[str] = Counter(dict.fromkeys(_TIERS, 0))
         self.tokens_by_tier: Counter[str] = Counter(dict.fromkeys(_TIERS, 0))
         self.outcomes: Counter[str] = Counter()
@@ -82,14 +83,14 @@ class Status:
     def on_action(self, action: te.Action) -> None:
         match action:
             case te.Dispatch():
-                self._affinity.labels(action.affinity).inc()
+                self._count(self._affinity, action.affinity)
                 if action.attempt == 1:
                     self._queue_s.observe(action.queued_s)
                 else:
                     self._reroute_s.observe(action.queued_s)
             case te.Requeued():
                 self.reroutes[action.reason] += 1
-                self._reroutes.labels(action.reason).inc()
+                self._count(self._reroutes, action.reason)
             case te.Fenced():
                 self.num_fenced += 1
                 self._fenced.inc()
@@ -100,11 +101,18 @@ class Status:
             case te.AbortAttempt() | te.TokensKept() | te.AnswerUnavailable():
                 pass
 
+    def _count(self, metric: PromCounter, *labels: str, by: int = 1) -> None:
+        # Looking a child up by its labels costs more than counting.
+        child = self._children.get((metric, labels))
+        if child is None:
+            child = self._children[(metric, labels)] = metric.labels(*labels)
+        child.inc(by)
+
     def _ended(self, action: te.TurnEnded) -> None:
         result = action.result
         tier = result.segments[-1].tier.value if result.segments else "none"
         outcome = action.outcome.value
-        self._turns.labels(tier, outcome).inc()
+        self._count(self._turns, tier, outcome)
         self.outcomes[outcome] += 1
         if outcome == "done":
             self.turns_by_tier[tier] += 1
@@ -114,11 +122,11 @@ class Status:
             if result.first_token_at_s is not None:
                 self._ttft_s.observe(result.first_token_at_s - result.submitted_at_s)
         else:
-            self._cancelled.labels(action.reason).inc()
+            self._count(self._cancelled, action.reason)
             self._count_tokens("discarded", len(result.token_ids))
         for segment in result.segments:
             self.tokens_by_tier[segment.tier.value] += segment.num_tokens
-            self._tier_tokens.labels(segment.tier.value).inc(segment.num_tokens)
+            self._count(self._tier_tokens, segment.tier.value, by=segment.num_tokens)
 
     def on_finished(self, done: Finished, wish: Wish) -> None:
         usage = done.summary["usage"]
@@ -143,7 +151,7 @@ class Status:
 
     def on_fork(self, reason: str) -> None:
         self.forks[reason] += 1
-        self._forks.labels(reason).inc()
+        self._count(self._forks, reason)
 
     def on_stale(self, count: int) -> None:
         self.num_stale += count
@@ -151,7 +159,7 @@ class Status:
 
     def _count_tokens(self, kind: str, count: int) -> None:
         self.tokens[kind] += count
-        self._tokens.labels(kind).inc(count)
+        self._count(self._tokens, kind, by=count)
 
     # --- what is ---------------------------------------------------------------------------------------
 

@@ -17,6 +17,17 @@ def cut_at_stop(text: str, stop: str, *, keep: bool) -> str:
     return text[: at + len(stop)] if keep else text[:at]
 
 
+def visible_ids(
+    token_ids: Sequence[int], finish_reason: str, stop_reason: str | int | None, *, keep: bool
+) -> list[int]:
+    """What of an ended turn has text: all but the end token that stopped it.
+
+    A parser keeps special tokens to see its markup, so an end token would show up in the content.
+    """
+    by_token = finish_reason == "stop" and not isinstance(stop_reason, str)
+    return list(token_ids[:-1] if by_token and not keep else token_ids)
+
+
 class StopMatcher:
     """Args:
     stops: Stop strings.

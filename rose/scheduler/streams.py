@@ -5,8 +5,7 @@ sent in OpenAI's chunk shapes.  A stream never shows that its turn moved between
 there is something to say, so an error before that is a plain HTTP error; afterwards it is an event.  While
 a turn is held, a comment keeps the connection alive.
 
-- A turn that cannot be continued elsewhere (seed, penalties, grammar) is buffered until it is done: what
-was shown
+- A turn that cannot be continued elsewhere (seed, penalties, grammar) is buffered until it is done: what was shown
   could not be taken back.
 - The last chunk leaves after the turn is in the journal, and carries the ``rose`` object.
 - A client that comes back gets the stream from its beginning.
@@ -15,8 +14,9 @@ was shown
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -29,7 +29,7 @@ from rose.scheduler.engine import TokenLogprob
 from rose.scheduler.http import REQUEST_ID, encode, error_body
 from rose.scheduler.jobs import Job, is_resumable
 from rose.scheduler.renderer import Renderer
-from rose.scheduler.stops import StopMatcher
+from rose.scheduler.stops import StopMatcher, visible_ids
 
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -131,6 +131,79 @@ async def stream_job(
         return await events.finish()
 
 
+async def _progress(
+    job: Job, handle: TurnHandle, events: _Events, keepalive_s: float
+) -> AsyncGenerator[bool, None]:
+    """Yields when there may be something new to show: whether the turn is done, which is the last time.
+
+    Raises:
+        RoseError: The turn failed, or waits for a worker too long.
+    """
+    changed = asyncio.Event()
+    handle.watchers.append(changed)
+    live = is_resumable(handle.sampling_params, streamed=True)
+    try:
+        while True:
+            changed.clear()
+            done = handle.done.done()
+            if job.is_waiting_too_long and not done:
+                raise CapacityError("no worker could take the turn in time", retry_after_s=5.0)
+            if done and handle.done.result().outcome is not TurnState.DONE:
+                raise turn_error(handle.done.result())
+            if done or live:
+                yield done
+            if done:
+                return
+            try:
+                await asyncio.wait_for(changed.wait(), keepalive_s)
+            except TimeoutError:
+                await events.send(b": held\n\n")
+    finally:
+        handle.watchers.remove(changed)
+
+
+async def stream_tokens(request: web.Request, job: Job, *, keepalive_s: float) -> web.StreamResponse:
+    """``/rose/v1/generate`` as a stream: ``{token_ids, logprobs}`` as they come, then the whole answer without them.
+
+    Raises:
+        RoseError: Before the stream began.
+    """
+    assert job.task is not None
+    events = _Events(request)
+    try:
+        await job.started.wait()
+        if not job.handles:
+            job.task.result()  # raises what went wrong before the turn
+        handle = job.handles[0]
+        sent = 0
+        async with contextlib.aclosing(_progress(job, handle, events, keepalive_s)) as steps:
+            async for _ in steps:
+                if sent < len(handle.tokens):
+                    piece = {"token_ids": handle.tokens[sent:], "logprobs": handle.logprobs[sent:]}
+                    sent = len(handle.tokens)
+                    await events.event(piece)
+        await events.event(_without_tokens(await job.wait()))
+        return await events.finish()
+    except RoseError as error:
+        if not events.begun:
+            raise
+        await events.event(error_body(error))
+        return await events.finish()
+
+
+async def replay_tokens(request: web.Request, stored: bytes) -> web.StreamResponse:
+    """A stored answer of ``/rose/v1/generate`` as a stream of one piece."""
+    events = _Events(request)
+    answer = msgspec.json.decode(stored)
+    await events.event({name: answer[name] for name in ("token_ids", "logprobs")})
+    await events.event(_without_tokens(stored))
+    return await events.finish()
+
+
+def _without_tokens(answer: bytes) -> dict[str, Any]:
+    return {k: v for k, v in msgspec.json.decode(answer).items() if k not in ("token_ids", "logprobs")}
+
+
 class _Choice:
     """One choice of a stream."""
 
@@ -160,50 +233,33 @@ class _Choice:
         self._keepalive_s = keepalive_s
         stop = body.get("stop")
         stops = [stop] if isinstance(stop, str) else stop if isinstance(stop, list) else []
-        self._stops = StopMatcher(
-            [item for item in stops if isinstance(item, str)],
-            keep=bool(body.get("include_stop_str_in_output")),
-        )
+        self._keep = bool(body.get("include_stop_str_in_output"))
+        self._stops = StopMatcher([item for item in stops if isinstance(item, str)], keep=self._keep)
         self._state: Any = None
         self._role_sent = False
 
     async def run(self) -> None:
         """Send all text; the finish is left to :meth:`send_last`."""
         handle = self._handle
-        changed = asyncio.Event()
-        handle.watchers.append(changed)
-        live = is_resumable(handle.sampling_params, streamed=True)
         want_entries = wants_logprobs(self._body)
         sent = 0
-        try:
-            while True:
-                changed.clear()
-                done = handle.done.done()
-                if self._job.is_waiting_too_long and not done:
-                    raise CapacityError("no worker could take the turn in time", retry_after_s=5.0)
-                if done and handle.done.result().outcome is not TurnState.DONE:
-                    raise turn_error(handle.done.result())
-                if done or live:
-                    # Whatever piled up while the last piece was parsed goes out as one.
-                    token_ids = handle.tokens[sent:]
-                    entries = handle.entries[sent : sent + len(token_ids)] if want_entries else None
-                    sent += len(token_ids)
-                    if token_ids or done:
-                        await self._piece(token_ids, entries, done=done)
-                if done:
-                    return
-                try:
-                    await asyncio.wait_for(changed.wait(), self._keepalive_s)
-                except TimeoutError:
-                    await self._events.send(b": held\n\n")
-        finally:
-            handle.watchers.remove(changed)
+        progress = _progress(self._job, handle, self._events, self._keepalive_s)
+        async with contextlib.aclosing(progress) as steps:
+            async for done in steps:
+                # Whatever piled up while the last piece was parsed goes out as one.
+                token_ids = handle.tokens[sent:]
+                entries = handle.entries[sent : sent + len(token_ids)] if want_entries else None
+                sent += len(token_ids)
+                if token_ids or done:
+                    await self._piece(token_ids, entries, done=done)
 
     async def _piece(self, token_ids: list[int], entries: list[TokenLogprob] | None, *, done: bool) -> None:
         handle = self._handle
         ended = handle.done.result() if done else None
+        if ended is not None:
+            token_ids = visible_ids(token_ids, ended.reason, ended.stop_reason, keep=self._keep)
         if not token_ids and self._state is None:
-            return  # ended without a token
+            return  # ended without a token that has text
         piece, self._state = await self._renderer.derender_chunk(
             self._body,
             chat=self._chat,

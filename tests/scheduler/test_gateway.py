@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 from itertools import pairwise
 from typing import Any
 
@@ -771,3 +772,24 @@ async def test_a_stop_lets_running_turns_end(world: World) -> None:
     engine.hold.set()
     assert len((await turn)["token_ids"]) >= 1
     await stop
+
+
+async def test_generated_tokens_are_streamed_with_their_logprobs(world: World) -> None:
+    await world.start(policy="round_robin")
+    for name in ("a", "b"):
+        engine = await world.add(name, mean_tokens=10_000)
+        engine.faults.append(Fault(kind="reclaim", after=5))
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 16}}
+    whole = await world.ok("POST", "/rose/v1/generate", body)
+    for engine in world.engines.values():
+        engine.faults.append(Fault(kind="reclaim", after=5))
+    async with world.session.post(
+        f"{world.url}/rose/v1/generate", json={**body, "stream": True}, headers=bearer(world.tokens.agent)
+    ) as response:
+        lines = (await response.text()).split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    *pieces, last = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    assert [token for piece in pieces for token in piece["token_ids"]] == whole["token_ids"]
+    assert [value for piece in pieces for value in piece["logprobs"]] == whole["logprobs"]
+    assert last["finish_reason"] == "length"
+    assert "token_ids" not in last

@@ -19,9 +19,11 @@ async def test_a_job_gets_workers_within_its_caps_and_its_turns_run(world: World
     for name in ("a", "b"):
         await world.add(name)
     await world.add("h", tier="harvested")
+    workers = world.scheduler.book.fleet.workers
+    # A worker serves everybody until provisioning has looked at it.
+    await world.until(lambda: [worker.job for worker in workers.values()] == ["", "", ""])
     name = await world.trajectory()
     await world.chat(name, [user("x")], max_tokens=4)
-    workers = world.scheduler.book.fleet.workers
     assert sorted(str(worker.job) for worker in workers.values()) == ["", "", "job"]
     assert workers["h"].job == ""
     ran = [name for name, engine in world.engines.items() if engine.requests]

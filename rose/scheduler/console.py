@@ -1,0 +1,206 @@
+"""``rose traj`` and ``rose top``: look at a running rose-scheduler from a terminal.
+
+``rose traj show ID`` prints a trajectory's text with every sampled token shaded by how unlikely it was, and says which
+engine, tier and weight version it came from; ``ls`` lists, ``export`` writes one JSON object per line.
+``rose top`` shows workers and turns, live.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import msgspec
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from rose.auth import Tokens, bearer
+from rose.errors import ConfigError, RequestError
+
+app = typer.Typer(
+    name="rose traj", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__
+)
+Url = Annotated[str, typer.Option(help="Of rose-scheduler.", envvar="ROSE_SCHEDULER_URL")]
+TokenFile = Annotated[Path | None, typer.Option(help="Tokens by role; else ROSE_TOKEN_FILE.")]
+DEFAULT_URL = "http://127.0.0.1:8800"
+_TIER_COLOURS = {"dedicated": "blue", "harvested": "dark_orange"}
+
+
+class Client:
+    """Args:
+    url: Of the daemon.
+    token_file: As :meth:`Tokens.load` takes it.
+    """
+
+    def __init__(self, url: str, token_file: Path | None) -> None:
+        token = Tokens.load(token_file).agent
+        self._http = httpx.Client(base_url=url, headers=bearer(token), timeout=30.0, trust_env=False)
+        self._url = url
+
+    def get(self, path: str, **query: Any) -> Any:
+        """Raises:
+        ConfigError: Nobody answers there.
+        RequestError: The daemon refuses.
+        """
+        try:
+            answer = self._http.get(path, params={k: v for k, v in query.items() if v is not None})
+        except httpx.TransportError as error:
+            raise ConfigError(
+                f"no rose-scheduler answers at {self._url}: {error}", field="url", fix="name it with --url"
+            ) from error
+        if answer.status_code != 200:
+            try:
+                text = answer.json()["error"]["message"]
+            except (ValueError, KeyError, TypeError):
+                text = f"status {answer.status_code}"
+            raise RequestError(text, field=path)
+        return answer.json()
+
+
+@app.command()
+def show(
+    trajectory: Annotated[str, typer.Argument(help="Its id, as `ls` has it.")],
+    turn: Annotated[int | None, typer.Option(help="Show the branch that ends with this turn.")] = None,
+    url: Url = DEFAULT_URL,
+    token_file: TokenFile = None,
+) -> None:
+    """Text with mask, log-prob, version and tier of every sampled token."""
+    client = Client(url, token_file)
+    shown = client.get(f"/rose/v1/trajectories/{trajectory}/tokens", turn=turn)
+    console = Console()
+    text = Text()
+    runs: list[list[Any]] = []
+    for row in shown["tokens"]:
+        word = row["text"] if row["text"] is not None else f"<{row['id']}>"
+        if not row["sampled"]:
+            text.append(word, Style(dim=True))
+            continue
+        unlikely = min(1.0, -row["logprob"] / 6)
+        colour = f"rgb({int(60 + 195 * unlikely)},{int(200 - 120 * unlikely)},90)"
+        text.append(word, Style(color=colour, underline=row["tier"] == "harvested"))
+        where = [row["turn"], row.get("version"), row["tier"], row["worker"], row["attempt"]]
+        if runs and runs[-1][0] == where:
+            runs[-1][1].append(row["logprob"])
+        else:
+            runs.append([where, [row["logprob"]]])
+    console.print(text)
+    table = Table("turn", "version", "tier", "worker", "attempt", "tokens", "mean log-prob")
+    for (number, version, tier, worker, attempt), logprobs in runs:
+        mean = f"{sum(logprobs) / len(logprobs):.3f}"
+        named = Text(tier, style=_TIER_COLOURS[tier])
+        table.add_row(str(number), version, named, worker, str(attempt), str(len(logprobs)), mean)
+    console.print(table)
+    console.print("dim: prompt, mask 0; green to red: likely to unlikely; underlined: harvested", style="dim")
+    if len(shown.get("branches", [])) > 1:
+        console.print(f"other branches end with turns {shown['branches']}; see --turn", style="dim")
+
+
+@app.command("ls")
+def list_(
+    job: Annotated[str | None, typer.Option(help="Of this job only.")] = None,
+    state: Annotated[str | None, typer.Option(help="In this state only.")] = None,
+    url: Url = DEFAULT_URL,
+    token_file: TokenFile = None,
+) -> None:
+    """All trajectories that the scheduler remembers."""
+    table = Table("id", "job", "group", "state", "reason", "turns", "reward")
+    for each in Client(url, token_file).get("/rose/v1/trajectories", job=job, state=state)["trajectories"]:
+        reward = "" if each["reward"] is None else f"{each['reward']:g}"
+        table.add_row(
+            each["id"],
+            each["job"],
+            each["group_id"],
+            each["state"],
+            each["reason"],
+            str(each["num_turns"]),
+            reward,
+        )
+    Console().print(table)
+
+
+@app.command()
+def export(
+    out: Annotated[Path, typer.Option(help="File to write: JSON, one trajectory per line.")],
+    job: Annotated[str | None, typer.Option(help="Of this job only.")] = None,
+    state: Annotated[str | None, typer.Option(help="In this state only.")] = None,
+    url: Url = DEFAULT_URL,
+    token_file: TokenFile = None,
+) -> None:
+    """Full token traces, for a look offline."""
+    client = Client(url, token_file)
+    names = [each["id"] for each in client.get("/rose/v1/trajectories", job=job, state=state)["trajectories"]]
+    console = Console(stderr=True)
+    with out.open("wb") as file, console.status("exporting") as status:
+        for count, name in enumerate(names, 1):
+            status.update(f"{count} of {len(names)}")
+            file.write(msgspec.json.encode(client.get(f"/rose/v1/trajectories/{name}")) + b"\n")
+    console.print(f"wrote {len(names)} trajectories to {out}")
+
+
+@app.command()
+def top(
+    once: Annotated[bool, typer.Option("--once", help="Print once and end.")] = False,
+    period_s: Annotated[float, typer.Option(help="Between two looks.")] = 1.0,
+    url: Url = DEFAULT_URL,
+    token_file: TokenFile = None,
+) -> None:
+    """Workers and turns, live.  Ctrl-C ends it."""
+    client = Client(url, token_file)
+    if once:
+        Console().print(_screen(client.get("/status")))
+        return
+    try:
+        with Live(_screen(client.get("/status")), screen=True, auto_refresh=False) as live:
+            while True:
+                time.sleep(period_s)
+                live.update(_screen(client.get("/status")), refresh=True)
+    except KeyboardInterrupt:
+        pass
+
+
+def _screen(status: dict[str, Any]) -> Group:
+    turns, queue = status["turns"], status["queue"]
+    versions = ", ".join(f"{job} {version}" for job, version in status["versions"].items()) or "none"
+    head = Text.assemble(
+        (f"up {status['uptime_s']:.0f} s", "bold"),
+        f"   turns: {turns['running']} running, {queue['depth']} waiting (oldest {queue['oldest_s']:.1f} s), "
+        f"{turns['done']} done ({turns['by_tier']['harvested']} harvested), {turns['failed']} failed\n"
+        f"weights: {versions}   continued elsewhere: {status['resumed_turns']}   "
+        f"reroutes: {_counts(status['reroutes'])}   forks: {_counts(status['forks'])}",
+    )
+    workers = Table(
+        "worker", "tier", "health", "lending", "duty", "version", "in flight", "KV used / budget", "silent"
+    )
+    for each in status["workers"]:
+        workers.add_row(
+            each["worker_id"],
+            Text(each["tier"], style=_TIER_COLOURS[each["tier"]]),
+            Text(each["health"], style="" if each["health"] == "ready" else "red"),
+            Text(each["lending"], style="red" if each["lending"] == "pressure" else ""),
+            each["duty"],
+            each["version"] or "",
+            f"{each['inflight']} / {each['cap']}",
+            f"{_or_dash(each['kv_used_tokens'])} / {_or_dash(each['kv_budget_tokens'])}",
+            f"{each['silent_s']:.1f} s",
+        )
+    stuck = Table("oldest turns", "state", "worker", "age", "tokens")
+    for each in status["stuck"][:8]:
+        state = each["state"] + (f" ({each['hold']})" if each["hold"] else "")
+        stuck.add_row(
+            each["trajectory"], state, each["worker"] or "", f"{each['age_s']:.1f} s", str(each["num_tokens"])
+        )
+    return Group(head, workers, stuck)
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items()) or "none"
+
+
+def _or_dash(value: int | None) -> str:
+    return "-" if value is None else str(value)

@@ -1,0 +1,246 @@
+"""The OpenAPI description of rose-scheduler, served at ``/openapi.json``.
+
+Written out once, by hand, next to nothing else: request bodies, roles and the statuses each route may answer.  The tests
+hold it against the running daemon (``tests/scheduler/test_hostile.py``) and against the router, route by route.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Schema = dict[str, Any]
+
+TEXT: Schema = {"type": "string", "minLength": 1, "maxLength": 256}
+COUNT: Schema = {"type": "integer", "minimum": 0, "maximum": 2**53}
+NUMBER: Schema = {"type": "number"}
+FLAG: Schema = {"type": "boolean"}
+ANY: Schema = {}
+TOKEN_IDS: Schema = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": 0, "maximum": 2**32 - 1},
+    "minItems": 1,
+}
+
+
+def _object(required: tuple[str, ...] = (), *, closed: bool = True, **properties: Schema) -> Schema:
+    schema: Schema = {"type": "object", "properties": properties, "additionalProperties": not closed}
+    return {**schema, "required": list(required)} if required else schema
+
+
+def _optional(schema: Schema) -> Schema:
+    return {**schema, "type": [schema["type"], "null"]} if isinstance(schema.get("type"), str) else schema
+
+
+MESSAGE = _object(
+    ("role",),
+    closed=False,
+    role={"type": "string", "enum": ["system", "user", "assistant", "tool"]},
+    content={"anyOf": [{"type": ["string", "null"]}, {"type": "array", "items": {"type": "object"}}]},
+)
+CHAT = _object(
+    ("messages",),
+    closed=False,
+    model=_optional(TEXT),
+    messages={"type": "array", "items": MESSAGE, "minItems": 1, "maxItems": 4096},
+    max_tokens=_optional({"type": "integer", "minimum": 1}),
+    temperature=_optional({"type": "number", "minimum": 0, "maximum": 2}),
+    n=_optional({"type": "integer", "minimum": 1, "maximum": 16}),
+    stream=_optional(FLAG),
+    stop={"anyOf": [{"type": ["string", "null"]}, {"type": "array", "items": {"type": "string"}}]},
+    session_id=_optional(TEXT),
+)
+COMPLETION = _object(
+    ("prompt",),
+    closed=False,
+    model=_optional(TEXT),
+    prompt={"anyOf": [{"type": "string", "minLength": 1}, TOKEN_IDS]},
+    max_tokens=_optional({"type": "integer", "minimum": 1}),
+    stream=_optional(FLAG),
+)
+GENERATE = _object(
+    token_ids=TOKEN_IDS,
+    token_ids_b64=_optional({"type": "string", "contentEncoding": "base64"}),
+    sampling_params=_optional(_object(closed=False, max_tokens=_optional({"type": "integer", "minimum": 1}))),
+    model=_optional(TEXT),
+    session_id=_optional(TEXT),
+    stream=FLAG,
+)
+CREATE = _object(
+    ("job",),
+    job=TEXT,
+    group_id=_optional(TEXT),
+    group_size=_optional({"type": "integer", "minimum": 1, "maximum": 4096}),
+    task=ANY,
+    sampling=_optional({"type": "object"}),
+)
+FINISH = _object(("reward",), reward=NUMBER, success=_optional(FLAG), info=ANY)
+LEASE = _object(
+    ("job", "num_groups", "version"),
+    job=TEXT,
+    num_groups={"type": "integer", "minimum": 1, "maximum": 65_536},
+    version={
+        "anyOf": [
+            {"type": "string", "pattern": r"^\d+\.\d+$"},
+            {"type": "array", "items": COUNT, "minItems": 2, "maxItems": 2},
+        ]
+    },
+    ttl_s=_optional({"type": "number", "exclusiveMinimum": 0}),
+    wait_s=_optional({"type": "number", "minimum": 0}),
+)
+WORKER = _object(
+    ("worker_id", "url", "tier", "model", "max_model_len", "incarnation"),
+    worker_id={**TEXT, "maxLength": 128},
+    url={"type": "string", "maxLength": 512},
+    tier={"type": "string", "enum": ["dedicated", "harvested"]},
+    model=TEXT,
+    max_model_len={"type": "integer", "minimum": 2, "maximum": 2**24},
+    incarnation={**TEXT, "maxLength": 128},
+    engine_token=_optional({**TEXT, "maxLength": 512}),
+    vocab_size=_optional({"type": "integer", "minimum": 1, "maximum": 2**32}),
+    cap=_optional({"type": "integer", "minimum": 1, "maximum": 65_536}),
+)
+HEARTBEAT = _object(
+    ("incarnation", "seq", "state"),
+    closed=False,
+    incarnation={**TEXT, "maxLength": 128},
+    seq=COUNT,
+    state={"type": "string", "enum": ["ready", "starting", "stopping"]},
+    version={"type": ["string", "null"]},
+    kv_budget_tokens=_optional(COUNT),
+    kv_used_tokens=_optional(COUNT),
+    running=COUNT,
+    reclaim_seq=COUNT,
+    gated=FLAG,
+    slack_s=_optional(NUMBER),
+)
+SETTINGS = _object(
+    policy={"type": "string", "enum": ["cost", "paper", "sticky_least_loaded", "round_robin", "random"]},
+    cap_dedicated={"type": "integer", "minimum": 1, "maximum": 65_536},
+    cap_harvested={"type": "integer", "minimum": 1, "maximum": 65_536},
+    max_running={"type": "integer", "minimum": 1, "maximum": 65_536},
+)
+
+_TURN = (200, 404, 409, 410, 422, 429, 502, 503, 504)
+# (method, path, roles, summary, body, statuses besides 400, 401, 413 and 429 where they apply)
+ROUTES: list[tuple[str, str, tuple[str, ...], str, Schema | None, tuple[int, ...]]] = [
+    ("post", "/v1/chat/completions", ("agent",), "Chat, as OpenAI has it", CHAT, _TURN),
+    ("post", "/v1/completions", ("agent",), "Completions, as OpenAI has them", COMPLETION, _TURN),
+    ("get", "/v1/models", ("agent",), "Served models", None, (200,)),
+    ("post", "/s/{session}/v1/chat/completions", ("agent",), "Chat of a trajectory", CHAT, _TURN),
+    ("post", "/s/{session}/v1/completions", ("agent",), "Completions of a trajectory", COMPLETION, _TURN),
+    ("get", "/s/{session}/v1/models", ("agent",), "Served models", None, (200,)),
+    ("post", "/rose/v1/generate", ("agent",), "Tokens in, tokens out", GENERATE, _TURN),
+    ("post", "/rose/v1/trajectories", ("agent",), "Begin a trajectory", CREATE, (200, 409, 422)),
+    ("get", "/rose/v1/trajectories", ("agent", "trainer"), "List trajectories", None, (200,)),
+    (
+        "get",
+        "/rose/v1/trajectories/{id}",
+        ("agent", "trainer"),
+        "Every token of a trajectory",
+        None,
+        (200, 404),
+    ),
+    (
+        "get",
+        "/rose/v1/trajectories/{id}/tokens",
+        ("agent", "trainer"),
+        "One branch, token by token",
+        None,
+        (200, 404),
+    ),
+    ("get", "/events", ("agent", "trainer", "node"), "Live events of the dashboard", None, (200,)),
+    ("get", "/debug/trace", ("agent", "trainer", "node"), "Chrome trace of the last turns", None, (200,)),
+    ("post", "/rose/v1/trajectories/{id}/finish", ("agent",), "Its reward", FINISH, (200, 404, 409, 410)),
+    ("delete", "/rose/v1/trajectories/{id}", ("agent",), "Cancel it", None, (200, 404, 409)),
+    ("post", "/rose/v1/batches/lease", ("trainer",), "Lease whole groups", LEASE, (200, 204)),
+    (
+        "post",
+        "/rose/v1/batches/{id}/ack",
+        ("trainer",),
+        "Trained on",
+        _object(("step", "attempt"), step=COUNT, attempt=COUNT),
+        (200, 404, 409, 410),
+    ),
+    (
+        "post",
+        "/rose/v1/jobs/{job}/resume",
+        ("trainer",),
+        "A restarted trainer",
+        _object(
+            ("attempt", "consumed"), attempt=COUNT, consumed={"type": "array", "items": {"type": "string"}}
+        ),
+        (200, 404, 409, 410),
+    ),
+    (
+        "post",
+        "/rose/v1/versions",
+        ("trainer",),
+        "New weights",
+        _object(("job", "attempt", "version"), job=TEXT, attempt=COUNT, version=COUNT),
+        (200, 409),
+    ),
+    ("post", "/workers", ("node",), "Register an engine", WORKER, (200,)),
+    ("post", "/workers/{id}/heartbeat", ("node",), "It lives", HEARTBEAT, (200,)),
+    ("post", "/workers/{id}/{verb}", ("node",), "drain, cordon, uncordon", None, (200, 404)),
+    ("delete", "/workers/{id}", ("node",), "It is gone", None, (200, 404)),
+    ("get", "/workers", ("agent", "trainer", "node"), "All engines", None, (200,)),
+    ("get", "/status", ("agent", "trainer", "node"), "What runs, and where", None, (200,)),
+    ("get", "/admin/settings", ("admin",), "Caps and policy", None, (200,)),
+    ("post", "/admin/settings", ("admin",), "Change them", SETTINGS, (200,)),
+    ("get", "/openapi.json", (), "This", None, (200,)),
+    ("get", "/metrics", (), "Prometheus", None, (200, 401)),
+    ("get", "/healthz", (), "It runs", None, (200,)),
+    ("get", "/readyz", (), "It takes turns", None, (200, 503)),
+    ("get", "/", (), "The dashboard", None, (200,)),
+]
+ERROR = _object(
+    ("error",),
+    error=_object(
+        ("message", "type", "param", "code"),
+        message={"type": "string"},
+        type={"type": "string"},
+        param={"type": ["string", "null"]},
+        code={"type": ["string", "null"]},
+    ),
+)
+
+
+def describe() -> dict[str, Any]:
+    """An OpenAPI 3.1 document."""
+    paths: dict[str, dict[str, Any]] = {}
+    for method, path, roles, summary, body, statuses in ROUTES:
+        refused = {400, 429} | ({401} if roles else set()) | ({413} if body is not None else set())
+        operation: dict[str, Any] = {
+            "summary": summary,
+            "operationId": f"{method} {path}",
+            "responses": {str(status): _response(status) for status in sorted({*statuses, *refused})},
+        }
+        names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+            for name in names
+        ]
+        if roles:
+            operation["security"] = [{role: []} for role in (*roles, "admin")]
+        if body is not None:
+            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
+        paths.setdefault(path, {})[method] = operation
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "rose-scheduler", "version": "1"},
+        "paths": paths,
+        "components": {
+            "securitySchemes": {
+                role: {"type": "http", "scheme": "bearer", "description": f"token of role {role}"}
+                for role in ("agent", "trainer", "node", "admin")
+            },
+            "schemas": {"Error": ERROR},
+        },
+    }
+
+
+def _response(status: int) -> dict[str, Any]:
+    if status < 400:
+        return {"description": "done"}
+    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    return {"description": "refused", "content": {} if status == 503 else content}

@@ -1,0 +1,207 @@
+"""What happened lately, for people: spans of turns on workers, marks of trouble, and one sample a second.
+
+Bounded rings, nothing on disk.  The dashboard reads it over ``/events``, ``/debug/trace`` gives it to Perfetto or
+``chrome://tracing``.  Fed with every action of the turn book and once a second with the whole status; decides nothing.
+
+A span is ``[id, worker, tier, trajectory, attempt, start_s, end_s or None, how it ended]``; a mark is ``[at_s, worker, kind]``.
+Times are seconds of the scheduler's own clock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from rose.policy import turn_events as te
+from rose.policy.fleet import Fleet, Lending
+
+MAX_SPANS = 20_000
+MAX_MARKS = 2_000
+MAX_SAMPLES = 900
+_WINDOW = 512
+"""Latest waits and moves that percentiles are taken over."""
+
+
+class Timeline:
+    def __init__(self, now_s: Callable[[], float], fleet: Fleet, trajectory_of: Callable[[str], str]) -> None:
+        self._now_s = now_s
+        self._fleet = fleet
+        self._trajectory_of = trajectory_of
+        self._open: dict[str, list[Any]] = {}
+        self._closed: deque[list[Any]] = deque(maxlen=MAX_SPANS)
+        self._num_spans = 0
+        self._changed: deque[list[Any]] = deque(maxlen=MAX_SPANS)
+        """Spans opened or closed, oldest first; ``_num_changes`` counts all there ever were."""
+        self._num_changes = 0
+        self.marks: deque[list[Any]] = deque(maxlen=MAX_MARKS)
+        self.samples: deque[dict[str, Any]] = deque(maxlen=MAX_SAMPLES)
+        self._queue_s: deque[float] = deque(maxlen=_WINDOW)
+        self._reroute_s: deque[float] = deque(maxlen=_WINDOW)
+        self._under_pressure: set[str] = set()
+        self.staleness: Counter[int] = Counter()
+        """Versions a leased trajectory lay behind its consumer -> how many."""
+        self.steps: deque[list[Any]] = deque(maxlen=200)
+        """``[at_s, job, version, trajectories finished by then]``."""
+        self.num_finished = 0
+
+    # --- fed by the daemon -----------------------------------------------------------------------------
+
+    def on_action(self, action: te.Action) -> None:
+        match action:
+            case te.Dispatch():
+                self._begin(action)
+            case te.Requeued():
+                self._end(action.turn_id, action.reason)
+            case te.TurnEnded():
+                self._end(action.turn_id, action.outcome.value)
+            case _:
+                pass
+
+    def on_step(self, job: str, version: str) -> None:
+        self.steps.append([self._now_s(), job, version, self.num_finished])
+
+    def on_leased(self, lags: Iterable[int]) -> None:
+        self.staleness.update(lags)
+
+    def sample(self, status: dict[str, Any]) -> None:
+        """Once a second."""
+        now_s = self._now_s()
+        flight = {"dedicated": 0, "harvested": 0}
+        slack: list[float] = []
+        pressed: set[str] = set()
+        for worker in self._fleet:
+            flight[worker.tier.value] += worker.inflight
+            if worker.slack_s is not None:
+                slack.append(worker.slack_s)
+            if worker.lending is Lending.PRESSURE:
+                pressed.add(worker.worker_id)
+        for name in sorted(pressed - self._under_pressure):
+            self.marks.append([now_s, name, "pressure"])
+        self._under_pressure = pressed
+        tokens = status["tokens"]
+        self.samples.append(
+            {
+                "t": round(now_s, 3),
+                "flight": flight,
+                "queued": status["queue"]["depth"],
+                "done": status["turns"]["done"],
+                "finished": self.num_finished,
+                "queue_s": _percentiles(self._queue_s),
+                "reroute_s": _percentiles(self._reroute_s),
+                "tokens": [
+                    tokens.get(kind, 0)
+                    for kind in ("prompt", "cached", "recomputed", "discarded", "generated")
+                ],
+                "slack_s": round(min(slack), 4) if slack else None,
+                "gated": sum(worker.gated for worker in self._fleet),
+            }
+        )
+
+    # --- read by people --------------------------------------------------------------------------------
+
+    @property
+    def num_changes(self) -> int:
+        return self._num_changes
+
+    def spans(self) -> list[list[Any]]:
+        """Everything still remembered, the running ones last."""
+        return [*self._closed, *self._open.values()]
+
+    def changes_since(self, count: int) -> list[list[Any]]:
+        """Spans opened or closed after ``num_changes`` was ``count``; at most what the ring holds."""
+        missed = min(self._num_changes - count, len(self._changed))
+        return (
+            []
+            if missed <= 0
+            else [self._changed[at] for at in range(len(self._changed) - missed, len(self._changed))]
+        )
+
+    def chrome_trace(self) -> dict[str, Any]:
+        """The Trace Event format: one process per tier, one thread per worker; microseconds."""
+        now_s = self._now_s()
+        threads: dict[tuple[str, str], int] = {}
+        events: list[dict[str, Any]] = []
+        pids = {"dedicated": 1, "harvested": 2}
+        for number, worker, tier, trajectory, attempt, start_s, end_s, how in self.spans():
+            thread = threads.setdefault((tier, worker), len(threads) + 1)
+            events.append(
+                {
+                    "name": trajectory,
+                    "cat": how or "running",
+                    "ph": "X",
+                    "pid": pids[tier],
+                    "tid": thread,
+                    "ts": round(start_s * 1e6),
+                    "dur": round(((now_s if end_s is None else end_s) - start_s) * 1e6),
+                    "args": {"span": number, "attempt": attempt, "ended": how},
+                }
+            )
+        tier_of = {worker: tier for tier, worker in threads}
+        for at_s, worker, kind in self.marks:
+            tier = tier_of.get(worker)
+            if tier is not None:
+                thread = threads[(tier, worker)]
+                events.append(
+                    {
+                        "name": kind,
+                        "ph": "i",
+                        "s": "t",
+                        "pid": pids[tier],
+                        "tid": thread,
+                        "ts": round(at_s * 1e6),
+                    }
+                )
+        for tier, pid in pids.items():
+            events.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": tier}})
+        for (tier, worker), thread in threads.items():
+            names = {
+                "name": "thread_name",
+                "ph": "M",
+                "pid": pids[tier],
+                "tid": thread,
+                "args": {"name": worker},
+            }
+            events.append(names)
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+    # --- inside ----------------------------------------------------------------------------------------
+
+    def _begin(self, action: te.Dispatch) -> None:
+        worker = self._fleet.workers[action.worker_id]
+        (self._queue_s if action.attempt == 1 else self._reroute_s).append(action.queued_s)
+        self._num_spans += 1
+        span = [
+            self._num_spans,
+            action.worker_id,
+            worker.tier.value,
+            self._trajectory_of(action.turn_id),
+            action.attempt,
+            round(self._now_s(), 4),
+            None,
+            "",
+        ]
+        self._open[action.turn_id] = span
+        self._note(span)
+
+    def _end(self, turn_id: str, how: str) -> None:
+        span = self._open.pop(turn_id, None)
+        if span is None:
+            return
+        span = [*span[:6], round(self._now_s(), 4), how]
+        self._closed.append(span)
+        if how not in ("done", "cancelled", "failed"):
+            self.marks.append([span[6], span[1], how])
+        self._note(span)
+
+    def _note(self, span: list[Any]) -> None:
+        self._changed.append(span)
+        self._num_changes += 1
+
+
+def _percentiles(values: deque[float]) -> list[float] | None:
+    """``[p50, p99]`` of the latest values."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    return [round(ordered[int(share * (len(ordered) - 1))], 4) for share in (0.5, 0.99)]

@@ -1,0 +1,140 @@
+"""Routes for people: the dashboard, its live events, one trajectory token by token, a trace for Perfetto."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from importlib.resources import files
+from itertools import islice
+from typing import Any
+
+from aiohttp import web
+
+from rose.errors import CapacityError, EngineError, RequestError
+from rose.scheduler.http import encode, json_response
+from rose.scheduler.ids import unpack_ids, unpack_logprobs
+from rose.scheduler.renderer import Renderer
+from rose.scheduler.store import Store, Trajectory
+from rose.scheduler.timeline import Timeline
+
+PERIOD_S = 1.0
+_FIRST_SPANS = 4000
+_SECURITY = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+class WatchRoutes:
+    """Args:
+    status: Gives ``/status``, hardly old.
+    stopping: Ends the event streams.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        timeline: Timeline,
+        renderer: Renderer,
+        status: Callable[[], dict[str, Any]],
+        stopping: Callable[[], bool],
+    ) -> None:
+        self._store = store
+        self._timeline = timeline
+        self._renderer = renderer
+        self._status = status
+        self._stopping = stopping
+
+    async def page(self, request: web.Request) -> web.Response:
+        text = files("rose.scheduler").joinpath("page.html").read_text()
+        return web.Response(text=text, content_type="text/html", headers=_SECURITY)
+
+    async def events(self, request: web.Request) -> web.StreamResponse:
+        """Server-sent events: first ``history``, then ``now`` once a second."""
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        )
+        await response.prepare(request)
+        timeline = self._timeline
+        seen = timeline.num_changes
+        history = {
+            "samples": list(timeline.samples),
+            "spans": timeline.spans()[-_FIRST_SPANS:],
+            "marks": list(timeline.marks),
+            "steps": list(timeline.steps),
+        }
+        await response.write(b"event: history\ndata: " + encode(history) + b"\n\n")
+        while not self._stopping():
+            changed = timeline.changes_since(seen)
+            seen = timeline.num_changes
+            now = {
+                "status": self._status(),
+                "sample": timeline.samples[-1] if timeline.samples else None,
+                "spans": changed,
+                "marks": list(islice(reversed(timeline.marks), 100))[::-1],
+                "steps": list(timeline.steps)[-2:],
+                "staleness": sorted(timeline.staleness.items()),
+            }
+            await response.write(b"event: now\ndata: " + encode(now) + b"\n\n")
+            await asyncio.sleep(PERIOD_S)
+        return response
+
+    async def trace(self, request: web.Request) -> web.Response:
+        return json_response(
+            self._timeline.chrome_trace(),
+            headers={"Content-Disposition": 'attachment; filename="rose-trace.json"'},
+        )
+
+    async def tokens(self, request: web.Request) -> web.Response:
+        """One branch of a trajectory, token by token; ``?turn=N`` names its last turn (default: the newest)."""
+        trajectory = self._store.get(request.match_info["id"])
+        asked = request.query.get("turn")
+        if not trajectory.turns:
+            return json_response({"id": trajectory.id, "turn": None, "tokens": []})
+        if asked is not None and not (
+            asked.isascii() and asked.isdigit() and int(asked) < len(trajectory.turns)
+        ):
+            raise RequestError(f"must be a turn from 0 to {len(trajectory.turns) - 1}", field="turn")
+        turn = len(trajectory.turns) - 1 if asked is None else int(asked)
+        rows = branch_tokens(trajectory, turn)
+        texts = await self._texts([row["id"] for row in rows], trajectory)
+        for row, text in zip(rows, texts, strict=True):
+            row["text"] = text
+        return json_response(
+            {
+                "id": trajectory.id,
+                "turn": turn,
+                "branches": [
+                    record.turn for record in trajectory.turns if record.turn not in trajectory.parents
+                ],
+                "tokens": rows,
+            }
+        )
+
+    async def _texts(self, token_ids: list[int], trajectory: Trajectory) -> list[str | None]:
+        """Each token's text, from any engine; None where there is none to ask."""
+        try:
+            return list(await self._renderer.token_texts(token_ids))
+        except (CapacityError, EngineError, RequestError):
+            return [None] * len(token_ids)
+
+
+def branch_tokens(trajectory: Trajectory, turn: int) -> list[dict[str, Any]]:
+    """Every token of the branch that ends with ``turn``; prompt tokens carry ``sampled: false`` and nothing more."""
+    rows = [{"id": token, "sampled": False} for token in trajectory.full_ids(turn)]
+    for start, count, number in trajectory.sampled(turn):
+        record = trajectory.turns[number]
+        logprobs = unpack_logprobs(record.logprobs)
+        assert unpack_ids(record.token_ids) == [row["id"] for row in rows[start : start + count]]
+        for at in range(count):
+            rows[start + at] |= {"sampled": True, "turn": number, "logprob": logprobs[at]}
+        for version, at, size in record.versions:
+            for row in rows[start + at : start + at + size]:
+                row["version"] = version
+        for segment in record.segments:
+            first = start + segment["start"]
+            for row in rows[first : first + segment["n"]]:
+                row |= {"worker": segment["worker"], "tier": segment["tier"], "attempt": segment["attempt"]}
+    return rows

@@ -1,0 +1,311 @@
+"""Input that means harm, or was never looked at: answered right, and nothing of it stays in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import HealthCheck, settings
+
+from rose.auth import Tokens, bearer
+from rose.scheduler import guard, watch_api
+from rose.scheduler.openapi import ROUTES, describe
+from tests.scheduler.conftest import World, user
+
+schemathesis = pytest.importorskip("schemathesis")
+
+
+# --- what the description allows and forbids ---------------------------------------------------------------
+
+
+class Background:
+    """A world on a loop of its own, for clients that block."""
+
+    def __init__(self, folder: Path, tokens: Tokens) -> None:
+        self._ready = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self.world = World(folder, tokens)
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+        assert self._ready.wait(30)
+
+    def _run(self) -> None:
+        import aiohttp
+
+        async def main() -> None:
+            self._stop = asyncio.Event()
+            async with aiohttp.ClientSession() as session:
+                self.world.session = session
+                await self.world.start(
+                    limits={"max_body_bytes": 256 * 1024, "max_trajectories": 10_000},
+                    timeouts={"max_queue_s": 0.2, "max_wait_s": 0.01, "turn_s": 2.0, "drain_s": 0.1},
+                )
+                await self.world.add("a", mean_tokens=4)
+                self._ready.set()
+                await self._stop.wait()
+                await self.world.close()
+
+        self._loop.run_until_complete(main())
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self.thread.join(30)
+
+
+@pytest.fixture(scope="module")
+def background(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Background]:
+    tokens = Tokens.generate()
+    made = Background(tmp_path_factory.mktemp("hostile"), tokens)
+    yield made
+    made.close()
+
+
+SCHEMA = schemathesis.openapi.from_dict(describe())
+checks = schemathesis.specs.openapi.checks
+
+
+# The events never end.
+@SCHEMA.exclude(path="/events").parametrize()
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+def test_answers_keep_to_the_description(
+    case: Any, background: Background, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens = background.world.tokens
+    headers = {**(case.headers or {}), **bearer(tokens.admin)}
+    with caplog.at_level(logging.ERROR):
+        response = case.call(base_url=background.world.url, headers=headers, timeout=20)
+    assert response.status_code < 500 or response.status_code in (502, 503, 504), response.text
+    assert not [record for record in caplog.records if record.exc_info], caplog.text
+    case.validate_response(
+        response,
+        checks=[checks.status_code_conformance, checks.response_schema_conformance],
+    )
+
+
+async def test_every_route_is_described_and_every_description_has_a_route(world: World) -> None:
+    await world.start()
+    assert world.scheduler._runner is not None
+    app = world.scheduler._runner.app
+    assert app is not None
+    routes = {
+        (r.method.lower(), r.resource.canonical)
+        for r in app.router.routes()
+        if r.resource and r.method != "HEAD"
+    }
+    assert routes == {(method, path) for method, path, *_ in ROUTES}
+
+
+async def test_a_role_opens_its_own_routes_only(world: World) -> None:
+    await world.start()
+    for method, path, roles, *_ in ROUTES:
+        for role in ("agent", "trainer", "node", "relay"):
+            if roles and role not in roles:
+                place = path.replace("{", "").replace("}", "")
+                status, answer = await world.call(method.upper(), place, {}, role=role)
+                assert (status, answer["error"]["param"]) == (401, "Authorization"), (method, path, role)
+
+
+# --- bytes ------------------------------------------------------------------------------------------------
+
+
+async def raw(world: World, data: bytes, *, until_closed: bool = False) -> bytes:
+    """Send bytes as they are; what comes back before the connection closes or a second passes."""
+    host, port = world.url.removeprefix("http://").rsplit(":", 1)
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(data)
+    await writer.drain()
+    parts: list[bytes] = []
+    try:
+        async with asyncio.timeout(10 if until_closed else 2):
+            while part := await reader.read(65536):
+                parts.append(part)
+                if not until_closed and b"\r\n\r\n" in b"".join(parts):
+                    break
+    except TimeoutError:
+        assert not until_closed, "the connection is still open"
+    except ConnectionError:
+        pass
+    writer.close()
+    return b"".join(parts)
+
+
+def head(world: World, *lines: str, path: str = "/v1/chat/completions") -> bytes:
+    first = [f"POST {path} HTTP/1.1", "Host: x", f"Authorization: Bearer {world.tokens.agent}", *lines]
+    return ("\r\n".join(first) + "\r\n\r\n").encode()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b'{"messages": [{"role": "user", "content": "' + b"a" * 100,
+        b'{"messages": "\xff\xfe"}',
+        b'{"messages": ' + b"[" * 200_000,
+        b'{"a":' * 50_000 + b"1" + b"}" * 50_000,
+        b'[{"messages": []}]',
+        b"null",
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"messages": [{"role": "user", "content": "x"}], "seed": ' + b"9" * 400 + b"}",
+        b'{"messages": [{"role": "user", "content": "x"}], "temperature": 1e999}',
+        b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}',
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/rose/v1/generate"])
+async def test_a_body_that_is_no_request_is_400(world: World, path: str, body: bytes) -> None:
+    await world.start()
+    await world.add("a")
+    async with world.session.post(
+        world.url + path, data=body, headers=bearer(world.tokens.agent)
+    ) as response:
+        answer = await response.json()
+        assert response.status == 400, answer
+    assert len(answer["error"]["message"]) <= 1000
+
+
+async def test_a_body_above_the_bound_is_refused_before_it_is_read(world: World) -> None:
+    await world.start(limits={"max_body_bytes": 4096})
+    answer = await raw(world, head(world, "Content-Length: 1099511627776") + b"x")
+    assert answer.startswith(b"HTTP/1.1 413 ")
+
+
+async def test_a_chunked_body_is_cut_off_at_the_bound(world: World) -> None:
+    await world.start(limits={"max_body_bytes": 4096})
+    chunk = b"1000\r\n" + b"a" * 4096 + b"\r\n"
+    answer = await raw(world, head(world, "Transfer-Encoding: chunked") + chunk * 64)
+    assert answer.startswith(b"HTTP/1.1 413 ")
+
+
+async def test_a_truncated_body_ends_with_its_connection(world: World) -> None:
+    await world.start(timeouts={"read_s": 0.3})
+    answer = await raw(world, head(world, "Content-Length: 1000") + b'{"messages"')
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"slow_body" in answer
+    assert world.scheduler.guard.intake_bytes == 0
+
+
+async def test_a_head_that_never_ends_is_closed(world: World) -> None:
+    await world.start(timeouts={"read_s": 0.3, "tick_s": 0.02})
+    assert await raw(world, b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-A: ", until_closed=True) == b""
+    assert await raw(world, b"", until_closed=True) == b""
+
+
+async def test_idle_connections_above_the_bound_are_closed(world: World) -> None:
+    await world.start(limits={"max_connections": 5}, timeouts={"tick_s": 0.02})
+    host, port = world.url.removeprefix("http://").rsplit(":", 1)
+    pairs = [await asyncio.open_connection(host, int(port)) for _ in range(20)]
+    await world.until(lambda: sum(reader.at_eof() for reader, _ in pairs) == 15)
+    # They keep nobody out.
+    assert (await raw(world, b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+    for _, writer in pairs:
+        writer.close()
+
+
+async def test_a_second_head_that_never_ends_is_closed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "IDLE_S", 0.3)
+    await world.start(timeouts={"tick_s": 0.02})
+    first = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
+    answer = await raw(world, first + b"GET /healthz HTTP/1.1\r\nX-A: ", until_closed=True)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert answer.count(b"HTTP/1.1") == 1
+
+
+async def test_an_open_stream_is_not_quiet(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "IDLE_S", 0.05)
+    monkeypatch.setattr(watch_api, "PERIOD_S", 0.05)
+    await world.start(timeouts={"tick_s": 0.02, "read_s": 0.05})
+    async with world.session.get(f"{world.url}/events", headers=bearer(world.tokens.agent)) as response:
+        parts = [await response.content.readuntil(b"\n\n") for _ in range(4)]
+    assert all(parts)
+
+
+async def test_heartbeats_and_probes_have_no_rate(world: World) -> None:
+    await world.start(limits={"requests_per_s": 1.0})
+    for _ in range(8):
+        assert (await world.call("GET", "/healthz"))[0] == 200
+        assert (await world.call("POST", "/workers/ghost/heartbeat", {}, role="node"))[0] != 429
+
+
+async def test_requests_beyond_the_rate_are_told_when_to_come_back(world: World) -> None:
+    await world.start(limits={"requests_per_s": 2.0})
+    statuses = []
+    for _ in range(12):
+        async with world.session.get(
+            f"{world.url}/v1/models", headers=bearer(world.tokens.agent)
+        ) as response:
+            statuses.append(response.status)
+            if response.status == 429:
+                assert int(response.headers["Retry-After"]) >= 1
+                assert (await response.json())["error"]["code"] == "rate_limited"
+    assert statuses[:4] == [200] * 4
+    assert 429 in statuses
+
+
+async def test_too_many_large_bodies_at_once_are_429(world: World) -> None:
+    await world.start(
+        limits={"max_body_bytes": 200_000, "max_intake_bytes": 300_000}, timeouts={"read_s": 5.0}
+    )
+    first = asyncio.create_task(raw(world, head(world, "Content-Length: 199999") + b"{"))
+    await world.until(lambda: world.scheduler.guard.intake_bytes > 100_000)
+    answer = await raw(world, head(world, "Content-Length: 199999") + b"{")
+    assert answer.startswith(b"HTTP/1.1 429 ")
+    assert b"Retry-After" in answer
+    first.cancel()
+
+
+@pytest.mark.parametrize(
+    "name", ["X-Request-Id", "X-Session-ID", "X-ROSE-Turn", "Idempotency-Key", "traceparent"]
+)
+async def test_headers_cannot_put_words_into_ours(world: World, name: str) -> None:
+    await world.start()
+    await world.add("a")
+    body = b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}'
+    for value in ("a\x00b", "a\tb: c", "é" * 40, "x" * 7000, "%0d%0aSet-Cookie: a=b", "a\rSet-Cookie: a=b"):
+        answer = await raw(world, head(world, f"{name}: {value}", f"Content-Length: {len(body)}") + body)
+        top = answer.split(b"\r\n\r\n", 1)[0]
+        assert answer.split(b" ", 2)[1] in (b"200", b"400", b"404"), answer
+        assert b"set-cookie" not in top.lower().replace(b"%0d%0aset-cookie", b"")
+
+
+async def test_memory_stays_bounded_under_refused_bodies(world: World) -> None:
+    """100 bodies of 2 MB, none kept: less than ten of them remain in the process."""
+    await world.start(limits={"max_body_bytes": 4 * 2**20})
+    await world.add("a")
+    process = psutil.Process()
+    data = b'{"messages": [{"role": 5, "content": "' + b"a" * (2 * 2**20) + b'"}]}'
+
+    async def send(count: int) -> None:
+        for _ in range(count):
+            async with world.session.post(
+                f"{world.url}/v1/chat/completions", data=data, headers=bearer(world.tokens.agent)
+            ) as response:
+                assert response.status == 400
+
+    await send(10)
+    gc.collect()
+    before = process.memory_info().rss
+    await send(100)
+    gc.collect()
+    assert process.memory_info().rss - before < 20 * 2**20
+
+
+async def test_names_that_agents_make_up_are_forgotten(world: World) -> None:
+    await world.start()
+    await world.add("a")
+    for number in range(300):
+        status, _ = await world.call(
+            "POST",
+            "/v1/chat/completions",
+            {"messages": [user("x")]},
+            headers={"X-Session-ID": f"ghost-{number}"},
+        )
+        assert status == 404
+    assert not world.scheduler.store.trajectories
+    assert not world.scheduler.book.turns

@@ -1,0 +1,428 @@
+"""Unmodified clients, a real ``vllm serve``: what the gateway answers is what vLLM answers for the same tokens.
+
+One server for the file.  The gateway sees it as two workers, each behind a door that can break a turn's connection after
+a number of events: the turn must go on through the other door and nobody may notice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from aiohttp import web
+
+from rose.auth import Tokens
+from rose.scheduler.app import Scheduler
+from rose.scheduler.config import SchedulerConfig
+from tests.scheduler.conftest import user
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.engine
+
+ROOT = Path(__file__).resolve().parents[2]
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of the coming days.",
+        # Not in alphabetical order: the template writes it as it is sent.
+        "parameters": {
+            "type": "object",
+            "properties": {"days": {"type": "integer"}, "city": {"type": "string"}},
+            "required": ["city"],
+        },
+    },
+}
+QUESTION = user("What will the weather in Zürich be?")
+CALL = {
+    "id": "call-1",
+    "type": "function",
+    "function": {"name": "get_weather", "arguments": '{"days": 3, "city": "Zürich"}'},
+}
+AFTER_TOOL = [
+    QUESTION,
+    {"role": "assistant", "content": None, "reasoning": "I must look.", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "call-1", "content": "sunny, 21 degrees"},
+]
+REQUESTS: dict[str, dict[str, Any]] = {
+    "reasoning, then a tool call": {"tools": [WEATHER]},
+    "an answer after the tool": {"tools": [WEATHER], "messages": AFTER_TOOL},
+    "no thinking": {"tools": [WEATHER], "extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
+    "no tools": {},
+    "cut inside the reasoning": {"tools": [WEATHER], "max_tokens": 3},
+    "cut inside the call": {"tools": [WEATHER], "max_tokens": 11},
+    "a stop string": {"tools": [WEATHER], "messages": AFTER_TOOL, "stop": ["in Z"]},
+    "a call that must be": {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 40},
+    "a named call": {
+        "tools": [WEATHER],
+        "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
+        "max_tokens": 40,
+    },
+    "tools that must not be used": {"tools": [WEATHER], "tool_choice": "none"},
+    "two choices": {"messages": AFTER_TOOL, "n": 2, "temperature": 0.02},
+    "log-probs": {"messages": AFTER_TOOL, "logprobs": True, "top_logprobs": 2},
+}
+
+
+class Door:
+    """A plain proxy to the engine that can hang up."""
+
+    def __init__(self, engine_url: str) -> None:
+        self.engine_url = engine_url
+        self.cut_after: int | None = None
+        self.num_cuts = 0
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        async with self.session.request(
+            request.method,
+            self.engine_url + request.path_qs,
+            data=body,
+            headers={"Content-Type": "application/json"},
+        ) as upstream:
+            cut, self.cut_after = self.cut_after, None if "generate" in request.path else self.cut_after
+            if "generate" not in request.path or upstream.content_type != "text/event-stream":
+                return web.Response(
+                    body=await upstream.read(), status=upstream.status, content_type=upstream.content_type
+                )
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            count = 0
+            async for line in upstream.content:
+                if line.startswith(b"data:"):
+                    if cut is not None and count >= cut:
+                        self.num_cuts += 1
+                        assert request.transport is not None
+                        request.transport.abort()
+                        return response
+                    count += 1
+                await response.write(line)
+            return response
+
+    async def open(self) -> str:
+        self.session = aiohttp.ClientSession(auto_decompress=False)
+        app = web.Application(client_max_size=2**26)
+        app.router.add_route("*", "/{path:.*}", self.handle)
+        self.runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await self.runner.setup()
+        await web.TCPSite(self.runner, "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{self.runner.addresses[0][1]}"
+
+    async def close(self) -> None:
+        await self.runner.cleanup()
+        await self.session.close()
+
+
+@pytest.fixture(scope="module")
+def engine_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    from tests.engine_launcher import EngineServer
+    from tests.scheduler.script_model import write_script_model
+
+    folder = tmp_path_factory.mktemp("script") / "policy"
+    write_script_model(folder)
+    args = (
+        "--enable-scale-out",
+        "--logprobs-mode=processed_logprobs",
+        "--reasoning-parser=qwen3",
+        "--tool-call-parser=hermes",
+        "--enable-auto-tool-choice",
+        "--max-model-len=1024",
+        "--served-model-name=policy",
+        "--enable-prompt-tokens-details",
+    )
+    with EngineServer(folder, args=args, start_timeout_s=300) as server:
+        yield server.url
+
+
+class Gateway:
+    def __init__(self, scheduler: Scheduler, doors: list[Door], tokens: Tokens, engine_url: str) -> None:
+        self.scheduler, self.doors, self.tokens, self.engine_url = scheduler, doors, tokens, engine_url
+        self.url = scheduler.url
+
+    def ours(self, path: str = "", **kwargs: Any) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}{path}/v1", api_key=self.tokens.agent, **kwargs)
+
+    def theirs(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.engine_url}/v1", api_key="none")
+
+    def cut(self, after: int) -> None:
+        """Break the next turn's connection, whichever door it takes."""
+        for door in self.doors:
+            door.cut_after, door.num_cuts = after, 0
+
+    @property
+    def num_cuts(self) -> int:
+        return sum(door.num_cuts for door in self.doors)
+
+
+@pytest.fixture
+async def gateway(engine_url: str, tmp_path: Path, tokens: Tokens) -> AsyncIterator[Gateway]:
+    doors = [Door(engine_url), Door(engine_url)]
+    workers = [
+        {"worker_id": f"w{at}", "url": await door.open(), "model": "policy", "max_model_len": 1024}
+        for at, door in enumerate(doors)
+    ]
+    settings = {
+        "port": 0,
+        "workers": workers,
+        "stream_upstream": True,
+        "policy": "round_robin",
+        "timeouts": {"tick_s": 0.02, "backoff_s": 0.05},
+    }
+    scheduler = Scheduler(SchedulerConfig.model_validate(settings), tokens, tmp_path)
+    await scheduler.start()
+    async with asyncio.timeout(60):
+        while sum(worker.may_take_turns for worker in scheduler.book.fleet) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    yield Gateway(scheduler, doors, tokens, engine_url)
+    await scheduler.stop(drain_s=0)
+    for door in doors:
+        await door.close()
+
+
+Answer = list[dict[str, Any]]
+
+
+async def whole(api: openai.AsyncOpenAI, **request: Any) -> Answer:
+    answer = await api.chat.completions.create(**request)
+    return [
+        {
+            "content": choice.message.content or "",
+            "reasoning": getattr(choice.message, "reasoning", None) or "",
+            "calls": [(c.function.name, c.function.arguments) for c in choice.message.tool_calls or []],  # type: ignore[union-attr]
+            "finish": choice.finish_reason,
+            "logprobs": _tokens(choice.logprobs),
+        }
+        for choice in answer.choices
+    ]
+
+
+async def streamed(api: openai.AsyncOpenAI, **request: Any) -> Answer:
+    choices: dict[int, dict[str, Any]] = {}
+    async for chunk in await api.chat.completions.create(**request, stream=True):
+        for choice in chunk.choices:
+            seen = choices.setdefault(
+                choice.index, {"content": "", "reasoning": "", "calls": [], "finish": None, "logprobs": []}
+            )
+            assert seen["finish"] is None
+            seen["content"] += choice.delta.content or ""
+            seen["reasoning"] += getattr(choice.delta, "reasoning", None) or ""
+            for call in choice.delta.tool_calls or []:
+                if call.index == len(seen["calls"]):
+                    assert call.id
+                    seen["calls"].append((call.function.name, ""))
+                name, arguments = seen["calls"][call.index]
+                seen["calls"][call.index] = (name, arguments + (call.function.arguments or ""))
+            seen["finish"] = choice.finish_reason
+            seen["logprobs"] += _tokens(choice.logprobs)
+    return [choices[index] for index in sorted(choices)]
+
+
+def _tokens(logprobs: Any) -> list[tuple[str, int]]:
+    content = (logprobs.content if logprobs is not None else None) or []
+    return [(item.token, len(item.top_logprobs)) for item in content]
+
+
+def request_of(name: str) -> dict[str, Any]:
+    return {"model": "policy", "messages": [QUESTION], "temperature": 0.0, "max_tokens": 80, **REQUESTS[name]}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+async def test_answers_and_streams_equal_vllms_own(gateway: Gateway, name: str) -> None:
+    request = request_of(name)
+    async with gateway.ours() as ours, gateway.theirs() as theirs:
+        for read in (whole, streamed):
+            expected = await read(theirs, **request)
+            got = await read(ours, **request)
+            if read is streamed:
+                # vLLM's streaming parser route gives no log-probs (0.32).
+                for choice in (*expected, *got):
+                    choice.pop("logprobs")
+            assert got == expected, read.__name__
+
+
+async def test_the_script_exercises_what_it_should(gateway: Gateway) -> None:
+    async with gateway.ours() as api:
+        (first,) = await whole(api, **request_of("reasoning, then a tool call"))
+        (second,) = await whole(api, **request_of("an answer after the tool"))
+    assert first["calls"] == [("get_weather", '{"city": "Zürich", "days": 3}')]
+    assert (first["finish"], first["content"].strip()) == ("tool_calls", "")
+    assert "é" in first["reasoning"]
+    assert second["content"].strip() == "It will be ☀ with 21 degrees in Zürich, three days long."
+
+
+@pytest.mark.parametrize("after", [1, 4, 8, 12])
+async def test_a_turn_that_moves_in_the_middle_answers_the_same(gateway: Gateway, after: int) -> None:
+    request = request_of("reasoning, then a tool call")
+    async with gateway.ours() as ours, gateway.theirs() as theirs:
+        for read in (whole, streamed):
+            expected = await read(theirs, **request)
+            gateway.cut(after)
+            got = await read(ours, **request)
+            assert gateway.num_cuts >= 1
+            assert got == expected or {**got[0], "logprobs": []} == {**expected[0], "logprobs": []}
+
+
+async def test_completions_equal_vllms_own(gateway: Gateway) -> None:
+    request: dict[str, Any] = {
+        "model": "policy",
+        "prompt": ["It will be ", "ab"],
+        "temperature": 0.0,
+        "max_tokens": 6,
+        "logprobs": 1,
+    }
+    async with gateway.ours() as ours, gateway.theirs() as theirs:
+        answers = [await api.completions.create(**request) for api in (ours, theirs)]
+        texts = []
+        for api in (ours, theirs):
+            pieces: dict[int, str] = {}
+            async for chunk in await api.completions.create(**request, stream=True):
+                for choice in chunk.choices:
+                    pieces[choice.index] = pieces.get(choice.index, "") + choice.text
+            texts.append(pieces)
+    ours_, theirs_ = [[(c.text, c.finish_reason, c.logprobs.tokens) for c in a.choices] for a in answers]  # type: ignore[union-attr]
+    assert ours_ == theirs_
+    assert texts[0] == texts[1] == dict(enumerate(text for text, _, _ in ours_))
+    assert answers[0].usage.total_tokens == answers[1].usage.total_tokens  # type: ignore[union-attr]
+
+
+async def test_an_agent_loop_over_moves_keeps_one_line_of_tokens(gateway: Gateway) -> None:
+    store = gateway.scheduler.store
+    name = store.create(job="j", group_id=None, group_size=1, task=None, sampling={})
+    messages: list[Any] = [QUESTION]
+    async with gateway.ours(f"/s/{name}") as api:
+        for round_ in range(4):
+            gateway.cut(3)
+            answer = await api.chat.completions.create(
+                model="gpt-4o", messages=messages, tools=[WEATHER], temperature=0.0, max_tokens=80
+            )
+            message = answer.choices[0].message
+            messages.append(message.model_dump(exclude={"reasoning"}))
+            if message.tool_calls:
+                call = message.tool_calls[0]
+                arguments = json.loads(call.function.arguments)  # type: ignore[union-attr]
+                messages[-1]["tool_calls"][0]["function"]["arguments"] = json.dumps(
+                    arguments, sort_keys=True, indent=1
+                )
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": "sunny"})
+            else:
+                messages.append(user(f"and in {round_} days?"))
+    turns = store.trajectories[name].turns
+    assert [(turn.parent, turn.fork) for turn in turns] == [(None, None), (0, None), (1, None), (2, None)]
+    assert all(len(turn.segments) >= 2 for turn in turns)
+    assert all(turn.usage["cached"] for turn in turns[1:])
+    assert all(len(turn.logprobs) // 8 == len(turn.token_ids) // 4 for turn in turns)
+
+
+async def test_an_agent_framework_runs_unmodified(gateway: Gateway) -> None:
+    smolagents = pytest.importorskip("smolagents")
+    store = gateway.scheduler.store
+    name = store.create(
+        job="j", group_id=None, group_size=1, task=None, sampling={"temperature": 0.0, "max_tokens": 80}
+    )
+    asked: list[tuple[str, int]] = []
+
+    class Weather(smolagents.Tool):
+        name = "get_weather"
+        description = "The weather of the coming days."
+        inputs = {  # noqa: RUF012 - the framework's own way
+            "city": {"type": "string", "description": "where"},
+            "days": {"type": "integer", "description": "how many"},
+        }
+        output_type = "string"
+
+        def forward(self, city: str, days: int) -> str:
+            asked.append((city, days))
+            return "sunny"
+
+    def run() -> None:
+        model = smolagents.OpenAIModel(
+            model_id="any-name",
+            api_base=f"{gateway.url}/s/{name}/v1",
+            api_key=gateway.tokens.agent,
+            tool_choice="auto",
+        )
+        agent = smolagents.ToolCallingAgent(
+            tools=[Weather()],
+            model=model,
+            max_steps=2,
+            verbosity_level=0,
+            prompt_templates={
+                "system_prompt": "Use tools.",
+                "planning": dict.fromkeys(
+                    ("initial_plan", "update_plan_pre_messages", "update_plan_post_messages"), ""
+                ),
+                "managed_agent": {"task": "", "report": ""},
+                "final_answer": {"pre_messages": "Answer.", "post_messages": "Now."},
+            },
+        )
+        agent.run("What will the weather in Zürich be?")
+
+    await asyncio.to_thread(run)
+    assert asked == [("Zürich", 3)] * len(asked)
+    assert asked
+    turns = store.trajectories[name].turns
+    assert len(turns) >= 2
+    # This framework writes tool calls back as text of its own: a new history, and said to be one.
+    assert {turn.fork for turn in turns} <= {None, "history", "context"}
+
+
+async def test_the_readmes_curl_lines_work(gateway: Gateway, tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text()
+    (script,) = re.findall(r"```bash\n(# With curl.*?)```", readme, re.DOTALL)
+    tokens = tmp_path / "tokens.toml"
+    gateway.tokens.save(tokens)
+    script = script.replace("http://127.0.0.1:8800", gateway.url)
+    env = {"PATH": os.environ["PATH"], "ROSE_TOKEN_FILE": str(tokens)}
+    done = await asyncio.to_thread(
+        subprocess.run,
+        ["bash", "-euo", "pipefail", "-c", script],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert '"object":"chat.completion"' in done.stdout
+    assert "data: [DONE]" in done.stdout
+    assert '"reward":1.0' in done.stdout.replace(" ", "")
+
+
+async def test_a_turn_past_its_deadline_is_aborted_in_the_real_engine(gateway: Gateway) -> None:
+
+    async def running() -> float:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"{gateway.engine_url}/metrics") as response,
+        ):
+            text = await response.text()
+        return sum(
+            float(v) for v in re.findall(r"^vllm:num_requests_running\{.*\} (\S+)$", text, re.MULTILINE)
+        )
+
+    async with gateway.ours(max_retries=0) as api:
+        with pytest.raises(openai.APIError, match="deadline"):
+            async for _ in await api.chat.completions.create(
+                model="policy",
+                messages=[QUESTION],  # type: ignore[list-item]
+                max_tokens=900,
+                temperature=0.0,
+                stream=True,
+                extra_body={"ignore_eos": True},
+                extra_headers={"X-ROSE-Deadline-Ms": "300"},
+            ):
+                pass
+    async with asyncio.timeout(60):
+        while await running():  # noqa: ASYNC110 - what happens in another process
+            await asyncio.sleep(0.05)
+    assert not gateway.scheduler.book.turns

@@ -1,0 +1,213 @@
+"""What people look at: live events, the trajectory viewer, traces, the console, the dashboard in a real browser."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from rose.auth import bearer
+from rose.scheduler import app, console
+from rose.scheduler.fake_engine import Fault
+from tests.scheduler.browser import CHROMIUM, Browser
+from tests.scheduler.conftest import World, user
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+async def first_events(world: World, count: int) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    async with world.session.get(f"{world.url}/events", headers=bearer(world.tokens.agent)) as response:
+        assert response.content_type == "text/event-stream"
+        buffer = b""
+        async for part in response.content.iter_any():
+            buffer += part
+            *blocks, buffer = buffer.split(b"\n\n")
+            for block in blocks:
+                name, data = block.decode().split("\n", 1)
+                found.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
+            if len(found) >= count:
+                return found
+    return found
+
+
+async def moved_conversation(world: World) -> str:
+    """Two turns; the first was cut on one engine after five tokens and went on at another."""
+    await world.start(policy="round_robin")
+    await world.add("a", mean_tokens=10_000)
+    await world.add("b", mean_tokens=10_000, tier="harvested")
+    name = await world.trajectory()
+    for engine in world.engines.values():
+        engine.faults.append(Fault(kind="reclaim", after=5))
+    first = await world.chat(name, [user("hello")], max_tokens=12)
+    for engine in world.engines.values():
+        engine.faults.clear()
+    await world.chat(name, [user("hello"), first["choices"][0]["message"], user("more")], max_tokens=8)
+    return name
+
+
+async def test_events_begin_with_history_and_tell_what_changed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "FRESH_S", -1.0)
+    name = await moved_conversation(world)
+    (kind, history), (now_kind, now) = await first_events(world, 2)
+    assert (kind, now_kind) == ("history", "now")
+    mine = [span for span in history["spans"] if span[3] == name]
+    assert [span[7] for span in mine].count("done") == 2
+    assert len(mine) >= 3
+    assert all(span[6] is not None and span[6] >= span[5] for span in mine)
+    assert any(mark[2] == "reclaim" for mark in history["marks"])
+    assert {worker["worker_id"] for worker in now["status"]["workers"]} == {"a", "b"}
+
+
+async def test_the_chrome_trace_has_every_attempt_on_its_worker(world: World) -> None:
+    name = await moved_conversation(world)
+    trace = await world.ok("GET", "/debug/trace")
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert {event["name"] for event in spans} == {name}
+    assert all(event["dur"] >= 0 and {"pid", "tid", "ts"} <= set(event) for event in spans)
+    threads = {
+        e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M" and e["name"] == "thread_name"
+    }
+    assert threads <= {"a", "b"}
+    assert any(event["ph"] == "i" and event["name"] == "reclaim" for event in trace["traceEvents"])
+
+
+async def test_every_token_of_a_branch_says_where_it_came_from(world: World) -> None:
+    name = await moved_conversation(world)
+    shown = await world.ok("GET", f"/rose/v1/trajectories/{name}/tokens")
+    trace = await world.ok("GET", f"/rose/v1/trajectories/{name}")
+    last = trace["turns"][-1]
+    assert [row["id"] for row in shown["tokens"]] == last["prompt_token_ids"] + last["token_ids"]
+    sampled = [row for row in shown["tokens"] if row["sampled"]]
+    assert [row["logprob"] for row in sampled] == [v for turn in trace["turns"] for v in turn["logprobs"]]
+    assert {row["version"] for row in sampled} == {"0.0"}
+    first_turn = [row["worker"] for row in sampled if row["turn"] == 0]
+    assert len(set(first_turn)) == 2
+    tokenizer = world.engines["a"].tokenizer
+    assert [row["text"] for row in shown["tokens"]] == [
+        tokenizer.decode([row["id"]]) for row in shown["tokens"]
+    ]
+    status, error = await world.call("GET", f"/rose/v1/trajectories/{name}/tokens?turn=7")
+    assert (status, error["error"]["param"]) == (400, "turn")
+
+
+async def test_tokens_are_shown_without_text_when_no_engine_lives(world: World) -> None:
+    await world.start(timeouts={"max_queue_s": 0.05})
+    await world.add("a")
+    name = await world.trajectory()
+    await world.chat(name, [user("hello")], max_tokens=5)
+    await world.kill("a")
+    shown = await world.ok("GET", f"/rose/v1/trajectories/{name}/tokens")
+    assert shown["tokens"]
+    assert {row["text"] for row in shown["tokens"]} == {None}
+
+
+async def test_the_console_shows_lists_and_exports_trajectories(world: World, tmp_path: Path) -> None:
+    name = await moved_conversation(world)
+    world.tokens.save(tmp_path / "tokens.toml")
+    where = ["--url", world.url, "--token-file", str(tmp_path / "tokens.toml")]
+
+    async def rose(*arguments: str) -> str:
+        result = await asyncio.to_thread(
+            CliRunner().invoke, console.app, [*arguments, *where], env={"COLUMNS": "200"}
+        )
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    shown = await rose("show", name)
+    assert "hello" in shown
+    assert "harvested" in shown
+    assert name in await rose("ls")
+    out = tmp_path / "all.jsonl"
+    await rose("export", "--out", str(out))
+    (line,) = out.read_text().splitlines()
+    assert json.loads(line)["id"] == name
+    assert "reclaim" in await rose("top", "--once")
+
+
+async def test_grafana_panels_name_metrics_that_exist(world: World) -> None:
+    await moved_conversation(world)
+    async with world.session.get(f"{world.url}/metrics") as response:
+        metrics = await response.text()
+    known = set(re.findall(r"^# TYPE (\S+)", metrics, re.MULTILINE))
+    dashboard = json.loads((ROOT / "examples" / "grafana.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    asked = {name for query in queries for name in re.findall(r"rose_\w+", query)}
+    assert len(asked) >= 12
+    assert {re.sub(r"_(bucket|sum|count)$", "", name) for name in asked} <= known
+
+
+async def test_the_trace_context_goes_through_to_the_engine(world: World) -> None:
+    await world.start()
+    engine = await world.add("a")
+    trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
+    given = {"traceparent": f"00-{trace_id}-00f067aa0ba902b7-01", "tracestate": "vendor=1"}
+    await world.ok("POST", "/v1/chat/completions", {"messages": [user("x")], "max_tokens": 2}, headers=given)
+    (seen,) = list(engine.trace_parents)
+    assert seen is not None
+    version, trace, span, flags = seen.split("-")
+    assert (version, trace, flags) == ("00", trace_id, "01")
+    assert span != "00f067aa0ba902b7"
+    await world.ok(
+        "POST",
+        "/v1/chat/completions",
+        {"messages": [user("y")], "max_tokens": 2},
+        headers={"traceparent": "nonsense"},
+    )
+    assert engine.trace_parents[-1] is None
+
+
+# --- operations ------------------------------------------------------------------------------------------
+
+
+async def test_settings_change_while_running_and_the_old_value_is_logged(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    await world.start(cap_dedicated=3)
+    await world.add("a")
+    changed = await world.ok(
+        "POST", "/admin/settings", {"cap_dedicated": 7, "policy": "random"}, role="admin"
+    )
+    assert changed == {"changed": {"cap_dedicated": [3, 7], "policy": ["cost", "random"]}}
+    assert "cap_dedicated changed from 3 to 7" in caplog.text
+    assert (await world.ok("GET", "/workers"))["workers"][0]["cap"] == 7
+    assert (await world.ok("GET", "/admin/settings", role="admin"))["policy"] == "random"
+    await world.chat(None, [user("x")], max_tokens=2)
+    status, answer = await world.call("POST", "/admin/settings", {"policy": "best"}, role="admin")
+    assert (status, answer["error"]["param"]) == (400, "policy")
+    assert (await world.call("POST", "/admin/settings", {"policy": "random"}, role="agent"))[0] == 401
+
+
+# --- the page --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
+async def test_the_dashboard_draws_live_data_in_a_browser(world: World) -> None:
+    name = await moved_conversation(world)
+    async with Browser() as page:
+        await page.open(f"{world.url}/#token={world.tokens.agent}")
+        await page.until("document.body.dataset.draws >= 1")
+        assert await page.run("document.body.dataset.lanes") == "2"
+        assert int(await page.run("document.body.dataset.spans")) >= 3
+        assert await page.run("location.hash") == ""
+        await page.until("/2\\s+turns done/.test(document.getElementById('cards').innerText)")
+        # It updates by itself.
+        await world.chat(None, [user("again")], max_tokens=3)
+        await page.until("/3\\s+turns done/.test(document.getElementById('cards').innerText)")
+        # The viewer shows the words and where they came from.
+        await page.run(f"location.hash = '#t={name}'")
+        await page.until("document.querySelectorAll('#tokens .s').length == 20")
+        titles = await page.run("[...document.querySelectorAll('#tokens .s')].map((e) => e.title).join('|')")
+        assert "harvested, attempt" in titles
+        assert not page.errors
+        # Chromium's own start page may ask for nothing else either.
+        assert all(url.startswith((world.url, "about:", "data:", "chrome")) for url in page.requests), (
+            page.requests
+        )
