@@ -457,6 +457,8 @@ class FakeNode:
         self.worker_id = worker_id
         self.reclaim_seq = 0
         self.kv_budget_tokens: int | None = None
+        self.kv_used_tokens = 0
+        self.slack_s: float | None = None
         self.gated = False
         self._session = session
         self._url = scheduler_url
@@ -491,11 +493,11 @@ class FakeNode:
             "version": self.engine.version,
             "state": state,
             "kv_budget_tokens": self.kv_budget_tokens,
-            "kv_used_tokens": 0,
+            "kv_used_tokens": self.kv_used_tokens,
             "running": self.engine.num_running,
             "gated": self.gated,
             "reclaim_seq": self.reclaim_seq,
-            "slack_s": None,
+            "slack_s": self.slack_s,
         }
         url = f"{self._url}/workers/{self.worker_id}/heartbeat"
         async with self._session.post(url, json=body, headers=self._headers) as response:
