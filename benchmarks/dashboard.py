@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import math
 import random
 import statistics
 import sys
@@ -106,6 +107,7 @@ class Load:
         while True:
             node.kv_used_tokens = self.rng.randrange(20_000, 180_000)
             if node.worker_id.startswith("serving"):
+                node.serving_use = 0.5 + 0.4 * math.sin(time.monotonic() / 20)
                 node.slack_s = self.rng.uniform(0.01, 0.2)
                 node.gated = self.rng.random() < 0.05
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):
@@ -114,18 +116,22 @@ class Load:
 
     async def _agent(self, number: int) -> None:
         await asyncio.sleep(5.0 * number / self.args.trajectories)
-        rng = random.Random(number)
+        rng, encode = random.Random(number), self.engines[0].tokenizer.encode
         while True:
             body = {"job": "math", "group_id": f"g{rng.randrange(10**9)}", "group_size": 1}
             name = (await self.call("POST", "/rose/v1/trajectories", "agent", body))["id"]
-            ids = [3 + rng.randrange(60) for _ in range(rng.randrange(40, 200))]
+            ids = encode("You play a game on a frozen lake. " * rng.randrange(1, 6) + "What is your move? ")
             try:
                 for _ in range(rng.randrange(2, 6)):
                     ask = {"token_ids": ids, "sampling_params": {"max_tokens": 40}}
                     headers = {"X-Session-ID": name}
                     answer = await self.call("POST", "/rose/v1/generate", "agent", ask, **headers)
                     self.num_turns += 1
-                    ids = [*ids, *answer["token_ids"], *(3 + rng.randrange(60) for _ in range(20))]
+                    ids = [
+                        *ids,
+                        *answer["token_ids"],
+                        *encode(f" You moved. You stand at {rng.randrange(9)}, {rng.randrange(9)}. "),
+                    ]
                 await self.call(
                     "POST", f"/rose/v1/trajectories/{name}/finish", "agent", {"reward": rng.random()}
                 )
@@ -173,6 +179,8 @@ async def watch(page: Browser, load: Load, rose: Arm, args: argparse.Namespace) 
     received = page.num_bytes - events
     if args.png is not None:
         await page.picture(args.png)
+    await page.run("document.getElementById('turns').scrollIntoView()")  # tables out of sight are not filled
+    await page.until("document.querySelector('#turns a') !== null")
     begun_s = time.monotonic()
     await page.run("document.querySelector('#turns a').click()")
     await page.until("document.querySelectorAll('#tokens .s').length > 0", period_s=0.02)
@@ -225,6 +233,7 @@ async def measure(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, A
                     found = await watch(page, load, rose, args)
                     watched = (rose.cpu_s() - before) / (time.monotonic() - at_s)
                 status = await load.call("GET", "/status", "agent")
+                rose.stop()
                 await load.stop()
         finally:
             rose.end()

@@ -245,7 +245,7 @@ class Arm:
     def memory_mb(self) -> float:
         return psutil.Process(self.process.pid).memory_info().rss / 2**20
 
-    def end(self) -> None:
+    def stop(self) -> None:
         if self.process.poll() is None:
             try:
                 os.killpg(self.process.pid, 15)
@@ -253,6 +253,9 @@ class Arm:
             except subprocess.TimeoutExpired:
                 os.killpg(self.process.pid, 9)
                 self.process.wait()
+
+    def end(self) -> None:
+        self.stop()
         self.log.close()
 
 

@@ -460,6 +460,8 @@ class FakeNode:
         self.kv_used_tokens = 0
         self.slack_s: float | None = None
         self.gated = False
+        self.serving_use = 0.0
+        self.slo_breaches = 0
         self._session = session
         self._url = scheduler_url
         self._headers = bearer(token)
@@ -498,6 +500,8 @@ class FakeNode:
             "gated": self.gated,
             "reclaim_seq": self.reclaim_seq,
             "slack_s": self.slack_s,
+            "serving_use": self.serving_use,
+            "slo_breaches": self.slo_breaches,
         }
         url = f"{self._url}/workers/{self.worker_id}/heartbeat"
         async with self._session.post(url, json=body, headers=self._headers) as response:
