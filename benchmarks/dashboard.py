@@ -9,7 +9,7 @@ versions.  Headless Chromium watches for ``--seconds`` and is measured from insi
 - ``draw_p50_ms``, ``draw_max_ms``: canvases and tables of one update (there is one a second; bar: at most 250 ms).
 - ``lag_p99_ms``: how late a timer of 50 ms fires, which is what a click would feel.
 - ``viewer_ms``: from a click on a trajectory to its tokens on the screen.
-- ``kb_per_update``: what one watcher costs the wire; ``watch_cpu_ms_per_s``: what it costs the scheduler's process.
+- ``kb_per_update``: what one watcher costs the wire.
 """
 
 from __future__ import annotations
@@ -229,9 +229,7 @@ async def measure(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, A
                 alone = (rose.cpu_s() - before) / (time.monotonic() - at_s)
                 rate = (load.num_turns - turns) / (time.monotonic() - at_s)
                 async with Browser() as page:
-                    before, at_s = rose.cpu_s(), time.monotonic()
                     found = await watch(page, load, rose, args)
-                    watched = (rose.cpu_s() - before) / (time.monotonic() - at_s)
                 status = await load.call("GET", "/status", "agent")
                 rose.stop()
                 await load.stop()
@@ -240,7 +238,6 @@ async def measure(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, A
     found |= {
         "turns_per_s": round(rate, 1),
         "scheduler_cpu_share": round(alone, 3),
-        "watch_cpu_ms_per_s": round(1e3 * max(0.0, watched - alone), 1),
         "trajectories_running": status["trajectories"]["running"],
         "turns_running": status["turns"]["running"],
     }
