@@ -6,7 +6,8 @@ Every arm sits between the same load generator and the same upstream, which answ
 what is measured.  Throughput is per second of CPU time of the gateway's process tree, not of the clock: other work on the
 machine does not enter.  Arms are interleaved and repeated; medians.
 
-- ``bare``: an aiohttp proxy that copies bytes; what ``/rose/v1/generate`` is compared with (bar: 0.7).
+- ``bare``: an aiohttp proxy that copies bytes; what ``/rose/v1/generate`` is compared with (bar: 0.7).  rose-scheduler
+  runs on uvloop; ``bare_uvloop`` is the same proxy on it.
 - ``chat_proxy``: an aiohttp proxy that makes the same render, generate and derender calls, decodes and journals the same
   record; what chat is compared with (bar: 0.5).
 - ``litellm``, ``vllm_router``, ``sglang_router``: from ``--rivals``, an environment that has them; null where they do not start.
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import uvloop
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -207,7 +209,18 @@ class Arm:
         self.name = name
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by end()
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=self.log, text=True, cwd=ROOT, start_new_session=True
+            command,
+            stdout=self.log if url else subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            cwd=ROOT,
+            # LiteLLM would look for prices on the network.
+            env={
+                **os.environ,
+                "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+                "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",
+            },
+            start_new_session=True,
         )
         self.url = url
         if not url:
@@ -232,7 +245,7 @@ class Arm:
     def memory_mb(self) -> float:
         return psutil.Process(self.process.pid).memory_info().rss / 2**20
 
-    def end(self) -> None:
+    def stop(self) -> None:
         if self.process.poll() is None:
             try:
                 os.killpg(self.process.pid, 15)
@@ -240,6 +253,9 @@ class Arm:
             except subprocess.TimeoutExpired:
                 os.killpg(self.process.pid, 9)
                 self.process.wait()
+
+    def end(self) -> None:
+        self.stop()
         self.log.close()
 
 
@@ -339,6 +355,7 @@ class Bench:
         me = [sys.executable, "-m", "benchmarks.gateway"]
         self.up = Arm("upstream", [*me, "--upstream", str(self.num_chunks)])
         self.arms["bare"] = Arm("bare", [*me, "--proxy", self.up.url])
+        self.arms["bare_uvloop"] = Arm("bare_uvloop", [*me, "--proxy", self.up.url, "--uvloop"])
         self.arms["chat_proxy"] = Arm(
             "chat_proxy", [*me, "--proxy", self.up.url, "--proxy-journal", str(self.folder / "proxy")]
         )
@@ -377,9 +394,12 @@ class Bench:
         router = ["--worker-urls", self.up.url, *address, "--policy", "round_robin"]
         python = str(venv / "bin/python")
         commands = {
-            "litellm": [str(venv / "bin/litellm"), "--config", str(config), *address],
+            "litellm": [python, "-m", "litellm.proxy.proxy_cli", "--config", str(config), *address],
             "vllm_router": [python, "-m", "vllm_router.launch_router", *router],
-            "sglang_router": [python, "-m", "sglang_router.launch_router", *router],
+            "sglang_router": [
+                *(python, "-m", "sglang_router.launch_router", *router),
+                *("--prometheus-port", str(free_port())),
+            ],
         }
         for name, command in commands.items():
             port = free_port()
@@ -467,8 +487,9 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _measure(bench: Bench, args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-    chat_arms = [arm for arm in bench.arms if arm != "bare"]
-    plan = [("generate", "bare"), ("generate", "rose"), *(("chat", arm) for arm in chat_arms)]
+    chat_arms = [arm for arm in bench.arms if not arm.startswith("bare")]
+    plan = [("generate", arm) for arm in ("bare", "bare_uvloop", "rose")]
+    plan += [("chat", arm) for arm in chat_arms]
     per_cpu: dict[tuple[str, str], list[float]] = {each: [] for each in plan}
     per_s: dict[tuple[str, str], list[float]] = {each: [] for each in plan}
     for round_ in range(args.repeats):
@@ -515,6 +536,7 @@ def _measure(bench: Bench, args: argparse.Namespace) -> tuple[dict[str, Any], di
         print(f"streams {kind}: {found[kind]}", flush=True)
     summary = {
         "generate_ratio": ratio("generate", "rose", "bare"),
+        "generate_ratio_uvloop": ratio("generate", "rose", "bare_uvloop"),
         "chat_ratio": ratio("chat", "rose", "chat_proxy"),
         "litellm_ratio": ratio("chat", "rose", "litellm"),
         "vllm_router_ratio": ratio("chat", "rose", "vllm_router"),
@@ -553,15 +575,22 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0, help="of open-loop load per arm and repeat")
     parser.add_argument("--streams", type=int, default=1000)
     parser.add_argument("--chunks", type=int, default=50, help="per stream, 5 a second")
+    parser.add_argument(
+        "--quick", action="store_true", help="one short repeat, 200 streams; about half a minute"
+    )
     parser.add_argument("--upstream", type=int, metavar="CHUNKS", help=argparse.SUPPRESS)
     parser.add_argument("--proxy", help=argparse.SUPPRESS)
+    parser.add_argument("--uvloop", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--proxy-journal", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.upstream:
         asyncio.run(upstream(args.upstream, 0.2))
     elif args.proxy:
-        asyncio.run(proxy(args.proxy, args.proxy_journal))
+        run = uvloop.run if args.uvloop else asyncio.run
+        run(proxy(args.proxy, args.proxy_journal))
     else:
+        if args.quick:
+            args.repeats, args.turns, args.seconds, args.streams, args.chunks = 1, 400, 1.0, 200, 10
         report = Report("gateway")
         summary, details = measure(args)
         report.finish(summary, details, args.json)

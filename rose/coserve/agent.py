@@ -575,7 +575,15 @@ class NodeAgent:
             "gated": rollout is not None and not rollout.gate_open,
             "reclaim_seq": rollout.reclaim_seq if rollout is not None else 0,
             "slack_s": slack_s,
+            "serving_use": self._serving_use(),
+            "slo_breaches": self.board.breaches if self.board is not None else 0,
         }
+
+    def _serving_use(self) -> float:
+        """Share of the device's KV memory that production uses."""
+        if self.board is None or self.lease is None or not self.lease.total_pages:
+            return 0.0
+        return min(1.0, self.board.used_pages / self.lease.total_pages)
 
     def _tokens_of(self, rollout: RolloutLease | None) -> tuple[int | None, int | None]:
         """KV budget and use in tokens; the budget follows the lease, which is newer than the engine's status."""

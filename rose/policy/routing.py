@@ -159,8 +159,14 @@ class CostPolicy:
     def choose(self, turn: Candidate, eligible: Eligible) -> Worker | None:
         if not eligible:
             return None
-        costs_s = self.costs_s(turn, eligible)
         affine = turn.affine
+        if (
+            len(eligible) == 1
+        ):  # as in any full fleet, where a worker that ended a turn has the only free slot
+            if eligible[0] is not affine:
+                self.rng.random()  # as many draws as the long way takes
+            return eligible[0]
+        costs_s = self.costs_s(turn, eligible)
         if affine is not None and affine in eligible:
             params = self.params
             reprefill_s = turn.resident_tokens * affine.speed.prefill_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+import uvloop
 
 from rose.auth import Tokens
 from rose.config import load_config
@@ -46,7 +48,7 @@ def serve(
     try:
         settings = load_config(SchedulerConfig, config, overrides)
         tokens = Tokens.load(token_file)
-        asyncio.run(_serve(settings, tokens, journal))
+        uvloop.run(_serve(settings, tokens, journal))
     except RoseError as error:
         typer.echo(f"rose-scheduler: {error}", err=True)
         raise typer.Exit(2) from None
@@ -62,6 +64,9 @@ async def _serve(settings: SchedulerConfig, tokens: Tokens, journal: Path) -> No
     await scheduler.start()
     typer.echo(f"rose-scheduler ready at {scheduler.url}")
     sys.stdout.flush()
+    # A full collection would look at every imported module again and hold up all turns meanwhile.
+    gc.collect()
+    gc.freeze()
     await stopping.wait()
     await scheduler.stop()
 

@@ -274,6 +274,8 @@ class ControlRoutes:
                 serving_use=fields.number("serving_use", default=0.0, least=0.0, most=1.0),
             )
         )
+        if known:
+            self._timeline.on_breaches(request.match_info["id"], fields.integer("slo_breaches", default=0))
         # Unknown fields are let through: a newer node may say more than we read.
         worker = self._dispatcher.book.fleet.workers.get(request.match_info["id"])
         # ``active`` false: no job wants this device now, its engine may give its memory back.

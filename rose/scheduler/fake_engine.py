@@ -457,7 +457,11 @@ class FakeNode:
         self.worker_id = worker_id
         self.reclaim_seq = 0
         self.kv_budget_tokens: int | None = None
+        self.kv_used_tokens = 0
+        self.slack_s: float | None = None
         self.gated = False
+        self.serving_use = 0.0
+        self.slo_breaches = 0
         self._session = session
         self._url = scheduler_url
         self._headers = bearer(token)
@@ -491,11 +495,13 @@ class FakeNode:
             "version": self.engine.version,
             "state": state,
             "kv_budget_tokens": self.kv_budget_tokens,
-            "kv_used_tokens": 0,
+            "kv_used_tokens": self.kv_used_tokens,
             "running": self.engine.num_running,
             "gated": self.gated,
             "reclaim_seq": self.reclaim_seq,
-            "slack_s": None,
+            "slack_s": self.slack_s,
+            "serving_use": self.serving_use,
+            "slo_breaches": self.slo_breaches,
         }
         url = f"{self._url}/workers/{self.worker_id}/heartbeat"
         async with self._session.post(url, json=body, headers=self._headers) as response:

@@ -248,7 +248,16 @@ def check_token_ids(value: Any, *, field: str, vocab_size: int | None, most: int
 
 
 def bounded_json(value: Any, *, field: str, max_bytes: int) -> Any:
-    """``value`` if its JSON is small enough to keep."""
+    """``value`` if its JSON is small enough to keep, and fits the journal."""
     if len(encode(value)) > max_bytes:
         raise TooLarge(f"exceeds {max_bytes} bytes of JSON", field=field)
+    check_storable(value, field=field)
     return value
+
+
+def check_storable(value: Any, *, field: str) -> None:
+    """JSON has numbers that the journal has not."""
+    try:
+        msgspec.msgpack.encode(value)
+    except OverflowError:
+        raise RequestError("holds a whole number of more than 64 bits", field=field) from None

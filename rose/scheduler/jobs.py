@@ -1,8 +1,8 @@
 """One client request: prompt, turns, parsed answer, journal; and what happens when the client asks again.
 
 A :class:`Job` runs apart from the connection that asked for it.  A client that goes away and comes back
-joins it; one that comes back after the end gets the stored answer.  So an equal request is answered by one
-generation, once.
+joins it; one that comes back after the end gets the stored answer: from the trajectory's turns, or, under an
+``Idempotency-Key``, from the last few answers.  So an equal request is answered by one generation, once.
 
 Keys, first match: ``Idempotency-Key``; (trajectory, ``X-ROSE-Turn``); (trajectory, digest of the body).
 The digest counts only for a declared retry (``x-stainless-retry-count``) or when nobody waits for the
@@ -15,7 +15,7 @@ Invariant: a turn of a trajectory is in the journal before its answer leaves.
 from __future__ import annotations
 
 import asyncio
-import itertools
+import functools
 import logging
 import secrets
 from collections import OrderedDict
@@ -48,7 +48,8 @@ RECORDED_SAMPLING = (
 )
 """What shapes the distribution a token was drawn from; the trainer applies the same."""
 
-_MAX_DONE_KEYS = 4096
+_MAX_ANSWERS = 4096
+_MAX_ANSWER_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,6 +132,11 @@ class Job:
             raise CapacityError("no worker could take the turn in time", retry_after_s=5.0)
         return self.task.result()
 
+    def let_go(self) -> None:
+        """Ended: no cycle keeps the turns' tokens for the next full collection."""
+        for handle in self.handles:
+            handle.on_unavailable = _nobody
+
     def _give_up_for_now(self) -> None:
         if not self._unavailable.done():
             self._unavailable.set_result(None)
@@ -155,7 +161,11 @@ class Jobs:
     on_duplicate: Callable[[], None] = lambda: None
     on_fork: Callable[[str], None] = lambda reason: None
     on_finished: Callable[[Finished, Wish], None] = lambda finished, wish: None
-    _by_key: OrderedDict[str, Job] = field(default_factory=OrderedDict)
+    _by_key: dict[str, Job] = field(default_factory=dict)
+    """Running jobs."""
+    _answers: OrderedDict[str, tuple[str, bytes]] = field(default_factory=OrderedDict)
+    """Idempotency key of an ended job -> (digest of the request, answer)."""
+    _answer_bytes: int = 0
     _running: set[asyncio.Task[bytes]] = field(default_factory=set)
 
     def start(self, wish: Wish, work: Callable[[Job], Awaitable[bytes]]) -> Job | bytes:
@@ -183,61 +193,57 @@ class Jobs:
 
         job.task = asyncio.create_task(run())
         self._running.add(job.task)
-        job.task.add_done_callback(self._reap)
+        job.task.add_done_callback(functools.partial(self._reap, job))
         for key in _keys(wish):
             self._by_key[key] = job
-            self._by_key.move_to_end(key)
-        # Running jobs are bounded elsewhere; of the ended ones, the oldest are forgotten.
-        for old_key in list(itertools.islice(self._by_key, max(0, len(self._by_key) - _MAX_DONE_KEYS))):
-            old = self._by_key[old_key]
-            if old.task is None or old.task.done():
-                del self._by_key[old_key]
-            else:
-                self._by_key.move_to_end(old_key)
         return job
 
     def _repeated(self, wish: Wish) -> Job | bytes | None:
-        keys = _keys(wish)
-        for key in keys:
-            job = self._by_key.get(key)
-            if job is None or job.task is None:
-                continue
-            if job.wish.digest != wish.digest:
-                raise RequestError(
-                    "the same turn was asked with another body",
-                    field="Idempotency-Key" if key.startswith("i:") else "X-ROSE-Turn",
-                    status=422,
-                    code="turn_conflict",
-                )
-            failed = job.task.done() and (job.task.cancelled() or job.task.exception() is not None)
+        for key in _keys(wish):
             by_digest = key.startswith("d:")
-            if failed or (by_digest and not (wish.is_retry or job.num_attached == 0)):
+            field = "Idempotency-Key" if key.startswith("i:") else "X-ROSE-Turn"
+            ended = self._answers.get(key)
+            if ended is not None:
+                _check_same(ended[0], wish, field)
+                return ended[1]
+            job = self._by_key.get(key)
+            if job is None or job.task is None or job.task.done():
                 continue
-            if by_digest and job.task.done() and not wish.is_retry:
+            _check_same(job.wish.digest, wish, field)
+            if by_digest and not (wish.is_retry or job.num_attached == 0):
                 continue
-            if by_digest and wish.trajectory is None and (job.num_attached > 0 or job.task.done()):
+            if by_digest and wish.trajectory is None and job.num_attached > 0:
                 continue  # may well be another client's equal prompt
             return job
         if wish.trajectory is not None and (wish.is_retry or wish.turn_key):
-            # Before a restart: the answer that the client may not have seen is in the journal.
+            # The answer that the client may not have seen is in the journal.
             for record in reversed(wish.trajectory.turns):
                 if wish.turn_key and record.turn_key == wish.turn_key:
-                    if record.digest != wish.digest:
-                        raise RequestError(
-                            "the same turn was asked with another body",
-                            field="X-ROSE-Turn",
-                            status=422,
-                            code="turn_conflict",
-                        )
+                    _check_same(record.digest, wish, "X-ROSE-Turn")
                     return record.answer
                 if wish.is_retry and record.digest == wish.digest and record.answer:
                     return record.answer
         return None
 
-    def _reap(self, task: asyncio.Task[bytes]) -> None:
+    def _reap(self, job: Job, task: asyncio.Task[bytes]) -> None:
         self._running.discard(task)
-        if not task.cancelled() and task.exception() is not None:
+        for key in _keys(job.wish):
+            if self._by_key.get(key) is job:
+                del self._by_key[key]
+        job.let_go()
+        if task.cancelled():
+            return
+        if task.exception() is not None:
             log.debug("a job ended with %s", type(task.exception()).__name__)
+        elif job.wish.idempotency_key:
+            self._keep(_keys(job.wish)[0], job.wish.digest, task.result())
+
+    def _keep(self, key: str, digest: str, answer: bytes) -> None:
+        self._answers[key] = (digest, answer)
+        self._answer_bytes += len(answer)
+        while len(self._answers) > _MAX_ANSWERS or self._answer_bytes > _MAX_ANSWER_BYTES:
+            _, (_, old) = self._answers.popitem(last=False)
+            self._answer_bytes -= len(old)
 
     # --- turns -----------------------------------------------------------------------------------------
 
@@ -371,6 +377,17 @@ def is_resumable(params: Mapping[str, Any], *, streamed: bool) -> bool:
     if params.get("seed") is not None or any(params.get(name) for name in stateful):
         return False
     return streamed or not params.get("stop")
+
+
+def _nobody() -> None:
+    pass
+
+
+def _check_same(digest: str, wish: Wish, field: str) -> None:
+    if digest != wish.digest:
+        raise RequestError(
+            "the same turn was asked with another body", field=field, status=422, code="turn_conflict"
+        )
 
 
 def _keys(wish: Wish) -> list[str]:

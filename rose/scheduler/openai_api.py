@@ -31,6 +31,7 @@ from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.http import (
     REQUEST_ID,
     Fields,
+    check_storable,
     check_token_ids,
     encode,
     json_response,
@@ -476,6 +477,7 @@ class OpenAIRoutes:
         params["max_tokens"] = room if asked is None else min(asked, room)
         logprobs = params.get("logprobs")
         params["logprobs"] = logprobs if type(logprobs) is int and logprobs > 0 else 0
+        check_storable(params, field=prefix.rstrip(".") or "body")
         return params
 
     def _raw_prompt(

@@ -112,6 +112,10 @@ HEARTBEAT = _object(
     reclaim_seq=COUNT,
     gated=FLAG,
     slack_s=_optional(NUMBER),
+    waiting=COUNT,
+    num_preemptions=COUNT,
+    serving_use={"type": "number", "minimum": 0, "maximum": 1},
+    slo_breaches=COUNT,
 )
 SETTINGS = _object(
     policy={"type": "string", "enum": ["cost", "paper", "sticky_least_loaded", "round_robin", "random"]},

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from rose.policy import turn_events as te
-from rose.policy.fleet import Fleet, Lending
+from rose.policy.fleet import Fleet, Lending, Tier
 
 MAX_SPANS = 20_000
 MAX_MARKS = 2_000
@@ -44,6 +44,9 @@ class Timeline:
         self.steps: deque[list[Any]] = deque(maxlen=200)
         """``[at_s, job, version, trajectories finished by then]``."""
         self.num_finished = 0
+        self.num_broken = 0
+        """Promises of production's SLO that were broken, by all engines, since this process began."""
+        self._broken: dict[str, int] = {}
 
     # --- fed by the daemon -----------------------------------------------------------------------------
 
@@ -64,11 +67,20 @@ class Timeline:
     def on_leased(self, lags: Iterable[int]) -> None:
         self.staleness.update(lags)
 
+    def on_breaches(self, worker_id: str, count: int) -> None:
+        """A worker's running count of broken promises; a smaller one than before is a new engine's."""
+        new = count - self._broken.get(worker_id, count)
+        self._broken[worker_id] = count
+        if new > 0:
+            self.num_broken += new
+            self.marks.append([self._now_s(), worker_id, "slo"])
+
     def sample(self, status: dict[str, Any]) -> None:
         """Once a second."""
         now_s = self._now_s()
-        flight = {"dedicated": 0, "harvested": 0}
+        flight = {tier.value: 0 for tier in Tier}
         slack: list[float] = []
+        use = [worker.serving_use for worker in self._fleet if worker.tier is Tier.HARVESTED]
         pressed: set[str] = set()
         for worker in self._fleet:
             flight[worker.tier.value] += worker.inflight
@@ -79,6 +91,7 @@ class Timeline:
         for name in sorted(pressed - self._under_pressure):
             self.marks.append([now_s, name, "pressure"])
         self._under_pressure = pressed
+        self._broken = {name: count for name, count in self._broken.items() if name in self._fleet.workers}
         tokens = status["tokens"]
         self.samples.append(
             {
@@ -95,6 +108,8 @@ class Timeline:
                 ],
                 "slack_s": round(min(slack), 4) if slack else None,
                 "gated": sum(worker.gated for worker in self._fleet),
+                "serving_use": round(sum(use) / len(use), 4) if use else None,
+                "broken": self.num_broken,
             }
         )
 
@@ -122,7 +137,7 @@ class Timeline:
         now_s = self._now_s()
         threads: dict[tuple[str, str], int] = {}
         events: list[dict[str, Any]] = []
-        pids = {"dedicated": 1, "harvested": 2}
+        pids = {tier.value: number for number, tier in enumerate(Tier, 1)}
         for number, worker, tier, trajectory, attempt, start_s, end_s, how in self.spans():
             thread = threads.setdefault((tier, worker), len(threads) + 1)
             events.append(

@@ -18,7 +18,7 @@ from rose.scheduler.store import Store, Trajectory
 from rose.scheduler.timeline import Timeline
 
 PERIOD_S = 1.0
-_FIRST_SPANS = 4000
+_FIRST_SPANS = 12_000
 _SECURITY = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "connect-src 'self'; frame-ancestors 'none'",

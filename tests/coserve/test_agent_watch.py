@@ -135,3 +135,9 @@ def test_policies_can_be_changed_while_something_is_lent(bench: Bench) -> None:
     state = NodeDir(bench.agent.config.dir).node().read()
     assert state is not None
     assert (state.fixed, state.lend_pages) == (1, 50)
+
+
+def test_the_heartbeat_tells_how_much_production_uses_and_which_promises_broke(bench: Bench) -> None:
+    bench.round(used_pages=25, breaches=2)
+    beat = bench.agent.heartbeat()
+    assert (beat["serving_use"], beat["slo_breaches"]) == (0.25, 2)

@@ -55,6 +55,8 @@ class Browser:
         self.requests: list[str] = []
         """Every address the page asked for."""
         self.errors: list[str] = []
+        self.num_bytes = 0
+        """Received by the page."""
         await self._call("Page.enable")
         await self._call("Network.enable")
         await self._call("Runtime.enable")
@@ -81,10 +83,10 @@ class Browser:
             raise RuntimeError(str(answer["exceptionDetails"])[:500])
         return answer["result"].get("value")
 
-    async def until(self, script: str, timeout_s: float = 60.0) -> Any:
+    async def until(self, script: str, timeout_s: float = 60.0, period_s: float = 0.2) -> Any:
         async with asyncio.timeout(timeout_s):
             while not (value := await self.run(script)):  # noqa: ASYNC110 - what happens in another process
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(period_s)
         return value
 
     async def picture(self, path: Path) -> None:
@@ -98,6 +100,8 @@ class Browser:
             message = await self._socket.receive_json()
             if message.get("method") == "Network.requestWillBeSent":
                 self.requests.append(message["params"]["request"]["url"])
+            if message.get("method") == "Network.dataReceived":
+                self.num_bytes += message["params"]["dataLength"]
             if message.get("method") == "Runtime.exceptionThrown":
                 self.errors.append(str(message["params"]["exceptionDetails"])[:500])
             if message.get("id") == self._id:

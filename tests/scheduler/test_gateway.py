@@ -12,6 +12,7 @@ import pytest
 
 from rose.auth import bearer
 from rose.policy.fleet import Health
+from rose.scheduler import jobs
 from rose.scheduler.fake_engine import Fault
 from rose.scheduler.ids import pack_ids
 from tests.scheduler.conftest import World, user
@@ -536,6 +537,33 @@ async def test_cancelling_a_trajectory_stops_its_turn_in_the_engine(world: World
     await world.until(lambda: engine.num_running == 0)
     status, answer = await world.call("POST", "/rose/v1/generate", body, headers={"X-Session-ID": session})
     assert status == 410
+
+
+async def test_an_idempotency_key_replays_its_answer_without_a_trajectory(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "_MAX_ANSWERS", 2)
+    await world.start()
+    engine = await world.add("a")
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 4}}
+
+    async def ask(key: str, **change: Any) -> tuple[int, Any]:
+        headers = {"Idempotency-Key": key}
+        return await world.call("POST", "/rose/v1/generate", {**body, **change}, headers=headers)
+
+    first = await ask("one")
+    assert await ask("one") == first
+    assert len(engine.requests) == 1
+    assert (await ask("one", token_ids=[9, 9]))[0] == 422
+    for key in ("two", "three"):
+        await ask(key)
+    assert set(world.scheduler.jobs._answers) == {"i::two", "i::three"}
+    await ask("one")
+    assert len(engine.requests) == 4
+    assert world.scheduler.jobs._answer_bytes == sum(
+        len(answer) for _, answer in world.scheduler.jobs._answers.values()
+    )
+    assert not world.scheduler.jobs._by_key  # ended requests leave nothing else
 
 
 async def test_creating_with_one_key_twice_gives_one_trajectory(world: World) -> None:

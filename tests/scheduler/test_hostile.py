@@ -170,6 +170,23 @@ async def test_a_body_that_is_no_request_is_400(world: World, path: str, body: b
     assert len(answer["error"]["message"]) <= 1000
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/rose/v1/trajectories", {"job": "j", "task": [{"a": 2**70}]}, "task"),
+        ("/rose/v1/trajectories", {"job": "j", "sampling": {"top_k": -(2**70)}}, "sampling"),
+        ("/rose/v1/generate", {"token_ids": [5], "sampling_params": {"top_k": 2**70}}, "sampling_params"),
+    ],
+)
+async def test_numbers_that_the_journal_cannot_hold_are_400(
+    world: World, path: str, body: dict[str, Any], field: str
+) -> None:
+    await world.start()
+    await world.add("a")
+    status, answer = await world.call("POST", path, body)
+    assert (status, answer["error"]["param"]) == (400, field), answer
+
+
 async def test_a_body_above_the_bound_is_refused_before_it_is_read(world: World) -> None:
     await world.start(limits={"max_body_bytes": 4096})
     answer = await raw(world, head(world, "Content-Length: 1099511627776") + b"x")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import httpx
 import openai
 import pytest
 from aiohttp import web
@@ -321,6 +322,51 @@ async def test_an_agent_loop_over_moves_keeps_one_line_of_tokens(gateway: Gatewa
     assert all(len(turn.segments) >= 2 for turn in turns)
     assert all(turn.usage["cached"] for turn in turns[1:])
     assert all(len(turn.logprobs) // 8 == len(turn.token_ids) // 4 for turn in turns)
+
+
+class _FirstAnswerLost(httpx.HTTPTransport):
+    """The network breaks after the server has answered."""
+
+    num_lost = 0
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        response = super().handle_request(request)
+        if not self.num_lost:
+            self.num_lost += 1
+            response.read()
+            response.close()
+            raise httpx.ReadError("broken")
+        return response
+
+
+async def test_the_blocking_client_and_its_own_retry(gateway: Gateway) -> None:
+    store = gateway.scheduler.store
+    name = store.create(job="j", group_id=None, group_size=1, task=None, sampling={})
+    request = request_of("reasoning, then a tool call")
+    async with gateway.theirs() as api:
+        (expected,) = await whole(api, **request)
+
+    def run() -> tuple[Any, str, int]:
+        transport = _FirstAnswerLost()
+        with openai.OpenAI(
+            base_url=f"{gateway.url}/s/{name}/v1",
+            api_key=gateway.tokens.agent,
+            http_client=httpx.Client(transport=transport),
+        ) as api:
+            message = api.chat.completions.create(**request).choices[0].message
+            thoughts = "".join(
+                getattr(chunk.choices[0].delta, "reasoning", None) or ""
+                for chunk in api.chat.completions.create(**request, stream=True)
+                if chunk.choices
+            )
+        return message, thoughts, transport.num_lost
+
+    message, thoughts, num_lost = await asyncio.to_thread(run)
+    calls = [(call.function.name, call.function.arguments) for call in message.tool_calls]
+    assert (num_lost, calls, message.reasoning) == (1, expected["calls"], expected["reasoning"])
+    assert thoughts == expected["reasoning"]
+    # The lost answer and its retry are one turn; the stream is another.
+    assert len(store.trajectories[name].turns) == 2
 
 
 async def test_an_agent_framework_runs_unmodified(gateway: Gateway) -> None:

@@ -66,6 +66,20 @@ async def test_events_begin_with_history_and_tell_what_changed(
     assert {worker["worker_id"] for worker in now["status"]["workers"]} == {"a", "b"}
 
 
+async def test_broken_promises_are_counted_from_the_first_heartbeat_on(world: World) -> None:
+    await world.start()
+    node = world.nodes
+    await world.add("h", tier="harvested")
+    timeline = world.scheduler.timeline
+    node["h"].slo_breaches = 3
+    await world.until(lambda: timeline.num_broken == 3)
+    node["h"].slo_breaches = 1  # production was restarted
+    await world.until(lambda: timeline._broken["h"] == 1)
+    node["h"].slo_breaches = 2
+    await world.until(lambda: timeline.num_broken == 4)
+    assert [mark[1:] for mark in timeline.marks] == [["h", "slo"]] * 2
+
+
 async def test_the_chrome_trace_has_every_attempt_on_its_worker(world: World) -> None:
     name = await moved_conversation(world)
     trace = await world.ok("GET", "/debug/trace")
