@@ -149,7 +149,9 @@ class Scheduler:
         )
         self.decisions.roll()
         self.provisioner = Provisioner.make(config.provisioning, self.dispatcher)
-        self.timeline = Timeline(self.clock.now_s, self.book.fleet, self._trajectory_of)
+        self.timeline = Timeline(
+            self.clock.now_s, self.book.fleet, self._trajectory_of, self.status.on_breaches
+        )
         for job, version in self.store.versions.items():
             self.dispatcher.require(job, version)
         renderer = Renderer(
