@@ -54,7 +54,8 @@ def validate(cls: type[S], table: Mapping[str, Any]) -> S:
     try:
         return cls.model_validate(table)
     except ValidationError as error:
-        first = error.errors()[0]
+        # A misspelt key is also a missing one; the misspelling is what to fix.
+        first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
         location = [str(part) for part in first["loc"]]
         name = ".".join(location)
         if first["type"] == "extra_forbidden":

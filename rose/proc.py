@@ -94,9 +94,12 @@ class Child:
         Raises:
             ConfigError: No such program, a core that this machine does not give us, log file not writable.
         """
-        if not spec.argv or shutil.which(spec.argv[0]) is None:
+        program = _find(spec.argv[0]) if spec.argv else None
+        if program is None:
             raise ConfigError(
-                f"'{spec.argv[0] if spec.argv else ''}' is no program here", field=f"{spec.name}.argv"
+                f"'{spec.argv[0] if spec.argv else ''}' is no program here",
+                field=f"{spec.name}.argv",
+                fix="give its path",
             )
         missing = sorted(set(spec.cores) - os.sched_getaffinity(0))
         if missing:
@@ -122,7 +125,7 @@ class Child:
             log = _open_log(spec)
             try:
                 guard = subprocess.Popen(
-                    [sys.executable, "-I", "-S", str(_GUARD), settings, *spec.argv],
+                    [sys.executable, "-I", "-S", str(_GUARD), settings, program, *spec.argv[1:]],
                     env={name: value for name, value in environment.items() if value is not None},
                     cwd=spec.cwd,
                     stdin=subprocess.DEVNULL,
@@ -384,3 +387,8 @@ def _probe(probe: Probe) -> bool:
             return 200 <= response.status < 300
     except (OSError, urllib.error.URLError, ValueError):
         return False
+
+
+def _find(program: str) -> str | None:
+    """On the path, or beside this Python: who runs ``/some/venv/bin/rose`` means that environment's ``vllm``."""
+    return shutil.which(program) or shutil.which(program, path=str(Path(sys.executable).parent))

@@ -318,6 +318,7 @@ class EngineControl:
             "version": versions[0] if len(versions) == 1 else None,
             "paused": await self._client.is_paused(),
             "vocab_size": self._client.model_config.get_vocab_size(),
+            "max_num_seqs": self._client.vllm_config.scheduler_config.max_num_seqs,
             "ranks": reports,
             "scheduler": await self._scheduler(),
         }

@@ -52,6 +52,7 @@ class RolloutEngine:
         self.incarnation = ""
         self.version: str | None = None
         self.vocab_size: int | None = None
+        self.max_num_seqs: int | None = None
         """Token ids that the model knows; None until the engine has said it."""
         self.weights_broken = False
         self.token = ""
@@ -99,7 +100,7 @@ class RolloutEngine:
         """Start it and wait until it answers.
 
         Raises:
-            ConfigError: It cannot be started at all: no such program, port taken.
+            ConfigError: It cannot be started at all: no such program or model, port taken.
             EngineError: It died or was not ready in time; nothing of it is left.
         """
         engine = self.config.engine
@@ -107,6 +108,7 @@ class RolloutEngine:
             load_profile(
                 engine.profile
             )  # wrong here is a clear error; in the engine it would be a line in a log
+        _require_model(engine.model)
         require_free_port(engine.port, "engine.port", engine.host)
         self.incarnation, self.token, self.version = secrets.token_hex(8), secrets.token_urlsafe(24), None
         self.state, self.error = "starting", ""
@@ -299,6 +301,8 @@ class RolloutEngine:
         self.version = version if isinstance(version, str) and len(version) <= 32 else None
         vocab_size = status.get("vocab_size")
         self.vocab_size = vocab_size if type(vocab_size) is int and 0 < vocab_size < 2**32 else None
+        max_num_seqs = status.get("max_num_seqs")
+        self.max_num_seqs = max_num_seqs if type(max_num_seqs) is int and 0 < max_num_seqs <= 65_536 else None
         return status
 
     async def call(
@@ -364,3 +368,11 @@ def check_update_path(path: Path, directory: Path) -> Path:
     if not path.resolve().is_relative_to(directory.resolve()):
         raise ConfigError(f"{path} is not below {directory}", field="weights.directory")
     return path
+
+
+def _require_model(model: str) -> None:
+    """A path must be a model folder; anything else is a name that vLLM resolves."""
+    path = Path(model).expanduser()
+    looks_like_path = model.startswith(("/", "./", "../", "~")) or path.exists()
+    if looks_like_path and not (path / "config.json").is_file():
+        raise ConfigError(f"{model} is not a model folder (no config.json in it)", field="engine.model")

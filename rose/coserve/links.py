@@ -103,6 +103,8 @@ class SchedulerUplink:
             "engine_token": self._engine.token,
             # With it the scheduler refuses a token id that the model does not know, by name and before any engine sees it.
             "vocab_size": self._engine.vocab_size,
+            # What is beyond it waits in the scheduler, where it can still go to whoever is free first.
+            "max_num_seqs": self._engine.max_num_seqs,
         }
 
     async def _leave(self, session: aiohttp.ClientSession) -> None:

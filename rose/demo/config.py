@@ -61,7 +61,7 @@ class JobSettings(Section):
 
 class DemoConfig(Section):
     seed: int = Field(default=0, ge=0, lt=2**31)
-    steps: int = Field(default=28, ge=1, le=1000)
+    steps: int = Field(default=40, ge=1, le=1000)
     trace: Path | None = None
     out: Path = Path("out/demo")
     base_port: int = Field(default=18470, ge=1024, le=65535 - len(PARTS))

@@ -69,8 +69,9 @@ class FleetParams:
     clock_gap_s: float = 1.0
     """A longer gap between two ticks means that we were stopped, not the workers."""
     cap_dedicated: int = 64
-    cap_harvested: int = 16
-    """Concurrent turns per worker.  16 is the paper's cap at 32K context."""
+    cap_harvested: int = 64
+    """Concurrent turns per worker, and no more than its engine runs at once: a turn that waits in an engine cannot
+    go elsewhere.  The paper caps harvested ones at 16 (32K context); here the advertised KV budget does that."""
     adaptive_cap: bool = False
     """Lower and raise the limit inside the cap by what heartbeats say (``rose.policy.concurrency``)."""
     reclaim_ewma_s: float = 60.0
@@ -95,6 +96,8 @@ class Worker:
     duty: Duty = Duty.ACTIVE
     has_own_cap: bool = False
     """Registered with a cap, so a change of the default leaves it."""
+    max_num_seqs: int | None = None
+    """What its engine runs at once, where it says so; ``cap`` is never above."""
     limit: Concurrency | None = None
     """Adapts the cap to what the engine says; None: the cap is fixed."""
     serving_use: float = 0.0
@@ -170,13 +173,17 @@ class Fleet:
         model: str,
         max_model_len: int,
         cap: int | None = None,
+        max_num_seqs: int | None = None,
     ) -> list[WorkerDown]:
         """Add or replace a worker.  A new incarnation buries the old one; the same one changes nothing."""
         old = self.workers.get(worker_id)
         if old is not None and old.incarnation == incarnation and old.health is not Health.DEAD:
             old.heard_at_s = at_s
             return []
-        default_cap = self.params.cap_dedicated if tier is Tier.DEDICATED else self.params.cap_harvested
+        own_cap = cap
+        if cap is None:
+            cap = self.params.cap_dedicated if tier is Tier.DEDICATED else self.params.cap_harvested
+        cap = _at_most(cap, max_num_seqs)
         job = None if old is None else old.job  # the device keeps its job when its engine starts again
         worker = self.workers[worker_id] = Worker(
             worker_id=worker_id,
@@ -184,11 +191,10 @@ class Fleet:
             tier=tier,
             model=model,
             max_model_len=max_model_len,
-            cap=default_cap if cap is None else cap,
-            limit=Concurrency.at_cap(default_cap if cap is None else cap)
-            if self.params.adaptive_cap
-            else None,
-            has_own_cap=cap is not None,
+            cap=cap,
+            limit=Concurrency.at_cap(cap) if self.params.adaptive_cap else None,
+            has_own_cap=own_cap is not None,
+            max_num_seqs=max_num_seqs,
             registered_at_s=at_s,
             heard_at_s=at_s,
             job=job,
@@ -287,10 +293,10 @@ class Fleet:
         self.params = replace(self.params, **{name: cap})
         for worker in self.workers.values():
             if worker.tier is tier and not worker.has_own_cap:
-                worker.cap = cap
+                worker.cap = _at_most(cap, worker.max_num_seqs)
                 if worker.limit is not None:
-                    worker.limit.cap = cap
-                    worker.limit.limit = min(worker.limit.limit, float(cap))
+                    worker.limit.cap = worker.cap
+                    worker.limit.limit = min(worker.limit.limit, float(worker.cap))
                 self.table.sync(worker)
 
     def assign(self, worker: Worker, job: str | None) -> None:
@@ -401,3 +407,7 @@ class Fleet:
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self.workers.values())
+
+
+def _at_most(cap: int, max_num_seqs: int | None) -> int:
+    return cap if max_num_seqs is None else min(cap, max_num_seqs)

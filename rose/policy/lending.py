@@ -21,7 +21,8 @@ Invariants, after every event, asserted by :meth:`Lending.check`:
    ``total - used - lend >= watermark``.
 
 Pace: a loan shrinks at once.  It grows at most one step per period, not while a cut is unanswered, not
-within the cool-down after a cut, and not when the last minute already had its share of cuts.
+within the cool-down after a cut, and, when the last minute already had its share of cuts, not beyond what the
+latest of them left.
 
 Pure: no I/O, no clock, no randomness, no logging.  Time arrives as ``at_s``.
 """
@@ -172,7 +173,7 @@ class LendingParams:
     cool_down_s: float = 2.0
     max_cuts: int = 4
     cut_window_s: float = 60.0
-    """After ``max_cuts`` cuts within it a loan stays as it is."""
+    """After ``max_cuts`` cuts within it a loan grows no further than the latest of them left it."""
     dead_after_s: float = DEAD_AFTER_S
 
     def __post_init__(self) -> None:
@@ -437,6 +438,8 @@ class LendingPolicy(Lending):
         super().__init__(params)
         self._grown_s = -math.inf
         self._cuts_s: deque[float] = deque(maxlen=self.params.max_cuts)
+        self._rest_pages = 0
+        """The loan that the latest cut for traffic's sake left: as much as that may be held again at any time."""
         self._recent: deque[tuple[float, int]] = deque(maxlen=1024)
         self._bucket_s = self.params.growth_window_s / _NUM_BUCKETS
         self._buckets: deque[tuple[float, int]] = deque(maxlen=_NUM_BUCKETS + 1)
@@ -474,11 +477,14 @@ class LendingPolicy(Lending):
         return max(0, min(target, self.cap_pages))
 
     @property
-    def frozen_until_s(self) -> float:
+    def cool_until_s(self) -> float:
         """No growth before; ``-inf`` when free to grow."""
-        if not self._cuts_s:
-            return -math.inf
-        until_s = self._cuts_s[-1] + self.params.cool_down_s
+        return self._cuts_s[-1] + self.params.cool_down_s if self._cuts_s else -math.inf
+
+    @property
+    def frozen_until_s(self) -> float:
+        """No growth beyond what the latest cut left before; ``-inf`` when free to grow."""
+        until_s = self.cool_until_s
         if len(self._cuts_s) == self.params.max_cuts:
             until_s = max(until_s, self._cuts_s[0] + self.params.cut_window_s)
         return until_s
@@ -521,10 +527,12 @@ class LendingPolicy(Lending):
             self.cap_pages, rollout.wanted_pages or ALL_PAGES
         ):
             return lend, self.reason
+        if now_s < self.frozen_until_s:
+            target = min(target, self._rest_pages)
         if (
             target <= lend
             or self._promises
-            or now_s < self.frozen_until_s
+            or now_s < self.cool_until_s
             or now_s < self._grown_s + self.params.grow_period_s
         ):
             return lend, self.reason
@@ -550,7 +558,9 @@ class LendingPolicy(Lending):
             self._count_cut()  # serving took pages back by itself, without waiting for us
 
     def _on_cut(self) -> None:
-        self._count_cut()
+        if self.blocked is None:  # what an operator or a restart takes back says nothing about traffic
+            self._rest_pages = self.lend_pages
+            self._count_cut()
 
     def _count_cut(self) -> None:
         """Note one; what serving reports and what we ask for within one deadline are the same cut."""

@@ -57,6 +57,7 @@ class WorkerRegistered:
     model: str
     max_model_len: int
     cap: int | None = None
+    max_num_seqs: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

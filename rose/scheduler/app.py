@@ -144,6 +144,7 @@ class Scheduler:
             max_running=config.limits.max_running,
             stream_upstream=config.stream_upstream,
             seed=config.seed,
+            parks_newcomers=config.provisioning.enabled,
             on_action=self._on_action,
             decisions=self.decisions,
         )

@@ -154,7 +154,7 @@ class SchedulerConfig(Section):
     """A render sidecar; None uses the workers."""
     render_cache_entries: int = Field(default=512, ge=0)
     cap_dedicated: int = Field(default=64, gt=0)
-    cap_harvested: int = Field(default=16, gt=0)
+    cap_harvested: int = Field(default=64, gt=0)
     adaptive_cap: bool = False
     """Lower a worker's limit when its engine is short of KV memory, and raise it again, inside the cap."""
     longest_first_s: float = Field(default=0.0, ge=0)

@@ -232,6 +232,7 @@ class ControlRoutes:
         token = None if fields.raw("engine_token") is None else fields.text("engine_token", max_chars=512)
         vocab_size = fields.optional_integer("vocab_size", least=1, most=2**32)
         cap = fields.optional_integer("cap", least=1, most=65_536)
+        max_num_seqs = fields.optional_integer("max_num_seqs", least=1, most=65_536)
         fields.done()
         workers = self._dispatcher.book.fleet.workers
         if worker_id not in workers and len(workers) >= self._config.limits.max_workers:
@@ -245,6 +246,7 @@ class ControlRoutes:
                 model=model,
                 max_model_len=max_model_len,
                 cap=cap,
+                max_num_seqs=max_num_seqs,
             ),
             Endpoint(worker_id=worker_id, url=url, token=token, vocab_size=vocab_size),
         )

@@ -71,6 +71,7 @@ class Dispatcher:
     engines: To reach workers.
     clock: Monotonic.
     max_running: Bound on turns that have not ended.
+    parks_newcomers: A new worker works for no job until it is given to one.
     on_action: Told of every action, for metrics; must not raise.
     decisions: Told of every event with its actions; None records nothing.
     """
@@ -84,6 +85,7 @@ class Dispatcher:
         max_running: int,
         stream_upstream: bool = False,
         seed: int = 0,
+        parks_newcomers: bool = False,
         on_action: Callable[[te.Action], None] = lambda action: None,
         decisions: DecisionLog | None = None,
     ) -> None:
@@ -95,6 +97,7 @@ class Dispatcher:
         self.max_running = max_running
         self._stream_upstream = stream_upstream
         self._rng = random.Random(seed)
+        self._parks_newcomers = parks_newcomers
         self._on_action = on_action
         self._decisions = decisions
         self._attempts: dict[tuple[str, int], asyncio.Task[None]] = {}
@@ -191,6 +194,8 @@ class Dispatcher:
     def register(self, event: te.WorkerRegistered, endpoint: Endpoint) -> None:
         self.endpoints[event.worker_id] = endpoint
         self.feed(event)
+        if self._parks_newcomers and self.book.fleet.workers[event.worker_id].job is None:
+            self.assign(event.worker_id, "")  # before its first heartbeat makes it fit for turns
 
     def heartbeat(self, event: te.WorkerHeartbeat) -> bool:
         worker = self.book.fleet.workers.get(event.worker_id)

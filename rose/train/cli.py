@@ -23,6 +23,8 @@ from rose.auth import Tokens
 from rose.config import load_config
 from rose.train.config import TrainConfig
 
+_WATCH_S = 1.0
+
 
 def train_main(config: Path | str | None, overrides: Sequence[str] = ()) -> int:
     """Run the job of a TOML file with ``a.b=value`` overrides; 0 when its last step is done.
@@ -36,7 +38,8 @@ def train_main(config: Path | str | None, overrides: Sequence[str] = ()) -> int:
 
     console = Console()
     with Screen(job, console) as screen:
-        result = run_training(job, tokens, progress=screen.show, watch=console.is_terminal)
+        watch_s = _WATCH_S if console.is_terminal else None
+        result = run_training(job, tokens, progress=screen.show, watch_s=watch_s)
     if result.success_last is None:
         console.print(f"nothing left to do: {result.num_steps} steps are done in {job.output_dir}")
         return 0

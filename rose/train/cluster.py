@@ -9,7 +9,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -38,6 +38,7 @@ def _watched(directory: Path | None) -> Iterator[None]:
         yield
         return
     processes = ray_processes(directory)
+    agents = set[psutil.Process]()
     over = threading.Event()
 
     def watch() -> None:
@@ -46,6 +47,9 @@ def _watched(directory: Path | None) -> Iterator[None]:
                 ray_died.set()
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
+            for process in processes:
+                with suppress(psutil.NoSuchProcess):
+                    agents.update(process.children())
 
     thread = threading.Thread(target=watch, name="rose-ray-watch", daemon=True)
     thread.start()
@@ -54,6 +58,10 @@ def _watched(directory: Path | None) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
+        if ray_died.is_set():  # its agents would look for the dead for a minute
+            for process in agents:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
 
 
 def ray_processes(directory: Path) -> list[psutil.Process]:

@@ -52,8 +52,6 @@ MAX_ROUNDS = 10
 """Rollout rounds in which nothing more could be leased before a step gives up.  One is normal after a restart: groups
 that waited too long are stale, and dropping them leaves a gap."""
 
-WATCH_PERIOD_S = 1.0
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunResult:
@@ -75,12 +73,12 @@ def run_training(
     *,
     progress: Progress | None = None,
     parts: Parts | None = None,
-    watch: bool = False,
+    watch_s: float | None = None,
 ) -> RunResult:
     """Run the job to its last step; goes on from ``output_dir`` if a run was there before.
 
     Args:
-        watch: Also report ``{"event": "rollout", "started", "ended"}`` every second while a step runs.
+        watch_s: Also report ``{"event": "rollout", "started", "ended"}`` this often while a step runs.
 
     Raises:
         ConfigError: Something can be seen to be wrong before Ray starts, or another driver is at work.
@@ -90,7 +88,7 @@ def run_training(
     check_job(config)
     report = progress or (lambda _: None)
     with _sole_driver(config.output_dir), private_ray(config):
-        return asyncio.run(_until_signal(train_with(Crew(config, tokens, parts), report, watch=watch)))
+        return asyncio.run(_until_signal(train_with(Crew(config, tokens, parts), report, watch_s=watch_s)))
 
 
 def check_job(config: TrainConfig) -> None:
@@ -108,7 +106,7 @@ def check_job(config: TrainConfig) -> None:
     single_token_ids(config.model, family.allowed_texts or ())
 
 
-async def train_with(crew: Crew, progress: Progress, *, watch: bool = False) -> RunResult:
+async def train_with(crew: Crew, progress: Progress, *, watch_s: float | None = None) -> RunResult:
     """The loop itself; see :func:`run_training`."""
     config = crew.config
     pump = Pump(config, crew) if config.rollout.mode == "asynchronous" else None
@@ -122,7 +120,7 @@ async def train_with(crew: Crew, progress: Progress, *, watch: bool = False) -> 
                 if crew.step >= config.num_steps:
                     break
                 started_s = time.monotonic()
-                async with _watched(crew, progress, watch):
+                async with _watched(crew, progress, watch_s):
                     record = await (_synchronous_step(config, crew) if pump is None else pump.step())
             except ActorDied as death:
                 crew.last_death = str(death)
@@ -199,19 +197,19 @@ def _evaluates_after(config: TrainConfig, num_steps: int) -> bool:
 
 
 @asynccontextmanager
-async def _watched(crew: Crew, progress: Progress, watch: bool) -> AsyncIterator[None]:
+async def _watched(crew: Crew, progress: Progress, watch_s: float | None) -> AsyncIterator[None]:
     """Report how many episodes have ended while the block runs."""
 
-    async def look() -> None:
+    async def look(period_s: float) -> None:
         while True:
-            await asyncio.sleep(WATCH_PERIOD_S)
+            await asyncio.sleep(period_s)
             try:
                 started, ended = await crew.progress()
             except (ActorDied, TrainError):
                 continue  # whoever needs that manager will say so
             progress({"event": "rollout", "started": started, "ended": ended})
 
-    task = asyncio.create_task(look()) if watch else None
+    task = None if watch_s is None else asyncio.create_task(look(watch_s))
     try:
         yield
     finally:

@@ -98,6 +98,7 @@ class FakeEngine:
             "version": self.version,
             "paused": self.broken,
             "vocab_size": 1000,
+            "max_num_seqs": 32,
             "ranks": [{"phase": "broken" if self.broken else "idle"}],
             "scheduler": {
                 "usable_pages": self.held,

@@ -231,6 +231,17 @@ async def test_a_taken_port_or_missing_program_ends_the_agent_with_the_field_nam
     assert sorted(path.name for path in device.dir.iterdir()) == ["serving.board", "serving.lease"]
 
 
+async def test_a_model_folder_that_is_not_there_is_said_before_anything_starts(
+    device: Device, tmp_path: Path
+) -> None:
+    device.produce()
+    agent = device.agent(engine={"model": str(tmp_path / "none")})
+    with pytest.raises(ConfigError, match=r"engine\.model: .*none is not a model folder"):
+        await device.agents[0][1]
+    device.agents.clear()
+    assert agent.engine.num_starts == 0
+
+
 async def start_program(device: Device) -> asyncio.subprocess.Process:
     """``rose node run`` as a process of its own."""
     lines = [f"{key} = {_toml(value)}" for key, value in _flat(device.table())]
@@ -336,6 +347,10 @@ async def test_sigterm_ends_the_program_cleanly(device: Device) -> None:
     [
         ({"nod_id": "x"}, r"nod_id: unknown key \(did you mean 'node_id'\?\)"),
         ({"engine": {"model": "m", "max_model_len": 8, "prot": 1}}, r"engine\.prot: unknown key.*'port'"),
+        (
+            {"engine": {"model": "m", "max_model_length": 8}},
+            r"engine\.max_model_length: unknown.*'max_model_len'",
+        ),
         ({"engine": {"model": "m"}}, r"engine\.max_model_len: is required"),
         ({"engine": {"model": "m", "max_model_len": 8, "port": 70000}}, r"engine\.port"),
         ({"serving": {"slo_ttft_ms": 0}}, r"serving\.slo_ttft_ms"),

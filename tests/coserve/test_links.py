@@ -109,6 +109,7 @@ async def test_an_engine_is_registered_once_and_then_beats(device: Device, regis
             "incarnation": agent.engine.incarnation,
             "engine_token": agent.engine.token,
             "vocab_size": 1000,
+            "max_num_seqs": 32,
         }
     ]
     seqs = [beat["seq"] for beat in registry.beats]

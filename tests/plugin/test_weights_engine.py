@@ -33,6 +33,7 @@ def test_every_tensor_of_the_checkpoint_has_a_place(policy: Policy) -> None:
     status = policy.server.get("/rose/status").json()
     (rank,) = status["ranks"]
     assert status["vocab_size"] == VOCAB_SIZE  # what may come in, without the padding
+    assert status["max_num_seqs"] == 8
     assert rank["fallback"] == {}
     assert rank["holes"] == []
     assert policy.holds(policy.weights)
@@ -166,7 +167,7 @@ def test_a_commit_decides_what_becomes_of_cached_prefixes(policy: Policy, kv: st
 
 def test_a_turn_in_flight_keeps_its_context_under_salt_and_says_so(policy: Policy) -> None:
     new = change(policy.weights, seed=61)
-    old_version = policy.version
+    _, context = follow(policy.server)  # what a turn finds cached just before
     body = policy.update(new)
     assert policy.stage(body).status_code == 200
     greedy = {"max_tokens": 450, "temperature": 0.0, "ignore_eos": True}
@@ -176,7 +177,7 @@ def test_a_turn_in_flight_keeps_its_context_under_salt_and_says_so(policy: Polic
     request.join()
     policy.became(new)
     assert len(request.answer["choices"][0]["weight_versions"]) == 2
-    assert request.answer["kv_transfer_params"]["rose"] == {"prefix_version": old_version, "kv_mixed": True}
+    assert request.answer["kv_transfer_params"]["rose"] == context | {"kv_mixed": True}
 
 
 def refused(policy: Policy, answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
@@ -261,7 +262,7 @@ def test_aborted_requests_end_with_their_tokens(policy: Policy) -> None:
         ("/rose/weights/stage", {"path": "", "attempt": 1, "version": 1, "wait_s": 1e9}, 400, "wait_s"),
         ("/rose/weights/commit", {"attempt": -1, "version": 1}, 400, "attempt"),
         ("/rose/weights/commit", {"attempt": "1", "version": 1}, 400, "attempt"),
-        ("/rose/weights/commit", {"attempt": 1, "version": 1, "kv": "salt"}, 400, "kv"),
+        ("/rose/weights/commit", {"attempt": 1, "version": 1, "kv": "sweep"}, 400, "kv"),
         ("/rose/weights/commit", {"attempt": 1, "version": 1, "vers": 1}, 400, "body"),
         ("/rose/abort", {"request_ids": ["x"] * 5000}, 413, "request_ids"),
         ("/rose/abort", {"request_ids": ["x" * 300_000]}, 413, "body"),

@@ -6,7 +6,6 @@ At the end the server's memory, tokens and log-probs are those of a server start
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from rose.weights.subscriber import WeightSubscriber
 from rose.weights.version import WeightVersion
 from tests.engine_launcher import EngineServer
 from tests.plugin.test_weights_layouts import served, train
-from tests.plugin.weights_kit import Tensors, state_hash
+from tests.plugin.weights_kit import Tensors, make_update, state_hash
 from tests.plugin.weights_server import dedicated, turn
 from tests.tiny_model import write_tiny_model, write_weights
 from tests.weights.shards_kit import Trainer, fsdp
@@ -39,20 +38,15 @@ def holds(server: EngineServer, weights: Tensors) -> bool:
     return True
 
 
-@pytest.mark.parametrize(
-    ("world", "experts"), [(1, 0), (2, 0), (1, 4)], ids=["dense-tp-1", "dense-tp-2", "moe-tp-1"]
-)
-def test_every_fiftieth_of_200_versions_runs_on_a_real_server(
-    world: int, experts: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("world", [1, 2], ids=["dense-tp-1", "dense-tp-2"])
+def test_every_fiftieth_of_200_versions_runs_on_a_real_server(world: int, tmp_path: Path) -> None:
     args = [f"--tensor-parallel-size={world}"] if world > 1 else []
-    shape: dict[str, Any] = {"tied": False, "num_experts": experts}
-    initial = write_tiny_model(tmp_path / "model", seed=5, **shape)
+    initial = write_tiny_model(tmp_path / "model", seed=5, tied=False)
     masters = {name: tensor.float() for name, tensor in initial.items()}
     store = MemoryStore()
     trainer = Trainer(fsdp(2), store, 1, WeightsParams(anchor_every=20, bucket_bytes=1 << 16))
     subscriber = WeightSubscriber(store, "run", tmp_path / "copy")
-    rng = np.random.default_rng(world + experts)
+    rng = np.random.default_rng(world)
     try:
         with dedicated(tmp_path / "model", env={"ROSE_WEIGHTS_DIR": str(tmp_path)}, args=args) as server:
             (rank, *_) = server.get("/rose/status").json()["ranks"]
@@ -73,7 +67,7 @@ def test_every_fiftieth_of_200_versions_runs_on_a_real_server(
                 last, masters = served(masters), train(masters, rng)
             found = turn(server)
         assert running == WeightVersion(1, VERSIONS - 1)
-        write_tiny_model(tmp_path / "fresh", **shape)
+        write_tiny_model(tmp_path / "fresh", tied=False)
         write_weights(tmp_path / "fresh", {name: tensor.contiguous() for name, tensor in last.items()})
         with dedicated(tmp_path / "fresh", env={"ROSE_WEIGHT_VERSION": str(running)}, args=args) as fresh:
             assert holds(fresh, last)
@@ -81,3 +75,26 @@ def test_every_fiftieth_of_200_versions_runs_on_a_real_server(
         assert not all(torch.equal(last[name], initial[name]) for name in last)
     finally:
         subscriber.close()
+
+
+def test_experts_that_the_engine_repacked_are_refused_by_name_and_the_rest_is_taken(tmp_path: Path) -> None:
+    """vLLM's CPU build packs experts for its grouped kernel after loading, so their memory is not the checkpoint's."""
+    initial = write_tiny_model(tmp_path / "model", seed=5, tied=False, num_experts=4)
+    packed = "model.layers.0.mlp.experts.1.up_proj.weight"
+    plain = "model.layers.0.self_attn.q_proj.weight"
+    with dedicated(tmp_path / "model", env={"ROSE_WEIGHTS_DIR": str(tmp_path)}) as server:
+        (rank,) = server.get("/rose/status").json()["ranks"]
+        assert set(rank["fallback"]) == {name for name in initial if ".experts." in name}
+        for number, name in enumerate((packed, plain), 1):
+            new = initial | {name: initial[name] + 1}
+            path = make_update(
+                tmp_path / f"{number}.safetensors", initial, new, base="0.0", target=f"1.{number}"
+            )
+            body = {"attempt": 1, "version": number}
+            staged = server.post("/rose/weights/stage", body | {"path": str(path)})
+            assert (staged.status_code == 200) == (name == plain), staged.text
+            assert (packed in staged.text) == (name == packed)
+        assert server.post("/rose/weights/commit", body).status_code == 200
+        assert server.get("/rose/weights/hash").json()["ranks"][0]["hashes"][plain] == statehash.to_hex(
+            state_hash(new[plain])
+        )

@@ -80,6 +80,24 @@ def test_a_dead_worker_returns_only_with_a_version_and_its_incarnation() -> None
     assert fleet.workers["a"].health is Health.READY
 
 
+@pytest.mark.parametrize(("cap", "expected"), [(None, 20), (8, 8), (300, 20)])
+def test_no_worker_is_sent_more_turns_than_its_engine_runs_at_once(cap: int | None, expected: int) -> None:
+    fleet = Fleet(params=PARAMS)
+    fleet.register(
+        at_s=0.0,
+        worker_id="a",
+        incarnation="1",
+        tier=Tier.HARVESTED,
+        model="m",
+        max_model_len=100,
+        cap=cap,
+        max_num_seqs=20,
+    )
+    assert fleet.workers["a"].slots == expected
+    fleet.set_cap(Tier.HARVESTED, 500)
+    assert fleet.workers["a"].slots == expected
+
+
 class AnySequence(RuleBasedStateMachine):
     """What may take turns has been heard of lately, knows its weights, and stands so in the packed columns."""
 

@@ -182,6 +182,25 @@ def test_after_its_share_of_cuts_a_loan_stays_frozen_for_the_window() -> None:
         assert fourth - first >= params.cut_window_s - 1e-6
 
 
+def test_what_the_latest_cut_left_is_lent_again_after_off_and_on_whatever_the_rate_of_cuts() -> None:
+    params = dataclasses.replace(PARAMS, growth_window_s=1.0)
+    world = World(LendingPolicy(params))
+    world.policy.handle(ModeSet(at_s=0.0, mode=Mode.ON))
+    while world.policy.num_cuts < params.max_cuts:
+        world.used = 40 if world.at_s % 9.0 > 8.0 else 0
+        world.step(world.at_s + 0.05)
+    left = world.policy.lend_pages
+    assert 0 < left < 80
+    world.used = 0
+    world.policy.handle(ModeSet(at_s=world.at_s, mode=Mode.OFF))
+    world.step(world.at_s + 0.05)
+    assert world.policy.lend_pages == 0
+    world.policy.handle(ModeSet(at_s=world.at_s, mode=Mode.ON))
+    world.run(world.at_s + params.cool_down_s + 5.0)
+    assert world.policy.lend_pages == left
+    assert world.at_s < params.cut_window_s
+
+
 def test_a_small_change_of_use_changes_no_loan(world: World) -> None:
     world.run(5.0)
     rng = random.Random(1)

@@ -248,6 +248,10 @@ async def test_answers_and_streams_equal_vllms_own(gateway: Gateway, name: str) 
                 # vLLM's streaming parser route gives no log-probs (0.32).
                 for choice in (*expected, *got):
                     choice.pop("logprobs")
+                    # A call cut before its arguments streams as "" or "{}", by how the tokens were batched.
+                    choice["calls"] = [
+                        (tool, "" if arguments == "{}" else arguments) for tool, arguments in choice["calls"]
+                    ]
             assert got == expected, read.__name__
 
 

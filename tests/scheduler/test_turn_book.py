@@ -326,14 +326,14 @@ def test_a_stalled_stream_moves_unless_its_engine_is_gated() -> None:
 
 
 def test_first_turns_of_a_group_share_a_worker_up_to_half_its_cap_then_spread() -> None:
-    book = book_of("cost")
+    book = TurnBook(make_policy("cost", random.Random(0)), te.TurnParams(), FleetParams(cap_harvested=16))
     for index in range(4):
         join(book, f"h{index}", Tier.HARVESTED)
     sent = [
         dispatches(submit(book, f"n{index}", group_id="g", num_prompt_tokens=500))[0].worker_id
         for index in range(12)
     ]
-    assert len(set(sent[:8])) == 1  # cap 16: eight read the prompt once
+    assert len(set(sent[:8])) == 1  # half of 16: eight read the prompt once
     assert sent[8] != sent[0]
 
 

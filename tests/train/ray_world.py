@@ -101,7 +101,7 @@ def main(table: str, tokens: str) -> None:
         print(json.dumps({"step": record.get("step"), "event": record.get("event")}), flush=True)
 
     run_training(
-        config, Tokens.load(tokens), progress=show, parts=Parts(make_publisher=file_publisher), watch=True
+        config, Tokens.load(tokens), progress=show, parts=Parts(make_publisher=file_publisher), watch_s=1.0
     )
 
 

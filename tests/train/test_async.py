@@ -64,7 +64,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, policy_model: Path) -> Iterato
         )
         config = TrainConfig.model_validate(table)
         parts = Parts(make_publisher=file_publisher)
-        result = run_training(config, world.tokens, progress=assassin, parts=parts, watch=True)
+        result = run_training(config, world.tokens, progress=assassin, parts=parts, watch_s=0.1)
         assert world.scheduler is not None
         newest, _ = checkpoints.load_latest(config.output_dir / "checkpoints")
         assert newest is not None
