@@ -68,6 +68,9 @@ class Status:
         self._slack_s = Gauge(
             "rose_serving_slack_seconds", "Least time left under production's SLO", registry=registry
         )
+        self._refused = PromCounter(
+            "rose_refused_requests", "Requests beyond a bound of [limits]", ["bound"], registry=registry
+        )
         self._breaches = PromCounter(
             "rose_slo_breaches", "Promises of production's SLO that were broken", registry=registry
         )
@@ -166,6 +169,9 @@ class Status:
     def on_stale(self, count: int) -> None:
         self.num_stale += count
         self._stale.inc(count)
+
+    def on_refused(self, bound: str) -> None:
+        self._count(self._refused, bound)
 
     def on_breaches(self, count: int) -> None:
         self._breaches.inc(count)
