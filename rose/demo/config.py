@@ -128,7 +128,7 @@ def load_demo_config(
     """
     # JSON strings and numbers are TOML strings and numbers.
     named = [
-        f"{name}={json.dumps(str(value) if isinstance(value, Path) else value)}"
+        f"{name}={json.dumps(str(value) if isinstance(value, Path) else value, ensure_ascii=False)}"
         for name, value in (given or {}).items()
     ]
     config = load_config(DemoConfig, path, [*named, *overrides])

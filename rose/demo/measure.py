@@ -8,12 +8,14 @@ Pure arithmetic on the sender's records (:class:`rose.demo.traffic.RequestRecord
 * A ratio is percentile(A) / percentile(B).  Its 95 % interval is a bootstrap over *request indices*, the
   same draw for both arms: the arms replay one schedule, so index ``i`` is one request seen in both, and
   its gaps between tokens depend on each other.  An index that failed in either arm is left out of ratios.
+  Every index weighs the same, however often an arm sent it: its last cycle may have been cut short.
 * The A/A ratio is the same figure for two arms that differ in nothing: the noise any other ratio has to beat.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,16 +180,21 @@ def ratio(
     """``percentile(above) / percentile(below)``; None when no request index finished in both."""
     failed = {s.index for s in (*above, *below) if s.error is not None}
     paired = sorted(({s.index for s in above} & {s.index for s in below}) - failed)
-    sides: list[tuple[Floats, npt.NDArray[np.int64]]] = []
+    sides: list[tuple[Floats, npt.NDArray[np.int64], Floats]] = []
     for arm in (above, below):
         values, owner = _values([s for s in arm if s.index in set(paired)], metric)
         if len(values) == 0:
             return None
         order = np.argsort(values, kind="stable")
-        sides.append((values[order], np.searchsorted(paired, owner[order])))
+        times = Counter(s.index for s in arm)
+        share = np.array([1.0 / times[index] for index in owner[order].tolist()])
+        sides.append((values[order], np.searchsorted(paired, owner[order]), share))
 
     def estimate(weight_of_pair: Floats) -> float:
-        top, bottom = (_weighted_percentile(values, weight_of_pair[pair], fraction) for values, pair in sides)
+        top, bottom = (
+            _weighted_percentile(values, weight_of_pair[pair] * share, fraction)
+            for values, pair, share in sides
+        )
         return top / bottom if bottom > 0 else float("nan")
 
     rng = np.random.default_rng(seed)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import getpass
 import json
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -38,6 +37,11 @@ BYTE_TOKENS = 256
 """The first token ids of the demo's tokenizer are single bytes: safe as prompts, no special token among them."""
 RESTARTS = 3
 BATCH_NICE = 5
+LOG_NAMES = (
+    *("models", "relay", "scheduler", "production", "traffic", "dedicated", "dedicated-engine"),
+    *("harvested", "harvested-engine", "train", "node on", "node off"),
+)
+"""What a run writes into its folder of logs, which may hold other things: it is named by the user."""
 
 # A server that is started to be measured must not talk to the network, nor use more threads than its core.
 ENGINE_ENV = {
@@ -97,9 +101,10 @@ class Plan:
 
     def prepare(self, arrivals: Sequence[Arrival]) -> None:
         """Make directories and the sender's plan; logs of an earlier run give way."""
-        shutil.rmtree(self.logs, ignore_errors=True)
         try:
-            self.logs.mkdir(parents=True)
+            self.logs.mkdir(parents=True, exist_ok=True)
+            for name in LOG_NAMES:
+                (self.logs / f"{name}.log").unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError(f"{self.logs}: {error.strerror}", field="out") from error
         folders = (self.node_dir, self.dedicated_dir, self.train_dir, self.root / "relay", self.root / "tmp")
@@ -344,7 +349,7 @@ class Plan:
         """Write a configuration file, 0600."""
         path = self.root / f"{name}.toml"
         path.touch(mode=0o600)
-        path.write_text(to_toml(table))
+        path.write_text(to_toml(table), encoding="utf-8")
         return path
 
 
@@ -363,7 +368,7 @@ def to_toml(table: Mapping[str, Any], prefix: str = "") -> str:
         if isinstance(value, Mapping):
             tables.append(f"\n[{prefix}{name}]\n{to_toml(value, f'{prefix}{name}.')}")
         else:
-            # JSON's strings, numbers, booleans and arrays are TOML's.
+            # JSON's strings, numbers, booleans and arrays are TOML's, but for its two-part escapes.
             plain = str(value) if isinstance(value, Path) else value
-            lines.append(f"{name} = {json.dumps(plain)}\n")
+            lines.append(f"{name} = {json.dumps(plain, ensure_ascii=False)}\n")
     return "".join(lines) + "".join(tables)

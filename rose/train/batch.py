@@ -59,7 +59,7 @@ class Sample:
     temperatures: tuple[float, ...]
     allowed: tuple[tuple[int, ...] | None, ...]
     masked: bool = False
-    """Not to be trained on (too stale, or cut off and told to be left out); its reward still counts in its group."""
+    """Not to be trained on (too stale); its reward still counts in its group."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

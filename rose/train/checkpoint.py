@@ -2,7 +2,7 @@
 
 A checkpoint is a folder ``step-000012.2`` (step, attempt) with two files: ``state.safetensors`` (fp32 masters as
 ``weights/NAME``, AdamW moments as ``optimizer/NAME/KEY``, random states as ``rng/NAME``) and ``state.json`` (everything else, and the hash of the
-first).  It is written beside its place, synced, and renamed, so a reader sees all of it or nothing;
+first and of itself).  It is written beside its place, synced, and renamed, so a reader sees all of it or nothing;
 :func:`load_latest` takes the newest that verifies and says which it had to pass over.
 
 ``consumed`` is why a killed trainer neither loses nor repeats a trajectory: the ids that the last steps
@@ -38,6 +38,7 @@ CONSUMED_STEPS = 64
 """Steps whose ids a checkpoint keeps.  One would do while every step is acknowledged before the next begins; the
 rest lets a run that had to pass over damaged checkpoints still name what it used."""
 
+_STAGING = ".writing-"
 _NAME = re.compile(r"step-(\d{6,})\.(\d+)")
 _MAX_JSON_BYTES = 64 * 1024 * 1024
 
@@ -72,7 +73,9 @@ def save(checkpoint: Checkpoint, directory: Path, *, keep: int = 3) -> Path:
     staging: Path | None = None
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=".writing-", dir=directory))
+        for torn in directory.glob(f"{_STAGING}*"):  # of a writer that was killed: one model in size each
+            shutil.rmtree(torn, ignore_errors=True)
+        staging = Path(tempfile.mkdtemp(prefix=_STAGING, dir=directory))
         tensors = {f"weights/{name}": tensor.contiguous() for name, tensor in checkpoint.weights.items()}
         tensors |= {f"optimizer/{name}": tensor.contiguous() for name, tensor in checkpoint.optimizer.items()}
         tensors |= {f"rng/{name}": tensor for name, tensor in checkpoint.rng.items()}
@@ -87,6 +90,7 @@ def save(checkpoint: Checkpoint, directory: Path, *, keep: int = 3) -> Path:
             "shuffle_state": checkpoint.shuffle_state,
             "tensors_xxh3": _digest(staging / "state.safetensors"),
         }
+        described["xxh3"] = _digest_of_description(described)
         (staging / "state.json").write_text(json.dumps(described))
         for path in (staging / "state.safetensors", staging / "state.json", staging):
             _sync(path)
@@ -116,6 +120,9 @@ def load(path: Path) -> Checkpoint:
         described = json.loads((path / "state.json").read_text())
         if described.get("schema") != SCHEMA:
             raise TrainError(f"schema {described.get('schema')!r} is not {SCHEMA}", field=str(path))
+        # The first versions of this schema wrote none.
+        if described.get("xxh3") not in (None, _digest_of_description(described)):
+            raise TrainError("state.json does not match its hash", field=str(path))
         if _digest(path / "state.safetensors") != described["tensors_xxh3"]:
             raise TrainError("state.safetensors does not match its hash", field=str(path))
         tensors = load_file(path / "state.safetensors")
@@ -173,6 +180,11 @@ def _under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.
         if not math.isfinite(float(tensor.float().abs().sum())):
             raise TrainError(f"tensor {name} is not finite", field="checkpoint")
     return found
+
+
+def _digest_of_description(described: Mapping[str, Any]) -> str:
+    rest = {name: value for name, value in described.items() if name != "xxh3"}
+    return xxhash.xxh3_128_hexdigest(json.dumps(rest, sort_keys=True).encode())
 
 
 def _digest(path: Path) -> str:

@@ -264,14 +264,14 @@ class SchedulerClient:
                     timeout=aiohttp.ClientTimeout(total=timeout_s),
                     allow_redirects=False,  # the token is for this host alone
                 ) as response:
-                    unreachable_since_s = None
                     if response.status == 204:
                         return None
-                    raw = await response.content.read(MAX_ANSWER_BYTES + 1)
-                    while len(raw) <= MAX_ANSWER_BYTES and (more := await response.content.readany()):
-                        raw += more
-                    if len(raw) > MAX_ANSWER_BYTES:
-                        raise EngineError(f"the answer exceeds {MAX_ANSWER_BYTES} bytes", field=path)
+                    raw = bytearray()
+                    async for piece in response.content.iter_any():
+                        raw += piece
+                        if len(raw) > MAX_ANSWER_BYTES:
+                            raise EngineError(f"the answer exceeds {MAX_ANSWER_BYTES} bytes", field=path)
+                    unreachable_since_s = None  # a whole answer: headers alone arrive from a broken path too
                     answer = _parse(raw, path)
                     if response.status < 300:
                         return answer
@@ -327,7 +327,7 @@ def _seconds(text: str | None) -> float:
         return 1.0
 
 
-def _parse(raw: bytes, path: str) -> Any:
+def _parse(raw: bytes | bytearray, path: str) -> Any:
     if not raw:
         return {}
     try:

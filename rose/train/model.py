@@ -237,14 +237,16 @@ def _share_of(whole: Tensor, like: Any) -> Any:
 
 def _shard(root: Any, model: Any) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    # Else bf16 products would be summed in bf16, where every rank beyond the second adds a rounding.
+    precision = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     for layer in model.base_model.layers:
-        fully_shard(layer, mesh=mesh)
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
     # Resharding the root too: its parameters are read between a forward and the next.
-    fully_shard(root, mesh=mesh, reshard_after_forward=True)
+    fully_shard(root, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     for module in root.modules():
         if hasattr(module, "set_gradient_divide_factor"):
             module.set_gradient_divide_factor(1.0)

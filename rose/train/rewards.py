@@ -128,8 +128,9 @@ class RewardPool:
         self._idle.clear()
 
     def _new(self) -> Worker:
-        self._num_workers += 1
-        return self._spawn()
+        worker = self._spawn()
+        self._num_workers += 1  # only now: a worker that could not be made takes no place
+        return worker
 
     async def _take(self) -> Worker:
         async with self._free:
@@ -150,12 +151,13 @@ class RewardPool:
             ):
                 self._idle.pop(0)[0].kill()
                 self._num_workers -= 1
-            self._free.notify()
+            # All: before Python 3.13 a word given to one that is being cancelled is lost, and with it the last wake-up.
+            self._free.notify_all()
 
     async def _lose(self) -> None:
         async with self._free:
             self._num_workers -= 1
-            self._free.notify()
+            self._free.notify_all()
 
 
 def make_reward(kind: str, settings: Mapping[str, Any]) -> RewardFunction:
@@ -205,9 +207,13 @@ def endpoint(*, url: str, token: str | None = None, timeout_s: float = 30.0) -> 
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s), headers=headers) as session,
             session.post(url, json=body, allow_redirects=False) as response,
         ):
-            raw = await response.content.read(MAX_ANSWER_BYTES)
             if response.status != 200:
                 raise TrainError(f"the reward endpoint answered HTTP {response.status}", field="reward")
+            raw = bytearray()
+            async for piece in response.content.iter_any():  # one read gives what has arrived, not all of it
+                raw += piece
+                if len(raw) > MAX_ANSWER_BYTES:
+                    raise TrainError(f"the answer exceeds {MAX_ANSWER_BYTES} bytes", field="reward")
             answer = json.loads(raw)
         if not isinstance(answer, dict) or "reward" not in answer:
             raise TrainError("the reward endpoint's answer has no 'reward'", field="reward")

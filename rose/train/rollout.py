@@ -9,6 +9,9 @@ trained on) and the episode starts again, ``max_retries`` times.  Then its group
 the other groups go on.  A reward that failed, is not finite or is out of range is such a failure; it is never
 reported as 0.  Only a scheduler that refuses ends the run.
 
+A conversation that outgrows the engines' context ends there: with the reward of its last observation (or the
+rewarder's), no success, and ``truncated`` in its info.
+
 *Redundant* episodes (``GroupPlan.num_redundant``) race with the others of their group: the scheduler takes the first
 ``group_size`` that finish and drops the rest, so a straggler costs nobody time.  Fast episodes are short ones, which
 biases what is trained on; it is off unless asked for.
@@ -26,12 +29,12 @@ import asyncio
 import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from rose.errors import ConfigError, Conflict, Gone, RoseError, TrainError
+from rose.errors import ConfigError, Conflict, Gone, RequestError, RoseError, TrainError
 from rose.train.client import SchedulerClient
 from rose.train.env import Environment, Family, Message, Observation, Task
 
@@ -350,25 +353,38 @@ class EpisodeRunner:
 
     async def _play(self, trajectory_id: str, task: Task) -> tuple[Observation, int]:
         """The final observation, with the reward that counts, and the number of turns."""
-        environment = self._family.make()
         try:
-            observation = await self._guard(environment.reset(task))
+            environment = self._family.make()
+        except Exception as error:
+            raise _EnvironmentFailed(f"{type(error).__name__}: {error}") from error
+        try:
+            observation = await self._guard(lambda: environment.reset(task))
             messages: list[Message] = []
             for turn in range(MAX_CONVERSATION_TURNS):
                 messages.extend(observation.messages)
                 if observation.done:
                     return await self._score(task, messages, observation), turn
-                text = await self._client.chat(
-                    trajectory_id,
-                    turn,
-                    model=self._params.model,
-                    messages=messages,
-                    temperature=self._params.temperature,
-                    max_tokens=self._params.max_tokens,
-                    allowed_token_ids=self._allowed,
-                )
+                try:
+                    text = await self._client.chat(
+                        trajectory_id,
+                        turn,
+                        model=self._params.model,
+                        messages=messages,
+                        temperature=self._params.temperature,
+                        max_tokens=self._params.max_tokens,
+                        allowed_token_ids=self._allowed,
+                    )
+                except RequestError as error:
+                    if error.code != "context_length_exceeded":
+                        raise
+                    if turn == 0:
+                        raise _EnvironmentFailed(f"the first prompt does not fit: {error}") from error
+                    # Outgrown, as long conversations do: it ends here, and is paid what it had.
+                    info = {**observation.info, "truncated": True}
+                    cut = replace(observation, done=True, success=False, info=info)
+                    return await self._score(task, messages, cut), turn
                 messages.append({"role": "assistant", "content": text})
-                observation = await self._guard(environment.step(text))
+                observation = await self._guard(lambda text=text: environment.step(text))
             raise _EnvironmentFailed(f"no end after {MAX_CONVERSATION_TURNS} turns")
         finally:
             await self._close(environment)
@@ -381,11 +397,14 @@ class EpisodeRunner:
                 raise _EnvironmentFailed(f"reward failed: {error}") from error
         return _checked(final, self._params.reward_range)
 
-    async def _guard(self, call: Any) -> Observation:
+    async def _guard(self, call: Callable[[], Awaitable[Any]]) -> Observation:
         """Environment code is foreign: whatever it does wrong costs its own episode and no more."""
         try:
             async with asyncio.timeout(self._params.step_timeout_s):
-                return await call
+                found = await call()
+            if not isinstance(found, Observation):
+                raise TypeError(f"gave {type(found).__name__}, not an Observation")
+            return found
         except TimeoutError as error:
             raise _EnvironmentFailed(f"no answer within {self._params.step_timeout_s:g} s") from error
         except Exception as error:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from rose.auth import Tokens
-from rose.errors import ConfigError, NotFound, RoseError
+from rose.errors import ConfigError, NotFound, RoseError, SectionCorrupt
 from rose.units import format_bytes
 from rose.weights import manifest, retention
 from rose.weights.manifest import Kind, Manifest
@@ -77,7 +77,8 @@ def list_versions(
     typer.echo(f"{'version':>12}  {'kind':<7} {'from':>10}  {'sent':>10} {'dense':>10}  {'changed':>8}  step")
     for identity in manifest.versions_in(store.list(f"{run_id}/"), run_id):
         mark = " <- head" if identity == head_version else ""
-        records = _manifests(store, run_id, identity)
+        damage: list[str] = []
+        records = _manifests(store, run_id, identity, damage)
         for record in records:
             base = "-" if record.base is None else str(record.base.identity)
             step = "-" if record.step is None else str(record.step)
@@ -85,7 +86,9 @@ def list_versions(
                 f"{identity!s:>12}  {record.kind:<7} {base:>10}  {format_bytes(record.bytes_sent):>10}"
                 f" {format_bytes(record.bytes_dense):>10}  {record.density:>8.3%}  {step}{mark}"
             )
-        if not records:
+        for problem in damage:
+            typer.echo(f"{identity!s:>12}  damaged: {problem}{mark}")
+        if not records and not damage:
             typer.echo(f"{identity!s:>12}  incomplete{mark}")
 
 
@@ -99,7 +102,12 @@ def verify(
     store = _open(relay, directory, token_file)
     num_bad = 0
     for identity in manifest.versions_in(store.list(f"{run_id}/"), run_id):
-        for record in _manifests(store, run_id, identity):
+        damage: list[str] = []
+        records = _manifests(store, run_id, identity, damage)
+        num_bad += len(damage)
+        for problem in damage:
+            typer.echo(f"{identity!s:>12}  {problem}")
+        for record in records:
             problem = _check_objects(store, record)
             num_bad += problem is not None
             typer.echo(f"{identity!s:>12}  {record.kind:<7} {problem or 'ok'}")
@@ -220,7 +228,10 @@ def _open(url: str | None, directory: Path | None, token_file: Path | None) -> S
     return open_store(url, Tokens.load(token_file).relay if needs_token else "")
 
 
-def _manifests(store: Store, run_id: str, identity: WeightVersion) -> list[Manifest]:
+def _manifests(
+    store: Store, run_id: str, identity: WeightVersion, damage: list[str] | None = None
+) -> list[Manifest]:
+    """What is there of a version.  A manifest that cannot be read is an error, or a line of ``damage`` if given."""
     found: list[Manifest] = []
     kinds: tuple[Kind, ...] = ("delta", "anchor")
     for kind in kinds:
@@ -228,6 +239,10 @@ def _manifests(store: Store, run_id: str, identity: WeightVersion) -> list[Manif
             found.append(retention.read_manifest(store, run_id, identity, kind))
         except NotFound:
             continue
+        except SectionCorrupt as error:
+            if damage is None:
+                raise
+            damage.append(str(error))
     return found
 
 

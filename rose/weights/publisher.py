@@ -219,7 +219,7 @@ class WeightPublisher:
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="rose-publish")
         self._executor.submit(lambda: None).result()
-        mine = self._mine
+        mine = None if self._mine is None else set(self._mine)
         copies = [
             piece.copied() if mine is None or number in mine else piece
             for number, piece in enumerate(self._collect())

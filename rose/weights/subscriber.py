@@ -28,6 +28,8 @@ import os
 import secrets
 import shutil
 import threading
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -115,6 +117,8 @@ class WeightSubscriber:
         self._told: WeightVersion | None = None
         self._failed: Manifest | None = None  # the step that did not work
         self._given_up: WeightVersion | None = None  # the version whose anchor did not help
+        self._leased: WeightVersion | None = None
+        self._leased_at_s = 0.0
 
     @property
     def version(self) -> WeightVersion | None:
@@ -128,15 +132,15 @@ class WeightSubscriber:
             The version, when it is another than the last call returned; None when ``timeout_s`` passed.
 
         Raises:
-            SectionCorrupt, WrongBase: The newest version cannot be had intact; the copy is what it was (or an
-                intermediate version).  Worth another call after a pause.
+            SectionCorrupt, WrongBase: The newest version cannot be had intact, or lies behind the copy; the copy is
+                what it was (or an intermediate version).  Worth another call after a pause.
             CapacityError: The store cannot be reached, or the disk is full.
         """
         held = self.version
         fresh = held is not None and held != self._told  # restored from disk: tell at once
         try:
             head = self._store.wait_head(self._run_id, held, 0.0 if fresh else timeout_s)
-            if fresh and head is None:
+            if head is None:
                 self._check_not_behind(held)
         except CapacityError:
             if not fresh:
@@ -158,6 +162,7 @@ class WeightSubscriber:
 
         Raises:
             Gone: The host copy is not at ``version`` (any more); poll tells where it is.
+            SectionCorrupt: The host copy was damaged in memory; the next poll starts from an anchor.
             CapacityError: The disk is full.
         """
         with self._lock:
@@ -167,7 +172,7 @@ class WeightSubscriber:
             base = engine_version if steps else None
             path = self._updates / f"{version}-from-{base or 'any'}.safetensors"
             if not path.exists():
-                tensors = {name: self._tensor_update(spec, steps) for name, spec in self._host.specs.items()}
+                tensors = self._tensor_updates(steps)
                 update = Update(
                     run_id=self._run_id, target=version, base=base, model=self._host.model, tensors=tensors
                 )
@@ -266,6 +271,8 @@ class WeightSubscriber:
         return manifest.decode_manifest(data, self._run_id, head.identity, head.kind)
 
     def _follow(self, steps: list[Manifest]) -> None:
+        # First: on a full disk, what is left of a version that is now passed over would keep all others out.
+        self._clear_spool([*self._steps, *steps])
         for step in steps:
             self._failed = step
             self._check_base(step)
@@ -344,6 +351,8 @@ class WeightSubscriber:
     def _forget_copy(self) -> None:
         self._host.begin()
         self._steps.clear()
+        for path in self._updates.iterdir():  # the repaired copy has the same version, and would find them
+            path.unlink()
         self._told = None  # what was handed out may be damaged too: the repaired copy is news
 
     # -- spool
@@ -371,6 +380,7 @@ class WeightSubscriber:
                 done = file.tell()
                 while done < reference.nbytes:
                     count = min(PULL_BYTES, reference.nbytes - done)
+                    self._renew_lease()
                     try:
                         file.write(self._store.get_range(reference.key, done, count))
                     except RequestError as error:
@@ -397,17 +407,27 @@ class WeightSubscriber:
             len(self._steps) > _MAX_KEPT_STEPS or sum(s.bytes_sent for s in self._steps) > budget_bytes
         ):
             self._steps.pop(0)
-        kept = {str(s.identity) for s in self._steps}
+        self._clear_spool(self._steps)
+
+    def _clear_spool(self, steps: Sequence[Manifest]) -> None:
+        """Drop all but the objects of ``steps``."""
+        kept = {str(step.identity) for step in steps}
         for folder in self._spool.iterdir():
             if folder.name not in kept:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _lease(self, version: WeightVersion | None) -> None:
         """Keep what we are about to read from being deleted; a store that cannot is not a reason to stop."""
+        self._leased, self._leased_at_s = version, time.monotonic()
         try:
             self._store.lease(self._run_id, self._holder, version, _LEASE_S)
         except RoseError as error:
             _log.info("no lease on %s: %s", version, error)
+
+    def _renew_lease(self) -> None:
+        """A transfer may take longer than a lease."""
+        if self._leased is not None and time.monotonic() - self._leased_at_s > _LEASE_S / 3:
+            self._lease(self._leased)
 
     # -- update files
 
@@ -418,48 +438,65 @@ class WeightSubscriber:
                 return self._steps[number:]
         return []
 
-    def _tensor_update(self, spec: TensorSpec, steps: list[Manifest]) -> TensorUpdate:
+    def _tensor_updates(self, steps: list[Manifest]) -> dict[str, TensorUpdate]:
+        # Sorted by tensor once: a mixture of experts has tens of thousands of tensors, and as many sections a step.
+        before = {tensor.name: tensor.h_before for tensor in steps[0].tensors} if steps else {}
+        sections = [(step, step.sections_by_tensor()) for step in steps]
+        found: dict[str, TensorUpdate] = {}
+        for name, spec in self._host.specs.items():
+            mine = [(step, section) for step, by_tensor in sections for section in by_tensor.get(name, ())]
+            found[name] = self._tensor_update(spec, before, mine)
+        return found
+
+    def _tensor_update(
+        self,
+        spec: TensorSpec,
+        before: Mapping[str, str | None],
+        sections: Sequence[tuple[Manifest, Section]],
+    ) -> TensorUpdate:
         bits = self._host.bits(spec.name)
         h_after = self._host.h[spec.name]
         h_before = None
         idx: NDArray[Any] | None = None
-        if steps:
-            before = next(t for t in steps[0].tensors if t.name == spec.name).h_before
-            h_before = statehash.from_hex(before or "")
-            idx = self._changed(spec, steps)
+        if before:
+            h_before = statehash.from_hex(before[spec.name] or "")
+            idx = self._changed(spec, sections)
         if idx is None:
+            # The engine would refuse it, and ask for the same again.
+            if statehash.hash_bits(bits) != h_after:
+                self._forget_copy()
+                raise SectionCorrupt(
+                    "the host copy is damaged in memory, and is fetched again", field=spec.name
+                )
             return TensorUpdate(spec=spec, h_before=h_before, h_after=h_after, dense=bits.reshape(spec.shape))
         if idx.size == 0:
             return TensorUpdate(spec=spec, h_before=h_before, h_after=h_after)
         return TensorUpdate(spec=spec, h_before=h_before, h_after=h_after, idx=idx, val=bits[idx])
 
-    def _changed(self, spec: TensorSpec, steps: list[Manifest]) -> NDArray[Any] | None:
-        """Indices that any of ``steps`` touched, sorted; None when writing the whole tensor is smaller."""
+    def _changed(self, spec: TensorSpec, sections: Sequence[tuple[Manifest, Section]]) -> NDArray[Any] | None:
+        """Indices that any of ``sections`` touched, sorted; None when writing the whole tensor is smaller."""
         dtype = np.dtype(np.uint32 if spec.num_elements <= 1 << 32 else np.int64)
         limit = spec.nbytes // (dtype.itemsize + spec.width_bytes) if spec.width_bytes <= 4 else 0
         pieces: list[NDArray[Any]] = []
-        sorted_already = True
         total = 0
-        for step in steps:
-            for section in step.sections:
-                if section.tensor != spec.name:
-                    continue
-                if section.encoding == "raw":
-                    return None
-                total += section.num_changed
-                if total > 2 * limit:  # steps overlap by a quarter or so: the union is above the limit too
-                    return None
-                reference = step.objects[section.object]
-                content = _mapped(self._spool / str(step.identity) / Path(reference.key).name)
-                payload = memoryview(content)[section.offset : section.offset + section.nbytes]
-                delta = codec.decode(payload, section.num_elements, spec.bits_dtype)
-                idx = boxes.positions(section.box, delta.idx)
-                pieces.append(idx.astype(dtype) + dtype.type(section.start))
-                sorted_already = sorted_already and section.box.contiguous
+        for step, section in sections:
+            if section.encoding == "raw":
+                return None
+            total += section.num_changed
+            if total > 2 * limit:  # steps overlap by a quarter or so: the union is above the limit too
+                return None
+            reference = step.objects[section.object]
+            content = _mapped(self._spool / str(step.identity) / Path(reference.key).name)
+            payload = memoryview(content)[section.offset : section.offset + section.nbytes]
+            delta = codec.decode(payload, section.num_elements, spec.bits_dtype)
+            idx = boxes.positions(section.box, delta.idx)
+            pieces.append(idx.astype(dtype) + dtype.type(section.start))
         if not pieces:
             return np.empty(0, dtype)
         merged = np.concatenate(pieces)
-        if len(steps) > 1 or not sorted_already:
+        if not bool(
+            np.all(merged[1:] > merged[:-1])
+        ):  # several steps, pieces with gaps, or sections out of order
             merged = np.unique(merged)
         return merged if merged.size <= limit else None
 

@@ -13,7 +13,7 @@ import pytest
 from rose.demo.arrivals import Arrival
 from rose.demo.config import DemoConfig, load_demo_config
 from rose.demo.fleet import Part
-from rose.demo.parts import TOKEN_FILE, Plan, to_toml
+from rose.demo.parts import LOG_NAMES, TOKEN_FILE, Plan, to_toml
 from rose.demo.traffic import load_plan
 from rose.errors import ConfigError
 
@@ -84,6 +84,25 @@ def test_toml_comes_out_as_it_went_in() -> None:
     assert tomllib.loads(to_toml({**table, "none": None, "path": Path("/p")})) == {**table, "path": "/p"}
 
 
+def test_any_character_of_a_path_survives_as_toml(tmp_path: Path) -> None:
+    path = tmp_path / "\N{SNOWMAN}\N{PARTY POPPER}.csv"
+    assert tomllib.loads(to_toml({"model": path}))["model"] == str(path)
+    assert load_demo_config(None, {"trace": path}).trace == path
+
+
+def test_only_logs_of_an_earlier_run_give_way(tmp_path: Path) -> None:
+    """``--out`` may name a folder that has a ``logs`` of its own."""
+    kept, old = tmp_path / "logs" / "letters.txt", tmp_path / "logs" / "train.log"
+    kept.parent.mkdir()
+    kept.write_text("mine")
+    old.write_text("old")
+    plan = Plan(config=DemoConfig(out=tmp_path), cores=(0, 1), root=tmp_path / "run", logs=tmp_path / "logs")
+    plan.root.mkdir()
+    plan.prepare([])
+    assert kept.read_text() == "mine"
+    assert not old.exists()
+
+
 def test_no_part_has_a_secret_on_its_command_line_and_the_senders_plan_loads(tmp_path: Path) -> None:
     from rose.auth import Tokens
 
@@ -97,6 +116,8 @@ def test_no_part_has_a_secret_on_its_command_line_and_the_senders_plan_loads(tmp
     plan.find_models()
 
     assert load_plan(root / "traffic.json").to_arrivals()[0].prompt_tokens == 3
+    logs = {part.spec.log_path.stem for part in plan.all_parts() if part.spec.log_path is not None}
+    assert logs < set(LOG_NAMES)
     words = [word for part in plan.all_parts() for word in part.spec.argv]
     files = [path.read_text() for path in root.glob("*.toml") if path.name != TOKEN_FILE]
     for secret in (tokens.agent, tokens.trainer, tokens.node, tokens.relay, tokens.admin):

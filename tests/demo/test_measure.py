@@ -133,6 +133,15 @@ def test_an_arm_may_hold_several_cycles_of_one_request() -> None:
     assert found.value == pytest.approx(3.0)
 
 
+def test_a_cycle_cut_short_does_not_weigh_its_beginning_more() -> None:
+    """The shared phase ends when the job does: its first requests were sent once more than its last."""
+    alone = [sample(0, ttft_s=0.1), sample(1, ttft_s=0.2)]
+    shared = [sample(0, ttft_s=0.1), sample(1, ttft_s=0.2), sample(0, ttft_s=0.1), sample(0, ttft_s=0.1)]
+    found = ratio(shared, alone, "ttft", 0.6)
+    assert found is not None
+    assert found.value == 1.0
+
+
 def test_torn_last_line_is_dropped_and_a_broken_middle_is_an_error(tmp_path: Path) -> None:
     line = json.dumps(
         {

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
+from rose.train.model import _shard, load_module
 from tests.engine_launcher import free_port
 from tests.train.rank_main import run_steps
 
@@ -82,3 +84,19 @@ def test_a_checkpoint_of_two_ranks_goes_on_on_one(
     assert any(not torch.equal(start[name], left[name]) for name in start)
     for name, weight in left.items():
         assert torch.allclose(weight, right[name], atol=3e-5), name
+
+
+def test_gradients_of_bf16_products_are_summed_in_fp32(policy_model: Path, tmp_path: Path) -> None:
+    """Two ranks cannot show it: the sum of two bf16 numbers is rounded once, in either type."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
+    try:
+        computing: Any = load_module(policy_model).to(torch.bfloat16)
+        _shard(computing, computing)
+        found = {
+            module._get_fsdp_state()._mp_policy.reduce_dtype
+            for module in computing.modules()
+            if hasattr(module, "_get_fsdp_state")
+        }
+    finally:
+        dist.destroy_process_group()
+    assert found == {torch.float32}

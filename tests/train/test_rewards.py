@@ -156,6 +156,37 @@ async def test_an_endpoint_is_asked_and_its_failures_are_failures(judge: Callabl
         assert "secret" not in str(caught.value)
 
 
+async def test_an_answer_in_pieces_is_read_to_its_end() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = next(line for line in head.lower().splitlines() if line.startswith(b"content-length"))
+        await reader.readexactly(int(length.partition(b":")[2]))
+        writer.write(b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 15\r\n\r\n{"rewa')
+        await writer.drain()
+        await asyncio.sleep(0.05)  # the peer reads the first piece alone
+        writer.write(b'rd": 0.5}')
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+        assert await RewardWorker("endpoint", {"url": url}).score({}, [], {}) == 0.5
+
+
+async def test_a_worker_that_cannot_be_made_leaves_its_place_to_the_next() -> None:
+    pool, made = pool_of([ConnectionError("dead")], max_workers=1, max_retries=0)
+    with pytest.raises(TrainError, match="dead"):
+        await pool.score({}, [], FINAL)  # the only worker is gone
+    spawn, pool._spawn = pool._spawn, lambda: 1 / 0  # type: ignore[assignment, return-value]
+    with pytest.raises(ZeroDivisionError):
+        await pool.score({}, [], FINAL)
+    pool._spawn = spawn
+    async with asyncio.timeout(5):
+        assert await pool.score({}, [], FINAL) == 1.0
+    assert len(made) == 2
+
+
 def test_unknown_rewards_and_settings_are_named() -> None:
     for kind, settings, match in [
         ("oracle", {}, "unknown reward 'oracle'"),

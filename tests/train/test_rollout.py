@@ -152,6 +152,81 @@ async def test_a_failing_environment_costs_its_episode_and_is_tried_again(world:
         assert len(await client.list_trajectories(job="flaky", state="cancelled")) == 1
 
 
+@pytest.mark.parametrize("fault", ["make", "call", "answer"])
+async def test_whatever_foreign_code_does_wrong_costs_one_episode(world: World, fault: str) -> None:
+    class Flaky(FrozenLakeFamily):
+        num_made = 0
+
+        def make(self) -> Any:
+            self.num_made += 1
+            if self.num_made > 1:
+                return super().make()
+            if fault == "make":
+                raise ConnectionError("no sandbox is free")
+            return Odd()
+
+    class Odd:
+        def reset(self, task: Any) -> Any:  # not even a coroutine
+            if fault == "call":
+                raise KeyError("task")
+            return self.nothing()
+
+        async def nothing(self) -> None:
+            return None
+
+        async def close(self) -> None: ...
+
+    family = Flaky(FrozenLakeParams())
+    async with client_of(world) as client:
+        report = await runner_of(world, client, family, job=f"odd-{fault}").run([group(family, size=2)])
+    assert (report.num_episodes, report.num_retries, report.failures) == (2, 1, ())
+
+
+class Talker:
+    """An environment that never ends by itself, and says ``num_chars`` a turn."""
+
+    def __init__(self, num_chars: int) -> None:
+        self._num_chars = num_chars
+
+    async def reset(self, task: Any) -> Observation:
+        return await self.step("")
+
+    async def step(self, text: str) -> Observation:
+        return Observation(messages=({"role": "user", "content": "S" * self._num_chars},), reward=0.25)
+
+    async def close(self) -> None: ...
+
+
+async def test_an_episode_that_outgrows_the_context_ends_there_and_says_so(world: World) -> None:
+    class Long(FrozenLakeFamily):
+        def make(self) -> Any:
+            return Talker(300)
+
+    family = Long(FrozenLakeParams())
+    async with client_of(world) as client:
+        report = await runner_of(world, client, family, job="long").run([group(family, size=2)])
+        leased = await client.lease(job="long", num_groups=1, attempt=0, version=0, ttl_s=60, wait_s=0)
+    assert (report.num_episodes, report.failures) == (2, ())
+    assert leased is not None
+    for one in leased[1]:
+        assert len(one["turns"]) >= 2
+        assert (one["reward"], one["success"]) == (0.25, False)
+        assert one["info"]["truncated"] is True
+
+
+async def test_a_task_whose_first_prompt_does_not_fit_is_given_up_not_paid(world: World) -> None:
+    class TooLong(FrozenLakeFamily):
+        def make(self) -> Any:
+            return Talker(3000)
+
+    family = TooLong(FrozenLakeParams())
+    async with client_of(world) as client:
+        report = await runner_of(world, client, family, job="first").run([group(family, size=2)])
+        assert await client.list_trajectories(job="first", state="finished") == []
+    assert report.num_episodes == 0
+    assert "first prompt" in report.failures[0][1]
+
+
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])
 async def test_a_reward_that_is_no_number_gives_its_group_up_and_is_never_reported(
     world: World, reward: float
@@ -325,6 +400,36 @@ async def test_a_scheduler_that_cannot_be_reached_is_named_after_the_retries() -
     async with SchedulerClient("http://127.0.0.1:9", agent_token="x" * 20, retry_s=0.0) as client:
         with pytest.raises(CapacityError, match=r"http://127\.0\.0\.1:9 did not answer"):
             await client.list_trajectories(job="j", state="running")
+
+
+async def test_an_answer_that_never_arrives_whole_is_given_up() -> None:
+    """Its headers do arrive, every time: that is no sign that the next try will do better."""
+    num_asked = 0
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        nonlocal num_asked
+        num_asked += 1
+        response = web.StreamResponse(headers={"Content-Length": "1000"})
+        await response.prepare(request)
+        await response.write(b'{"trajectories": [')
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with SchedulerClient(url, agent_token="a" * 16, retry_s=0.3) as client:
+            with pytest.raises(CapacityError, match="did not answer"):
+                async with asyncio.timeout(10):
+                    await client.list_trajectories(job="j", state="running")
+    finally:
+        await runner.cleanup()
+    assert num_asked > 1
 
 
 async def test_a_lost_lease_is_handed_back_before_it_is_asked_for_again() -> None:

@@ -159,6 +159,29 @@ def test_a_checkpoint_that_was_cut_short_does_not_exist(
     assert [path.name for path in tmp_path.iterdir()] == ["step-000000.1"]
 
 
+def test_what_a_killed_writer_left_is_removed_by_the_next(trainer: TorchTrainer, tmp_path: Path) -> None:
+    torn = tmp_path / ".writing-abc"
+    torn.mkdir()
+    (torn / "state.safetensors").write_bytes(b"half")
+    checkpoints.save(trainer.capture(attempt=1, version=0, consumed={}), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000.1"]
+
+
+@pytest.mark.parametrize(
+    "change", [{"shuffle_state": [3, [1, 2], None]}, {"version": 10**400}, {"consumed": {"0": 5}}]
+)
+def test_a_description_that_no_trainer_can_take_is_damage(
+    trainer: TorchTrainer, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    """Only the tensors have a hash: the rest must prove itself, or nobody would go on to the one before."""
+    path = checkpoints.save(trainer.capture(attempt=1, version=0, consumed={}), tmp_path)
+    described = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps(described | change))
+    found, passed_over = checkpoints.load_latest(tmp_path)
+    assert found is None
+    assert len(passed_over) == 1
+
+
 def test_only_the_newest_checkpoints_are_kept_and_a_later_attempt_is_newer(
     trainer: TorchTrainer, tmp_path: Path
 ) -> None:

@@ -144,6 +144,19 @@ def test_verify_names_the_damaged_object(published: FileStore) -> None:
     assert "head cannot be rebuilt" in text
 
 
+def test_a_damaged_manifest_is_one_line_and_hides_no_other_version(published: FileStore) -> None:
+    published.path_of("run/1.1/delta.json").write_bytes(b"{")
+    code, text = run("verify", "run", "--directory", published.directory)
+    assert code == 1
+    assert [line.split()[0] for line in text.splitlines()[:4]] == ["1.0", "1.1", "1.2", "1.3"]
+    assert "malformed" in text.splitlines()[1]
+    assert [line.split()[-1] for line in text.splitlines()[2:4]] == ["ok", "ok"]
+    code, text = run("ls", "run", "--directory", published.directory)
+    assert code == 0
+    assert "damaged" in text.splitlines()[2]
+    assert text.splitlines()[4].endswith("<- head")
+
+
 def test_diff_counts_what_changed_between_two_versions(published: FileStore) -> None:
     code, text = run("diff", "run", "1.0", "1.1", "--directory", published.directory)
     record = retention.read_manifest(published, "run", WeightVersion(1, 1), "delta")

@@ -252,6 +252,8 @@ def test_sections_in_another_order_mean_the_same(published: FileStore, tmp_path:
     second = WeightSubscriber(published, "run", tmp_path / "second")
     assert second.poll(0) == WeightVersion(1, 1)
     assert same(copy_of(second), copy_of(first))
+    steps = [reader.fetch(WeightVersion(1, 1), WeightVersion(1, 0)) for reader in (first, second)]
+    assert steps[0].read_bytes() == steps[1].read_bytes()
     first.close()
     second.close()
 

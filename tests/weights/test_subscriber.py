@@ -521,6 +521,90 @@ def test_damaged_memory_is_named_and_repaired_from_the_anchor(
     assert same(copy_of(reader), trainer.bits())
 
 
+def test_an_update_file_made_from_damaged_memory_is_not_handed_out_after_the_repair(
+    publisher: WeightPublisher, trainer: ToyTrainer, reader: WeightSubscriber
+) -> None:
+    publisher.publish(0)
+    reader.poll(0)
+    start = trainer.bits()
+    publish_steps(publisher, trainer, 1, 1)
+    reader.poll(0)
+    name = "model.embed_tokens.weight"
+    changed = np.flatnonzero(start[name] != trainer.bits()[name])
+    reader._host.bits(name)[changed[0]] ^= 0x100
+    step = read_update(reader.fetch(V("1.1"), V("1.0")))
+    with pytest.raises(AssertionError):  # the engine refuses it, and takes all
+        apply_update(start, step)
+    with pytest.raises(SectionCorrupt, match=f"{name}.*damaged in memory"):
+        reader.fetch(V("1.1"), None)
+    assert reader.poll(0) == V("1.1")  # repaired, without anybody's asking
+    for base, held in [(None, {}), (V("1.0"), start)]:
+        assert same(apply_update(held, read_update(reader.fetch(V("1.1"), base))), trainer.bits())
+
+
+def test_what_was_pulled_of_a_version_now_passed_over_makes_room_first(
+    publisher: WeightPublisher, trainer: ToyTrainer, reader: WeightSubscriber, store: WatchedStore
+) -> None:
+    """On a full disk nothing newer would ever arrive."""
+    publish_steps(publisher, trainer, 0, 1)
+    stale = reader._spool / "1.0"
+    stale.mkdir()
+    (stale / "0000.00000-abc.part").write_bytes(b"x" * 1000)
+    seen: list[bool] = []
+
+    def look(key: str, offset: int, data: bytes) -> bytes:
+        seen.append((stale / "0000.00000-abc.part").exists())
+        return data
+
+    publisher.publish(2)
+    retention.read_manifest(store, "run", V("1.0"), "anchor")
+    other = WeightPublisher(trainer.tensors, store, "run", 2, PARAMS)
+    other.publish(0)  # whoever follows now goes to 2.0 and nowhere else
+    store.twist = look
+    assert reader.poll(0) == V("2.0")
+    assert seen
+    assert not any(seen)
+
+
+def test_a_lease_lasts_as_long_as_the_transfer(
+    publisher: WeightPublisher,
+    trainer: ToyTrainer,
+    reader: WeightSubscriber,
+    store: WatchedStore,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("rose.weights.store.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("rose.weights.subscriber.PULL_BYTES", 1 << 14)
+    held: list[list[WeightVersion]] = []
+
+    def slow(key: str, offset: int, data: bytes) -> bytes:
+        nonlocal now_s
+        held.append(store.leases("run"))
+        now_s += 250.0
+        return data
+
+    publisher.publish(0)
+    store.twist = slow
+    assert reader.poll(0) == V("1.0")
+    assert len(held) > 4  # a thousand seconds and more, of a lease of 600
+    assert all(one == [V("1.0")] for one in held)
+
+
+def test_a_head_that_falls_behind_a_running_reader_is_an_error_not_silence(
+    publisher: WeightPublisher, trainer: ToyTrainer, reader: WeightSubscriber, store: WatchedStore
+) -> None:
+    """Its store was emptied and the run begun again: it would serve the old lineage for ever."""
+    publish_steps(publisher, trainer, 0, 2)
+    assert reader.poll(0) == V("1.2")
+    assert reader.poll(0) is None
+    store._objects.clear()
+    store._heads.clear()
+    WeightPublisher(trainer.tensors, store, "run", 1, PARAMS).publish(0)
+    with pytest.raises(WrongBase, match=r"head is at 1\.0, the host copy at 1\.2"):
+        reader.poll(0)
+
+
 def test_a_damaged_transfer_is_repeated(
     publisher: WeightPublisher, trainer: ToyTrainer, reader: WeightSubscriber, store: WatchedStore
 ) -> None:
