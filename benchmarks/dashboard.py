@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from aiohttp import web
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -54,6 +55,7 @@ class Load:
         self.url, self.tokens, self.session, self.args = url, tokens, session, args
         self.rng = random.Random(args.seed)
         self.tasks: list[asyncio.Task[None]] = []
+        self.runners: list[web.AppRunner] = []
         self.num_turns = 0
 
     async def call(self, method: str, path: str, role: str, body: Any = None, **headers: str) -> Any:
@@ -169,7 +171,7 @@ class Load:
             await node.beat()
 
 
-async def watch(page: Browser, load: Load, rose: Arm, args: argparse.Namespace) -> dict[str, Any]:
+async def watch(page: Browser, load: Load, args: argparse.Namespace) -> dict[str, Any]:
     await page.open(f"{load.url}/#token={load.tokens.agent}")
     await page.until("document.body.dataset.draws >= 1")
     await page.run(MEASURE)
@@ -222,17 +224,19 @@ async def measure(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, A
             connector = aiohttp.TCPConnector(limit=0)
             async with aiohttp.ClientSession(connector=connector) as session:
                 load = Load(rose.url, tokens, session, args)
-                await load.start()
-                await asyncio.sleep(args.warm_s)
-                before, turns, at_s = rose.cpu_s(), load.num_turns, time.monotonic()
-                await asyncio.sleep(args.seconds)
-                alone = (rose.cpu_s() - before) / (time.monotonic() - at_s)
-                rate = (load.num_turns - turns) / (time.monotonic() - at_s)
-                async with Browser() as page:
-                    found = await watch(page, load, rose, args)
-                status = await load.call("GET", "/status", "agent")
-                rose.stop()
-                await load.stop()
+                try:
+                    await load.start()
+                    await asyncio.sleep(args.warm_s)
+                    before, turns, at_s = rose.cpu_s(), load.num_turns, time.monotonic()
+                    await asyncio.sleep(args.seconds)
+                    alone = (rose.cpu_s() - before) / (time.monotonic() - at_s)
+                    rate = (load.num_turns - turns) / (time.monotonic() - at_s)
+                    async with Browser() as page:
+                        found = await watch(page, load, args)
+                    status = await load.call("GET", "/status", "agent")
+                finally:
+                    rose.stop()
+                    await load.stop()
         finally:
             rose.end()
     found |= {
@@ -266,7 +270,10 @@ def main() -> int:
         print("no chromium on this machine: nothing measured", file=sys.stderr)
         return 1
     report = Report("dashboard")
-    summary, details = asyncio.run(measure(args))
+    try:
+        summary, details = asyncio.run(measure(args))
+    except KeyboardInterrupt:
+        return 130
     report.finish(summary, details, args.json)
     return 0
 

@@ -150,7 +150,9 @@ class Scheduler:
         )
         self.decisions.roll()
         self.provisioner = Provisioner.make(config.provisioning, self.dispatcher)
-        self.timeline = Timeline(self.clock.now_s, self.book.fleet, self._trajectory_of)
+        self.timeline = Timeline(
+            self.clock.now_s, self.book.fleet, self._trajectory_of, self.status.on_breaches
+        )
         for job, version in self.store.versions.items():
             self.dispatcher.require(job, version)
         renderer = Renderer(
@@ -167,7 +169,7 @@ class Scheduler:
             on_fork=self.status.on_fork,
             on_finished=self.status.on_finished,
         )
-        self.guard = Guard(config.limits, read_s=times.read_s)
+        self.guard = Guard(config.limits, read_s=times.read_s, on_refused=self.status.on_refused)
         self.settings = SettingsRoutes(config, self.dispatcher)
         self.control = ControlRoutes(config, self.store, self.dispatcher, self.timeline)
         self.watch = WatchRoutes(

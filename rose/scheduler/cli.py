@@ -9,8 +9,9 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import msgspec
 import typer
 import uvloop
 
@@ -19,6 +20,22 @@ from rose.config import load_config
 from rose.errors import RoseError
 from rose.scheduler.app import Scheduler
 from rose.scheduler.config import SchedulerConfig
+
+
+class JsonFormatter(logging.Formatter):
+    """``{"time", "level", "logger", "message", "error"?}``; time in seconds since 1970."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": round(record.created, 3),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line).decode()
+
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -32,6 +49,7 @@ def serve(
     journal: Annotated[Path, typer.Option(help="Directory of the journal.")] = Path("rose-scheduler"),
     policy: Annotated[str | None, typer.Option(help="Routing policy.")] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_json: Annotated[bool, typer.Option("--log-json", help="Log one JSON object per line.")] = False,
 ) -> None:
     """Route the turns of RL rollouts over dedicated and harvested engines.  Prints one line when it is
     ready."""
@@ -45,6 +63,8 @@ def serve(
         stream=sys.stderr,
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
     )
+    if log_json:
+        logging.getLogger().handlers[0].setFormatter(JsonFormatter())
     try:
         settings = load_config(SchedulerConfig, config, overrides)
         tokens = Tokens.load(token_file)

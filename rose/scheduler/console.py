@@ -77,7 +77,7 @@ def show(
     text = Text()
     runs: list[list[Any]] = []
     for row in shown["tokens"]:
-        word = row["text"] if row["text"] is not None else f"<{row['id']}>"
+        word = _plain(row["text"]) if row["text"] is not None else f"<{row['id']}>"
         if not row["sampled"]:
             text.append(word, Style(dim=True))
             continue
@@ -94,7 +94,8 @@ def show(
     for (number, version, tier, worker, attempt), logprobs in runs:
         mean = f"{sum(logprobs) / len(logprobs):.3f}"
         named = Text(tier, style=_TIER_COLOURS[tier])
-        table.add_row(str(number), version, named, worker, str(attempt), str(len(logprobs)), mean)
+        cells = [_cell(each) for each in (number, version, worker, attempt, len(logprobs), mean)]
+        table.add_row(*cells[:2], named, *cells[2:])
     console.print(table)
     console.print("dim: prompt, mask 0; green to red: likely to unlikely; underlined: harvested", style="dim")
     if len(shown.get("branches", [])) > 1:
@@ -112,15 +113,8 @@ def list_(
     table = Table("id", "job", "group", "state", "reason", "turns", "reward")
     for each in Client(url, token_file).get("/rose/v1/trajectories", job=job, state=state)["trajectories"]:
         reward = "" if each["reward"] is None else f"{each['reward']:g}"
-        table.add_row(
-            each["id"],
-            each["job"],
-            each["group_id"],
-            each["state"],
-            each["reason"],
-            str(each["num_turns"]),
-            reward,
-        )
+        names = ("id", "job", "group_id", "state", "reason", "num_turns")
+        table.add_row(*(_cell(each[name]) for name in names), reward)
     Console().print(table)
 
 
@@ -179,7 +173,7 @@ def _screen(status: dict[str, Any]) -> Group:
     )
     for each in status["workers"]:
         workers.add_row(
-            each["worker_id"],
+            _cell(each["worker_id"]),
             Text(each["tier"], style=_TIER_COLOURS[each["tier"]]),
             Text(each["health"], style="" if each["health"] == "ready" else "red"),
             Text(each["lending"], style="red" if each["lending"] == "pressure" else ""),
@@ -192,10 +186,25 @@ def _screen(status: dict[str, Any]) -> Group:
     stuck = Table("oldest turns", "state", "worker", "age", "tokens")
     for each in status["stuck"][:8]:
         state = each["state"] + (f" ({each['hold']})" if each["hold"] else "")
-        stuck.add_row(
-            each["trajectory"], state, each["worker"] or "", f"{each['age_s']:.1f} s", str(each["num_tokens"])
+        cells = (
+            each["trajectory"],
+            state,
+            each["worker"] or "",
+            f"{each['age_s']:.1f} s",
+            each["num_tokens"],
         )
+        stuck.add_row(*map(_cell, cells))
     return Group(head, workers, stuck)
+
+
+def _plain(text: str) -> str:
+    """What models and agents say must not move the cursor or change the title of somebody's terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _cell(value: Any) -> Text:
+    """As it is: names may hold what rich takes for markup."""
+    return Text(_plain(str(value)).replace("\n", " "))
 
 
 def _counts(counts: dict[str, int]) -> str:

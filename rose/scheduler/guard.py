@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from aiohttp import web
 
@@ -36,9 +36,13 @@ class Guard:
     """Args:
     limits: Bounds.
     read_s: Patience for a request's bytes.
+    on_refused: Told which bound refused a request.
     """
 
-    def __init__(self, limits: Limits, *, read_s: float) -> None:
+    def __init__(
+        self, limits: Limits, *, read_s: float, on_refused: Callable[[str], None] = lambda bound: None
+    ) -> None:
+        self._on_refused = on_refused
         self._limits = limits
         self._read_s = read_s
         self._intake_bytes = 0
@@ -48,7 +52,6 @@ class Guard:
         """Connections with a request that is being served."""
         self._quiet: dict[object, tuple[bool, float]] = {}
         """The others: (has been served before, quiet since)."""
-        self.num_refused = 0
 
     @property
     def intake_bytes(self) -> int:
@@ -78,12 +81,13 @@ class Guard:
         # A chunked body may grow to the limit.
         reserved = self._limits.max_body_bytes if size is None else size
         if reserved > _SMALL_BYTES and self._intake_bytes + reserved > self._limits.max_intake_bytes:
-            self.num_refused += 1
+            self._on_refused("intake")
             raise CapacityError("too many large requests at once", status=429, code="queue_full")
         self._intake_bytes += reserved
         try:
             try:
-                async with asyncio.timeout(self._read_s):
+                # Small bodies come with their head; the time limit would cost more than the reading.
+                async with asyncio.timeout(None if request.content.is_eof() else self._read_s):
                     await request.read()  # kept by aiohttp for whoever reads it again
             except TimeoutError:
                 # Not 408, which clients retry at once.
@@ -129,7 +133,7 @@ class Guard:
         if len(self._buckets) > _MAX_PEERS:
             self._buckets.popitem(last=False)
         if left < 1:
-            self.num_refused += 1
+            self._on_refused("rate")
             raise CapacityError(
                 "too many requests from this address",
                 status=429,

@@ -7,6 +7,7 @@ turn that moved counts in both tiers.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from typing import Any
 
@@ -61,6 +62,18 @@ class Status:
         self._depth = Gauge("rose_queue_depth", "Turns that wait", registry=registry)
         self._kv_budget = Gauge("rose_kv_budget_tokens", "Advertised", ["tier"], registry=registry)
         self._kv_used = Gauge("rose_kv_used_tokens", "In use", ["tier"], registry=registry)
+        self._serving_use = Gauge(
+            "rose_serving_kv_use", "Share of KV memory that production uses, mean", registry=registry
+        )
+        self._slack_s = Gauge(
+            "rose_serving_slack_seconds", "Least time left under production's SLO", registry=registry
+        )
+        self._refused = PromCounter(
+            "rose_refused_requests", "Requests beyond a bound of [limits]", ["bound"], registry=registry
+        )
+        self._breaches = PromCounter(
+            "rose_slo_breaches", "Promises of production's SLO that were broken", registry=registry
+        )
         self._groups = Gauge("rose_trajectories", "Trajectories", ["state"], registry=registry)
         self._children: dict[tuple[PromCounter, tuple[str, ...]], PromCounter] = {}
         self.turns_by_tier: Counter[str] = Counter(dict.fromkeys(_TIERS, 0))
@@ -157,6 +170,12 @@ class Status:
         self.num_stale += count
         self._stale.inc(count)
 
+    def on_refused(self, bound: str) -> None:
+        self._count(self._refused, bound)
+
+    def on_breaches(self, count: int) -> None:
+        self._breaches.inc(count)
+
     def _count_tokens(self, kind: str, count: int) -> None:
         self.tokens[kind] += count
         self._count(self._tokens, kind, by=count)
@@ -174,6 +193,10 @@ class Status:
             self._kv_budget.labels(tier.value).set(sum(worker.kv_budget_tokens or 0 for worker in mine))
             self._kv_used.labels(tier.value).set(sum(worker.kv_used_tokens or 0 for worker in mine))
         self._depth.set(len(dispatcher.book.queue))
+        use = [worker.serving_use for worker in dispatcher.book.fleet if worker.tier is Tier.HARVESTED]
+        self._serving_use.set(sum(use) / len(use) if use else math.nan)
+        slack = [worker.slack_s for worker in dispatcher.book.fleet if worker.slack_s is not None]
+        self._slack_s.set(min(slack, default=math.nan))
         counts = store.book.counts()
         for state in sp.SampleState:
             self._groups.labels(state.value).set(counts[state.value])

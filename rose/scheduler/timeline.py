@@ -24,7 +24,20 @@ _WINDOW = 512
 
 
 class Timeline:
-    def __init__(self, now_s: Callable[[], float], fleet: Fleet, trajectory_of: Callable[[str], str]) -> None:
+    """Args:
+    now_s: The scheduler's clock.
+    trajectory_of: The trajectory of a turn.
+    on_broken: Told how many promises of production were broken just now.
+    """
+
+    def __init__(
+        self,
+        now_s: Callable[[], float],
+        fleet: Fleet,
+        trajectory_of: Callable[[str], str],
+        on_broken: Callable[[int], None] = lambda count: None,
+    ) -> None:
+        self._on_broken = on_broken
         self._now_s = now_s
         self._fleet = fleet
         self._trajectory_of = trajectory_of
@@ -73,6 +86,7 @@ class Timeline:
         self._broken[worker_id] = count
         if new > 0:
             self.num_broken += new
+            self._on_broken(new)
             self.marks.append([self._now_s(), worker_id, "slo"])
 
     def sample(self, status: dict[str, Any]) -> None:

@@ -161,50 +161,51 @@ async def test_500_trajectories_survive_kills_stops_cuts_and_restarts(tmp_path: 
     safe = EngineProcess(tmp_path, "own", "dedicated")  # while one dedicated worker lives, nothing may fail
     hurt = [EngineProcess(tmp_path, f"h{index}", "harvested") for index in range(3)]
     hurt.append(EngineProcess(tmp_path, "d1", "dedicated"))
-    for engine in (safe, *hurt):
-        await engine.start(url)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector) as session:
-        chaos = Chaos(7, daemon, hurt, session)
-        agents = Agents(session, url, tokens, chaos)
-        hurting = asyncio.create_task(chaos.run())
-        try:
-            names = await asyncio.gather(*(agents.play(number) for number in range(NUM_TRAJECTORIES)))
-        finally:
-            hurting.cancel()
-            await asyncio.gather(hurting, *chaos.tasks, return_exceptions=True)
-        assert set(chaos.acts) == {"cut", "kill", "stop", "scheduler"}  # it did hurt
-        assert not agents.refused  # no FAILED(infra), no FAILED(deadline), no lost trajectory
-        if daemon.process is None or daemon.process.returncode is not None:
-            await daemon.start()  # the last restart was interrupted
+    async with contextlib.AsyncExitStack() as ends:
+        ends.push_async_callback(daemon.end)
+        for engine in (safe, *hurt):
+            ends.push_async_callback(engine.end)
+            await engine.start(url)
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector) as session:
+            chaos = Chaos(7, daemon, hurt, session)
+            agents = Agents(session, url, tokens, chaos)
+            hurting = asyncio.create_task(chaos.run())
+            try:
+                names = await asyncio.gather(*(agents.play(number) for number in range(NUM_TRAJECTORIES)))
+            finally:
+                hurting.cancel()
+                await asyncio.gather(hurting, *chaos.tasks, return_exceptions=True)
+            assert set(chaos.acts) == {"cut", "kill", "stop", "scheduler"}  # it did hurt
+            assert not agents.refused  # no FAILED(infra), no FAILED(deadline), no lost trajectory
+            if daemon.process is None or daemon.process.returncode is not None:
+                await daemon.start()  # the last restart was interrupted
 
-        async def trainer(path: str, body: Any) -> Any:
-            async with session.post(url + path, json=body, headers=bearer(tokens.trainer)) as response:
-                assert response.status == 200, await response.text()
-                return await response.json()
+            async def trainer(path: str, body: Any) -> Any:
+                async with session.post(url + path, json=body, headers=bearer(tokens.trainer)) as response:
+                    assert response.status == 200, await response.text()
+                    return await response.json()
 
-        lease = {"job": "job", "num_groups": NUM_TRAJECTORIES // 2, "version": [0, 0], "ttl_s": 600}
-        batch = await trainer("/rose/v1/batches/lease", lease)
-        assert sorted(item["id"] for item in batch["trajectories"]) == sorted(names)
-        model = FakeEngine()
-        num_moved = 0
-        for item in batch["trajectories"]:
-            assert [turn["parent"] for turn in item["turns"]] == [None, 0]
-            for turn in item["turns"]:
-                expected, _, _ = model.greedy(turn["prompt_token_ids"], {"max_tokens": MAX_TOKENS})
-                assert turn["token_ids"] == expected  # none lost, none twice, across every cut
-                assert sum(segment["n"] for segment in turn["segments"]) == len(expected)
-                num_moved += len(turn["segments"]) > 1
-        assert num_moved > 0
-        await trainer(f"/rose/v1/batches/{batch['batch_id']}/ack", {"step": 1, "attempt": 0})
-        async with session.get(f"{url}/status", headers=bearer(tokens.trainer)) as response:
-            status = await response.json()
-        # submitted = accepted + filtered + failed + cancelled + running
-        assert {name: count for name, count in status["trajectories"].items() if count} == {
-            "consumed": NUM_TRAJECTORIES
-        }
-    for engine in (safe, *hurt):
-        await engine.end()
-    assert await daemon.end(signal.SIGTERM) == 0
+            lease = {"job": "job", "num_groups": NUM_TRAJECTORIES // 2, "version": [0, 0], "ttl_s": 600}
+            batch = await trainer("/rose/v1/batches/lease", lease)
+            assert sorted(item["id"] for item in batch["trajectories"]) == sorted(names)
+            model = FakeEngine()
+            num_moved = 0
+            for item in batch["trajectories"]:
+                assert [turn["parent"] for turn in item["turns"]] == [None, 0]
+                for turn in item["turns"]:
+                    expected, _, _ = model.greedy(turn["prompt_token_ids"], {"max_tokens": MAX_TOKENS})
+                    assert turn["token_ids"] == expected  # none lost, none twice, across every cut
+                    assert sum(segment["n"] for segment in turn["segments"]) == len(expected)
+                    num_moved += len(turn["segments"]) > 1
+            assert num_moved > 0
+            await trainer(f"/rose/v1/batches/{batch['batch_id']}/ack", {"step": 1, "attempt": 0})
+            async with session.get(f"{url}/status", headers=bearer(tokens.trainer)) as response:
+                status = await response.json()
+            # submitted = accepted + filtered + failed + cancelled + running
+            assert {name: count for name, count in status["trajectories"].items() if count} == {
+                "consumed": NUM_TRAJECTORIES
+            }
+        assert await daemon.end(signal.SIGTERM) == 0
     for path in logs(tmp_path / "journal"):  # what the killed schedulers decided comes out again
         assert replay(path).difference is None

@@ -261,6 +261,9 @@ async def test_requests_beyond_the_rate_are_told_when_to_come_back(world: World)
             if response.status == 429:
                 assert int(response.headers["Retry-After"]) >= 1
                 assert (await response.json())["error"]["code"] == "rate_limited"
+    async with world.session.get(f"{world.url}/metrics") as response:
+        refused = f'rose_refused_requests_total{{bound="rate"}} {statuses.count(429):.1f}'
+        assert refused in await response.text()
     assert statuses[:4] == [200] * 4
     assert 429 in statuses
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rose.auth import bearer
-from rose.scheduler import app, console
+from rose.scheduler import app, cli, console
 from rose.scheduler.fake_engine import Fault
 from tests.scheduler.browser import CHROMIUM, Browser
 from tests.scheduler.conftest import World, user
@@ -146,6 +148,24 @@ async def test_the_console_shows_lists_and_exports_trajectories(world: World, tm
     assert "reclaim" in await rose("top", "--once")
 
 
+async def test_names_and_words_cannot_reach_into_the_terminal(world: World, tmp_path: Path) -> None:
+    await world.start()
+    await world.add("a")
+    world.tokens.save(tmp_path / "tokens.toml")
+    name = await world.trajectory(group_id="[red]g[/red]\x9b2J")
+    ids = world.engines["a"].tokenizer.encode("\x1b]0;title\x07hi")
+    body = {"token_ids": ids, "sampling_params": {"max_tokens": 2}}
+    await world.ok("POST", "/rose/v1/generate", body, headers={"X-Session-ID": name})
+    where = ["--url", world.url, "--token-file", str(tmp_path / "tokens.toml")]
+    for arguments in (["show", name], ["ls"]):
+        result = await asyncio.to_thread(
+            CliRunner().invoke, console.app, [*arguments, *where], env={"COLUMNS": "200"}
+        )
+        assert result.exit_code == 0, result.output
+        assert not set(result.output) & {"\x1b", "\x07", "\x9b"}
+        assert "hi" in result.output or "[red]g[/red]" in result.output
+
+
 async def test_grafana_panels_name_metrics_that_exist(world: World) -> None:
     await moved_conversation(world)
     async with world.session.get(f"{world.url}/metrics") as response:
@@ -176,6 +196,20 @@ async def test_the_trace_context_goes_through_to_the_engine(world: World) -> Non
         headers={"traceparent": "nonsense"},
     )
     assert engine.trace_parents[-1] is None
+
+
+def test_a_logged_error_is_one_json_line() -> None:
+    try:
+        raise ValueError("two\nlines")
+    except ValueError:
+        record = logging.LogRecord(
+            "rose.scheduler", logging.ERROR, "", 1, "went %s", ("wrong",), sys.exc_info()
+        )
+    line = cli.JsonFormatter().format(record)
+    assert "\n" not in line
+    told = json.loads(line)
+    assert (told["level"], told["logger"], told["message"]) == ("error", "rose.scheduler", "went wrong")
+    assert "ValueError: two\nlines" in told["error"]
 
 
 # --- operations ------------------------------------------------------------------------------------------
