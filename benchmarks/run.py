@@ -36,7 +36,7 @@ PARTIAL = ROOT / "out" / "bench"
 
 MINUTES = {"coserve": 15, "train": 12, "weights": 8, "gateway": 8, "sim": 8, "routing": 4}
 """Budget of each benchmark in a full `make bench`; twice that and it is stopped."""
-LONG = {"policies": 60, "sim_paper": 60, "sim_maps": 30}
+LONG = {"policies": 60, "sim_paper": 60, "sim_maps": 30, "demo": 25}
 """Only in `make bench-full`; they keep what they have found so far."""
 QUICK_MINUTES = 2.0
 
