@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import math
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -31,7 +32,7 @@ from aiohttp import web
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.gateway import Arm
+from benchmarks.gateway import Arm, end_all
 from benchmarks.report import Report, percentile
 from rose.auth import Tokens, bearer
 from rose.scheduler.fake_engine import FakeEngine, FakeNode, Fault, serve_engine
@@ -269,6 +270,7 @@ def main() -> int:
     if CHROMIUM is None:
         print("no chromium on this machine: nothing measured", file=sys.stderr)
         return 1
+    signal.signal(signal.SIGTERM, end_all)
     report = Report("dashboard")
     try:
         summary, details = asyncio.run(measure(args))

@@ -21,15 +21,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import uvloop
@@ -43,6 +45,8 @@ from rose.auth import Tokens
 ROOT = Path(__file__).resolve().parent.parent
 NUM_PROMPT, NUM_NEW = 1000, 64
 MODEL = "policy"
+STREAMS_S = 180.0
+"""A stream that has not ended by then never will."""
 
 
 # --- the upstream ---------------------------------------------------------------------------------------
@@ -205,6 +209,8 @@ async def proxy(target: str, journal: Path | None) -> None:
 class Arm:
     """A program between load and upstream."""
 
+    running: ClassVar[list[Arm]] = []
+
     def __init__(self, name: str, command: list[str], *, ready: str = "ready", url: str = "") -> None:
         self.name = name
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by end()
@@ -223,6 +229,7 @@ class Arm:
             start_new_session=True,
         )
         self.url = url
+        self.running.append(self)
         if not url:
             assert self.process.stdout is not None
             for line in self.process.stdout:
@@ -257,6 +264,14 @@ class Arm:
     def end(self) -> None:
         self.stop()
         self.log.close()
+
+
+def end_all(*_: object) -> None:
+    """On SIGTERM: arms are sessions of their own, which nobody else would end."""
+    for arm in Arm.running:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(arm.process.pid, 9)
+    os._exit(143)
 
 
 async def closed_loop(port: int, requests: list[bytes], num_clients: int) -> None:
@@ -326,7 +341,8 @@ async def streams(port: int, make: Any, count: int, ramp_s: float) -> dict[str, 
         gaps.append(worst)
 
     begun_s = time.monotonic()
-    await asyncio.gather(*(one(index) for index in range(count)))
+    async with asyncio.timeout(STREAMS_S):
+        await asyncio.gather(*(one(index) for index in range(count)))
     gaps.sort()
     return {
         "streams": count,
@@ -583,6 +599,7 @@ def main() -> None:
     parser.add_argument("--uvloop", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--proxy-journal", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, end_all)
     if args.upstream:
         asyncio.run(upstream(args.upstream, 0.2))
     elif args.proxy:

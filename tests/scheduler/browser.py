@@ -73,6 +73,7 @@ class Browser:
 
     async def open(self, url: str) -> None:
         await self._call("Page.navigate", url=url)
+        await self.until("document.body !== null && location.protocol !== 'about:'")
 
     async def run(self, script: str) -> Any:
         """The value of an expression; a promise is waited for."""

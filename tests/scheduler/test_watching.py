@@ -241,7 +241,7 @@ async def test_the_dashboard_draws_live_data_in_a_browser(world: World) -> None:
     name = await moved_conversation(world)
     async with Browser() as page:
         await page.open(f"{world.url}/#token={world.tokens.agent}")
-        await page.until("document.body?.dataset.draws >= 1")  # no body while it loads
+        await page.until("document.body.dataset.draws >= 1")  # no body while it loads
         assert await page.run("document.body.dataset.lanes") == "2"
         assert int(await page.run("document.body.dataset.spans")) >= 3
         assert await page.run("location.hash") == ""
