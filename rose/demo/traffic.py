@@ -226,6 +226,8 @@ class Sender:
             record.error = f"no answer within {plan.request_timeout_s:g} s"
         except (aiohttp.ClientError, OSError, ValueError) as error:
             record.error = f"{type(error).__name__}: {error}"[:200]
+        except (AttributeError, KeyError, TypeError) as error:  # JSON of another shape than ours
+            record.error = f"not a stream of completions: {type(error).__name__}: {error}"[:200]
         self._finish(record)
 
     async def _read_stream(self, response: aiohttp.ClientResponse, record: RequestRecord) -> None:

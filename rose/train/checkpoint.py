@@ -146,7 +146,7 @@ def load(path: Path) -> Checkpoint:
 
 
 def load_latest(directory: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint that verifies (None if there is none), and why newer ones were passed over."""
+    """The newest checkpoint that verifies (None where none does), and why newer ones were passed over."""
     passed_over: list[str] = []
     for path in _newest_first(directory):
         try:

@@ -161,6 +161,7 @@ class TrainerSettings(Section):
     num_ranks: int = Field(default=1, ge=1, le=4096)
     """Processes that share the model (FSDP2)."""
     backend: Literal["gloo", "nccl"] = "gloo"
+    """Of the ranks' process group.  ``nccl`` is for a trainer of your own: ROSE's computes on CPUs."""
     num_threads: int = Field(default=1, ge=1, le=1024)
     """Threads of torch, per rank."""
     keep_checkpoints: int = Field(default=3, ge=1)

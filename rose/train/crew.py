@@ -112,7 +112,12 @@ class Crew:
     def _make_manager(self) -> Any:
         import ray
 
-        make: Any = ray.remote(num_cpus=1, scheduling_strategy="SPREAD")(EnvManager)
+        config = self.config
+        # An asynchronous run makes a call per group, of which a refill begins up to four times as many.  At Ray's own
+        # limit, a thousand, the next ping would wait behind them, and the manager be taken for dead.
+        num_calls = 1000 + 4 * (config.alpha + 1) * config.rollout.num_groups
+        options: Any = {"num_cpus": 1, "scheduling_strategy": "SPREAD", "max_concurrency": num_calls}
+        make: Any = ray.remote(**options)(EnvManager)
         return make.remote(self.config, self._tokens, spawn_reward_worker)
 
     def _kill(self, actor: Any) -> None:

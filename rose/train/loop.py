@@ -85,14 +85,22 @@ def run_training(
         TrainError: The run cannot go on.
         RoseError: Scheduler or relay refuse.
     """
-    check_job(config)
+    check_job(config, parts)
     report = progress or (lambda _: None)
     with _sole_driver(config.output_dir), private_ray(config):
         return asyncio.run(_until_signal(train_with(Crew(config, tokens, parts), report, watch_s=watch_s)))
 
 
-def check_job(config: TrainConfig) -> None:
+def check_job(config: TrainConfig, parts: Parts | None = None) -> None:
     """Find what is wrong with a job without starting anything."""
+    own_trainer = parts is None or parts.make_trainer is None
+    if own_trainer and config.trainer.backend != "gloo":
+        # Its batches are CPU tensors, and its actors ask Ray for no GPU: it would end in the first forward pass.
+        raise ConfigError(
+            "the trainer that comes with ROSE computes on CPUs",
+            field="trainer.backend",
+            fix="use gloo, or bring your own trainer (rose.train.workers.Parts)",
+        )
     if not (config.model / "config.json").is_file():
         raise ConfigError(f"{config.model} is not a model folder", field="model")
     family = family_of(config)

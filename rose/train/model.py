@@ -2,8 +2,8 @@
 
 The optimiser moves *masters* in fp32.  The forward pass uses them rounded to ``policy_dtype``, the type in which the
 engine holds them, so that trainer and engine compute the same policy; gradients pass the rounding unchanged.
-Products are computed in ``compute_dtype``: fp32 on CPU (as near to the engine as bf16 products are, and faster),
-bf16 on a GPU.
+Products are computed in ``compute_dtype``: fp32 unless told otherwise (on CPUs as near to the engine as bf16 products are,
+and faster).
 
 On more than one rank both copies are sharded by torch's FSDP2.  Gradients are reduced by SUM, in fp32, and the loss
 divides by the tokens of all ranks: an average over ranks would be another gradient where ranks hold unequal numbers of

@@ -254,7 +254,8 @@ class TrainWorker:
         """Open a new attempt; ``{attempt, step, passed_over, update}``, where ``step`` is the next to take.
 
         Raises:
-            RoseError: Model, checkpoint, scheduler or relay refuse.
+            TrainError: There are checkpoints, and none can be read.
+            RoseError: Model, scheduler or relay refuse.
         """
         from rose.train import checkpoint as checkpoints
 
@@ -267,6 +268,13 @@ class TrainWorker:
         else:
             self._trainer = await asyncio.to_thread(self._make_trainer, self._config)
         found, passed_over = await asyncio.to_thread(checkpoints.load_latest, self._directory)
+        if found is None and passed_over:
+            # Going on from nothing would drop them as its own come, and they may be readable tomorrow.
+            raise TrainError(
+                f"none of {len(passed_over)} checkpoints can be read, the newest: {passed_over[0]}",
+                field="output_dir",
+                fix=f"repair them, or move {self._directory} away to begin anew",
+            )
         if found is not None:
             await asyncio.to_thread(self._trainer.restore, found)
             self._consumed = {step: tuple(ids) for step, ids in found.consumed.items()}

@@ -228,8 +228,10 @@ def test_torn_phase_file_keeps_the_last_phase(tmp_path: Path) -> None:
         (web.Response(text='data: {"error": {"message": "boom"}}\n\n'), "boom"),
         (web.Response(text='data: {"choices": [{}]}\n\n'), "ended early"),
         (web.Response(text='data: {"choices": [{}]}\n\ndata: [DONE]\n\n'), "0 tokens, asked for 3"),
+        (web.Response(text="data: 7\n\n"), "not a stream of completions"),
+        (web.Response(text='data: {"usage": {}, "choices": [{}], "usage": {"x": 1}}\n\n'), "not a stream"),
     ],
-    ids=["status", "garbage", "error-event", "cut", "too-few"],
+    ids=["status", "garbage", "error-event", "cut", "too-few", "number", "usage"],
 )
 async def test_every_kind_of_failure_is_a_record(
     production: Production, plan: Plan, answer: web.Response, says: str

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,13 @@ from typing import Any
 import psutil
 import pytest
 
+from rose.auth import Tokens
 from rose.config import load_config
 from rose.errors import ConfigError
 from rose.train import checkpoint as checkpoints
+from rose.train.cluster import private_ray
 from rose.train.config import TrainConfig
+from rose.train.crew import Crew, answer_of
 from rose.train.loop import check_job, run_training
 from rose.train.metrics import MetricsFile, trajectory_metrics
 from rose.train.workers import Parts
@@ -142,6 +147,7 @@ def test_bad_settings_are_refused_with_their_field(override: str, message: str) 
         ({"model": "nowhere"}, "model: nowhere is not a model folder"),
         ({"env": {"kind": "chess"}}, "unknown environment 'chess'"),
         ({"env": {"settings": {"num_maps": 0}}}, "num_maps"),
+        ({"trainer": {"backend": "nccl"}}, "trainer.backend: .*computes on CPUs"),
         ({"reward": {"kind": "oracle"}}, "unknown reward 'oracle'"),
         ({"reward": {"kind": "endpoint", "settings": {"url": "ftp://x"}}}, "reward.settings.url"),
         ({"env": {"settings": {"size": 2}}, "eval": {"at_end": True, "num_tasks": 20}}, "env.num_maps"),
@@ -185,3 +191,41 @@ def test_a_line_torn_by_a_crash_does_not_spoil_the_next(tmp_path: Path) -> None:
     metrics.close()
     lines = path.read_text().splitlines()
     assert (lines[0], lines[2]) == ('{"step": 0}', '{"step": 1}')
+
+
+class Patient:
+    """An environment manager whose groups never end."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    async def run(self, plans: Any) -> None:
+        await asyncio.Event().wait()
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+@pytest.mark.slow
+def test_a_manager_full_of_groups_still_says_that_it_lives(
+    tmp_path: Path, policy_model: Path, short_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray runs a thousand calls of an actor at once unless told otherwise, and a silent manager is replaced."""
+    monkeypatch.setattr("rose.train.crew.EnvManager", Patient)
+    rollout = {"mode": "asynchronous", "alpha": 4, "num_groups": 256}
+    table = {"model": policy_model, "weights": {"directory": "x"}, "rollout": rollout, "output_dir": tmp_path}
+    config = TrainConfig.model_validate(table)
+
+    async def fill_and_ask() -> int:
+        crew = Crew(config, Tokens.generate(), None)
+        manager = crew._managers[0] = crew._make_manager()
+        await answer_of(manager.pid.remote())
+        running = [asyncio.create_task(crew.run_on(0, [])) for _ in range(5 * 256)]
+        try:
+            await asyncio.sleep(0)  # they have been sent
+            return await asyncio.wait_for(answer_of(manager.pid.remote()), 30)
+        finally:
+            for one in running:
+                one.cancel()
+
+    with private_ray(config):
+        assert asyncio.run(fill_and_ask()) > 0

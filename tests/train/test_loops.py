@@ -12,6 +12,7 @@ import pytest
 from rose.errors import TrainError
 from rose.policy.staleness import lag, parse_version
 from rose.train import checkpoint as checkpoints
+from rose.train.cli import _line
 from rose.train.config import TrainConfig
 from rose.train.loop import train_with
 from rose.train.workers import Parts
@@ -178,3 +179,27 @@ async def test_rewards_from_the_pool_are_what_is_trained_on(world: World) -> Non
         assert trace["reward"] == pytest.approx(1.0 / trace["info"]["turns"])
     lines = (config.output_dir / "metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[0])["num_failed_groups"] == 0
+
+
+async def test_checkpoints_that_cannot_be_read_end_the_run_and_stay(world: World) -> None:
+    """Beginning again from nothing would drop them, one by one, for what may be a disk's bad hour."""
+    _, config, _ = await run(world, {}, num_steps=2)
+    folders = sorted((config.output_dir / "checkpoints").iterdir())
+    for folder in folders:
+        (folder / "state.json").chmod(0)
+        (folder / "state.safetensors").write_bytes(b"")
+    with pytest.raises(TrainError, match=r"none of 3 checkpoints can be read.*step-000002\.1") as caught:
+        await run(world, {}, num_steps=4)
+    assert caught.value.fix is not None
+    assert sorted((config.output_dir / "checkpoints").iterdir()) == folders
+
+
+async def test_a_damaged_checkpoint_is_passed_over_aloud(world: World) -> None:
+    _, config, _ = await run(world, {}, num_steps=2)
+    newest = config.output_dir / "checkpoints" / "step-000002.1"
+    (newest / "state.safetensors").write_bytes(b"")
+    script, _, result = await run(world, {}, num_steps=2)
+    assert [record["step"] for record in script.records] == [1]
+    assert (result.num_steps, result.attempt) == (2, 2)
+    shown = _line({"event": "attempt", "attempt": 2, "step": 1, "passed_over": [f"{newest}: x"]}, 2)
+    assert shown.splitlines() == ["attempt 2 goes on at step 1", f"passed over: {newest}: x"]

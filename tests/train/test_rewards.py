@@ -89,6 +89,25 @@ async def test_a_cancelled_request_does_not_leave_its_worker_to_the_next() -> No
     assert not made[1].killed
 
 
+async def test_a_wake_up_that_meets_a_cancelled_request_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a group is complete: its straggler is cancelled just as a worker comes free for it."""
+    gate = asyncio.Event()
+    pool, _ = pool_of([gate], max_workers=1)
+    first, straggler, last = [asyncio.create_task(pool.score({}, [], FINAL)) for _ in range(3)]
+    give_back = pool._give_back
+
+    async def give_back_and_cancel(worker: Any) -> None:
+        await give_back(worker)
+        straggler.cancel()
+
+    monkeypatch.setattr(pool, "_give_back", give_back_and_cancel)
+    await asyncio.sleep(0)
+    gate.set()
+    async with asyncio.timeout(5):
+        assert await first == await last == 1.0
+    assert straggler.cancelled()
+
+
 async def test_exact_match_reads_the_last_line_of_the_last_message() -> None:
     worker = RewardWorker("exact_match", {})
     messages = [
