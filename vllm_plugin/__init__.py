@@ -16,6 +16,7 @@ nothing is imported, nothing is patched.  With it:
 
 from __future__ import annotations
 
+import logging
 import os
 
 ENV_ROLE = "ROSE_ROLE"
@@ -33,6 +34,12 @@ def register() -> None:
     wanted = role()
     if wanted is None:
         return
-    from vllm_plugin import compat
+    try:
+        from vllm_plugin import compat
 
-    compat.switch_on(wanted)
+        compat.switch_on(wanted)
+    except Exception:
+        if wanted == "rollout":
+            raise
+        # vLLM passes what a plugin raises on to its caller: production would not start.
+        logging.getLogger("vllm.rose").exception("ROSE is off, serving goes on as without it")

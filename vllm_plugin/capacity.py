@@ -74,18 +74,27 @@ class Balloon:
             return False
         ids = self._owned(chunk)
         compat.drop_prefixes(self._pool, ids)
-        for block_id in ids:
-            compat.take_block(self._pool, block_id)
+        taken: list[int] = []
+        try:
+            for block_id in ids:
+                compat.take_block(self._pool, block_id)  # all are free: nobody holds a block of this chunk
+                taken.append(block_id)
+        except BaseException:
+            compat.give_blocks(self._pool, taken)
+            raise
         self.inflated.add(chunk)
         return True
 
-    def inflate_free(self, count: int, *, budget_s: float = SLICE_S) -> list[int]:
+    def inflate_free(
+        self, count: int, *, budget_s: float = SLICE_S, taken: list[int] | None = None
+    ) -> list[int]:
         """Take up to ``count`` unused chunks (never chunk 0), those without cached prefixes first; the ids taken.
 
-        Stops at ``budget_s``: call again at the next step for the rest.
+        Stops at ``budget_s``: call again at the next step for the rest.  ``taken`` receives the ids as they are taken, so
+        that a caller who survives an exception knows of them.
         """
         until = time.monotonic() + budget_s
-        taken: list[int] = []
+        taken = [] if taken is None else taken
         cached: list[int] = []
         blocks = self._pool.blocks
         for _ in range(self.num_chunks - 1):

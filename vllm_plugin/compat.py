@@ -14,11 +14,13 @@ Callers: :mod:`vllm_plugin` (``register``), the scheduler mixins, the worker cla
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,8 +129,13 @@ def problems() -> list[str]:
     found: list[str] = []
     version = vllm.__version__
     if version.split("+")[0].rsplit(".", 1)[0] != SUPPORTED_LINE:
-        found.append(f"vLLM {version} is not of the supported line {SUPPORTED_LINE}")
-    for name, owner, attribute, needed in _hooks():
+        # Not looked at further: in another line the modules themselves may be elsewhere.
+        return [f"vLLM {version} is not of the supported line {SUPPORTED_LINE}"]
+    try:
+        hooks = _hooks()
+    except (ImportError, AttributeError) as error:
+        return [f"a hook has moved: {error}"]
+    for name, owner, attribute, needed in hooks:
         hook = getattr(owner, attribute, None)
         if hook is None:
             found.append(f"hook '{name}' is gone: {owner.__name__}.{attribute}")
@@ -188,6 +195,12 @@ def switch_on(role: str) -> None:
 
 _refusal: Any = None
 """Writer of ``serving.lease`` while production runs without us: it is how ``rose node status`` knows why."""
+
+
+def stay_stock(error: Exception) -> None:
+    """Production's scheduler could not be made to share: say why in the lease.  Never raises."""
+    because = row("small_cache") if isinstance(error, ConfigError) else UNLISTED
+    _give_up("serving", f"{type(error).__name__}: {error}", because)
 
 
 def _give_up(role: str, reason: str, because: Row = UNLISTED) -> None:
@@ -250,12 +263,18 @@ def _rose_call(self: Any, name: str, argument: Any = None) -> Any:
 
 
 def patch_spin() -> None:
-    """CPU only: let the message queue sleep instead of spinning; see :data:`SPIN_SLEEP_S`."""
-    from vllm.distributed.device_communicators import shm_broadcast
-    from vllm.platforms import current_platform
+    """CPU only: let the message queue sleep instead of spinning; see :data:`SPIN_SLEEP_S`.
 
-    if current_platform.is_cpu():
-        _patch("spin", shm_broadcast, "sched_yield", lambda _: lambda: time.sleep(SPIN_SLEEP_S))
+    Never raises: it saves time, nothing hangs on it, and production calls it before it serves.
+    """
+    try:
+        from vllm.distributed.device_communicators import shm_broadcast
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            _patch("spin", shm_broadcast, "sched_yield", lambda _: lambda: time.sleep(SPIN_SLEEP_S))
+    except Exception as error:  # noqa: BLE001  # see above
+        logger.warning("ROSE: vLLM's message queue spins on: %r", error)
 
 
 def stay_eager(config: Any) -> None:
@@ -309,37 +328,31 @@ def kv_entries(kv_cache_config: Any) -> tuple[int, int, list[tuple[int, int, int
     return kv_cache_config.num_blocks, sizes.pop(), entries
 
 
-def kv_allocation(size_bytes: int, make: Callable[[int], Any]) -> Any:
-    """Context manager: while it is active, the int8 ``torch.zeros`` of exactly ``size_bytes`` is ``make(size)``.
+@contextlib.contextmanager
+def kv_allocation(size_bytes: int, make: Callable[[int], Any]) -> Iterator[list[int]]:
+    """While it is active, the first int8 ``torch.zeros`` of exactly ``size_bytes`` is ``make(size)``.
 
     vLLM allocates the whole KV cache with one such call inside ``initialize_from_config``; zeroing it there
-    would touch every page.
+    would touch every page.  Yields the sizes that were asked for: anything but one entry afterwards means that the
+    memory behind the cache is not, or not only, what ``make`` gave.
     """
-    import contextlib
-
     import torch
 
-    @contextlib.contextmanager
-    def swap() -> Any:
-        real = torch.zeros
-        calls = 0
+    real = torch.zeros
+    seen: list[int] = []
 
-        def zeros(*args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
-            if args and args[0] == size_bytes and kwargs.get("dtype") is torch.int8:
-                calls += 1
+    def zeros(*args: Any, **kwargs: Any) -> Any:
+        if args and args[0] == size_bytes and kwargs.get("dtype") is torch.int8:
+            seen.append(size_bytes)
+            if len(seen) == 1:
                 return make(size_bytes)
-            return real(*args, **kwargs)
+        return real(*args, **kwargs)
 
-        torch.zeros = zeros  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            torch.zeros = real  # type: ignore[assignment]
-        if calls != 1:
-            raise ConfigError(f"expected one KV allocation of {size_bytes} bytes, saw {calls}")
-
-    return swap()
+    torch.zeros = zeros  # type: ignore[assignment]
+    try:
+        yield seen
+    finally:
+        torch.zeros = real  # type: ignore[assignment]
 
 
 # --------------------------------------------------------------------------- scheduler and engine
@@ -382,14 +395,11 @@ def block_ids_of(scheduler: Any, request_id: str) -> Sequence[Sequence[int]]:
 
 
 def waiting_requests(scheduler: Any, limit: int) -> list[Any]:
-    """At most ``limit`` requests that wait for memory or a slot, oldest first."""
-    found: list[Any] = []
-    for queue in (scheduler.kv_holding_waiting, scheduler.waiting):
-        for request in queue:
-            if len(found) >= limit:
-                return found
-            found.append(request)
-    return found
+    """At most ``limit`` requests that wait for memory or a slot, oldest first.  Any thread."""
+    # In one go inside the interpreter: a loop here could be interrupted by the engine thread, and a queue that
+    # changed meanwhile raises.
+    both = itertools.chain(scheduler.kv_holding_waiting, scheduler.waiting)
+    return list(itertools.islice(both, limit))
 
 
 def set_cache_salt(request: Any, salt: str) -> None:

@@ -121,15 +121,21 @@ class Pager:
         self.plan = plan
         self._role = role
         self._chunks = node_dir.chunks(role, plan.num_chunks)
-        self._report = node_dir.rank_writer(role, rank, plan.num_chunks)
         self._mapped = bytearray(plan.num_chunks)
         self.arena: Arena = HostPagePool(huge=plan.aligned).reserve(plan.size_bytes, guard=guard)
-        if plan.tail_bytes:
-            self.arena.map(plan.tail_ranges())
-        if role == "serving":
-            self._set(range(plan.num_chunks), mapped=True)
+        try:
+            if plan.tail_bytes:
+                self.arena.map(plan.tail_ranges())
+            if role == "serving":
+                self._set(range(plan.num_chunks), mapped=True)
+            # Last: a report that has a writer says that the memory is there.
+            self._report = node_dir.rank_writer(role, rank, plan.num_chunks)
+        except BaseException:
+            self.arena.close()
+            raise
         self._publish()
         self._stopping = False
+        self._trouble = ""
         self.num_rounds = 0
         """How often the thread has looked at what is wanted."""
         self._thread = threading.Thread(target=self._run, name=f"rose-pager-{rank}", daemon=True)
@@ -157,19 +163,28 @@ class Pager:
 
     def _run(self) -> None:
         while not self._stopping:
-            word = self._chunks.word()
             try:
-                wanted = self._wanted()
-                if wanted is not None:
-                    self.agree(wanted)
-            except Exception:
+                self._look()
+                self._trouble = ""
+            except Exception as error:  # this thread must outlive everything: see below
                 # Memory that could not be mapped stays reported as unmapped: the scheduler keeps the chunk in
-                # the balloon, and the next round tries again.
-                logger.exception("ROSE pager")
+                # the balloon, and the next round tries again.  A file that cannot be read may be replaced.
+                if self._trouble != str(error):  # one line, not one in every round
+                    self._trouble = str(error)
+                    logger.error("ROSE pager: %s", error, exc_info=error)
                 time.sleep(HEARTBEAT_S)
+
+    def _look(self) -> None:
+        """Look at what is wanted, make the memory agree with it, sleep until something changes."""
+        word = self._chunks.word()
+        try:
+            wanted = self._wanted()
+            if wanted is not None:
+                self.agree(wanted)
+        finally:
             self.num_rounds += 1
             self._publish(wake=False)  # a heartbeat is nobody's reason to look
-            self._chunks.wait(word, HEARTBEAT_S)
+        self._chunks.wait(word, HEARTBEAT_S)
 
     def _wanted(self) -> bytes | None:
         """What our engine core wants mapped; None: nothing is known, leave everything as it is.
@@ -178,7 +193,9 @@ class Pager:
         speaks of its loan, not of ours.
         """
         if self._chunks.alive() and self._chunks.read() is not None:
-            return self._chunks.extra
+            wanted = self._chunks.extra
+            if len(wanted) == self.plan.num_chunks:
+                return wanted
         return None if self._role == "serving" else bytes(self.plan.num_chunks)
 
     def agree(self, wanted: bytes) -> None:

@@ -9,7 +9,6 @@ vLLM.  On the rollout side exceptions propagate: the engine dies and its node ag
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +19,6 @@ from vllm_plugin import compat, role
 from vllm_plugin.prefix import PrefixKeys
 from vllm_plugin.rollout import RolloutSide
 from vllm_plugin.serving import ServingSide
-
-logger = logging.getLogger("vllm.rose")
 
 
 def make_scheduler(**kwargs: Any) -> Scheduler:
@@ -44,7 +41,7 @@ class _Serving:
             elastic = compat.is_elastic(kwargs["vllm_config"])
             self.rose = ServingSide(self, kwargs["kv_cache_config"], world, elastic)
         except Exception as error:  # noqa: BLE001  # fail-open
-            logger.error("ROSE is off, serving goes on as without it: %s", error)
+            compat.stay_stock(error)
 
     def _safely(self, call: Callable[..., Any], *args: Any) -> Any:
         try:
@@ -94,7 +91,19 @@ class _Serving:
         reset = super().reset_prefix_cache  # type: ignore[misc]
         if self.rose is None or not self.rose.balloon.inflated:
             return reset(*args, **kwargs)
-        return bool(self._safely(self.rose.reset_prefix_cache, lambda: reset(*args, **kwargs)))
+        theirs: list[Exception] = []
+
+        def stock() -> bool:
+            try:
+                return reset(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001  # vLLM's own: it goes to vLLM, and switches nothing off
+                theirs.append(error)
+                return False
+
+        done = bool(self._safely(self.rose.reset_prefix_cache, stock))
+        if theirs:
+            raise theirs[0]
+        return done
 
 
 class _Rollout:

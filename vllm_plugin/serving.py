@@ -18,6 +18,7 @@ Fail-open: an exception in any hook ends in :meth:`ServingSide.fail`: the hooks 
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import os
 import threading
@@ -38,7 +39,7 @@ from rose.errors import LedgerError
 from rose.policy.compat import Support, row
 from rose.units import NS_PER_S
 from vllm_plugin import ENV_DIR, compat
-from vllm_plugin.capacity import Balloon
+from vllm_plugin.capacity import SLICE_S, Balloon
 from vllm_plugin.memory import ChunkPlan
 from vllm_plugin.step_log import first_model
 from vllm_plugin.watch import Bell
@@ -50,6 +51,8 @@ NODE_DEAD_NS = 3 * NS_PER_S
 """Node agent silent for longer: nothing is lent any more."""
 WATERMARK_FRACTION = 0.05
 """Free, usable memory below this fraction of the total (and below what waiting requests need) is pressure."""
+MAX_IN_FLIGHT = 8
+"""More than vLLM ever schedules ahead."""
 WAITING_LOOKED_AT = 64
 """Waiting requests whose memory need is summed exactly; a longer queue is pressure anyway."""
 
@@ -91,28 +94,34 @@ class ServingSide:
         self._late_request = ""
         self._step_started_ns = 0
         self._step_ns = 0
+        self._in_flight: collections.deque[tuple[int, int]] = collections.deque(maxlen=MAX_IN_FLIGHT)
+        """Prefill and decode of each step that was scheduled and has not ended: two with asynchronous scheduling."""
         self._last_token_ns = 0
         self._pressure_seq = 0
         self._under_pressure = False
-        self._scheduled = (0, 0)
         self._measured: collections.deque[tuple[int, int, float]] = collections.deque(maxlen=64)
         self.model = first_model()
 
         self.row = row("decoder" if elastic else "kv_connector")
         self._elastic = elastic
-        self._lease = self._dir.serving_lease_writer()
-        self._board = self._dir.serving_board_writer()
-        self._chunks = self._dir.chunks_writer("serving", self.plan.num_chunks)
-        self._marked = b"\x01" * self.plan.num_chunks
-        self._chunks.extra[:] = self._marked
-        self._chunks.write(ChunkState(generation=0, heartbeat_ns=time.monotonic_ns()))
-        num_ranks = num_ranks if elastic else 0
-        self._ranks = [self._dir.rank("serving", r, self.plan.num_chunks) for r in range(num_ranks)]
-        for reader in self._ranks:
-            if reader.read() is None:
-                raise RuntimeError("a worker did not report elastic memory")
+        with contextlib.ExitStack() as made:  # a file that is kept open here would look like a live engine's
+            self._lease = made.enter_context(self._dir.serving_lease_writer())
+            self._board = made.enter_context(self._dir.serving_board_writer())
+            self._chunks = made.enter_context(self._dir.chunks_writer("serving", self.plan.num_chunks))
+            # What we have written into the file, never read back from it: a stranger's mark must not become ours.
+            self._marked = bytearray(b"\x01" * self.plan.num_chunks)
+            self._chunks.extra[:] = self._marked
+            self._chunks.write(ChunkState(generation=0, heartbeat_ns=time.monotonic_ns()))
+            num_ranks = num_ranks if elastic else 0
+            self._ranks = [self._dir.rank("serving", r, self.plan.num_chunks) for r in range(num_ranks)]
+            for reader in self._ranks:
+                # A file without a writer is that of an engine which died: our worker has no page pool.
+                if reader.read() is None or not reader.alive():
+                    raise RuntimeError("a worker did not report elastic memory")
+            made.pop_all()
         self._node = self._dir.node()
         self._peer = self._dir.rollout_lease()
+        self._unreadable: dict[str, str] = {}
         self._bell = Bell()
         self._stopping = False
         # Chunks by where they are, background thread only.  The balloon holds all of both, plus `_released`.
@@ -140,17 +149,23 @@ class ServingSide:
 
     def before_schedule(self) -> None:
         """Move chunks in or out of the balloon and state what serving needs.  Between two steps."""
+        until_s = time.monotonic() + SLICE_S
         while self._mapped:
             self.balloon.deflate((self._mapped.popleft(),))
+            if time.monotonic() > until_s:  # the rest at the next step
+                break
         if self.failed is not None:
             return
         self._claim()
         lend = self._target_lent_chunks - len(self.balloon.inflated)
         if lend > 0 and not self._under_pressure:
-            taken = self.balloon.inflate_free(lend)
-            if taken:
-                self._released.extend(taken)
-                self._bell.ring()
+            taken: list[int] = []
+            try:
+                self.balloon.inflate_free(lend, taken=taken)
+            finally:  # also those before an exception: they would be lost to production
+                if taken:
+                    self._released.extend(taken)
+                    self._bell.ring()
 
     def _claim(self) -> None:
         """Chunks that serving must get back now, beyond those it can use."""
@@ -178,26 +193,39 @@ class ServingSide:
         """A step starts: publish deadlines."""
         self._require_own(self._board)
         self._step += 1
-        self._step_started_ns = time.monotonic_ns()
         # Counted in C: a loop over 256 requests here took 50 us of production's step.
         decode = list(output.num_scheduled_tokens.values()).count(1)
         prefill = output.total_num_scheduled_tokens - decode
-        self._scheduled = (prefill, decode)
+        self._in_flight.append((prefill, decode))
+        if len(self._in_flight) == 1:  # else it starts when the one before it ends
+            self._start_step(time.monotonic_ns())
+        self._write_board(busy=self._is_busy())
+
+    def _start_step(self, now_ns: int) -> None:
+        """The oldest step in flight has the workers to itself from now on."""
+        prefill, decode = self._in_flight[0]
+        self._step_started_ns = now_ns
         self._step_ns = int(self.model.predict(prefill, decode) * NS_PER_S)
-        self._write_board(busy=output.total_num_scheduled_tokens > 0)
+
+    def _is_busy(self) -> bool:
+        return any(prefill + decode for prefill, decode in self._in_flight)
 
     def after_update(self) -> None:
         """A step has ended."""
+        if not self._in_flight:
+            return
         now_ns = time.monotonic_ns()
+        prefill, decode = self._in_flight.popleft()
         self._step_ns = now_ns - self._step_started_ns
         self._busy_ns += self._step_ns
-        if self._scheduled[1] and 0 < self._slo_tpot_ns < self._step_ns:
+        if decode and 0 < self._slo_tpot_ns < self._step_ns:
             self._breaches += 1
         self._last_token_ns = now_ns
-        prefill, decode = self._scheduled
         if prefill + decode:
             self._measured.append((prefill, decode, self._step_ns / NS_PER_S))
-        self._write_board(busy=False)
+        if self._in_flight:
+            self._start_step(now_ns)
+        self._write_board(busy=self._is_busy())
 
     def _write_board(self, *, busy: bool) -> None:
         scheduler = self._scheduler
@@ -262,9 +290,9 @@ class ServingSide:
         try:
             return bool(reset())
         finally:
-            for chunk in chunks:
-                if not self.balloon.inflate(chunk):  # a request holds it: only possible when the reset failed
-                    raise RuntimeError(f"chunk {chunk} could not be taken back after a reset")
+            lost = [chunk for chunk in chunks if not self.balloon.inflate(chunk)]
+            if lost:  # requests hold them: nothing ran since they were let out
+                raise RuntimeError(f"chunks {lost} could not be taken back after a reset")
 
     def fail(self, error: BaseException) -> None:
         """Fail open.  Any thread."""
@@ -274,6 +302,8 @@ class ServingSide:
             logger.error("ROSE is off, serving goes on as without it: %s", self.failed, exc_info=error)
             self._target_lent_chunks = 0
             self._bell.ring()
+        if not self._thread.is_alive():  # failed while being attached: nobody else would say it
+            self._say_off()
 
     # ------------------------------------------------------------------ background thread
 
@@ -283,32 +313,38 @@ class ServingSide:
                 self._round()
             except Exception as error:  # noqa: BLE001  # fail-open, see the module docstring
                 self.fail(error)
+                self._say_off()
                 time.sleep(HEARTBEAT_S)
             self._bell.wait(HEARTBEAT_S)
+
+    def _say_off(self) -> None:
+        """Publish the phase even when nothing else works any more."""
+        try:
+            self._publish_lease(self._reserved_pages)
+        except Exception as error:  # noqa: BLE001  # the end of the line: readers see the heartbeat age
+            logger.debug("ROSE: phase off is not published: %r", error)
 
     def _round(self) -> None:
         """Look at everything once and act.  Order: see the module docstring."""
         while self._measured:  # the fit is too slow for the step path
             prefill, decode, seconds = self._measured.popleft()
             self.model.observe(prefill_tokens=prefill, num_decodes=decode, seconds=seconds)
-        chunk_pages, marks = self.plan.chunk_pages, self._chunks.extra
-        before = bytes(marks)
-        self._require_own(self._lease)
-        self._require_own(self._chunks)
-        if before != self._marked:
-            raise LedgerError("was written by another process", field=str(self._chunks.path))
+        chunk_pages = self.plan.chunk_pages
+        self._check_own_files()
+        before = bytes(self._marked)
         while self._released:
             chunk = self._released.popleft()
-            marks[chunk] = 0
+            self._mark(chunk, 0)
             self._lent.add(chunk)
         maps = [reader.extra for reader in self._ranks]
+        if any(len(each) != self.plan.num_chunks for each in maps):
+            raise LedgerError("a worker's file is gone", field=str(self._dir.path))
         for chunk in [c for c in self._returning if all(m[c] for m in maps)]:
             self._returning.discard(chunk)
             self._mapped.append(chunk)
         gone = {c for c in self._lent if not any(m[c] for m in maps)}
 
-        node = self._node.read()
-        target = self._lendable_pages(node) // chunk_pages
+        target = self._lendable_pages(self._read_node()) // chunk_pages
         self._target_lent_chunks = target
         back = max(len(self._lent) - target, self._claim_chunks - len(self._returning))
         back = max(0, min(back, len(self._lent)))
@@ -319,12 +355,9 @@ class ServingSide:
         # Reserve first, read the peer's number second: of two that grow at once, one sees the other.
         self._publish_lease(self.plan.total_pages - (len(gone) - back) * chunk_pages)
         if back:
-            peer = self._peer.read()
-            held = peer.reserved_pages if peer is not None and self._peer.alive() else 0
-            room = len(gone) - -(-held // chunk_pages)
+            room = len(gone) - -(-self._peer_pages() // chunk_pages)
             for chunk in sorted(gone)[: max(0, min(back, room))]:
                 self._take_back(chunk)
-        self._marked = bytes(marks)
         if self._marked != before:
             self._generation += 1
             self._chunks.write(ChunkState(generation=self._generation, heartbeat_ns=time.monotonic_ns()))
@@ -332,10 +365,71 @@ class ServingSide:
         if self._mapped or target > len(self._lent) + len(self._returning):
             self._call_when_idle()
 
+    def _check_own_files(self) -> None:
+        """Notice a stranger's writes; once we are off, undo them, so that they keep no memory from production.
+
+        Raises:
+            LedgerError: Somebody else wrote into our files.
+        """
+        marks = self._chunks.extra
+        if self.failed is None:
+            self._require_own(self._lease)
+            self._require_own(self._chunks)
+            if marks != self._marked:
+                raise LedgerError("was written by another process", field=str(self._chunks.path))
+        elif marks != self._marked or not self._chunks.intact():
+            marks[:] = self._marked
+            self._chunks.write(ChunkState(generation=self._generation, heartbeat_ns=time.monotonic_ns()))
+            self._chunks.wake()
+
+    def _read_node(self) -> NodeState | None:
+        """What the agent says; None also where that cannot be read: an agent of another version is no agent."""
+        try:
+            node = self._node.read()
+        except LedgerError as error:
+            self._note("node.state", error)
+            return None
+        self._unreadable.pop("node.state", None)
+        return node
+
+    def _peer_pages(self) -> int:
+        """Pages that the rollout engine holds.
+
+        By its lease; where that has no writer or cannot be read, by what its living workers say: neither a dead engine
+        core nor a damaged file may keep memory from production, and a worker may outlive its core for a moment.
+        """
+        try:
+            if self._peer.alive():
+                record = self._peer.read()
+                self._unreadable.pop("rollout.lease", None)
+                return record.reserved_pages if record is not None else 0
+        except LedgerError as error:
+            self._note("rollout.lease", error)
+        held = 0
+        for rank in self._dir.ranks("rollout"):
+            reader = self._dir.rank("rollout", rank)
+            try:
+                record = reader.read() if reader.alive() else None
+                held += record.resident_pages if record is not None else 0
+            except LedgerError as error:
+                self._note(reader.path.name, error)
+            finally:
+                reader.close()
+        return held
+
+    def _note(self, name: str, error: LedgerError) -> None:
+        """A file of somebody else's cannot be read: one line, not one in every round."""
+        if self._unreadable.get(name) != str(error):
+            self._unreadable[name] = str(error)
+            logger.error("ROSE: %s", error)
+
     def _take_back(self, chunk: int) -> None:
-        self._chunks.extra[chunk] = 1
+        self._mark(chunk, 1)
         self._lent.discard(chunk)
         self._returning.add(chunk)
+
+    def _mark(self, chunk: int, wanted: int) -> None:
+        self._marked[chunk] = self._chunks.extra[chunk] = wanted
 
     def _lendable_pages(self, node: NodeState | None) -> int:
         """Pages serving may lend now: what the agent asks for, nothing when it is silent or we failed."""

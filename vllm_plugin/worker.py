@@ -15,6 +15,7 @@ import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from rose.coserve.ledger import NodeDir
+from rose.errors import ConfigError
 from vllm_plugin import ENV_DIR, compat, role
 from vllm_plugin.memory import ChunkPlan, Pager
 from vllm_plugin.weights import WeightWorkerMixin
@@ -39,26 +40,46 @@ class RoseCPUWorker(WeightWorkerMixin, CPUWorker):
             compat.stay_eager(self.vllm_config)
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
+        made = self._make_pager(kv_cache_config)
+        if made is None:
+            super().initialize_from_config(kv_cache_config)
+            return
+        pager, buffer = made
+        with compat.kv_allocation(pager.plan.size_bytes, lambda size: buffer[:size]) as seen:
+            super().initialize_from_config(kv_cache_config)
+        if len(seen) == 1:
+            self.rose_pager = pager
+            return
+        pager.close()  # without a living report the scheduler does not share
+        if not seen:
+            pager.arena.close()
+        self._not_elastic(
+            ConfigError(f"expected one KV allocation of {pager.plan.size_bytes} bytes, saw {len(seen)}")
+        )
+
+    def _make_pager(self, kv_cache_config: Any) -> tuple[Pager, torch.Tensor] | None:
+        """Elastic memory for the KV cache, all or nothing of it; None: production starts with ordinary memory.
+
+        A function of its own, so that what a failed attempt took is free again before vLLM allocates.
+        """
         try:
-            plan = ChunkPlan.of(kv_cache_config)
             pager = Pager(
                 NodeDir(os.environ[ENV_DIR]),
                 str(role()),
                 self.rank,
-                plan,
+                ChunkPlan.of(kv_cache_config),
                 guard=os.environ.get(ENV_GUARD) == "1",
             )
-        except Exception as error:
-            if role() == "rollout":
-                raise
-            # Production starts with ordinary memory; the scheduler sees no rank report and stays off.
-            logger.error("ROSE is off, KV memory is not elastic: %s", error)
-            super().initialize_from_config(kv_cache_config)
-            return
-        buffer = torch.frombuffer(pager.arena.buffer, dtype=torch.int8)
-        with compat.kv_allocation(plan.size_bytes, lambda size: buffer[:size]):
-            super().initialize_from_config(kv_cache_config)
-        self.rose_pager = pager
+            return pager, torch.frombuffer(pager.arena.buffer, dtype=torch.int8)
+        except Exception as error:  # noqa: BLE001  # fail-open
+            self._not_elastic(error)
+            return None
+
+    def _not_elastic(self, error: Exception) -> None:
+        """A rollout engine does not start like that; production does, and its scheduler sees no living rank report."""
+        if role() == "rollout":
+            raise error
+        logger.error("ROSE is off, KV memory is not elastic: %s", error)
 
     def rose_memory(self) -> dict[str, int]:
         """Truth about this rank's KV memory, from the kernel; collective call."""

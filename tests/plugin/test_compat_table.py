@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import vllm_plugin
 from rose.coserve.ledger import NodeDir, Phase
 from rose.policy.compat import TABLE, UNLISTED, Support, judge, markdown, row, row_of_number
 from tests.plugin import harness
@@ -222,6 +224,37 @@ def test_an_unknown_vllm_version_is_refused_by_number(lease: Any, monkeypatch: p
     compat.switch_on("serving")
     assert compat.applied() == {}
     assert row_of_number(lease.read().row) == row("unknown_version")
+
+
+def test_a_vllm_whose_modules_have_moved_is_refused_and_production_starts(
+    lease: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm.v1.core.block_pool", None)  # importing it is an ImportError
+    monkeypatch.setattr(compat, "_applied", {})
+    compat.switch_on("serving")
+    assert compat.applied() == {}
+    assert row_of_number(lease.read().row) == row("unknown_version")
+
+
+def test_registering_never_raises_into_production(lease: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(role: str) -> None:
+        raise ZeroDivisionError("injected")
+
+    monkeypatch.setattr(compat, "switch_on", broken)
+    monkeypatch.setenv("ROSE_ROLE", "serving")
+    vllm_plugin.register()
+    monkeypatch.setenv("ROSE_ROLE", "rollout")
+    with pytest.raises(ZeroDivisionError):
+        vllm_plugin.register()
+
+
+def test_a_message_queue_that_cannot_be_told_to_sleep_spins_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    monkeypatch.delattr(shm_broadcast, "sched_yield")
+    monkeypatch.setattr(compat, "_applied", {})
+    compat.patch_spin()
+    assert compat.applied() == {}
 
 
 def test_a_compute_only_scheduler_publishes_slack_and_lends_nothing(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from rose.coserve.ledger import NodeDir, Phase
+from rose.coserve.ledger import Mode, NodeDir, NodeState, Phase, RankState, RecordWriter, RolloutLease
+from rose.policy.compat import row_of_number
 from tests.plugin import harness
 from tests.plugin.stand_in import eventually
 from tests.tiny_model import write_tiny_model
@@ -43,10 +46,16 @@ def node_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def scheduler(config: Any, node_dir: Path) -> Iterator[Any]:
+def rank(node_dir: Path) -> Iterator[Any]:
+    writer = harness.write_rank(node_dir, "serving", mapped=True)
+    yield writer
+    writer.close()
+
+
+@pytest.fixture
+def scheduler(config: Any, node_dir: Path, rank: Any) -> Iterator[Any]:
     from vllm_plugin.scheduler import ServingScheduler
 
-    rank = harness.write_rank(node_dir, "serving", mapped=True)
     scheduler = harness.build(ServingScheduler, config)
     assert scheduler.rose is not None
     # Boundary: of the engine our side uses the input queue and the idle callbacks only.
@@ -54,7 +63,6 @@ def scheduler(config: Any, node_dir: Path) -> Iterator[Any]:
     scheduler.rose_attach(engine)
     yield scheduler
     scheduler.rose.stop()
-    rank.close()
 
 
 def run(scheduler: Any) -> list[dict[str, int]]:
@@ -106,7 +114,16 @@ def scribble(path: Path, at: int) -> None:
         file.seek(at)
         byte = file.read(1)
         file.seek(at)
-        file.write(bytes([byte[0] ^ 1]))
+        file.write(bytes([(byte[0] + 1) % 256]))
+
+
+def scribbled(scheduler: Any, path: Path) -> bool:
+    """Was it noticed?  Else write again: the owner may just have written over it."""
+    if not scheduler.rose.failed:
+        scribble(
+            path, path.stat().st_size - 1 if path.suffix == ".chunks" else 64
+        )  # a chunk's mark; the number
+    return bool(scheduler.rose.failed)
 
 
 def test_a_strangers_write_to_the_board_is_noticed_at_the_next_step(
@@ -128,16 +145,251 @@ def test_a_strangers_write_to_the_board_is_noticed_at_the_next_step(
 def test_a_strangers_write_to_what_the_memory_hangs_on_is_noticed(
     scheduler: Any, node_dir: Path, name: str
 ) -> None:
-    path = node_dir / name
-    scribble(path, path.stat().st_size - 1 if name == "serving.chunks" else 64)  # a chunk's mark; the number
-    eventually(lambda: scheduler.rose.failed, f"the write to {name} is noticed")
+    eventually(lambda: scribbled(scheduler, node_dir / name), f"the write to {name} is noticed")
     assert "written by another process" in scheduler.rose.failed
+    lease = NodeDir(node_dir).serving_lease()
+    eventually(lambda: lease.read().phase == Phase.OFF, "phase is off")  # type: ignore[union-attr]
 
 
+def test_a_strangers_mark_in_the_middle_of_a_round_does_not_become_ours(
+    scheduler: Any, node_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pager would take memory away that vLLM uses."""
+    path, publish = node_dir / "serving.chunks", scheduler.rose._publish_lease
+
+    def slowly(reserved_pages: int) -> None:
+        monkeypatch.undo()
+        scribble(path, path.stat().st_size - 1)
+        publish(reserved_pages)
+
+    monkeypatch.setattr(scheduler.rose, "_publish_lease", slowly)
+    eventually(lambda: scheduler.rose.failed, "the write is noticed")
+
+
+# --- what is lent comes back, whatever goes wrong
+
+
+@pytest.fixture
+def agent(node_dir: Path) -> Iterator[Any]:
+    """A node agent that asks for four chunks, for ever."""
+    writer = NodeDir(node_dir).node_writer()
+    writer.write(
+        NodeState(mode=Mode.ON, has_serving=1, lend_pages=4, heartbeat_ns=time.monotonic_ns() + 10**12)
+    )
+    yield writer
+    writer.close()
+
+
+class Lender:
+    """The scheduler with four chunks lent, and its worker's pager played by :meth:`turn`."""
+
+    def __init__(self, scheduler: Any, node_dir: Path, rank: Any) -> None:
+        self.scheduler, self._rank = scheduler, rank
+        self._marks = NodeDir(node_dir).chunks("serving")
+        self.lease = NodeDir(node_dir).serving_lease()
+        eventually(lambda: self.turn() and self.lease.read().lent_pages == 4, "four chunks are lent")
+
+    def turn(self) -> bool:
+        """The worker follows the marks, the engine runs what the background thread asked for."""
+        for chunk, wanted in enumerate(self._marks.extra):
+            self._rank.extra[chunk] = wanted
+        self._rank.write(RankState())
+        engine = self.scheduler.rose._engine
+        while engine._idle_state_callbacks:
+            engine._idle_state_callbacks.pop()(engine)
+        return True
+
+    def gets_everything_back(self) -> bool:
+        return self.turn() and not self.scheduler.rose.balloon.inflated
+
+
+@pytest.fixture
+def lender(scheduler: Any, node_dir: Path, rank: Any, agent: Any) -> Lender:
+    return Lender(scheduler, node_dir, rank)
+
+
+@pytest.mark.parametrize("name", ["serving.lease", "serving.chunks", "serving.board"])
+def test_a_strangers_write_does_not_keep_what_was_lent(lender: Lender, node_dir: Path, name: str) -> None:
+    path = node_dir / name
+    if name == "serving.board":
+        for slot in range(2):
+            scribble(path, 128 + slot * 128 + 16)
+        harness.step(lender.scheduler)
+        assert lender.scheduler.rose.failed
+    else:
+        eventually(lambda: scribbled(lender.scheduler, path), "the write is noticed")
+    eventually(lender.gets_everything_back, "all chunks are back in the pool")
+
+
+def test_a_node_state_that_cannot_be_read_ends_the_loan_and_no_more(
+    lender: Lender, node_dir: Path, agent: Any
+) -> None:
+    """An agent of another version has taken over: its file is of another schema."""
+    agent.close()
+    RecordWriter(node_dir / "node.state", RankState).write(RankState())
+    eventually(lender.gets_everything_back, "all chunks are back in the pool")
+    assert lender.scheduler.rose.failed is None
+
+
+@pytest.mark.parametrize("size", [64, 5000])
+def test_a_damaged_lease_of_the_peer_does_not_keep_what_was_lent(
+    lender: Lender, node_dir: Path, agent: Any, size: int
+) -> None:
+    peer = NodeDir(node_dir).rollout_lease_writer()
+    peer.write(RolloutLease(reserved_pages=4))
+    os.truncate(node_dir / "rollout.lease", size)
+    agent.write(NodeState(mode=Mode.OFF, has_serving=1, heartbeat_ns=time.monotonic_ns() + 10**12))
+    agent.wake()
+    eventually(lender.gets_everything_back, "all chunks are back in the pool")
+
+
+def test_pages_of_a_worker_that_outlives_its_engine_core_are_waited_for(
+    lender: Lender, node_dir: Path, agent: Any
+) -> None:
+    """The core's lease says nothing any more once it is dead; the memory is its workers'."""
+    worker = harness.write_rank(node_dir, "rollout", mapped=True, num_chunks=4)
+    agent.write(NodeState(mode=Mode.OFF, has_serving=1, heartbeat_ns=time.monotonic_ns() + 10**12))
+    agent.wake()
+    eventually(lambda: lender.lease.read().lent_pages == 0, "they are asked back")
+    beats = {lender.lease.read().heartbeat_ns}  # type: ignore[union-attr]
+    eventually(
+        lambda: lender.turn() and (beats.add(lender.lease.read().heartbeat_ns) or len(beats) > 3),  # type: ignore[union-attr]
+        "three more rounds",
+    )
+    assert len(lender.scheduler.rose.balloon.inflated) == 4
+    worker.close()
+    eventually(lender.gets_everything_back, "all chunks are back in the pool")
+
+
+def test_chunks_taken_before_an_exception_are_not_lost(
+    lender: Lender, agent: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_plugin import compat
+
+    take, calls = compat.take_block, []
+
+    def broken(pool: Any, block_id: int) -> bool:
+        calls.append(block_id)
+        if len(calls) == 40:  # in the middle of the second chunk
+            raise ZeroDivisionError("injected")
+        return take(pool, block_id)
+
+    free = lender.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() + 4 * 32
+    monkeypatch.setattr(compat, "take_block", broken)
+    agent.write(
+        NodeState(mode=Mode.ON, has_serving=1, lend_pages=8, heartbeat_ns=time.monotonic_ns() + 10**12)
+    )
+    agent.wake()
+    eventually(lambda: lender.turn() and lender.scheduler.rose.failed, "the hook breaks")
+    eventually(lender.gets_everything_back, "all chunks are back in the pool")
+    assert lender.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free
+
+
+def test_vllms_own_error_in_a_reset_reaches_vllm_and_switches_nothing_off(
+    lender: Lender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> bool:
+        raise FloatingPointError("vLLM's own")
+
+    monkeypatch.setattr(lender.scheduler.kv_cache_manager, "reset_prefix_cache", broken)
+    with pytest.raises(FloatingPointError):
+        lender.scheduler.reset_prefix_cache()
+    assert lender.scheduler.rose.failed is None
+    assert len(lender.scheduler.rose.balloon.inflated) == 4
+
+
+# --- before the first step
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The plugin's memory of having refused, put back afterwards."""
+    from vllm_plugin import compat
+
+    monkeypatch.setattr(compat, "_refused", None)
+    monkeypatch.setattr(compat, "_refusal", None)
+    yield
+    if compat._refusal is not None:
+        compat._refusal.close()
+
+
+def test_an_engine_that_could_not_be_attached_says_off(
+    config: Any, node_dir: Path, rank: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_plugin.scheduler import ServingScheduler
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("injected")
+
+    scheduler = harness.build(ServingScheduler, config)
+    monkeypatch.setattr(scheduler.rose, "_write_board", broken)
+    scheduler.rose_attach(SimpleNamespace())
+    record = NodeDir(node_dir).serving_lease().read()
+    assert record is not None
+    assert record.phase == Phase.OFF
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_rank_report_of_a_dead_engine_is_no_elastic_memory(config: Any, node_dir: Path) -> None:
+    from vllm_plugin.scheduler import ServingScheduler
+
+    harness.write_rank(node_dir, "serving", mapped=True).close()
+    assert harness.build(ServingScheduler, config).rose is None
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_cache_too_small_to_share_is_named_in_the_lease(
+    config: Any, node_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_plugin.scheduler import ServingScheduler
+
+    monkeypatch.setattr(harness, "NUM_BLOCKS", 96)  # three chunks
+    assert harness.build(ServingScheduler, config).rose is None
+    lease = NodeDir(node_dir).serving_lease()
+    record = lease.read()
+    assert record is not None
+    assert (record.phase, row_of_number(record.row).name) == (Phase.OFF, "small_cache")
+    assert lease.alive()
+
+
+# --- asynchronous scheduling: the next step is scheduled before the one before it has ended
+
+
+def test_the_board_stays_busy_while_a_second_step_is_in_flight(
+    config: Any, node_dir: Path, rank: Any
+) -> None:
+    from vllm_plugin.scheduler import ServingAsyncScheduler
+
+    scheduler = harness.build(ServingAsyncScheduler, config)
+    try:
+        assert scheduler.rose is not None
+        board = NodeDir(node_dir).serving_board()
+        scheduler.add_request(harness.request("a", max_tokens=8))
+        first = scheduler.schedule()
+        second = scheduler.schedule()
+        assert [o.total_num_scheduled_tokens for o in (first, second)] == [20, 1]
+        scheduler.rose.after_update()
+        record = board.read()
+        assert record is not None
+        assert (record.busy, record.step) == (1, 2)
+        assert [(prefill, decode) for prefill, decode, _ in scheduler.rose._measured] == [(20, 0)]
+        scheduler.rose.after_update()
+        record = board.read()
+        assert record is not None
+        assert record.busy == 0
+    finally:
+        for writer in (scheduler.rose._lease, scheduler.rose._board, scheduler.rose._chunks):
+            writer.close()
+
+
+@pytest.mark.usefixtures("fresh")
 def test_without_elastic_workers_the_scheduler_is_stock(config: Any, node_dir: Path) -> None:
     from vllm_plugin.scheduler import ServingScheduler
 
     scheduler = harness.build(ServingScheduler, config)  # no rank file: the worker has no page pool
+    lease = NodeDir(node_dir).serving_lease().read()
 
+    assert lease is not None
+    assert lease.phase == Phase.OFF
     assert scheduler.rose is None
     assert run(scheduler) == stock_steps(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from rose.coserve.ledger import ChunkState, NodeDir, RecordWriter
-from rose.coserve.pages import KvGeometry
+from rose.coserve.pages import Arena, HostPagePool, KvGeometry
+from rose.errors import LedgerError
 from rose.units import PAGE_BYTES
 from vllm_plugin.memory import ChunkPlan, Pager
 
@@ -97,6 +99,44 @@ def test_a_rollout_worker_gives_everything_back_when_its_engine_core_dies(
         wish(writer, {4, 5}, generation=1)
         until(lambda: mapped(node_dir, "rollout") == {4, 5})
     until(lambda: mapped(node_dir, "rollout") == set())
+
+
+def test_a_pager_survives_a_file_that_cannot_be_read(node_dir: NodeDir, pagers: list[Pager]) -> None:
+    """Its thread is the only one that can bring memory back."""
+    with node_dir.chunks_writer("serving", CHUNKS) as writer:
+        wish(writer, {0, 1}, generation=1)
+        pagers.append(Pager(node_dir, "serving", 0, PLAN, guard=True))
+        until(lambda: mapped(node_dir, "serving") == {0, 1})
+        os.truncate(writer.path, 64)
+        wish(writer, {0, 1, 2}, generation=2)
+        until(lambda: bool(pagers[0]._trouble))
+        writer.path.unlink()
+    with node_dir.chunks_writer("serving", CHUNKS) as writer:
+        wish(writer, set(range(CHUNKS)), generation=3)
+        until(lambda: mapped(node_dir, "serving") == set(range(CHUNKS)))
+
+
+def test_a_pager_that_cannot_have_its_memory_leaves_nothing_behind(
+    node_dir: NodeDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arenas: list[Arena] = []
+    reserve, map_ = HostPagePool.reserve, Arena.map
+
+    def reserved(self: HostPagePool, num_bytes: int, guard: bool = False) -> Arena:
+        arenas.append(reserve(self, num_bytes, guard))
+        return arenas[-1]
+
+    def broken(self: Arena, ranges: list[tuple[int, int]]) -> None:
+        if self.resident_bytes() >= 3 * PAGE_BYTES:
+            raise LedgerError("no memory")
+        map_(self, ranges)
+
+    monkeypatch.setattr(HostPagePool, "reserve", reserved)
+    monkeypatch.setattr(Arena, "map", broken)
+    with pytest.raises(LedgerError, match="no memory"):
+        Pager(node_dir, "serving", 0, PLAN, guard=True)
+    assert arenas[0].resident_bytes() == 0
+    assert not node_dir.rank("serving", 0, CHUNKS).alive()
 
 
 def test_the_wish_of_a_new_engine_core_replaces_the_old_one(node_dir: NodeDir, pagers: list[Pager]) -> None:

@@ -99,13 +99,15 @@ class Door:
             await response.prepare(request)
             count = 0
             async for line in upstream.content:
-                if line.startswith(b"data:"):
-                    if cut is not None and count >= cut:
+                if line.startswith(b"data: {"):
+                    # Tokens, not events: a busy engine puts several into one.
+                    choices = json.loads(line[6:])["choices"]
+                    count += sum(len(choice["token_ids"] or ()) for choice in choices)
+                    if cut is not None and count > cut:
                         self.num_cuts += 1
                         assert request.transport is not None
                         request.transport.abort()
                         return response
-                    count += 1
                 await response.write(line)
             return response
 
