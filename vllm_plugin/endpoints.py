@@ -437,10 +437,11 @@ class EngineControl:
             await self._client.start_weight_update()
             await self._client.update_weights(request)
             outcomes = await self._ranks("rose_weights_outcome")
-        except Exception:
+        except Exception as error:
             # Not a refusal (those come as outcomes): the executor itself failed.  Leave nothing half done.
-            await self._ranks("rose_weights_undo", check=False)
-            await self._client.finish_weight_update()
+            if not await self._undone():
+                broken = f"the executor failed ({type(error).__name__}), and so did the undo"
+                raise _Broken(RequestError(broken, status=500, code="weights_broken")) from error
             raise
         failed = [
             (rank, each["failed"] or {"message": "did not commit", "field": None, "status": 500, "code":
@@ -449,14 +450,22 @@ class EngineControl:
         if not failed:
             await self._client.finish_weight_update(str(target))
             return max(each["commit_s"] for each in outcomes)
-        await self._ranks("rose_weights_undo", check=False)
-        await self._client.finish_weight_update()
-        reports = await self._ranks("rose_weights_staged")
         error = RankError(*failed[0])
-        if any(report["phase"] == "broken" for report in reports):
+        if not await self._undone():
             error.status, error.code = 500, "weights_broken"
             raise _Broken(error)
         raise error
+
+    async def _undone(self) -> bool:
+        """Take the change back on all ranks and close vLLM's session; False when the old weights are not proved."""
+        try:
+            await self._ranks("rose_weights_undo", check=False)
+            await self._client.finish_weight_update()
+            reports = await self._ranks("rose_weights_staged")
+        except Exception:
+            logger.exception("ROSE: an update could not be taken back")
+            return False
+        return not any(report["phase"] == "broken" for report in reports)
 
     async def _ranks(self, method: str, *args: Any, check: bool = True) -> list[dict[str, Any]]:
         """One collective call; raises the first rank's error after all ranks have answered."""

@@ -23,6 +23,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -47,6 +48,18 @@ PREFILL_LOOKED_AT = 16
 DEAD_AFTER_S = 2.0
 """Node agent or serving engine silent for longer: give everything back."""
 UNLIMITED = 1 << 30
+
+
+def demand_of(running: Sequence[Any], waiting: Sequence[Any]) -> Demand:
+    """What the next step would run.  A running request whose prompt is not computed yet wants the rest of it."""
+    left = [request.num_tokens - request.num_computed_tokens for request in running]
+    num_decodes = sum(tokens <= 1 for tokens in left)
+    return Demand(
+        num_decodes=num_decodes,
+        prefill_tokens=sum(tokens for tokens in left if tokens > 1)
+        + sum(request.num_tokens - request.num_computed_tokens for request in waiting),
+        context_tokens=sum(request.num_computed_tokens for request in running),
+    )
 
 
 class RolloutSide:
@@ -103,6 +116,7 @@ class RolloutSide:
         self._said: tuple[int, ...] = ()
         self._said_ns = 0
         self._has_serving = True
+        self._trouble = ""
         self._bell = Bell()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="rose-rollout", daemon=True)
@@ -236,17 +250,12 @@ class RolloutSide:
             return 0
         scheduler = self._scheduler
         waiting = compat.waiting_requests(scheduler, PREFILL_LOOKED_AT)
-        demand = Demand(
-            num_decodes=len(scheduler.running),
-            prefill_tokens=sum(r.num_tokens - r.num_computed_tokens for r in waiting),
-            context_tokens=sum(r.num_computed_tokens for r in scheduler.running),
-        )
         admission = admit(
             time.monotonic_ns() / NS_PER_S,
             board=self._view(reader),
             model=self.model,
             params=self.admission_params,
-            demand=demand,
+            demand=demand_of(list(scheduler.running), waiting),
         )
         self.gate_reason = admission.reason
         return admission.token_budget
@@ -292,8 +301,10 @@ class RolloutSide:
                 self._round(rung)
             except LedgerError as error:
                 self._allow(0, f"shared files: {error}")
-            except Exception:
-                logger.exception("ROSE rollout side")
+            except Exception as error:  # dead-man, see the module docstring
+                if self._trouble != repr(error):  # one traceback, not ten a second
+                    self._trouble = repr(error)
+                    logger.exception("ROSE rollout side")
                 self._allow(0, "internal error, see the log")
                 time.sleep(HEARTBEAT_S)
             rung = self._bell.wait(HEARTBEAT_S)

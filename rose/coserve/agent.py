@@ -227,13 +227,15 @@ class NodeAgent:
                 self.engine.give_up()
                 await asyncio.sleep(0.1)
                 continue
+            first = self.engine.num_starts == 0
             try:
                 await self.engine.start()
                 await self.engine.wait_exit()
-            except ConfigError:
-                if self.engine.num_starts <= 1:
+            except ConfigError as error:
+                if first:
                     raise  # wrong from the beginning: say so and end
-                logger.exception("rollout engine")
+                self.engine.error = str(error)  # it ran before: what is wrong now may pass
+                logger.error("rollout engine: %s", error)
             except RoseError as error:
                 logger.error("rollout engine: %s", error)
             await self.engine.stop(grace_s=0.0)
@@ -507,9 +509,9 @@ class NodeAgent:
 
     def held_pages(self) -> int:
         """Pages of the rollout engine: reserved, or still resident in one of its workers."""
-        if not self._alive(self._rollout_file):
-            return 0
-        reserved = self.rollout.reserved_pages if self.rollout is not None else 0
+        alive = self._alive(self._rollout_file)
+        reserved = self.rollout.reserved_pages if self.rollout is not None and alive else 0
+        # Asked also where the engine core is dead or its file damaged: workers hold memory by themselves.
         return max(reserved, sum(self.resident_pages().values()))
 
     def resident_pages(self) -> dict[int, int]:

@@ -18,6 +18,7 @@ import secrets
 import sys
 import time
 from collections import deque
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ from rose.auth import bearer
 from rose.coserve.config import NodeConfig
 from rose.coserve.step_profile import load_profile
 from rose.errors import ConfigError, EngineError, RequestError, RoseError
+from rose.policy.ladder import DeviceFacts, choose
 from rose.proc import Child, ProcSpec, require_free_port
 
 logger = logging.getLogger("rose.node")
@@ -87,6 +89,9 @@ class RolloutEngine:
             "state": self.state,
             "sched": self.sched,
             "idle_by": child.share.rung if child is not None and child.share is not None else None,
+            "ladder": asdict(choose(DeviceFacts(cuda=False, idle_share=child.share is not None)))
+            if child is not None
+            else None,
             "url": self.url,
             "pid": child.pid if child is not None else None,
             "incarnation": self.incarnation,
@@ -320,7 +325,7 @@ class RolloutEngine:
             async with self._session.request(
                 method, self.url + path, json=body, timeout=aiohttp.ClientTimeout(total=timeout_s)
             ) as response:
-                raw = await _read_bounded(response)
+                raw = await read_bounded(response, MAX_ANSWER_BYTES, "rollout engine")
                 status = response.status
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EngineError(
@@ -337,12 +342,17 @@ class RolloutEngine:
         return answer
 
 
-async def _read_bounded(response: aiohttp.ClientResponse) -> bytes:
+async def read_bounded(response: aiohttp.ClientResponse, most_bytes: int, field: str) -> bytes:
+    """The whole body.
+
+    Raises:
+        EngineError: It is longer than ``most_bytes``; ``field`` names who sent it.
+    """
     data = bytearray()
     async for chunk in response.content.iter_chunked(65536):
         data += chunk
-        if len(data) > MAX_ANSWER_BYTES:
-            raise EngineError(f"answer is longer than {MAX_ANSWER_BYTES} bytes", field="rollout engine")
+        if len(data) > most_bytes:
+            raise EngineError(f"answer is longer than {most_bytes} bytes", field=field)
     return bytes(data)
 
 

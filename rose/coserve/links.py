@@ -22,7 +22,7 @@ import aiohttp
 
 from rose.auth import Tokens, bearer
 from rose.coserve.config import NodeConfig, SchedulerLink, WeightsLink
-from rose.coserve.engine import RolloutEngine, check_update_path
+from rose.coserve.engine import RolloutEngine, check_update_path, read_bounded
 from rose.errors import ConfigError, EngineError, RequestError, RoseError, SectionCorrupt, WeightsError
 from rose.weights.version import WeightVersion
 
@@ -120,7 +120,7 @@ class SchedulerUplink:
     async def _post(self, session: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> dict[str, Any]:
         try:
             async with session.post(self._link.url.rstrip("/") + path, json=body) as response:
-                raw = await response.content.read(_MAX_ANSWER_BYTES)
+                raw = await read_bounded(response, _MAX_ANSWER_BYTES, "scheduler")
                 status = response.status
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EngineError(f"no answer ({type(error).__name__})", field="scheduler") from error

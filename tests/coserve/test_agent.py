@@ -148,6 +148,38 @@ async def test_an_engine_killed_from_outside_comes_back_with_another_incarnation
     await lent(device, 16)
 
 
+async def test_a_port_that_is_taken_when_the_engine_comes_back_does_not_end_the_agent(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device.produce()
+    agent = device.agent()
+    await ready(device, agent)
+    taken: list[int] = []
+
+    def once(port: int, field: str, host: str) -> None:
+        if not taken:
+            taken.append(port)
+            raise ConfigError("is taken", field=field)
+
+    monkeypatch.setattr("rose.coserve.engine.require_free_port", once)
+    os.kill(device.report()["pid"], signal.SIGKILL)
+    await until(lambda: agent.engine.num_starts == 2)
+    await ready(device, agent)
+    assert taken
+
+
+async def test_memory_of_a_worker_is_not_given_back_because_its_engines_file_is_damaged(
+    device: Device,
+) -> None:
+    device.produce()
+    agent = device.agent("stubborn", lending={"reclaim_deadline_s": 60.0})
+    await lent(device, 16)
+    os.truncate(device.dir / "rollout.lease", 64)
+    agent.change(mode=Mode.OFF)
+    assert not await agent.wait_given_back(0.2)
+    assert agent.held_pages() == 16
+
+
 async def test_mode_observe_lends_nothing_but_says_what_it_could(device: Device) -> None:
     device.produce()
     agent = device.agent(mode="", engine={}, lending={})

@@ -35,6 +35,7 @@ class Registry:
         self.beats: list[dict[str, Any]] = []
         self.removed: list[str] = []
         self.down = False
+        self.in_pieces = False
         self.url = ""
         self._runner: web.AppRunner | None = None
 
@@ -73,7 +74,15 @@ class Registry:
         body = await request.json()
         self.beats.append(body)
         known = self.known.get(request.match_info["id"]) == body["incarnation"]
-        return web.json_response({"known": known, "required_version": "1.3"})
+        answer = {"known": known, "required_version": "1.3"}
+        if not self.in_pieces:
+            return web.json_response(answer)
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await response.prepare(request)
+        for byte in json.dumps(answer).encode():
+            await response.write(bytes([byte]))
+            await asyncio.sleep(0)
+        return response
 
     async def remove(self, request: web.Request) -> web.Response:
         self._check(request)
@@ -94,6 +103,15 @@ async def registry(device: Device) -> AsyncIterator[Registry]:
 def linked(device: Device, registry: Registry, **change: Any) -> NodeAgent:
     device.produce()
     return device.agent(scheduler={"url": registry.url, "heartbeat_s": 0.02}, **change)
+
+
+async def test_an_answer_that_arrives_in_pieces_is_one_answer(device: Device, registry: Registry) -> None:
+    registry.in_pieces = True
+    agent = linked(device, registry)
+    await until(lambda: len(registry.beats) > 5)
+    uplink = agent._uplink
+    assert uplink is not None
+    assert (uplink.connected, uplink.required_version, uplink.error) == (True, "1.3", "")
 
 
 async def test_an_engine_is_registered_once_and_then_beats(device: Device, registry: Registry) -> None:

@@ -1,0 +1,78 @@
+"""A commit whose executor fails half-way: the engine goes on only with weights that are proved to be the old ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rose.errors import RequestError
+from rose.weights.version import WeightVersion
+from vllm_plugin.endpoints import EngineControl
+
+TARGET = WeightVersion(1, 2)
+
+
+class Client:
+    """vLLM's EngineClient with one rank, as far as a commit uses it; ``fails`` names the calls that raise."""
+
+    def __init__(self, *fails: str) -> None:
+        self._fails = fails
+        self.engine_core = self
+        self.calls: list[str] = []
+        self.phase = "staged"
+
+    def _call(self, name: str) -> None:
+        self.calls.append(name)
+        if name in self._fails:
+            raise ConnectionError(name)
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[dict[str, Any]]:
+        self._call(method)
+        if method == "rose_weights_undo":
+            self.phase = "failed"
+        return [
+            {
+                "ok": True,
+                "phase": self.phase,
+                "version": "1.1",
+                "target": str(TARGET),
+                "error": None,
+                "session": False,
+                "header": "h",
+                "partial": {},
+            }
+        ]
+
+    async def call_utility_async(self, *_: Any) -> None:
+        return None
+
+    async def is_paused(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*_: Any, **__: Any) -> None:
+            self._call(name)
+
+        return call
+
+
+async def test_an_executor_that_fails_is_undone_and_the_engine_goes_on() -> None:
+    client = Client("update_weights")
+    with pytest.raises(ConnectionError):
+        await EngineControl(client).commit(TARGET, "reset")
+    assert client.calls[-4:] == [
+        "rose_weights_undo",
+        "finish_weight_update",
+        "rose_weights_staged",
+        "resume_generation",
+    ]
+
+
+@pytest.mark.parametrize("also", ["rose_weights_undo", "finish_weight_update"])
+async def test_where_the_undo_fails_too_the_engine_stays_paused_and_says_so(also: str) -> None:
+    client = Client("update_weights", also)
+    with pytest.raises(RequestError) as caught:
+        await EngineControl(client).commit(TARGET, "reset")
+    assert caught.value.code == "weights_broken"
+    assert "resume_generation" not in client.calls
