@@ -258,12 +258,16 @@ def end_session(process: _Process) -> None:
 
 
 def _shared_memory_of(process: psutil.Process) -> list[Path]:
-    """Python's own shared-memory segments that a process has mapped."""
+    """Shared-memory segments of Python and of vLLM's CPU ranks that a process has mapped."""
     try:
         mapped = {Path(each.path) for each in process.memory_maps()}
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return []
-    return [path for path in mapped if path.parent == Path("/dev/shm") and path.name.startswith("psm_")]
+    return [
+        path
+        for path in mapped
+        if path.parent == Path("/dev/shm") and path.name.startswith(("psm_", "vllm_dist_"))
+    ]
 
 
 class _Spawned:

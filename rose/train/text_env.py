@@ -13,6 +13,7 @@ Needs ``pip install 'rose-rl[textgame]'``.  Callers: ``rose.train.env`` (by name
 from __future__ import annotations
 
 import asyncio
+import importlib
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -53,12 +54,7 @@ class TextGameFamily:
             raise ConfigError(
                 "num_games, num_rooms, quest_length and max_turns need 1 or more", field="env.settings"
             )
-        try:
-            import textworld  # noqa: F401
-        except ImportError as error:
-            raise ConfigError(
-                "textworld is not installed", field="env.kind", fix="pip install 'rose-rl[textgame]'"
-            ) from error
+        _textworld()
 
     def tasks(self) -> Sequence[Task]:
         return self._tasks(0, self._params.num_games)
@@ -148,25 +144,34 @@ class TextGame:
         return "\n".join(lines)[:MAX_REPLY_CHARS]
 
 
+def _textworld() -> Any:
+    """The extra ``textgame``, found by name: type checks pass where it is not installed."""
+    try:
+        textworld = importlib.import_module("textworld")
+        importlib.import_module("textworld.generator")
+        importlib.import_module("textworld.envs")
+    except ImportError as error:
+        raise ConfigError(
+            "textworld is not installed", field="env.kind", fix="pip install 'rose-rl[textgame]'"
+        ) from error
+    return textworld
+
+
 @lru_cache(maxsize=512)
 def _game(num_rooms: int, num_objects: int, quest_length: int, seed: int) -> Any:
     """Generate a game; the same arguments give the same game."""
-    from textworld import GameOptions
-    from textworld.generator import make_game
-
-    options = GameOptions()
+    textworld = _textworld()
+    options = textworld.GameOptions()
     options.nb_rooms, options.nb_objects, options.quest_length = num_rooms, num_objects, quest_length
     options.seeds = seed
     with _generating:
-        return make_game(options)
+        return textworld.generator.make_game(options)
 
 
 def _open(game: Any) -> tuple[Any, Any]:
-    from textworld import EnvInfos
-    from textworld.envs import TextWorldEnv
-
-    infos = EnvInfos(admissible_commands=True, objective=True, won=True, facts=True)
-    env = TextWorldEnv(infos)
+    textworld = _textworld()
+    infos = textworld.EnvInfos(admissible_commands=True, objective=True, won=True, facts=True)
+    env = textworld.envs.TextWorldEnv(infos)
     with tempfile.TemporaryDirectory(prefix="rose-game-") as folder:
         path = Path(folder) / "game.json"
         game.save(str(path))
