@@ -139,7 +139,7 @@ def _peer(path: Path, step_s: float) -> None:
             serving_phase=record_.phase if record_ else Phase.ABSENT, serving_alive=serving.alive(),
             serving_total=record_.total_pages if record_ else 0,
             serving_reserved=record_.reserved_pages if record_ else 0,
-            claim_pages=claim.claim_pages if claim else 0, node_age_s=0.0, serving_age_s=0.0,
+            serving_needed=claim.needed_pages if claim else 0, node_age_s=0.0, serving_age_s=0.0,
         )  # fmt: skip
         allowed = min(allowed, LENT_PAGES)
         if allowed < held:
@@ -271,7 +271,7 @@ class _Production:
             node.serving_board_writer(),
             node.node(),
         )
-        self._total, self.claim = total, 0
+        self.total_pages, self.needed = total, 0
         self._stopping = threading.Event()
         self._write()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -282,14 +282,14 @@ class _Production:
         from rose.policy.compat import Support
 
         node = self._node.read()
-        reserved = self._total - min(self._total, node.lend_pages if node is not None else 0)
+        reserved = self.total_pages - min(self.total_pages, node.lend_pages if node is not None else 0)
         self._lease.write(
             ServingLease(
-                phase=Phase.READY, support=Support.ELASTIC, total_pages=self._total,
+                phase=Phase.READY, support=Support.ELASTIC, total_pages=self.total_pages,
                 reserved_pages=reserved, heartbeat_ns=time.monotonic_ns(),
             )
         )  # fmt: skip
-        self._board.write(ServingBoard(claim_pages=self.claim))
+        self._board.write(ServingBoard(needed_pages=self.needed))
         self._board.wake()
 
     def _run(self) -> None:
@@ -346,7 +346,7 @@ def _backstop_once(case: str) -> float:
                 case _:
                     os.kill(agent.pid, signal.SIGKILL)
                     os.kill(engine, signal.SIGKILL)
-            production.claim = 20
+            production.needed = production.total_pages
             deadline_s = time.monotonic() + DEADLINE_S
             _wait(lambda: not rank.alive(), 30.0, "the memory is free")
             return max(0.0, time.monotonic() - deadline_s)

@@ -386,7 +386,7 @@ class RolloutSide:
             serving_alive=lease is not None and self._serving_lease.alive(),
             serving_total=lease.total_pages if lease is not None else 0,
             serving_reserved=lease.reserved_pages if lease is not None else 0,
-            claim_pages=board.claim_pages if board is not None else 0,
+            serving_needed=board.needed_pages if board is not None else 0,
             node_age_s=(now_ns - node.heartbeat_ns) / NS_PER_S,
             serving_age_s=(now_ns - lease.heartbeat_ns) / NS_PER_S if lease is not None else 0.0,
             compute_only=lease is not None and lease.support == Support.COMPUTE_ONLY,

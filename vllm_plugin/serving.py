@@ -249,9 +249,11 @@ class ServingSide:
             decode_ns = int(self.model.predict(0, running) * NS_PER_S)
             tpot_deadline = max(1, (self._last_token_ns or now_ns) + self._slo_tpot_ns - decode_ns)
         used_blocks = self.balloon.num_used_blocks
-        # What is asked for beyond the reservation: once the background thread has reserved it, it is no claim.
-        usable_after = self.balloon.num_usable_chunks + self._claim_chunks
-        claim_pages = max(0, usable_after * self.plan.chunk_pages - self._reserved_pages)
+        if not running and not num_waiting:
+            self._claim_chunks = (
+                0  # who asked is gone; the next look at the queue comes with the next request
+            )
+        needed_chunks = self.balloon.num_usable_chunks + self._claim_chunks if self._claim_chunks else 0
         block_share = self.plan.total_pages / max(1, self.plan.num_blocks)
         self._board.write(
             ServingBoard(
@@ -267,7 +269,7 @@ class ServingSide:
                 busy_ns=self._busy_ns,
                 breaches=self._breaches,
                 used_pages=int(used_blocks * block_share + 0.999),
-                claim_pages=claim_pages,
+                needed_pages=needed_chunks * self.plan.chunk_pages,
                 pressure_seq=self._pressure_seq,
                 written_ns=now_ns,
             )

@@ -70,7 +70,7 @@ class BenchPlan(parts.Plan):
             },
             "engine": engine,
             # As in the demo: an idle-class step may take long; a kill would end the run's comparison.
-            "lending": {"reclaim_deadline_s": 3.0, "growth_window_s": 60.0},
+            "lending": {"reclaim_deadline_s": 3.0},
         }
         part = self._node("harvested", self.node_dir, table)
         path = self.root / "harvested.toml"

@@ -316,8 +316,8 @@ class NodeAgent:
         """Does the rollout engine hold more than it may now, by the loan or by a claim of serving's?"""
         allowed = self.policy.lend_pages
         if self.lease is not None and self.lease.support != Support.COMPUTE_ONLY:
-            claim = self.board.claim_pages if self.board is not None else 0
-            allowed = min(allowed, self.lease.total_pages - self.lease.reserved_pages - claim)
+            needed = max(self.lease.reserved_pages, self.board.needed_pages if self.board is not None else 0)
+            allowed = min(allowed, self.lease.total_pages - needed)
         return self.rollout is not None and self.rollout.reserved_pages > max(0, allowed)
 
     def _look(self, file: RecordReader[R], last: R | None) -> tuple[R | None, bool]:
@@ -350,7 +350,7 @@ class NodeAgent:
             total_pages=max(0, lease.total_pages),
             reserved_pages=max(0, lease.reserved_pages),
             used_pages=max(0, board.used_pages),
-            claim_pages=max(0, board.claim_pages),
+            needed_pages=max(0, board.needed_pages),
             pressure_seq=board.pressure_seq,
             compute_only=lease.support == Support.COMPUTE_ONLY,
         )
@@ -653,7 +653,7 @@ class NodeAgent:
                 "total_pages": lease.total_pages if lease else 0,
                 "reserved_pages": lease.reserved_pages if lease else 0,
                 "used_pages": board.used_pages if board else 0,
-                "claim_pages": board.claim_pages if board else 0,
+                "claim_pages": board.claim_pages(lease.reserved_pages) if board and lease else 0,
                 "pressure_seq": board.pressure_seq if board else 0,
                 "errors": lease.errors if lease else 0,
                 "slo_breaches": board.breaches if board else 0,

@@ -63,7 +63,7 @@ class LendingConfig(Section):
     """``static`` lends ``max_lend_pages`` for good; it and ``paper`` are there to be compared with."""
     max_lend_pages: int = Field(default=ALL_PAGES, ge=0)
     min_headroom_fraction: Fraction = 0.1
-    growth_window_s: Positive = 300.0
+    growth_window_s: Positive = 3600.0
     reclaim_deadline_s: Positive = 0.1
     """A cut that is not obeyed until then ends with the rollout engine's death."""
     backstop_s: Positive = 0.5

@@ -64,8 +64,9 @@ class ServingLease:
 class ServingBoard:
     """``serving.board``: written every step by the engine thread.
 
-    ``claim_pages`` is what serving wants back beyond what it holds; ``pressure_seq`` counts how often it
-    asked.  ``busy_ns`` is the sum of all step lengths so far, ``breaches`` how often a promise was broken: a first
+    ``needed_pages`` is what serving must come to hold while it claims memory, else 0; ``pressure_seq`` counts how
+    often it claimed.  An absolute number: a claim *beyond* what serving holds would be asked for again and again by
+    readers who see each returned page in the lease before serving, in a long step, sees it too.  ``busy_ns`` is the sum of all step lengths so far, ``breaches`` how often a promise was broken: a first
     token later than the TTFT objective, a step with decodes longer than the TPOT objective.
     """
 
@@ -81,9 +82,13 @@ class ServingBoard:
     busy_ns: int = 0
     breaches: int = 0
     used_pages: int = 0
-    claim_pages: int = 0
+    needed_pages: int = 0
     pressure_seq: int = 0
     written_ns: int = 0
+
+    def claim_pages(self, reserved_pages: int) -> int:
+        """What serving, which holds ``reserved_pages`` now, still wants back."""
+        return max(0, self.needed_pages - reserved_pages)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

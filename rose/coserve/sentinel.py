@@ -46,8 +46,8 @@ def owed_pages(
     elif serving.support == Support.COMPUTE_ONLY:
         allowed = node.lend_pages
     else:
-        claim = board.claim_pages if board is not None else 0
-        allowed = min(node.lend_pages, serving.total_pages - serving.reserved_pages - claim)
+        needed = max(serving.reserved_pages, board.needed_pages if board is not None else 0)
+        allowed = min(node.lend_pages, serving.total_pages - needed)
     return max(0, rollout.reserved_pages - max(0, allowed))
 
 

@@ -133,7 +133,9 @@ class Observer:
         board, rollout, node = _read(self._board), _read(self._rollout), _read(self._node)
         if board is not None and (added := self._pressure.see(board.pressure_seq)):
             times = "" if added == 1 else f" {added} times"
-            self.note(now_s, "pressure", f"production asked for memory{times}, {board.claim_pages} pages now")
+            self.note(
+                now_s, "pressure", f"production asked for memory{times}, {board.needed_pages} pages in all"
+            )
         if rollout is not None:
             stopped = self._cut_requests.see(rollout.cut_requests)
             if self._cuts.see(rollout.reclaim_seq):

@@ -36,6 +36,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from rose.errors import ConfigError, PolicyError
+from rose.policy.growth import PeakGrowth
 
 ALL_PAGES = 1 << 40
 """More than any device has: the loan on a device without serving."""
@@ -45,7 +46,6 @@ _MAX_RECLAIM_SAMPLES = 128
 _FEW_RECLAIM_SAMPLES = 20
 """Below this many observed reclaims the p99 is the configured worst case."""
 _MAX_PROMISES = 64
-_NUM_BUCKETS = 32
 
 
 class Mode(IntEnum):
@@ -94,7 +94,7 @@ class ServingReported:
     total_pages: int
     reserved_pages: int
     used_pages: int
-    claim_pages: int = 0
+    needed_pages: int = 0
     pressure_seq: int = 0
     compute_only: bool = False
     """It keeps its memory; the rollout engine has a fixed budget of its own, ``max_lend_pages``."""
@@ -159,8 +159,8 @@ class LendingParams:
     """
 
     min_headroom_fraction: float = 0.1
-    growth_window_s: float = 300.0
-    """How long a burst is remembered."""
+    growth_window_s: float = 3600.0
+    """How long a burst is remembered: one that comes back after it was forgotten costs production a reclaim."""
     reclaim_deadline_s: float = 0.1
     backstop_s: float = 0.5
     """From the kill to usable memory."""
@@ -230,6 +230,7 @@ class Lending(ABC):
         self._rollout: RolloutReported | None = None
         self._promises: list[_Promise] = []
         self._reclaims_s: deque[float] = deque(maxlen=_MAX_RECLAIM_SAMPLES)
+        self._growth = PeakGrowth(self.params.growth_window_s)
 
     def handle(self, event: Event) -> list[Action]:
         """Take one event; the actions it calls for, in order.
@@ -244,6 +245,7 @@ class Lending(ABC):
                 self._mode = event
             case ServingReported():
                 before, self._serving = self._serving, event
+                self._note_growth(event)
                 self._on_serving(event, before)
             case RolloutReported():
                 before, self._rollout = self._rollout, event
@@ -262,6 +264,7 @@ class Lending(ABC):
         self._now_s, self._mode = other._now_s, other._mode
         self._serving, self._rollout = other._serving, other._rollout
         self._promises, self._reclaims_s = other._promises, other._reclaims_s
+        self._growth = other._growth
         self.num_cuts, self.reason = other.num_cuts, other.reason
         self.lend_pages = other.lend_pages
 
@@ -329,6 +332,13 @@ class Lending(ABC):
     @abstractmethod
     def _decide(self) -> tuple[int, str]:
         """The loan that should be, and why; called only when nothing blocks it."""
+
+    def _note_growth(self, event: ServingReported) -> None:
+        # In every mode and under every policy: who learns only while lending learns from the first burst's victims.
+        if not event.alive or event.phase != Phase.READY:
+            self._growth.forget_recent()
+            return
+        self._growth.add(event.at_s, max(event.used_pages, event.needed_pages), self.reclaim_p99_s)
 
     def _on_serving(self, event: ServingReported, before: ServingReported | None) -> None:
         """Look at a report that is already in the books."""
@@ -415,7 +425,7 @@ class Lending(ABC):
                     "total_pages": event.total_pages,
                     "reserved_pages": event.reserved_pages,
                     "used_pages": event.used_pages,
-                    "claim_pages": event.claim_pages,
+                    "needed_pages": event.needed_pages,
                 }
             case RolloutReported():
                 counts = {"reserved_pages": event.reserved_pages, "wanted_pages": event.wanted_pages}
@@ -429,7 +439,7 @@ class Lending(ABC):
 class LendingPolicy(Lending):
     """Ours: by time and by what was measured, not by RL steps.
 
-    - Headroom follows traffic: the larger of a minimum and what use grew lately within one reclaim.
+    - Headroom follows traffic: the larger of a minimum and what demand grew lately within one reclaim.
     - A cut restores the full headroom: the next one is at least ``headroom - watermark`` of growth away.
     - Growth is paced and pauses after cuts, which bounds how often rollouts are preempted.
     """
@@ -440,17 +450,11 @@ class LendingPolicy(Lending):
         self._cuts_s: deque[float] = deque(maxlen=self.params.max_cuts)
         self._rest_pages = 0
         """The loan that the latest cut for traffic's sake left: as much as that may be held again at any time."""
-        self._recent: deque[tuple[float, int]] = deque(maxlen=1024)
-        self._bucket_s = self.params.growth_window_s / _NUM_BUCKETS
-        self._buckets: deque[tuple[float, int]] = deque(maxlen=_NUM_BUCKETS + 1)
 
     @property
     def need_pages(self) -> int:
-        """The most that serving's use grew within one reclaim, lately."""
-        oldest_s = self._now_s - self.params.growth_window_s
-        return max(
-            (pages for start_s, pages in self._buckets if start_s + self._bucket_s >= oldest_s), default=0
-        )
+        """The most that serving's demand grew within one reclaim, lately."""
+        return self._growth.peak_pages(self._now_s)
 
     @property
     def hysteresis_pages(self) -> int:
@@ -472,7 +476,7 @@ class LendingPolicy(Lending):
         if serving is None:
             return 0
         target = serving.total_pages - serving.used_pages - self.headroom_pages
-        if serving.claim_pages:
+        if serving.needed_pages:
             target = min(target, self._unclaimed_pages)
         return max(0, min(target, self.cap_pages))
 
@@ -494,23 +498,23 @@ class LendingPolicy(Lending):
         serving = self._serving
         if serving is not None and self.lend_pages and not serving.compute_only:
             assert serving.total_pages - serving.used_pages - self.lend_pages >= self.watermark_pages
-            assert not serving.claim_pages or self.lend_pages <= self._unclaimed_pages
+            assert not serving.needed_pages or self.lend_pages <= self._unclaimed_pages
         assert self.watermark_pages < self.headroom_pages or self.total_pages == 0
 
     @property
     def _unclaimed_pages(self) -> int:
-        """What serving neither holds nor asks for."""
+        """What serving leaves while it claims memory."""
         serving = self._serving
         if serving is None:
             return 0
-        return max(0, serving.total_pages - serving.reserved_pages - serving.claim_pages)
+        return max(0, serving.total_pages - serving.needed_pages)
 
     def _decide(self) -> tuple[int, str]:
         serving, rollout = self._serving, self._rollout
         assert serving is not None
         assert rollout is not None
         now_s, lend, target = self._now_s, self.lend_pages, self.target_pages
-        if serving.claim_pages and lend > self._unclaimed_pages:
+        if serving.needed_pages and lend > self._unclaimed_pages:
             return target, "serving claims pages"
         if lend > self.cap_pages:
             return target, "headroom or floor grew"
@@ -542,18 +546,7 @@ class LendingPolicy(Lending):
 
     def _on_serving(self, event: ServingReported, before: ServingReported | None) -> None:
         if not event.alive or event.phase != Phase.READY:
-            self._recent.clear()  # a restart is no burst
             return
-        horizon_s = event.at_s - self.reclaim_p99_s
-        while len(self._recent) > 1 and self._recent[1][0] <= horizon_s:
-            self._recent.popleft()
-        self._recent.append((event.at_s, event.used_pages))
-        growth = event.used_pages - min(used for _, used in self._recent)
-        if self._buckets and event.at_s - self._buckets[-1][0] < self._bucket_s:
-            start_s, most = self._buckets[-1]
-            self._buckets[-1] = (start_s, max(most, growth))
-        else:
-            self._buckets.append((event.at_s, growth))
         if before is not None and event.pressure_seq != before.pressure_seq and self.held_pages:
             self._count_cut()  # serving took pages back by itself, without waiting for us
 
@@ -578,7 +571,7 @@ def allowed_pages(
     serving_alive: bool,
     serving_total: int,
     serving_reserved: int,
-    claim_pages: int,
+    serving_needed: int,
     node_age_s: float,
     serving_age_s: float,
     dead_after_s: float = DEAD_AFTER_S,
@@ -590,6 +583,8 @@ def allowed_pages(
     answer is 0.  A claim counts before the agent has seen it.  Without serving the loan is the only limit.
 
     Args:
+        serving_reserved: Pages that serving holds, or that nobody else may take any more.
+        serving_needed: Pages that it must come to hold; 0 when it claims none.
         node_age_s: Seconds since the agent's heartbeat; ``inf`` when there is no file or no writer.
         serving_age_s: The same of ``serving.lease``.
     """
@@ -608,8 +603,8 @@ def allowed_pages(
         return 0, "serving is silent"
     if compute_only:
         return lend, "compute only: a fixed budget"
-    claim = max(0, claim_pages)
-    left = max(0, serving_total - max(0, serving_reserved) - claim)
+    claims = serving_needed > max(0, serving_reserved)
+    left = max(0, serving_total - max(0, serving_reserved, serving_needed))
     if lend <= left:
         return lend, "the loan"
-    return left, "serving claims pages" if claim else "serving still holds them"
+    return left, "serving claims pages" if claims else "serving still holds them"

@@ -257,7 +257,7 @@ class Cluster:
                 total_pages=device.total_pages,
                 reserved_pages=used,
                 used_pages=used,
-                claim_pages=claim_pages,
+                needed_pages=used + claim_pages if claim_pages else 0,
                 pressure_seq=0,
             )
         )

@@ -51,7 +51,7 @@ class Production:
         self._node, self._peer = self._dir.node(), self._dir.rollout_lease()
         self.phase = Phase.READY
         self.used = 0
-        self.claim = 0
+        self.needed = 0
         self.overdrawn = 0
         self.publish()
         self._task = asyncio.create_task(self._run())
@@ -70,7 +70,7 @@ class Production:
                 phase=self.phase, total_pages=TOTAL_PAGES, reserved_pages=reserved, heartbeat_ns=now_ns
             )
         )
-        self._board.write(ServingBoard(used_pages=self.used, claim_pages=self.claim, written_ns=now_ns))
+        self._board.write(ServingBoard(used_pages=self.used, needed_pages=self.needed, written_ns=now_ns))
         self._board.wake()
 
     async def _run(self) -> None:

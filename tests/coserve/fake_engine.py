@@ -55,7 +55,7 @@ class FakeEngine:
             serving_alive=self.serving.alive(),
             serving_total=serving.total_pages if serving else 0,
             serving_reserved=serving.reserved_pages if serving else 0,
-            claim_pages=board.claim_pages if board else 0,
+            serving_needed=board.needed_pages if board else 0,
             node_age_s=(now_ns - node.heartbeat_ns) / 1e9,
             serving_age_s=(now_ns - serving.heartbeat_ns) / 1e9 if serving else 1e9,
         )

@@ -77,6 +77,19 @@ async def test_idle_memory_is_lent_and_a_burst_takes_it_back_at_once(device: Dev
     assert production.overdrawn == 0
 
 
+async def test_a_claim_that_stands_during_a_long_step_is_met_once(device: Device) -> None:
+    production = device.produce()
+    agent = device.agent()
+    await lent(device, 16)
+    production.needed = 6  # two pages more than it holds; said once, and met in its next report
+    await until(lambda: agent.policy.lend_pages <= 14, "the claim is met")
+    for _ in range(20):
+        assert agent.lease is not None
+        seen_ns = agent.lease.heartbeat_ns
+        await until(lambda seen_ns=seen_ns: agent.lease is not None and agent.lease.heartbeat_ns > seen_ns)
+        assert agent.policy.lend_pages >= 13  # a demand of 6 that may come again, and one page of hysteresis
+
+
 async def test_serving_that_starts_again_gets_everything_back(device: Device) -> None:
     production = device.produce()
     device.agent()

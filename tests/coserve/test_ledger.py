@@ -78,7 +78,7 @@ def values(board: ServingBoard) -> set[int]:
 def test_a_record_comes_back_as_it_was_written(node: NodeDir) -> None:
     writer, reader = node.serving_board_writer(), node.serving_board()
     assert reader.read() is None
-    board = ServingBoard(step=3, busy=True, ttft_deadline_ns=2**62, claim_pages=-1)
+    board = ServingBoard(step=3, busy=True, ttft_deadline_ns=2**62, needed_pages=-1)
     for step in range(5):
         writer.write(ServingBoard(step=step))
         assert reader.read() == ServingBoard(step=step)

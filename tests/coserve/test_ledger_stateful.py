@@ -78,8 +78,8 @@ class _Serving:
                 heartbeat_ns=time.monotonic_ns(),
             )
         )
-        claim = max(0, self._used - self._memory.mapped)
-        self._board.write(ServingBoard(used_pages=self._used, claim_pages=claim, busy=int(self._used > 0)))
+        needed = self._used if self._used > self._memory.mapped else 0
+        self._board.write(ServingBoard(used_pages=self._used, needed_pages=needed, busy=int(self._used > 0)))
 
     def do(self, what: str, argument: int) -> None:
         match what:
@@ -136,7 +136,7 @@ class _Rollout:
             serving_alive=serving is not None and self._serving.alive(),
             serving_total=serving.total_pages if serving else 0,
             serving_reserved=serving.reserved_pages if serving else 0,
-            claim_pages=board.claim_pages if board else 0,
+            serving_needed=board.needed_pages if board else 0,
             node_age_s=(now_ns - node.heartbeat_ns) / NS_PER_S
             if node is not None and alive
             else float("inf"),
@@ -217,7 +217,7 @@ class _Node:
                     total_pages=lease.total_pages,
                     reserved_pages=lease.reserved_pages,
                     used_pages=board.used_pages if board else 0,
-                    claim_pages=board.claim_pages if board else 0,
+                    needed_pages=board.needed_pages if board else 0,
                 )
             )
         alive = rollout is not None and self._rollout.alive()

@@ -25,7 +25,7 @@ ROLLOUT = RolloutLease(phase=Phase.READY, reserved_pages=10)
     [
         ({}, 0),
         ({"node": dataclasses.replace(NODE, lend_pages=4)}, 6),
-        ({"board": ServingBoard(claim_pages=5)}, 3),  # 20 - 8 - 5 = 7 are left
+        ({"board": ServingBoard(needed_pages=13)}, 3),  # 20 - 13 = 7 are left
         ({"serving": dataclasses.replace(SERVING, reserved_pages=15)}, 5),
         ({"serving": dataclasses.replace(SERVING, phase=Phase.STARTING)}, 10),
         ({"serving_alive": False}, 10),
@@ -98,7 +98,7 @@ async def test_with_the_agent_and_the_engine_stopped_the_memory_comes_back(devic
     pid = int(device.report()["pid"])
     rank = NodeDir(device.dir).rank("rollout", 0)
     os.kill(pid, signal.SIGSTOP)
-    production.claim = 20
+    production.needed = 20
     production.publish()
     deadline = 400
     while rank.alive() and deadline:  # blocks the loop: neither the agent nor production takes a step
@@ -106,4 +106,4 @@ async def test_with_the_agent_and_the_engine_stopped_the_memory_comes_back(devic
         signal.sigtimedwait([], 0.05)
     assert not rank.alive()
     assert agent.engine.num_kills == 0  # it was not the agent
-    production.claim = 0
+    production.needed = 0

@@ -77,11 +77,11 @@ def test_pressure_and_cuts_come_from_the_shared_files(observer: Observer, tmp_pa
     observer.sample(101.0)  # nothing there yet: no harm
     with node.serving_board_writer() as board, node.rollout_lease_writer() as rollout:
         with node.node_writer() as agent:
-            board.write(ServingBoard(pressure_seq=2, claim_pages=12))
+            board.write(ServingBoard(pressure_seq=2, needed_pages=12))
             rollout.write(RolloutLease(reclaim_seq=1, cut_requests=5, cut_ns=31_000_000))
             agent.write(NodeState(lend_pages=40))
             observer.sample(102.0)
-        board.write(ServingBoard(pressure_seq=3, claim_pages=4))
+        board.write(ServingBoard(pressure_seq=3, needed_pages=4))
         observer.sample(103.0)
 
     reclaim = observer.reclaim()

@@ -176,7 +176,7 @@ def test_outputs_are_identical_after_reclaim_and_regrowth(server: EngineServer, 
 def test_production_claims_memory_directly_without_the_agent(server: EngineServer, host: Host) -> None:
     host.silence(node=False)
 
-    host.set(claim_pages=6, pressure_seq=1)
+    host.set(needed_pages=host.lease.total_pages - 2, pressure_seq=1)
 
     assert settled(server, 2)["reclaim_seq"] > 0
 

@@ -141,6 +141,27 @@ def test_headroom_covers_the_fastest_growth_within_one_reclaim(world: World) -> 
     assert policy.need_pages <= 2
 
 
+def test_what_serving_asks_for_beyond_its_memory_counts_as_growth(world: World) -> None:
+    policy = world.policy
+    assert isinstance(policy, LendingPolicy)
+    world.run(5.0)
+    world.used = 15  # its headroom is 20: use can grow no further than that, however large the burst
+    world.step(5.1, needed_pages=45)
+    assert policy.need_pages == 45
+
+
+@pytest.mark.parametrize("before", [PaperLending, LendingPolicy])
+def test_growth_seen_while_off_or_under_another_policy_is_not_learned_again(before: type[Lending]) -> None:
+    seen = World(before(PARAMS))
+    seen.policy.handle(ModeSet(at_s=0.0, mode=Mode.OFF))
+    seen.run(1.0)
+    seen.used = 30
+    seen.step(1.2)
+    policy = LendingPolicy(PARAMS)
+    policy.take_over(seen.policy)
+    assert policy.need_pages == 30
+
+
 def test_growth_waits_for_the_cool_down_after_a_cut(world: World) -> None:
     world.run(5.0)
     world.used = 11
@@ -226,8 +247,9 @@ def test_a_loan_does_not_grow_for_less_than_the_hysteresis(world: World) -> None
 def test_serving_claims_are_met_at_once(world: World) -> None:
     world.run(5.0)
     world.obeys = False
-    (cut,) = world.step(5.1, reserved_pages=20, claim_pages=30)
-    assert cut == SetLend(pages=50, deadline_s=pytest.approx(5.2), reason="serving claims pages")
+    # Its demand grew by 50 at once, and the hysteresis is 2: so much must be left from now on.
+    (cut,) = world.step(5.1, reserved_pages=20, needed_pages=50)
+    assert cut == SetLend(pages=48, deadline_s=pytest.approx(5.2), reason="serving claims pages")
 
 
 def test_pressure_that_serving_relieved_itself_counts_as_a_cut(world: World) -> None:
@@ -453,16 +475,21 @@ def test_what_we_ask_for_and_what_serving_reports_within_a_deadline_is_one_cut()
 
 
 def test_many_unanswered_cuts_keep_the_first_deadline_and_a_short_list() -> None:
-    world = World(LendingPolicy(dataclasses.replace(PARAMS, reclaim_deadline_s=50.0, growth_window_s=0.01)))
+    params = dataclasses.replace(
+        PARAMS, reclaim_deadline_s=50.0, growth_window_s=0.01, hysteresis_fraction=0.001
+    )
+    world = World(LendingPolicy(params))
     world.policy.handle(ModeSet(at_s=0.0, mode=Mode.ON))
     for second in range(10):
         world.step(float(second), total_pages=10_000)
     world.obeys = False
-    for number in range(200):  # each takes at least the hysteresis of 200 pages
-        world.used = 20 * number
-        world.step(10.0 + number / 10, total_pages=10_000, claim_pages=1, reserved_pages=2000 + 20 * number)
+    for number in range(300):  # most take more than the hysteresis
+        world.used = 10 * number
+        world.step(10.0 + number / 10, total_pages=10_000)
     assert world.policy.num_cuts > 64
-    actions = world.step(60.1, total_pages=10_000)
+    actions = world.step(
+        75.0, total_pages=10_000
+    )  # the first cut was asked for after 20 s, the last after 40
     assert any(isinstance(action, KillRollout) for action in actions)
 
 
@@ -524,7 +551,7 @@ def test_invariants_hold_on_any_traffic(make: type[Lending], seed: int) -> None:
                     total_pages=total,
                     reserved_pages=rng.randint(0, total),
                     used_pages=rng.randint(0, total) if rng.random() < 0.5 else total // 10,
-                    claim_pages=rng.choice([0, 0, 0, rng.randint(0, 20)]),
+                    needed_pages=rng.choice([0, 0, 0, rng.randint(0, 100)]),
                     pressure_seq=rng.choice([0, 1]),
                 )
         actions = policy.handle(event)  # type: ignore[arg-type]
@@ -588,7 +615,7 @@ def test_a_fixed_split_is_lent_at_once_and_ignores_what_serving_uses() -> None:
     world.step(0.0)
     assert world.policy.lend_pages == 50
     world.used = 99
-    assert world.step(1.0, claim_pages=49) == []
+    assert world.step(1.0, needed_pages=49) == []
     assert world.step(2.0, phase=Phase.STARTING)[0] == SetLend(
         pages=0, deadline_s=pytest.approx(2.1), reason="serving is starting"
     )
@@ -617,9 +644,9 @@ def test_compute_only_serving_keeps_its_memory_and_rollouts_get_the_operators_nu
     assert world.policy.lend_pages == 0  # nobody has said what the device has left
     world.policy.handle(ModeSet(at_s=1.0, mode=Mode.ON, max_lend_pages=40))
     world.used = 100
-    world.step(1.0, compute_only=True, claim_pages=7)
+    world.step(1.0, compute_only=True, needed_pages=7)
     assert world.policy.lend_pages == 40
-    calm = {**CALM, "lend_pages": 40, "serving_reserved": 100, "claim_pages": 7}
+    calm = {**CALM, "lend_pages": 40, "serving_reserved": 100, "serving_needed": 7}
     assert allowed_pages(**calm, compute_only=True) == (40, "compute only: a fixed budget")  # type: ignore[arg-type]
 
 
@@ -638,7 +665,7 @@ CALM: dict[str, object] = {
     "serving_alive": True,
     "serving_total": 100,
     "serving_reserved": 60,
-    "claim_pages": 0,
+    "serving_needed": 0,
     "node_age_s": 0.1,
     "serving_age_s": 0.1,
     "dead_after_s": 2.0,
@@ -650,8 +677,8 @@ CALM: dict[str, object] = {
     [
         ({}, (30, "the loan")),
         ({"lend_pages": 50}, (40, "serving still holds them")),
-        ({"claim_pages": 25}, (15, "serving claims pages")),
-        ({"claim_pages": 500}, (0, "serving claims pages")),
+        ({"serving_needed": 85}, (15, "serving claims pages")),
+        ({"serving_needed": 500}, (0, "serving claims pages")),
         ({"mode": Mode.OFF}, (0, "mode is off")),
         ({"mode": Mode.OBSERVE}, (0, "mode is observe")),
         ({"mode": 77}, (0, "mode is off")),
@@ -668,7 +695,8 @@ CALM: dict[str, object] = {
         ({"lend_pages": -5}, (0, "the loan")),
         ({"serving_reserved": -1000}, (30, "the loan")),
         ({"serving_reserved": 1000}, (0, "serving still holds them")),
-        ({"claim_pages": -1000}, (30, "the loan")),
+        ({"serving_needed": -1000}, (30, "the loan")),
+        ({"serving_needed": 60}, (30, "the loan")),  # it holds them by now: asked for once
     ],
 )
 def test_allowed_pages(change: dict[str, object], expected: tuple[int, str]) -> None:
@@ -686,7 +714,7 @@ def test_what_both_engines_may_hold_never_exceeds_the_device() -> None:
                 "serving_total": total,
                 "serving_reserved": reserved,
                 "lend_pages": rng.randint(-10, 300),
-                "claim_pages": rng.randint(-10, 100),
+                "serving_needed": rng.randint(-10, 300),
             }  # type: ignore[arg-type]
         )
         assert 0 <= pages <= total - reserved
