@@ -283,7 +283,7 @@ class NodeAgent:
         self._handle(Tick(at_s=time.monotonic()))
         self._watch_production(lease_alive and board_alive)
         self._publish()
-        self.engine.hurry(rollout_alive and self._owes_pages())
+        self.engine.hurry(rollout_alive and self.policy.is_urgent)
 
     def _watch_production(self, alive: bool) -> None:
         """Keep the books of mode observe; end harvesting when production broke its promises too often."""
@@ -311,14 +311,6 @@ class NodeAgent:
         self.errors["slo"] = f"off: {reason}"
         self.mode = Mode.OFF
         self._set_mode()
-
-    def _owes_pages(self) -> bool:
-        """Does the rollout engine hold more than it may now, by the loan or by a claim of serving's?"""
-        allowed = self.policy.lend_pages
-        if self.lease is not None and self.lease.support != Support.COMPUTE_ONLY:
-            needed = max(self.lease.reserved_pages, self.board.needed_pages if self.board is not None else 0)
-            allowed = min(allowed, self.lease.total_pages - needed)
-        return self.rollout is not None and self.rollout.reserved_pages > max(0, allowed)
 
     def _look(self, file: RecordReader[R], last: R | None) -> tuple[R | None, bool]:
         """The record and whether its writer lives; a damaged file is a dead writer, recorded once."""

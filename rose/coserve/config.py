@@ -64,6 +64,7 @@ class LendingConfig(Section):
     max_lend_pages: int = Field(default=ALL_PAGES, ge=0)
     min_headroom_fraction: Fraction = 0.1
     growth_window_s: Positive = 3600.0
+    use_window_s: Positive = 30.0
     reclaim_deadline_s: Positive = 0.1
     """A cut that is not obeyed until then ends with the rollout engine's death."""
     backstop_s: Positive = 0.5

@@ -168,7 +168,7 @@ class RolloutEngine:
         self._sched, self._hurried = sched, False
 
     def hurry(self, on: bool) -> None:
-        """Lift an idle-class engine to a normal share of its cores while it owes memory, and drop it again after.
+        """Lift an idle-class engine to a normal share of its cores while production waits for it; drop it again after.
 
         It gets next to nothing of a core that production keeps busy, so the very burst that wants the
         memory back would keep the engine from letting go of it.  Like priority inheritance: what holds a
@@ -178,7 +178,7 @@ class RolloutEngine:
             return
         if self._child.lift(on):
             self._hurried = on
-            logger.info("engine %s", "owes pages: normal share" if on else "is even: idle share")
+            logger.info("engine %s", "is waited for: normal share" if on else "is not waited for: idle share")
         elif not self._warned:  # tried again in the next round: the kernel may only have asked for patience
             self._warned = True
             logger.warning(

@@ -36,7 +36,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from rose.errors import ConfigError, PolicyError
-from rose.policy.growth import PeakGrowth
+from rose.policy.growth import PeakGrowth, WindowMax
 
 ALL_PAGES = 1 << 40
 """More than any device has: the loan on a device without serving."""
@@ -161,6 +161,8 @@ class LendingParams:
     min_headroom_fraction: float = 0.1
     growth_window_s: float = 3600.0
     """How long a burst is remembered: one that comes back after it was forgotten costs production a reclaim."""
+    use_window_s: float = 30.0
+    """A page that serving used within it is not lent: requests come and go, and each dip would end in a cut."""
     reclaim_deadline_s: float = 0.1
     backstop_s: float = 0.5
     """From the kill to usable memory."""
@@ -183,6 +185,7 @@ class LendingParams:
                 raise ConfigError(f"{value} is not in (0, 1]", field=name)
         for name in (
             "growth_window_s",
+            "use_window_s",
             "reclaim_deadline_s",
             "backstop_s",
             "period_s",
@@ -231,6 +234,7 @@ class Lending(ABC):
         self._promises: list[_Promise] = []
         self._reclaims_s: deque[float] = deque(maxlen=_MAX_RECLAIM_SAMPLES)
         self._growth = PeakGrowth(self.params.growth_window_s)
+        self._used = WindowMax(self.params.use_window_s)
 
     def handle(self, event: Event) -> list[Action]:
         """Take one event; the actions it calls for, in order.
@@ -264,7 +268,7 @@ class Lending(ABC):
         self._now_s, self._mode = other._now_s, other._mode
         self._serving, self._rollout = other._serving, other._rollout
         self._promises, self._reclaims_s = other._promises, other._reclaims_s
-        self._growth = other._growth
+        self._growth, self._used = other._growth, other._used
         self.num_cuts, self.reason = other.num_cuts, other.reason
         self.lend_pages = other.lend_pages
 
@@ -286,6 +290,25 @@ class Lending(ABC):
         else:
             observed = samples[math.ceil(0.99 * len(samples)) - 1]
         return observed + self.params.period_s
+
+    @property
+    def is_urgent(self) -> bool:
+        """Does production wait for what the rollout engine still holds, or may it soon?
+
+        A cut ahead of need is not urgent in the first half of its time: serving has its headroom, and a rollout engine
+        that were to hurry would take the processor from the very burst that the cut is for.
+        """
+        serving, held = self._serving, self.held_pages
+        if not held:
+            return False
+        if self.blocked is not None:
+            return True
+        if serving is not None and not serving.compute_only and serving.needed_pages:
+            return held > serving.total_pages - serving.needed_pages
+        return any(
+            held > promise.pages and 2 * self._now_s >= promise.asked_s + promise.deadline_s
+            for promise in self._promises
+        )
 
     @property
     @abstractmethod
@@ -339,6 +362,7 @@ class Lending(ABC):
             self._growth.forget_recent()
             return
         self._growth.add(event.at_s, max(event.used_pages, event.needed_pages), self.reclaim_p99_s)
+        self._used.add(event.at_s, event.used_pages)
 
     def _on_serving(self, event: ServingReported, before: ServingReported | None) -> None:
         """Look at a report that is already in the books."""
@@ -475,7 +499,8 @@ class LendingPolicy(Lending):
         serving = self._serving
         if serving is None:
             return 0
-        target = serving.total_pages - serving.used_pages - self.headroom_pages
+        used = max(serving.used_pages, self._used.at(self._now_s))
+        target = serving.total_pages - used - self.headroom_pages
         if serving.needed_pages:
             target = min(target, self._unclaimed_pages)
         return max(0, min(target, self.cap_pages))

@@ -116,6 +116,7 @@ class Device:
             "grow_period_s": 0.05,
             "cool_down_s": 0.2,
             "growth_window_s": 1.0,
+            "use_window_s": 0.01,
             "period_s": 0.02,
             **change.pop("lending", {}),
         }

@@ -177,6 +177,7 @@ class _Node:
             cool_down_s=0.005,
             cut_window_s=0.01,
             growth_window_s=0.05,
+            use_window_s=0.05,
             dead_after_s=DEAD_AFTER_S,
         )
         self._policy = make_lending(random.choice(["rose", "rose", "paper"]), params)

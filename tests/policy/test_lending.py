@@ -33,6 +33,7 @@ TOTAL = 100
 PARAMS = LendingParams(
     min_headroom_fraction=0.2,
     growth_window_s=64.0,
+    use_window_s=1e-6,
     reclaim_deadline_s=0.1,
     backstop_s=0.5,
     period_s=0.05,
@@ -160,6 +161,52 @@ def test_growth_seen_while_off_or_under_another_policy_is_not_learned_again(befo
     policy = LendingPolicy(PARAMS)
     policy.take_over(seen.policy)
     assert policy.need_pages == 30
+
+
+def test_what_serving_used_a_moment_ago_is_not_lent() -> None:
+    world = World(LendingPolicy(dataclasses.replace(PARAMS, use_window_s=32.0)))
+    world.policy.handle(ModeSet(at_s=0.0, mode=Mode.ON))
+    world.used = 25
+    world.step(0.0)
+    world.used = 0
+    world.run(30.0)
+    assert world.policy.lend_pages == TOTAL - 25 - 20
+    world.run(40.0)  # the window, a bucket more, and growth by steps
+    assert world.policy.lend_pages == TOTAL - 20
+
+
+def test_a_cut_ahead_of_need_is_urgent_only_in_the_second_half_of_its_time(world: World) -> None:
+    world.run(5.0)
+    world.used, world.obeys = 11, False
+    world.step(5.1)
+    assert world.policy.num_cuts == 1
+    assert not world.policy.is_urgent
+    world.policy.handle(Tick(at_s=5.14))
+    assert not world.policy.is_urgent
+    world.policy.handle(Tick(at_s=5.16))
+    assert world.policy.is_urgent
+    world.obeys = True
+    world.step(5.17)
+    assert not world.policy.is_urgent
+
+
+def test_a_cut_that_production_waits_for_is_urgent_at_once(world: World) -> None:
+    world.run(5.0)
+    world.obeys = False
+    world.step(5.1, needed_pages=30)
+    assert world.policy.is_urgent
+    world.held = 70
+    world.step(5.11, needed_pages=30)
+    assert not world.policy.is_urgent
+
+
+def test_what_an_operator_takes_back_is_urgent_while_it_is_held(world: World) -> None:
+    world.run(5.0)
+    world.policy.handle(ModeSet(at_s=5.1, mode=Mode.OFF))
+    assert world.policy.is_urgent
+    world.step(5.2)
+    world.step(5.3)
+    assert not world.policy.is_urgent
 
 
 def test_growth_waits_for_the_cool_down_after_a_cut(world: World) -> None:
