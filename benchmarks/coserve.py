@@ -194,17 +194,10 @@ def _burst(segments: Any, timing: Timing) -> float | None:
 async def _run(
     args: argparse.Namespace, world: World, fleet: Fleet, schedule: Schedule, stages: Stages
 ) -> list[BlockRecord]:
-    """Rollouts alone first, then every block; the counters of each."""
+    """Rollouts alone, every block, rollouts alone again; the counters of each."""
     blocks: list[BlockRecord] = []
     timing = schedule.timing
-    with stages.stage("Rollouts alone on the core"):
-        await world.enter(SOLO_ARM)
-        await asyncio.sleep(4.0)
-        before = await world.read()
-        await asyncio.sleep(SOLO_S)
-        counters = delta(before, await world.read())
-        blocks.append(BlockRecord(arm=SOLO, segment=0, run=args.run, number=-1, counters=counters))
-    await world.enter(ARMS["alone_1"])
+    blocks.append(await _solo(args, world, stages))
     with stages.stage(f"{len(schedule.blocks)} blocks of {timing.block_s:.0f} s"):
         await fleet.start(world.plan.traffic())
         zero_s = await traffic_start_s(world.plan.records_path)
@@ -231,8 +224,19 @@ async def _run(
             )
         await _until(zero_s + number * timing.block_s + timing.tail_s)
         await fleet.stop("traffic")
-        await world.enter(ARMS["alone_1"])
+    blocks.append(await _solo(args, world, stages))  # before and after: the machine drifts
     return blocks
+
+
+async def _solo(args: argparse.Namespace, world: World, stages: Stages) -> BlockRecord:
+    with stages.stage("Rollouts alone on the core"):
+        await world.enter(SOLO_ARM)
+        await asyncio.sleep(4.0)
+        before = await world.read()
+        await asyncio.sleep(SOLO_S)
+        counters = delta(before, await world.read())
+    await world.enter(ARMS["alone_1"])
+    return BlockRecord(arm=SOLO, segment=0, run=args.run, number=-1, counters=counters)
 
 
 async def _until(at_s: float) -> float:
