@@ -30,7 +30,7 @@ from vllm_plugin.plan import record
 from vllm_plugin.rank_weights import Phase, RankWeights
 
 FORBIDDEN = ("codec", "statehash", "update", "hash_", "zstd", "xxh", "open", "read", "safetensors", "json")
-"""Parts of a name that would mean decoding, hashing or reading.  ``holds`` and ``equal`` compare bits."""
+"""Parts of a name that would mean decoding, hashing or reading.  ``put`` and ``equal`` compare bits."""
 
 
 class FusedModel(torch.nn.Module):
