@@ -3,12 +3,14 @@
 The derivation, all of it::
 
     seconds to acknowledge = fixed + G * (publish / R + copy + write + stage / T + pause / T) + bytes / link
-    seconds to activate    = fixed + G * (write + stage / T + commit / T), of a whole model (no link: the host copy is there)
+    seconds to activate    = fixed + G * (write + stage / T + pause / T), of a whole model (no link: the host copy is there)
 
 with ``G`` GB of dense bf16, ``R`` trainer ranks that each diff their own shard, ``T`` engine ranks that each stage their
-own part, one node agent per engine, and the rest measured on one core: seconds per GB of each phase on the largest
-model, the fixed part on the smallest, bytes per GB in the real run.  The link is crossed once, at its full rate.
-Phases are added up, though they overlap in part.  Measured on a CPU: on a GPU, staging and commit are other figures.
+own part, and one thread of one node agent per engine.  Measured on one core: seconds per GB of each phase on the largest
+model (of its own thread, so that the other processes on that core do not count; staging and commit as the engine tells
+them), the fixed part (waits, calls, polls) from publish to acknowledged on the smallest model, bytes per GB in the real
+run.  The link is crossed once, at its full rate.  Phases are added up, though they overlap in part.  Measured on a CPU:
+on a GPU, staging and commit are other figures.
 """
 
 from __future__ import annotations

@@ -26,7 +26,6 @@ import queue
 import shutil
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,7 +38,7 @@ import torch
 import weights_data as data
 from rl_checkpoints import ANSWER_TOKENS, MODEL, make_base, problem
 from weights_expected import Measured, expected
-from weights_nodes import PHASES, RUN, Run, Sampler, row_of
+from weights_nodes import PHASES, RUN, Run, Sampler, row_of, timed_publish
 from weights_parts import measure_large, measure_recovery
 
 from benchmarks.report import Report, write
@@ -97,12 +96,11 @@ def measure_versions(
         ]
 
         def publish(number: int) -> PublishReport:
-            began_at = time.monotonic()
-            found = publisher.publish(number, step=number, lr=args.lr)
-            marks = [node.wait_for(str(found.version)) for node in nodes]
-            rows.append(row_of(found, began_at, marks, run.sections(found)))
+            found = timed_publish(lambda: publisher.publish(number, step=number, lr=args.lr))
+            marks = [node.wait_for(str(found.report.version)) for node in nodes]
+            rows.append(row_of(run, found, marks))
             report.progress("versions", number, args.versions)
-            return found
+            return found.report
 
         publish(0)
         for sampler in samplers:
@@ -225,7 +223,7 @@ def summary_of_versions(
                 ("pause_ms_max", 1e3 * max(row["pause_s"] for row in chosen)),
                 ("acknowledged_s_median", median("acknowledged_s", chosen)),
                 ("acknowledged_s_max", max(row["acknowledged_s"] for row in chosen)),
-                *((f"{phase}_s_median", median(f"{phase}_s", chosen)) for phase in ("publish", *PHASES)),
+                *((f"{phase}_s_median", median(f"{phase}_s", chosen)) for phase in PHASES),
             )
         },
         "answers": sum(sampler.num_answers for sampler in samplers),
@@ -245,10 +243,16 @@ def derive(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
         Measured(
             fixed_s=summary["acknowledged_s_median_idle"],
             share_of_dense=summary["bytes_sent_median"] / summary["bytes_dense"],
-            **{f"{name}_s_per_gb": summary[f"large_{name}_s_per_gb"] for name in ("publish", "copy", "write", "stage", "pause")},
-            **{f"activation_{name}_s_per_gb": summary[f"activation_{name}_s_per_gb"] for name in ("write", "stage", "pause")},
+            publish_s_per_gb=summary["large_publish_cpu_s_per_gb"],
+            copy_s_per_gb=summary["large_copy_cpu_s_per_gb"],
+            write_s_per_gb=summary["large_write_cpu_s_per_gb"],
+            stage_s_per_gb=summary["large_stage_in_engine_s_per_gb"],
+            pause_s_per_gb=summary["large_commit_in_pause_s_per_gb"],
+            activation_write_s_per_gb=summary["activation_write_cpu_s_per_gb"],
+            activation_stage_s_per_gb=summary["activation_stage_in_engine_s_per_gb"],
+            activation_pause_s_per_gb=summary["activation_commit_in_pause_s_per_gb"],
         )
-    )  # fmt: skip
+    )
 
 
 def show_expected(report: Report, rows: list[dict[str, Any]]) -> None:

@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from rose.coserve.links import WeightLoop, WeightSource, open_weight_source
 from rose.train.batch import Sample
 from rose.weights import retention
 from rose.weights.http_store import HttpStore
+from rose.weights.manifest import Head
 from rose.weights.publisher import PublishReport
 from rose.weights.version import WeightVersion
 from tests.engine_launcher import EngineServer
@@ -42,13 +44,14 @@ from tests.weights.relay_process import RelayProcess
 Marks = dict[str, float]
 """What happened to one version at one engine: moments on the monotonic clock, and durations the engine tells."""
 PHASES = {
-    # phase: from, to (None: a duration that the engine tells)
-    "copy": ("published_at", "copied_at"),
+    # phase: from, to
+    "publish": ("began_at", "head_at"),
+    "copy": ("head_at", "copied_at"),
     "write": ("copied_at", "written_at"),
     "stage": ("written_at", "staged_at"),
     "commit": ("staged_at", "acknowledged_at"),
 }
-"""After ``publish`` returned: the host copy is current, the update file written, staged, committed."""
+"""The head names the version; the host copy is current; the update file is written; staged; committed."""
 ENGINE_ARGS = ("--max-num-seqs=16", "--max-model-len=128", f"--kv-cache-memory-bytes={512 << 20}")
 RUN = "live"
 Before = Callable[[str], int]
@@ -112,15 +115,19 @@ class TimedSource:
         self._source, self._marks = source, marks
 
     def poll(self, timeout_s: float) -> WeightVersion | None:
+        began_s = time.thread_time()
         found = self._source.poll(timeout_s)
         if found is not None:
-            self._marks.setdefault(str(found), {})["copied_at"] = time.monotonic()
+            mark = self._marks.setdefault(str(found), {})
+            mark |= {"copied_at": time.monotonic(), "copy_cpu_s": time.thread_time() - began_s}
         return found
 
     def fetch(self, version: WeightVersion, engine_version: WeightVersion | None) -> Path:
+        began_s = time.thread_time()
         path = self._source.fetch(version, engine_version)
         mark = self._marks.setdefault(str(version), {})
-        mark |= {"written_at": time.monotonic(), "update_bytes": path.stat().st_size}
+        mark |= {"written_at": time.monotonic(), "write_cpu_s": time.thread_time() - began_s}
+        mark["update_bytes"] = path.stat().st_size
         return path
 
     def close(self) -> None:
@@ -194,6 +201,18 @@ class Node:
         self._loop.call(end())
 
 
+class TimedStore(HttpStore):
+    """Notes when a version became the run's head."""
+
+    def __init__(self, url: str, token: str) -> None:
+        super().__init__(url, token)
+        self.head_at: dict[str, float] = {}
+
+    def set_head(self, head: Head, *, expected: WeightVersion | None) -> None:
+        super().set_head(head, expected=expected)
+        self.head_at[str(head.identity)] = time.monotonic()
+
+
 class Run:
     """A relay process, a store on it, and the engines that were asked for; ends all of it."""
 
@@ -202,7 +221,7 @@ class Run:
         self.loop = LoopThread()
         self._stack.callback(self.loop.close)
         self.relay = self._stack.enter_context(RelayProcess(folder))
-        self.store = HttpStore(self.relay.url, self.relay.tokens.relay)
+        self.store = TimedStore(self.relay.url, self.relay.tokens.relay)
         self._stack.callback(self.store.close)
         # Where a deployment keeps them: host copies and update files are memory.
         shared = Path("/dev/shm")
@@ -251,12 +270,26 @@ class Run:
         return Counter(section.encoding for section in record.sections)
 
 
-def row_of(
-    report: PublishReport, began_at: float, marks: list[Marks], sections: Counter[str]
-) -> dict[str, Any]:
-    """One version: bytes, and seconds by phase of the slower engine."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timed:
+    """One publish: when it began, and what it took of the trainer's thread."""
+
+    report: PublishReport
+    began_at: float
+    cpu_s: float
+
+
+def timed_publish(publish: Callable[[], PublishReport]) -> Timed:
+    began_at, began_s = time.monotonic(), time.thread_time()
+    report = publish()
+    return Timed(report=report, began_at=began_at, cpu_s=time.thread_time() - began_s)
+
+
+def row_of(run: Run, published: Timed, marks: list[Marks]) -> dict[str, Any]:
+    """One version: bytes, and seconds by phase at the slower engine."""
+    report = published.report
     last = max(marks, key=lambda mark: mark["acknowledged_at"])
-    moments = {**last, "published_at": began_at + report.seconds}
+    moments = {**last, "began_at": published.began_at, "head_at": run.store.head_at[str(report.version)]}
     return {
         "version": str(report.version),
         "kind": report.kind,
@@ -264,15 +297,19 @@ def row_of(
         "num_changed": report.num_changed,
         "bytes_sent": report.bytes_sent,
         "bytes_dense": report.bytes_dense,
-        "sections": dict(sections),
-        "publish_s": report.seconds,
-        # A node may have the version before publish() returns (a regular anchor is written after the head).
-        **{f"{name}_s": max(0.0, moments[end] - moments[begin]) for name, (begin, end) in PHASES.items()},
-        "acknowledged_s": last["acknowledged_at"] - began_at,
+        "bytes_anchor_besides": report.bytes_anchor,
+        "sections": dict(run.sections(report)),
+        **{f"{name}_s": moments[end] - moments[begin] for name, (begin, end) in PHASES.items()},
+        "acknowledged_s": last["acknowledged_at"] - published.began_at,
         "pause_s": max(mark["pause_s"] for mark in marks),
         "commit_in_pause_s": max(mark["commit_s"] for mark in marks),
         "turns_in_flight": int(min(mark["turns_in_flight"] for mark in marks)),
         "update_bytes": int(last["update_bytes"]),
+        # What each phase took of its own thread: other work on the same core is not in it.
+        "publish_cpu_s": published.cpu_s,
+        "copy_cpu_s": max(mark["copy_cpu_s"] for mark in marks),
+        "write_cpu_s": max(mark["write_cpu_s"] for mark in marks),
+        "stage_in_engine_s": max(mark["stage_s"] for mark in marks),
     }
 
 

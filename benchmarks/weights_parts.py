@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import weights_data as data
-from weights_nodes import PHASES, RUN, Node, Run, row_of
+from weights_nodes import PHASES, RUN, Node, Run, row_of, timed_publish
 
 from benchmarks.report import Report
 from rose.weights.params import WeightsParams
@@ -68,9 +68,9 @@ def measure_large(
         with run.server(model, "large") as server, run.node(server, "large") as node:
             for number in range(args.large_versions + 1):
                 held = new if number % 2 else old
-                began_at = time.monotonic()
-                found = publisher.publish(number)
-                rows.append(row_of(found, began_at, [node.wait_for(str(found.version))], run.sections(found)))
+                published = timed_publish(lambda number=number: publisher.publish(number))
+                found = published.report
+                rows.append(row_of(run, published, [node.wait_for(str(found.version))]))
                 report.progress("large versions", number, args.large_versions)
             same = node.hashes() == dict(found.state)
         # The engine's process is gone, the host copy is not: what a device needs to take part in rollouts again.
@@ -87,6 +87,9 @@ def measure_large(
                         "commit_s": mark["acknowledged_at"] - mark["staged_at"],
                         "activation_s": mark["acknowledged_at"] - mark["copied_at"],
                         "pause_s": mark["pause_s"],
+                        "write_cpu_s": mark["write_cpu_s"],
+                        "stage_in_engine_s": mark["stage_s"],
+                        "commit_in_pause_s": mark["commit_s"],
                     }
                 )
                 same = same and node.hashes() == dict(found.state)
@@ -104,15 +107,31 @@ def measure_large(
         "large_share_of_dense": deltas[0]["bytes_sent"] / rows[0]["bytes_dense"],
         "large_sections_raw": sum(row["sections"].get("raw", 0) for row in deltas),
         "large_acknowledged_s": float(np.median([row["acknowledged_s"] for row in deltas])),
-        **{f"large_{name}_s_per_gb": per_gb(f"{name}_s", deltas) for name in ("publish", *PHASES)},
-        "large_pause_s_per_gb": per_gb("pause_s", deltas),
+        **{
+            f"large_{name}_s_per_gb": per_gb(f"{name}_s", deltas)
+            for name in (
+                *PHASES,
+                "publish_cpu",
+                "copy_cpu",
+                "write_cpu",
+                "stage_in_engine",
+                "pause",
+                "commit_in_pause",
+            )
+        },
         "activation_s_per_gb": per_gb("activation_s", activations),
         **{
             f"activation_{name}_s_per_gb": per_gb(f"{name}_s", activations)
-            for name in ("write", "stage", "commit")
+            for name in (
+                "prove",
+                "write",
+                "stage",
+                "commit",
+                "write_cpu",
+                "stage_in_engine",
+                "commit_in_pause",
+            )
         },
-        "activation_pause_s_per_gb": per_gb("pause_s", activations),
-        "activation_prove_s_per_gb": per_gb("prove_s", activations),
         "large_hashes_are_the_trainers": same,
     }
     return summary, {"size": args.large, "rows": rows, "activations": activations}

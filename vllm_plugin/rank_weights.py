@@ -327,7 +327,9 @@ class RankWeights:
         bits = self._bits(box)
         if tensor.dense is not None:
             flat = torch.from_numpy(_signed(tensor.dense.reshape(-1)))
-            new = box.source_view(flat).clone()
+            place = box.source_view(flat)
+            # A part is copied, so that it does not keep the whole tensor in memory.
+            new = place.contiguous() if place.numel() == flat.numel() else place.clone()
             return _Piece(
                 name=tensor.spec.name, box=box, storage=None, index=None, new=new.to(bits.device),
                 old=box.view(bits).clone(),
@@ -405,9 +407,7 @@ class RankWeights:
 
     def _write(self, pieces: Sequence[_Piece]) -> None:
         """Write and read back.  Equal bits have the hash that staging proved; no need to compute it again."""
-        doubts: list[tuple[str, torch.Tensor | bool]] = []
-        for piece in pieces:
-            doubts.append((piece.name, _put(self._bits(piece.box), piece, piece.new)))
+        doubts = [(piece.name, _put(self._bits(piece.box), piece, piece.new)) for piece in pieces]
         for name, differs in doubts:  # a device is waited for once everything is on its way
             if bool(differs):
                 raise WeightsError("does not hold what was written", field=name)
