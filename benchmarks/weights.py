@@ -38,6 +38,7 @@ import zstandard
 from benchmarks.report import write
 from rose.weights import codec
 
+PARTS = ("size", "speed", "pause")
 BARS = {
     "shannon_ratio": ("<=", 1.15),
     "coo_ratio": (">=", 4.0),
@@ -408,7 +409,7 @@ def main() -> int:
     )
     parser.add_argument("--fit", action="store_true", help="make weights_fit.json anew from --rl first")
     parser.add_argument(
-        "--parts", nargs="+", choices=["size", "speed", "pause"], default=["size", "speed", "pause"]
+        "--parts", nargs="+", choices=PARTS, default=PARTS, help="others that the --json file has are kept"
     )
     parser.add_argument("--lr", default="5e-06", help="whose step sizes the speed and pause parts use")
     parser.add_argument("--density", type=float, default=0.01, help="of the speed part (default 0.01)")
@@ -420,8 +421,10 @@ def main() -> int:
             folder.name.removeprefix("lr-"): data.fit_of(folder) for folder in sorted(args.rl.glob("lr-*"))
         }
         data.FIT_FILE.write_text(json.dumps({"fits": fits}, indent=1) + "\n")
-    summary: dict[str, Any] = {}
     details: dict[str, Any] = {}
+    if args.json and args.json.exists():
+        details = json.loads(args.json.read_text())["details"]
+    summary: dict[str, Any] = {}
     for part in args.parts:
         print(f"... {part}", file=sys.stderr, flush=True)
         if part == "size":
@@ -430,10 +433,12 @@ def main() -> int:
             found = measure_speed(args.lr, args.density, args.repeats)
         else:
             found = measure_pause(args.lr, args.sizes, args.repeats)
-        summary |= found[0]
-        details[part] = found[1]
+        details[part] = {**found[1], "summary": found[0]}
+        summary = {
+            key: value for name in PARTS if name in details for key, value in details[name]["summary"].items()
+        }
         if args.json:  # after every part: an interrupted run keeps what it measured
-            write(args.json, "weights", summary, details)
+            write(args.json, "weights", summary, {name: details[name] for name in PARTS if name in details})
     print()
     for key, (sense, bar) in BARS.items():
         if key in summary:

@@ -213,7 +213,7 @@ def measure_recovery(
             with run.node(server, "node") as node:
                 settled(node, f"{attempt}.0", node.began_at)
                 began = time.monotonic()
-                note("none", recovery_s=settled(node, publish(), began))
+                note("undisturbed", recovery_s=settled(node, publish(), began))
 
                 run.relay.kill()  # while the node waits for news, and before the trainer has any
                 versions: list[str] = []
