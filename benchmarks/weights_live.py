@@ -257,16 +257,9 @@ def derive(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def show_expected(report: Report, rows: list[dict[str, Any]]) -> None:
     columns = (
-        "model",
-        "gbps",
-        "sent_gb",
-        "wire_s",
-        "dense_wire_s",
-        "host_s",
-        "acknowledged_s",
-        "pause_s",
-        "activation_s",
-    )
+        "model", "gbps", "sent_gb", "wire_s", "dense_wire_s", "publish_s", "node_one_thread_s", "engine_s", "pause_s",
+        "acknowledged_one_thread_s", "acknowledged_threads_s", "activation_one_thread_s", "activation_threads_s",
+    )  # fmt: skip
     report.table(
         columns, ([row[key] for key in columns] for row in rows), title="derived, nothing of it was run"
     )
@@ -288,6 +281,12 @@ PARTS = {"versions": measure_versions, "large": measure_large, "recovery": measu
 # --- all --------------------------------------------------------------------------------------------------
 
 
+def summary_of(details: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: value for name in PARTS if name in details for key, value in details[name]["summary"].items()
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -295,7 +294,9 @@ def main() -> int:
     parser.add_argument(
         "--json", type=Path, help="write summary and details here; parts it has already are kept"
     )
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument(
+        "--parts", nargs="*", choices=list(PARTS), default=list(PARTS), help="none: only derive anew"
+    )
     parser.add_argument(
         "--base", type=Path, help="base/ of a folder of rl_checkpoints.py; made anew without it"
     )
@@ -313,30 +314,28 @@ def main() -> int:
     details: dict[str, Any] = {}
     if args.json and args.json.exists():
         details = json.loads(args.json.read_text())["details"]
-    summary: dict[str, Any] = {}
     for part in args.parts:
         with tempfile.TemporaryDirectory(prefix="rose-weights-live-") as folder:
             found, details[part] = PARTS[part](args, report, Path(folder))
         details[part]["summary"] = found
         if "rows" in details[part]:
             show_rows(report, details[part]["rows"], part)
-        summary = {
-            key: value for name in PARTS if name in details for key, value in details[name]["summary"].items()
+        if args.json:  # an interrupted run keeps what it measured
+            write(args.json, "weights_live", summary_of(details), details)
+    summary = summary_of(details)
+    if {"versions", "large"} <= details.keys():
+        rows = derive(summary)
+        details["expected"] = {
+            "derived": True,
+            "how": "weights_expected.py: sums of the measured phases, scaled by size and ranks; nothing of it was run",
+            "rows": rows,
         }
-        if {"versions", "large"} <= details.keys():
-            details["expected"] = {
-                "derived": True,
-                "how": "weights_expected.py: sums of the measured phases, scaled by size and ranks; nothing of it was run",
-                "rows": derive(summary),
-            }
-            summary |= {
-                f"derived_acknowledged_s_{row['model']}_{row['gbps']}gbps": row["acknowledged_s"]
-                for row in details["expected"]["rows"]
-            }
-        if args.json:
-            write(args.json, "weights_live", summary, details)
-    if "expected" in details:
-        show_expected(report, details["expected"]["rows"])
+        summary |= {
+            f"derived_{key}_{row['model']}_{row['gbps']}gbps": row[key]
+            for row in rows
+            for key in ("acknowledged_one_thread_s", "acknowledged_threads_s")
+        }
+        show_expected(report, rows)
     report.finish(summary, details, args.json)
     failed = [
         key
