@@ -34,7 +34,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENT = ROOT / "docs" / "results.md"
 PARTIAL = ROOT / "out" / "bench"
 
-MINUTES = {"coserve": 15, "train": 12, "weights": 8, "gateway": 8, "sim": 8, "routing": 4}
+MINUTES = {"coserve": 15, "train": 12, "weights": 8, "weights_live": 8, "gateway": 8, "sim": 8, "routing": 4}
 """Budget of each benchmark in a full `make bench`; twice that and it is stopped."""
 LONG = {"policies": 60, "sim_paper": 60, "sim_maps": 30, "demo": 25}
 """Only in `make bench-full`; they keep what they have found so far."""
@@ -152,7 +152,8 @@ def render(paths: list[Path]) -> str:
     parts = [
         "# Results\n",
         "Written by `python benchmarks/run.py --render` from the files in `benchmarks/results/`; do not edit.",
-        "Figures under `sim` are simulated, all others measured. No GPU was used for any of them.\n",
+        "Figures under `sim` are simulated, those whose names begin with `derived` are computed from measured ones, all "
+        "others are measured. No GPU was used for any of them.\n",
     ]
     for path in paths:
         document = json.loads(path.read_text())

@@ -21,8 +21,10 @@ import os
 import sys
 import time
 import tracemalloc
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ import zstandard
 from benchmarks.report import write
 from rose.weights import codec
 
+PARTS = ("size", "speed", "pause")
 BARS = {
     "shannon_ratio": ("<=", 1.15),
     "coo_ratio": (">=", 4.0),
@@ -136,6 +139,9 @@ def measure_speed(lr: str, density: float, repeats: int) -> tuple[dict[str, Any]
     frames = [rivals.compress(pair.old ^ pair.new) for pair in pairs]
     compressor, decompressor = zstandard.ZstdCompressor(level=1), zstandard.ZstdDecompressor()
     flat = np.concatenate([pair.old for pair in pairs]).view(np.uint64)
+    places = [np.flatnonzero(pair.old != pair.new).astype(np.uint32) for pair in pairs]
+    values = [pair.old[place] for pair, place in zip(pairs, places, strict=True)]
+    changed_lines = sum(np.unique(place // 32).size for place in places) * 64 / 1e9
     spare = np.empty_like(flat)
 
     def encode() -> None:
@@ -175,7 +181,18 @@ def measure_speed(lr: str, density: float, repeats: int) -> tuple[dict[str, Any]
         for pair, target in zip(pairs, held, strict=True):
             target[:] = pair.old
 
+    def gather() -> None:
+        """Read what changes and nothing else: with :func:`scatter`, the least that a staged commit does to memory."""
+        for target, place, value in zip(held, places, values, strict=True):
+            rivals.gather(target, place, value)
+
+    def scatter() -> None:
+        for target, place, value in zip(held, places, values, strict=True):
+            codec.scatter(target, place, value)
+
     works: dict[str, Callable[[], Any]] = {
+        "gather": gather,
+        "scatter": scatter,
         "read": lambda: np.add.reduce(flat) and None,
         "copy": lambda: np.copyto(spare, flat),
         "encode": encode,
@@ -190,7 +207,6 @@ def measure_speed(lr: str, density: float, repeats: int) -> tuple[dict[str, Any]
     payload_gb = sum(map(len, payloads)) / 1e9
     # The least an encoder must move: both states read, the payload written.
     least = (2 * gigabytes + payload_gb) / read_gbps
-    changed_lines = sum(np.unique(np.flatnonzero(p.old != p.new) // 32).size for p in pairs) * 64 / 1e9
     least_decode = (payload_gb + 3 * changed_lines) / read_gbps  # lines read, read again and written back
     peaks = peak_memory(pairs[0] if pairs[0].old.size > 1 << 22 else pairs[1])
     sweep = {
@@ -204,10 +220,14 @@ def measure_speed(lr: str, density: float, repeats: int) -> tuple[dict[str, Any]
     print(
         f"encode / numpy {rate['encode'] / rate['numpy_detect']:.2f}x, "
         f"decode / XOR {rate['decode'] / rate['xor_decode']:.2f}x; of the memory's limit: encode "
-        f"{100 * least / seconds['encode']:.0f} %, decode + stage + commit {100 * least_decode / seconds['decode']:.0f} %"
+        f"{100 * least / seconds['encode']:.0f} %, decode + stage + commit {100 * least_decode / seconds['decode']:.0f} %\n"
+        f"a bare gather and scatter of the changes take {100 * (seconds['gather'] + seconds['scatter']) / seconds['decode']:.0f} % "
+        f"of decode + stage + commit: lines that lie apart come at {changed_lines / seconds['gather']:.1f} GB/s, "
+        f"in order at {read_gbps:.1f}"
     )
     for share, row in sweep.items():
         print(f"{share:>8s} changed: encode {row['encode_gbps']:.2f}, decode {row['decode_gbps']:.2f} GB/s")
+    scaled = scaling(pairs, payloads, gigabytes, repeats)
     summary = {
         "encode_vs_numpy": rate["encode"] / rate["numpy_detect"],
         "decode_vs_xor": rate["decode"] / rate["xor_decode"],
@@ -215,7 +235,11 @@ def measure_speed(lr: str, density: float, repeats: int) -> tuple[dict[str, Any]
         "decode_gbps_core": rate["decode"],
         "encode_share_of_bandwidth": least / seconds["encode"],
         "decode_share_of_bandwidth": least_decode / seconds["decode"],
+        "decode_share_of_bare_gather_and_scatter": (seconds["gather"] + seconds["scatter"])
+        / seconds["decode"],
         "read_gbps": read_gbps,
+        "changed_line_gbps": changed_lines / seconds["gather"],
+        **{name: value for name, value in scaled.items() if name != "cores"},
         "encode_peak_mb": peaks["encode_mb"],
         "decode_peak_mb": peaks["decode_mb"],
     }
@@ -224,7 +248,7 @@ def measure_speed(lr: str, density: float, repeats: int) -> tuple[dict[str, Any]
         "seconds": seconds,
         "density_sweep": sweep,
         "peak": peaks,
-        "scaling": scaling(pairs, gigabytes),
+        "scaling": scaled,
     }
     return summary, details
 
@@ -284,24 +308,49 @@ def peak_memory(pair: data.Pair) -> dict[str, float]:
     }
 
 
-def scaling(pairs: list[data.Pair], gigabytes: float) -> dict[str, Any]:
-    """Encode on 1, 2, 4 ... threads, wall time; not measured where the process has one core."""
+def scaling(pairs: list[data.Pair], payloads: list[bytes], gigabytes: float, repeats: int) -> dict[str, Any]:
+    """Encode, and decode + stage + commit, on 1, 2, 4 ... threads: wall time, in turns; with one core not measured."""
     cores = len(os.sched_getaffinity(0))
     found: dict[str, Any] = {"cores": cores}
     if cores == 1:
-        print("encode over threads: not measured, this process may use one core")
+        print("over threads: not measured, this process may use one core")
         return found
-    threads = 1
-    while threads <= cores:
-        walls = []
-        with ThreadPoolExecutor(threads) as pool:
-            for _ in range(4):
+    held = [pair.old.copy() for pair in pairs]
+
+    def encode(pair: data.Pair) -> None:
+        codec.encode(pair.old, pair.new, max_changes=pair.old.size // 5)
+
+    def stage(
+        item: tuple[bytes, data.Bits],
+    ) -> tuple[data.Bits, codec.Delta, tuple[data.Bits, data.Bits, int]]:
+        payload, target = item
+        delta = codec.decode(payload, target.size)
+        return target, delta, codec.stage(target, delta)
+
+    def scatter(staged: tuple[data.Bits, codec.Delta, tuple[data.Bits, data.Bits, int]], side: int) -> None:
+        codec.scatter(staged[0], staged[1].idx, staged[2][side])
+
+    counts = [1 << n for n in range(cores.bit_length()) if 1 << n <= cores]
+    walls: dict[str, list[float]] = defaultdict(list)
+    with ExitStack() as stack:
+        pools = {count: stack.enter_context(ThreadPoolExecutor(count)) for count in counts}
+        for _ in range(repeats + 1):
+            for count, pool in pools.items():
                 began_s = time.perf_counter()
-                list(pool.map(lambda p: codec.encode(p.old, p.new, max_changes=p.old.size // 5), pairs))
-                walls.append(time.perf_counter() - began_s)
-        found[f"encode_gbps_{threads}_threads"] = gigabytes / float(np.median(walls[1:]))
-        threads *= 2
-    print("encode over threads:", ", ".join(f"{k} {v:.2f}" for k, v in found.items() if k != "cores"))
+                list(pool.map(encode, pairs))
+                encoded_s = time.perf_counter()
+                staged = list(pool.map(stage, zip(payloads, held, strict=True)))
+                list(pool.map(lambda each: scatter(each, 1), staged))
+                ended_s = time.perf_counter()
+                for each in staged:
+                    scatter(each, 0)
+                walls[f"encode_gbps_{count}_threads"].append(encoded_s - began_s)
+                walls[f"decode_gbps_{count}_threads"].append(ended_s - encoded_s)
+    found |= {name: gigabytes / float(np.median(values[1:])) for name, values in walls.items()}
+    print(
+        "over threads, GB/s of wall time:",
+        ", ".join(f"{k} {v:.2f}" for k, v in found.items() if k != "cores"),
+    )
     return found
 
 
@@ -360,7 +409,7 @@ def main() -> int:
     )
     parser.add_argument("--fit", action="store_true", help="make weights_fit.json anew from --rl first")
     parser.add_argument(
-        "--parts", nargs="+", choices=["size", "speed", "pause"], default=["size", "speed", "pause"]
+        "--parts", nargs="+", choices=PARTS, default=PARTS, help="others that the --json file has are kept"
     )
     parser.add_argument("--lr", default="5e-06", help="whose step sizes the speed and pause parts use")
     parser.add_argument("--density", type=float, default=0.01, help="of the speed part (default 0.01)")
@@ -372,8 +421,10 @@ def main() -> int:
             folder.name.removeprefix("lr-"): data.fit_of(folder) for folder in sorted(args.rl.glob("lr-*"))
         }
         data.FIT_FILE.write_text(json.dumps({"fits": fits}, indent=1) + "\n")
-    summary: dict[str, Any] = {}
     details: dict[str, Any] = {}
+    if args.json and args.json.exists():
+        details = json.loads(args.json.read_text())["details"]
+    summary: dict[str, Any] = {}
     for part in args.parts:
         print(f"... {part}", file=sys.stderr, flush=True)
         if part == "size":
@@ -382,10 +433,12 @@ def main() -> int:
             found = measure_speed(args.lr, args.density, args.repeats)
         else:
             found = measure_pause(args.lr, args.sizes, args.repeats)
-        summary |= found[0]
-        details[part] = found[1]
+        details[part] = {**found[1], "summary": found[0]}
+        summary = {
+            key: value for name in PARTS if name in details for key, value in details[name]["summary"].items()
+        }
         if args.json:  # after every part: an interrupted run keeps what it measured
-            write(args.json, "weights", summary, details)
+            write(args.json, "weights", summary, {name: details[name] for name in PARTS if name in details})
     print()
     for key, (sense, bar) in BARS.items():
         if key in summary:

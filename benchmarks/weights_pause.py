@@ -30,7 +30,7 @@ from vllm_plugin.plan import record
 from vllm_plugin.rank_weights import Phase, RankWeights
 
 FORBIDDEN = ("codec", "statehash", "update", "hash_", "zstd", "xxh", "open", "read", "safetensors", "json")
-"""Parts of a name that would mean decoding, hashing or reading.  ``holds`` and ``equal`` compare bits."""
+"""Parts of a name that would mean decoding, hashing or reading.  ``put`` and ``equal`` compare bits."""
 
 
 class FusedModel(torch.nn.Module):
@@ -170,6 +170,7 @@ def measure(size: str, density: float, fit: dict[str, Any], *, repeats: int) -> 
             report = rank.report()
             assert report["phase"] == Phase.STAGED, report
             stage_s = report["stage_s"]
+            flush_caches()
             scatters.append(bare_scatter(rank))
             flush_caches()
             if repeat == repeats:  # the traced run; its times would be the profiler's
@@ -206,7 +207,7 @@ _flush = np.zeros(0, np.uint64)
 
 
 def flush_caches() -> None:
-    """Read 64 MB, so that neither of the two finds its lines in cache because the other just used them."""
+    """Read 64 MB, so that neither of the two finds its lines in cache because staging or the other just used them."""
     global _flush
     if not _flush.size:
         _flush = np.ones(8 << 20, np.uint64)

@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 
 import msgspec
+import numba
 import numpy as np
 import zstandard
 from numpy.typing import NDArray
@@ -136,3 +137,10 @@ def sizes(pairs: Sequence[Pair]) -> dict[str, float]:
         "xor_zstd": sum(map(xor_zstd, pairs)),
         "dense": sum(pair.new.nbytes for pair in pairs),
     }
+
+
+@numba.njit(nogil=True)
+def gather(bits: Bits, index: NDArray[np.uint32], out: Bits) -> None:
+    """Read ``bits[index]`` and nothing else."""
+    for k in range(index.size):
+        out[k] = bits[index[k]]

@@ -100,7 +100,7 @@ def write_tiny_model(
     if not tied:
         weights["lm_head.weight"] = matrix(vocab_size, hidden_size)
     write_weights(folder, weights)
-    _write_tokenizer(folder, vocab_size)
+    write_tokenizer(folder, vocab_size)
     return weights
 
 
@@ -109,7 +109,8 @@ def write_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
     save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
 
 
-def _write_tokenizer(folder: Path, vocab_size: int) -> None:
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """A tokenizer of one word per id."""
     words = ["<unk>", "<bos>", "<eos>", "<user>", "<assistant>", "<system>"]
     words += [f"w{index}" for index in range(vocab_size - len(words))]
     tokenizer = {

@@ -327,7 +327,9 @@ class RankWeights:
         bits = self._bits(box)
         if tensor.dense is not None:
             flat = torch.from_numpy(_signed(tensor.dense.reshape(-1)))
-            new = box.source_view(flat).clone()
+            place = box.source_view(flat)
+            # A part is copied, so that it does not keep the whole tensor in memory.
+            new = place.contiguous() if place.numel() == flat.numel() else place.clone()
             return _Piece(
                 name=tensor.spec.name, box=box, storage=None, index=None, new=new.to(bits.device),
                 old=box.view(bits).clone(),
@@ -343,8 +345,7 @@ class RankWeights:
         storage = storage.to(bits.device)
         if bits.device.type == "cpu":  # loads the compiled loops, so that no commit waits for a compiler
             nothing = np.empty(0, tensor.spec.bits_dtype)
-            kernels.scatter(nothing, np.empty(0, np.int64), nothing)
-            kernels.holds(nothing, np.empty(0, np.int64), nothing)
+            kernels.put(nothing, np.empty(0, np.int64), nothing)
         return _Piece(
             name=tensor.spec.name,
             box=box,
@@ -406,11 +407,7 @@ class RankWeights:
 
     def _write(self, pieces: Sequence[_Piece]) -> None:
         """Write and read back.  Equal bits have the hash that staging proved; no need to compute it again."""
-        doubts: list[tuple[str, torch.Tensor | bool]] = []
-        for piece in pieces:
-            bits = self._bits(piece.box)
-            _put(bits, piece, piece.new)
-            doubts.append((piece.name, _differs(bits, piece)))
+        doubts = [(piece.name, _put(self._bits(piece.box), piece, piece.new)) for piece in pieces]
         for name, differs in doubts:  # a device is waited for once everything is on its way
             if bool(differs):
                 raise WeightsError("does not hold what was written", field=name)
@@ -489,22 +486,17 @@ def _signed(bits: NDArray[Any]) -> NDArray[Any]:
     return bits if bits.dtype.itemsize == 1 else bits.view(f"<i{bits.dtype.itemsize}")
 
 
-def _put(bits: torch.Tensor, piece: _Piece, values: torch.Tensor) -> None:
+def _put(bits: torch.Tensor, piece: _Piece, values: torch.Tensor) -> torch.Tensor | bool:
+    """Write ``values`` and read them back; returns whether memory differs from them.  On a device the answer is still
+    on its way."""
     if piece.storage is None:
-        piece.box.view(bits).copy_(values)
-    elif bits.device.type == "cpu":
-        kernels.scatter(_unsigned(bits), piece.storage.numpy(), _unsigned(values))
-    else:
-        bits.index_copy_(0, piece.storage, values)
-
-
-def _differs(bits: torch.Tensor, piece: _Piece) -> torch.Tensor | bool:
-    """Whether memory holds anything else than the piece's new bits; on a device the answer is still on its way."""
-    if piece.storage is None:
-        return not torch.equal(piece.box.view(bits), piece.new)
+        place = piece.box.view(bits)
+        place.copy_(values)
+        return not torch.equal(place, values)
     if bits.device.type == "cpu":
-        return not kernels.holds(_unsigned(bits), piece.storage.numpy(), _unsigned(piece.new))
-    return (bits.index_select(0, piece.storage) != piece.new).any()
+        return not kernels.put(_unsigned(bits), piece.storage.numpy(), _unsigned(values))
+    bits.index_copy_(0, piece.storage, values)
+    return (bits.index_select(0, piece.storage) != values).any()
 
 
 def _unsigned(bits: torch.Tensor) -> NDArray[Any]:

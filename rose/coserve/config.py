@@ -114,6 +114,8 @@ class WeightsLink(Section):
     """Longest wait of one long poll; the node ends no sooner than the poll in progress."""
     timeout_s: Positive = 300.0
     """Staging one version in the engine."""
+    threads: int = Field(default=1, ge=1, le=256)
+    """That decode a version and write the engine's update file; beside serving they take its cores."""
 
 
 class NodeConfig(Section):

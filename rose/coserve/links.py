@@ -253,6 +253,7 @@ def open_weight_source(config: NodeConfig, link: WeightsLink, tokens: Tokens) ->
     Raises:
         ConfigError: ``rose.weights`` cannot be used with these settings.
     """
+    from rose.weights.params import WeightsParams
     from rose.weights.stores import open_store
     from rose.weights.subscriber import WeightSubscriber
 
@@ -262,4 +263,5 @@ def open_weight_source(config: NodeConfig, link: WeightsLink, tokens: Tokens) ->
     except OSError as error:
         raise ConfigError(f"{directory}: {error.strerror}", field="weights.directory") from error
     store = open_store(link.relay_url, tokens.relay)
-    return WeightSubscriber(store, link.run_id, directory, owns_store=True)
+    params = WeightsParams(num_threads=link.threads)
+    return WeightSubscriber(store, link.run_id, directory, params, owns_store=True)

@@ -37,7 +37,9 @@ from rose.weights.version import WeightVersion
 __all__ = ["Head", "Kind", "Manifest", "ObjectRef", "Section", "TensorState", "WeightVersion"]
 
 SCHEMA = 2
-MAX_MANIFEST_BYTES = 64 << 20
+MAX_MANIFEST_BYTES = 256 << 20
+"""About what a million sections take.  A mixture of experts of 235 B has 37,000 tensors; with eight ranks that each
+hold a part of every tensor its manifest takes 75 MiB."""
 MAX_OBJECT_BYTES = 1 << 30
 MAX_OBJECTS = 100_000
 MAX_SECTIONS = 1_000_000
@@ -203,6 +205,27 @@ def digest(data: bytes | bytearray | memoryview) -> str:
 
 def encode(record: Manifest | Head) -> bytes:
     return msgspec.json.encode(record)
+
+
+def encode_manifest(record: Manifest) -> bytes:
+    """The manifest's bytes.
+
+    Raises:
+        WeightsError: Readers would refuse it for its size.
+    """
+    data = encode(record)
+    for count, most, what in (
+        (len(record.objects), MAX_OBJECTS, "objects"),
+        (len(record.sections), MAX_SECTIONS, "sections"),
+        (len(data), MAX_MANIFEST_BYTES, "bytes"),
+    ):
+        if count > most:
+            raise WeightsError(
+                f"the manifest would have {count} {what}, at most {most}",
+                field=f"version {record.identity}",
+                fix="divide tensors among fewer ranks: whole experts and layers per rank, larger buckets",
+            )
+    return data
 
 
 def decode_head(data: bytes | bytearray | memoryview, run_id: str) -> Head:

@@ -24,7 +24,7 @@ class WeightsParams:
         chain_fraction: A reader takes the anchor when the chain costs more than this share of a full copy.
         fragment_elements: Elements per section; bounds memory, a multiple of 65,536.
         bucket_bytes: Bytes per object, about.
-        num_threads: Threads that encode.
+        num_threads: Threads that encode (publisher) or decode, write and hash (subscriber).
         collect: Delete versions that no reader can need after each anchor.
     """
 

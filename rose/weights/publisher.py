@@ -479,7 +479,7 @@ class WeightPublisher:
         for kind in ("delta", "anchor"):
             self._check_same(record, kind)
         key = manifest.manifest_key(self._run_id, record.identity, record.kind)
-        data = manifest.encode(record)
+        data = manifest.encode_manifest(record)
         try:
             self._store.put_new(key, data)
         except Conflict:

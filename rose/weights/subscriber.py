@@ -29,10 +29,11 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +60,8 @@ from rose.weights.update import TensorUpdate, Update, write_update
 from rose.weights.version import WeightVersion
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
+R = TypeVar("R")
 
 PULL_BYTES = 32 << 20
 """Per request: small ranges halve a relay's throughput (4 MB: .6 of 1.2 GB/s), large ones lose more when broken."""
@@ -104,6 +107,7 @@ class WeightSubscriber:
         self._store, self._owns_store = store, owns_store
         self._run_id = manifest.check_run_id(run_id)
         self._params = params or WeightsParams()
+        self._pool: ThreadPoolExecutor | None = None
         self._holder = f"sub-{secrets.token_hex(8)}"
         self._lock = threading.RLock()
         self._host = HostCopy(directory, run_id)
@@ -215,6 +219,16 @@ class WeightSubscriber:
             self._store.close()
         with self._lock:
             self._host.close()
+            if self._pool is not None:
+                self._pool.shutdown()
+
+    def _map(self, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
+        """``work`` on every item, on all threads; sections and tensors touch nothing of each other."""
+        if self._params.num_threads == 1:
+            return [work(item) for item in items]
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._params.num_threads, thread_name_prefix="rose-decode")
+        return list(self._pool.map(work, items))
 
     # -- following the head
 
@@ -298,11 +312,12 @@ class WeightSubscriber:
         """Pull, check and decode everything; the host copy is only read."""
         specs = step.specs()
         objects = [self._pull(step, reference) for reference in step.objects]
-        staged = []
-        for section in step.sections:
+
+        def stage(section: Section) -> _Staged:
             payload = memoryview(objects[section.object])[section.offset : section.offset + section.nbytes]
-            staged.append(self._stage_section(step, section, payload, specs[section.tensor]))
-        return staged
+            return self._stage_section(step, section, payload, specs[section.tensor])
+
+        return self._map(stage, step.sections)
 
     def _stage_section(
         self, step: Manifest, section: Section, payload: memoryview, spec: TensorSpec
@@ -338,15 +353,17 @@ class WeightSubscriber:
         if step.base is None:
             self._host.reshape(step.specs().values())  # refused, for lack of room, before anything changes
         self._host.begin()
-        for piece in staged:
-            if piece.idx is None:
-                place = boxes.view(piece.section.box, self._host.bits(piece.section.tensor))
-                place[:] = piece.values.reshape(place.shape)
-            else:
-                codec.scatter(self._span(piece.section), piece.idx, piece.values)
+        self._map(self._write, staged)
         # _stage proved each section's dH and the manifest that they add up, so this is the state.
         h = {tensor.name: statehash.from_hex(tensor.h_after) for tensor in step.tensors}
         self._host.finish(step.identity, h)
+
+    def _write(self, piece: _Staged) -> None:
+        if piece.idx is None:
+            place = boxes.view(piece.section.box, self._host.bits(piece.section.tensor))
+            place[:] = piece.values.reshape(place.shape)
+        else:
+            codec.scatter(self._span(piece.section), piece.idx, piece.values)
 
     def _forget_copy(self) -> None:
         self._host.begin()
@@ -442,18 +459,27 @@ class WeightSubscriber:
         # Sorted by tensor once: a mixture of experts has tens of thousands of tensors, and as many sections a step.
         before = {tensor.name: tensor.h_before for tensor in steps[0].tensors} if steps else {}
         sections = [(step, step.sections_by_tensor()) for step in steps]
-        found: dict[str, TensorUpdate] = {}
-        for name, spec in self._host.specs.items():
-            mine = [(step, section) for step, by_tensor in sections for section in by_tensor.get(name, ())]
-            found[name] = self._tensor_update(spec, before, mine)
-        return found
+
+        def make(spec: TensorSpec) -> TensorUpdate | None:
+            mine = [
+                (step, section) for step, by_tensor in sections for section in by_tensor.get(spec.name, ())
+            ]
+            return self._tensor_update(spec, before, mine)
+
+        found = dict(zip(self._host.specs, self._map(make, self._host.specs.values()), strict=True))
+        for name, tensor in found.items():
+            if tensor is None:
+                self._forget_copy()
+                raise SectionCorrupt("the host copy is damaged in memory, and is fetched again", field=name)
+        return cast("dict[str, TensorUpdate]", found)
 
     def _tensor_update(
         self,
         spec: TensorSpec,
         before: Mapping[str, str | None],
         sections: Sequence[tuple[Manifest, Section]],
-    ) -> TensorUpdate:
+    ) -> TensorUpdate | None:
+        """None: the copy's memory is not what its state says."""
         bits = self._host.bits(spec.name)
         h_after = self._host.h[spec.name]
         h_before = None
@@ -464,10 +490,7 @@ class WeightSubscriber:
         if idx is None:
             # The engine would refuse it, and ask for the same again.
             if statehash.hash_bits(bits) != h_after:
-                self._forget_copy()
-                raise SectionCorrupt(
-                    "the host copy is damaged in memory, and is fetched again", field=spec.name
-                )
+                return None
             return TensorUpdate(spec=spec, h_before=h_before, h_after=h_after, dense=bits.reshape(spec.shape))
         if idx.size == 0:
             return TensorUpdate(spec=spec, h_before=h_before, h_after=h_after)

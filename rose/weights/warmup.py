@@ -25,8 +25,7 @@ def warm_up() -> None:
         codec.difference(old, new)
         codec.encode_delta(codec.squash(delta, delta), old.size)
         index = np.arange(100, dtype=np.int64)  # an engine's memory
-        kernels.scatter(old, index, new)
-        assert kernels.holds(old, index, new)
+        assert kernels.put(old, index, new)
     for dtype in ("u1", "u2", "u4"):
         bits = np.zeros(100, dtype)
         statehash.hash_bits(bits)

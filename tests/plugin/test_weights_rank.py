@@ -110,11 +110,13 @@ def spoil(monkeypatch: pytest.MonkeyPatch, on_call: int) -> None:
     """Memory that takes one element wrong at the n-th write."""
     real, calls = rank_weights._put, iter(range(1_000))
 
-    def put(bits: torch.Tensor, piece: Any, values: torch.Tensor) -> None:
-        if next(calls) == on_call:
-            values = values.clone()
-            values.view(-1)[-1] ^= 1
+    def put(bits: torch.Tensor, piece: Any, values: torch.Tensor) -> torch.Tensor | bool:
+        if next(calls) != on_call:
+            return real(bits, piece, values)
+        values = values.clone()
+        values.view(-1)[-1] ^= 1
         real(bits, piece, values)
+        return True  # what reading back would say
 
     monkeypatch.setattr(rank_weights, "_put", put)
 

@@ -22,11 +22,12 @@ class FaultyWorker:
             return False
         real = rank_weights._put
 
-        def put(bits: torch.Tensor, piece: Any, values: torch.Tensor) -> None:
+        def put(bits: torch.Tensor, piece: Any, values: torch.Tensor) -> bool:
             rank_weights._put = real
             values = values.clone()
             values.view(-1)[0] ^= 1
             real(bits, piece, values)
+            return True  # what reading back would say
 
         rank_weights._put = put
         return True

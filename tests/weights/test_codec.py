@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rose.errors import WeightsError
-from rose.weights import codec, statehash
+from rose.weights import codec, kernels, statehash
 from rose.weights.codec import Delta
 from rose.weights.kernels import SEGMENT
 from tests.weights import planes_reference as reference
@@ -288,3 +288,22 @@ def test_only_8_16_and_32_bit_elements_are_coded() -> None:
         codec.encode(np.zeros(4, np.uint64), np.zeros(4, np.uint64))
     with pytest.raises(WeightsError, match="alike"):
         codec.encode(np.zeros(4, np.uint16), np.zeros(5, np.uint16))
+
+
+@pytest.mark.parametrize("size", [0, 1, 1024, 1025, 5000])
+def test_put_writes_every_value_and_says_that_memory_holds_them(size: int) -> None:
+    bits = np.zeros(20_000, np.uint16)
+    index = np.arange(size, dtype=np.int64) * 3 + 1
+    values = np.arange(1, size + 1, dtype=np.uint16)
+    assert kernels.put(bits, index, values)
+    assert np.array_equal(bits[index], values)
+    assert int(bits.sum()) == int(values.astype(np.int64).sum())  # and nothing else
+
+
+@pytest.mark.parametrize("at", [1, 1023, 1500, 2999])
+def test_put_reads_back_what_memory_holds(at: int) -> None:
+    """Two values for one place: memory can hold only one of them."""
+    index = np.arange(3000, dtype=np.int64)
+    values = np.full(3000, 7, np.uint16)
+    index[at], values[at] = index[at - 1], 8
+    assert not kernels.put(np.zeros(3000, np.uint16), index, values)

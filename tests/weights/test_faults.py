@@ -4,12 +4,14 @@ Faults that need no process are tested where they belong:
 
 ======================================  =====================================================================
 corrupt, truncated, missing section      ``test_subscriber``: any section; a short object; a deleted object
-duplicated, reordered section            here (manifests)
+duplicated, reordered, left-out section  here (manifests)
 wrong base, stale relay, rollback        ``test_subscriber``; undo: ``plugin/test_weights_rank``, ``.._engine``
 two trainers, version published twice    ``test_publisher``; with several ranks: ``test_sharded``
 engine killed in stage and commit        ``coserve/test_links``; a real rank: ``plugin/test_weights_ranks_engine``
 traversal, tokens, bombs                 ``test_stores``, ``test_relay``, ``test_codec``
 ======================================  =====================================================================
+
+How long recovery takes with real engines is measured by ``benchmarks/weights_live.py --parts recovery``.
 """
 
 from __future__ import annotations
@@ -239,6 +241,21 @@ def test_a_section_sent_twice_is_refused(published: FileStore, tmp_path: Path) -
     with pytest.raises(SectionCorrupt, match="pieces overlap"):
         reader.poll(0)
     assert reader.version is None
+    reader.close()
+
+
+def test_a_section_left_out_is_refused_and_taken_once_it_is_there(
+    published: FileStore, tmp_path: Path
+) -> None:
+    reader = WeightSubscriber(published, "run", tmp_path / "reader")
+    record = retention.read_manifest(published, "run", WeightVersion(1, 1), "delta")
+    resend(published, msgspec.structs.replace(record, sections=record.sections[1:]))
+    with pytest.raises(SectionCorrupt, match="state hashes do not add up"):
+        reader.poll(0)
+    assert reader.version is None
+
+    resend(published, record)  # and whole again, it is taken
+    assert reader.poll(0) == WeightVersion(1, 1)
     reader.close()
 
 

@@ -828,6 +828,34 @@ def test_update_files_and_spool_are_bounded(
     assert list(reader._spool.iterdir()) == []  # an anchor makes the deltas before it useless
 
 
+def test_threads_change_nothing(
+    publisher: WeightPublisher, trainer: ToyTrainer, store: WatchedStore, tmp_path: Path
+) -> None:
+    readers = [
+        WeightSubscriber(store, "run", tmp_path / str(threads), WeightsParams(num_threads=threads))
+        for threads in (1, 3)
+    ]
+    try:
+        for version in range(4):
+            publish_steps(publisher, trainer, version, version)
+            newest = WeightVersion(1, version)
+            assert [reader.poll(0) for reader in readers] == [newest, newest]
+            assert same(copy_of(readers[1]), copy_of(readers[0]))
+            for base in (None, WeightVersion(1, max(0, version - 2))):
+                first, second = (reader.fetch(newest, base).read_bytes() for reader in readers)
+                assert first == second
+        readers[1]._host.bits(next(iter(readers[1]._host.specs)))[0] ^= 1
+        for path in (tmp_path / "3" / "updates").iterdir():
+            path.unlink()
+        with pytest.raises(SectionCorrupt, match="damaged in memory"):
+            readers[1].fetch(newest, None)
+        assert readers[1].poll(0) == newest
+        assert same(copy_of(readers[1]), copy_of(readers[0]))
+    finally:
+        for reader in readers:
+            reader.close()
+
+
 def test_the_copy_can_be_written_as_a_checkpoint(
     publisher: WeightPublisher, trainer: ToyTrainer, reader: WeightSubscriber, tmp_path: Path
 ) -> None:
