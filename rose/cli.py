@@ -134,18 +134,30 @@ def scheduler(context: typer.Context) -> None:
 
 @app.command()
 def replay(
-    path: Annotated[Path, typer.Argument(help="A scheduler's --journal directory, or one decisions-N.rose.")],
+    path: Annotated[
+        Path,
+        typer.Argument(
+            help="A decision log, or a folder of them: a scheduler's --journal, a node's decisions.directory, "
+            "out/demo/decisions."
+        ),
+    ],
 ) -> None:
-    """Feed a recorded run of the scheduler to the policies again, and compare every decision.
+    """Feed a recorded run to the policies again, and compare every decision: where each turn went, what each
+    device lent.
 
     Ends with 0 when each action is the same as then, and with 1 at the first that is not: after a change of the
-    policies, that is the first turn it would have treated otherwise.
+    policies, that is the first event they would have treated otherwise.
     """
-    from rose.scheduler.decisions import logs, replay
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from rose.decisions.log import logs, replay
 
     console = Console(soft_wrap=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     for log in logs(path):
-        found = replay(log)
+        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task(log.name, total=1.0)
+            found = replay(log, lambda share, task=task: progress.update(task, completed=share))
         done = ", ".join(f"{count} {name}" for name, count in sorted(found.num_actions.items()))
         tail = "; its last frame is torn" if found.torn else ""
         console.print(Text(f"{log.name}: {found.num_events} events, same actions ({done or 'none'}){tail}"))

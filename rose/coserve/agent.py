@@ -44,6 +44,8 @@ from rose.coserve.ledger import (
     ServingLease,
 )
 from rose.coserve.links import SchedulerUplink, WeightLoop, WeightSource, open_weight_source
+from rose.decisions.log import DecisionLog
+from rose.decisions.words import LENDING
 from rose.errors import ConfigError, LedgerError, RequestError, RoseError
 from rose.policy.admission import BoardView, Rule, slack
 from rose.policy.baselines import make_lending
@@ -68,6 +70,8 @@ from rose.units import NS_PER_S, PAGE_BYTES
 logger = logging.getLogger("rose.node")
 
 R = TypeVar("R")
+DECISIONS_EVERY_S = 1.0
+"""A killed agent loses at most this much of its decision log."""
 STATUS_EVERY_S = 2.0
 """The engine's own status costs it a call to its workers."""
 HURRIED_PERIOD_S = 0.005
@@ -93,6 +97,15 @@ class NodeAgent:
         self.engine = RolloutEngine(config)
         self.policy: Lending = make_lending(config.lending.policy, config.lending.params())
         self.policy_name: str = config.lending.policy
+        self._decisions = DecisionLog(
+            config.decisions.directory or config.dir,
+            f"lending-{config.node_id}",
+            LENDING,
+            self.policy,
+            max_bytes=config.decisions.max_bytes if config.decisions.directory is not None else 0,
+            max_files=config.decisions.max_files,
+        )
+        self._recorded_s = -math.inf
         self.rule = Rule[config.gate.rule.upper()]
         self.serialise = config.gate.serialise
         serving = config.serving
@@ -136,6 +149,7 @@ class NodeAgent:
             await self._run()
         finally:
             config.socket_path.unlink(missing_ok=True)
+            self._decisions.close()
             if made_weights:
                 shutil.rmtree(config.weights_dir, ignore_errors=True)
             self._state.close()
@@ -178,6 +192,7 @@ class NodeAgent:
             )
         control = ControlServer(self, config.socket_path, self._tokens)
         await control.start()
+        self._decisions.roll()
         self._set_mode()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -284,6 +299,9 @@ class NodeAgent:
         self._watch_production(lease_alive and board_alive)
         self._publish()
         self.engine.hurry(rollout_alive and self.policy.is_urgent)
+        if time.monotonic() - self._recorded_s >= DECISIONS_EVERY_S:
+            self._recorded_s = time.monotonic()
+            self._decisions.flush()
 
     def _watch_production(self, alive: bool) -> None:
         """Keep the books of mode observe; end harvesting when production broke its promises too often."""
@@ -360,7 +378,9 @@ class NodeAgent:
         )
 
     def _handle(self, event: Event) -> None:
-        for action in self.policy.handle(event):
+        actions = self.policy.handle(event)
+        self._decisions.record(event, actions)
+        for action in actions:
             self._obey(action)
 
     def _obey(self, action: Action) -> None:
@@ -484,6 +504,8 @@ class NodeAgent:
             before, self.policy_name = self.policy, policy
             self.policy = make_lending(policy, self.config.lending.params())
             self.policy.take_over(before)
+            self._decisions.book = self.policy  # no event says so: the log goes on from the books as they are
+            self._decisions.roll()
         if rl_step:
             self._handle(RlStepStarted(at_s=time.monotonic()))
         logger.info("mode %s, floor %d pages", self.mode.name.lower(), self.floor_pages)

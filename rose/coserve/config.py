@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rose.config import Section
+from rose.decisions.config import DecisionConfig
 from rose.policy.lending import ALL_PAGES, DEAD_AFTER_S, LendingParams
 
 Url = Annotated[str, Field(pattern=r"^https?://[^\s/]+[^\s]*$", max_length=512)]
@@ -118,6 +119,14 @@ class WeightsLink(Section):
     """That decode a version and write the engine's update file; beside serving they take its cores."""
 
 
+class NodeDecisions(DecisionConfig):
+    """What the lending policy was told and what it decided, for ``rose replay``: about 2 kB a second."""
+
+    directory: Path | None = None
+    """Nodes may share one; None records nothing."""
+    max_bytes: int = Field(default=16 * 2**20, ge=0)
+
+
 class NodeConfig(Section):
     node_id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
     """Worker id at the scheduler."""
@@ -133,6 +142,7 @@ class NodeConfig(Section):
     gate: GateConfig = GateConfig()
     scheduler: SchedulerLink | None = None
     weights: WeightsLink | None = None
+    decisions: NodeDecisions = NodeDecisions()
 
     @property
     def tier(self) -> str:

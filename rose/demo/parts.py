@@ -14,6 +14,7 @@ from __future__ import annotations
 import getpass
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -123,6 +124,23 @@ class Plan:
             out_file=str(self.records_path),
         )
         (self.root / "traffic.json").write_text(plan.model_dump_json())
+
+    def keep_decisions(self) -> Path | None:
+        """Copy every decision log out of the private directory, in place of an earlier run's; where they are now.
+
+        They hold no token and no secret; the scheduler's journal, which does hold tokens, stays behind.
+
+        Raises:
+            OSError: The folder cannot be written.
+        """
+        found = [*(self.root / "journal").glob("decisions-*.rose"), *(self.root / "decisions").glob("*.rose")]
+        kept = self.config.out / "decisions"
+        for old in kept.glob("*.rose"):
+            old.unlink()
+        for path in found:
+            kept.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, kept / path.name)
+        return kept if found else None
 
     def find_models(self) -> None:
         """Read what :meth:`models` wrote down."""
@@ -320,6 +338,7 @@ class Plan:
             "dir": directory,
             "scheduler": {"url": self.config.url("scheduler")},
             "weights": {"relay_url": self.config.url("relay"), "run_id": RUN_ID},
+            "decisions": {"directory": self.root / "decisions"},
             **table,
         }
         argv = self._rose("node", "run", f"--config={self._write(name, config)}")

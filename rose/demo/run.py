@@ -124,6 +124,13 @@ async def _supervise(config: DemoConfig, plan: parts.Plan, stages: Stages, arriv
         code = EXIT_FAILED
         stages.note(f"[bold red]error:[/bold red] [red]{escape(str(error))}[/red]")
         stages.note(f"logs: {escape(str(plan.logs))}")
+    try:
+        if (kept := plan.keep_decisions()) is not None:
+            stages.note(
+                f"every decision: {escape(str(kept))}; `rose replay` feeds them to the policies again"
+            )
+    except OSError as error:
+        stages.note(f"[yellow]the decisions of this run are lost: {escape(str(error))}[/yellow]")
     if run is not None and run.marks:
         observer.sample(time.monotonic())
         result = _result(run, complete=code == EXIT_COMPLETE)

@@ -19,6 +19,8 @@ from aiohttp import web
 
 from rose.auth import Tokens
 from rose.clock import Clock, MonotonicClock
+from rose.decisions.log import DecisionLog
+from rose.decisions.words import TURNS
 from rose.errors import CapacityError, ConfigError, PolicyError, RoseError, Unauthorized
 from rose.policy import turn_events as te
 from rose.policy.fleet import FleetParams, Tier
@@ -26,7 +28,6 @@ from rose.policy.routing import make_policy
 from rose.policy.turns import TurnBook
 from rose.scheduler.config import SchedulerConfig, StaticWorker
 from rose.scheduler.control_api import ControlRoutes
-from rose.scheduler.decisions import DecisionLog
 from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.engine import Endpoint, EngineClient
 from rose.scheduler.guard import Guard
@@ -108,6 +109,8 @@ class Scheduler:
         )
         self.decisions = DecisionLog(
             journal_dir,
+            "decisions",
+            TURNS,
             self.book,
             max_bytes=config.decisions.max_bytes,
             max_files=config.decisions.max_files,

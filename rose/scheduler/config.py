@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from rose.config import Section
+from rose.decisions.config import DecisionConfig
 from rose.policy.samples import JobParams, SampleParams
 
 Policy = Literal["cost", "paper", "sticky_least_loaded", "round_robin", "random"]
@@ -104,14 +105,6 @@ class Batches(JobBatches):
 class JournalConfig(Section):
     compact_bytes: int = Field(default=256 * 2**20, gt=0)
     """At start, a journal beyond this size is rewritten with the live state only."""
-
-
-class DecisionConfig(Section):
-    """The log that ``rose replay`` reads; see ``rose.scheduler.decisions``."""
-
-    max_bytes: int = Field(default=64 * 2**20, ge=0)
-    """Of one file, beyond the state it starts with; 0 records nothing."""
-    max_files: int = Field(default=4, gt=0)
 
 
 class JobShare(Section):

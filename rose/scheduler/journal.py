@@ -1,6 +1,6 @@
 """The scheduler's memory across restarts: one append-only file of typed, checked frames.
 
-A frame is ``length (u32) | crc32 (u32) | msgpack``.  :meth:`Journal.append` hands the frame to the kernel
+A frame (``rose.frames``) holds msgpack.  :meth:`Journal.append` hands the frame to the kernel
 before it returns, so that killing this process loses nothing; :meth:`Journal.commit` returns when the disk
 has it, and many callers share one ``fdatasync``.  Answers that promise durability (finish, lease,
 acknowledge) wait for it.
@@ -18,7 +18,6 @@ import asyncio
 import fcntl
 import mmap
 import os
-import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -27,10 +26,9 @@ from typing import Any
 import msgspec
 
 from rose.errors import CapacityError, ConfigError, LedgerError
+from rose.frames import FRAME, MAX_RECORD_BYTES, frame
 
 MAGIC = b"ROSEJRN1"
-FRAME = struct.Struct("<II")
-MAX_RECORD_BYTES = 256 * 2**20
 _RELEASE_BYTES = 64 * 2**20
 
 
@@ -232,7 +230,7 @@ class Journal:
         if len(payload) > MAX_RECORD_BYTES:
             raise CapacityError("a record is too large for the journal", retry_after_s=None)
         try:
-            self._write(FRAME.pack(len(payload), zlib.crc32(payload)) + payload)
+            self._write(frame(payload))
         except OSError as error:
             self._broken = error.strerror or "write failed"
             try:
@@ -272,8 +270,7 @@ class Journal:
             os.fchmod(file.fileno(), 0o600)
             file.write(MAGIC)
             for record in records:
-                payload = _encode(record)
-                file.write(FRAME.pack(len(payload), zlib.crc32(payload)) + payload)
+                file.write(frame(_encode(record)))
             file.flush()
             os.fsync(file.fileno())
         os.replace(fresh, self.path)

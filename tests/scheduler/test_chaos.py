@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 
 from rose.auth import Tokens, bearer
-from rose.scheduler.decisions import logs, replay
+from rose.decisions.log import logs, replay
 from rose.scheduler.fake_engine import FakeEngine
 from tests.scheduler.conftest import user
 from tests.scheduler.test_restart import Daemon

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import signal
 from pathlib import Path
 
+import aiohttp
 import pytest
 from typer.testing import CliRunner
 
+from rose.auth import Tokens
 from rose.cli import app
+from rose.decisions.log import DecisionLog, logs, replay
+from rose.decisions.words import TURNS
 from rose.errors import LedgerError
 from rose.policy import turn_events as te
 from rose.policy.fleet import Tier
 from rose.policy.routing import POLICY_NAMES, make_policy
 from rose.policy.turns import RECLAIMED, TurnBook
-from rose.scheduler.decisions import DecisionLog, logs, replay
+from rose.scheduler.fake_engine import FakeEngine, FakeNode, Fault, serve_engine
 from tests.scheduler.conftest import World, user
+from tests.scheduler.test_restart import Daemon, agent, reached
 from tests.scheduler.test_turn_book import join
 
 
@@ -23,7 +30,7 @@ def live(directory: Path, policy: str, *, events: int = 400, max_bytes: int = 10
     """A recorded run: turns come and go on five workers that cut, die and come back."""
     rng = random.Random(5)
     book = TurnBook(make_policy(policy, random.Random(1)))
-    log = DecisionLog(directory, book, max_bytes=max_bytes, max_files=3)
+    log = DecisionLog(directory, "decisions", TURNS, book, max_bytes=max_bytes, max_files=3)
     for index in range(5):
         join(book, f"w{index}", rng.choice(list(Tier)))
     log.roll()
@@ -137,7 +144,7 @@ def test_a_torn_tail_is_said_and_damage_is_an_error(tmp_path: Path) -> None:
 def test_the_log_holds_no_token(tmp_path: Path) -> None:
     book = TurnBook(make_policy("cost", random.Random(1)))
     join(book, "w", Tier.DEDICATED)
-    log = DecisionLog(tmp_path, book, max_bytes=10**6, max_files=1)
+    log = DecisionLog(tmp_path, "decisions", TURNS, book, max_bytes=10**6, max_files=1)
     log.roll()
     ids = (4_000_000_001, 4_000_000_002)
     for event in (
@@ -171,3 +178,41 @@ async def test_a_daemons_own_log_replays(world: World) -> None:
     assert found.difference is None
     assert found.num_actions["TurnEnded"] == 6
     assert path.stat().st_mode & 0o077 == 0
+
+
+async def test_a_live_scheduler_that_is_killed_decides_the_same_in_replay(tmp_path: Path) -> None:
+    """The daemon's own process, engines that cut turns and run out of memory, SIGKILL in the middle."""
+    tokens = Tokens.generate()
+    tokens.save(tmp_path / "tokens.toml")
+    daemon = Daemon(tmp_path)
+    url = await daemon.start()
+    engines, runners, beats = [], [], []
+    async with aiohttp.ClientSession() as session:
+        for name, tier in (("own", "dedicated"), ("lent", "harvested")):
+            engine = FakeEngine(token_s=0.002)
+            runner, engine_url = await serve_engine(engine)
+            node = FakeNode(
+                session, url, tokens.node, engine, engine_url, worker_id=name, tier=tier, period_s=0.02
+            )
+            node.kv_budget_tokens = 400 if tier == "harvested" else None
+            engines.append(engine)
+            runners.append(runner)
+            beats.append(asyncio.create_task(node.run()))
+        for engine in engines:
+            engine.faults.extend(Fault(kind="reclaim", after=after) for after in (1, 4, 7))
+        agents = [asyncio.create_task(agent(session, url, tokens, number)) for number in range(8)]
+        await reached(lambda: sum(len(engine.requests) for engine in engines) >= 16)
+        await daemon.end()
+        await daemon.start()
+        await asyncio.gather(*agents)
+        for task in beats:
+            task.cancel()
+    assert await daemon.end(signal.SIGTERM) == 0
+    for runner in runners:
+        await runner.cleanup()
+    found = CliRunner().invoke(app, ["replay", str(tmp_path / "journal")])
+    assert found.exit_code == 0, found.output
+    both = [replay(path) for path in logs(tmp_path / "journal")]
+    assert len(both) == 2  # one of each life
+    assert all(item.num_actions["Dispatch"] > 0 for item in both)
+    assert sum(item.num_actions["Requeued"] for item in both) > 0

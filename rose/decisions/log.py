@@ -1,89 +1,66 @@
-"""The decision log: every event the turn book was fed and every action it answered, to be replayed exactly.
+"""The decision log: every event a policy was fed and every action it answered, to be replayed exactly.
 
-``decisions-<number>.rose`` files in the journal's directory, in the journal's frames.  Each starts with the
-whole state of the book (``rose.scheduler.freeze``) and goes on with ``[event, actions]``; so each file replays
-by itself, and old ones can be dropped.  A file is closed at ``max_bytes``, and the newest ``max_files`` are
-kept.
+``PREFIX-<number>.rose`` files.  Each starts with the policy's whole state (``rose.decisions.freeze``) and goes
+on with ``[event, actions]`` (``rose.decisions.words``); so each file replays by itself, and old ones can be
+dropped.  A file is closed at ``max_bytes``, and the newest ``max_files`` are kept.
 
-Not the scheduler's memory (that is ``rose.scheduler.journal``): nothing waits for this log, it is written when
+Two shells keep one: rose-scheduler beside its journal (``decisions-N.rose``: where each turn goes), and the node
+agent where its configuration says (``lending-NODE-N.rose``: what the device lends).
+
+No shell's memory (the scheduler's is ``rose.scheduler.journal``): nothing waits for this log, it is written when
 the clock ticks, and a full disk ends it with one line in the log.  It holds no token and no log-prob, only how
-many there were: no decision depends on them.
+many there were.
 
-:func:`replay` feeds the events of a file to a fresh book and compares what it answers.
+:func:`replay` feeds the events of a file to a fresh copy of the policy and compares what it answers.
 
-Callers: ``rose.scheduler.dispatch`` (write), ``rose replay`` (read).
+Callers: ``rose.scheduler.dispatch``, ``rose.coserve.agent`` (write), ``rose replay`` (read).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
+import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 
+from rose.decisions.freeze import freeze, thaw
+from rose.decisions.words import WORDS, Book, Words
 from rose.errors import LedgerError, PolicyError
-from rose.policy import turn_events as te
-from rose.policy.turns import TurnBook
-from rose.scheduler.freeze import freeze, thaw
-from rose.scheduler.journal import FRAME, MAX_RECORD_BYTES
+from rose.frames import FRAME, MAX_RECORD_BYTES, frame
 
-log = logging.getLogger("rose.scheduler")
+log = logging.getLogger("rose.decisions")
 
-MAGIC = b"ROSEDEC1"
+MAGIC = b"ROSEDEC2"
 _FLUSH_BYTES = 256 * 2**10
+_NAME = re.compile(r"(.+)-(\d+)")
 
-_EVENTS: tuple[type, ...] = get_args(te.Event)
-_ACTIONS: tuple[type, ...] = get_args(te.Action)
-_CODES = {cls: code for code, cls in enumerate((*_EVENTS, *_ACTIONS))}
-_NAMES = {cls: tuple(f.name for f in dataclasses.fields(cls)) for cls in _CODES}
 _encode = msgspec.msgpack.Encoder().encode
-
-
-def pack(item: te.Event | te.Action) -> list[Any]:
-    """``[code, *fields]``, tokens and log-probs as their number."""
-    cls = type(item)
-    values = [getattr(item, name) for name in _NAMES[cls]]
-    if cls is te.TokensArrived:
-        values = [len(value) if isinstance(value, tuple) else value for value in values]
-    elif isinstance(item, te.TurnEnded):
-        bare = dataclasses.replace(item.result, token_ids=(), logprobs=())
-        values[_NAMES[cls].index("result")] = [len(item.result.token_ids), bare]
-    return [_CODES[cls], *values]
-
-
-def unpack_event(packed: Sequence[Any]) -> te.Event:
-    """Raises:
-    LedgerError: Not an event.
-    """
-    try:
-        cls = _EVENTS[packed[0]]
-        fields = dict(zip(_NAMES[cls], packed[1:], strict=True))
-        if cls is te.TokensArrived:
-            fields["token_ids"] = (0,) * fields["token_ids"]
-            fields["logprobs"] = (0.0,) * fields["logprobs"]
-        return msgspec.convert(fields, cls)
-    except (msgspec.ValidationError, IndexError, TypeError, ValueError) as error:
-        raise LedgerError(f"an event cannot be read: {error}", field="decisions") from error
 
 
 class DecisionLog:
     """Args:
-    directory: Of the journal.
-    book: Frozen at the start of each file.
+    directory: Where the files go; made if missing.
+    prefix: Of their names; shells that share a directory have different ones.
+    words: Of the policy.
+    book: The policy; frozen at the start of each file.
     max_bytes: Of a file; 0 records nothing.
     max_files: Kept, the current one included.
     """
 
-    def __init__(self, directory: Path, book: TurnBook, *, max_bytes: int, max_files: int) -> None:
+    def __init__(
+        self, directory: Path, prefix: str, words: Words, book: Book, *, max_bytes: int, max_files: int
+    ) -> None:
         self._directory = directory
-        self._book = book
+        self._prefix = prefix
+        self._words = words
+        self.book = book
         self._max_bytes = max_bytes
         self._max_files = max(1, max_files)
         self._file = -1
@@ -92,24 +69,27 @@ class DecisionLog:
         self.num_lost = 0
         """Events not recorded since the log could not be written."""
 
-    def record(self, event: te.Event, actions: Sequence[te.Action]) -> None:
-        """Remember one call of the book's door.  Never raises, hardly ever writes."""
+    def record(self, event: Any, actions: Sequence[Any]) -> None:
+        """Remember one call of the policy's door.  Never raises, hardly ever writes."""
         if self._max_bytes == 0:
             return
         if self._file < 0:
             self.num_lost += 1
             return
+        pack = self._words.pack
         self._append([pack(event), [pack(action) for action in actions]])
         if len(self._buffer) >= _FLUSH_BYTES:
             self.flush()
 
     def roll(self) -> None:
-        """Begin a new file with the book as it is: at the start, when one is full, when settings change."""
+        """Begin a new file with :attr:`book` as it is: at the start, when one is full, when settings change."""
         if self._max_bytes == 0:
             return
         self.close()
         try:
-            numbers = sorted(_number(path) for path in self._directory.glob("decisions-*.rose"))
+            self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            names = [_name(path) for path in self._directory.glob("*.rose")]
+            numbers = sorted(number for prefix, number in names if prefix == self._prefix)
             for number in numbers[: max(0, len(numbers) - self._max_files + 1)]:
                 self._path(number).unlink(missing_ok=True)
             path = self._path(numbers[-1] + 1 if numbers else 1)
@@ -119,7 +99,7 @@ class DecisionLog:
             return
         self._size = 0
         self._buffer += MAGIC
-        self._append({"book": freeze(self._book)})
+        self._append({"policy": self._words.name, "book": freeze(self.book)})
         self._start_size = len(self._buffer)
         self._write()
 
@@ -147,9 +127,7 @@ class DecisionLog:
         self._file = -1
 
     def _append(self, record: Any) -> None:
-        payload = _encode(record)
-        self._buffer += FRAME.pack(len(payload), zlib.crc32(payload))
-        self._buffer += payload
+        self._buffer += frame(_encode(record))
 
     def _give_up(self, error: OSError) -> None:
         log.error("the decision log ends here: %s", error.strerror)
@@ -159,7 +137,7 @@ class DecisionLog:
         self._buffer.clear()
 
     def _path(self, number: int) -> Path:
-        return self._directory / f"decisions-{number}.rose"
+        return self._directory / f"{self._prefix}-{number}.rose"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -173,22 +151,26 @@ class Replayed:
     difference: str | None = None
 
 
-def replay(path: Path) -> Replayed:
+def replay(path: Path, progress: Callable[[float], None] = lambda share: None) -> Replayed:
     """Feed a log's events to the book it starts with, and compare.
+
+    Args:
+        progress: Told now and then which share of the file was read.
 
     Raises:
         LedgerError: Not a decision log, or damaged before its tail.
     """
     found = Replayed(path=path)
-    frames = _frames(path, found)
+    frames = _frames(path, found, progress)
     head = next(frames, None)
-    if not isinstance(head, dict) or "book" not in head:
-        raise LedgerError("does not begin with a state", field=path.name)
+    words = WORDS.get(head.get("policy", "")) if isinstance(head, dict) else None
+    if head is None or words is None:
+        raise LedgerError("does not begin with the state of a policy", field=path.name)
     book = thaw(head["book"])
-    if not isinstance(book, TurnBook):
-        raise LedgerError("does not begin with the state of a turn book", field=path.name)
+    if not isinstance(book, words.book):
+        raise LedgerError(f"does not begin with the state of {words.book.__name__}", field=path.name)
     for packed, recorded in frames:
-        event = unpack_event(packed)
+        event = words.unpack_event(packed)
         try:
             actions = book.handle(event)
         except PolicyError as error:
@@ -196,35 +178,39 @@ def replay(path: Path) -> Replayed:
             return found
         found.num_events += 1
         # Through the same encoding, so that lists and tuples, enums and their values compare equal.
-        now = msgspec.msgpack.decode(_encode([pack(action) for action in actions]))
+        now = msgspec.msgpack.decode(_encode([words.pack(action) for action in actions]))
         if now != recorded:
             found.difference = f"event {found.num_events}, {event}:\n  then {recorded}\n  now  {now}"
             return found
         found.num_actions.update(type(action).__name__ for action in actions)
+        if words.always_check:
+            book.check()
     book.check()
     return found
 
 
 def logs(path: Path) -> list[Path]:
-    """The decision logs that ``path`` names: a file, or all in a journal's directory, oldest first.
+    """The decision logs that ``path`` names: a file, or all under a directory, each shell's oldest first.
 
     Raises:
         LedgerError: There is none.
     """
     if path.is_file():
         return [path]
-    found = sorted(path.glob("decisions-*.rose"), key=_number)
+    found = sorted((p for p in path.glob("**/*-*.rose")), key=lambda p: (str(p.parent), *_name(p)))
     if not found:
         raise LedgerError(f"{path} holds no decision log", field="journal")
     return found
 
 
-def _number(path: Path) -> int:
-    text = path.stem.rpartition("-")[2]
-    return int(text) if text.isdigit() else 0
+def _name(path: Path) -> tuple[str, int]:
+    """(prefix, number) of a file's name."""
+    match = _NAME.fullmatch(path.stem)
+    return (match[1], int(match[2])) if match else (path.stem, 0)
 
 
-def _frames(path: Path, found: Replayed) -> Iterator[Any]:
+def _frames(path: Path, found: Replayed, progress: Callable[[float], None]) -> Iterator[Any]:
+    size = max(1, path.stat().st_size)
     with open(path, "rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
             raise LedgerError("is not a decision log of this version", field=path.name)
@@ -239,4 +225,6 @@ def _frames(path: Path, found: Replayed) -> Iterator[Any]:
                 return
             if zlib.crc32(payload) != crc:
                 raise LedgerError(f"is damaged at byte {file.tell() - length - FRAME.size}", field=path.name)
+            if found.num_events % 1000 == 0:
+                progress(file.tell() / size)
             yield msgspec.msgpack.decode(payload)

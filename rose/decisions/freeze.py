@@ -5,7 +5,7 @@ else.  Objects that are shared stay shared, so a copy behaves like the original,
 were made is not part of any decision and is left out: arrays of ids and log-probs come back as zeros of the
 same length.
 
-Callers: ``rose.scheduler.decisions``.
+Callers: ``rose.decisions.log``.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ import numpy as np
 from rose.errors import LedgerError
 from rose.policy import (
     affinity,
+    baselines,
     concurrency,
     fleet,
+    lending,
     packed,
     placing,
     remaining,
@@ -35,17 +37,18 @@ from rose.policy import (
 )
 
 _MODULES = (
-    *(affinity, concurrency, fleet, packed, placing, remaining),
-    *(routing, speed, turn, turn_events, turns),
+    *(affinity, baselines, concurrency, fleet, lending, packed),
+    *(placing, remaining, routing, speed, turn, turn_events, turns),
 )
 _CLASSES: dict[str, type] = {
-    name: cls
+    f"{module.__name__.rpartition('.')[2]}.{name}": cls
     for module in _MODULES
     for name, cls in vars(module).items()
     if isinstance(cls, type) and cls.__module__ == module.__name__ and cls is not packed.Eligible
 }
+_NAMES = {cls: name for name, cls in _CLASSES.items()}
 _MAPS: dict[str, type] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
-_LISTS: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "deque": deque}
+_LISTS: dict[str, type] = {"list": list, "tuple": tuple, "set": set}
 
 
 def freeze(root: Any) -> list[Any]:
@@ -68,12 +71,14 @@ def freeze(root: Any) -> list[Any]:
     def node(value: Any) -> list[Any]:
         cls = type(value)
         if isinstance(value, Enum):
-            return ["enum", cls.__name__, value.value]
+            return ["enum", _NAMES[cls], value.value]
         if cls.__name__ in _MAPS and isinstance(value, dict):
             return [cls.__name__, *(part for item in value.items() for part in map(ref, item))]
         if cls.__name__ in _LISTS:
             items = sorted(value) if isinstance(value, set) else value
             return [cls.__name__, *map(ref, items)]
+        if isinstance(value, deque):
+            return ["deque", value.maxlen, *map(ref, value)]
         if isinstance(value, array):
             return ["array", value.typecode, len(value)]
         if isinstance(value, np.ndarray):
@@ -81,8 +86,8 @@ def freeze(root: Any) -> list[Any]:
         if isinstance(value, random.Random):
             version, numbers, gauss = value.getstate()
             return ["rng", version, list(numbers), gauss]
-        if _CLASSES.get(cls.__name__) is cls:
-            return ["object", cls.__name__, *(p for n, v in _fields(value) for p in (n, ref(v)))]
+        if cls in _NAMES:
+            return ["object", _NAMES[cls], *(p for n, v in _fields(value) for p in (n, ref(v)))]
         raise LedgerError(f"{cls.__name__} is no part of a policy's state", field="decisions")
 
     ref(root)
@@ -120,6 +125,9 @@ def thaw(nodes: list[Any]) -> Any:
             add = items.add if kind == "set" else items.append
             for part in parts:
                 add(get(part))
+        elif kind == "deque":
+            made[at] = queue = deque(maxlen=parts[0])
+            queue.extend(get(part) for part in parts[1:])
         elif kind == "array":
             made[at] = array(parts[0], bytes(array(parts[0]).itemsize * parts[1]))
         elif kind == "ndarray":

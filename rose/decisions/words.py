@@ -1,0 +1,84 @@
+"""How the events and actions of a policy are written down, one table per policy that keeps a decision log.
+
+An item is ``[code, *fields]``.  Tokens and log-probs are written as their number: no decision depends on them.
+
+Callers: ``rose.decisions.log``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol, get_args
+
+import msgspec
+
+from rose.errors import LedgerError
+from rose.policy import lending
+from rose.policy import turn_events as te
+from rose.policy.turns import TurnBook
+
+
+class Book(Protocol):
+    """A policy with one door."""
+
+    def handle(self, event: Any, /) -> Sequence[Any]: ...
+
+    def check(self) -> None: ...
+
+
+class Words:
+    """Args:
+    book: The policy's class.
+    events, actions: What goes through its door, both ways; their order is part of the format.
+    always_check: Assert the policy's invariants after every event of a replay, not only at its end.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        book: type,
+        events: tuple[type, ...],
+        actions: tuple[type, ...],
+        *,
+        always_check: bool,
+    ) -> None:
+        self.name = name
+        self.book = book
+        self.always_check = always_check
+        self._events = events
+        self._codes = {cls: code for code, cls in enumerate((*events, *actions))}
+        self._names = {cls: tuple(f.name for f in dataclasses.fields(cls)) for cls in self._codes}
+
+    def pack(self, item: Any) -> list[Any]:
+        cls = type(item)
+        values = [getattr(item, name) for name in self._names[cls]]
+        if cls is te.TokensArrived:
+            values = [len(value) if isinstance(value, tuple) else value for value in values]
+        elif isinstance(item, te.TurnEnded):
+            bare = dataclasses.replace(item.result, token_ids=(), logprobs=())
+            values[self._names[cls].index("result")] = [len(item.result.token_ids), bare]
+        return [self._codes[cls], *values]
+
+    def unpack_event(self, packed: Sequence[Any]) -> Any:
+        """Raises:
+        LedgerError: Not an event.
+        """
+        try:
+            cls = self._events[packed[0]]
+            fields = dict(zip(self._names[cls], packed[1:], strict=True))
+            if cls is te.TokensArrived:
+                fields["token_ids"] = (0,) * fields["token_ids"]
+                fields["logprobs"] = (0.0,) * fields["logprobs"]
+            return msgspec.convert(fields, cls)
+        except (msgspec.ValidationError, IndexError, TypeError, ValueError) as error:
+            raise LedgerError(f"an event cannot be read: {error}", field="decisions") from error
+
+
+TURNS = Words("turns", TurnBook, get_args(te.Event), get_args(te.Action), always_check=False)
+"""Where a turn goes: the scheduler's."""
+LENDING = Words(
+    "lending", lending.Lending, get_args(lending.Event), get_args(lending.Action), always_check=True
+)
+"""What a device lends: a node agent's."""
+WORDS = {words.name: words for words in (TURNS, LENDING)}
