@@ -25,6 +25,7 @@ from rose.policy import (
     baselines,
     concurrency,
     fleet,
+    growth,
     lending,
     packed,
     placing,
@@ -37,7 +38,7 @@ from rose.policy import (
 )
 
 _MODULES = (
-    *(affinity, baselines, concurrency, fleet, lending, packed),
+    *(affinity, baselines, concurrency, fleet, growth, lending, packed),
     *(placing, remaining, routing, speed, turn, turn_events, turns),
 )
 _CLASSES: dict[str, type] = {

@@ -8,6 +8,7 @@ Callers: ``rose.policy.lending``.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 _NUM_BUCKETS = 32
@@ -24,8 +25,11 @@ class WindowMax:
         self._window_s = window_s
         self._bucket_s = window_s / _NUM_BUCKETS
         self._buckets: deque[tuple[float, int]] = deque(maxlen=_NUM_BUCKETS + 1)
+        self._answer: tuple[float, int] = (math.nan, 0)
+        """The last answer of :meth:`at` and its moment: one decision asks several times."""
 
     def add(self, at_s: float, number: int) -> None:
+        self._answer = (math.nan, 0)
         if self._buckets and at_s - self._buckets[-1][0] < self._bucket_s:
             start_s, most = self._buckets[-1]
             self._buckets[-1] = (start_s, max(most, number))
@@ -34,10 +38,12 @@ class WindowMax:
 
     def at(self, now_s: float) -> int:
         """0 where nothing was added."""
-        oldest_s = now_s - self._window_s
-        return max(
-            (most for start_s, most in self._buckets if start_s + self._bucket_s >= oldest_s), default=0
-        )
+        asked_s, most = self._answer
+        if asked_s != now_s:
+            oldest_s, bucket_s = now_s - self._window_s, self._bucket_s
+            most = max((most for at_s, most in self._buckets if at_s + bucket_s >= oldest_s), default=0)
+            self._answer = (now_s, most)
+        return most
 
 
 class PeakGrowth:

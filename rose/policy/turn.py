@@ -74,7 +74,10 @@ class Turn:
         """
         start, count = len(self.token_ids), len(token_ids)
         self.token_ids.extend(token_ids)
-        self.logprobs.extend(logprobs or (0.0,) * count)
+        if logprobs:
+            self.logprobs.extend(logprobs)
+        else:
+            self.logprobs.frombytes(bytes(self.logprobs.itemsize * count))
         last = self.segments[-1] if self.segments else None
         same = last is not None and last.attempt == self.attempt
         if last is not None and same:

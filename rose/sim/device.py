@@ -106,7 +106,10 @@ class Device:
 
     @property
     def serving_pages(self) -> int:
-        return 0 if self.serving is None else math.ceil(self.serving.used_tokens / self.serving_page_tokens)
+        serving = self.serving
+        if serving is None or not serving.requests:
+            return 0
+        return math.ceil(serving.used_tokens / self.serving_page_tokens)
 
     @property
     def rollout_pages(self) -> int:
@@ -117,8 +120,10 @@ class Device:
 
     @property
     def rollout_budget_tokens(self) -> int:
-        free = self.total_pages - self.serving_pages
-        return int(max(0, min(self.lend_pages, free)) * self.rollout_page_tokens)
+        pages = self.total_pages - self.serving_pages
+        if self.lend_pages < pages:
+            pages = self.lend_pages
+        return int(pages * self.rollout_page_tokens) if pages > 0 else 0
 
     # --- from outside ----------------------------------------------------------------------------------
 
@@ -238,7 +243,8 @@ class Device:
         if rollout is None or self.serving is None or not self.rollout_up:
             return
         budget = rollout.budget_tokens = self.rollout_budget_tokens
-        gave = rollout.evict_to(budget - rollout.used_tokens)
+        used = rollout.used_tokens
+        gave = rollout.cached_tokens > budget - used and rollout.evict_to(budget - used)
         while rollout.used_tokens > budget:
             victim = rollout.youngest()
             if victim is None:
@@ -248,7 +254,7 @@ class Device:
             self.num_cut += 1
             gave = True
             self.host.turn_cut(self, found[0], found[1], now_s)
-        for request in list(rollout.waiting):
+        for request in list(rollout.waiting) if rollout.waiting else ():
             if not request.done and request.prompt + 1 > budget:
                 # It would wait for ever: the scheduler must hear of it.
                 rollout.remove(request.key)
@@ -301,7 +307,7 @@ class Device:
         self._stall_s = 0.0
         self._active = True
         self._phase += 1
-        if rollout is not None and rollout_s > 0:
+        if rollout is not None and rollout_s > 0 and rollout.cached_tokens:
             growth = self._count * rollout.running * self._rate
             rollout.evict_to(rollout.budget_tokens - rollout.used_tokens - growth)
         self.queue.at(self._end_s(), self._boundary, self._phase)
@@ -309,7 +315,8 @@ class Device:
     def _plan_serving(self, serving: Engine, now_s: float) -> float:
         """Admit what fits; how many steps until its batch changes."""
         page_tokens = self.serving_page_tokens
-        room = (self.total_pages - self.rollout_pages) * page_tokens - serving.used_tokens
+        may_use = (self.total_pages - self.rollout_pages) * page_tokens
+        room = may_use - serving.used_tokens
         missing = serving.admit(room) if serving.waiting else 0.0
         if not missing and room < serving.running + 1:
             missing = serving.running + 1.0
@@ -319,16 +326,16 @@ class Device:
             self._obey(now_s)
             self._inside = False
             self._stall_s = self.unmap_s
-            room = (self.total_pages - self.rollout_pages) * page_tokens - serving.used_tokens
+            may_use = (self.total_pages - self.rollout_pages) * page_tokens
+            room = may_use - serving.used_tokens
             missing = serving.admit(room) if serving.waiting else 0.0
         while serving.running > 1 and room < serving.running:
             serving.preempt()
-            room = (self.total_pages - self.rollout_pages) * page_tokens - serving.used_tokens
+            room = may_use - serving.used_tokens
         self._serving_prefill, steps = serving.shape(serving.chunk_tokens)
         if serving.running:
-            steps = min(steps, serving.steps_to_finish())
-            room = (self.total_pages - self.rollout_pages) * page_tokens - serving.used_tokens
-            steps = max(1.0, min(steps, room // serving.running))
+            room = (may_use - serving.used_tokens) // serving.running
+            steps = max(1.0, min(steps, serving.steps_to_finish(), room))
         return min(steps, 4.0) if missing > 0 else steps
 
     def _plan_rollout(self, rollout: Engine, beside_serving: bool, now_s: float) -> float:
@@ -336,8 +343,10 @@ class Device:
         budget = rollout.budget_tokens = self.rollout_budget_tokens
         if rollout.waiting:
             rollout.admit(budget - rollout.used_tokens)
-        while rollout.running > 1 and budget - rollout.used_tokens < rollout.running:
+        used = rollout.used_tokens
+        while rollout.running > 1 and budget - used < rollout.running:
             rollout.preempt()
+            used = rollout.used_tokens
         if not rollout.running and not rollout.prefilling:
             return 0.0
         chunk, rate = rollout.chunk_tokens, 1.0
@@ -362,9 +371,8 @@ class Device:
         self._rollout_prefill, steps = rollout.shape(chunk)
         if rollout.running:
             self._rate = rate
-            steps = min(steps, math.ceil(rollout.steps_to_finish() / rate - 1e-6))
-            room = budget - rollout.used_tokens
-            steps = max(1.0, min(steps, room // (rollout.running * rate)))
+            room = (budget - used) // (rollout.running * rate)
+            steps = max(1.0, min(steps, math.ceil(rollout.steps_to_finish() / rate - 1e-6), room))
         elif not self._rollout_prefill:
             self.closed = True
             return 0.0
