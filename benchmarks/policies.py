@@ -163,6 +163,7 @@ def tune(report: Report, seeds: int) -> None:
         "social": (0.0, 0.5, 1.0),
         "social_read": (0.0, 0.5, 1.0),
         "hysteresis": (0.0, 0.3, 1.0),
+        "horizon_turns": (1.0, 2.0, 4.0, 8.0, 16.0),
         "risk": (0.0, 1.0, 3.0),
         "fade_s": (10.0, 30.0, 120.0),
         "gated_s": (0.2, 0.5, 2.0),

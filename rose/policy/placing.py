@@ -23,6 +23,7 @@ from rose.errors import PolicyError
 from rose.policy.affinity import Affinity
 from rose.policy.fleet import Fleet, Health, Tier, Worker
 from rose.policy.packed import Eligible, Mask
+from rose.policy.remaining import Remaining
 from rose.policy.routing import Candidate, RoutingPolicy
 from rose.policy.staleness import Version
 from rose.policy.turn import Turn
@@ -44,6 +45,7 @@ class Placer:
     params: TurnParams
     fleet: Fleet
     affinity: Affinity
+    remaining: Remaining
     turns: dict[str, Turn]
     required: dict[str, Version]
     queue: list[Entry] = field(default_factory=lambda: list[Entry]())
@@ -84,6 +86,9 @@ class Placer:
             if turn is not None and turn.worker is None:
                 self._fresh.add(turn.spec.turn_id)
         table = self.fleet.table
+        if not self.queue:
+            table.gained.clear()  # nobody waits for what got better
+            return
         if not table.gained and not self._fresh:
             return
         gained = table.take_gained()
@@ -168,6 +173,7 @@ class Placer:
             at_s=at_s,
             num_prompt_tokens=turn.num_tokens,
             expected_tokens=turn.expected_tokens,
+            remaining_tokens=self.remaining.tokens(spec.trajectory_id, spec.job),
             affine=affine,
             resident_tokens=min(resident, turn.num_tokens),
             group_worker=group_worker if affine is None else None,

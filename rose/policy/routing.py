@@ -40,11 +40,13 @@ class Candidate:
 
     ``affine`` is the worker that ran this trajectory last, eligible or not; ``resident_tokens`` is what of
     the prompt is believed to be in its cache.  ``group_worker`` took the last first turn of this group;
-    its members share ``group_tokens`` of their prompts.
+    its members share ``group_tokens`` of their prompts.  ``remaining_tokens``: expected of the whole rest of the
+    trajectory, this turn's ``expected_tokens`` included; None while nothing is known.
     """
 
     num_prompt_tokens: int
     expected_tokens: int
+    remaining_tokens: float | None = None
     at_s: float = 0.0
     affine: Worker | None = None
     resident_tokens: int = 0
@@ -75,6 +77,9 @@ class CostParams:
     """The same for reading its prompt, during which all of them wait."""
     hysteresis: float = 1.0
     """Times the re-prefill, on top of the cost difference, before affinity is broken."""
+    horizon_turns: float = 1.0
+    """A context that moves is read once and is then resident for the rest of the trajectory: its price is shared by
+    the turns that are expected to follow, at most so many (what is known of a worker's load does not last)."""
     floor_s: float = 0.02
     gated_s: float = 0.5
     """Expected wait at a worker that says it has no slack now."""
@@ -169,11 +174,17 @@ class CostPolicy:
         costs_s = self.costs_s(turn, eligible)
         if affine is not None and affine in eligible:
             params = self.params
-            reprefill_s = turn.resident_tokens * affine.speed.prefill_s
+            reprefill_s = turn.resident_tokens * affine.speed.prefill_s / self._stay_turns(turn)
             margin_s = max(params.hysteresis * reprefill_s, params.floor_s)
             if costs_s[eligible.index_of(affine)] - costs_s.min() <= margin_s:
                 return affine
         return eligible.least(costs_s, self.rng.random())
+
+    def _stay_turns(self, turn: Candidate) -> float:
+        """Turns that share the price of a move."""
+        if turn.remaining_tokens is None:
+            return 1.0
+        return max(1.0, min(self.params.horizon_turns, turn.remaining_tokens / turn.expected_tokens))
 
     def costs_s(self, turn: Candidate, eligible: Eligible) -> Any:
         """Expected seconds until the turn is done on each worker, ``[len(eligible)]``, others' delay included.
@@ -186,9 +197,14 @@ class CostPolicy:
         inflight = eligible.column("inflight")
         read_s = prefill_s * turn.num_prompt_tokens
         fresh_s = read_s.copy()
+        if turn.affine is not None:
+            # What is resident would be read once and serve the turns that follow; what is new is read anyway.
+            again = turn.resident_tokens / turn.num_prompt_tokens
+            fresh_s *= 1.0 - again + again / self._stay_turns(turn)
         for worker, num_tokens in turn.cached:
             if worker in eligible:
-                fresh_s[eligible.index_of(worker)] *= 1.0 - num_tokens / turn.num_prompt_tokens
+                at = eligible.index_of(worker)
+                fresh_s[at] = read_s[at] * (1.0 - num_tokens / turn.num_prompt_tokens)
         crowding_s = turn.expected_tokens * crowd_s * inflight
         run_s = fresh_s + turn.expected_tokens * token_s + crowding_s
         costs_s = run_s + params.gated_s * ~eligible.column("safe")

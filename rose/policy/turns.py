@@ -105,6 +105,7 @@ class TurnBook:
             params=self.params,
             fleet=self.fleet,
             affinity=self.affinity,
+            remaining=self.remaining,
             turns=self.turns,
             required=self.required,
         )
