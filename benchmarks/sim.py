@@ -6,14 +6,16 @@
 
 ``exact``: 256 serving and 64 dedicated engines, 3,000 trajectories in flight, one hour (limit: 5 minutes, 4 GB, one core).
 ``fleet``: 4,096 and 1,024 engines, 24 hours (limit: 10 minutes).  ``error``: fleet mode against an exact run of 64 engines.
-``repeat``: ten runs of one seed.  Times are of this process's CPU, so a busy machine changes them little.
+``repeat``: ten runs of one seed, in ten interpreters.  Times are of this process's CPU, so a busy machine changes them little.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -107,8 +109,23 @@ def error(report: Report, quick: bool) -> dict[str, Any]:
 
 
 def repeat(report: Report, quick: bool) -> dict[str, Any]:
-    scenario = load_scenario(SCENARIOS / "small.toml", ["num_steps=1"])
-    digests = {simulate(scenario, "rose", digest=True).digest for _ in range(10)}
+    """Ten runs of one seed, each in an interpreter of its own, whose hashes are its own too."""
+    digests: set[str] = set()
+    script = (
+        "import sys; from pathlib import Path; from rose.sim.scenario import load_scenario; "
+        "from rose.sim.world import simulate; "
+        "print(simulate(load_scenario(Path(sys.argv[1]), ['num_steps=1']), 'rose', digest=True).digest)"
+    )
+    for number in range(10):
+        report.progress("repeat", number, 10)
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(SCENARIOS / "small.toml")],
+            env={**os.environ, "PYTHONHASHSEED": str(number), "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        digests.add(done.stdout)
     return {"repeat.runs": 10, "repeat.distinct_journals": len(digests)}
 
 

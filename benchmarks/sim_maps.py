@@ -39,7 +39,7 @@ ABLATED = (
     "rose-continuation",
     "rose-affinity",
     "rose-delta",
-    "rose+cost",
+    "rose-cost",
     "paper",
 )
 SETTINGS: dict[str, tuple[str, ...]] = {

@@ -140,7 +140,10 @@ def plan(
     if trace is not None:
         serving = config.serving.model_copy(update={"trace": trace})
         config = config.model_copy(update={"serving": serving})
-    result = make_plan(config)
+    columns = (TextColumn("{task.description:20}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("cells", total=1.0)
+        result = make_plan(config, lambda share: progress.update(task, completed=share))
     paths = write_plan(result, out)
     Console().print(result.text)
     Console().print("wrote " + ", ".join(str(path) for path in paths), soft_wrap=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
@@ -71,8 +72,12 @@ class Plan:
         return "\n".join(lines)
 
 
-def make_plan(scenario: Scenario) -> Plan:
-    """Three loads by four headrooms, and the same loads without rollouts."""
+def make_plan(scenario: Scenario, progress: Callable[[float], None] = lambda share: None) -> Plan:
+    """Three loads by four headrooms, and the same loads without rollouts.
+
+    Args:
+        progress: Told which share of the cells is done.
+    """
     serving = scenario.serving
     loads = {
         "quiet": serving.requests_per_s * (1.0 - serving.daily_swing),
@@ -83,7 +88,8 @@ def make_plan(scenario: Scenario) -> Plan:
     for number, (hour, load) in enumerate(loads.items()):
         load = max(load, 1e-3)
         alone = run_cell(scenario, "fixed_async", load, scenario.seed + number)
-        for headroom in HEADROOMS:
+        for index, headroom in enumerate(HEADROOMS):
+            progress((number + index / len(HEADROOMS)) / len(loads))
             config = scenario.model_copy(
                 update={"lending": {**scenario.lending, "min_headroom_fraction": headroom}}
             )

@@ -36,7 +36,7 @@ class System:
     """Extra engines pull while the trainer pushes, each only its part."""
 
 
-_ROSE = System(name="rose", label="ROSE, as here", extra="harvest")
+_ROSE = System(name="rose", label="ROSE, as here", extra="harvest", routing="cost")
 
 SYSTEMS: dict[str, System] = {
     system.name: system
@@ -86,6 +86,8 @@ SYSTEMS: dict[str, System] = {
             _ROSE, name="rose-affinity", label="ROSE without affinity (round robin)", routing="round_robin"
         ),
         replace(_ROSE, name="rose-delta", label="ROSE with full weights", format="full"),
-        replace(_ROSE, name="rose+cost", label="ROSE with the cost policy", routing="cost"),
+        replace(
+            _ROSE, name="rose-cost", label="ROSE that balances by load alone", routing="sticky_least_loaded"
+        ),
     )
 }
