@@ -77,10 +77,10 @@ def draw(cell: str, number: int) -> Scenario:
     return quarter(load_scenario(ROOT / f"examples/scenarios/paper/{cell}.toml", changes))
 
 
-def run_cell(cell: str, seed: int) -> dict[str, Any]:
+def run_cell(cell: str, seed: int, systems: tuple[str, ...]) -> dict[str, Any]:
     scenario = load_scenario(ROOT / f"examples/scenarios/paper/{cell}.toml", [f"seed={seed}"])
     arrivals = make_arrivals(scenario.serving, scenario.fleet.serving, scenario.duration_s, seed)
-    return {name: summarize(simulate(scenario, name, arrivals=arrivals)) for name in scenario.systems}
+    return {name: summarize(simulate(scenario, name, arrivals=arrivals)) for name in systems or scenario.systems}
 
 
 def run_draw(cell: str, number: int) -> dict[str, Any]:
@@ -143,6 +143,8 @@ def rivals(data: dict[str, Any]) -> dict[str, Any]:
         values = []
         for runs in data["cells"].values():
             for seed in runs.values():
+                if system not in seed:
+                    continue
                 row = seed[system]
                 if metric == "speedup":
                     values.append(seed["fixed_sync"]["step_s"] / row["step_s"])
@@ -181,6 +183,9 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=200)
     parser.add_argument("--only", choices=CELLS)
     parser.add_argument(
+        "--system", action="append", help="only these in the cells, fixed_sync first; repeatable"
+    )
+    parser.add_argument(
         "--seconds", type=float, default=1e9, help="stop after this long; start again to go on"
     )
     args = parser.parse_args()
@@ -196,7 +201,7 @@ def main() -> None:
                 str(seed) not in data["cells"].setdefault(cell, {})
                 and time.monotonic() - began < args.seconds
             ):
-                data["cells"][cell][str(seed)] = run_cell(cell, seed)
+                data["cells"][cell][str(seed)] = run_cell(cell, seed, tuple(args.system or ()))
                 save(args.json, data)
                 print(f"{cell} seed {seed}", flush=True)
     for number in range(args.draws):

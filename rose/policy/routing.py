@@ -77,7 +77,7 @@ class CostParams:
     """The same for reading its prompt, during which all of them wait."""
     hysteresis: float = 1.0
     """Times the re-prefill, on top of the cost difference, before affinity is broken."""
-    horizon_turns: float = 1.0
+    horizon_turns: float = 2.0
     """A context that moves is read once and is then resident for the rest of the trajectory: its price is shared by
     the turns that are expected to follow, at most so many (what is known of a worker's load does not last)."""
     floor_s: float = 0.02

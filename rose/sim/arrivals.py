@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -96,7 +97,11 @@ def _from_trace(
     assert config.trace is not None
     rows = load_trace(config.trace)
     times = np.array([row.at_s for row in rows])
-    span_s = float(times[-1]) * (1.0 + 1.0 / len(rows))
+    span_s = _span_s(times)
+    if config.trace_start_s:
+        times = (times - config.trace_start_s) % span_s
+        order = np.argsort(times, kind="stable")
+        times, rows = times[order], [rows[index] for index in order]
     copies = config.requests_per_s * num_engines * span_s / len(rows)
     chosen: list[Ints] = []
     at: list[Floats] = []
@@ -115,6 +120,29 @@ def _from_trace(
     prompt = np.clip(context[index[order]], 1, config.prompt_max)
     output = np.clip(generated[index[order]], 1, config.output_max)
     return at_s[order], prompt.astype(np.int64), output.astype(np.int64)
+
+
+def trace_windows(path: Path, length_s: float) -> dict[str, float]:
+    """Where in a trace its quietest, an average and its busiest stretch of ``length_s`` begin, in seconds.
+
+    Raises:
+        ConfigError: The trace is wrong (with its line).
+    """
+    times = np.array([row.at_s for row in load_trace(path)])
+    span_s = _span_s(times)
+    starts = np.arange(0.0, span_s)
+    twice = np.concatenate([times, times + span_s])
+    counts = np.searchsorted(twice, starts + min(length_s, span_s)) - np.searchsorted(twice, starts)
+    return {
+        "quiet": float(starts[np.argmin(counts)]),
+        "mean": float(starts[np.argmin(np.abs(counts - counts.mean()))]),
+        "busy": float(starts[np.argmax(counts)]),
+    }
+
+
+def _span_s(times: Floats) -> float:
+    """Of a whole trace, the gap to its repetition included."""
+    return float(times[-1]) * (1.0 + 1.0 / len(times))
 
 
 def _log_normal(rng: np.random.Generator, median: float, log_std: float, most: int, num: int) -> Ints:

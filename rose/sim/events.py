@@ -30,7 +30,9 @@ class EventQueue:
     def at(self, at_s: float, handler: Handler, argument: Any = None) -> None:
         """``at_s`` before now happens now: time never goes back."""
         self._number += 1
-        heapq.heappush(self._heap, (at_s if at_s > self.now_s else self.now_s, self._number, handler, argument))
+        heapq.heappush(
+            self._heap, (at_s if at_s > self.now_s else self.now_s, self._number, handler, argument)
+        )
 
     def run(self, until_s: float, stop: Callable[[], bool] | None = None, every: int = 4096) -> None:
         """Until the queue is empty, the next event is after ``until_s``, or ``stop()`` (asked now and then)."""

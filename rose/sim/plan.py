@@ -1,6 +1,6 @@
 """``rose plan``: how many GPUs' worth of rollouts a fleet can lend, with which headroom, at what risk.  One page.
 
-For three loads of the day and several headrooms, a cell of the fleet is simulated with ROSE, and the same cell, same requests,
+For three loads of the day (with a trace: its quietest, an average and its busiest stretch) and several headrooms, a cell of the fleet is simulated with ROSE, and the same cell, same requests,
 without any rollouts.  Worth is in dedicated engines: harvested tokens over what a dedicated engine samples.  Risk is what
 production loses against the cell without rollouts.
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from rose.demo.charts import Series, legend, line_chart, linear_axis
+from rose.sim.arrivals import trace_windows
 from rose.sim.cells import CellResult, run_cell
 from rose.sim.scenario import Scenario
 
@@ -64,6 +65,12 @@ class Plan:
             f"{max(cell.ttft_p99_ms for cell in best):.0f} ms, per-token P99 "
             f"{max(cell.alone_tpot_p99_ms for cell in best):.0f} -> {max(cell.tpot_p99_ms for cell in best):.0f} ms",
         ]
+        serving = self.scenario.serving
+        if serving.trace is not None:
+            lines.append(
+                f"traffic: {serving.trace.name}, scaled to {serving.requests_per_s:g} requests per second and engine; "
+                "its quietest, an average and its busiest stretch"
+            )
         if not self.safe:
             lines.append(
                 f"warning: no headroom tried keeps the extra misses under {SAFE_EXTRA:.1%}; the safest is shown"
@@ -79,18 +86,16 @@ def make_plan(scenario: Scenario, progress: Callable[[float], None] = lambda sha
         progress: Told which share of the cells is done.
     """
     serving = scenario.serving
-    loads = {
-        "quiet": serving.requests_per_s * (1.0 - serving.daily_swing),
-        "mean": serving.requests_per_s,
-        "busy": serving.requests_per_s * (1.0 + serving.daily_swing),
-    }
+    moments = _moments(scenario)
     cells: list[Cell] = []
-    for number, (hour, load) in enumerate(loads.items()):
-        load = max(load, 1e-3)
-        alone = run_cell(scenario, "fixed_async", load, scenario.seed + number)
+    for number, (hour, (load, start_s)) in enumerate(moments.items()):
+        now = scenario.model_copy(
+            update={"serving": serving.model_copy(update={"trace_start_s": serving.trace_start_s + start_s})}
+        )
+        alone = run_cell(now, "fixed_async", load, scenario.seed + number)
         for index, headroom in enumerate(HEADROOMS):
-            progress((number + index / len(HEADROOMS)) / len(loads))
-            config = scenario.model_copy(
+            progress((number + index / len(HEADROOMS)) / len(moments))
+            config = now.model_copy(
                 update={"lending": {**scenario.lending, "min_headroom_fraction": headroom}}
             )
             with_rose = run_cell(config, "rose", load, scenario.seed + number)
@@ -103,6 +108,21 @@ def make_plan(scenario: Scenario, progress: Callable[[float], None] = lambda sha
     else:
         best = min(HEADROOMS, key=lambda headroom: risk[headroom])
     return Plan(scenario=scenario, cells=tuple(cells), headroom=best, safe=bool(safe))
+
+
+def _moments(scenario: Scenario) -> dict[str, tuple[float, float]]:
+    """Three moments of production: mean rate per engine, and where the trace begins.
+
+    A trace has its own quiet and busy stretches, so its rate is one for all three; the generator's is its daily swing.
+    """
+    serving, cells = scenario.serving, scenario.cells
+    rate = serving.requests_per_s
+    if serving.trace is not None:
+        starts = trace_windows(serving.trace, cells.warm_s + cells.seconds)
+        return {hour: (rate, start_s) for hour, start_s in starts.items()}
+    swing = serving.daily_swing
+    loads = {"quiet": rate * (1.0 - swing), "mean": rate, "busy": rate * (1.0 + swing)}
+    return {hour: (max(load, 1e-3), 0.0) for hour, load in loads.items()}
 
 
 def _cell(scenario: Scenario, hour: str, headroom: float, rose: CellResult, alone: CellResult) -> Cell:

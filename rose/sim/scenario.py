@@ -69,6 +69,8 @@ class ServingSection(Section):
     slo_tpot_ms: Positive = 150.0
     trace: Path | None = None
     """Azure-format CSV; None = the generator below.  Relative to the scenario's folder."""
+    trace_start_s: NotNegative = 0.0
+    """Where in the trace a run begins; after its end the trace begins again."""
     requests_per_s: Positive = 0.5
     """Mean per serving engine."""
     prompt_median: int = Field(default=1020, ge=1)

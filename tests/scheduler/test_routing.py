@@ -93,6 +93,18 @@ def test_cost_keeps_a_long_prefix_and_leaves_a_short_one() -> None:
     assert policy.choose(short, Eligible.of([home, other])) is other
 
 
+def test_cost_moves_a_long_context_only_for_a_trajectory_that_has_long_to_go() -> None:
+    policy = CostPolicy(rng=random.Random(0))
+    slow = worker("slow", tier=Tier.HARVESTED)
+    fast = worker("fast")
+    slow.speed.token_s, fast.speed.token_s = 0.026, 0.01
+    # To read it again costs 0.8 s, with hysteresis 1.6 s; a turn of 60 tokens is 1 s quicker at the other.
+    context = {"num_prompt_tokens": 8000, "resident_tokens": 8000, "expected_tokens": 60, "affine": slow}
+    for remaining, home in ((None, slow), (60.0, slow), (600.0, fast)):
+        candidate = turn(**context, remaining_tokens=remaining)
+        assert policy.choose(candidate, Eligible.of([slow, fast])) is home
+
+
 def test_cost_avoids_a_worker_without_slack() -> None:
     policy = CostPolicy(rng=random.Random(0))
     gated = worker("gated", tier=Tier.HARVESTED, gated=True)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rose.errors import ConfigError
-from rose.sim.arrivals import make_arrivals
+from rose.sim.arrivals import make_arrivals, trace_windows
 from rose.sim.links import transfer
 from rose.sim.scenario import LinksSection, Scenario, ServingSection, load_scenario
 from rose.sim.systems import SYSTEMS
@@ -107,6 +107,22 @@ def test_a_trace_keeps_its_bursts_and_gets_the_wanted_rate(tmp_path: Path) -> No
     assert len(arrivals.at_s) == pytest.approx(2.0 * 10 * 600, rel=0.1)
     counts = np.bincount(arrivals.at_s.astype(int), minlength=600)
     assert counts.max() > 8 * counts.mean()
+
+
+def test_a_trace_may_begin_at_its_busiest_stretch(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    rows = [f"2023-11-16 18:{second // 60:02d}:{second % 60:02d},100,10" for second in range(0, 600, 20)]
+    rows[20:20] = ["2023-11-16 18:06:25,100,10"] * 40
+    path.write_text(HEADER + "\n".join(rows) + "\n")
+
+    windows = trace_windows(path, 60.0)
+    assert windows["busy"] <= 385 <= windows["busy"] + 60
+    counts = {
+        hour: len(make_arrivals(ServingSection(trace=path, trace_start_s=start_s), 8, 60.0, 1).at_s)
+        for hour, start_s in windows.items()
+    }
+    assert counts["busy"] > 3 * counts["mean"]
+    assert counts["mean"] >= counts["quiet"] > 0
 
 
 @pytest.mark.parametrize("seed", range(5))
