@@ -80,7 +80,9 @@ def draw(cell: str, number: int) -> Scenario:
 def run_cell(cell: str, seed: int, systems: tuple[str, ...]) -> dict[str, Any]:
     scenario = load_scenario(ROOT / f"examples/scenarios/paper/{cell}.toml", [f"seed={seed}"])
     arrivals = make_arrivals(scenario.serving, scenario.fleet.serving, scenario.duration_s, seed)
-    return {name: summarize(simulate(scenario, name, arrivals=arrivals)) for name in systems or scenario.systems}
+    return {
+        name: summarize(simulate(scenario, name, arrivals=arrivals)) for name in systems or scenario.systems
+    }
 
 
 def run_draw(cell: str, number: int) -> dict[str, Any]:
