@@ -64,7 +64,10 @@ def unpack_event(packed: Sequence[Any]) -> te.Event:
     """
     try:
         cls = _EVENTS[packed[0]]
-        fields = dict(zip(_NAMES[cls], packed[1:], strict=True))
+        if len(packed) - 1 > len(_NAMES[cls]):
+            raise ValueError("more fields than it has")
+        # An older version's events are shorter: new fields come last, with a default.
+        fields = dict(zip(_NAMES[cls], packed[1:], strict=False))
         if cls is te.TokensArrived:
             fields["token_ids"] = (0,) * fields["token_ids"]
             fields["logprobs"] = (0.0,) * fields["logprobs"]
