@@ -164,7 +164,7 @@ class PublishSteps(TrainerCallback):
 
 def next_attempt(store: Store, run_id: str) -> int:
     head = store.wait_head(run_id, None, 0.0)
-    return 1 if head is None else head.version.attempt + 1
+    return 1 if head is None else head.attempt + 1
 
 
 def main() -> None:

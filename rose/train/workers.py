@@ -415,7 +415,7 @@ class TrainWorker:
             head = store.wait_head(self._config.run_id, None, 0.0)
         finally:
             store.close()
-        return 0 if head is None else head.version.attempt
+        return 0 if head is None else head.attempt
 
     async def release(self) -> None:
         """Hand back what was leased for a step that will be begun again."""
