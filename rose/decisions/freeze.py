@@ -140,6 +140,10 @@ def thaw(nodes: list[Any]) -> Any:
         else:
             cls = _CLASSES[parts[0]]
             made[at] = value = object.__new__(cls)
+            if dataclasses.is_dataclass(cls):  # what an older version did not have yet is at its default
+                for field in dataclasses.fields(cls):
+                    if field.default is not dataclasses.MISSING:
+                        object.__setattr__(value, field.name, field.default)
             for name, part in zip(parts[1::2], parts[2::2], strict=True):
                 object.__setattr__(value, name, get(part))
 

@@ -66,7 +66,10 @@ class Words:
         """
         try:
             cls = self._events[packed[0]]
-            fields = dict(zip(self._names[cls], packed[1:], strict=True))
+            if len(packed) - 1 > len(self._names[cls]):
+                raise ValueError("more fields than it has")
+            # An older version's events are shorter: new fields come last, with a default.
+            fields = dict(zip(self._names[cls], packed[1:], strict=False))
             if cls is te.TokensArrived:
                 fields["token_ids"] = (0,) * fields["token_ids"]
                 fields["logprobs"] = (0.0,) * fields["logprobs"]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from rose.policy.fleet import Fleet, Health, Worker
+from rose.policy.turn_events import TurnSubmitted
 
 T = TypeVar("T")
 
@@ -31,7 +32,7 @@ class Affinity:
     """Args:
     fleet: Where workers are looked up.
     max_entries: Trajectories and groups remembered; the oldest are forgotten first.
-    expected_tokens: Output of a turn before a job has history.
+    expected_tokens: Output of a turn before its kind has history.
     ewma: Weight of a new observation of that.
     """
 
@@ -44,9 +45,18 @@ class Affinity:
         self._group_worker: OrderedDict[str, tuple[str, int, int]] = OrderedDict()
         self._expected: OrderedDict[str, float] = OrderedDict()
 
-    def expected_tokens(self, job: str) -> int:
-        """Output tokens of a turn of this job: running mean of what was seen."""
-        return max(1, round(self._expected.get(job, float(self._default_tokens))))
+    def expected_tokens(self, spec: TurnSubmitted) -> int:
+        """Output tokens of a turn: running mean of what was seen of its kind.
+
+        Before that, what the measured ratio of its task makes of the prompt tokens that are new; else the default.
+        """
+        seen = self._expected.get(spec.history)
+        if seen is None and spec.prefill_per_decode:
+            num_fresh = spec.num_prompt_tokens - min(
+                spec.num_prompt_tokens, self.where(spec.trajectory_id)[1]
+            )
+            seen = num_fresh / spec.prefill_per_decode
+        return max(1, round(float(self._default_tokens) if seen is None else seen))
 
     def where(self, trajectory_id: str) -> tuple[Worker | None, int]:
         """The worker that ran this trajectory last, and how many of its tokens it still holds."""
@@ -79,11 +89,11 @@ class Affinity:
         self._trim(self._group_worker)
 
     def finished(
-        self, trajectory_id: str, job: str, worker: Worker, *, num_prompt: int, num_new: int
+        self, trajectory_id: str, history: str, worker: Worker, *, num_prompt: int, num_new: int
     ) -> None:
-        """A turn ended on ``worker``, which now holds its prompt and output."""
-        seen = self._expected.get(job)
-        self._expected[job] = float(num_new) if seen is None else seen + self._ewma * (num_new - seen)
+        """A turn ended on ``worker``, which now holds its prompt and output.  ``history``: of its spec."""
+        seen = self._expected.get(history)
+        self._expected[history] = float(num_new) if seen is None else seen + self._ewma * (num_new - seen)
         self._trim(self._expected)
         self._residency[trajectory_id] = _Residency(
             worker_id=worker.worker_id,

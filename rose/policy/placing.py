@@ -5,8 +5,9 @@ slot, KV room, weights, health, slack; ``WorkerTable.gained``), or the turn itse
 So an event costs what it changed, not turns times workers, and the outcome is the same as if every waiting
 turn had been tried against every worker.
 
-Order: resumed turns first, then by age, where the longest predicted rest counts as age
-(``TurnParams.longest_first_s``).  The queue is never searched for a turn that fits "better": a later
+Order: resumed turns first, then by age, where the age of their group (``TurnParams.oldest_first_s``) and the longest
+predicted rest (``TurnParams.longest_first_s``) may count.  In a full fleet a turn may wait a moment for a slot where its prefix
+is (``TurnParams.affine_wait_s``); others take the slots that open elsewhere.  The queue is never searched for a turn that fits "better": a later
 turn overtakes only where an earlier one cannot run.
 
 Callers: ``rose.policy.turns``, which owns the turns and carries the placements out.
@@ -56,9 +57,9 @@ class Placer:
     # --- the queue -------------------------------------------------------------------------------------
 
     def put(self, turn: Turn) -> None:
-        turn_id = turn.spec.turn_id
-        left = turn.spec.max_tokens - len(turn.token_ids)
-        turn.expected_tokens = min(left, self.affinity.expected_tokens(turn.spec.job))
+        spec, turn_id = turn.spec, turn.spec.turn_id
+        left = spec.max_tokens - len(turn.token_ids)
+        turn.expected_tokens = min(left, self.affinity.expected_tokens(spec))
         bisect.insort(self.queue, (turn.order, turn_id))
         self._fresh.add(turn_id)
         for until_s in turn.backoff_until_s.values():
@@ -118,6 +119,8 @@ class Placer:
                 if turn.need_tokens > room:
                     continue
             mask = self._narrow(turn, mask, at_s)
+            if self.params.affine_wait_s > 0 and len(self.queue) > num_open:
+                mask = self._wait_for_prefix(turn, mask, at_s)
             if not (mask.any() if fresh else mask[gained].any()):
                 self._fresh.discard(turn_id)
                 turn.hold = self.why(turn, at_s)
@@ -142,6 +145,24 @@ class Placer:
                 num_open -= 1
         if num_open == 0:
             self._fresh.clear()  # whoever opens has gained, and is tried then
+
+    def _wait_for_prefix(self, turn: Turn, mask: Mask, at_s: float) -> Mask:
+        """``mask`` without workers that would read the prompt again, while the turn may wait for the one that need not.
+
+        In a full fleet a slot that opens is the only one there is, and the right one for one turn in as many as there are
+        workers: whoever waits longest takes it, and reads everything again.  A slot where the prefix is opens soon (delay
+        scheduling, Zaharia et al. 2010).
+        """
+        until_s = turn.queued_at_s + self.params.affine_wait_s
+        worker, resident = self.affinity.where(turn.spec.trajectory_id)
+        if at_s >= until_s or worker is None or resident == 0:
+            return mask
+        row = self.fleet.table.rows[worker.worker_id]
+        if not mask[row]:
+            heapq.heappush(self._backoffs, (until_s, turn.spec.turn_id))
+        own = mask & False
+        own[row] = mask[row]
+        return own
 
     def _class_of(self, turn: Turn) -> _Class:
         spec = turn.spec

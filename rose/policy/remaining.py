@@ -1,4 +1,4 @@
-"""How much a trajectory still has to generate, from the trajectories of its job that ended.
+"""How much a trajectory still has to generate, from the trajectories of its job and kind of task that ended.
 
 The estimate for one that has made ``t`` tokens is the mean of ``T - t`` over the ended ones with ``T > t``: with
 a heavy tail, the longer it has run the longer it will.  Lengths are kept in bins a quarter of an octave wide; old
@@ -57,7 +57,7 @@ class _Lengths:
 @dataclass(kw_only=True, slots=True)
 class Remaining:
     """Args:
-    max_entries: Trajectories and jobs remembered; the oldest are forgotten first.
+    max_entries: Trajectories remembered; the oldest are forgotten first.
     """
 
     max_entries: int = 200_000
@@ -68,32 +68,32 @@ class Remaining:
     _recent: deque[float] = field(default_factory=lambda: deque[float]())
     _sorted: list[float] = field(default_factory=lambda: list[float]())
 
-    def made(self, trajectory_id: str, job: str, num_tokens: int) -> None:
+    def made(self, trajectory_id: str, history: str, num_tokens: int) -> None:
         """A turn of it ended with so many tokens."""
-        before = self._made.pop(trajectory_id, (job, 0))[1]
-        self._made[trajectory_id] = (job, before + num_tokens)
+        before = self._made.pop(trajectory_id, (history, 0))[1]
+        self._made[trajectory_id] = (history, before + num_tokens)
         if len(self._made) > self.max_entries:
             self._made.popitem(last=False)
 
     def closed(self, trajectory_id: str) -> None:
         """It ended, whether finished or cancelled: a cancelled one was at least this long."""
-        job, num_tokens = self._made.pop(trajectory_id, ("", 0))
+        history, num_tokens = self._made.pop(trajectory_id, ("", 0))
         if num_tokens:
-            self._jobs.setdefault(job, _Lengths()).add(num_tokens)
-            self._jobs.move_to_end(job)
+            self._jobs.setdefault(history, _Lengths()).add(num_tokens)
+            self._jobs.move_to_end(history)
             if len(self._jobs) > 256:
                 self._jobs.popitem(last=False)
 
-    def tokens(self, trajectory_id: str, job: str) -> float | None:
-        """Expected further tokens, this turn's included; None while the job has no history."""
-        lengths = self._jobs.get(job)
+    def tokens(self, trajectory_id: str, history: str) -> float | None:
+        """Expected further tokens, this turn's included; None while its kind has no history."""
+        lengths = self._jobs.get(history)
         if lengths is None or lengths.total < MIN_SAMPLES:
             return None
-        return lengths.beyond(self._made.get(trajectory_id, (job, 0))[1])
+        return lengths.beyond(self._made.get(trajectory_id, (history, 0))[1])
 
-    def rank(self, trajectory_id: str, job: str) -> float:
+    def rank(self, trajectory_id: str, history: str) -> float:
         """Share of recent estimates that are smaller, in [0, 1]; 0 without an estimate.  Notes this one."""
-        estimate = self.tokens(trajectory_id, job)
+        estimate = self.tokens(trajectory_id, history)
         if estimate is None:
             return 0.0
         below = bisect.bisect_left(self._sorted, estimate)

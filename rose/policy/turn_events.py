@@ -140,6 +140,15 @@ class TurnSubmitted:
     min_version: Version | None = None
     dedicated_only: bool = False
     deadline_at_s: float | None = None
+    task_kind: str = ""
+    """A job's tasks differ in length; what is learned of one kind is not told of another."""
+    prefill_per_decode: float | None = None
+    """New prompt tokens per sampled token, as the trainer measured them: the first guess of a kind's output."""
+
+    @property
+    def history(self) -> str:
+        """Under which name lengths are learned."""
+        return f"{self.job}/{self.task_kind}" if self.task_kind else self.job
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -362,6 +371,11 @@ class TurnParams:
     longest_first_s: float = 0.0
     """A turn of the trajectory with the longest predicted rest is queued as if it were this much older; the
     shortest not at all.  So nobody is overtaken by a turn that came more than this later.  0: by age alone."""
+    oldest_first_s: float = 0.0
+    """A turn is queued as if it had come with the first turn of its group, but at most this much earlier.  Groups then end
+    in about the order of their start, before their first tokens are old.  0: each turn by its own age."""
+    affine_wait_s: float = 0.0
+    """While more turns wait than workers are open, one whose prefix is on a worker waits this long for a slot there.  0: off."""
     tail_fraction: float = 0.0
     """Turns of this share of trajectories, those with the longest predicted rest, take a dedicated worker when
     one is free.  0: off."""

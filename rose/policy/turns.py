@@ -26,7 +26,7 @@ Pure: no I/O, no clock, no randomness of its own.
 from __future__ import annotations
 
 import heapq
-from collections import Counter
+from collections import Counter, OrderedDict
 from typing import assert_never
 
 from rose.errors import PolicyError
@@ -68,6 +68,9 @@ from rose.policy.turn_events import (
     WorkerLost,
     WorkerRegistered,
 )
+
+MAX_GROUPS = 20_000
+"""Whose begin is remembered; one that is forgotten counts as begun with its next turn."""
 
 RECLAIMED = "rose:kv_reclaimed"
 """``stop_reason`` of a request that the engine cut to give memory back."""
@@ -115,6 +118,8 @@ class TurnBook:
         self._by_trajectory: dict[str, set[str]] = {}
         self._alarms: list[tuple[float, str]] = []
         """When to look at a turn again; one too many is harmless."""
+        self._begun_s: OrderedDict[str, float] = OrderedDict()
+        """When the first turn of a group came; the oldest groups are forgotten first."""
         self._num_submitted = 0
         self._now_s = float("-inf")
 
@@ -213,10 +218,10 @@ class TurnBook:
         self._num_submitted += 1
         params = self.params
         uses_rank = params.longest_first_s > 0 or params.tail_fraction > 0
-        rank = self.remaining.rank(event.trajectory_id, event.job) if uses_rank else 0.0
+        rank = self.remaining.rank(event.trajectory_id, event.history) if uses_rank else 0.0
         turn = Turn(
             spec=event,
-            order=(1, event.at_s - params.longest_first_s * rank, self._num_submitted),
+            order=(1, self._since_s(event) - params.longest_first_s * rank, self._num_submitted),
             is_tail=rank > 1.0 - params.tail_fraction,
             queued_at_s=event.at_s,
             infra_left=self.params.infra_budget,
@@ -228,6 +233,17 @@ class TurnBook:
         self.placer.put(turn)
         self._watch(turn, event.at_s)
         return []
+
+    def _since_s(self, event: TurnSubmitted) -> float:
+        """From when on a turn counts as waiting."""
+        limit_s = self.params.oldest_first_s
+        if limit_s <= 0:
+            return event.at_s
+        group = f"{event.job}/{event.group_id or event.trajectory_id}"
+        begun_s = self._begun_s.setdefault(group, event.at_s)
+        if len(self._begun_s) > MAX_GROUPS:
+            self._begun_s.popitem(last=False)
+        return max(begun_s, event.at_s - limit_s)
 
     def _tokens(self, event: TokensArrived) -> list[Action]:
         turn = self._live_attempt(event.turn_id, event.attempt)
@@ -264,10 +280,10 @@ class TurnBook:
             if turn.attempt > 1:
                 turn.num_recomputed_tokens = max(0, turn.num_recomputed_tokens - cached)
         if event.finish_reason != "abort":
-            self.remaining.made(turn.spec.trajectory_id, turn.spec.job, len(turn.token_ids))
+            self.remaining.made(turn.spec.trajectory_id, turn.spec.history, len(turn.token_ids))
             self.affinity.finished(
                 turn.spec.trajectory_id,
-                turn.spec.job,
+                turn.spec.history,
                 worker,
                 num_prompt=turn.spec.num_prompt_tokens,
                 num_new=len(turn.token_ids),

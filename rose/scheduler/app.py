@@ -97,6 +97,8 @@ class Scheduler:
                 backoff_s=times.backoff_s,
                 max_backoff_s=8 * times.backoff_s,
                 longest_first_s=config.longest_first_s,
+                oldest_first_s=config.oldest_first_s,
+                affine_wait_s=config.affine_wait_s,
                 tail_fraction=config.tail_fraction,
             ),
             FleetParams(

@@ -46,6 +46,9 @@ SAMPLING_FIELDS = (
 )
 """What a trajectory may fix for all its turns."""
 
+MIN_RATIO = 1e-6
+"""Of new prompt tokens to sampled ones; the inverse of the largest."""
+
 
 class ControlRoutes:
     def __init__(
@@ -78,12 +81,21 @@ class ControlRoutes:
             if name not in SAMPLING_FIELDS:
                 raise RequestError("unknown field", field=f"sampling.{name[:64]}")
         bounded_json(sampling, field="sampling", max_bytes=max_bytes)
+        task_kind = "" if fields.raw("task_kind") is None else fields.text("task_kind")
+        ratio = fields.optional_number("prefill_per_decode", least=MIN_RATIO, most=1 / MIN_RATIO)
         fields.done()
         key = request.headers.get("Idempotency-Key", "")
         if len(key) > 256:
             raise RequestError("must have at most 256 characters", field="Idempotency-Key")
         name = self._store.create(
-            job=job, group_id=group_id, group_size=group_size, task=task, sampling=sampling, key=key
+            job=job,
+            group_id=group_id,
+            group_size=group_size,
+            task=task,
+            sampling=sampling,
+            key=key,
+            task_kind=task_kind,
+            prefill_per_decode=ratio,
         )
         await self._store.journal.commit()
         return json_response({"id": name})

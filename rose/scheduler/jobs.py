@@ -261,6 +261,8 @@ class Jobs:
             turn_id=f"n-{secrets.token_hex(8)}",
             trajectory_id=trajectory.id if trajectory is not None else f"anonymous-{secrets.token_hex(8)}",
             job=trajectory.created.job if trajectory is not None else "",
+            task_kind=trajectory.created.task_kind if trajectory is not None else "",
+            prefill_per_decode=trajectory.created.prefill_per_decode if trajectory is not None else None,
             group_id=trajectory.created.group_id if trajectory is not None else None,
             model=model,
             num_prompt_tokens=len(prompt.token_ids),

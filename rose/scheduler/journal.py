@@ -72,6 +72,8 @@ class CreateRecord(msgspec.Struct, tag="create", frozen=True, omit_defaults=True
     sampling: dict[str, Any] = {}
     key: str = ""
     """``Idempotency-Key`` of the creation."""
+    task_kind: str = ""
+    prefill_per_decode: float | None = None
 
 
 class FinishRecord(msgspec.Struct, tag="finish", frozen=True, omit_defaults=True):

@@ -72,6 +72,8 @@ CREATE = _object(
     group_size=_optional({"type": "integer", "minimum": 1, "maximum": 4096}),
     task=ANY,
     sampling=_optional({"type": "object"}),
+    task_kind=_optional(TEXT),
+    prefill_per_decode=_optional({"type": "number", "minimum": 1e-6, "maximum": 1e6}),
 )
 FINISH = _object(("reward",), reward=NUMBER, success=_optional(FLAG), info=ANY)
 LEASE = _object(

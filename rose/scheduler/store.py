@@ -143,6 +143,7 @@ class Trajectory:
             "group_id": created.group_id,
             "group_size": created.group_size,
             "task": created.task,
+            "task_kind": created.task_kind,
             "sampling": created.sampling,
             "created_at": created.created_at,
             "state": state,
@@ -262,6 +263,8 @@ class Store:
         task: Any,
         sampling: dict[str, Any],
         key: str = "",
+        task_kind: str = "",
+        prefill_per_decode: float | None = None,
     ) -> str:
         """A new trajectory; the same ``key`` again gives the same one."""
         if key and key in self._by_key:
@@ -278,6 +281,8 @@ class Store:
             task=task,
             sampling=sampling,
             key=key,
+            task_kind=task_kind,
+            prefill_per_decode=prefill_per_decode,
         )
         self._write(record)
         return name

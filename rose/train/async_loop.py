@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 from rose.errors import TrainError
 from rose.train.config import TrainConfig
 from rose.train.crew import ActorDied, Crew
-from rose.train.rollout import GroupPlan, RolloutReport, plan_groups
+from rose.train.rollout import GroupPlan, RolloutReport, plan_groups, plan_of
 
 
 class Pump:
@@ -40,6 +41,7 @@ class Pump:
         self._num_begun = 0
         self._num_failed = 0
         self._num_episodes = self._num_retries = 0
+        self._causes: Counter[str] = Counter()
 
     async def step(self) -> dict[str, Any]:
         """Train once, on the first batch that is there.
@@ -65,8 +67,13 @@ class Pump:
                 break
             wanted = max(wanted, record["launch"])
         counts = {"num_episodes": self._num_episodes, "num_env_retries": self._num_retries}
-        failed = {"num_failed_groups": self._num_failed, "num_running_groups": len(self._running)}
+        failed: dict[str, Any] = {
+            "num_failed_groups": self._num_failed,
+            "num_running_groups": len(self._running),
+        }
+        failed["failed_tries"] = dict(self._causes)
         self._num_episodes = self._num_retries = self._num_failed = 0
+        self._causes.clear()
         # Of an asynchronous step, the rollout's share is what the trainer waited for.
         busy_s = record["train_s"] + record["checkpoint_s"] + record["publish_s"]
         return {**record, **counts, **failed, "rollout_s": max(0.0, time.monotonic() - started_s - busy_s)}
@@ -82,7 +89,7 @@ class Pump:
         first = self._num_begun
         plans = plan_groups(
             waiting=(),
-            tasks=crew.tasks,
+            mix=crew.mix,
             step=crew.step,
             first_task=0,
             attempt=crew.attempt,
@@ -90,6 +97,7 @@ class Pump:
             group_size=config.rollout.group_size,
             num_redundant=config.rollout.redundant_episodes,
             first_index=first,
+            ratios=crew.shapes.ratios,
         )
         self._num_begun += num_new
         for plan in plans:
@@ -122,6 +130,7 @@ class Pump:
                 report = task.result()
                 self._num_episodes += report.num_episodes
                 self._num_retries += report.num_retries
+                self._causes += Counter(report.causes)
                 for _, why in report.failures:
                     self._num_failed += 1
                     self._lost.append(plan)  # its finished episodes are worth another try
@@ -138,15 +147,7 @@ class Pump:
             self._num_begun = self._crew.step * self._config.rollout.num_groups
             for group in groups:
                 if group.num_finished < group.group_size:
-                    missing = group.group_size - group.num_finished
-                    self._begin(
-                        GroupPlan(
-                            group_id=group.group_id,
-                            group_size=group.group_size,
-                            task=group.task,
-                            num_missing=missing,
-                        )
-                    )
+                    self._begin(plan_of(group))
         if self._lost:
             lost, self._lost = self._lost, []
             left = {

@@ -3,8 +3,8 @@ trainer), one method per route of ``docs/architecture.md``.
 
 Answers are checked for shape here; what is inside a trajectory is checked by ``rose.train.batch``.
 
-Retries: a scheduler that cannot be reached is asked again for ``retry_s``, because it may be restarting and
-loses nothing when it does; one that says 429 or 503, for as long as the call may take.  Each repeated call is safe: a turn carries its number and its
+Retries: a scheduler that cannot be reached, be it for a proxy's 502 or 504, is asked again for ``retry_s``, because it
+may be restarting and loses nothing when it does; one that says 429 or 503, for as long as the call may take.  Each repeated call is safe: a turn carries its number and its
 retry count, so the scheduler joins or replays it; finishing, acknowledging, publishing and resuming are
 idempotent; a trajectory created twice leaves one that nobody finishes, and the group drops it when it is complete.
 A lease is the exception (a lost answer may have leased a batch), so its retry first calls ``resume``,
@@ -38,6 +38,7 @@ from rose.errors import (
     TrainError,
     Unauthorized,
 )
+from rose.policy.staleness import parse_version
 from rose.train.env import Message, Task
 
 MAX_ANSWER_BYTES = 256 * 1024 * 1024
@@ -45,6 +46,7 @@ MAX_ANSWER_BYTES = 256 * 1024 * 1024
 CALL_TIMEOUT_S = 60.0
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 2.0
 
+_PROXY_STATUSES = (502, 503, 504)
 _BY_STATUS: dict[int, type[RequestError]] = {
     401: Unauthorized,
     404: NotFound,
@@ -96,8 +98,27 @@ class SchedulerClient:
 
     # --- episodes (role agent) -------------------------------------------------------------------------
 
-    async def create_trajectory(self, *, job: str, group_id: str, group_size: int, task: Task) -> str:
-        body = {"job": job, "group_id": group_id, "group_size": group_size, "task": dict(task)}
+    async def create_trajectory(
+        self,
+        *,
+        job: str,
+        group_id: str,
+        group_size: int,
+        task: Task,
+        task_kind: str = "",
+        prefill_per_decode: float | None = None,
+    ) -> str:
+        """A new member of a group.  The last two tell the scheduler how long its turns will be: see ``rose.train.mix``."""
+        body: dict[str, Any] = {
+            "job": job,
+            "group_id": group_id,
+            "group_size": group_size,
+            "task": dict(task),
+        }
+        if task_kind:
+            body["task_kind"] = task_kind
+        if prefill_per_decode is not None:
+            body["prefill_per_decode"] = prefill_per_decode
         answer = await self._call("POST", "/rose/v1/trajectories", self._agent, body)
         return _field(answer, "id", str)
 
@@ -220,6 +241,17 @@ class SchedulerClient:
         body = {"job": job, "attempt": attempt, "version": version}
         await self._call("POST", "/rose/v1/versions", self._trainer, body)
 
+    async def latest_attempt(self, job: str) -> int:
+        """The highest attempt of the job that the scheduler knows; 0 for none."""
+        answer = await self._call("GET", "/status", self._agent)
+        version = _field(answer, "versions", dict).get(job)
+        if version is None:
+            return 0
+        try:
+            return parse_version(version)[0]
+        except RoseError as error:
+            raise EngineError("holds something that is no version", field="versions") from error
+
     async def resume(self, *, job: str, attempt: int, consumed: Sequence[str]) -> None:
         """A trainer starts: open leases return, except what ``consumed`` names."""
         body = {"attempt": attempt, "consumed": list(consumed)}
@@ -271,6 +303,9 @@ class SchedulerClient:
                         raw += piece
                         if len(raw) > MAX_ANSWER_BYTES:
                             raise EngineError(f"the answer exceeds {MAX_ANSWER_BYTES} bytes", field=path)
+                    if response.status in _PROXY_STATUSES and not _is_ours(raw):
+                        # Something between us and the scheduler, which may be restarting behind it.
+                        raise aiohttp.ClientConnectionError(f"HTTP {response.status}")
                     unreachable_since_s = None  # a whole answer: headers alone arrive from a broken path too
                     answer = _parse(raw, path)
                     if response.status < 300:
@@ -318,6 +353,16 @@ def error_of(status: int, answer: Any, retry_after: str | None = None) -> RoseEr
     if status >= 500:
         return EngineError(message, field=field)
     return _BY_STATUS.get(status, RequestError)(message, field=field, status=status, code=code)
+
+
+def _is_ours(raw: bytes | bytearray) -> bool:
+    """Whether an error's body is the scheduler's own: an object with a code."""
+    try:
+        answer = json.loads(raw)
+    except (ValueError, RecursionError):
+        return False
+    error = answer.get("error") if isinstance(answer, dict) else None
+    return isinstance(error, dict) and isinstance(error.get("code"), str)
 
 
 def _seconds(text: str | None) -> float:

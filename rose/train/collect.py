@@ -4,6 +4,9 @@ With *dynamic sampling* (DAPO) a group whose rewards are all equal is set aside,
 and a whole new group is sampled in its place.  What was set aside is consumed with the step all the same: its ids are in
 the checkpoint, and nobody is handed it again.
 
+A trajectory that cannot be trained on (a trace that makes no sense, sampling settings that the trainer does not reproduce) is set
+aside by itself, counted and named; a step of which most are ends the run.
+
 :class:`Collected` holds the leases of one step.  Groups are taken in the order in which the scheduler handed them out.
 :class:`Acceptance` learns which part of the groups is kept, so that a refill launches about as many as it will need.
 
@@ -13,13 +16,18 @@ Pure.  Callers: ``rose.train.workers``.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rose.errors import TrainError
+from rose.errors import RoseError, TrainError
 from rose.policy.staleness import Version, parse_version, worst_lag
 from rose.train.advantages import uninformative_groups
+
+MAX_MALFORMED_FRACTION = 0.5
+"""Of a step's trajectories; more are a mistake in the job or the scheduler, and no accident."""
+NAMELESS = "?"
+"""Begins the name of a trajectory that told none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +67,10 @@ class Collected:
     kept: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """Trajectories by group, in the order of arrival."""
     filtered: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    malformed: dict[str, str] = field(default_factory=dict)
+    """Trajectories that cannot be trained on, and why.  Consumed like the others: they would be no better the next time."""
+    num_seen: int = 0
+    """Trajectories leased for this step."""
 
     @property
     def num_missing(self) -> int:
@@ -77,27 +89,54 @@ class Collected:
     def ids(self) -> tuple[str, ...]:
         """Everything this step consumes, in order."""
         groups = [*self.kept.values(), *self.filtered.values()]
-        return tuple(str(one["id"]) for members in groups for one in members)
+        named = [str(one["id"]) for members in groups for one in members]
+        return (*named, *(name for name in self.malformed if not name.startswith(NAMELESS)))
 
-    def add(self, batch_id: str, trajectories: list[dict[str, Any]], version: Version) -> tuple[int, int]:
+    def add(
+        self,
+        batch_id: str,
+        trajectories: list[dict[str, Any]],
+        version: Version,
+        check: Callable[[dict[str, Any]], Any] | None = None,
+    ) -> tuple[int, int]:
         """Take a leased batch in; ``(groups kept, groups seen)``.  Marks what is too old for ``version``.
 
+        A trajectory without a usable id, group, version or reward, or for which ``check`` raises, is set aside by itself: its
+        group goes on without it.
+
         Raises:
-            TrainError: A trajectory without a usable id, group or reward.
+            TrainError: More than :data:`MAX_MALFORMED_FRACTION` of the step's trajectories were: then it is not they.
         """
         members: dict[str, list[dict[str, Any]]] = {}
+        malformed: dict[str, str] = {}
+        first: RoseError | None = None
         for one in trajectories:
-            for name in ("id", "group_id"):
-                if not isinstance(one.get(name), str) or not one[name]:
-                    raise TrainError("a leased trajectory needs it", field=name)
-            members.setdefault(one["group_id"], []).append(
-                one | {"stale": True} if lag_of(one, version) > self.params.alpha else one
-            )
-        rewards = {one["id"]: reward_of(one) for one in trajectories}
+            try:
+                for name in ("id", "group_id"):
+                    if not isinstance(one.get(name), str) or not one[name]:
+                        raise TrainError("a leased trajectory needs it", field=name)
+                reward_of(one)
+                marked = one | {"stale": True} if lag_of(one, version) > self.params.alpha else one
+                if check is not None:
+                    check(marked)
+            except RoseError as error:
+                first = first or error
+                known = isinstance(one.get("id"), str) and one["id"]
+                malformed[one["id"] if known else f"{NAMELESS}{len(malformed)}"] = str(error)
+                continue
+            members.setdefault(one["group_id"], []).append(marked)
+        num_bad, num_seen = len(self.malformed) + len(malformed), self.num_seen + len(trajectories)
+        if first is not None and num_bad > MAX_MALFORMED_FRACTION * num_seen:
+            text = f"{num_bad} of {num_seen} trajectories cannot be trained on, the first: {first}"
+            raise TrainError(text, field=first.field) from first
+        usable = [one for group in members.values() for one in group]
+        rewards = {one["id"]: reward_of(one) for one in usable}
         dull: set[str] = set()
         if self.params.dynamic_sampling:
-            dull = uninformative_groups(rewards, {one["id"]: one["group_id"] for one in trajectories})
+            dull = uninformative_groups(rewards, {one["id"]: one["group_id"] for one in usable})
         self.batch_ids.append(batch_id)
+        self.malformed |= malformed
+        self.num_seen = num_seen
         for group_id, group in members.items():
             (self.filtered if group_id in dull else self.kept)[group_id] = group
         return len(members) - len(dull), len(members)
@@ -106,6 +145,8 @@ class Collected:
         self.batch_ids.clear()
         self.kept.clear()
         self.filtered.clear()
+        self.malformed.clear()
+        self.num_seen = 0
 
 
 def reward_of(trajectory: Mapping[str, Any]) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -36,6 +38,8 @@ class WeightSettings(Section):
     directory: Path | None = None
     run_id: str | None = Field(default=None, pattern=NAME)
     """Name of the lineage in the relay; None = the job's name."""
+    patience_s: float = Field(default=600.0, ge=0)
+    """How long to go on publishing while the store cannot be reached.  Episodes wait meanwhile, and nothing is lost."""
 
     @model_validator(mode="after")
     def _one_place(self) -> Self:
@@ -94,6 +98,40 @@ class RewardSettings(Section):
         if self.min_workers > self.max_workers:
             raise ValueError("min_workers exceeds max_workers")
         return self
+
+
+class TaskSettings(Section):
+    """One of the tasks of a job that trains on several: its environments, its rewards, and how often it comes."""
+
+    name: str = Field(pattern=NAME)
+    weight: float = Field(default=1.0, gt=0, le=1e6)
+    """Of its groups, against the other tasks'."""
+    kind: str = Field(min_length=1, max_length=256)
+    """As ``env.kind``."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """As ``env.settings``."""
+    reward: RewardSettings = RewardSettings()
+    max_tokens: int | None = Field(default=None, ge=1, le=65536)
+    """Sampled per turn; None = ``rollout.max_tokens``."""
+    step_timeout_s: float | None = Field(default=None, gt=0)
+    """None = ``env.step_timeout_s``, and so on."""
+    reward_range: tuple[float, float] | None = None
+    latency: LatencySettings | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobTask:
+    """A task of a job with nothing left open; see :attr:`TrainConfig.all_tasks`."""
+
+    name: str
+    weight: float
+    kind: str
+    settings: Mapping[str, Any]
+    reward: RewardSettings
+    max_tokens: int
+    step_timeout_s: float
+    reward_range: tuple[float, float]
+    latency: LatencySettings
 
 
 class RolloutSettings(Section):
@@ -211,6 +249,8 @@ class TrainConfig(Section):
     scheduler: SchedulerSettings = SchedulerSettings()
     weights: WeightSettings
     env: EnvSettings = EnvSettings()
+    tasks: tuple[TaskSettings, ...] = Field(default=(), max_length=64)
+    """Several tasks, mixed by weight; ``env`` then says what they share.  Empty = one task, ``env`` and ``reward``."""
     rollout: RolloutSettings = RolloutSettings()
     trainer: TrainerSettings = TrainerSettings()
     reward: RewardSettings = RewardSettings()
@@ -220,12 +260,42 @@ class TrainConfig(Section):
     """Write ``output_dir/model``, a Hugging Face checkpoint, when the last step is done."""
     ray: RaySettings = RaySettings()
 
+    @model_validator(mode="after")
+    def _one_way_to_name_environments(self) -> Self:
+        if len({task.name for task in self.tasks}) < len(self.tasks):
+            raise ValueError("tasks need different names")
+        for section, names in (("env", {"kind", "settings", "latency"}), ("reward", {"kind", "settings"})):
+            doubled = sorted(getattr(self, section).model_fields_set & names) if self.tasks else []
+            if doubled:
+                raise ValueError(f"{section}.{doubled[0]} is each task's own where there are tasks")
+        return self
+
+    @property
+    def all_tasks(self) -> tuple[JobTask, ...]:
+        """Every task with nothing left open; the only one of a job without ``tasks`` has no name."""
+        env, rollout = self.env, self.rollout
+        only = {"kind": env.kind, "settings": env.settings, "reward": self.reward, "name": "", "weight": 1.0}
+        return tuple(
+            JobTask(
+                name=task.name,
+                weight=task.weight,
+                kind=task.kind,
+                settings=task.settings,
+                reward=task.reward,
+                max_tokens=task.max_tokens or rollout.max_tokens,
+                step_timeout_s=task.step_timeout_s or env.step_timeout_s,
+                reward_range=task.reward_range or env.reward_range,
+                latency=task.latency or env.latency,
+            )
+            for task in self.tasks or (TaskSettings.model_construct(**only),)
+        )
+
     @property
     def alpha(self) -> int:
         """Bound of staleness in force."""
         if self.rollout.alpha is not None:
             return self.rollout.alpha
-        return 1 if self.rollout.max_tokens == 1 else 4
+        return 1 if all(task.max_tokens == 1 for task in self.all_tasks) else 4
 
     @property
     def has_dynamic_sampling(self) -> bool:

@@ -16,8 +16,9 @@ from typing import Any
 
 from rose.auth import Tokens
 from rose.errors import RoseError, TrainError
-from rose.train.config import TrainConfig
+from rose.train.config import RewardSettings, TrainConfig
 from rose.train.env import Task
+from rose.train.mix import TaskMix, TaskShapes
 from rose.train.rollout import GroupPlan, GroupState, RolloutReport, Score
 from rose.train.workers import EnvManager, Parts, TrainWorker, eval_job, family_of, torch_trainer
 
@@ -42,10 +43,18 @@ class Crew:
 
     def __init__(self, config: TrainConfig, tokens: Tokens, parts: Parts | None) -> None:
         self.config = config
-        family = family_of(config)
-        self.tasks = family.tasks()
+        families = {task.name: family_of(task) for task in config.all_tasks}
+        self.mix = TaskMix(
+            {name: family.tasks() for name, family in families.items()},
+            {task.name: task.weight for task in config.all_tasks},
+        )
+        self.shapes = TaskShapes()
         wanted = config.eval.every_steps or config.eval.at_end
-        self.held_out: Sequence[Task] = family.held_out_tasks(config.eval.num_tasks) if wanted else ()
+        self.held_out: list[tuple[str, Task]] = [
+            (name, task)
+            for name, family in families.items()
+            for task in (family.held_out_tasks(config.eval.num_tasks) if wanted else ())
+        ]
         self.step = 0
         self.attempt = 0
         self.num_restarts = 0
@@ -194,7 +203,7 @@ class Crew:
             TrainError: An episode was played by other weights than those that it was pinned to.
         """
         version = await answer_of(self._trainer.pin.remote(eval_job(self.config)))
-        parts = [list(self.held_out[index :: self.num_managers]) for index in range(self.num_managers)]
+        parts = [self.held_out[index :: self.num_managers] for index in range(self.num_managers)]
         found = await asyncio.gather(
             *(
                 answer_of(manager.evaluate.remote(part))
@@ -206,29 +215,34 @@ class Crew:
         played = sorted({one for score in scores for one in score.versions})
         if played and played != [version]:
             raise TrainError(f"held-out episodes pinned to {version} were played by {played}", field="eval")
-        count = max(1, len(scores))
-        return {
-            "version": version,
-            "num_episodes": len(scores),
-            "success_rate": sum(score.success for score in scores) / count,
-            "reward_mean": sum(score.reward for score in scores) / count,
-            "turns_mean": sum(score.num_turns for score in scores) / count,
-        }
+        names = sorted({score.task_kind for score in scores} - {""})
+        by_task = {name: mean_of([one for one in scores if one.task_kind == name]) for name in names}
+        return {"version": version, **mean_of(scores), **({"tasks": by_task} if by_task else {})}
 
     async def export(self, target: Path) -> None:
         await answer_of(self._trainer.export.remote(target))
 
 
+def mean_of(scores: Sequence[Score]) -> dict[str, float]:
+    count = max(1, len(scores))
+    return {
+        "num_episodes": len(scores),
+        "success_rate": sum(score.success for score in scores) / count,
+        "reward_mean": sum(score.reward for score in scores) / count,
+        "turns_mean": sum(score.num_turns for score in scores) / count,
+    }
+
+
 class RayRewardWorker:
     """A :class:`rose.train.rewards.Worker` that is a Ray actor."""
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, reward: RewardSettings) -> None:
         import ray
 
         from rose.train.rewards import RewardWorker
 
         make: Any = ray.remote(num_cpus=0)(RewardWorker)
-        self._actor = make.remote(config.reward.kind, config.reward.settings)
+        self._actor = make.remote(reward.kind, reward.settings)
 
     async def score(self, task: Any, messages: Any, info: Any) -> float:
         return await answer_of(self._actor.score.remote(task, messages, info))
@@ -239,8 +253,8 @@ class RayRewardWorker:
         ray.kill(self._actor)
 
 
-def spawn_reward_worker(config: TrainConfig) -> RayRewardWorker:
-    return RayRewardWorker(config)
+def spawn_reward_worker(reward: RewardSettings) -> RayRewardWorker:
+    return RayRewardWorker(reward)
 
 
 async def answer_of(reference: Any) -> Any:

@@ -134,9 +134,11 @@ GROUPS = {
         "num_trajectories",
         "num_tokens",
         "num_prompt_tokens",
+        "prefill_per_decode",
         "num_trained_sequences",
         "num_filtered_groups",
         "num_failed_groups",
+        "num_malformed",
         "acceptance",
         "num_stale",
         "lag_max",
@@ -159,9 +161,10 @@ def scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
     }
     for tier, counts in (record.get("tiers") or {}).items():
         found |= {f"tier/{tier}_{name}": float(value) for name, value in counts.items()}
-    for name, value in (record.get("eval") or {}).items():
-        if isinstance(value, int | float):
-            found[f"eval/{name}"] = float(value)
+    for board, told in (("eval", record.get("eval") or {}), ("task", {"tasks": record.get("tasks") or {}})):
+        found |= {f"{board}/{k}": float(v) for k, v in told.items() if isinstance(v, int | float)}
+        for task, values in (told.get("tasks") or {}).items():
+            found |= {f"{board}/{task}_{name}": float(value) for name, value in values.items()}
     for name, value in (record.get("update") or {}).items():
         if isinstance(value, int | float):
             found[f"update/{name}"] = float(value)

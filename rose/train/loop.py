@@ -26,6 +26,7 @@ import fcntl
 import logging
 import signal
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -103,15 +104,19 @@ def check_job(config: TrainConfig, parts: Parts | None = None) -> None:
         )
     if not (config.model / "config.json").is_file():
         raise ConfigError(f"{config.model} is not a model folder", field="model")
-    family = family_of(config)
-    if not family.tasks():
-        raise ConfigError("the environment has no tasks", field="env")
-    if (config.eval.every_steps or config.eval.at_end) and not family.held_out_tasks(config.eval.num_tasks):
-        raise ConfigError("the environment has no held-out tasks", field="eval", fix="set every_steps = 0")
-    if config.reward.kind != "environment":
-        make_reward(config.reward.kind, config.reward.settings)
-    # Also where answers are free text: an engine cannot render for a model without a tokenizer.
-    single_token_ids(config.model, family.allowed_texts or ())
+    for task in config.all_tasks:
+        family = family_of(task)
+        field = f"tasks.{task.name}" if task.name else "env"
+        if not family.tasks():
+            raise ConfigError("the environment has no tasks", field=field)
+        evaluates = config.eval.every_steps or config.eval.at_end
+        if evaluates and not family.held_out_tasks(config.eval.num_tasks):
+            fix = "set eval.every_steps = 0 and eval.at_end = false"
+            raise ConfigError("the environment has no held-out tasks", field=field, fix=fix)
+        if task.reward.kind != "environment":
+            make_reward(task.reward.kind, task.reward.settings)
+        # Also where answers are free text: an engine cannot render for a model without a tokenizer.
+        single_token_ids(config.model, family.allowed_texts or ())
 
 
 async def train_with(crew: Crew, progress: Progress, *, watch_s: float | None = None) -> RunResult:
@@ -134,6 +139,7 @@ async def train_with(crew: Crew, progress: Progress, *, watch_s: float | None = 
                 crew.last_death = str(death)
                 continue
             crew.num_deaths_in_a_row = 0
+            crew.shapes.observe(record)
             crew.step = record["step"] + 1
             end_s = time.monotonic()
             record = {**record, "step_s": end_s - started_s, "end_s": end_s}
@@ -162,13 +168,14 @@ async def train_with(crew: Crew, progress: Progress, *, watch_s: float | None = 
 async def _synchronous_step(config: TrainConfig, crew: Crew) -> dict[str, Any]:
     """Complete the step's groups, train on them, publish.  Where groups are missing or teach nothing, more are run."""
     rollout_s, num_episodes, num_retries, num_failed = 0.0, 0, 0, 0
+    causes: Counter[str] = Counter()
     wanted, launched = config.rollout.num_groups, 0
     for round_index in range(MAX_ROUNDS + config.trainer.dynamic_sampling.max_rounds):
         started_s = time.monotonic()
         waiting = await crew.survey()
         plans = plan_groups(
             waiting=waiting,
-            tasks=crew.tasks,
+            mix=crew.mix,
             step=crew.step,
             first_task=crew.step * config.rollout.num_groups,
             attempt=crew.attempt,
@@ -176,12 +183,14 @@ async def _synchronous_step(config: TrainConfig, crew: Crew) -> dict[str, Any]:
             group_size=config.rollout.group_size,
             num_redundant=config.rollout.redundant_episodes,
             first_index=launched if round_index else 0,
+            ratios=crew.shapes.ratios,
         )
         launched += len(plans)
         last_failure = ""
         for report in await crew.run(split_plans(plans, crew.num_managers)):
             num_episodes += report.num_episodes
             num_retries += report.num_retries
+            causes += Counter(report.causes)
             num_failed += len(report.failures)
             last_failure = report.failures[-1][1] if report.failures else last_failure
         if num_failed > config.env.max_failed_groups:
@@ -190,7 +199,7 @@ async def _synchronous_step(config: TrainConfig, crew: Crew) -> dict[str, Any]:
         record = await crew.train()
         if "step" in record:
             rollout = {"rollout_s": rollout_s, "num_episodes": num_episodes, "num_env_retries": num_retries}
-            return {**record, **rollout, "num_failed_groups": num_failed}
+            return {**record, **rollout, "num_failed_groups": num_failed, "failed_tries": dict(causes)}
         wanted = record["launch"]
     raise TrainError(
         f"{record['missing']} of {config.rollout.num_groups} groups could not be leased",

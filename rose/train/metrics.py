@@ -63,6 +63,7 @@ def trajectory_metrics(trajectories: Sequence[Mapping[str, Any]], *, version: Ve
         "turns_mean": num_turns / count,
         "truncated_fraction": num_truncated / count,
         "num_prompt_tokens": num_prompt_tokens,
+        "prefill_per_decode": prefill_per_decode(trajectories),
         "cut_turn_fraction": num_cut / max(1, num_turns),
         "reward_by_length": rewards_by_quantile(trajectories),
         "num_resumed_turns": num_resumed,
@@ -71,7 +72,43 @@ def trajectory_metrics(trajectories: Sequence[Mapping[str, Any]], *, version: Ve
         "lag_max": max(lags, default=0),
         "trained_lag_max": max(trained_lags, default=0),
         "lag_mean": sum(lags) / len(lags) if lags else 0.0,
+        **({"tasks": by_task} if (by_task := _by_task(trajectories)) else {}),
     }
+
+
+def _by_task(trajectories: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """The same, in short, of each task of a job that has several; empty for any other."""
+    found: dict[str, dict[str, float]] = {}
+    for name in sorted({str(one.get("task_kind") or "") for one in trajectories} - {""}):
+        own = [one for one in trajectories if one.get("task_kind") == name]
+        found[name] = {
+            "num_trajectories": len(own),
+            "success_rate": sum(bool(one.get("success")) for one in own) / len(own),
+            "reward_mean": sum(float(one.get("reward") or 0.0) for one in own) / len(own),
+            "turns_mean": sum(len(_tables(one.get("turns"))) for one in own) / len(own),
+            "sampled_mean": sum(num_sampled(one) for one in own) / len(own),
+            "prefill_per_decode": prefill_per_decode(own),
+        }
+    return found
+
+
+def prefill_per_decode(trajectories: Sequence[Mapping[str, Any]]) -> float:
+    """New prompt tokens per sampled token; 0 where nothing was sampled.
+
+    New are those that the turn before it did not hold: what an engine with a perfect prefix cache would read.
+    """
+    num_new = 0
+    for trajectory in trajectories:
+        turns = _tables(trajectory.get("turns"))
+        ends = {
+            turn.get("turn"): len(turn.get("prompt_token_ids") or ()) + len(turn.get("token_ids") or ())
+            for turn in turns
+        }
+        for turn in turns:
+            held = 0 if turn.get("parent") is None else ends.get(turn["parent"], 0)
+            num_new += max(0, len(turn.get("prompt_token_ids") or ()) - held)
+    sampled = sum(map(num_sampled, trajectories))
+    return num_new / sampled if sampled else 0.0
 
 
 def num_sampled(trajectory: Mapping[str, Any]) -> int:

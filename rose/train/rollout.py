@@ -7,7 +7,8 @@ records them, and the trainer leases them.
 One failing environment is one failing episode: its trajectory is cancelled (so that no half of it is ever
 trained on) and the episode starts again, ``max_retries`` times.  Then its group is given up and named in the report;
 the other groups go on.  A reward that failed, is not finite or is out of range is such a failure; it is never
-reported as 0.  Only a scheduler that refuses ends the run.
+reported as 0.  So is a turn that the engines failed, or that ran out of time, and a trajectory that the scheduler cancelled or
+has forgotten.  Each is counted by its cause (:class:`Cause`).  Only a scheduler that cannot be reached, or refuses us, ends the run.
 
 A conversation that outgrows the engines' context ends there: with the reward of its last observation (or the
 rewarder's), no success, and ``truncated`` in its info.
@@ -29,19 +30,45 @@ import asyncio
 import json
 import logging
 import math
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
-from rose.errors import ConfigError, Conflict, Gone, RequestError, RoseError, TrainError
+from rose.errors import (
+    CapacityError,
+    ConfigError,
+    Conflict,
+    EngineError,
+    Gone,
+    NotFound,
+    RequestError,
+    RoseError,
+    TrainError,
+)
 from rose.train.client import SchedulerClient
 from rose.train.env import Environment, Family, Message, Observation, Task
+from rose.train.mix import TaskMix
 
 logger = logging.getLogger(__name__)
 
 MAX_CONVERSATION_TURNS = 10_000
 """Backstop against an environment that never ends."""
+
+
+class Cause(StrEnum):
+    """Whose fault a failed try of an episode was."""
+
+    ENVIRONMENT = "environment"
+    REWARD = "reward"
+    ENGINE = "engine"
+    """502: the engines failed its turn as often as a turn may fail."""
+    DEADLINE = "deadline"
+    """504: a turn took longer than the scheduler lets it."""
+    CANCELLED = "cancelled"
+    """410, 404, 409, 422: the scheduler has given the trajectory up, or does not take it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +79,8 @@ class GroupState:
     group_size: int
     task: Task
     num_finished: int
+    task_kind: str = ""
+    """Name of its task in a job of several."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +93,9 @@ class GroupPlan:
     num_missing: int
     num_redundant: int = 0
     """Episodes beyond those, of which the slowest are dropped."""
+    task_kind: str = ""
+    prefill_per_decode: float | None = None
+    """As measured of this task; for the scheduler."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +110,7 @@ class EpisodeParams:
     step_timeout_s: float
     max_retries: int
     reward_range: tuple[float, float] = (-1e6, 1e6)
+    task_kind: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,8 +123,20 @@ class RolloutReport:
     num_retries: int
     num_dropped: int = 0
     """Redundant episodes that came too late."""
+    causes: Mapping[str, int] = field(default_factory=dict)
+    """Failed tries by :class:`Cause`."""
     failures: tuple[tuple[str, str], ...] = ()
     """Groups that were given up: ``(group_id, why)``."""
+
+    def __add__(self, other: RolloutReport) -> RolloutReport:
+        return RolloutReport(
+            num_episodes=self.num_episodes + other.num_episodes,
+            num_turns=self.num_turns + other.num_turns,
+            num_retries=self.num_retries + other.num_retries,
+            num_dropped=self.num_dropped + other.num_dropped,
+            causes=Counter(self.causes) + Counter(other.causes),
+            failures=self.failures + other.failures,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +149,7 @@ class Score:
     num_turns: int
     versions: tuple[str, ...]
     """Weight versions that its tokens were sampled with."""
+    task_kind: str = ""
 
 
 class Rewarder(Protocol):
@@ -117,7 +163,7 @@ class Rewarder(Protocol):
 def plan_groups(
     *,
     waiting: Sequence[GroupState],
-    tasks: Sequence[Task],
+    mix: TaskMix,
     step: int,
     first_task: int,
     attempt: int,
@@ -125,27 +171,24 @@ def plan_groups(
     group_size: int,
     num_redundant: int = 0,
     first_index: int = 0,
+    ratios: Mapping[str, float] | None = None,
 ) -> list[GroupPlan]:
     """Episodes to start so that ``num_groups`` groups are complete.
 
     Args:
         waiting: Groups that no trainer has taken, complete or not.
-        tasks: The tasks of the job; steps walk through them in order.
-        first_task: Where in ``tasks`` this step begins.
+        mix: The tasks of the job; steps walk through them in order.
+        first_task: Where in ``mix`` this step begins.
         num_groups: Groups wanted now, complete ones among ``waiting`` included.
         first_index: Groups that this step has launched before (a refill launches new ones).
+        ratios: New prompt tokens per sampled one, by task.
 
     Groups begun before come first, or their finished episodes would be lost.  A new group's name holds
     the attempt, because a step that is repeated after a roll-back must not meet its earlier groups.
     """
+    ratios = ratios or {}
     plans = [
-        GroupPlan(
-            group_id=group.group_id,
-            group_size=group.group_size,
-            task=group.task,
-            num_missing=group.group_size - group.num_finished,
-            num_redundant=num_redundant,
-        )
+        replace(plan_of(group), num_redundant=num_redundant, prefill_per_decode=ratios.get(group.task_kind))
         for group in waiting
         if group.num_finished < group.group_size
     ]
@@ -155,18 +198,32 @@ def plan_groups(
     while num_begun < num_groups:
         group_id = f"{attempt}-{step:06d}-{index:04d}"
         if group_id not in names:
+            task_kind, task = mix.at(first_task + index)
             plans.append(
                 GroupPlan(
                     group_id=group_id,
                     group_size=group_size,
-                    task=tasks[(first_task + index) % len(tasks)],
+                    task=task,
                     num_missing=group_size,
                     num_redundant=num_redundant,
+                    task_kind=task_kind,
+                    prefill_per_decode=ratios.get(task_kind),
                 )
             )
             num_begun += 1
         index += 1
     return plans
+
+
+def plan_of(group: GroupState) -> GroupPlan:
+    """What a group that was begun still needs."""
+    return GroupPlan(
+        group_id=group.group_id,
+        group_size=group.group_size,
+        task=group.task,
+        num_missing=group.group_size - group.num_finished,
+        task_kind=group.task_kind,
+    )
 
 
 def split_plans(plans: Sequence[GroupPlan], num_managers: int) -> list[list[GroupPlan]]:
@@ -208,6 +265,7 @@ class EpisodeRunner:
         family: Makes the environments.
         allowed_token_ids: Restriction of every turn; None = free text.
         rewarder: None = the environment's own reward.
+        slots: Shared with runners of other tasks; None = ``concurrency`` of its own.
 
     Attributes:
         num_started, num_ended: Episodes since it was made, for progress.
@@ -220,13 +278,14 @@ class EpisodeRunner:
         params: EpisodeParams,
         allowed_token_ids: Sequence[int] | None,
         rewarder: Rewarder | None = None,
+        slots: asyncio.Semaphore | None = None,
     ) -> None:
         self._client = client
         self._family = family
         self._params = params
         self._allowed = allowed_token_ids
         self._rewarder = rewarder
-        self._slots = asyncio.Semaphore(params.concurrency)
+        self._slots = slots or asyncio.Semaphore(params.concurrency)
         self.num_started = 0
         self.num_ended = 0
 
@@ -251,6 +310,7 @@ class EpisodeRunner:
             num_turns=sum(group.num_turns for group in groups),
             num_retries=sum(group.num_retries for group in groups),
             num_dropped=sum(group.num_dropped for group in groups),
+            causes=sum((group.causes for group in groups), Counter[str]()),
             failures=tuple((group.plan.group_id, group.failure) for group in groups if group.failure),
         )
 
@@ -263,33 +323,18 @@ class EpisodeRunner:
         """
 
         async def one(index: int) -> Score:
-            async with self._slots:
-                for retry in range(self._params.max_retries + 1):
-                    trajectory_id = await self._client.create_trajectory(
-                        job=job, group_id=f"eval-{index}", group_size=4096, task=tasks[index]
-                    )
-                    try:
-                        final, num_turns = await self._play(trajectory_id, tasks[index])
-                        trace = await self._client.get_trajectory(trajectory_id)
-                        return Score(
-                            task_index=index,
-                            reward=final.reward,
-                            success=final.success,
-                            num_turns=num_turns,
-                            versions=tuple(
-                                str(span[0])
-                                for turn in trace.get("turns") or ()
-                                for span in turn.get("versions") or ()
-                            ),
-                        )
-                    except _EnvironmentFailed as failure:
-                        if retry == self._params.max_retries:
-                            raise TrainError(
-                                f"a held-out episode failed: {failure}", field="env"
-                            ) from failure
-                    finally:
-                        await self._client.cancel(trajectory_id)  # it is scored; nobody is to train on it
-            raise AssertionError("unreachable")
+            name = f"eval-{self._params.task_kind}-{index}"
+            final, num_turns, trace = await self.play(tasks[index], job=job, group_id=name)
+            return Score(
+                task_index=index,
+                reward=final.reward,
+                success=final.success,
+                num_turns=num_turns,
+                task_kind=self._params.task_kind,
+                versions=tuple(
+                    str(span[0]) for turn in trace.get("turns") or () for span in turn.get("versions") or ()
+                ),
+            )
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -301,6 +346,36 @@ class EpisodeRunner:
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from failures
         return [task.result() for task in running]
+
+    async def play(self, task: Task, *, job: str, group_id: str) -> tuple[Observation, int, dict[str, Any]]:
+        """One episode that no trainer is handed: its last observation, its turns, and its trace.
+
+        For evaluation, and for trainers that keep their own batches.
+
+        Raises:
+            TrainError: It failed too often.
+            RoseError: The scheduler refused.
+        """
+        async with self._slots:
+            for retry in range(self._params.max_retries + 1):
+                trajectory_id = ""
+                try:
+                    trajectory_id = await self._client.create_trajectory(
+                        job=job,
+                        group_id=group_id,
+                        group_size=4096,
+                        task=task,
+                        task_kind=self._params.task_kind,
+                    )
+                    final, num_turns = await self._play(trajectory_id, task)
+                    return final, num_turns, await self._client.get_trajectory(trajectory_id)
+                except (_EpisodeFailed, Gone, NotFound, Conflict) as failure:
+                    if retry == self._params.max_retries:
+                        raise TrainError(f"an episode of {job} failed: {failure}", field="env") from failure
+                finally:
+                    if trajectory_id:
+                        await self._client.cancel(trajectory_id)  # scored or not, nobody is to train on it
+        raise AssertionError("unreachable")
 
     async def _member(self, group: _GroupRun) -> None:
         """One episode of a group, to its reward."""
@@ -319,7 +394,12 @@ class EpisodeRunner:
             trajectory_id = ""
             try:
                 trajectory_id = await self._client.create_trajectory(
-                    job=self._params.job, group_id=plan.group_id, group_size=plan.group_size, task=plan.task
+                    job=self._params.job,
+                    group_id=plan.group_id,
+                    group_size=plan.group_size,
+                    task=plan.task,
+                    task_kind=plan.task_kind,
+                    prefill_per_decode=plan.prefill_per_decode,
                 )
                 final, num_turns = await self._play(trajectory_id, plan.task)
                 await self._client.finish(
@@ -327,18 +407,21 @@ class EpisodeRunner:
                 )
                 group.finished(num_turns)
                 return
-            except _EnvironmentFailed as failure:
-                logger.warning("episode of group %s failed: %s", plan.group_id, failure)
-                await self._client.cancel(trajectory_id)
+            except (_EpisodeFailed, Gone, NotFound, Conflict) as error:
+                if plan.num_redundant and isinstance(error, Gone | Conflict):
+                    group.num_dropped += 1  # the group is complete without us
+                    return
+                failure = (
+                    error if isinstance(error, _EpisodeFailed) else _EpisodeFailed(Cause.CANCELLED, error)
+                )
+                logger.warning("episode %s of group %s failed: %s", trajectory_id, plan.group_id, failure)
+                group.causes[failure.cause] += 1
+                if trajectory_id:
+                    await self._client.cancel(trajectory_id)
                 if retry == self._params.max_retries:
-                    group.give_up(f"environment failed {retry + 1} times: {failure}")
+                    group.give_up(f"{failure.cause} failed {retry + 1} times: {failure}")
                     return
                 group.num_retries += 1
-            except (Gone, Conflict):
-                if not plan.num_redundant:
-                    raise
-                group.num_dropped += 1  # the group is complete without us
-                return
             except asyncio.CancelledError:
                 # Stopped on purpose, by the group or by our caller: nobody will finish this trajectory.
                 if trajectory_id:
@@ -356,7 +439,7 @@ class EpisodeRunner:
         try:
             environment = self._family.make()
         except Exception as error:
-            raise _EnvironmentFailed(f"{type(error).__name__}: {error}") from error
+            raise _EpisodeFailed(Cause.ENVIRONMENT, f"{type(error).__name__}: {error}") from error
         try:
             observation = await self._guard(lambda: environment.reset(task))
             messages: list[Message] = []
@@ -374,18 +457,23 @@ class EpisodeRunner:
                         max_tokens=self._params.max_tokens,
                         allowed_token_ids=self._allowed,
                     )
+                except EngineError as error:
+                    raise _EpisodeFailed(Cause.ENGINE, error) from error
                 except RequestError as error:
+                    if isinstance(error, CapacityError) and error.status == 504:
+                        raise _EpisodeFailed(Cause.DEADLINE, error) from error
                     if error.code != "context_length_exceeded":
                         raise
                     if turn == 0:
-                        raise _EnvironmentFailed(f"the first prompt does not fit: {error}") from error
+                        text = f"the first prompt does not fit: {error}"
+                        raise _EpisodeFailed(Cause.ENVIRONMENT, text) from error
                     # Outgrown, as long conversations do: it ends here, and is paid what it had.
                     info = {**observation.info, "truncated": True}
                     cut = replace(observation, done=True, success=False, info=info)
                     return await self._score(task, messages, cut), turn
                 messages.append({"role": "assistant", "content": text})
                 observation = await self._guard(lambda text=text: environment.step(text))
-            raise _EnvironmentFailed(f"no end after {MAX_CONVERSATION_TURNS} turns")
+            raise _EpisodeFailed(Cause.ENVIRONMENT, f"no end after {MAX_CONVERSATION_TURNS} turns")
         finally:
             await self._close(environment)
 
@@ -394,7 +482,7 @@ class EpisodeRunner:
             try:
                 final = replace(final, reward=await self._rewarder.score(task, messages, final))
             except Exception as error:
-                raise _EnvironmentFailed(f"reward failed: {error}") from error
+                raise _EpisodeFailed(Cause.REWARD, f"reward failed: {error}") from error
         return _checked(final, self._params.reward_range)
 
     async def _guard(self, call: Callable[[], Awaitable[Any]]) -> Observation:
@@ -406,9 +494,11 @@ class EpisodeRunner:
                 raise TypeError(f"gave {type(found).__name__}, not an Observation")
             return found
         except TimeoutError as error:
-            raise _EnvironmentFailed(f"no answer within {self._params.step_timeout_s:g} s") from error
+            raise _EpisodeFailed(
+                Cause.ENVIRONMENT, f"no answer within {self._params.step_timeout_s:g} s"
+            ) from error
         except Exception as error:
-            raise _EnvironmentFailed(f"{type(error).__name__}: {error}") from error
+            raise _EpisodeFailed(Cause.ENVIRONMENT, f"{type(error).__name__}: {error}") from error
 
     async def _close(self, environment: Environment) -> None:
         try:
@@ -418,20 +508,24 @@ class EpisodeRunner:
             logger.warning("an environment did not close: %s", error)
 
 
-class _EnvironmentFailed(Exception):
-    """An environment's own failure; the episode is tried again."""
+class _EpisodeFailed(Exception):
+    """One try of an episode came to nothing; it is tried again."""
+
+    def __init__(self, cause: Cause, why: object) -> None:
+        super().__init__(str(why))
+        self.cause = cause
 
 
 def _checked(final: Observation, reward_range: tuple[float, float]) -> Observation:
     reward, (low, high) = final.reward, reward_range
     if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise _EnvironmentFailed(f"reward {reward!r:.40} is not finite")
+        raise _EpisodeFailed(Cause.REWARD, f"reward {reward!r:.40} is not finite")
     if not low <= reward <= high:
-        raise _EnvironmentFailed(f"reward {reward} is outside env.reward_range {low:g}..{high:g}")
+        raise _EpisodeFailed(Cause.REWARD, f"reward {reward} is outside env.reward_range {low:g}..{high:g}")
     try:
         json.dumps(final.info)
     except (TypeError, ValueError) as error:
-        raise _EnvironmentFailed(f"info is not JSON: {error}") from error
+        raise _EpisodeFailed(Cause.ENVIRONMENT, f"info is not JSON: {error}") from error
     return final
 
 
@@ -442,6 +536,7 @@ class _GroupRun:
         self.plan = plan
         self.tasks: list[asyncio.Task[None]] = []
         self.num_finished = self.num_turns = self.num_retries = self.num_dropped = 0
+        self.causes: Counter[str] = Counter()
         self.failure = ""
 
     @property

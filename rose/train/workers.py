@@ -20,19 +20,20 @@ Ray is not imported here.  Callers: ``rose.train.crew``, tests.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rose.auth import Tokens
-from rose.errors import ConfigError, RoseError, TrainError
+from rose.errors import CapacityError, ConfigError, RoseError, TrainError
 from rose.train.client import SchedulerClient
 from rose.train.collect import Acceptance, Collected, CollectParams
-from rose.train.config import TrainConfig
+from rose.train.config import JobTask, RewardSettings, TrainConfig
 from rose.train.env import Family, Latency, Task, make_family
 from rose.train.metrics import lengths_by_quantile, trajectory_metrics
 from rose.train.rewards import PoolParams, RewardPool
@@ -46,9 +47,21 @@ from rose.train.rollout import (
     single_token_ids,
 )
 
+if TYPE_CHECKING:
+    from rose.weights.store import Store
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
 LEASE_WAIT_S = 5.0
 """The groups are complete when a lease is asked for; waiting longer would hide that one was lost."""
 
+
+PUBLISH_PAUSE_S = 1.0
+"""Before a publish that failed is tried again."""
+MAX_NAMED = 8
+"""Trajectories of a step that are named in its metrics for being malformed."""
 
 RewardPoolWorker = Any
 """A :class:`rose.train.rewards.Worker`."""
@@ -82,14 +95,14 @@ class EnvManager:
     """Runs episodes of one job.
 
     Args:
-        spawn_reward_worker: Makes a worker of the reward pool; needed where ``reward.kind`` is not ``environment``.
+        spawn_reward_worker: Makes a worker of a reward pool; needed where a ``reward.kind`` is not ``environment``.
     """
 
     def __init__(
         self,
         config: TrainConfig,
         tokens: Tokens,
-        spawn_reward_worker: Callable[[TrainConfig], RewardPoolWorker] | None = None,
+        spawn_reward_worker: Callable[[RewardSettings], RewardPoolWorker] | None = None,
     ) -> None:
         self._config = config
         self._client = SchedulerClient(
@@ -98,11 +111,13 @@ class EnvManager:
             turn_timeout_s=config.scheduler.turn_timeout_s,
             retry_s=config.scheduler.retry_s,
         )
-        self._family = family_of(config)
+        self._tasks = {task.name: task for task in config.all_tasks}
+        self._families = {name: family_of(task) for name, task in self._tasks.items()}
         self._spawn = spawn_reward_worker
-        self._pool: RewardPool | None = None
-        self._runner: EpisodeRunner | None = None
-        self._evaluator: EpisodeRunner | None = None
+        self._pools: dict[str, RewardPool] = {}
+        self._slots = asyncio.Semaphore(config.env.concurrency)
+        self._runners: dict[str, EpisodeRunner] = {}
+        self._evaluators: dict[str, EpisodeRunner] = {}
 
     async def pid(self) -> int:
         return os.getpid()
@@ -126,10 +141,13 @@ class EnvManager:
         groups: list[GroupState] = []
         for group_id, ids in members.items():
             one = await self._client.get_trajectory(ids[0])
-            size, task = one.get("group_size"), one.get("task")
-            if isinstance(size, int) and isinstance(task, dict):  # else no group that we could complete
+            size, task, name = one.get("group_size"), one.get("task"), one.get("task_kind") or ""
+            # Else no group that we could complete, or of a task that the job no longer has.
+            if isinstance(size, int) and isinstance(task, dict) and name in self._tasks:
                 groups.append(
-                    GroupState(group_id=group_id, group_size=size, task=task, num_finished=len(ids))
+                    GroupState(
+                        group_id=group_id, group_size=size, task=task, num_finished=len(ids), task_kind=name
+                    )
                 )
         return groups
 
@@ -140,72 +158,109 @@ class EnvManager:
         return sum(count >= self._config.rollout.group_size for count in counts.values())
 
     async def run(self, plans: Sequence[GroupPlan]) -> RolloutReport:
-        self._runner = self._runner or self._make_runner(self._config.rollout.temperature)
-        return await self._runner.run(plans)
+        by_task: dict[str, list[GroupPlan]] = {}
+        for plan in plans:
+            by_task.setdefault(plan.task_kind, []).append(plan)
+        runners = {name: self._runner(name) for name in by_task}
+        found = await _all(runners[name].run(part) for name, part in by_task.items())
+        return sum(found, RolloutReport(num_episodes=0, num_turns=0, num_retries=0))
 
-    async def evaluate(self, tasks: Sequence[Task]) -> list[Score]:
-        """Play held-out episodes under a job of their own."""
-        settings = self._config.eval
-        self._evaluator = self._evaluator or self._make_runner(settings.temperature)
-        return await self._evaluator.evaluate(
-            tasks, job=eval_job(self._config), episodes_per_task=settings.episodes_per_task
+    async def evaluate(self, tasks: Sequence[tuple[str, Task]]) -> list[Score]:
+        """Play held-out episodes, ``(name of the task, task)``, under a job of their own."""
+        job, count = eval_job(self._config), self._config.eval.episodes_per_task
+        by_task: dict[str, list[Task]] = {}
+        for name, task in tasks:
+            by_task.setdefault(name, []).append(task)
+        for name in by_task:
+            if name not in self._evaluators:
+                self._evaluators[name] = self._make_runner(name, self._config.eval.temperature)
+        found = await _all(
+            self._evaluators[name].evaluate(part, job=job, episodes_per_task=count)
+            for name, part in by_task.items()
         )
+        return [score for part in found for score in part]
 
     async def progress(self) -> tuple[int, int]:
         """Episodes started and ended so far."""
-        runners = [one for one in (self._runner, self._evaluator) if one is not None]
+        runners = [*self._runners.values(), *self._evaluators.values()]
         return sum(one.num_started for one in runners), sum(one.num_ended for one in runners)
 
     async def close(self) -> None:
-        if self._pool is not None:
-            await self._pool.close()
+        for pool in self._pools.values():
+            await pool.close()
         await self._client.close()
 
-    def _make_runner(self, temperature: float) -> EpisodeRunner:
-        config = self._config
-        if config.reward.kind != "environment" and self._pool is None:
-            if self._spawn is None:
-                raise ConfigError("needs reward workers, and nobody makes them here", field="reward.kind")
-            spawn = self._spawn
-            self._pool = RewardPool(
-                lambda: spawn(config),
-                PoolParams(
-                    min_workers=config.reward.min_workers,
-                    max_workers=config.reward.max_workers,
-                    timeout_s=config.reward.timeout_s,
-                    max_retries=config.reward.max_retries,
-                    idle_s=config.reward.idle_s,
-                ),
-            )
-        allowed = self._family.allowed_texts
+    def _runner(self, name: str) -> EpisodeRunner:
+        if name not in self._runners:
+            self._runners[name] = self._make_runner(name, self._config.rollout.temperature)
+        return self._runners[name]
+
+    def _make_runner(self, name: str, temperature: float) -> EpisodeRunner:
+        config, task, family = self._config, self._tasks[name], self._families[name]
+        allowed = family.allowed_texts
         return EpisodeRunner(
             self._client,
-            self._family,
+            family,
             EpisodeParams(
                 job=config.job,
                 model=config.scheduler.model,
                 temperature=temperature,
-                max_tokens=config.rollout.max_tokens,
+                max_tokens=task.max_tokens,
                 concurrency=config.env.concurrency,
-                step_timeout_s=config.env.step_timeout_s,
+                step_timeout_s=task.step_timeout_s,
                 max_retries=config.env.max_retries,
-                reward_range=config.env.reward_range,
+                reward_range=task.reward_range,
+                task_kind=name,
             ),
             None if allowed is None else single_token_ids(config.model, allowed),
-            self._pool,
+            self._rewarder(task),
+            self._slots,
         )
 
+    def _rewarder(self, task: JobTask) -> RewardPool | None:
+        """The pool that scores a task's episodes; None = their environments do."""
+        reward = task.reward
+        if reward.kind == "environment":
+            return None
+        if task.name not in self._pools:
+            if self._spawn is None:
+                raise ConfigError("needs reward workers, and nobody makes them here", field="reward.kind")
+            spawn = self._spawn
+            params = PoolParams(
+                min_workers=reward.min_workers,
+                max_workers=reward.max_workers,
+                timeout_s=reward.timeout_s,
+                max_retries=reward.max_retries,
+                idle_s=reward.idle_s,
+            )
+            self._pools[task.name] = RewardPool(lambda: spawn(reward), params)
+        return self._pools[task.name]
 
-def family_of(config: TrainConfig) -> Family:
-    """The environments of a job.
+
+async def _all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results in order; the first error cancels the rest."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            running = [group.create_task(work) for work in works]
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from failures
+    return [one.result() for one in running]
+
+
+def family_of(task: JobTask) -> Family:
+    """The environments of a task.
 
     Raises:
-        ConfigError: Unknown kind or settings.
+        ConfigError: Unknown kind or settings; names the task where there are several.
     """
-    delay = config.env.latency
-    return make_family(
-        config.env.kind, config.env.settings, Latency(median_s=delay.median_s, sigma=delay.sigma)
-    )
+    latency = Latency(median_s=task.latency.median_s, sigma=task.latency.sigma)
+    try:
+        return make_family(task.kind, task.settings, latency)
+    except ConfigError as error:
+        if not task.name:
+            raise
+        field = (error.field or "").removeprefix("env.")
+        raise ConfigError(error.message, field=f"tasks.{task.name}.{field}", fix=error.fix) from error
 
 
 def eval_job(config: TrainConfig) -> str:
@@ -244,6 +299,8 @@ class TrainWorker:
             )
         )
         self._acceptance = Acceptance()
+        self._samples: dict[str, list[Any]] = {}
+        """Of what is leased, by trajectory."""
         self._trainer: Any = None
         self._publisher: Publisher | None = None
 
@@ -278,7 +335,12 @@ class TrainWorker:
         if found is not None:
             await asyncio.to_thread(self._trainer.restore, found)
             self._consumed = {step: tuple(ids) for step, ids in found.consumed.items()}
-        self._attempt = checkpoints.latest_attempt(self._directory) + 1
+        self._attempt = 1 + max(
+            checkpoints.latest_attempt(self._directory),
+            # An output folder that was wiped must not make two lives of the job share names.
+            await self._client.latest_attempt(self._config.job),
+            await asyncio.to_thread(self._published_attempt),
+        )
         # Claims the number before anyone hears it: a death right after this leaves the attempt used up.
         await self._save()
         await self._resume()
@@ -302,8 +364,6 @@ class TrainWorker:
         Raises:
             TrainError: A trajectory cannot be trained on, or the gradient is not finite.
         """
-        from rose.train.batch import samples_of  # loads torch, which only the trainer's actor needs
-
         if self._trainer is None:
             raise TrainError("train() before start()", field="trainer")
         await self._lease()
@@ -313,17 +373,14 @@ class TrainWorker:
         trajectories, batch_ids = self._collected.trajectories, list(self._collected.batch_ids)
         filtered = [] if not self._collected.kept else list(self._collected.filtered.values())
         started_s = time.monotonic()
-        samples = [
-            sample
-            for trajectory in trajectories
-            for sample in samples_of(trajectory, vocab_size=trainer.vocab_size, max_tokens=trainer.max_tokens)
-        ]
+        samples = [sample for one in trajectories for sample in self._samples[one["id"]]]
+        malformed = dict(self._collected.malformed)
         report = await asyncio.to_thread(
             trainer.step, samples, learning_rate=learning_rate, single_update=single_update
         )
         trained_s = time.monotonic()
         self._consumed[step] = self._collected.ids
-        self._collected.clear()
+        self._forget()
         await self._save()
         saved_s = time.monotonic()
         for batch_id in batch_ids:
@@ -337,6 +394,8 @@ class TrainWorker:
             **trajectory_metrics(trajectories, version=(self._attempt, step)),
             **{name: value for name, value in report.to_dict().items() if name != "seconds"},
             "num_leases": len(batch_ids),
+            "num_malformed": len(malformed),
+            "malformed": dict(list(malformed.items())[:MAX_NAMED]),
             "num_filtered_groups": len(filtered),
             "acceptance": self._acceptance.rate,
             "filtered_by_length": lengths_by_quantile([one for group in filtered for one in group]),
@@ -347,10 +406,21 @@ class TrainWorker:
             "update": update,
         }
 
+    def _published_attempt(self) -> int:
+        """The highest attempt that published weights of this run; 0 for none, or where the transport is not ours."""
+        if self._make_publisher is not make_publisher:
+            return 0
+        store = weight_store(self._config, self._tokens)
+        try:
+            head = store.wait_head(self._config.run_id, None, 0.0)
+        finally:
+            store.close()
+        return 0 if head is None else head.attempt
+
     async def release(self) -> None:
         """Hand back what was leased for a step that will be begun again."""
         if self._collected.batch_ids:
-            self._collected.clear()
+            self._forget()
             await self._resume()
 
     async def export(self, target: Path) -> None:
@@ -369,7 +439,7 @@ class TrainWorker:
 
         async def before_retry() -> None:
             # The lost answer may have been a batch.  Everything goes back, what this step holds included.
-            self._collected.clear()
+            self._forget()
             await self._resume()
 
         asynchronous = config.rollout.mode == "asynchronous"
@@ -388,12 +458,29 @@ class TrainWorker:
             if leased is None:
                 return
             try:
-                kept, seen = self._collected.add(*leased, version)
+                kept, seen = self._collected.add(*leased, version, self._take_samples)
             except RoseError:
-                await self.release()
+                self._forget()
+                await self._resume()
                 raise
             if self._collected.params.dynamic_sampling:
                 self._acceptance.observe(kept, seen)
+
+    def _take_samples(self, trajectory: dict[str, Any]) -> None:
+        """Raises:
+        TrainError: It cannot be trained on.
+        """
+        from rose.train.batch import samples_of  # loads torch, which only the trainer's actor needs
+
+        trainer = self._trainer
+        self._samples[trajectory["id"]] = samples_of(
+            trajectory, vocab_size=trainer.vocab_size, max_tokens=trainer.max_tokens
+        )
+
+    def _forget(self) -> None:
+        """What was leased is another step's, or has been trained on."""
+        self._collected.clear()
+        self._samples.clear()
 
     async def _resume(self) -> None:
         consumed = [name for step in sorted(self._consumed) for name in self._consumed[step]]
@@ -420,9 +507,19 @@ class TrainWorker:
         """Publish the weights as they are, then let no worker below them take a turn."""
         assert self._publisher is not None
         version = self._trainer.step_index
-        report = await asyncio.to_thread(
-            self._publisher.publish, version, step=version - 1 if version else None, lr=learning_rate
-        )
+        started_s = time.monotonic()
+        while True:
+            try:
+                report = await asyncio.to_thread(
+                    self._publisher.publish, version, step=version - 1 if version else None, lr=learning_rate
+                )
+                break
+            except CapacityError as error:
+                # What was sent so far is no version yet; publishing again is right.
+                if time.monotonic() - started_s >= self._config.weights.patience_s:
+                    raise
+                logger.warning("version %s.%s is not published yet: %s", self._attempt, version, error)
+                await asyncio.sleep(PUBLISH_PAUSE_S)
         await self._client.set_version(job=self._config.job, attempt=self._attempt, version=version)
         return {
             "kind": str(report.kind),
@@ -479,13 +576,17 @@ def make_publisher(config: TrainConfig, tokens: Tokens, module: Any, attempt: in
     """A publisher of ``module`` into the configured store."""
     from rose.weights.params import WeightsParams
     from rose.weights.publisher import WeightPublisher
+
+    return WeightPublisher(module, weight_store(config, tokens), config.run_id, attempt, WeightsParams())
+
+
+def weight_store(config: TrainConfig, tokens: Tokens) -> Store:
+    """Where the job's weights go."""
     from rose.weights.stores import open_store
 
     settings = config.weights
     if settings.relay_url is not None:
-        store = open_store(settings.relay_url, tokens.relay)
-    elif settings.directory is not None:
-        store = open_store(str(settings.directory))
-    else:
-        raise ConfigError("needs relay_url or directory", field="weights")
-    return WeightPublisher(module, store, config.run_id, attempt, WeightsParams())
+        return open_store(settings.relay_url, tokens.relay)
+    if settings.directory is not None:
+        return open_store(str(settings.directory))
+    raise ConfigError("needs relay_url or directory", field="weights")

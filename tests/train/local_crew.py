@@ -11,6 +11,7 @@ from typing import Any
 
 from ray.exceptions import RayActorError
 
+from rose.train.config import RewardSettings
 from rose.train.crew import Crew
 from rose.train.rewards import RewardWorker
 from rose.train.workers import EnvManager, TrainWorker
@@ -43,7 +44,7 @@ class LocalActor:
         self._calls.add(work)
         try:
             await asyncio.wait({work, death}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
+            if self._died.is_set():  # even if the work has heard of it by now
                 raise RayActorError(error_msg="killed")
             return work.result()
         finally:
@@ -67,8 +68,8 @@ async def _nobody_answers(*_: Any, **__: Any) -> Any:
 class LocalRewards:
     """A :class:`rose.train.rewards.Worker` in this process."""
 
-    def __init__(self, config: Any) -> None:
-        self._worker = RewardWorker(config.reward.kind, config.reward.settings)
+    def __init__(self, reward: RewardSettings) -> None:
+        self._worker = RewardWorker(reward.kind, reward.settings)
 
     async def score(self, task: Any, messages: Any, info: Any) -> float:
         return await self._worker.score(task, messages, info)

@@ -94,6 +94,10 @@ async def reward_of_length(task: Any, messages: Any, info: Any) -> float:
     return 1.0 / max(1, info["turns"])
 
 
+async def constant_reward(task: Any, messages: Any, info: Any) -> float:
+    return 0.25
+
+
 def main(table: str, tokens: str) -> None:
     config = TrainConfig.model_validate(json.loads(Path(table).read_text()))
 

@@ -87,6 +87,29 @@ def test_a_leased_trajectory_that_cannot_be_used_is_named(changes: dict[str, Any
     assert step.batch_ids == []  # nothing was taken in
 
 
+def test_one_malformed_trajectory_is_set_aside_by_itself_and_consumed() -> None:
+    step = collected()
+    batch = [*group("a", [0, 1]), *group("b", [1, 0])]
+    batch[1] = batch[1] | {"reward": float("nan")}
+
+    def check(one: dict[str, Any]) -> None:
+        if one["id"] == batch[2]["id"]:
+            raise TrainError("sampled with top_p", field="sampling.top_p")
+
+    step.add("b1", batch, (1, 5), check)
+
+    assert [one["id"] for one in step.trajectories] == [batch[0]["id"], batch[3]["id"]]
+    assert list(step.malformed) == [batch[1]["id"], batch[2]["id"]]
+    assert "top_p" in step.malformed[batch[2]["id"]]
+    assert sorted(step.ids) == sorted(one["id"] for one in batch)
+    with pytest.raises(TrainError, match="4 of 6 trajectories cannot be trained on, the first: ") as caught:
+        step.add("b2", [one | {"reward": None} for one in group("c", [0, 1])], (1, 5))
+    assert caught.value.field == "reward"
+    assert step.batch_ids == ["b1"]
+    step.clear()
+    assert (step.malformed, step.num_seen) == ({}, 0)
+
+
 def test_a_refill_launches_what_the_acceptance_makes_likely_to_suffice() -> None:
     acceptance = Acceptance(weight=0.5)
     assert acceptance.to_launch(3) == 3

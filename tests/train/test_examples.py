@@ -37,7 +37,7 @@ def test_frozenlake_ends_with_the_fine_tuning_rate() -> None:
 
 def test_mathematics_samples_dynamically_and_has_tasks_of_both_kinds() -> None:
     config = load_config(TrainConfig, EXAMPLES / "math_tools_dapo.toml")
-    family = family_of(config)
+    family = family_of(config.all_tasks[0])
     assert config.has_dynamic_sampling
     assert len(family.tasks()) == 512
     assert len(family.held_out_tasks(config.eval.num_tasks)) == 64
@@ -47,7 +47,7 @@ def test_the_text_game_is_asynchronous_with_a_bound_of_four() -> None:
     config = load_config(TrainConfig, EXAMPLES / "textgame_async.toml")
     assert (config.rollout.mode, config.alpha) == ("asynchronous", 4)
     pytest.importorskip("textworld", reason="needs pip install 'rose-rl[textgame]'")
-    assert len(family_of(config).tasks()) == 64
+    assert len(family_of(config.all_tasks[0]).tasks()) == 64
 
 
 def test_an_agent_of_ones_own_becomes_trainable(tmp_path: Path, policy_model: Path) -> None:

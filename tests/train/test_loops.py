@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from rose.errors import TrainError
+from rose.auth import Tokens
+from rose.errors import CapacityError, TrainError
 from rose.policy.staleness import lag, parse_version
 from rose.train import checkpoint as checkpoints
 from rose.train.cli import _line
 from rose.train.config import TrainConfig
 from rose.train.loop import train_with
-from rose.train.workers import Parts
+from rose.train.workers import Parts, TrainWorker, make_publisher
 from tests.train.local_crew import LocalCrew
 from tests.train.ray_world import job_table
 from tests.train.world import World, file_publisher, running_world
@@ -50,10 +53,12 @@ class Script:
             getattr(self._crew, deed)()
 
 
-async def run(world: World, deeds: Mapping[int, str], **changes: Any) -> tuple[Script, TrainConfig, Any]:
+async def run(
+    world: World, deeds: Mapping[int, str], *, parts: Parts | None = None, **changes: Any
+) -> tuple[Script, TrainConfig, Any]:
     table = {"log": QUIET, "rollout": SMALL, "env": {"settings": {"num_maps": 4}}} | changes
     config = TrainConfig.model_validate(job_table(world, **table))
-    crew = LocalCrew(config, world.tokens, Parts(make_publisher=file_publisher))
+    crew = LocalCrew(config, world.tokens, parts or Parts(make_publisher=file_publisher))
     script = Script(crew, deeds)
     try:
         result = await train_with(crew, script)
@@ -143,6 +148,59 @@ async def test_dynamic_sampling_fills_the_batch_with_groups_that_teach(world: Wo
     assert_applied_once(world, config)
 
 
+TWO_TASKS = [
+    {"name": "lake", "kind": "frozenlake", "settings": {"num_maps": 4}, "weight": 3.0, "max_tokens": 1},
+    {
+        "name": "maths",
+        "kind": "math_tools",
+        "settings": {"num_tasks": 8, "max_turns": 1},
+        "reward": {"kind": "tests.train.ray_world:constant_reward"},
+        "max_tokens": 3,
+    },
+]
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
+async def test_two_tasks_are_mixed_by_weight_scored_apart_and_known_to_the_scheduler(
+    world: World, mode: str
+) -> None:
+    script, config, _ = await run(
+        world,
+        {0: "kill_manager"},
+        num_steps=3,
+        env={},
+        tasks=TWO_TASKS,
+        eval={"at_end": True, "num_tasks": 2},
+        rollout={"num_groups": 4, "group_size": 2, "mode": mode},
+    )
+    assert world.scheduler is not None
+    traces = [one.trace("", "") for one in world.scheduler.store.trajectories.values()]
+    for trace in traces:
+        assert trace["task_kind"] == {"frozenlake": "lake", "math_tools": "maths"}[trace["task"]["env"]]
+        for turn in trace["turns"]:
+            assert len(turn["token_ids"]) <= (1 if trace["task_kind"] == "lake" else 3)
+    consumed = [name for ids in consumed_of(config).values() for name in ids]
+    groups = {one["group_id"]: one["task_kind"] for one in traces if one["id"] in consumed}
+    if mode == "synchronous":
+        assert sorted(groups.values()) == ["lake"] * 9 + ["maths"] * 3
+        assert all(record["tasks"]["lake"]["num_trajectories"] == 6 for record in script.records)
+    for record in script.records:
+        if "maths" in record["tasks"]:
+            assert record["tasks"]["maths"]["reward_mean"] == 0.25  # the pool's, not the environment's
+    # From the second step on the scheduler is told the ratio that the first one measured.
+    told = {
+        one.created.prefill_per_decode
+        for one in world.scheduler.store.trajectories.values()
+        if one.created.task_kind == "lake" and one.created.job == config.job
+    }
+    if mode == "synchronous":
+        assert script.records[0]["tasks"]["lake"]["prefill_per_decode"] in told
+    assert any(ratio is not None for ratio in told)
+    held_out = script.records[-1]["eval"]
+    assert {name: one["num_episodes"] for name, one in held_out["tasks"].items()} == {"lake": 2, "maths": 2}
+    assert held_out["num_episodes"] == 4
+
+
 async def test_an_evaluation_reports_the_version_it_was_pinned_to(world: World) -> None:
     evaluation = {"every_steps": 1, "num_tasks": 3}
     script, _, result = await run(
@@ -192,6 +250,54 @@ async def test_checkpoints_that_cannot_be_read_end_the_run_and_stay(world: World
         await run(world, {}, num_steps=4)
     assert caught.value.fix is not None
     assert sorted((config.output_dir / "checkpoints").iterdir()) == folders
+
+
+async def test_a_wiped_output_folder_does_not_give_two_lives_one_name(world: World) -> None:
+    _, config, first = await run(world, {}, num_steps=1)
+    shutil.rmtree(config.output_dir)
+    script, _, second = await run(world, {}, num_steps=1)
+    assert (first.attempt, second.attempt) == (1, 2)  # the scheduler remembers
+    assert script.records[0]["step"] == 0
+
+
+def test_the_attempt_that_published_last_counts_too(tmp_path: Path, policy_model: Path) -> None:
+    table = {"model": policy_model, "weights": {"directory": tmp_path / "store"}, "output_dir": tmp_path}
+    config = TrainConfig.model_validate(table)
+    worker = TrainWorker(config, Tokens.generate())
+    assert worker._published_attempt() == 0
+    make_publisher(config, Tokens.generate(), torch.nn.Linear(4, 4), 5).publish(0)
+    assert worker._published_attempt() == 5
+
+
+class Unreachable:
+    """A publisher whose store is away for the first ``num_failures`` calls."""
+
+    num_failures = 0
+
+    def __init__(self, config: TrainConfig, tokens: Tokens, module: Any, attempt: int) -> None:
+        self._publisher = file_publisher(config, tokens, module, attempt)
+
+    def publish(self, version: int, **told: Any) -> Any:
+        if Unreachable.num_failures > 0:
+            Unreachable.num_failures -= 1
+            raise CapacityError("the relay cannot be reached", field="relay.url")
+        return self._publisher.publish(version, **told)
+
+
+async def test_a_store_that_is_away_for_a_while_does_not_end_the_run(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rose.train.workers.PUBLISH_PAUSE_S", 0.01)
+    Unreachable.num_failures = 3
+    script, config, _ = await run(world, {}, num_steps=2, parts=Parts(make_publisher=Unreachable))
+    assert [record["step"] for record in script.records] == [0, 1]
+    assert Unreachable.num_failures == 0
+    assert_applied_once(world, config)
+
+    Unreachable.num_failures = 10**6
+    weights = {"directory": str(world.versions), "patience_s": 0.0}
+    with pytest.raises(CapacityError, match="cannot be reached"):
+        await run(world, {}, num_steps=3, parts=Parts(make_publisher=Unreachable), weights=weights)
 
 
 async def test_a_damaged_checkpoint_is_passed_over_aloud(world: World) -> None:

@@ -12,9 +12,11 @@ import pytest
 from aiohttp import web
 
 from rose.errors import CapacityError, ConfigError, EngineError, NotFound, TrainError, Unauthorized
+from rose.scheduler.fake_engine import Fault
 from rose.train.batch import samples_of
 from rose.train.client import SchedulerClient, error_of
 from rose.train.env import FrozenLakeFamily, FrozenLakeParams, Observation
+from rose.train.mix import TaskMix
 from rose.train.rollout import (
     EpisodeParams,
     EpisodeRunner,
@@ -32,7 +34,7 @@ TASKS: list[dict[str, Any]] = [{"n": 0}, {"n": 1}, {"n": 2}]
 def plan(waiting: list[GroupState], *, step: int = 4, num_groups: int = 3) -> list[GroupPlan]:
     return plan_groups(
         waiting=waiting,
-        tasks=TASKS,
+        mix=TaskMix({"": TASKS}),
         step=step,
         first_task=step * num_groups,
         attempt=2,
@@ -247,7 +249,7 @@ async def test_a_reward_that_is_no_number_gives_its_group_up_and_is_never_report
         assert report.num_episodes == 0
         ((name, why),) = report.failures
         assert name == "g"
-        assert why == f"environment failed 2 times: reward {reward} is not finite"
+        assert why == f"reward failed 2 times: reward {reward} is not finite"
         assert await client.list_trajectories(job=f"poor-{reward}", state="finished") == []
 
 
@@ -326,6 +328,79 @@ async def test_redundant_episodes_free_a_group_of_its_straggler(world: World) ->
         assert (report.num_episodes, report.num_dropped, report.failures) == (4, 1, ())
         assert len(await client.list_trajectories(job="stuck", state="finished")) == 4
         assert await client.list_trajectories(job="stuck", state="running") == []
+
+
+async def test_a_trajectory_that_the_scheduler_cancels_is_played_again_and_counted(world: World) -> None:
+    """As happens to a stale one, or when an operator deletes it: 410 at its next turn."""
+    async with client_of(world) as client:
+
+        class Unlucky(FrozenLakeFamily):
+            num_made = 0
+
+            def make(self) -> Any:
+                self.num_made += 1
+                return Cancelled() if self.num_made == 1 else super().make()
+
+        class Cancelled(Talker):
+            def __init__(self) -> None:
+                super().__init__(4)
+
+            async def step(self, text: str) -> Observation:
+                if text:
+                    for one in await client.list_trajectories(job="unlucky", state="running"):
+                        await client.cancel(one["id"])
+                return await super().step(text)
+
+        family = Unlucky(FrozenLakeParams())
+        runner = runner_of(world, client, family, job="unlucky", max_retries=2)
+        report = await runner.run([group(family, size=1), replace(group(family, size=1), group_id="h")])
+        assert (report.num_episodes, report.failures) == (2, ())
+        assert report.causes["cancelled"] == report.num_retries >= 1
+
+        family.num_made = -(10**6)
+        runner._params = replace(runner._params, max_retries=0)
+        family.make = Cancelled  # type: ignore[method-assign]
+        failed = await runner.run([replace(group(family, size=1), group_id="never")])
+    assert failed.failures[0][0] == "never"
+    assert failed.failures[0][1].startswith("cancelled failed 1 times: ")
+
+
+async def test_a_turn_that_the_engines_failed_costs_its_episode_and_not_the_run(world: World) -> None:
+    family = FrozenLakeFamily(FrozenLakeParams())
+    for engine in world.engines:  # more than a turn's budget of nonsense answers
+        engine.faults.extend([Fault(kind="garbage")] * 3)
+    try:
+        async with client_of(world) as client:
+            runner = runner_of(world, client, family, job="failing", max_retries=4)
+            report = await runner.run([group(family, size=1)])
+    finally:
+        for engine in world.engines:
+            engine.faults.clear()
+    assert (report.num_episodes, report.failures) == (1, ())
+    assert report.causes == {"engine": report.num_retries}
+    assert report.num_retries >= 1
+
+
+@pytest.mark.parametrize("status", [502, 503, 504])
+async def test_a_proxy_that_has_lost_the_scheduler_for_a_moment_is_asked_again(status: int) -> None:
+    answers = [web.Response(status=status, text="<html>bad gateway</html>", content_type="text/html")]
+    answers.append(web.json_response({"trajectories": [], "versions": {"j": "7.3"}}))
+
+    async def handle(request: web.Request) -> web.Response:
+        return answers.pop(0)
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with SchedulerClient(url, agent_token="x" * 20, retry_s=5.0) as client:
+            assert await client.latest_attempt("j") == 7
+        assert answers == []
+    finally:
+        await runner.cleanup()
 
 
 async def test_held_out_episodes_are_scored_and_left_to_no_trainer(world: World) -> None:

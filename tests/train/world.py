@@ -36,6 +36,8 @@ class TorchEngine(FakeEngine):
         super().__init__(tokenizer=HFTokenizer(AutoTokenizer.from_pretrained(model_path)), max_model_len=1024)
         self._versions = versions
         self.policy: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+        # The model has more rows than its tokenizer has entries, and samples them all.
+        self.tokenizer.vocab_size = self.policy.config.vocab_size
         self._generator = torch.Generator().manual_seed(seed)
         self.num_sampled = 0
 

@@ -1,0 +1,413 @@
+"""What harvested engines bring to a train loop: real scheduler, loops and environment managers on engines that only take time.
+
+One arm is a mode (synchronous or asynchronous), a fleet, and whether environments have stragglers (a lognormal latency added to
+each of their steps).  Fleets: *dedicated*, *harvested* (the same engines beside bursts of production, see
+``benchmarks.training.engines``), and *both*.  The trainer takes a fixed time per step.
+
+*Gain.*  Pools add up if ``both = dedicated + harvested`` in tokens per second, each measured alone in the same asynchronous
+loop.  The bar is a gain of at least 0.9 of that::
+
+    both / dedicated - 1  >=  0.9 * harvested / dedicated
+
+*Order.*  Two more arms, with a tighter bound of staleness, compare what the queue of a scheduler with more demand than capacity
+goes by: the age of each turn, or of its group (``oldest_first_s``).
+
+Tokens are those that were trained on, between the end of the first step counted and the end of the last.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gateway import Arm
+from benchmarks.report import Report
+from benchmarks.training import probe
+from benchmarks.training.engines import Bursts, EngineSpec, PoolSpec, Steps, to_json
+from rose.auth import Tokens
+
+NUM_ENGINES = 2
+"""Of each tier."""
+CAP = 16
+"""Turns per engine, as in the paper."""
+BAR = 0.9
+STRAGGLERS = {"median_s": 0.2, "sigma": 1.2}
+"""One step in a hundred takes sixteen times the median: 3.3 s, where an answer takes 1.3 s."""
+WARM_STEPS = {"synchronous": 1, "asynchronous": 4}
+"""Not counted: the buffer fills, and the scheduler learns how fast its workers are."""
+MAX_STANDSTILL_S = 2.5
+"""A run in which the whole machine stood still for longer is none."""
+MAX_TRIES = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    mode: str
+    fleet: str
+    stragglers: bool = False
+    alpha: int = 4
+    oldest_first: bool = True
+    """Whether the queue of the scheduler goes by the age of a turn's group (of asynchronous arms)."""
+    affine_wait: bool = True
+    """Whether turns wait for a slot where their prefix is."""
+    end: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.mode}_{self.fleet}{'_stragglers' if self.stragglers else ''}{self.end}"
+
+
+CASES = [
+    Case(mode=mode, fleet=fleet, stragglers=stragglers)
+    for stragglers in (False, True)
+    for mode, fleet in (
+        ("synchronous", "dedicated"),
+        ("asynchronous", "dedicated"),
+        ("asynchronous", "harvested"),
+        ("asynchronous", "both"),
+    )
+] + [
+    Case(mode="asynchronous", fleet="dedicated", alpha=2, oldest_first=first, end=f"_alpha2_by_{name}")
+    for first, name in ((False, "turn"), (True, "group"))
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """What all arms of a run share."""
+
+    steps: Steps = field(default_factory=Steps)
+    bursts: Bursts = field(default_factory=Bursts)
+    num_steps: int = 4
+    """Counted ones; half of it in a synchronous arm, whose steps are alike."""
+    train_s: float = 1.5
+    num_groups: int = 6
+    group_size: int = 8
+    oldest_first_s: float = 60.0
+    affine_wait_s: float = 0.5
+    """The scheduler's settings, where a case has them."""
+
+
+class Loop:
+    """Runs arms, one at a time."""
+
+    def __init__(self, setting: Setting, report: Report) -> None:
+        self._setting = setting
+        self._report = report
+        self._arms: list[Arm] = []
+
+    def measure(self, case: Case, seed: int) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
+            try:
+                return self._measure(Path(folder), case, seed)
+            finally:
+                for arm in reversed(self._arms):
+                    arm.end()
+                self._arms.clear()
+
+    def _measure(self, folder: Path, case: Case, seed: int) -> dict[str, Any]:
+        setting = self._setting
+        tokens, head = folder / "tokens.toml", folder / "head"
+        Tokens.generate().save(tokens)
+        by_group = case.mode == "asynchronous" and case.oldest_first
+        scheduler_settings = {
+            "port": 0,
+            "seed": seed,
+            "oldest_first_s": setting.oldest_first_s if by_group else 0.0,
+            "affine_wait_s": setting.affine_wait_s if case.affine_wait else 0.0,
+            "cap_dedicated": CAP,
+            "cap_harvested": CAP,
+            "timeouts": {"stall_s": 60.0, "suspect_s": 5.0, "dead_s": 20.0},
+        }
+        scheduler = self._start(
+            folder,
+            "scheduler",
+            {"settings": scheduler_settings, "token_file": str(tokens), "journal": str(folder / "journal")},
+        )
+        pool = PoolSpec(
+            scheduler=scheduler.url,
+            token_file=str(tokens),
+            probe_file=str(folder / "engines.jsonl"),
+            head_file=str(head),
+            engines=self._engines(case.fleet, seed),
+        )
+        (folder / "engines.json").write_text(to_json(pool))
+        self._arms.append(
+            Arm(
+                "engines",
+                [sys.executable, "-m", "benchmarks.training.engines", str(folder / "engines.json")],
+            )
+        )
+        num_counted = setting.num_steps if case.mode == "asynchronous" else -(-setting.num_steps // 2)
+        num_steps = WARM_STEPS[case.mode] + num_counted
+        job = {
+            "job": "bench",
+            "model": str(folder),
+            "num_steps": num_steps,
+            "output_dir": str(folder / "out"),
+            "scheduler": {"url": scheduler.url},
+            "weights": {"directory": str(folder)},
+            "log": {"tensorboard": False},
+            "env": {
+                "kind": "benchmarks.training.envs:scripted",
+                "settings": {"turns_median": 3.0, "seed": seed},
+                "latency": STRAGGLERS if case.stragglers else {},
+            },
+            "rollout": {
+                "mode": case.mode,
+                "alpha": case.alpha,
+                "num_groups": setting.num_groups,
+                "group_size": setting.group_size,
+                "max_tokens": 256,
+            },
+        }
+        spec = {
+            "job": job,
+            "token_file": str(tokens),
+            "head_file": str(head),
+            "train_s": setting.train_s,
+            "probe_file": str(folder / "driver.jsonl"),
+        }
+        (folder / "driver.json").write_text(json.dumps(spec))
+        driver = Arm(
+            "driver", [sys.executable, "-m", "benchmarks.training.driver", str(folder / "driver.json")]
+        )
+        self._arms.append(driver)
+        metrics = folder / "out" / "metrics.jsonl"
+        while driver.process.poll() is None:
+            for arm in self._arms[:-1]:
+                if arm.process.poll() is not None:
+                    self._fail(arm)
+            done = len(metrics.read_bytes().splitlines()) if metrics.exists() else 0
+            self._report.progress(case.name, done, num_steps)
+            time.sleep(0.2)
+        if driver.process.returncode != 0:
+            self._fail(driver)
+        records = [json.loads(line) for line in metrics.read_text().splitlines()]
+        return self._found(folder, case, records)
+
+    def _found(self, folder: Path, case: Case, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        num_warm = WARM_STEPS[case.mode]
+        start_s, counted = records[num_warm - 1]["end_s"], records[num_warm:]
+        end_s = counted[-1]["end_s"]
+        seconds = end_s - start_s
+        windows = {
+            name: probe.read(folder / f"{name}.jsonl", start_s - probe.LINE_S, end_s + probe.LINE_S)
+            for name in ("engines", "scheduler", "driver")
+        }
+        engines = windows["engines"]
+        num_engines = NUM_ENGINES * (2 if case.fleet == "both" else 1)
+        tiers: dict[str, int] = {}
+        for record in counted:
+            for tier, counts in record["tiers"].items():
+                tiers[tier] = tiers.get(tier, 0) + counts["tokens"]
+        total = sum(tiers.values())
+        trained = sum(record["num_tokens"] for record in counted)
+        parts = {
+            name: statistics.fmean(record[f"{name}_s"] for record in counted)
+            for name in ("rollout", "train", "checkpoint", "publish", "step")
+        }
+        # end to end, because what the pump does between two calls of a step belongs to neither
+        whole_s = seconds / len(counted)
+        other_s = whole_s - sum(parts[name] for name in ("rollout", "train", "checkpoint", "publish"))
+        return {
+            "case": case.name,
+            "tokens_per_s": round(trained / seconds, 1),
+            "leased_tokens_per_s": round(total / seconds, 1),
+            "trajectories_per_s": round(sum(one["num_trajectories"] for one in counted) / seconds, 2),
+            "step_s": round(whole_s, 3),
+            "parts_s": {
+                **{name: round(parts[name], 3) for name in ("rollout", "train", "checkpoint", "publish")},
+                "other": round(other_s, 3),
+            },
+            "harvested_share": round(tiers.get("harvested", 0) / total, 3),
+            "engine_busy": round(engines.counts["busy_s"] / engines.seconds / num_engines, 3),
+            "engine_tokens_per_s": round(engines.counts["num_tokens"] / engines.seconds, 1),
+            "engine_lost_s": round(engines.counts["lost_s"], 2),
+            "batch_mean": round(engines.counts["num_tokens"] / max(1, engines.counts["num_steps"]), 2),
+            "prompt_reused": round(engines.counts["num_reused"] / max(1, engines.counts["num_prompt"]), 3),
+            "cut_requests": engines.counts["num_cut"],
+            "num_trajectories": sum(one["num_trajectories"] for one in counted),
+            "lag_max": max(one["lag_max"] for one in counted),
+            "num_stale": sum(one["num_stale"] for one in counted),
+            "step_times_s": [round(one["step_s"], 2) for one in counted],
+            "cpu": {name: round(window.cpu_s / window.seconds, 3) for name, window in windows.items()},
+            "standstill_s": round(max(max(window.lags_s) for window in windows.values()), 2),
+            "lag_ms": {name: window.lag_ms() for name, window in windows.items()},
+        }
+
+    def _engines(self, fleet: str, seed: int) -> list[EngineSpec]:
+        setting = self._setting
+        found: list[EngineSpec] = []
+        for index in range(NUM_ENGINES):
+            if fleet in ("dedicated", "both"):
+                found.append(EngineSpec(name=f"d{index}", steps=setting.steps))
+            if fleet in ("harvested", "both"):
+                found.append(
+                    EngineSpec(
+                        name=f"h{index}",
+                        tier="harvested",
+                        steps=setting.steps,
+                        bursts=setting.bursts,
+                        seed=seed * 100 + index,
+                    )
+                )
+        return found
+
+    def _start(self, folder: Path, kind: str, spec: dict[str, Any]) -> Arm:
+        path = folder / f"{kind}.json"
+        path.write_text(json.dumps({**spec, "probe_file": str(folder / f"{kind}.jsonl")}))
+        arm = Arm(kind, [sys.executable, "-m", "benchmarks.training.processes", kind, str(path)])
+        self._arms.append(arm)
+        return arm
+
+    def _fail(self, arm: Arm) -> None:
+        arm.log.seek(0)
+        raise RuntimeError(f"{arm.name} ended: {arm.log.read()[-3000:]}")
+
+
+def gain_of(tokens_per_s: Mapping[str, float], stragglers: bool) -> dict[str, float]:
+    """The gain from harvesting, and what the pools measured alone would allow."""
+    end = "_stragglers" if stragglers else ""
+    dedicated, harvested, both = (
+        tokens_per_s[f"asynchronous_{fleet}{end}"] for fleet in ("dedicated", "harvested", "both")
+    )
+    gain, limit = both / dedicated - 1.0, harvested / dedicated
+    return {"gain": gain, "limit": limit, "gain_over_limit": gain / limit}
+
+
+def measure(
+    setting: Setting, repeats: int, only: Sequence[str] | None, cache: Path | None, report: Report
+) -> dict[str, Any] | None:
+    """All arms, interleaved and repeated.  ``cache`` keeps finished arms; with ``only``, None where neither scenario (with
+    stragglers, without) is complete yet.
+
+    A run is judged by the median over repeats of each arm's tokens per second.
+    """
+    known: dict[tuple[str, int], dict[str, Any]] = {}
+    key = json.dumps(asdict(setting), sort_keys=True)
+    if cache is not None and cache.exists():
+        for line in cache.read_text().splitlines():
+            entry = json.loads(line)
+            if entry["setting"] == key:
+                known[(entry["found"]["case"], entry["seed"])] = entry["found"]
+    loop = Loop(setting, report)
+    for seed in range(repeats):
+        for case in CASES:
+            wanted = only is None or case.name in only or f"{case.name}:{seed}" in only
+            if (case.name, seed) in known or not wanted:
+                continue
+            for _ in range(MAX_TRIES):
+                found = loop.measure(case, seed)
+                if found["standstill_s"] <= MAX_STANDSTILL_S:
+                    break
+                print(f"{case.name}: stood still for {found['standstill_s']:.1f} s, once more", flush=True)
+            else:
+                raise RuntimeError(f"{case.name}: the machine is too busy to measure on")
+            known[(case.name, seed)] = found
+            print(f"{seed} {case.name:36} {found['tokens_per_s']:8.0f} tokens/s", flush=True)
+            if cache is not None:
+                with cache.open("a") as file:
+                    file.write(json.dumps({"setting": key, "seed": seed, "found": found}) + "\n")
+    if not any(_complete(known, repeats, end) for end in ("", "_stragglers")):
+        return None
+    return summarise(setting, known, repeats, report)
+
+
+def _complete(known: Mapping[tuple[str, int], Any], repeats: int, end: str) -> bool:
+    """Whether all arms of a scenario have been measured."""
+    arms = (
+        "synchronous_dedicated",
+        *(f"asynchronous_{fleet}" for fleet in ("dedicated", "harvested", "both")),
+    )
+    return all((arm + end, seed) in known for arm in arms for seed in range(repeats))
+
+
+def summarise(
+    setting: Setting, runs: Mapping[tuple[str, int], Mapping[str, Any]], repeats: int, report: Report
+) -> dict[str, Any]:
+    middle: dict[str, Mapping[str, Any]] = {}
+    for case in CASES:
+        if any((case.name, seed) not in runs for seed in range(repeats)):
+            continue
+        own = sorted(
+            (runs[(case.name, seed)] for seed in range(repeats)), key=lambda one: one["tokens_per_s"]
+        )
+        middle[case.name] = own[(len(own) - 1) // 2]
+    rates = {name: float(one["tokens_per_s"]) for name, one in middle.items()}
+    summary: dict[str, Any] = {}
+    ends = [end for end in ("", "_stragglers") if _complete(runs, repeats, end)]
+    for end in ends:
+        found = gain_of(rates, bool(end))
+        summary |= {
+            f"sync_tokens_per_s{end}": rates[f"synchronous_dedicated{end}"],
+            f"async_tokens_per_s{end}": rates[f"asynchronous_dedicated{end}"],
+            f"harvested_alone_tokens_per_s{end}": rates[f"asynchronous_harvested{end}"],
+            f"async_harvest_tokens_per_s{end}": rates[f"asynchronous_both{end}"],
+            f"async_over_sync{end}": round(
+                rates[f"asynchronous_dedicated{end}"] / rates[f"synchronous_dedicated{end}"], 3
+            ),
+            f"harvest_gain{end}": round(found["gain"], 3),
+            f"harvest_gain_limit{end}": round(found["limit"], 3),
+            f"harvest_gain_over_limit{end}": round(found["gain_over_limit"], 3),
+        }
+    summary["harvest_gain_over_limit_bar"] = BAR
+    for order in ("turn", "group"):
+        one = middle.get(f"asynchronous_dedicated_alpha2_by_{order}")
+        if one is None:
+            continue
+        summary[f"alpha2_by_{order}_tokens_per_s"] = one["tokens_per_s"]
+        summary[f"alpha2_by_{order}_stale_fraction"] = round(one["num_stale"] / one["num_trajectories"], 3)
+    report.table(
+        (
+            "arm",
+            "tokens/s",
+            "step s",
+            "rollout",
+            "train",
+            "ckpt",
+            "publish",
+            "other",
+            "busy",
+            "batch",
+            "reused",
+            "cuts",
+        ),
+        [
+            (
+                name,
+                one["tokens_per_s"],
+                one["step_s"],
+                *(one["parts_s"][part] for part in ("rollout", "train", "checkpoint", "publish", "other")),
+                one["engine_busy"],
+                one["batch_mean"],
+                one["prompt_reused"],
+                one["cut_requests"],
+            )
+            for name, one in middle.items()
+        ],
+        title="train loop on timed engines",
+    )
+    for end in ends:
+        ratio = summary[f"harvest_gain_over_limit{end}"]
+        word = "meets" if ratio >= BAR else "MISSES"
+        print(
+            f"gain from harvesting{end.replace('_', ', ')}: {ratio:.3f} of what the pools alone allow; {word} {BAR}"
+        )
+    details = {
+        "setting": asdict(setting),
+        "step_model": "rose.policy.admission.StepModel",
+        "cap": CAP,
+        "engines_per_tier": NUM_ENGINES,
+        "stragglers": STRAGGLERS,
+        "repeats": repeats,
+        "runs": [{"seed": seed, **one} for (_, seed), one in runs.items()],
+    }
+    return {"summary": summary, "details": details}
