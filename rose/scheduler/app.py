@@ -14,7 +14,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 from aiohttp import web
 
 from rose.auth import Tokens
@@ -120,7 +119,6 @@ class Scheduler:
         self._sampled_at_s = float("-inf")
         self._tasks: list[asyncio.Task[None]] = []
         self._runner: web.AppRunner | None = None
-        self._session: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
         """Listen and serve.
@@ -130,15 +128,8 @@ class Scheduler:
         """
         config, times = self.config, self.config.timeouts
         self._started_at_s = self.clock.now_s()
-        # The default limit of 100 connections would queue turns where nobody sees them.
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=60), auto_decompress=True, trust_env=False
-        )
         self.engines = EngineClient(
-            self._session,
-            connect_s=times.connect_s,
-            attempt_s=times.attempt_s,
-            render_s=times.render_s,
+            connect_s=times.connect_s, attempt_s=times.attempt_s, render_s=times.render_s
         )
         self.dispatcher = Dispatcher(
             self.book,
@@ -221,8 +212,7 @@ class Scheduler:
                 await self.jobs.close()
                 await self.dispatcher.close()
             await self._runner.cleanup()
-        if self._session is not None:
-            await self._session.close()
+            self.engines.close()
         self.decisions.close()
         if self.journal.healthy:
             try:

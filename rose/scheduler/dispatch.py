@@ -326,8 +326,14 @@ class Dispatcher:
         if streamed:
             body["stream_options"] = {"include_usage": True}
         try:
+            if not streamed:
+                output = await self.engines.generate(
+                    engine, body, handle.trace_headers, entries=handle.keep_entries
+                )
+                self._accept(handle, attempt, output)
+                return
             async with contextlib.aclosing(
-                self.engines.generate(engine, body, handle.trace_headers)
+                self.engines.stream(engine, body, handle.trace_headers, entries=handle.keep_entries)
             ) as outputs:
                 async for output in outputs:
                     self._accept(handle, attempt, output)
