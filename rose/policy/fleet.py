@@ -393,7 +393,8 @@ class Fleet:
                 at_s=at_s, seconds=seconds, num_new=num_new, crowd=crowd, num_prefilled=num_prefilled
             )
         self.table.set_tier(worker.tier is Tier.DEDICATED, self.tier_speed[worker.tier])
-        self.table.sync(worker)
+        if self.workers.get(worker.worker_id) is worker:  # else it was replaced by a new incarnation
+            self.table.sync_speed(worker)
 
     def _note_reclaim(self, worker: Worker, at_s: float) -> None:
         # A cut is told twice, by its turns and by the heartbeat; halving once is enough.

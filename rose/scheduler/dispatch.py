@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import random
 from collections.abc import Callable, Mapping
@@ -261,18 +262,19 @@ class Dispatcher:
         if len(self.endpoints) > len(workers):
             self.endpoints = {name: item for name, item in self.endpoints.items() if name in workers}
 
-    def feed(self, event: te.Event) -> list[te.Action]:
+    def feed(self, event: te.Event, output: Output | None = None) -> list[te.Action]:
+        """``output`` is what an event with tokens was made of."""
         actions = self.book.handle(event)
         if self._decisions is not None:
             self._decisions.record(event, actions)
         for action in actions:
-            self._execute(action)
+            self._execute(action, output)
             self._on_action(action)
         if isinstance(event, te.WorkerHeartbeat):
             self._ready.set()
         return actions
 
-    def _execute(self, action: te.Action) -> None:
+    def _execute(self, action: te.Action, output: Output | None) -> None:
         match action:
             case te.Dispatch():
                 handle = self.handles[action.turn_id]
@@ -281,10 +283,9 @@ class Dispatcher:
                 if action.attempt == 1:
                     handle.queued_s = action.queued_s
                 task = asyncio.create_task(self._attempt(action, handle, self.endpoints[action.worker_id]))
-                self._attempts[(action.turn_id, action.attempt)] = task
-                task.add_done_callback(
-                    lambda _, key=(action.turn_id, action.attempt): self._attempts.pop(key, None) and None
-                )
+                key = (action.turn_id, action.attempt)
+                self._attempts[key] = task
+                task.add_done_callback(functools.partial(self._forget_attempt, key))
             case te.AbortAttempt():
                 task = self._attempts.get((action.turn_id, action.attempt))
                 if task is not None:
@@ -305,8 +306,19 @@ class Dispatcher:
                 if not handle.done.done():
                     handle.done.set_result(action)
                 handle.notify()
-            case te.TokensKept() | te.Requeued() | te.Fenced():
+            case te.TokensKept():
+                assert output is not None
+                handle, count = self.handles[action.turn_id], action.num_tokens
+                handle.tokens.extend(output.token_ids[:count])
+                handle.logprobs.extend(output.logprobs[:count])
+                if handle.keep_entries:
+                    handle.entries.extend(output.entries[:count])
+                handle.notify()
+            case te.Requeued() | te.Fenced():
                 pass
+
+    def _forget_attempt(self, key: tuple[str, int], task: asyncio.Task[None]) -> None:
+        del self._attempts[key]
 
     async def _attempt(self, action: te.Dispatch, handle: TurnHandle, engine: Endpoint) -> None:
         """Run one attempt and report how it went; never raises but for cancellation."""
@@ -346,34 +358,27 @@ class Dispatcher:
             self._report_failure(turn_id, attempt, "bad", str(error))
 
     def _accept(self, handle: TurnHandle, attempt: int, output: Output) -> None:
-        if output.token_ids:
-            for kept in self.feed(
-                te.TokensArrived(
-                    at_s=self.now_s(),
-                    turn_id=handle.turn_id,
-                    attempt=attempt,
-                    token_ids=output.token_ids,
-                    logprobs=output.logprobs,
-                )
-            ):
-                if isinstance(kept, te.TokensKept):
-                    handle.tokens.extend(output.token_ids[: kept.num_tokens])
-                    handle.logprobs.extend(output.logprobs[: kept.num_tokens])
-                    if handle.keep_entries:
-                        handle.entries.extend(output.entries[: kept.num_tokens])
-                    handle.notify()
-        if output.finish_reason is not None:
-            self.feed(
-                te.AttemptEnded(
-                    at_s=self.now_s(),
-                    turn_id=handle.turn_id,
-                    attempt=attempt,
-                    finish_reason=output.finish_reason,
-                    stop_reason=output.stop_reason,
-                    num_cached_tokens=output.num_cached_tokens,
-                    versions=output.versions,
-                )
+        if output.finish_reason is None:
+            event: te.TokensArrived | te.AttemptEnded = te.TokensArrived(
+                at_s=self.now_s(),
+                turn_id=handle.turn_id,
+                attempt=attempt,
+                token_ids=output.token_ids,
+                logprobs=output.logprobs,
             )
+        else:
+            event = te.AttemptEnded(
+                at_s=self.now_s(),
+                turn_id=handle.turn_id,
+                attempt=attempt,
+                finish_reason=output.finish_reason,
+                stop_reason=output.stop_reason,
+                num_cached_tokens=output.num_cached_tokens,
+                versions=output.versions,
+                token_ids=output.token_ids,
+                logprobs=output.logprobs,
+            )
+        self.feed(event, output)
 
     async def _attempt_failed(
         self, turn_id: str, attempt: int, engine: Endpoint, failure: EngineFailure

@@ -84,7 +84,6 @@ class Job:
     """A request in progress.  ``answer`` resolves to the body of a non-streamed answer."""
 
     def __init__(self, dispatcher: Dispatcher, wish: Wish) -> None:
-        loop = asyncio.get_running_loop()
         self.wish = wish
         self.handles: list[TurnHandle] = []
         self.started: asyncio.Event = asyncio.Event()
@@ -93,7 +92,8 @@ class Job:
         self.num_attached = 0
         self.finished: list[Finished] = []
         self._dispatcher = dispatcher
-        self._unavailable: asyncio.Future[None] = loop.create_future()
+        self.is_waiting_too_long = False
+        self._waiters: list[asyncio.Future[None]] = []
 
     def add(self, handle: TurnHandle) -> None:
         self.handles.append(handle)
@@ -101,15 +101,10 @@ class Job:
         if self.num_attached == 0:
             self._dispatcher.detach(handle)
 
-    @property
-    def is_waiting_too_long(self) -> bool:
-        return self._unavailable.done()
-
     def attach(self) -> None:
         self.num_attached += 1
         if self.num_attached == 1:
-            if self._unavailable.done():
-                self._unavailable = asyncio.get_running_loop().create_future()
+            self.is_waiting_too_long = False
             for handle in self.handles:
                 self._dispatcher.attach(handle)
 
@@ -127,7 +122,13 @@ class Job:
             RoseError: The job failed.
         """
         assert self.task is not None
-        await asyncio.wait({self.task, self._unavailable}, return_when=asyncio.FIRST_COMPLETED)
+        while not self.task.done() and not self.is_waiting_too_long:
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            try:
+                await waiter
+            finally:
+                self._waiters.remove(waiter)
         if not self.task.done():
             raise CapacityError("no worker could take the turn in time", retry_after_s=5.0)
         return self.task.result()
@@ -136,10 +137,16 @@ class Job:
         """Ended: no cycle keeps the turns' tokens for the next full collection."""
         for handle in self.handles:
             handle.on_unavailable = _nobody
+        self._wake()
 
     def _give_up_for_now(self) -> None:
-        if not self._unavailable.done():
-            self._unavailable.set_result(None)
+        self.is_waiting_too_long = True
+        self._wake()
+
+    def _wake(self) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -358,14 +365,8 @@ class Jobs:
         await asyncio.gather(*self._running, return_exceptions=True)
 
 
-def is_resumable(params: Mapping[str, Any], *, streamed: bool) -> bool:
-    """Can another engine go on in the middle, as if nothing had happened?
-
-    No for a seed (its draws would repeat), penalties that count output only, and anything that keeps state
-    per request.  A stop string may lie across the seam: a stream is watched by the gateway, other turns
-    start again.
-    """
-    stateful = (
+_STATEFUL = frozenset(
+    (
         "presence_penalty",
         "frequency_penalty",
         "structured_outputs",
@@ -374,8 +375,21 @@ def is_resumable(params: Mapping[str, Any], *, streamed: bool) -> bool:
         "repetition_detection",
         "logits_processors",
     )
-    if params.get("seed") is not None or any(params.get(name) for name in stateful):
+)
+
+
+def is_resumable(params: Mapping[str, Any], *, streamed: bool) -> bool:
+    """Can another engine go on in the middle, as if nothing had happened?
+
+    No for a seed (its draws would repeat), penalties that count output only, and anything that keeps state
+    per request.  A stop string may lie across the seam: a stream is watched by the gateway, other turns
+    start again.
+    """
+    if params.get("seed") is not None:
         return False
+    for name in _STATEFUL.intersection(params):
+        if params[name]:
+            return False
     return streamed or not params.get("stop")
 
 
