@@ -12,7 +12,7 @@ import ipaddress
 import logging
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 
@@ -181,6 +181,7 @@ class Scheduler:
         # Cancelling a handler whose client has gone is how a turn learns that nobody waits for it.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         await self._runner.setup()
+        self._shorten_hot_routes(openai)
         site = web.TCPSite(self._runner, config.host, config.port, backlog=1024)
         try:
             await site.start()
@@ -260,6 +261,42 @@ class Scheduler:
         add("GET", "/events", watch.events, "agent", "trainer", "node")
         add("GET", "/debug/trace", watch.trace, "agent", "trainer", "node")
         add("GET", "/", watch.page)
+
+    def _shorten_hot_routes(self, openai: OpenAIRoutes) -> None:
+        """Serve the routes of turns without the router and its bookkeeping; everything else goes the usual way.
+
+        The same handlers behind the same checks in the same order; a request that asks for ``100-continue`` is left to
+        the router, which knows what that means.
+        """
+        assert self._runner is not None
+        server = self._runner.server
+        assert server is not None
+        routed = server.request_handler
+
+        def behind(handler: Handler) -> Handler:
+            checked = requires(self.tokens, "agent")(handler)
+
+            async def guarded(request: web.Request) -> web.StreamResponse:
+                return await self.guard.serve(request, checked)
+
+            async def whole(request: web.Request) -> web.StreamResponse:
+                return await errors_middleware(request, guarded)
+
+            return whole
+
+        hot = {
+            "/rose/v1/generate": behind(openai.generate),
+            "/v1/chat/completions": behind(openai.chat),
+            "/v1/completions": behind(openai.completions),
+        }
+
+        async def front(request: web.BaseRequest) -> web.StreamResponse:
+            handler = hot.get(request.rel_url.raw_path) if request.method == "POST" else None
+            if handler is None or "Expect" in request.headers:
+                return await routed(request)
+            return await handler(cast("web.Request", request))
+
+        server.request_handler = front
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -17,13 +17,13 @@ import logging
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from rose.clock import Clock
 from rose.decisions.log import DecisionLog
 from rose.errors import CapacityError, EngineError, Gone, NotFound, PolicyError, RequestError, RoseError
 from rose.policy import turn_events as te
-from rose.policy.fleet import Duty, Health, Tier, Worker
+from rose.policy.fleet import Duty, Health, Tier
 from rose.policy.routing import RoutingPolicy
 from rose.policy.staleness import Version
 from rose.policy.turns import TurnBook
@@ -66,6 +66,17 @@ class TurnHandle:
             watcher.set()
 
 
+class ServedModel(NamedTuple):
+    """The least of what the workers of one model can do, dead ones included: they may come back within a turn."""
+
+    max_model_len: int
+    vocab_size: int | None
+    alive: bool
+
+
+NO_MODEL = ServedModel(2**62, None, False)
+
+
 class Dispatcher:
     """Args:
     book: The turn book; owned from here on.
@@ -104,6 +115,8 @@ class Dispatcher:
         self._attempts: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._ready = asyncio.Event()
+        self._models: dict[str, ServedModel] = {}
+        self._models_as_of = -1
         self.draining = False
 
     def now_s(self) -> float:
@@ -194,6 +207,7 @@ class Dispatcher:
 
     def register(self, event: te.WorkerRegistered, endpoint: Endpoint) -> None:
         self.endpoints[event.worker_id] = endpoint
+        self._models_as_of = -1  # the same worker may have come with another endpoint
         self.feed(event)
         if self._parks_newcomers and self.book.fleet.workers[event.worker_id].job is None:
             self.assign(event.worker_id, "")  # before its first heartbeat makes it fit for turns
@@ -219,9 +233,23 @@ class Dispatcher:
     def require(self, job: str, version: Version) -> None:
         self.feed(te.VersionRequired(at_s=self.now_s(), job=job, version=version))
 
-    def models(self) -> dict[str, Worker]:
-        """Served model names, with one worker each."""
-        return {w.model: w for w in self.book.fleet if w.health is not Health.DEAD}
+    def models(self) -> dict[str, ServedModel]:
+        """What living workers serve.  Every request asks, so it is put together once per change of the fleet."""
+        fleet = self.book.fleet
+        if self._models_as_of != fleet.changes:
+            self._models_as_of = fleet.changes
+            self._models.clear()
+            for worker in fleet:
+                endpoint = self.endpoints.get(worker.worker_id)
+                known = self._models.get(worker.model, NO_MODEL)
+                vocab_size = None if endpoint is None else endpoint.vocab_size
+                sizes = [size for size in (known.vocab_size, vocab_size) if size is not None]
+                self._models[worker.model] = ServedModel(
+                    max_model_len=min(known.max_model_len, worker.max_model_len),
+                    vocab_size=min(sizes, default=None),
+                    alive=known.alive or worker.health is not Health.DEAD,
+                )
+        return self._models
 
     async def helper(self, model: str | None, tried: set[str], max_wait_s: float) -> Endpoint:
         """A living worker for a render or derender call, dedicated ones first, waiting for one if need be.
