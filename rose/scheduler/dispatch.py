@@ -359,7 +359,7 @@ class Dispatcher:
             params["min_tokens"] = max(0, params["min_tokens"] - len(kept))
         body = {
             "request_id": f"{turn_id}-{attempt}",
-            "token_ids": [*handle.prompt_ids, *kept],
+            "token_ids": [*handle.prompt_ids, *kept] if kept else handle.prompt_ids,
             "sampling_params": params,
             "stream": streamed,
         }

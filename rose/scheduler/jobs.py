@@ -83,8 +83,9 @@ class Finished:
 class Job:
     """A request in progress.  ``answer`` resolves to the body of a non-streamed answer."""
 
-    def __init__(self, dispatcher: Dispatcher, wish: Wish) -> None:
+    def __init__(self, dispatcher: Dispatcher, wish: Wish, keys: list[str]) -> None:
         self.wish = wish
+        self.keys = keys
         self.handles: list[TurnHandle] = []
         self.started: asyncio.Event = asyncio.Event()
         """All turns are submitted (or the job has failed): a stream may begin to watch them."""
@@ -182,13 +183,14 @@ class Jobs:
             RequestError: 422, the same key with another body.
             CapacityError: 429, too many requests.
         """
-        again = self._repeated(wish)
+        keys = _keys(wish)
+        again = self._repeated(wish, keys)
         if again is not None:
             self.on_duplicate()
             return again
         if len(self._running) >= self.max_running:
             raise CapacityError("too many requests are running", status=429, code="queue_full")
-        job = Job(self.dispatcher, wish)
+        job = Job(self.dispatcher, wish, keys)
 
         async def run() -> bytes:
             try:
@@ -201,12 +203,12 @@ class Jobs:
         job.task = asyncio.create_task(run())
         self._running.add(job.task)
         job.task.add_done_callback(functools.partial(self._reap, job))
-        for key in _keys(wish):
+        for key in job.keys:
             self._by_key[key] = job
         return job
 
-    def _repeated(self, wish: Wish) -> Job | bytes | None:
-        for key in _keys(wish):
+    def _repeated(self, wish: Wish, keys: list[str]) -> Job | bytes | None:
+        for key in keys:
             by_digest = key.startswith("d:")
             field = "Idempotency-Key" if key.startswith("i:") else "X-ROSE-Turn"
             ended = self._answers.get(key)
@@ -234,7 +236,7 @@ class Jobs:
 
     def _reap(self, job: Job, task: asyncio.Task[bytes]) -> None:
         self._running.discard(task)
-        for key in _keys(job.wish):
+        for key in job.keys:
             if self._by_key.get(key) is job:
                 del self._by_key[key]
         job.let_go()
@@ -243,7 +245,7 @@ class Jobs:
         if task.exception() is not None:
             log.debug("a job ended with %s", type(task.exception()).__name__)
         elif job.wish.idempotency_key:
-            self._keep(_keys(job.wish)[0], job.wish.digest, task.result())
+            self._keep(job.keys[0], job.wish.digest, task.result())
 
     def _keep(self, key: str, digest: str, answer: bytes) -> None:
         self._answers[key] = (digest, answer)
