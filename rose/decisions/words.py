@@ -19,7 +19,6 @@ from rose.policy import lending
 from rose.policy import turn_events as te
 from rose.policy.turns import TurnBook
 
-
 _COUNTED = ("token_ids", "logprobs")
 _RESULT = tuple(f.name for f in dataclasses.fields(te.TurnResult))
 _RESULT_VALUES = attrgetter(*_RESULT)
