@@ -32,7 +32,7 @@ from aiohttp import web
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.gateway import Arm, end_all
+from benchmarks.arms import Arm, end_all
 from benchmarks.report import Report, percentile
 from rose.auth import Tokens, bearer
 from rose.scheduler.fake_engine import FakeEngine, FakeNode, Fault, serve_engine

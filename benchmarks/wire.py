@@ -13,6 +13,9 @@ from collections.abc import Callable
 class Client(asyncio.Protocol):
     """One connection, one request at a time.  ``on_data`` sees body bytes as they come."""
 
+    num_reads = 0
+    """Of all connections: whoever waits for answers sees by it that they still come."""
+
     def __init__(self) -> None:
         self._buffer = b""
         self._left: int | None = None
@@ -21,6 +24,7 @@ class Client(asyncio.Protocol):
         self._status = 0
         self._done: asyncio.Future[tuple[int, bytes]] | None = None
         self._body: list[bytes] = []
+        self._lost = False
         self.on_data: Callable[[bytes], None] | None = None
         self._transport: asyncio.Transport
 
@@ -29,11 +33,18 @@ class Client(asyncio.Protocol):
         self._transport = transport
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._lost = True
         if self._done is not None and not self._done.done():
-            self._done.set_exception(ConnectionError("closed"))
+            self._done.set_exception(ConnectionError("closed before the answer was whole"))
 
     async def ask(self, request: bytes) -> tuple[int, bytes]:
-        """Send raw bytes; ``(status, body)``."""
+        """Send raw bytes; ``(status, body)``.
+
+        Raises:
+            ConnectionError: The other side closed, now or since the last answer.
+        """
+        if self._lost or self._transport.is_closing():
+            raise ConnectionError("closed since the last answer")  # nothing would ever come
         self._buffer, self._headers_done, self._body = b"", False, []
         self._done = asyncio.get_running_loop().create_future()
         self._transport.write(request)
@@ -43,6 +54,7 @@ class Client(asyncio.Protocol):
         self._transport.close()
 
     def data_received(self, data: bytes) -> None:
+        Client.num_reads += 1
         if not self._headers_done:
             self._buffer += data
             end = self._buffer.find(b"\r\n\r\n")

@@ -8,7 +8,8 @@ Callers: ``rose.decisions.log``.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, Protocol, get_args
 
 import msgspec
@@ -17,6 +18,10 @@ from rose.errors import LedgerError
 from rose.policy import lending
 from rose.policy import turn_events as te
 from rose.policy.turns import TurnBook
+
+_COUNTED = ("token_ids", "logprobs")
+_RESULT = tuple(f.name for f in dataclasses.fields(te.TurnResult))
+_RESULT_VALUES = attrgetter(*_RESULT)
 
 
 class Book(Protocol):
@@ -49,16 +54,27 @@ class Words:
         self._events = events
         self._codes = {cls: code for code, cls in enumerate((*events, *actions))}
         self._names = {cls: tuple(f.name for f in dataclasses.fields(cls)) for cls in self._codes}
+        self._values: dict[type, Callable[[Any], tuple[Any, ...]]] = {
+            cls: attrgetter(*names) for cls, names in self._names.items() if len(names) > 1
+        }
+        self._counted = {
+            cls: tuple(names.index(name) for name in _COUNTED)
+            for cls, names in self._names.items()
+            if set(_COUNTED) <= set(names)
+        }
 
     def pack(self, item: Any) -> list[Any]:
         cls = type(item)
-        values = [getattr(item, name) for name in self._names[cls]]
-        if cls is te.TokensArrived:
-            values = [len(value) if isinstance(value, tuple) else value for value in values]
-        elif isinstance(item, te.TurnEnded):
-            bare = dataclasses.replace(item.result, token_ids=(), logprobs=())
-            values[self._names[cls].index("result")] = [len(item.result.token_ids), bare]
-        return [self._codes[cls], *values]
+        values = self._values.get(cls)
+        found = [getattr(item, name) for name in self._names[cls]] if values is None else values(item)
+        packed: list[Any] = [self._codes[cls], *found]
+        for place in self._counted.get(cls, ()):
+            packed[place + 1] = len(packed[place + 1])
+        if isinstance(item, te.TurnEnded):
+            bare = dict(zip(_RESULT, _RESULT_VALUES(item.result), strict=True))
+            bare["token_ids"] = bare["logprobs"] = ()
+            packed[self._names[cls].index("result") + 1] = [len(item.result.token_ids), bare]
+        return packed
 
     def unpack_event(self, packed: Sequence[Any]) -> Any:
         """Raises:
@@ -70,7 +86,7 @@ class Words:
                 raise ValueError("more fields than it has")
             # An older version's events are shorter: new fields come last, with a default.
             fields = dict(zip(self._names[cls], packed[1:], strict=False))
-            if cls is te.TokensArrived:
+            if cls in self._counted:
                 fields["token_ids"] = (0,) * fields["token_ids"]
                 fields["logprobs"] = (0.0,) * fields["logprobs"]
             return msgspec.convert(fields, cls)

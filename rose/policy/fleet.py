@@ -161,6 +161,8 @@ class Fleet:
     """The same workers as columns; kept in step by every method here."""
     tier_speed: dict[Tier, Speed] = field(default_factory=lambda: {tier: Speed() for tier in Tier})
     """What a worker of this tier is like; the first guess for a new one."""
+    changes: int = 0
+    """Grows whenever a worker came, went, or changed its health."""
     _ticked_at_s: float | None = None
 
     def register(
@@ -202,6 +204,7 @@ class Fleet:
             speed=self.tier_speed[tier].copy_of(at_s),
         )
         self.table.put(worker)
+        self.changes += 1
         return [] if old is None else [WorkerDown(worker_id=worker_id, reason="restarted")]
 
     def heartbeat(
@@ -261,10 +264,12 @@ class Fleet:
         inside = kv_budget_tokens is None or kv_used_tokens is None or kv_used_tokens <= kv_budget_tokens
         if worker.lending is Lending.PRESSURE and inside:
             worker.lending = Lending.FROZEN
+        before = worker.health
         if state == "ready" and version is not None:
             worker.health = Health.READY
         elif worker.health is not Health.DEAD:
             worker.health = Health.JOINING
+        self.changes += worker.health is not before
         self.table.sync(worker)
         return True
 
@@ -305,6 +310,7 @@ class Fleet:
 
     def forget(self, worker_id: str) -> None:
         if self.workers.pop(worker_id, None) is not None:
+            self.changes += 1
             self.table.remove(worker_id)
 
     def take(self, worker: Worker, *, at_s: float, reserved: int, admitted: int) -> None:
@@ -337,6 +343,7 @@ class Fleet:
             return []
         worker.health = Health.DEAD
         worker.kv_epoch += 1
+        self.changes += 1
         self.table.sync(worker)
         return [WorkerDown(worker_id=worker_id, reason=reason)]
 
@@ -360,10 +367,12 @@ class Fleet:
             if silence_s >= self.params.dead_s:
                 worker.health = Health.DEAD
                 worker.kv_epoch += 1
+                self.changes += 1
                 self.table.sync(worker)
                 down.append(WorkerDown(worker_id=worker.worker_id, reason="silent"))
             elif worker.health is Health.READY:
                 worker.health = Health.SUSPECT
+                self.changes += 1
                 self.table.sync(worker)
                 if worker.tier is Tier.HARVESTED:
                     # The likeliest cause is a reclaim in progress; a dedicated worker is given until dead_s.
@@ -393,7 +402,8 @@ class Fleet:
                 at_s=at_s, seconds=seconds, num_new=num_new, crowd=crowd, num_prefilled=num_prefilled
             )
         self.table.set_tier(worker.tier is Tier.DEDICATED, self.tier_speed[worker.tier])
-        self.table.sync(worker)
+        if self.workers.get(worker.worker_id) is worker:  # else it was replaced by a new incarnation
+            self.table.sync_speed(worker)
 
     def _note_reclaim(self, worker: Worker, at_s: float) -> None:
         # A cut is told twice, by its turns and by the heartbeat; halving once is enough.

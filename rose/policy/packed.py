@@ -51,6 +51,10 @@ class WorkerTable:
         self.workers: list[Worker] = []
         self.rows: dict[str, int] = {}
         self.gained: set[str] = set()
+        self.num_open = 0
+        """Rows with ``open``."""
+        self.epoch = 0
+        """Grows whenever the answer of :meth:`suits` may have changed."""
         self._numbers: dict[str, int] = {}
         self.tier_speed = np.tile(np.array(Speed().coefficients()), (2, 1))
         self._columns: dict[str, NDArray[Any]] = {}
@@ -115,6 +119,8 @@ class WorkerTable:
                 self._allocate(2 * len(self.open))
         else:
             self.workers[row] = worker
+            self.num_open -= bool(self.open[row])
+        self.epoch += 1
         self.open[row] = False
         self.model[row] = self._number(worker.model)
         self.max_len[row] = worker.max_model_len
@@ -123,6 +129,8 @@ class WorkerTable:
 
     def remove(self, worker_id: str) -> None:
         row = self.rows.pop(worker_id)
+        self.epoch += 1
+        self.num_open -= bool(self.open[row])
         last = self.workers.pop()
         self.gained.discard(worker_id)
         if last.worker_id != worker_id:
@@ -140,14 +148,25 @@ class WorkerTable:
         if job != self.job[row]:
             self.job[row] = job
             self.gained.add(worker.worker_id)
-        if attempt != self.attempt[row] or version != self.version[row] or (safe and not self.safe[row]):
+            self.epoch += 1
+        if attempt != self.attempt[row] or version != self.version[row]:
             self.gained.add(worker.worker_id)
-        self.attempt[row], self.version[row], self.safe[row] = attempt, version, safe
+            self.attempt[row], self.version[row] = attempt, version
+            self.epoch += 1
+        if safe != self.safe[row]:
+            if safe:
+                self.gained.add(worker.worker_id)
+            self.safe[row] = safe
         self.reclaim_rate[row] = worker.reclaim_rate
+        self.sync_speed(worker)
+        self.sync_load(worker)
+
+    def sync_speed(self, worker: Worker) -> None:
+        """Copy what a finished attempt taught."""
+        row = self.rows[worker.worker_id]
         speed = worker.speed
         self.token_s[row], self.crowd_s[row] = speed.token_s, speed.crowd_s
         self.prefill_s[row], self.observed_at_s[row] = speed.prefill_s, speed.observed_at_s
-        self.sync_load(worker)
 
     def sync_load(self, worker: Worker) -> None:
         """Copy what a dispatch or a release changes."""
@@ -157,9 +176,13 @@ class WorkerTable:
         room = (
             NO_LIMIT if worker.kv_budget_tokens is None else worker.kv_budget_tokens - worker.reserved_tokens
         )
-        if is_open and (not self.open[row] or room > self.room[row]):
+        was_open = bool(self.open[row])
+        if is_open and (not was_open or room > self.room[row]):
             self.gained.add(worker.worker_id)
-        self.open[row], self.room[row] = is_open, room
+        if is_open is not was_open:
+            self.open[row] = is_open
+            self.num_open += 1 if is_open else -1
+        self.room[row] = room
         self.inflight[row], self.free[row] = worker.inflight, free
 
     def set_tier(self, dedicated: bool, speed: Speed) -> None:
@@ -175,8 +198,13 @@ class WorkerTable:
 
     def may_run(self, *, model: str, job: str, dedicated_only: bool, floor: Version | None) -> Mask:
         """Rows that are open to any turn of this model, job, tier and weight version; ``[num_rows]``."""
+        suits = self.suits(model=model, job=job, dedicated_only=dedicated_only, floor=floor)
+        return suits & self.open[: len(self.workers)]
+
+    def suits(self, *, model: str, job: str, dedicated_only: bool, floor: Version | None) -> Mask:
+        """The same of rows that are open or not; good until :attr:`epoch` changes."""
         count = len(self.workers)
-        mask = self.open[:count] & self.serves(model, job)
+        mask = self.serves(model, job)
         if dedicated_only:
             mask &= self.dedicated[:count]
         if floor is not None:
@@ -208,6 +236,7 @@ class WorkerTable:
         """Every row says what its worker says."""
         mine = list(workers)
         assert len(mine) == len(self.workers) == len(self.rows)
+        assert self.num_open == int(self.open[: len(mine)].sum())
         for worker in mine:
             row = self.rows[worker.worker_id]
             assert self.workers[row] is worker
@@ -229,10 +258,10 @@ class Eligible(Sequence["Worker"]):
 
     __slots__ = ("_which", "mask", "rows", "table")
 
-    def __init__(self, table: WorkerTable, mask: Mask) -> None:
+    def __init__(self, table: WorkerTable, mask: Mask, rows: NDArray[np.int64] | None = None) -> None:
         self.table = table
         self.mask = mask
-        self.rows: NDArray[np.int64] = np.flatnonzero(mask)
+        self.rows: NDArray[np.int64] = mask.nonzero()[0] if rows is None else rows
         # Where every worker may, as in a fleet with room, a slice is a tenth of the cost of a gather.
         self._which = slice(0, len(mask)) if len(self.rows) == len(mask) else self.rows
 

@@ -31,6 +31,7 @@ from rose.policy.turn import Turn
 from rose.policy.turn_events import TurnParams
 
 Entry = tuple[tuple[int, float, int], str]
+_MAX_CLASSES = 256
 _Class = tuple[str, str, bool, Version | None]
 """What eligibility depends on besides size and back-off: model, job, dedicated only, lowest version."""
 
@@ -53,6 +54,9 @@ class Placer:
     _fresh: set[str] = field(default_factory=lambda: set[str]())
     """Queued turns that have not been tried against the workers as they were when these last gained."""
     _backoffs: list[tuple[float, str]] = field(default_factory=lambda: list[tuple[float, str]]())
+    _suits: dict[_Class, Mask] = field(default_factory=lambda: dict[_Class, Mask]())
+    """``WorkerTable.suits`` by class, as of ``_suits_epoch``."""
+    _suits_epoch: int = -1
 
     # --- the queue -------------------------------------------------------------------------------------
 
@@ -92,11 +96,13 @@ class Placer:
             return
         if not table.gained and not self._fresh:
             return
+        if not self.queue:
+            table.gained.clear()  # nobody waits for it
+            return
         gained = table.take_gained()
-        masks: dict[_Class, Mask] = {}
         rooms: dict[_Class, int] = {}
         count = len(table)
-        num_open = int(table.open[:count].sum())
+        num_open = table.num_open
         entries = list(self.queue) if len(gained) else sorted((self.turns[n].order, n) for n in self._fresh)
         for _, turn_id in entries:
             if num_open == 0 or not (self._fresh or len(gained)):
@@ -104,13 +110,7 @@ class Placer:
             fresh = turn_id in self._fresh
             turn = self.turns[turn_id]
             kind = self._class_of(turn)
-            static = masks.get(kind)
-            if static is None:
-                model, job, dedicated_only, floor = kind
-                static = masks[kind] = table.may_run(
-                    model=model, job=job, dedicated_only=dedicated_only, floor=floor
-                )
-            mask = static & table.open[:count]
+            mask = self._suiting(kind) & table.open[:count]
             if not fresh:
                 room = rooms.get(kind)
                 if room is None:
@@ -121,14 +121,15 @@ class Placer:
             mask = self._narrow(turn, mask, at_s)
             if self.params.affine_wait_s > 0 and len(self.queue) > num_open:
                 mask = self._wait_for_prefix(turn, mask, at_s)
-            if not (mask.any() if fresh else mask[gained].any()):
+            rows = mask.nonzero()[0]
+            if not (len(rows) if fresh else mask[gained].any()):
                 self._fresh.discard(turn_id)
                 turn.hold = self.why(turn, at_s)
                 continue
             if turn.is_tail and (own := mask & table.dedicated[:count]).any():
-                mask = own
+                mask, rows = own, None
             candidate = self._candidate(turn, at_s)
-            eligible = Eligible(table, mask)
+            eligible = Eligible(table, mask, rows)
             worker = self.policy.choose(candidate, eligible)
             if worker is None:
                 self._fresh.discard(turn_id)
@@ -166,10 +167,28 @@ class Placer:
 
     def _class_of(self, turn: Turn) -> _Class:
         spec = turn.spec
-        own = turn.spans[-1].version if turn.spans else None  # versions never decrease within a turn
-        floors = [v for v in (self.required.get(spec.job), spec.min_version, own) if v is not None]
+        floor = self.required.get(spec.job)
+        if spec.min_version is not None and (floor is None or spec.min_version > floor):
+            floor = spec.min_version
+        if turn.spans:  # versions never decrease within a turn
+            own = turn.spans[-1].version
+            floor = own if floor is None else max(floor, own)
         dedicated_only = spec.dedicated_only or self._is_pinned(turn)
-        return spec.model, spec.job, dedicated_only, max(floors, default=None)
+        return spec.model, spec.job, dedicated_only, floor
+
+    def _suiting(self, kind: _Class) -> Mask:
+        table = self.fleet.table
+        if self._suits_epoch != table.epoch:
+            self._suits.clear()
+            self._suits_epoch = table.epoch
+        mask = self._suits.get(kind)
+        if mask is None:
+            if len(self._suits) >= _MAX_CLASSES:
+                self._suits.clear()
+            model, job, dedicated_only, floor = kind
+            mask = table.suits(model=model, job=job, dedicated_only=dedicated_only, floor=floor)
+            self._suits[kind] = mask
+        return mask
 
     def _is_pinned(self, turn: Turn) -> bool:
         """Cut too often: it waits for a dedicated worker, if there is one."""

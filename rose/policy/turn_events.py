@@ -164,7 +164,10 @@ class TokensArrived:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptEnded:
-    """The engine's terminal answer.  ``versions`` are spans over this attempt's own tokens, if it told."""
+    """The engine's terminal answer with its last tokens, as in :class:`TokensArrived`.
+
+    ``versions`` are spans over all of this attempt's own tokens, if it told.
+    """
 
     at_s: float
     turn_id: str
@@ -173,6 +176,8 @@ class AttemptEnded:
     stop_reason: str | int | None = None
     num_cached_tokens: int | None = None
     versions: tuple[Span, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

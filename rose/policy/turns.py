@@ -249,6 +249,9 @@ class TurnBook:
         turn = self._live_attempt(event.turn_id, event.attempt)
         if turn is None:
             return [Fenced(turn_id=event.turn_id, attempt=event.attempt, num_tokens=len(event.token_ids))]
+        return self._keep(turn, event)
+
+    def _keep(self, turn: Turn, event: TokensArrived | AttemptEnded) -> list[Action]:
         if event.logprobs and len(event.logprobs) != len(event.token_ids):
             raise PolicyError("needs one entry per token", field="logprobs")
         room = turn.spec.max_tokens - len(turn.token_ids)
@@ -268,9 +271,13 @@ class TurnBook:
     def _ended(self, event: AttemptEnded) -> list[Action]:
         turn = self._live_attempt(event.turn_id, event.attempt)
         if turn is None:
-            return [Fenced(turn_id=event.turn_id, attempt=event.attempt, num_tokens=0)]
+            return [Fenced(turn_id=event.turn_id, attempt=event.attempt, num_tokens=len(event.token_ids))]
         worker = turn.worker
         assert worker is not None
+        kept = self._keep(turn, event) if event.token_ids else []
+        return kept + self._end_attempt(turn, worker, event)
+
+    def _end_attempt(self, turn: Turn, worker: Worker, event: AttemptEnded) -> list[Action]:
         turn.relabel(event.versions)
         num_new = len(turn.token_ids) - turn.attempt_start
         prefilled = turn.spec.num_prompt_tokens + turn.attempt_start

@@ -12,9 +12,8 @@ import ipaddress
 import logging
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import aiohttp
 from aiohttp import web
 
 from rose.auth import Tokens
@@ -122,7 +121,6 @@ class Scheduler:
         self._sampled_at_s = float("-inf")
         self._tasks: list[asyncio.Task[None]] = []
         self._runner: web.AppRunner | None = None
-        self._session: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
         """Listen and serve.
@@ -132,15 +130,8 @@ class Scheduler:
         """
         config, times = self.config, self.config.timeouts
         self._started_at_s = self.clock.now_s()
-        # The default limit of 100 connections would queue turns where nobody sees them.
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=60), auto_decompress=True, trust_env=False
-        )
         self.engines = EngineClient(
-            self._session,
-            connect_s=times.connect_s,
-            attempt_s=times.attempt_s,
-            render_s=times.render_s,
+            connect_s=times.connect_s, attempt_s=times.attempt_s, render_s=times.render_s
         )
         self.dispatcher = Dispatcher(
             self.book,
@@ -192,6 +183,7 @@ class Scheduler:
         # Cancelling a handler whose client has gone is how a turn learns that nobody waits for it.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         await self._runner.setup()
+        self._shorten_hot_routes(openai)
         site = web.TCPSite(self._runner, config.host, config.port, backlog=1024)
         try:
             await site.start()
@@ -223,8 +215,7 @@ class Scheduler:
                 await self.jobs.close()
                 await self.dispatcher.close()
             await self._runner.cleanup()
-        if self._session is not None:
-            await self._session.close()
+            self.engines.close()
         self.decisions.close()
         if self.journal.healthy:
             try:
@@ -272,6 +263,42 @@ class Scheduler:
         add("GET", "/events", watch.events, "agent", "trainer", "node")
         add("GET", "/debug/trace", watch.trace, "agent", "trainer", "node")
         add("GET", "/", watch.page)
+
+    def _shorten_hot_routes(self, openai: OpenAIRoutes) -> None:
+        """Serve the routes of turns without the router and its bookkeeping; everything else goes the usual way.
+
+        The same handlers behind the same checks in the same order; a request that asks for ``100-continue`` is left to
+        the router, which knows what that means.
+        """
+        assert self._runner is not None
+        server = self._runner.server
+        assert server is not None
+        routed = server.request_handler
+
+        def behind(handler: Handler) -> Handler:
+            checked = requires(self.tokens, "agent")(handler)
+
+            async def guarded(request: web.Request) -> web.StreamResponse:
+                return await self.guard.serve(request, checked)
+
+            async def whole(request: web.Request) -> web.StreamResponse:
+                return await errors_middleware(request, guarded)
+
+            return whole
+
+        hot = {
+            "/rose/v1/generate": behind(openai.generate),
+            "/v1/chat/completions": behind(openai.chat),
+            "/v1/completions": behind(openai.completions),
+        }
+
+        async def front(request: web.BaseRequest) -> web.StreamResponse:
+            handler = hot.get(request.rel_url.raw_path) if request.method == "POST" else None
+            if handler is None or "Expect" in request.headers:
+                return await routed(request)
+            return await handler(cast("web.Request", request))
+
+        server.request_handler = front
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import math
 from typing import Any
-from urllib.parse import urlsplit
 
 from aiohttp import web
 
@@ -22,6 +21,7 @@ from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.engine import Endpoint
 from rose.scheduler.http import Fields, bounded_json, json_response, read_object
 from rose.scheduler.journal import FinishRecord
+from rose.scheduler.pool import Target
 from rose.scheduler.store import Store
 from rose.scheduler.timeline import Timeline
 
@@ -234,9 +234,12 @@ class ControlRoutes:
         fields = Fields(await read_object(request))
         worker_id = fields.text("worker_id", max_chars=128)
         url = fields.text("url", max_chars=512).rstrip("/")
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise RequestError("must be http://host:port", field="url")
+        try:
+            if "?" in url or "#" in url:
+                raise ValueError("a query or a fragment")
+            Target.of(url, {})
+        except ValueError:
+            raise RequestError("must be http://host:port", field="url") from None
         tier = fields.choice("tier", tuple(tier.value for tier in Tier))
         model = fields.text("model")
         max_model_len = fields.integer("max_model_len", least=2, most=2**24)

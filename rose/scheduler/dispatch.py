@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from rose.clock import Clock
 from rose.decisions.log import DecisionLog
 from rose.errors import CapacityError, EngineError, Gone, NotFound, PolicyError, RequestError, RoseError
 from rose.policy import turn_events as te
-from rose.policy.fleet import Duty, Health, Tier, Worker
+from rose.policy.fleet import Duty, Health, Tier
 from rose.policy.routing import RoutingPolicy
 from rose.policy.staleness import Version
 from rose.policy.turns import TurnBook
@@ -65,6 +66,17 @@ class TurnHandle:
             watcher.set()
 
 
+class ServedModel(NamedTuple):
+    """The least of what the workers of one model can do, dead ones included: they may come back within a turn."""
+
+    max_model_len: int
+    vocab_size: int | None
+    alive: bool
+
+
+NO_MODEL = ServedModel(2**62, None, False)
+
+
 class Dispatcher:
     """Args:
     book: The turn book; owned from here on.
@@ -103,6 +115,8 @@ class Dispatcher:
         self._attempts: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._ready = asyncio.Event()
+        self._models: dict[str, ServedModel] = {}
+        self._models_as_of = -1
         self.draining = False
 
     def now_s(self) -> float:
@@ -193,6 +207,7 @@ class Dispatcher:
 
     def register(self, event: te.WorkerRegistered, endpoint: Endpoint) -> None:
         self.endpoints[event.worker_id] = endpoint
+        self._models_as_of = -1  # the same worker may have come with another endpoint
         self.feed(event)
         if self._parks_newcomers and self.book.fleet.workers[event.worker_id].job is None:
             self.assign(event.worker_id, "")  # before its first heartbeat makes it fit for turns
@@ -218,9 +233,23 @@ class Dispatcher:
     def require(self, job: str, version: Version) -> None:
         self.feed(te.VersionRequired(at_s=self.now_s(), job=job, version=version))
 
-    def models(self) -> dict[str, Worker]:
-        """Served model names, with one worker each."""
-        return {w.model: w for w in self.book.fleet if w.health is not Health.DEAD}
+    def models(self) -> dict[str, ServedModel]:
+        """What living workers serve.  Every request asks, so it is put together once per change of the fleet."""
+        fleet = self.book.fleet
+        if self._models_as_of != fleet.changes:
+            self._models_as_of = fleet.changes
+            self._models.clear()
+            for worker in fleet:
+                endpoint = self.endpoints.get(worker.worker_id)
+                known = self._models.get(worker.model, NO_MODEL)
+                vocab_size = None if endpoint is None else endpoint.vocab_size
+                sizes = [size for size in (known.vocab_size, vocab_size) if size is not None]
+                self._models[worker.model] = ServedModel(
+                    max_model_len=min(known.max_model_len, worker.max_model_len),
+                    vocab_size=min(sizes, default=None),
+                    alive=known.alive or worker.health is not Health.DEAD,
+                )
+        return self._models
 
     async def helper(self, model: str | None, tried: set[str], max_wait_s: float) -> Endpoint:
         """A living worker for a render or derender call, dedicated ones first, waiting for one if need be.
@@ -261,18 +290,19 @@ class Dispatcher:
         if len(self.endpoints) > len(workers):
             self.endpoints = {name: item for name, item in self.endpoints.items() if name in workers}
 
-    def feed(self, event: te.Event) -> list[te.Action]:
+    def feed(self, event: te.Event, output: Output | None = None) -> list[te.Action]:
+        """``output`` is what an event with tokens was made of."""
         actions = self.book.handle(event)
         if self._decisions is not None:
             self._decisions.record(event, actions)
         for action in actions:
-            self._execute(action)
+            self._execute(action, output)
             self._on_action(action)
         if isinstance(event, te.WorkerHeartbeat):
             self._ready.set()
         return actions
 
-    def _execute(self, action: te.Action) -> None:
+    def _execute(self, action: te.Action, output: Output | None) -> None:
         match action:
             case te.Dispatch():
                 handle = self.handles[action.turn_id]
@@ -281,10 +311,9 @@ class Dispatcher:
                 if action.attempt == 1:
                     handle.queued_s = action.queued_s
                 task = asyncio.create_task(self._attempt(action, handle, self.endpoints[action.worker_id]))
-                self._attempts[(action.turn_id, action.attempt)] = task
-                task.add_done_callback(
-                    lambda _, key=(action.turn_id, action.attempt): self._attempts.pop(key, None) and None
-                )
+                key = (action.turn_id, action.attempt)
+                self._attempts[key] = task
+                task.add_done_callback(functools.partial(self._forget_attempt, key))
             case te.AbortAttempt():
                 task = self._attempts.get((action.turn_id, action.attempt))
                 if task is not None:
@@ -305,8 +334,19 @@ class Dispatcher:
                 if not handle.done.done():
                     handle.done.set_result(action)
                 handle.notify()
-            case te.TokensKept() | te.Requeued() | te.Fenced():
+            case te.TokensKept():
+                assert output is not None
+                handle, count = self.handles[action.turn_id], action.num_tokens
+                handle.tokens.extend(output.token_ids[:count])
+                handle.logprobs.extend(output.logprobs[:count])
+                if handle.keep_entries:
+                    handle.entries.extend(output.entries[:count])
+                handle.notify()
+            case te.Requeued() | te.Fenced():
                 pass
+
+    def _forget_attempt(self, key: tuple[str, int], task: asyncio.Task[None]) -> None:
+        del self._attempts[key]
 
     async def _attempt(self, action: te.Dispatch, handle: TurnHandle, engine: Endpoint) -> None:
         """Run one attempt and report how it went; never raises but for cancellation."""
@@ -319,15 +359,21 @@ class Dispatcher:
             params["min_tokens"] = max(0, params["min_tokens"] - len(kept))
         body = {
             "request_id": f"{turn_id}-{attempt}",
-            "token_ids": [*handle.prompt_ids, *kept],
+            "token_ids": [*handle.prompt_ids, *kept] if kept else handle.prompt_ids,
             "sampling_params": params,
             "stream": streamed,
         }
         if streamed:
             body["stream_options"] = {"include_usage": True}
         try:
+            if not streamed:
+                output = await self.engines.generate(
+                    engine, body, handle.trace_headers, entries=handle.keep_entries
+                )
+                self._accept(handle, attempt, output)
+                return
             async with contextlib.aclosing(
-                self.engines.generate(engine, body, handle.trace_headers)
+                self.engines.stream(engine, body, handle.trace_headers, entries=handle.keep_entries)
             ) as outputs:
                 async for output in outputs:
                     self._accept(handle, attempt, output)
@@ -340,34 +386,27 @@ class Dispatcher:
             self._report_failure(turn_id, attempt, "bad", str(error))
 
     def _accept(self, handle: TurnHandle, attempt: int, output: Output) -> None:
-        if output.token_ids:
-            for kept in self.feed(
-                te.TokensArrived(
-                    at_s=self.now_s(),
-                    turn_id=handle.turn_id,
-                    attempt=attempt,
-                    token_ids=output.token_ids,
-                    logprobs=output.logprobs,
-                )
-            ):
-                if isinstance(kept, te.TokensKept):
-                    handle.tokens.extend(output.token_ids[: kept.num_tokens])
-                    handle.logprobs.extend(output.logprobs[: kept.num_tokens])
-                    if handle.keep_entries:
-                        handle.entries.extend(output.entries[: kept.num_tokens])
-                    handle.notify()
-        if output.finish_reason is not None:
-            self.feed(
-                te.AttemptEnded(
-                    at_s=self.now_s(),
-                    turn_id=handle.turn_id,
-                    attempt=attempt,
-                    finish_reason=output.finish_reason,
-                    stop_reason=output.stop_reason,
-                    num_cached_tokens=output.num_cached_tokens,
-                    versions=output.versions,
-                )
+        if output.finish_reason is None:
+            event: te.TokensArrived | te.AttemptEnded = te.TokensArrived(
+                at_s=self.now_s(),
+                turn_id=handle.turn_id,
+                attempt=attempt,
+                token_ids=output.token_ids,
+                logprobs=output.logprobs,
             )
+        else:
+            event = te.AttemptEnded(
+                at_s=self.now_s(),
+                turn_id=handle.turn_id,
+                attempt=attempt,
+                finish_reason=output.finish_reason,
+                stop_reason=output.stop_reason,
+                num_cached_tokens=output.num_cached_tokens,
+                versions=output.versions,
+                token_ids=output.token_ids,
+                logprobs=output.logprobs,
+            )
+        self.feed(event, output)
 
     async def _attempt_failed(
         self, turn_id: str, attempt: int, engine: Endpoint, failure: EngineFailure

@@ -11,12 +11,11 @@ derender).
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, lru_cache
+from typing import Any, cast
 
-import aiohttp
 import msgspec
 
 from rose.auth import bearer
@@ -24,8 +23,11 @@ from rose.errors import EngineError, RequestError
 from rose.policy.staleness import parse_version
 from rose.policy.turn_events import Span
 from rose.scheduler.ids import MAX_TOKEN_ID
+from rose.scheduler.pool import AnswerTooLarge, Exchange, PeerLost, Pool, Target, encode_headers
 
 NO_HEADERS: Mapping[str, str] = {}
+PROBE_S = 1.0
+MAX_PROBE_BYTES = 65536
 MAX_ANSWER_BYTES = 512 * 2**20
 """No engine answer is larger: 128k tokens with 20 alternatives each are about 200 MiB."""
 
@@ -37,8 +39,16 @@ class TokenLogprob(msgspec.Struct, omit_defaults=True):
     top_logprobs: list[dict[str, Any]] = []
 
 
-class _Logprobs(msgspec.Struct):
+class _Entries(msgspec.Struct):
     content: list[TokenLogprob] | None = None
+
+
+class _Logprob(msgspec.Struct, gc=False):
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Logprob] | None = None
 
 
 class _VersionSpan(msgspec.Struct):
@@ -49,7 +59,8 @@ class _VersionSpan(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     token_ids: list[int] | None = None
-    logprobs: _Logprobs | None = None
+    logprobs: msgspec.Raw = msgspec.Raw()
+    """Read in a second step: their details are wanted by few turns, and cost as much as all the rest."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     weight_versions: list[_VersionSpan] | None = None
@@ -69,6 +80,8 @@ class _Answer(msgspec.Struct):
 
 
 _decode_answer = msgspec.json.Decoder(_Answer).decode
+_decode_entries = msgspec.json.Decoder(_Entries | None).decode
+_decode_logprobs = msgspec.json.Decoder(_Logprobs | None).decode
 _encode = msgspec.json.Encoder().encode
 
 
@@ -102,6 +115,13 @@ class Endpoint:
         headers = {"Content-Type": "application/json"}
         return headers if self.token is None else headers | bearer(self.token)
 
+    @cached_property
+    def target(self) -> Target:
+        """Raises:
+        ValueError: The URL or the token cannot be sent.
+        """
+        return Target.of(self.url, self.headers)
+
 
 class EngineFailure(EngineError):
     """``kind`` as in ``AttemptFailed``; ``unreachable`` when the connection itself was refused or broke."""
@@ -117,59 +137,78 @@ class EngineFailure(EngineError):
 
 class EngineClient:
     """Args:
-    session: With an unlimited connector; owned by the caller.
     connect_s, attempt_s, render_s: Time limits.
     """
 
-    def __init__(
-        self,
-        session: aiohttp.ClientSession,
-        *,
-        connect_s: float,
-        attempt_s: float,
-        render_s: float,
-    ) -> None:
-        self._session = session
-        self._generate_timeout = aiohttp.ClientTimeout(total=attempt_s, sock_connect=connect_s)
-        self._render_timeout = aiohttp.ClientTimeout(total=render_s, sock_connect=connect_s)
-        self._probe_timeout = aiohttp.ClientTimeout(total=1.0)
+    def __init__(self, *, connect_s: float, attempt_s: float, render_s: float) -> None:
+        self._pool = Pool(connect_s=connect_s)
+        self._attempt_s = attempt_s
+        self._render_s = render_s
+
+    def close(self) -> None:
+        self._pool.close()
 
     async def generate(
-        self, engine: Endpoint, body: dict[str, Any], headers: Mapping[str, str] = NO_HEADERS
+        self,
+        engine: Endpoint,
+        body: dict[str, Any],
+        headers: Mapping[str, str] = NO_HEADERS,
+        *,
+        entries: bool = False,
+    ) -> Output:
+        """Run one attempt whose answer comes at once; ``entries`` keeps the log-probs' details.
+
+        Raises:
+            EngineFailure: No terminal piece came.
+        """
+        with _failures(engine):
+            async with self._generation(engine, body, headers) as connection:
+                data = await connection.whole()
+                if connection.status != 200:
+                    raise _refusal(engine, connection.status, data)
+        output = _parse(engine, data, entries)
+        if output is None or output.finish_reason is None:
+            raise EngineFailure(f"worker {engine.worker_id} sent no choice", kind="bad")
+        return output
+
+    async def stream(
+        self,
+        engine: Endpoint,
+        body: dict[str, Any],
+        headers: Mapping[str, str] = NO_HEADERS,
+        *,
+        entries: bool = False,
     ) -> AsyncGenerator[Output, None]:
-        """Run one attempt; yields its output, the terminal piece last.
+        """Run one attempt; yields its output as it comes, the terminal piece last.
 
         Raises:
             EngineFailure: No terminal piece came; what was yielded before is good.
         """
-        url = f"{engine.url}/inference/v1/generate"
-        try:
-            async with self._session.post(
-                url, data=_encode(body), headers={**engine.headers, **headers}, timeout=self._generate_timeout
-            ) as response:
-                if response.status != 200:
-                    raise await _refusal(engine, response)
-                if not body.get("stream"):
-                    output = _parse(engine, await _read(response))
-                    if output is None or output.finish_reason is None:
-                        raise EngineFailure(f"worker {engine.worker_id} sent no choice", kind="bad")
-                    yield output
-                    return
+        with _failures(engine):
+            async with self._generation(engine, body, headers) as connection:
+                if await connection.begun() != 200:
+                    raise _refusal(engine, connection.status, await connection.whole())
                 last: Output | None = None
+                buffer = b""
                 try:
-                    async for payload in _events(response):
-                        if payload == b"[DONE]":
+                    while part := await connection.read():
+                        payloads, buffer = _events(buffer + part if buffer else part)
+                        for payload in payloads:
+                            if payload == b"[DONE]":
+                                connection.leave()
+                                break
+                            output = _parse(engine, payload, entries)
+                            if last is not None:
+                                # The usage comes after the last token.
+                                if output is not None and output.num_cached_tokens is not None:
+                                    last = replace(last, num_cached_tokens=output.num_cached_tokens)
+                            elif output is not None and output.finish_reason is not None:
+                                last = output
+                            elif output is not None and output.token_ids:
+                                yield output
+                        if connection.left:
                             break
-                        output = _parse(engine, payload)
-                        if last is not None:
-                            # The usage comes after the last token, and the connection is good for another turn.
-                            if output is not None and output.num_cached_tokens is not None:
-                                last = replace(last, num_cached_tokens=output.num_cached_tokens)
-                        elif output is not None and output.finish_reason is not None:
-                            last = output
-                        elif output is not None and output.token_ids:
-                            yield output
-                except (aiohttp.ClientError, TimeoutError):
+                except (PeerLost, AnswerTooLarge, TimeoutError):
                     if last is None:
                         raise
                 if last is not None:
@@ -178,34 +217,37 @@ class EngineClient:
                 raise EngineFailure(
                     f"worker {engine.worker_id} ended its stream without a finish reason", kind="lost"
                 )
-        except TimeoutError as error:
-            raise EngineFailure(f"worker {engine.worker_id} did not answer in time", kind="lost") from error
-        except aiohttp.ClientError as error:
-            raise EngineFailure(
-                f"worker {engine.worker_id}: {type(error).__name__}", kind="lost", unreachable=True
-            ) from error
+
+    def _generation(self, engine: Endpoint, body: dict[str, Any], headers: Mapping[str, str]) -> Exchange:
+        return self._pool.request(
+            engine.target,
+            "POST",
+            "/inference/v1/generate",
+            _encode(body),
+            timeout_s=self._attempt_s,
+            max_bytes=MAX_ANSWER_BYTES,
+            headers=encode_headers(headers) if headers else b"",
+        )
 
     async def abort(self, engine: Endpoint, request_id: str) -> None:
         """Best effort; vLLM prefixes the ids of this route, and an unknown id is no error there."""
-        try:
-            async with self._session.post(
-                f"{engine.url}/inference/v1/abort_requests",
-                data=_encode({"request_ids": [f"generate-tokens-{request_id}"]}),
-                headers=engine.headers,
-                timeout=self._probe_timeout,
-            ) as response:
-                await response.release()
-        except (aiohttp.ClientError, TimeoutError):
-            pass  # it is dead, or frees the request when it sees our connection closed
+        body = _encode({"request_ids": [f"generate-tokens-{request_id}"]})
+        # Without an answer it is dead, or frees the request when it sees our connection closed.
+        await self._status(engine, "POST", "/inference/v1/abort_requests", body)
 
     async def is_alive(self, engine: Endpoint) -> bool:
+        return await self._status(engine, "GET", "/health", b"") == 200
+
+    async def _status(self, engine: Endpoint, method: str, path: str, body: bytes) -> int | None:
+        """None without an answer in a second."""
         try:
-            async with self._session.get(
-                f"{engine.url}/health", headers=engine.headers, timeout=self._probe_timeout
-            ) as response:
-                return response.status == 200
-        except (aiohttp.ClientError, TimeoutError):
-            return False
+            async with self._pool.request(
+                engine.target, method, path, body, timeout_s=PROBE_S, max_bytes=MAX_PROBE_BYTES
+            ) as connection:
+                await connection.whole()
+                return connection.status
+        except (PeerLost, AnswerTooLarge, TimeoutError, ValueError):
+            return None
 
     async def call(self, engine: Endpoint, path: str, body: Any) -> bytes:
         """POST to a render or derender route.
@@ -214,22 +256,44 @@ class EngineClient:
             RequestError: The engine refuses the request itself (4xx); its message and field are passed on.
             EngineFailure: Anything else.
         """
-        try:
-            async with self._session.post(
-                engine.url + path,
-                data=body if isinstance(body, bytes) else _encode(body),
-                headers=engine.headers,
-                timeout=self._render_timeout,
-            ) as response:
-                if response.status == 200:
-                    return await _read(response)
-                raise await _refusal(engine, response)
-        except TimeoutError as error:
-            raise EngineFailure(f"worker {engine.worker_id} did not answer in time", kind="lost") from error
-        except aiohttp.ClientError as error:
-            raise EngineFailure(
-                f"worker {engine.worker_id}: {type(error).__name__}", kind="lost", unreachable=True
-            ) from error
+        with _failures(engine):
+            async with self._pool.request(
+                engine.target,
+                "POST",
+                path,
+                body if isinstance(body, bytes) else _encode(body),
+                timeout_s=self._render_s,
+                max_bytes=MAX_ANSWER_BYTES,
+            ) as connection:
+                data = await connection.whole()
+                if connection.status == 200:
+                    return data
+                raise _refusal(engine, connection.status, data)
+
+
+class _failures:
+    """Everything a connection can do to us, as one failure; cheaper than a generator's context."""
+
+    __slots__ = ("_engine",)
+
+    def __init__(self, engine: Endpoint) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            return
+        worker = f"worker {self._engine.worker_id}"
+        if isinstance(error, TimeoutError):
+            raise EngineFailure(f"{worker} did not answer in time", kind="lost") from error
+        if isinstance(error, PeerLost):
+            raise EngineFailure(f"{worker} {error}", kind="lost", unreachable=True) from error
+        if isinstance(error, AnswerTooLarge):
+            raise EngineFailure(f"{worker} sent too much: {error}", kind="bad") from error
+        if isinstance(error, ValueError):
+            raise EngineFailure(f"{worker} cannot be asked: {error}", kind="lost") from error
 
 
 def refused_request(failure: EngineFailure) -> RequestError | None:
@@ -247,16 +311,15 @@ def refused_request(failure: EngineFailure) -> RequestError | None:
     )
 
 
-async def _refusal(engine: Endpoint, response: aiohttp.ClientResponse) -> EngineFailure:
+def _refusal(engine: Endpoint, status: int, data: bytes) -> EngineFailure:
     text = "refused the request"
     try:
-        answer = msgspec.json.decode((await response.content.read(65536)) or b"{}")
+        answer = msgspec.json.decode(data[:65536] or b"{}")
         error = answer.get("error", answer) if isinstance(answer, dict) else {}
         if isinstance(error, dict) and isinstance(error.get("message") or error.get("detail"), str):
             text = " ".join((error.get("message") or error["detail"]).split())[:500]
-    except (msgspec.DecodeError, RecursionError, aiohttp.ClientError):
+    except (msgspec.DecodeError, RecursionError):
         pass  # the status alone tells enough
-    status = response.status
     if status in (429, 503):
         kind = "busy"
     elif status in (400, 413, 422) or (status == 404 and "model" in text):
@@ -267,81 +330,75 @@ async def _refusal(engine: Endpoint, response: aiohttp.ClientResponse) -> Engine
     return EngineFailure(message, kind=kind, status=status)
 
 
-async def _read(response: aiohttp.ClientResponse) -> bytes:
-    if response.content_length is not None and response.content_length > MAX_ANSWER_BYTES:
-        raise EngineFailure("an engine's answer is too large", kind="bad")
-    if response.content_length is not None:
-        return await response.read()
-    parts: list[bytes] = []
-    size = 0
-    async for part in response.content.iter_any():
-        size += len(part)
-        if size > MAX_ANSWER_BYTES:
-            raise EngineFailure("an engine's answer is too large", kind="bad")
-        parts.append(part)
-    return b"".join(parts)
+def _events(buffer: bytes) -> tuple[list[bytes], bytes]:
+    """Data of the whole server-sent events in ``buffer``, and what follows the last of them.
+
+    Raises:
+        AnswerTooLarge: An event without end.
+    """
+    *blocks, rest = buffer.split(b"\n\n")
+    if len(rest) > MAX_ANSWER_BYTES:
+        raise AnswerTooLarge("an event")
+    found = [line[5:].strip() for block in blocks for line in block.split(b"\n") if line.startswith(b"data:")]
+    return found, rest
 
 
-async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Data of server-sent events."""
-    buffer = b""
-    async for part in response.content.iter_any():
-        buffer += part
-        *blocks, buffer = buffer.split(b"\n\n")
-        for block in blocks:
-            for line in block.split(b"\n"):
-                if line.startswith(b"data:"):
-                    yield line[5:].strip()
-        if len(buffer) > MAX_ANSWER_BYTES:
-            raise EngineFailure("an engine's event is too large", kind="bad")
-
-
-def _parse(engine: Endpoint, payload: bytes) -> Output | None:
+def _parse(engine: Endpoint, payload: bytes, want_entries: bool) -> Output | None:
     """Decode and check one answer or chunk; None for one that says nothing."""
+    entries: Sequence[TokenLogprob | _Logprob] = ()
     try:
         answer = _decode_answer(payload)
+        num_cached = None
+        if answer.usage is not None and answer.usage.prompt_tokens_details is not None:
+            num_cached = answer.usage.prompt_tokens_details.cached_tokens
+        if not answer.choices:
+            if num_cached is None:
+                return None
+            return Output(token_ids=(), logprobs=(), entries=[], num_cached_tokens=num_cached)
+        if len(answer.choices) != 1:
+            raise EngineFailure(f"worker {engine.worker_id} sent {len(answer.choices)} choices", kind="bad")
+        choice = answer.choices[0]
+        if choice.logprobs:
+            found = (_decode_entries if want_entries else _decode_logprobs)(choice.logprobs)
+            entries = () if found is None else found.content or ()
     except (msgspec.DecodeError, RecursionError) as error:
         text = payload[:200].decode("utf-8", "replace")
         kind = "lost" if '"error"' in text else "bad"
         raise EngineFailure(f"worker {engine.worker_id} sent nonsense: {error}", kind=kind) from error
-    details = answer.usage.prompt_tokens_details if answer.usage is not None else None
-    num_cached = None if details is None else details.cached_tokens
-    if not answer.choices:
-        if num_cached is None:
-            return None
-        return Output(token_ids=(), logprobs=(), entries=[], num_cached_tokens=num_cached)
-    if len(answer.choices) != 1:
-        raise EngineFailure(f"worker {engine.worker_id} sent {len(answer.choices)} choices", kind="bad")
-    choice = answer.choices[0]
     token_ids = tuple(choice.token_ids or ())
     limit = MAX_TOKEN_ID if engine.vocab_size is None else engine.vocab_size - 1
-    if token_ids and not 0 <= min(token_ids) <= max(token_ids) <= limit:
+    if token_ids and (min(token_ids) < 0 or max(token_ids) > limit):
         raise EngineFailure(f"worker {engine.worker_id} sent a token id out of range", kind="bad")
-    entries = (choice.logprobs.content if choice.logprobs is not None else None) or []
     if len(entries) != len(token_ids):
         raise EngineFailure(
             f"worker {engine.worker_id} sent {len(entries)} log-probs for {len(token_ids)} tokens", kind="bad"
         )
     logprobs = tuple([entry.logprob for entry in entries])
-    if not all(map(math.isfinite, logprobs)):
+    # One that is not finite makes the sum so; the other way round it is worth a look.
+    if not math.isfinite(sum(logprobs)) and not all(map(math.isfinite, logprobs)):
         raise EngineFailure(f"worker {engine.worker_id} sent a log-prob that is not a number", kind="bad")
     return Output(
         token_ids=token_ids,
         logprobs=logprobs,
-        entries=entries,
+        entries=cast("list[TokenLogprob]", entries) if want_entries else [],
         finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,
-        versions=_spans(choice.weight_versions),
+        versions=_spans(choice.weight_versions) if choice.weight_versions else (),
         num_cached_tokens=num_cached,
     )
 
 
-def _spans(versions: list[_VersionSpan] | None) -> tuple[Span, ...]:
+def _spans(versions: list[_VersionSpan]) -> tuple[Span, ...]:
     """The engine's version stamps; none if it carries labels that are not ours (a plain vLLM)."""
     try:
         return tuple(
-            Span(version=parse_version(span.version), start=span.start, num_tokens=span.end - span.start)
-            for span in versions or ()
+            [
+                Span(version=_version(span.version), start=span.start, num_tokens=span.end - span.start)
+                for span in versions
+            ]
         )
     except RequestError:
         return ()
+
+
+_version = lru_cache(maxsize=256)(parse_version)

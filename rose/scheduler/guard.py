@@ -86,9 +86,13 @@ class Guard:
         self._intake_bytes += reserved
         try:
             try:
-                # Small bodies come with their head; the time limit would cost more than the reading.
-                async with asyncio.timeout(None if request.content.is_eof() else self._read_s):
-                    await request.read()  # kept by aiohttp for whoever reads it again
+                # Kept by aiohttp for whoever reads it again.  Small bodies come with their head; the time limit would
+                # cost more than the reading.
+                if request.content.is_eof():
+                    await request.read()
+                else:
+                    async with asyncio.timeout(self._read_s):
+                        await request.read()
             except TimeoutError:
                 # Not 408, which clients retry at once.
                 raise RequestError(

@@ -83,9 +83,9 @@ class Finished:
 class Job:
     """A request in progress.  ``answer`` resolves to the body of a non-streamed answer."""
 
-    def __init__(self, dispatcher: Dispatcher, wish: Wish) -> None:
-        loop = asyncio.get_running_loop()
+    def __init__(self, dispatcher: Dispatcher, wish: Wish, keys: list[str]) -> None:
         self.wish = wish
+        self.keys = keys
         self.handles: list[TurnHandle] = []
         self.started: asyncio.Event = asyncio.Event()
         """All turns are submitted (or the job has failed): a stream may begin to watch them."""
@@ -93,7 +93,8 @@ class Job:
         self.num_attached = 0
         self.finished: list[Finished] = []
         self._dispatcher = dispatcher
-        self._unavailable: asyncio.Future[None] = loop.create_future()
+        self.is_waiting_too_long = False
+        self._waiters: list[asyncio.Future[None]] = []
 
     def add(self, handle: TurnHandle) -> None:
         self.handles.append(handle)
@@ -101,15 +102,10 @@ class Job:
         if self.num_attached == 0:
             self._dispatcher.detach(handle)
 
-    @property
-    def is_waiting_too_long(self) -> bool:
-        return self._unavailable.done()
-
     def attach(self) -> None:
         self.num_attached += 1
         if self.num_attached == 1:
-            if self._unavailable.done():
-                self._unavailable = asyncio.get_running_loop().create_future()
+            self.is_waiting_too_long = False
             for handle in self.handles:
                 self._dispatcher.attach(handle)
 
@@ -127,7 +123,13 @@ class Job:
             RoseError: The job failed.
         """
         assert self.task is not None
-        await asyncio.wait({self.task, self._unavailable}, return_when=asyncio.FIRST_COMPLETED)
+        while not self.task.done() and not self.is_waiting_too_long:
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            try:
+                await waiter
+            finally:
+                self._waiters.remove(waiter)
         if not self.task.done():
             raise CapacityError("no worker could take the turn in time", retry_after_s=5.0)
         return self.task.result()
@@ -136,10 +138,16 @@ class Job:
         """Ended: no cycle keeps the turns' tokens for the next full collection."""
         for handle in self.handles:
             handle.on_unavailable = _nobody
+        self._wake()
 
     def _give_up_for_now(self) -> None:
-        if not self._unavailable.done():
-            self._unavailable.set_result(None)
+        self.is_waiting_too_long = True
+        self._wake()
+
+    def _wake(self) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -175,13 +183,14 @@ class Jobs:
             RequestError: 422, the same key with another body.
             CapacityError: 429, too many requests.
         """
-        again = self._repeated(wish)
+        keys = _keys(wish)
+        again = self._repeated(wish, keys)
         if again is not None:
             self.on_duplicate()
             return again
         if len(self._running) >= self.max_running:
             raise CapacityError("too many requests are running", status=429, code="queue_full")
-        job = Job(self.dispatcher, wish)
+        job = Job(self.dispatcher, wish, keys)
 
         async def run() -> bytes:
             try:
@@ -194,12 +203,12 @@ class Jobs:
         job.task = asyncio.create_task(run())
         self._running.add(job.task)
         job.task.add_done_callback(functools.partial(self._reap, job))
-        for key in _keys(wish):
+        for key in job.keys:
             self._by_key[key] = job
         return job
 
-    def _repeated(self, wish: Wish) -> Job | bytes | None:
-        for key in _keys(wish):
+    def _repeated(self, wish: Wish, keys: list[str]) -> Job | bytes | None:
+        for key in keys:
             by_digest = key.startswith("d:")
             field = "Idempotency-Key" if key.startswith("i:") else "X-ROSE-Turn"
             ended = self._answers.get(key)
@@ -227,7 +236,7 @@ class Jobs:
 
     def _reap(self, job: Job, task: asyncio.Task[bytes]) -> None:
         self._running.discard(task)
-        for key in _keys(job.wish):
+        for key in job.keys:
             if self._by_key.get(key) is job:
                 del self._by_key[key]
         job.let_go()
@@ -236,7 +245,7 @@ class Jobs:
         if task.exception() is not None:
             log.debug("a job ended with %s", type(task.exception()).__name__)
         elif job.wish.idempotency_key:
-            self._keep(_keys(job.wish)[0], job.wish.digest, task.result())
+            self._keep(job.keys[0], job.wish.digest, task.result())
 
     def _keep(self, key: str, digest: str, answer: bytes) -> None:
         self._answers[key] = (digest, answer)
@@ -360,14 +369,8 @@ class Jobs:
         await asyncio.gather(*self._running, return_exceptions=True)
 
 
-def is_resumable(params: Mapping[str, Any], *, streamed: bool) -> bool:
-    """Can another engine go on in the middle, as if nothing had happened?
-
-    No for a seed (its draws would repeat), penalties that count output only, and anything that keeps state
-    per request.  A stop string may lie across the seam: a stream is watched by the gateway, other turns
-    start again.
-    """
-    stateful = (
+_STATEFUL = frozenset(
+    (
         "presence_penalty",
         "frequency_penalty",
         "structured_outputs",
@@ -376,8 +379,21 @@ def is_resumable(params: Mapping[str, Any], *, streamed: bool) -> bool:
         "repetition_detection",
         "logits_processors",
     )
-    if params.get("seed") is not None or any(params.get(name) for name in stateful):
+)
+
+
+def is_resumable(params: Mapping[str, Any], *, streamed: bool) -> bool:
+    """Can another engine go on in the middle, as if nothing had happened?
+
+    No for a seed (its draws would repeat), penalties that count output only, and anything that keeps state
+    per request.  A stop string may lie across the seam: a stream is watched by the gateway, other turns
+    start again.
+    """
+    if params.get("seed") is not None:
         return False
+    for name in _STATEFUL.intersection(params):
+        if params[name]:
+            return False
     return streamed or not params.get("stop")
 
 

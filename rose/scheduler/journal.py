@@ -32,7 +32,11 @@ MAGIC = b"ROSEJRN1"
 _RELEASE_BYTES = 64 * 2**20
 
 
-class TurnRecord(msgspec.Struct, tag="turn", frozen=True, omit_defaults=True):
+# ``gc=False``: plain data refers to nothing that refers back, and there are as many of them as there were turns; a
+# full collection that looked at each would hold up every stream meanwhile.
+
+
+class TurnRecord(msgspec.Struct, tag="turn", frozen=True, gc=False, omit_defaults=True):
     """A finished turn.
 
     ``suffix_ids`` are the prompt ids after the parent's prompt and output (the whole prompt when ``parent``
@@ -62,7 +66,7 @@ class TurnRecord(msgspec.Struct, tag="turn", frozen=True, omit_defaults=True):
     answer: bytes = b""
 
 
-class CreateRecord(msgspec.Struct, tag="create", frozen=True, omit_defaults=True):
+class CreateRecord(msgspec.Struct, tag="create", frozen=True, gc=False, omit_defaults=True):
     id: str
     job: str
     group_id: str
@@ -76,7 +80,7 @@ class CreateRecord(msgspec.Struct, tag="create", frozen=True, omit_defaults=True
     prefill_per_decode: float | None = None
 
 
-class FinishRecord(msgspec.Struct, tag="finish", frozen=True, omit_defaults=True):
+class FinishRecord(msgspec.Struct, tag="finish", frozen=True, gc=False, omit_defaults=True):
     id: str
     reward: float
     success: bool | None = None
@@ -85,12 +89,12 @@ class FinishRecord(msgspec.Struct, tag="finish", frozen=True, omit_defaults=True
     """The job filtered groups without a difference in reward when this one finished."""
 
 
-class CancelRecord(msgspec.Struct, tag="cancel", frozen=True):
+class CancelRecord(msgspec.Struct, tag="cancel", frozen=True, gc=False):
     id: str
     reason: str
 
 
-class LeaseRecord(msgspec.Struct, tag="lease", frozen=True):
+class LeaseRecord(msgspec.Struct, tag="lease", frozen=True, gc=False):
     batch_id: str
     job: str
     group_ids: list[str]
@@ -98,29 +102,29 @@ class LeaseRecord(msgspec.Struct, tag="lease", frozen=True):
     ttl_s: float
 
 
-class ExpireRecord(msgspec.Struct, tag="expire", frozen=True):
+class ExpireRecord(msgspec.Struct, tag="expire", frozen=True, gc=False):
     batch_id: str
 
 
-class AckRecord(msgspec.Struct, tag="ack", frozen=True):
+class AckRecord(msgspec.Struct, tag="ack", frozen=True, gc=False):
     batch_id: str
     step: int
     attempt: int
 
 
-class AckedRecord(msgspec.Struct, tag="acked", frozen=True):
+class AckedRecord(msgspec.Struct, tag="acked", frozen=True, gc=False):
     """Batches acknowledged before a compaction: the answer to a repeated acknowledgement."""
 
     batches: list[tuple[str, int, int]]
 
 
-class ResumeRecord(msgspec.Struct, tag="resume", frozen=True):
+class ResumeRecord(msgspec.Struct, tag="resume", frozen=True, gc=False):
     job: str
     attempt: int
     consumed: list[str]
 
 
-class VersionRecord(msgspec.Struct, tag="version", frozen=True):
+class VersionRecord(msgspec.Struct, tag="version", frozen=True, gc=False):
     job: str
     attempt: int
     version: int

@@ -95,9 +95,10 @@ class OpenAIRoutes:
                 "object": "model",
                 "created": 0,
                 "owned_by": "rose",
-                "max_model_len": self._max_model_len(name),
+                "max_model_len": model.max_model_len,
             }
-            for name in sorted(self._dispatcher.models())
+            for name, model in sorted(self._dispatcher.models().items())
+            if model.alive
         ]
         return json_response({"object": "list", "data": data})
 
@@ -352,7 +353,7 @@ class OpenAIRoutes:
 
     def _trajectory(self, request: web.Request, session_id: Any) -> Trajectory | None:
         name = (
-            request.match_info.get("session")
+            (request.match_info.get("session") if request.path.startswith("/s/") else None)
             or request.headers.get("X-Session-ID")
             or request.headers.get("X-SMG-Routing-Key")
             or session_id
@@ -380,12 +381,14 @@ class OpenAIRoutes:
         for name, value in keys.items():
             if len(value) > 256:
                 raise RequestError("must have at most 256 characters", field=name)
-        named = hashlib.blake2b(request.path.rsplit("/", 1)[-1].encode(), digest_size=16)
+        named = hashlib.sha256(
+            request.path.rsplit("/", 1)[-1].encode()
+        )  # the CPU's own: twice blake2's speed
         named.update(said)
         return Wish(
             request_id=request[REQUEST_ID],
             trajectory=trajectory,
-            digest=named.hexdigest(),
+            digest=named.hexdigest()[:32],
             turn_key=keys["X-ROSE-Turn"],
             idempotency_key=keys["Idempotency-Key"],
             is_retry=retry_count.isascii() and retry_count.isdigit() and int(retry_count) > 0,
@@ -436,15 +439,16 @@ class OpenAIRoutes:
         if asked is not None and not isinstance(asked, str):
             raise RequestError("must be text", field="model")
         models = self._dispatcher.models()
-        if not models:
+        if not any(model.alive for model in models.values()):
             await self._dispatcher.helper(None, set(), self._config.timeouts.max_queue_s)
             models = self._dispatcher.models()
-        if asked in models and asked is not None:
+        if asked is not None and asked in models and models[asked].alive:
             return asked
-        if len(models) == 1 and (asked is None or trajectory is not None):
-            return next(iter(models))
+        alive = [name for name, model in models.items() if model.alive]
+        if len(alive) == 1 and (asked is None or trajectory is not None):
+            return alive[0]
         if asked is None:
-            raise RequestError(f"is required: {', '.join(sorted(models))}", field="model")
+            raise RequestError(f"is required: {', '.join(sorted(alive))}", field="model")
         raise NotFound(f"model '{asked[:64]}' is not served", field="model", code="model_not_found")
 
     def _params(
@@ -494,17 +498,14 @@ class OpenAIRoutes:
         )
 
     def _max_model_len(self, model: str) -> int:
-        lengths = [w.max_model_len for w in self._dispatcher.book.fleet if w.model == model]
-        if not lengths:
+        served = self._dispatcher.models().get(model)
+        if served is None:
             raise CapacityError("no worker serves this model now")
-        return min(lengths)
+        return served.max_model_len
 
     def _vocab_size(self, model: str) -> int | None:
-        fleet, endpoints = self._dispatcher.book.fleet, self._dispatcher.endpoints
-        sizes = [
-            endpoints[w.worker_id].vocab_size for w in fleet if w.model == model and w.worker_id in endpoints
-        ]
-        return min((size for size in sizes if size is not None), default=None)
+        served = self._dispatcher.models().get(model)
+        return None if served is None else served.vocab_size
 
 
 def _visible(body: Mapping[str, Any], done: Finished) -> list[int]:

@@ -11,8 +11,7 @@ import math
 from collections import Counter, deque
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
-from prometheus_client import Counter as PromCounter
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from rose.policy import samples as sp
 from rose.policy import turn_events as te
@@ -22,6 +21,7 @@ from rose.scheduler.control_api import worker_status
 from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.jobs import Finished, Wish
 from rose.scheduler.store import Store
+from rose.scheduler.tallies import Durations, Tally
 
 RECENT_TURNS = 50
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -33,29 +33,23 @@ class Status:
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
-        self._turns = PromCounter("rose_turns", "Ended turns", ["tier", "outcome"], registry=registry)
-        self._reroutes = PromCounter("rose_reroutes", "Turns sent elsewhere", ["reason"], registry=registry)
-        self._tokens = PromCounter("rose_tokens", "Tokens by kind", ["kind"], registry=registry)
-        self._tier_tokens = PromCounter(
+        self._turns = Tally("rose_turns", "Ended turns", ["tier", "outcome"], registry=registry)
+        self._reroutes = Tally("rose_reroutes", "Turns sent elsewhere", ["reason"], registry=registry)
+        self._tokens = Tally("rose_tokens", "Tokens by kind", ["kind"], registry=registry)
+        self._tier_tokens = Tally(
             "rose_generated_tokens", "Generated tokens by tier", ["tier"], registry=registry
         )
-        self._affinity = PromCounter("rose_affinity", "Placements", ["result"], registry=registry)
-        self._cancelled = PromCounter("rose_cancelled", "Cancelled turns", ["reason"], registry=registry)
-        self._fenced = PromCounter("rose_fenced_results", "Late results dropped", registry=registry)
-        self._duplicates = PromCounter("rose_duplicate_requests", "Requests joined", registry=registry)
-        self._stale = PromCounter("rose_dropped_stale", "Stale trajectories dropped", registry=registry)
-        self._forks = PromCounter(
-            "rose_token_forks", "Histories started afresh", ["reason"], registry=registry
-        )
-        self._queue_s = Histogram(
-            "rose_queue_seconds", "Wait for a worker", buckets=_SECONDS, registry=registry
-        )
-        self._ttft_s = Histogram(
-            "rose_ttft_seconds", "To the first token", buckets=_SECONDS, registry=registry
-        )
-        self._turn_s = Histogram("rose_turn_seconds", "Whole turns", buckets=_SECONDS, registry=registry)
-        self._reroute_s = Histogram(
-            "rose_reroute_seconds", "Requeued to dispatched again", buckets=_SECONDS, registry=registry
+        self._affinity = Tally("rose_affinity", "Placements", ["result"], registry=registry)
+        self._cancelled = Tally("rose_cancelled", "Cancelled turns", ["reason"], registry=registry)
+        self._fenced = Tally("rose_fenced_results", "Late results dropped", registry=registry)
+        self._duplicates = Tally("rose_duplicate_requests", "Requests joined", registry=registry)
+        self._stale = Tally("rose_dropped_stale", "Stale trajectories dropped", registry=registry)
+        self._forks = Tally("rose_token_forks", "Histories started afresh", ["reason"], registry=registry)
+        self._queue_s = Durations("rose_queue_seconds", "Wait for a worker", _SECONDS, registry=registry)
+        self._ttft_s = Durations("rose_ttft_seconds", "To the first token", _SECONDS, registry=registry)
+        self._turn_s = Durations("rose_turn_seconds", "Whole turns", _SECONDS, registry=registry)
+        self._reroute_s = Durations(
+            "rose_reroute_seconds", "Requeued to dispatched again", _SECONDS, registry=registry
         )
         self._workers = Gauge("rose_workers", "Workers", ["tier", "state"], registry=registry)
         self._inflight = Gauge("rose_inflight_turns", "Turns on engines", ["tier"], registry=registry)
@@ -68,14 +62,13 @@ class Status:
         self._slack_s = Gauge(
             "rose_serving_slack_seconds", "Least time left under production's SLO", registry=registry
         )
-        self._refused = PromCounter(
+        self._refused = Tally(
             "rose_refused_requests", "Requests beyond a bound of [limits]", ["bound"], registry=registry
         )
-        self._breaches = PromCounter(
+        self._breaches = Tally(
             "rose_slo_breaches", "Promises of production's SLO that were broken", registry=registry
         )
         self._groups = Gauge("rose_trajectories", "Trajectories", ["state"], registry=registry)
-        self._children: dict[tuple[PromCounter, tuple[str, ...]], PromCounter] = {}
         self.turns_by_tier: Counter[str] = Counter(dict.fromkeys(_TIERS, 0))
         self.tokens_by_tier: Counter[str] = Counter(dict.fromkeys(_TIERS, 0))
         self.outcomes: Counter[str] = Counter()
@@ -96,17 +89,17 @@ class Status:
     def on_action(self, action: te.Action) -> None:
         match action:
             case te.Dispatch():
-                self._count(self._affinity, action.affinity)
+                self._affinity.counts[action.affinity] += 1
                 if action.attempt == 1:
                     self._queue_s.observe(action.queued_s)
                 else:
                     self._reroute_s.observe(action.queued_s)
             case te.Requeued():
                 self.reroutes[action.reason] += 1
-                self._count(self._reroutes, action.reason)
+                self._reroutes.counts[action.reason] += 1
             case te.Fenced():
                 self.num_fenced += 1
-                self._fenced.inc()
+                self._fenced.counts[()] += 1
             case te.TokensDropped():
                 self._count_tokens("discarded", action.num_tokens)
             case te.TurnEnded():
@@ -114,18 +107,11 @@ class Status:
             case te.AbortAttempt() | te.TokensKept() | te.AnswerUnavailable():
                 pass
 
-    def _count(self, metric: PromCounter, *labels: str, by: int = 1) -> None:
-        # Looking a child up by its labels costs more than counting.
-        child = self._children.get((metric, labels))
-        if child is None:
-            child = self._children[(metric, labels)] = metric.labels(*labels)
-        child.inc(by)
-
     def _ended(self, action: te.TurnEnded) -> None:
         result = action.result
         tier = result.segments[-1].tier.value if result.segments else "none"
         outcome = action.outcome.value
-        self._count(self._turns, tier, outcome)
+        self._turns.counts[tier, outcome] += 1
         self.outcomes[outcome] += 1
         if outcome == "done":
             self.turns_by_tier[tier] += 1
@@ -135,11 +121,11 @@ class Status:
             if result.first_token_at_s is not None:
                 self._ttft_s.observe(result.first_token_at_s - result.submitted_at_s)
         else:
-            self._count(self._cancelled, action.reason)
+            self._cancelled.counts[action.reason] += 1
             self._count_tokens("discarded", len(result.token_ids))
         for segment in result.segments:
             self.tokens_by_tier[segment.tier.value] += segment.num_tokens
-            self._count(self._tier_tokens, segment.tier.value, by=segment.num_tokens)
+            self._tier_tokens.counts[segment.tier.value] += segment.num_tokens
 
     def on_finished(self, done: Finished, wish: Wish) -> None:
         usage = done.summary["usage"]
@@ -160,25 +146,25 @@ class Status:
 
     def on_duplicate(self) -> None:
         self.num_duplicates += 1
-        self._duplicates.inc()
+        self._duplicates.counts[()] += 1
 
     def on_fork(self, reason: str) -> None:
         self.forks[reason] += 1
-        self._count(self._forks, reason)
+        self._forks.counts[reason] += 1
 
     def on_stale(self, count: int) -> None:
         self.num_stale += count
-        self._stale.inc(count)
+        self._stale.counts[()] += count
 
     def on_refused(self, bound: str) -> None:
-        self._count(self._refused, bound)
+        self._refused.counts[bound] += 1
 
     def on_breaches(self, count: int) -> None:
-        self._breaches.inc(count)
+        self._breaches.counts[()] += count
 
     def _count_tokens(self, kind: str, count: int) -> None:
         self.tokens[kind] += count
-        self._count(self._tokens, kind, by=count)
+        self._tokens.counts[kind] += count
 
     # --- what is ---------------------------------------------------------------------------------------
 

@@ -22,6 +22,9 @@ MAX_SAMPLES = 900
 _WINDOW = 512
 """Latest waits and moves that percentiles are taken over."""
 
+Span = tuple[Any, ...]
+"""A tuple of plain values, which a full garbage collection does not look at."""
+
 
 class Timeline:
     """Args:
@@ -41,10 +44,10 @@ class Timeline:
         self._now_s = now_s
         self._fleet = fleet
         self._trajectory_of = trajectory_of
-        self._open: dict[str, list[Any]] = {}
-        self._closed: deque[list[Any]] = deque(maxlen=MAX_SPANS)
+        self._open: dict[str, Span] = {}
+        self._closed: deque[Span] = deque(maxlen=MAX_SPANS)
         self._num_spans = 0
-        self._changed: deque[list[Any]] = deque(maxlen=MAX_SPANS)
+        self._changed: deque[Span] = deque(maxlen=MAX_SPANS)
         """Spans opened or closed, oldest first; ``_num_changes`` counts all there ever were."""
         self._num_changes = 0
         self.marks: deque[list[Any]] = deque(maxlen=MAX_MARKS)
@@ -133,11 +136,11 @@ class Timeline:
     def num_changes(self) -> int:
         return self._num_changes
 
-    def spans(self) -> list[list[Any]]:
+    def spans(self) -> list[Span]:
         """Everything still remembered, the running ones last."""
         return [*self._closed, *self._open.values()]
 
-    def changes_since(self, count: int) -> list[list[Any]]:
+    def changes_since(self, count: int) -> list[Span]:
         """Spans opened or closed after ``num_changes`` was ``count``; at most what the ring holds."""
         missed = min(self._num_changes - count, len(self._changed))
         return (
@@ -200,7 +203,7 @@ class Timeline:
         worker = self._fleet.workers[action.worker_id]
         (self._queue_s if action.attempt == 1 else self._reroute_s).append(action.queued_s)
         self._num_spans += 1
-        span = [
+        span = (
             self._num_spans,
             action.worker_id,
             worker.tier.value,
@@ -209,7 +212,7 @@ class Timeline:
             round(self._now_s(), 4),
             None,
             "",
-        ]
+        )
         self._open[action.turn_id] = span
         self._note(span)
 
@@ -217,13 +220,13 @@ class Timeline:
         span = self._open.pop(turn_id, None)
         if span is None:
             return
-        span = [*span[:6], round(self._now_s(), 4), how]
+        span = (*span[:6], round(self._now_s(), 4), how)
         self._closed.append(span)
         if how not in ("done", "cancelled", "failed"):
             self.marks.append([span[6], span[1], how])
         self._note(span)
 
-    def _note(self, span: list[Any]) -> None:
+    def _note(self, span: Span) -> None:
         self._changed.append(span)
         self._num_changes += 1
 

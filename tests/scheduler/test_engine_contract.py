@@ -72,8 +72,9 @@ def engine_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture
 async def client() -> AsyncIterator[EngineClient]:
-    async with aiohttp.ClientSession() as session:
-        yield EngineClient(session, connect_s=5, attempt_s=60, render_s=30)
+    made = EngineClient(connect_s=5, attempt_s=60, render_s=30)
+    yield made
+    made.close()
 
 
 @pytest.fixture
@@ -93,7 +94,9 @@ async def model_of(engine: Endpoint) -> tuple[str, int]:
 async def run(client: EngineClient, engine: Endpoint, prompt: list[int], **fields: Any) -> list[Output]:
     sampling = {**GREEDY, "max_tokens": 16, **fields.pop("sampling", {})}
     body = {"request_id": fields.pop("request_id", "r1"), "token_ids": prompt, "sampling_params": sampling}
-    return [output async for output in client.generate(engine, {**body, **fields})]
+    if fields.get("stream"):
+        return [output async for output in client.stream(engine, {**body, **fields}, entries=True)]
+    return [await client.generate(engine, {**body, **fields}, entries=True)]
 
 
 async def test_generate_gives_tokens_with_their_logprobs(client: EngineClient, engine: Endpoint) -> None:
@@ -132,7 +135,7 @@ async def test_an_abort_gives_what_was_sampled_so_far(client: EngineClient, engi
             "sampling_params": {**GREEDY, "max_tokens": 450},
             "stream": True,
         }
-        async for output in client.generate(engine, body):
+        async for output in client.stream(engine, body):
             seen.append(output)
             if len(seen) == 3:
                 await client.abort(engine, request_id)

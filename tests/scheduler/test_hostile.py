@@ -187,6 +187,13 @@ async def test_numbers_that_the_journal_cannot_hold_are_400(
     assert (status, answer["error"]["param"]) == (400, field), answer
 
 
+async def test_a_client_that_asks_before_it_sends_is_told_to_go_on(world: World) -> None:
+    await world.start()
+    await world.add("a")
+    ask = head(world, "Expect: 100-continue", "Content-Length: 1000", path="/rose/v1/generate")
+    assert (await raw(world, ask)).startswith(b"HTTP/1.1 100 Continue\r\n")
+
+
 async def test_a_body_above_the_bound_is_refused_before_it_is_read(world: World) -> None:
     await world.start(limits={"max_body_bytes": 4096})
     answer = await raw(world, head(world, "Content-Length: 1099511627776") + b"x")
