@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rose.coserve.ledger import ChunkState, NodeDir, Phase, RecordReader, RolloutLease, ServingBoard
@@ -117,6 +118,7 @@ class RolloutSide:
         self._said_ns = 0
         self._has_serving = True
         self._trouble = ""
+        self._mended: set[Path] = set()
         self._bell = Bell()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="rose-rollout", daemon=True)
@@ -312,6 +314,7 @@ class RolloutSide:
     def _round(self, rung: bool) -> None:
         """Look at everything once and act.  ``rung``: an event called, not the timer."""
         chunk_pages, marks = self.plan.chunk_pages, self._chunks.extra
+        self._mend_files()
         before = bytes(marks)
         while self._released:
             chunk = self._released.popleft()
@@ -364,6 +367,13 @@ class RolloutSide:
             compat.wake(self._engine)
         elif not fits:
             self.gate_open = False
+
+    def _mend_files(self) -> None:
+        """A stranger's write, or a file cut off, must not end the sharing: production would wait for a number for ever."""
+        for writer in (self._lease, self._chunks):
+            if writer.mend() and writer.path not in self._mended:
+                self._mended.add(writer.path)
+                logger.warning("ROSE: %s was written by another process, or cut off; mended", writer.path)
 
     def _allowed_pages(self) -> tuple[int, str]:
         """What this engine may hold by what the shared files say now."""

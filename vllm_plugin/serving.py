@@ -108,9 +108,7 @@ class ServingSide:
             self._lease = made.enter_context(self._dir.serving_lease_writer())
             self._board = made.enter_context(self._dir.serving_board_writer())
             self._chunks = made.enter_context(self._dir.chunks_writer("serving", self.plan.num_chunks))
-            # What we have written into the file, never read back from it: a stranger's mark must not become ours.
-            self._marked = bytearray(b"\x01" * self.plan.num_chunks)
-            self._chunks.extra[:] = self._marked
+            self._chunks.extra[:] = b"\x01" * self.plan.num_chunks
             self._chunks.write(ChunkState(generation=0, heartbeat_ns=time.monotonic_ns()))
             num_ranks = num_ranks if elastic else 0
             self._ranks = [self._dir.rank("serving", r, self.plan.num_chunks) for r in range(num_ranks)]
@@ -277,7 +275,7 @@ class ServingSide:
     def _require_own(self, writer: RecordWriter[Any]) -> None:
         """Nobody else has written our file: numbers that a stranger can change must steer nothing."""
         if not writer.intact():
-            raise LedgerError("was written by another process", field=str(writer.path))
+            raise LedgerError("was written by another process, or cut off", field=str(writer.path))
 
     def usage(self) -> float:
         """KV use as vLLM would report it without the balloon (0..1)."""
@@ -331,7 +329,7 @@ class ServingSide:
             self.model.observe(prefill_tokens=prefill, num_decodes=decode, seconds=seconds)
         chunk_pages = self.plan.chunk_pages
         self._check_own_files()
-        before = bytes(self._marked)
+        before = bytes(self._chunks.extra)
         while self._released:
             chunk = self._released.popleft()
             self._mark(chunk, 0)
@@ -358,7 +356,8 @@ class ServingSide:
             room = len(gone) - -(-self._peer_pages() // chunk_pages)
             for chunk in sorted(gone)[: max(0, min(back, room))]:
                 self._take_back(chunk)
-        if self._marked != before:
+        if self._chunks.extra != before:
+            self._check_own_files()  # a stranger's mark must not be written over unseen: a pager may have obeyed it
             self._generation += 1
             self._chunks.write(ChunkState(generation=self._generation, heartbeat_ns=time.monotonic_ns()))
             self._chunks.wake()
@@ -371,16 +370,12 @@ class ServingSide:
         Raises:
             LedgerError: Somebody else wrote into our files.
         """
-        marks = self._chunks.extra
         if self.failed is None:
             self._require_own(self._lease)
             self._require_own(self._chunks)
-            if marks != self._marked:
-                raise LedgerError("was written by another process", field=str(self._chunks.path))
-        elif marks != self._marked or not self._chunks.intact():
-            marks[:] = self._marked
-            self._chunks.write(ChunkState(generation=self._generation, heartbeat_ns=time.monotonic_ns()))
-            self._chunks.wake()
+        else:
+            self._lease.mend()
+            self._chunks.mend()
 
     def _read_node(self) -> NodeState | None:
         """What the agent says; None also where that cannot be read: an agent of another version is no agent."""
@@ -429,7 +424,7 @@ class ServingSide:
         self._returning.add(chunk)
 
     def _mark(self, chunk: int, wanted: int) -> None:
-        self._marked[chunk] = self._chunks.extra[chunk] = wanted
+        self._chunks.extra[chunk] = wanted
 
     def _lendable_pages(self, node: NodeState | None) -> int:
         """Pages serving may lend now: what the agent asks for, nothing when it is silent or we failed."""

@@ -412,6 +412,8 @@ class NodeAgent:
             int(self.serialise),
             int(self.policy_name == "static"),
         )
+        if self._state.mend():
+            logger.warning("%s was written by another process, or cut off; mended", self._state.path)
         changed = now != self._published
         if changed and now[:2] != self._published[:2]:
             self._epoch += 1

@@ -1,8 +1,12 @@
-"""Two services of the Linux kernel that the ledger stands on: futexes and open-file locks.
+"""Three services of the Linux kernel that the ledger stands on: futexes, open-file locks, and writes that keep the GIL.
 
 A *futex* is a word of a shared mapping that a process can sleep on until another wakes it.  An *open-file
 lock* (``F_OFD``) belongs to the open file, ends with its last descriptor, and can be queried without being
 taken.
+
+``os.pwrite`` gives up the interpreter lock around the call.  On serving's step path another thread may then take it, and
+the engine thread gets it back up to one switch interval (5 ms) later.  :func:`write_at` and :func:`futex_wake` keep it:
+the first copies a few bytes into a page that is already there, the second only makes sleepers runnable.
 
 Callers: ``rose.coserve.ledger`` only.  Standard library only; x86-64 and arm64.
 """
@@ -20,6 +24,7 @@ import struct
 from rose.errors import LedgerError
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_holding_gil = ctypes.PyDLL(None, use_errno=True)
 _SYS_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), -1)
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1  # without FUTEX_PRIVATE_FLAG: the waiters are other processes
 _EVERYBODY = 0x7FFFFFFF
@@ -43,11 +48,27 @@ _libc.syscall.argtypes = [
     ctypes.c_void_p,
     ctypes.c_int,
 ]
+_holding_gil.syscall.restype = ctypes.c_long
+_holding_gil.syscall.argtypes = _libc.syscall.argtypes
+_holding_gil.pwrite.restype = ctypes.c_ssize_t
+_holding_gil.pwrite.argtypes = [_int, ctypes.c_void_p, _size, ctypes.c_long]
+
+
+def write_at(descriptor: int, address: int, length: int, offset: int) -> None:
+    """``length`` bytes from ``address`` into the file at ``offset``, without giving up the interpreter lock.
+
+    Raises:
+        OSError: Not all of it was written.
+    """
+    done = _holding_gil.pwrite(descriptor, address, length, offset)
+    if done != length:
+        code = ctypes.get_errno() if done < 0 else errno.ENOSPC
+        raise OSError(code, os.strerror(code))
 
 
 def futex_wake(address: int) -> None:
-    """Wake everybody who sleeps on the word at ``address``."""
-    _libc.syscall(_SYS_FUTEX, address, _FUTEX_WAKE, _EVERYBODY, None, None, 0)
+    """Wake everybody who sleeps on the word at ``address``; nothing happens where the file has been cut off there."""
+    _holding_gil.syscall(_SYS_FUTEX, address, _FUTEX_WAKE, _EVERYBODY, None, None, 0)
 
 
 def futex_wait(address: int, word: int, timeout_s: float) -> bool:
@@ -76,6 +97,10 @@ class FutexWord:
         if self._start is not None:
             _libc.munmap(self._start, mmap.PAGESIZE)
             self._start = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_start", None) is not None:
+            self.close()
 
     def __enter__(self) -> FutexWord:
         return self

@@ -20,11 +20,14 @@ Invariants:
 - **One writer.**  It holds an exclusive advisory lock for as long as it lives (``F_OFD``: owned by the open
   file, so it works across containers, where pids mean nothing).  Readers *query* that lock and never take
   it: no reader can keep a writer out, however many poll.
-- **A new writer makes a new file** and moves it over the old one, so a header never changes under a reader
-  and no file is ever truncated under a mapping.  Readers notice by inode, and are woken.
-- **Readers copy with pread**, so a file that someone truncates is an error and not a SIGBUS in the reader.
-- ``write`` makes no system call and no lasting allocation; ``wake`` is one futex call.  Put the directory
-  on tmpfs (``/dev/shm``, ``/run``): on a disk, write-back may stall the page that serving writes.
+- **A new writer makes a new file** and moves it over the old one, so a header never changes under a reader.
+  Readers notice by inode, and are woken.
+- **No process touches a mapping of a file.**  The writer keeps the file's bytes in its own memory and copies what
+  changed with pwrite; readers copy with pread.  A file that someone truncates is an error (``intact``) and not a
+  SIGBUS in production.  What is mapped, read-only, is the futex's page, and only the kernel looks at it.
+- ``write`` is two short pwrites (three with extra bytes) and no lasting allocation; ``wake`` is one futex call.  Put
+  the directory on tmpfs (``/dev/shm``, ``/run``): there a write is a copy in memory; on a disk it may wait for the disk.
+  Why so, and what it costs: ``docs/decisions/0004-*.md``.
 
 Callers: the vLLM plugin in both roles, the node agent, the tests.  Standard library and ``rose.policy`` only.
 """
@@ -32,7 +35,6 @@ Callers: the vLLM plugin in both roles, the node agent, the tests.  Standard lib
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import secrets
 import stat
@@ -45,7 +47,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, cast
 
-from rose.coserve.kernel import FutexWord, futex_wait, futex_wake, is_locked, take_lock
+from rose.coserve.kernel import FutexWord, futex_wait, futex_wake, is_locked, take_lock, write_at
 from rose.coserve.records import (
     ChunkState,
     Mode,
@@ -186,7 +188,10 @@ class RecordWriter(Generic[R]):
     Args:
         path: The file; made with mode 0600, its directory with 0700.
         record_type: A frozen dataclass of ints.
-        extra_bytes: Room behind the record, zeroed, reached through :attr:`extra`.
+        extra_bytes: Room behind the record, zeroed: :attr:`extra`.
+
+    Attributes:
+        extra: The bytes behind the record, in this process's own memory; :meth:`write` publishes them.
 
     Raises:
         LedgerError: Another live process writes this file, or the file cannot be made.
@@ -198,30 +203,29 @@ class RecordWriter(Generic[R]):
         if not 0 <= extra_bytes <= MAX_EXTRA_BYTES:
             raise LedgerError(f"{extra_bytes} extra bytes, at most {MAX_EXTRA_BYTES}", field=str(path))
         self.path = Path(path)
+        self.extra = memoryview(bytearray(extra_bytes))
         self._layout = _layout_of(record_type)
         self._number = 0
-        self._crc = 0
         # A random start: whoever waits on the previous writer's number must not find it again here.
         self._first = secrets.randbits(31) | 1
         self._lock_fd = -1
-        self._map, self._lock_fd = _create(self.path, self._layout, extra_bytes)
-        self._view = memoryview(self._map)
-        self._word = self._view[_WORD_AT : _WORD_AT + 4].cast("I")
-        self._c_word = ctypes.c_uint32.from_buffer(self._map, _WORD_AT)
-        self._word_address = ctypes.addressof(self._c_word)
-        self._extra = self._view[self._layout.extra_at : self._layout.extra_at + extra_bytes]
+        self._image, self._futex, self._lock_fd = _create(self.path, self._layout, extra_bytes)
+        self._view = memoryview(self._image)
+        self._pinned = ctypes.c_char.from_buffer(self._image)
+        self._address = ctypes.addressof(self._pinned)
         self._scratch = bytearray(4 + self._layout.body.size)
         _writers.add(self)
 
     def write(self, record: R) -> None:
-        """Publish ``record``.  A few microseconds, no system call; readers see it at their next look.
+        """Publish ``record`` and :attr:`extra`.  A few microseconds; readers see it at their next look.
 
         Raises:
-            LedgerError: A field is no 64-bit int, or the writer is closed.  The last record stands.
+            LedgerError: A field is no 64-bit int, the writer is closed, or the file cannot be written.  The last record
+                stands.
         """
         if self._lock_fd < 0:
             raise LedgerError("this process is not its writer", field=str(self.path))
-        layout, scratch = self._layout, self._scratch
+        layout, image, scratch = self._layout, self._image, self._scratch
         number = (self._number + 1) & 0xFFFFFFFF if self._number else self._first
         if number == 0:
             number = 2  # 0 means "none yet", and 1 would be the slot that 0xFFFFFFFF used
@@ -231,31 +235,36 @@ class RecordWriter(Generic[R]):
         except (struct.error, AttributeError, TypeError) as error:
             raise LedgerError(f"a record has a bad field: {error}", field=str(self.path)) from error
         at = _SLOTS_AT + (number & 1) * layout.slot_bytes
-        crc = zlib.crc32(scratch)
-        _SLOT_HEAD.pack_into(self._view, at, number, crc)
+        _SLOT_HEAD.pack_into(image, at, number, zlib.crc32(scratch))
         self._view[at + 8 : at + layout.slot.size] = memoryview(scratch)[4:]
-        self._word[0] = number  # one aligned 32-bit store: the moment of publication
-        self._number, self._crc = number, crc
+        if self.extra:
+            self._view[layout.extra_at :] = self.extra
+            self._copy(layout.extra_at, len(self.extra))
+        self._copy(at, layout.slot.size)
+        _U32.pack_into(image, _WORD_AT, number)
+        self._copy(_WORD_AT, 4)  # the moment of publication
+        self._number = number
 
     def wake(self) -> None:
         """Wake everybody in :meth:`RecordReader.wait` on this file."""
         if self._lock_fd >= 0:
-            futex_wake(self._word_address)
-
-    @property
-    def extra(self) -> memoryview:
-        """The bytes behind the record.  Each shows to readers at once; call ``write`` and ``wake`` after."""
-        return self._extra
+            futex_wake(self._futex.address)
 
     def intact(self) -> bool:
-        """Is the current record still what this writer wrote?  False: somebody else wrote into the file."""
-        if self._number == 0:
-            return self._word[0] == 0
-        at = _SLOTS_AT + (self._number & 1) * self._layout.slot_bytes
-        number, crc = _SLOT_HEAD.unpack_from(self._view, at)
-        body = self._view[at + 8 : at + self._layout.slot.size]
-        found = zlib.crc32(body, zlib.crc32(_U32.pack(self._word[0])))
-        return self._word[0] == self._number == number and crc == self._crc == found
+        """Is the file still what this writer made it?  False: somebody else wrote into it or cut it off."""
+        return os.pread(self._lock_fd, len(self._image) + 1, 0) == self._image
+
+    def mend(self) -> bool:
+        """Put the file back as this writer left it and wake its readers; True if anybody had changed it."""
+        if self._lock_fd < 0 or self.intact():
+            return False
+        try:
+            os.ftruncate(self._lock_fd, len(self._image))
+        except OSError as error:
+            raise LedgerError(f"cannot be mended: {error.strerror}", field=str(self.path)) from error
+        self._copy(0, len(self._image))
+        self.wake()
+        return True
 
     def close(self) -> None:
         """Give up the file and wake its waiters.  The last record stays readable; ``alive`` is false."""
@@ -263,8 +272,16 @@ class RecordWriter(Generic[R]):
             return
         descriptor, self._lock_fd = self._lock_fd, -1
         os.close(descriptor)
-        futex_wake(self._word_address)
+        futex_wake(self._futex.address)
+        self._futex.close()
         _writers.discard(self)
+
+    def _copy(self, at: int, length: int) -> None:
+        """Bring these bytes of the image into the file."""
+        try:
+            write_at(self._lock_fd, self._address + at, length, at)
+        except OSError as error:
+            raise LedgerError(f"cannot be written: {error.strerror}", field=str(self.path)) from error
 
     def _abandon(self) -> None:
         descriptor, self._lock_fd = self._lock_fd, -1
@@ -278,8 +295,8 @@ class RecordWriter(Generic[R]):
         self.close()
 
 
-def _create(path: Path, layout: _Layout[Any], extra_bytes: int) -> tuple[mmap.mmap, int]:
-    """Become the writer of ``path``: ``(mapping, descriptor that holds the lock)``.
+def _create(path: Path, layout: _Layout[Any], extra_bytes: int) -> tuple[bytearray, FutexWord, int]:
+    """Become the writer of ``path``: ``(what the file says, its futex, descriptor that holds the lock)``.
 
     The lock of an existing file is taken first, and held until ours is in its place: of two
     processes that start together one is refused.
@@ -306,14 +323,15 @@ def _create(path: Path, layout: _Layout[Any], extra_bytes: int) -> tuple[mmap.mm
             lock_fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
                 take_lock(lock_fd)
-                # Blocks are claimed now: a full disk is an error here, not a SIGBUS in a later write.
+                # Blocks are claimed now: a full disk is an error here, not in a later write.
                 os.posix_fallocate(lock_fd, 0, size)
-                os.pwrite(lock_fd, layout.header(extra_bytes, secrets.randbits(64)), 0)
-                # Mapped through its own open file: mmap keeps a duplicate of the descriptor it is given, and
-                # that must not keep the lock alive in a forked child.
-                map_fd = os.open(temporary, os.O_RDWR | os.O_CLOEXEC)
+                image = bytearray(layout.header(extra_bytes, secrets.randbits(64)).ljust(size, b"\0"))
+                os.pwrite(lock_fd, image, 0)
+                # Mapped through its own open file: a mapping holds the open file it was made from, and that must not
+                # keep the lock alive in a forked child.
+                map_fd = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
                 try:
-                    mapping = mmap.mmap(map_fd, size)
+                    futex = FutexWord(map_fd, _WORD_AT)
                 finally:
                     os.close(map_fd)
                 if old >= 0:
@@ -330,7 +348,7 @@ def _create(path: Path, layout: _Layout[Any], extra_bytes: int) -> tuple[mmap.mm
                 os.close(lock_fd)
                 temporary.unlink(missing_ok=True)
                 raise
-            return mapping, lock_fd
+            return image, futex, lock_fd
         except OSError as error:
             raise LedgerError(f"cannot be made: {error.strerror}", field=str(path)) from error
         finally:

@@ -96,6 +96,22 @@ async def test_serving_that_dies_gets_everything_back(device: Device) -> None:
     device.production = None
 
 
+async def test_a_node_state_cut_off_under_the_agent_is_put_back(device: Device) -> None:
+    device.produce()
+    device.agent()
+    await until(lambda: readable(device))
+    os.truncate(device.dir / "node.state", 0)
+    await until(lambda: readable(device))
+
+
+def readable(device: Device) -> bool:
+    """By a newcomer, who looks at the header."""
+    try:
+        return NodeDir(device.dir).node().read() is not None
+    except LedgerError:
+        return False
+
+
 async def test_an_engine_that_keeps_memory_past_the_deadline_is_killed_and_started_again(
     device: Device,
 ) -> None:

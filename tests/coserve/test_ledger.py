@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
 import stat
 import subprocess
@@ -36,11 +37,10 @@ def node(tmp_path: Path) -> NodeDir:
     return NodeDir(tmp_path / "node")
 
 
-def spawn(code: str, *args: object) -> subprocess.Popen[str]:
+def spawn(code: str, *args: object, stdin: int | None = None) -> subprocess.Popen[str]:
     """Run ``code`` in another process; it may print lines to us."""
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code), *map(str, args)], stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, args)]
+    return subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, text=True)
 
 
 def line(process: subprocess.Popen[str]) -> str:
@@ -437,7 +437,6 @@ def test_a_truncation_under_a_reader_is_an_error_and_no_crash(node: NodeDir) -> 
         os.truncate(node.path / "node.state", 100)
         with pytest.raises(LedgerError, match="changed its size"):
             reader.read()
-        os.truncate(node.path / "node.state", 4096)  # so that closing touches a page that exists
 
 
 def test_the_writer_notices_that_a_stranger_wrote(node: NodeDir) -> None:
@@ -509,28 +508,75 @@ def test_the_number_of_records_may_wrap_around(node: NodeDir) -> None:
             assert reader.read() == ChunkState(generation=generation)
 
 
-def test_a_write_makes_no_system_call(node: NodeDir) -> None:
+def test_a_write_waits_for_nothing_and_keeps_the_interpreter(node: NodeDir) -> None:
+    """Production's engine thread must not get the interpreter back a switch interval later."""
+    counted, stop = [0], threading.Event()
+
+    def count() -> None:
+        while not stop.is_set() and counted[0] < 2_000_000:  # it may have the interpreter for good, once it gets it
+            counted[0] += 1
+
+    thread = threading.Thread(target=count)
+    interval_s = sys.getswitchinterval()
+    with node.rank_writer("serving", 0, 64) as writer:
+        thread.start()
+        while not counted[0]:
+            time.sleep(0)
+        sys.setswitchinterval(1000.0)  # nobody is interrupted any more: who loses the interpreter gave it away
+        try:
+            before = counted[0], resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+            for _ in range(1000):
+                writer.write(RankState())
+                writer.wake()
+            after = counted[0], resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+        finally:
+            sys.setswitchinterval(interval_s)
+            stop.set()
+            thread.join()
+    assert after == before
+
+
+@pytest.mark.parametrize("name", ["board", "chunks"])
+@pytest.mark.parametrize("size", [0, 100, 100_000])
+def test_a_file_cut_off_under_its_writer_is_seen_by_it_and_mended(
+    node: NodeDir, name: str, size: int
+) -> None:
+    """A writer that touched a mapping of it would die of SIGBUS, and production with it."""
     code = """
     import sys
-    from rose.coserve.ledger import NodeDir, ServingBoard
-    writer = NodeDir(sys.argv[1]).serving_board_writer()
-    board = ServingBoard(step=1)
-    writer.write(board)
-    import ctypes
-    # Strict seccomp: from here on any call but read, write and exit kills the process.
-    libc = ctypes.CDLL(None)
-    write, end = libc.write, libc.syscall
-    buffer = b"done"
-    write(-1, buffer, 0)
-    libc.prctl(22, 1, 0, 0, 0)
-    for _ in range(1000):
-        writer.write(board)
-    write(1, buffer, 4)
-    end(60, 0)
+    from rose.coserve.ledger import ChunkState, NodeDir, ServingBoard
+    node = NodeDir(sys.argv[1])
+    board = sys.argv[2] == "board"
+    writer = node.serving_board_writer() if board else node.chunks_writer("serving", 8000)
+    record = ServingBoard(step=1) if board else ChunkState(generation=1)
+    writer.extra[:] = b"\\1" * len(writer.extra)
+    writer.write(record)
+    print("up", flush=True)
+    for line in sys.stdin:
+        if line == "write\\n":
+            print(writer.intact(), flush=True)
+            writer.write(record)
+            writer.wake()
+            print(writer.intact(), flush=True)
+        else:
+            print(writer.mend(), writer.mend(), writer.intact(), flush=True)
     """
-    process = spawn(code, node.path)
-    out, _ = process.communicate(timeout=60)
-    assert (out, process.returncode) == ("done", 0)
+    process = spawn(code, node.path, name, stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    assert line(process) == "up"
+    reader = node.serving_board() if name == "board" else node.chunks("serving")
+    before = reader.read(), reader.extra
+    os.truncate(node.path / f"serving.{name}", size)
+    with pytest.raises(LedgerError, match="changed its size"):
+        reader.read()
+    print("write", file=process.stdin, flush=True)
+    assert [line(process), line(process)] == ["False", "False"]
+    print("mend", file=process.stdin, flush=True)
+    assert line(process) == "True False True"
+    newcomer = node.serving_board() if name == "board" else node.chunks("serving")
+    assert (reader.read(), reader.extra) == (newcomer.read(), newcomer.extra) == before
+    process.communicate()
+    assert process.returncode == 0
 
 
 def test_enumerations_keep_their_numbers() -> None:

@@ -12,7 +12,18 @@ from typing import Any
 
 import pytest
 
-from rose.coserve.ledger import Mode, NodeDir, NodeState, Phase, RankState, RecordWriter, RolloutLease
+from rose.coserve.ledger import (
+    Mode,
+    NodeDir,
+    NodeState,
+    Phase,
+    RankState,
+    RecordReader,
+    RecordWriter,
+    RolloutLease,
+    ServingLease,
+)
+from rose.errors import LedgerError
 from rose.policy.compat import row_of_number
 from tests.plugin import harness
 from tests.plugin.stand_in import eventually
@@ -141,6 +152,39 @@ def test_a_strangers_write_to_the_board_is_noticed_at_the_next_step(
     harness.step(scheduler)  # vLLM goes on
 
 
+def test_a_board_cut_off_under_production_is_noticed_at_the_next_step(
+    scheduler: Any, config: Any, node_dir: Path
+) -> None:
+    scheduler.add_request(harness.request("a"))
+    harness.step(scheduler)
+    os.truncate(node_dir / "serving.board", 0)
+    harness.step(scheduler)
+    assert "or cut off" in scheduler.rose.failed
+    lease = NodeDir(node_dir).serving_lease()
+    eventually(lambda: lease.read().phase == Phase.OFF, "phase is off")  # type: ignore[union-attr]
+    assert run(scheduler)  # vLLM goes on
+
+
+@pytest.mark.parametrize("name", ["serving.lease", "serving.chunks"])
+def test_what_the_memory_hangs_on_cut_off_ends_in_off_that_everybody_can_read(
+    lender: Lender, node_dir: Path, name: str
+) -> None:
+    os.truncate(node_dir / name, 0)
+    eventually(lambda: lender.scheduler.rose.failed, "it is noticed")
+    lease = NodeDir(node_dir)  # readers of their own: they look at the header again
+    eventually(lambda: readable(lease.serving_lease()) == Phase.OFF, "phase is off")
+    eventually(lender.gets_everything_back, "all chunks are back in the pool")
+
+
+def readable(reader: RecordReader[ServingLease]) -> int | None:
+    """Phase of a lease; None while it cannot be read."""
+    try:
+        record = reader.read()
+    except LedgerError:
+        return None
+    return record.phase if record is not None else None
+
+
 @pytest.mark.parametrize("name", ["serving.lease", "serving.chunks"])
 def test_a_strangers_write_to_what_the_memory_hangs_on_is_noticed(
     scheduler: Any, node_dir: Path, name: str
@@ -191,8 +235,10 @@ class Lender:
 
     def turn(self) -> bool:
         """The worker follows the marks, the engine runs what the background thread asked for."""
-        for chunk, wanted in enumerate(self._marks.extra):
-            self._rank.extra[chunk] = wanted
+        try:
+            self._rank.extra[:] = self._marks.extra
+        except LedgerError:
+            pass  # nothing is known: the pager leaves everything as it is
         self._rank.write(RankState())
         engine = self.scheduler.rose._engine
         while engine._idle_state_callbacks:
