@@ -7,16 +7,16 @@ may hold how much (``rose.policy``).
 Layout of a file, little-endian, in this order::
 
     header, 64 bytes, never changes   magic, version, schema, record size, extra bytes, incarnation, checksum
+    slot 0, slot 1, up to byte 1024   u32 number, u32 checksum over number and body, body of 64-bit ints
     sequence word, 64 bytes           u32 = number of the newest record (0: none yet); also the futex
-    slot 0, slot 1                    u32 number, u32 checksum over number and body, body of 64-bit ints
     extra                             bytes of the owner's, each valid by itself (chunk maps)
 
 Invariants:
 
-- **Whole or nothing.**  A writer fills the slot that is not current and then sets the word.  One that is
-  stopped or killed half-way leaves the previous record readable, and readers never spin on it.  A reader
-  accepts a slot only if its number is the word's and its checksum fits, so a write by anyone but the owner
-  is an error, not a value.
+- **Whole or nothing.**  A writer fills the slot that is not current and sets the word, in one pwrite of less than a page
+  in which the word comes last.  One that is stopped or killed half-way leaves the previous record readable, and readers
+  never spin on it.  A reader accepts a slot only if its number is the word's and its checksum fits, so a write by anyone
+  but the owner is an error, not a value.
 - **One writer.**  It holds an exclusive advisory lock for as long as it lives (``F_OFD``: owned by the open
   file, so it works across containers, where pids mean nothing).  Readers *query* that lock and never take
   it: no reader can keep a writer out, however many poll.
@@ -25,7 +25,7 @@ Invariants:
 - **No process touches a mapping of a file.**  The writer keeps the file's bytes in its own memory and copies what
   changed with pwrite; readers copy with pread.  A file that someone truncates is an error (``intact``) and not a
   SIGBUS in production.  What is mapped, read-only, is the futex's page, and only the kernel looks at it.
-- ``write`` is two short pwrites (three with extra bytes) and no lasting allocation; ``wake`` is one futex call.  Put
+- ``write`` is one short pwrite (two with extra bytes) and no lasting allocation; ``wake`` is one futex call.  Put
   the directory on tmpfs (``/dev/shm``, ``/run``): there a write is a copy in memory; on a disk it may wait for the disk.
   Why so, and what it costs: ``docs/decisions/0004-*.md``.
 
@@ -79,7 +79,7 @@ R = TypeVar("R")
 Role = Literal["serving", "rollout"]
 ROLES: tuple[Role, ...] = ("serving", "rollout")
 
-VERSION = 1
+VERSION = 2
 MAX_EXTRA_BYTES = 1 << 24
 """One byte per chunk: 16 M chunks are 32 TiB.  More is a corrupt header, not a device."""
 MAX_RANKS = 64
@@ -87,8 +87,9 @@ MAX_RANKS = 64
 _MAGIC = b"ROSELGR\n"
 _HEADER = struct.Struct("<8sIIIIQ")  # magic, version, schema, record bytes, extra bytes, incarnation
 _HEADER_BYTES = 64
-_WORD_AT = 64
-_SLOTS_AT = 128
+_WORD_AT = 1024
+"""Everything but the extra bytes lies in one page: one pwrite publishes a record, one mapped page holds the futex."""
+_EXTRA_AT = 1088
 _U32 = struct.Struct("<I")
 _SLOT_HEAD = struct.Struct("<II")
 _READ_RETRIES = 64
@@ -104,9 +105,12 @@ class _Layout(Generic[R]):
         self.names = tuple(field.name for field in fields(cast(Any, record_type)))
         self.values_of = attrgetter(*self.names)
         self.body = struct.Struct(f"<{len(self.names)}q")
-        self.slot = struct.Struct(f"<II{len(self.names)}q")
-        self.slot_bytes = (self.slot.size + 63) & ~63
-        self.extra_at = _SLOTS_AT + 2 * self.slot_bytes
+        self.numbered = struct.Struct(f"<I{len(self.names)}q")
+        self.slot_size = _SLOT_HEAD.size + self.body.size
+        self.slot_bytes = (self.slot_size + 63) & ~63
+        self.slots_at = _WORD_AT - 2 * self.slot_bytes
+        if self.slots_at < _HEADER_BYTES:
+            raise LedgerError(f"a record of {len(self.names)} fields is too large", field=record_type.__name__)
         self.schema = zlib.crc32(f"{record_type.__name__}:{','.join(self.names)}".encode())
 
     def header(self, extra_bytes: int, incarnation: int) -> bytes:
@@ -139,8 +143,8 @@ class _Layout(Generic[R]):
             )
         if extra > MAX_EXTRA_BYTES or (extra_bytes is not None and extra != extra_bytes):
             raise LedgerError(f"has {extra} extra bytes, expected {extra_bytes}", field=str(path))
-        if size != self.extra_at + extra:
-            raise LedgerError(f"is {size} bytes, its header says {self.extra_at + extra}", field=str(path))
+        if size != _EXTRA_AT + extra:
+            raise LedgerError(f"is {size} bytes, its header says {_EXTRA_AT + extra}", field=str(path))
         return extra, incarnation
 
 
@@ -210,10 +214,14 @@ class RecordWriter(Generic[R]):
         self._first = secrets.randbits(31) | 1
         self._lock_fd = -1
         self._image, self._futex, self._lock_fd = _create(self.path, self._layout, extra_bytes)
-        self._view = memoryview(self._image)
         self._pinned = ctypes.c_char.from_buffer(self._image)
         self._address = ctypes.addressof(self._pinned)
-        self._scratch = bytearray(4 + self._layout.body.size)
+        self._scratch = bytearray(self._layout.numbered.size)
+        self._body = memoryview(self._scratch)[4:]
+        self._heads = [self._layout.slots_at + slot * self._layout.slot_bytes for slot in (0, 1)]
+        view = memoryview(self._image)
+        self._bodies = [view[at + _SLOT_HEAD.size : at + self._layout.slot_size] for at in self._heads]
+        self._published_bytes = _WORD_AT + 4 - self._layout.slots_at
         _writers.add(self)
 
     def write(self, record: R) -> None:
@@ -223,26 +231,32 @@ class RecordWriter(Generic[R]):
             LedgerError: A field is no 64-bit int, the writer is closed, or the file cannot be written.  The last record
                 stands.
         """
+        try:
+            values = self._layout.values_of(record)
+        except AttributeError as error:
+            raise LedgerError(f"a record has a bad field: {error}", field=str(self.path)) from error
+        self.put(*values)
+
+    def put(self, *values: int) -> None:
+        """:meth:`write` by the record's fields in their order, for a step path that has no time to make a record."""
         if self._lock_fd < 0:
             raise LedgerError("this process is not its writer", field=str(self.path))
-        layout, image, scratch = self._layout, self._image, self._scratch
+        image, scratch = self._image, self._scratch
         number = (self._number + 1) & 0xFFFFFFFF if self._number else self._first
         if number == 0:
             number = 2  # 0 means "none yet", and 1 would be the slot that 0xFFFFFFFF used
         try:
-            _U32.pack_into(scratch, 0, number)
-            layout.body.pack_into(scratch, 4, *layout.values_of(record))
-        except (struct.error, AttributeError, TypeError) as error:
+            self._layout.numbered.pack_into(scratch, 0, number, *values)
+        except (struct.error, TypeError) as error:
             raise LedgerError(f"a record has a bad field: {error}", field=str(self.path)) from error
-        at = _SLOTS_AT + (number & 1) * layout.slot_bytes
-        _SLOT_HEAD.pack_into(image, at, number, zlib.crc32(scratch))
-        self._view[at + 8 : at + layout.slot.size] = memoryview(scratch)[4:]
         if self.extra:
-            self._view[layout.extra_at :] = self.extra
-            self._copy(layout.extra_at, len(self.extra))
-        self._copy(at, layout.slot.size)
+            image[_EXTRA_AT:] = self.extra
+            self._copy(_EXTRA_AT, len(self.extra))
+        slot = number & 1
+        _SLOT_HEAD.pack_into(image, self._heads[slot], number, zlib.crc32(scratch))
+        self._bodies[slot][:] = self._body
         _U32.pack_into(image, _WORD_AT, number)
-        self._copy(_WORD_AT, 4)  # the moment of publication
+        self._copy(self._layout.slots_at, self._published_bytes)
         self._number = number
 
     def wake(self) -> None:
@@ -302,7 +316,7 @@ def _create(path: Path, layout: _Layout[Any], extra_bytes: int) -> tuple[bytearr
     processes that start together one is refused.
     """
     _private_dir(path.parent)
-    size = layout.extra_at + extra_bytes
+    size = _EXTRA_AT + extra_bytes
     for _ in range(100):
         old = -1
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
@@ -368,7 +382,7 @@ def _same_file(descriptor: int, path: Path) -> bool:
 
 def _wake_waiters_of(descriptor: int) -> None:
     """Those who sleep on a file that was just replaced."""
-    if os.fstat(descriptor).st_size >= _SLOTS_AT:
+    if os.fstat(descriptor).st_size >= _EXTRA_AT:
         with FutexWord(descriptor, _WORD_AT) as word:
             futex_wake(word.address)
 
@@ -400,18 +414,18 @@ class RecordReader(Generic[R]):
         if not self._refresh():
             return None
         layout = self._layout
-        length = layout.extra_at - _WORD_AT
+        length = _WORD_AT + 4 - layout.slots_at
         for _ in range(_READ_RETRIES):
-            data = os.pread(self._fd, length, _WORD_AT)
+            data = os.pread(self._fd, length, layout.slots_at)
             if len(data) < length:
                 raise LedgerError("is truncated", field=self._path_text)
-            number = _U32.unpack_from(data)[0]
+            number = _U32.unpack_from(data, length - 4)[0]
             if number == 0:
                 return None
-            at = _SLOTS_AT - _WORD_AT + (number & 1) * layout.slot_bytes
+            at = (number & 1) * layout.slot_bytes
             slot_number, crc = _SLOT_HEAD.unpack_from(data, at)
-            body = data[at + 8 : at + layout.slot.size]
-            if slot_number == number and crc == zlib.crc32(body, zlib.crc32(data[:4])):
+            body = data[at + _SLOT_HEAD.size : at + layout.slot_size]
+            if slot_number == number and crc == zlib.crc32(body, zlib.crc32(data[length - 4 :])):
                 values = layout.body.unpack(body)
                 return self._record_type(**dict(zip(layout.names, values, strict=True)))
         raise LedgerError(
@@ -454,7 +468,7 @@ class RecordReader(Generic[R]):
         """A copy of the bytes behind the record; empty where there is no file."""
         if not self._refresh():
             return b""
-        data = os.pread(self._fd, self._extra_bytes, self._layout.extra_at)
+        data = os.pread(self._fd, self._extra_bytes, _EXTRA_AT)
         if len(data) != self._extra_bytes:
             raise LedgerError("is truncated", field=self._path_text)
         return data
@@ -481,7 +495,7 @@ class RecordReader(Generic[R]):
         except OSError as error:
             raise LedgerError(f"cannot be read: {error.strerror}", field=self._path_text) from error
         if (there.st_dev, there.st_ino) == self._identity:
-            if there.st_size != self._layout.extra_at + self._extra_bytes:
+            if there.st_size != _EXTRA_AT + self._extra_bytes:
                 raise LedgerError("changed its size: truncated or overwritten", field=self._path_text)
             return True
         self.close()

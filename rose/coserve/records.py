@@ -62,8 +62,9 @@ class ServingLease:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServingBoard:
-    """``serving.board``: written every step by the engine thread.
+    """``serving.board``: written by the engine thread, at the end of every step and, while a rollout engine lives, at its start.
 
+    ``ServingSide`` writes the fields by position: a new one goes there too.
     ``claim_pages`` is what serving wants back beyond what it holds; ``pressure_seq`` counts how often it
     asked.  ``busy_ns`` is the sum of all step lengths so far, ``breaches`` how often a promise was broken: a first
     token later than the TTFT objective, a step with decodes longer than the TPOT objective.

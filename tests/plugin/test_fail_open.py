@@ -29,6 +29,7 @@ from tests.plugin import harness
 from tests.plugin.stand_in import eventually
 from tests.tiny_model import write_tiny_model
 
+WORD_AT = 1024  # the slots lie before it
 HOOKS = [
     "before_schedule",
     "after_schedule",
@@ -132,7 +133,7 @@ def scribbled(scheduler: Any, path: Path) -> bool:
     """Was it noticed?  Else write again: the owner may just have written over it."""
     if not scheduler.rose.failed:
         scribble(
-            path, path.stat().st_size - 1 if path.suffix == ".chunks" else 64
+            path, path.stat().st_size - 1 if path.suffix == ".chunks" else WORD_AT
         )  # a chunk's mark; the number
     return bool(scheduler.rose.failed)
 
@@ -143,8 +144,7 @@ def test_a_strangers_write_to_the_board_is_noticed_at_the_next_step(
     scheduler.add_request(harness.request("a"))
     harness.step(scheduler)
     assert scheduler.rose.failed is None
-    for slot in range(2):
-        scribble(node_dir / "serving.board", 128 + slot * 128 + 16)
+    scribble(node_dir / "serving.board", WORD_AT - 100)
     harness.step(scheduler)
     assert "written by another process" in scheduler.rose.failed
     lease = NodeDir(node_dir).serving_lease()
@@ -258,8 +258,7 @@ def lender(scheduler: Any, node_dir: Path, rank: Any, agent: Any) -> Lender:
 def test_a_strangers_write_does_not_keep_what_was_lent(lender: Lender, node_dir: Path, name: str) -> None:
     path = node_dir / name
     if name == "serving.board":
-        for slot in range(2):
-            scribble(path, 128 + slot * 128 + 16)
+        scribble(path, WORD_AT - 100)
         harness.step(lender.scheduler)
         assert lender.scheduler.rose.failed
     else:
