@@ -125,9 +125,7 @@ def _rose(folder: Path, config: Any, num_requests: int, *, peer: bool = False) -
     ]
     now_ns = time.monotonic_ns()
     keep[1].write(
-        NodeState(
-            mode=Mode.OBSERVE, has_serving=1, slo_ttft_ns=10**9, slo_tpot_ns=10**8, heartbeat_ns=now_ns
-        )
+        NodeState(mode=Mode.OBSERVE, has_serving=1, slo_ttft_ns=10**9, slo_tpot_ns=10**8, heartbeat_ns=now_ns)
     )
     if peer:
         keep.append(NodeDir(path).rollout_lease_writer())

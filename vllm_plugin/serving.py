@@ -85,7 +85,7 @@ class ServingSide:
         self._mapped: collections.deque[int] = collections.deque()
         # Written by the engine thread, read by the background thread.
         self._released: collections.deque[int] = collections.deque()
-        self._claim_chunks = 0
+        self._claim_chunks = self._claim_told = 0
         self._fixed = False
         self._watched = True
         """A rollout engine lives: it wants to know of every step at once, and is woken."""
@@ -200,7 +200,8 @@ class ServingSide:
         if len(self._in_flight) == 1:  # else it starts when the one before it ends
             self._start_step(time.monotonic_ns())
         if self._watched:
-            self._write_board(busy=self._is_busy())
+            # No wake: a rollout engine looks before each of its steps, and gets no new slack from a step that starts.
+            self._write_board(busy=self._is_busy(), wake=self._claim_told != self._claim_chunks)
 
     def _start_step(self, now_ns: int) -> None:
         """The oldest step in flight has the workers to itself from now on."""
@@ -228,7 +229,7 @@ class ServingSide:
             self._start_step(now_ns)
         self._write_board(busy=self._is_busy())
 
-    def _write_board(self, *, busy: bool) -> None:
+    def _write_board(self, *, busy: bool, wake: bool = True) -> None:
         scheduler, model = self._scheduler, self.model
         slo_ttft_ns, slo_tpot_ns = self._slo_ttft_ns, self._slo_tpot_ns
         running = len(scheduler.running)
@@ -280,7 +281,8 @@ class ServingSide:
             self._pressure_seq,
             now_ns,  # written_ns
         )
-        if self._watched:
+        if self._watched and wake:
+            self._claim_told = self._claim_chunks
             self._board.wake()
 
     def _require_own(self, writer: RecordWriter[Any]) -> None:

@@ -7,7 +7,7 @@ may hold how much (``rose.policy``).
 Layout of a file, little-endian, in this order::
 
     header, 64 bytes, never changes   magic, version, schema, record size, extra bytes, incarnation, checksum
-    slot 0, slot 1, up to byte 1024   u32 number, u32 checksum over number and body, body of 64-bit ints
+    slot 0, slot 1, up to byte 1024   u32 checksum over number and body, u32 number, body of 64-bit ints
     sequence word, 64 bytes           u32 = number of the newest record (0: none yet); also the futex
     extra                             bytes of the owner's, each valid by itself (chunk maps)
 
@@ -47,7 +47,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, cast
 
-from rose.coserve.kernel import FutexWord, futex_wait, futex_wake, is_locked, take_lock, write_at
+from rose.coserve.kernel import FutexWord, bound_write, futex_wait, is_locked, take_lock
 from rose.coserve.records import (
     ChunkState,
     Mode,
@@ -91,7 +91,7 @@ _WORD_AT = 1024
 """Everything but the extra bytes lies in one page: one pwrite publishes a record, one mapped page holds the futex."""
 _EXTRA_AT = 1088
 _U32 = struct.Struct("<I")
-_SLOT_HEAD = struct.Struct("<II")
+_CRC_BYTES = 4
 _READ_RETRIES = 64
 """Needed only when the writer lapped the reader twice inside one copy; 64 in a row is corruption."""
 _MISSING_FILE_WAIT_S = 0.02
@@ -106,11 +106,13 @@ class _Layout(Generic[R]):
         self.values_of = attrgetter(*self.names)
         self.body = struct.Struct(f"<{len(self.names)}q")
         self.numbered = struct.Struct(f"<I{len(self.names)}q")
-        self.slot_size = _SLOT_HEAD.size + self.body.size
+        self.slot_size = _CRC_BYTES + self.numbered.size
         self.slot_bytes = (self.slot_size + 63) & ~63
         self.slots_at = _WORD_AT - 2 * self.slot_bytes
         if self.slots_at < _HEADER_BYTES:
-            raise LedgerError(f"a record of {len(self.names)} fields is too large", field=record_type.__name__)
+            raise LedgerError(
+                f"a record of {len(self.names)} fields is too large", field=record_type.__name__
+            )
         self.schema = zlib.crc32(f"{record_type.__name__}:{','.join(self.names)}".encode())
 
     def header(self, extra_bytes: int, incarnation: int) -> bytes:
@@ -215,13 +217,14 @@ class RecordWriter(Generic[R]):
         self._lock_fd = -1
         self._image, self._futex, self._lock_fd = _create(self.path, self._layout, extra_bytes)
         self._pinned = ctypes.c_char.from_buffer(self._image)
-        self._address = ctypes.addressof(self._pinned)
-        self._scratch = bytearray(self._layout.numbered.size)
-        self._body = memoryview(self._scratch)[4:]
-        self._heads = [self._layout.slots_at + slot * self._layout.slot_bytes for slot in (0, 1)]
-        view = memoryview(self._image)
-        self._bodies = [view[at + _SLOT_HEAD.size : at + self._layout.slot_size] for at in self._heads]
-        self._published_bytes = _WORD_AT + 4 - self._layout.slots_at
+        layout, view = self._layout, memoryview(self._image)
+        heads = [layout.slots_at + slot * layout.slot_bytes for slot in (0, 1)]
+        self._numbered_at = [at + _CRC_BYTES for at in heads]
+        self._numbered = [view[at + _CRC_BYTES : at + layout.slot_size] for at in heads]
+        self._checksums = [view[at : at + _CRC_BYTES].cast("I") for at in heads]
+        self._word = view[_WORD_AT : _WORD_AT + 4].cast("I")
+        address = ctypes.addressof(self._pinned) + layout.slots_at
+        self._publish = bound_write(self._lock_fd, address, _WORD_AT + 4 - layout.slots_at, layout.slots_at)
         _writers.add(self)
 
     def write(self, record: R) -> None:
@@ -241,28 +244,32 @@ class RecordWriter(Generic[R]):
         """:meth:`write` by the record's fields in their order, for a step path that has no time to make a record."""
         if self._lock_fd < 0:
             raise LedgerError("this process is not its writer", field=str(self.path))
-        image, scratch = self._image, self._scratch
         number = (self._number + 1) & 0xFFFFFFFF if self._number else self._first
         if number == 0:
             number = 2  # 0 means "none yet", and 1 would be the slot that 0xFFFFFFFF used
-        try:
-            self._layout.numbered.pack_into(scratch, 0, number, *values)
-        except (struct.error, TypeError) as error:
-            raise LedgerError(f"a record has a bad field: {error}", field=str(self.path)) from error
-        if self.extra:
-            image[_EXTRA_AT:] = self.extra
-            self._copy(_EXTRA_AT, len(self.extra))
         slot = number & 1
-        _SLOT_HEAD.pack_into(image, self._heads[slot], number, zlib.crc32(scratch))
-        self._bodies[slot][:] = self._body
-        _U32.pack_into(image, _WORD_AT, number)
-        self._copy(self._layout.slots_at, self._published_bytes)
+        try:
+            self._layout.numbered.pack_into(self._image, self._numbered_at[slot], number, *values)
+        except (struct.error, TypeError) as error:
+            # Our copy has half a record now and the file has none of it: they have to agree.
+            length, at = self._layout.numbered.size, self._numbered_at[slot]
+            self._numbered[slot][:] = os.pread(self._lock_fd, length, at).ljust(length, b"\0")
+            raise LedgerError(f"a record has a bad field: {error}", field=str(self.path)) from error
+        self._checksums[slot][0] = zlib.crc32(self._numbered[slot])
+        self._word[0] = number
+        try:
+            if self.extra:
+                self._image[_EXTRA_AT:] = self.extra
+                os.pwrite(self._lock_fd, self.extra, _EXTRA_AT)
+            self._publish()
+        except OSError as error:
+            raise LedgerError(f"cannot be written: {error.strerror}", field=str(self.path)) from error
         self._number = number
 
     def wake(self) -> None:
         """Wake everybody in :meth:`RecordReader.wait` on this file."""
         if self._lock_fd >= 0:
-            futex_wake(self._futex.address)
+            self._futex.wake()
 
     def intact(self) -> bool:
         """Is the file still what this writer made it?  False: somebody else wrote into it or cut it off."""
@@ -274,9 +281,9 @@ class RecordWriter(Generic[R]):
             return False
         try:
             os.ftruncate(self._lock_fd, len(self._image))
+            os.pwrite(self._lock_fd, self._image, 0)
         except OSError as error:
             raise LedgerError(f"cannot be mended: {error.strerror}", field=str(self.path)) from error
-        self._copy(0, len(self._image))
         self.wake()
         return True
 
@@ -286,16 +293,9 @@ class RecordWriter(Generic[R]):
             return
         descriptor, self._lock_fd = self._lock_fd, -1
         os.close(descriptor)
-        futex_wake(self._futex.address)
+        self._futex.wake()
         self._futex.close()
         _writers.discard(self)
-
-    def _copy(self, at: int, length: int) -> None:
-        """Bring these bytes of the image into the file."""
-        try:
-            write_at(self._lock_fd, self._address + at, length, at)
-        except OSError as error:
-            raise LedgerError(f"cannot be written: {error.strerror}", field=str(self.path)) from error
 
     def _abandon(self) -> None:
         descriptor, self._lock_fd = self._lock_fd, -1
@@ -384,7 +384,7 @@ def _wake_waiters_of(descriptor: int) -> None:
     """Those who sleep on a file that was just replaced."""
     if os.fstat(descriptor).st_size >= _EXTRA_AT:
         with FutexWord(descriptor, _WORD_AT) as word:
-            futex_wake(word.address)
+            word.wake()
 
 
 class RecordReader(Generic[R]):
@@ -423,10 +423,9 @@ class RecordReader(Generic[R]):
             if number == 0:
                 return None
             at = (number & 1) * layout.slot_bytes
-            slot_number, crc = _SLOT_HEAD.unpack_from(data, at)
-            body = data[at + _SLOT_HEAD.size : at + layout.slot_size]
-            if slot_number == number and crc == zlib.crc32(body, zlib.crc32(data[length - 4 :])):
-                values = layout.body.unpack(body)
+            numbered = data[at + _CRC_BYTES : at + layout.slot_size]
+            slot_number, *values = layout.numbered.unpack(numbered)
+            if slot_number == number and _U32.unpack_from(data, at)[0] == zlib.crc32(numbered):
                 return self._record_type(**dict(zip(layout.names, values, strict=True)))
         raise LedgerError(
             "record is torn, or written by a process that does not own it", field=self._path_text

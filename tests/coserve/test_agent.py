@@ -191,7 +191,9 @@ async def test_memory_of_a_worker_is_not_given_back_because_its_engines_file_is_
     agent = device.agent("stubborn", lending={"reclaim_deadline_s": 60.0})
     await lent(device, 16)
     (device.dir / "damaged").write_bytes(b"no lease")
-    os.replace(device.dir / "damaged", device.dir / "rollout.lease")  # its writer cannot mend what is not its file
+    os.replace(
+        device.dir / "damaged", device.dir / "rollout.lease"
+    )  # its writer cannot mend what is not its file
     agent.change(mode=Mode.OFF)
     assert not await agent.wait_given_back(0.2)
     assert agent.held_pages() == 16

@@ -32,7 +32,6 @@ from rose.coserve.ledger import (
 )
 from rose.errors import LedgerError
 
-
 WORD_AT = 1024
 """Where the sequence word lies: see the layout in the module."""
 
@@ -119,8 +118,9 @@ def test_no_reader_sees_a_torn_record_under_a_writer_at_full_speed(
     node: NodeDir, writing: subprocess.Popen[str]
 ) -> None:
     reader, seen = node.serving_board(), set[int]()
-    until_s = time.monotonic() + 1.0
-    while time.monotonic() < until_s:
+    begun_s = time.monotonic()
+    # On one shared core the writer runs only while this does not: a second may show few of its records.
+    while time.monotonic() < begun_s + 1.0 or (len(seen) <= 10 and time.monotonic() < begun_s + 15.0):
         board = reader.read()
         if board is not None:  # None only before its first record
             assert len(values(board)) == 1
@@ -514,30 +514,32 @@ def test_the_number_of_records_may_wrap_around(node: NodeDir) -> None:
 
 
 def test_a_write_waits_for_nothing_and_keeps_the_interpreter(node: NodeDir) -> None:
-    """Production's engine thread must not get the interpreter back a switch interval later."""
+    """Production's engine thread must not get the interpreter back a switch interval later.  (Extra bytes are not its.)"""
     counted, stop = [0], threading.Event()
 
     def count() -> None:
-        while not stop.is_set() and counted[0] < 2_000_000:  # it may have the interpreter for good, once it gets it
+        while not stop.is_set():
             counted[0] += 1
+            time.sleep(0)  # gives the interpreter away, and wants it back at once
 
     thread = threading.Thread(target=count)
     interval_s = sys.getswitchinterval()
-    with node.rank_writer("serving", 0, 64) as writer:
-        thread.start()
-        while not counted[0]:
-            time.sleep(0)
-        sys.setswitchinterval(1000.0)  # nobody is interrupted any more: who loses the interpreter gave it away
-        try:
+    sys.setswitchinterval(1000.0)  # nobody is interrupted any more: who loses the interpreter gave it away
+    try:
+        with node.rank_writer("serving", 0, 0) as writer:
+            writer.write(RankState())
+            thread.start()
+            while not counted[0]:
+                time.sleep(0)
             before = counted[0], resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
-            for _ in range(1000):
-                writer.write(RankState())
+            for number in range(1000):
+                writer.put(number, number)
                 writer.wake()
             after = counted[0], resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
-        finally:
-            sys.setswitchinterval(interval_s)
-            stop.set()
-            thread.join()
+    finally:
+        sys.setswitchinterval(interval_s)
+        stop.set()
+        thread.join()
     assert after == before
 
 
