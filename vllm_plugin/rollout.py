@@ -150,6 +150,9 @@ class RolloutSide:
     def before_schedule(self) -> int:
         """Obey the two numbers; tokens this step may schedule (0: none)."""
         self._balance()
+        for request in compat.waiting_requests(self._scheduler, 1):
+            # It was running, has outgrown the budget and was preempted: everybody behind it would wait for it.
+            self._refuse_oversized(request)
         self.num_schedules += 1
         try:
             tokens = self._admit(self._engine_board)
@@ -201,14 +204,14 @@ class RolloutSide:
         self._released.extend(released)
         self._bell.ring()
 
-    def _refuse_oversized(self) -> None:
-        """Waiting requests that the present budget can never hold would wait for ever: answer them now."""
+    def _refuse_oversized(self, only: Any = None) -> None:
+        """Waiting requests that the present budget can never hold would wait for ever: answer them now.
+
+        ``only``: the others were looked at when the budget became what it is.
+        """
         usable = self.balloon.num_usable_chunks * self.plan.chunk_blocks - 1
-        hopeless = [
-            request.request_id
-            for request in compat.waiting_requests(self._scheduler, UNLIMITED)
-            if self._blocks_of(request) > usable
-        ]
+        looked_at = compat.waiting_requests(self._scheduler, UNLIMITED) if only is None else [only]
+        hopeless = [request.request_id for request in looked_at if self._blocks_of(request) > usable]
         if hopeless:
             reason = compat.RECLAIMED if usable <= 0 else compat.TOO_LARGE
             self._num_cut_requests += compat.finish_with_partial_output(
@@ -219,9 +222,9 @@ class RolloutSide:
         """Blocks to hold what is known of a request and its next token."""
         return -(-(request.num_tokens + 1) // self._block_tokens)
 
-    def after_add(self) -> None:
+    def after_add(self, request: Any) -> None:
         """A request has come in."""
-        self._refuse_oversized()
+        self._refuse_oversized(request)
 
     def after_schedule(self, output: Any) -> None:
         self._step_started_ns = time.monotonic_ns()

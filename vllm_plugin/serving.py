@@ -107,7 +107,7 @@ class ServingSide:
         self.row = row("decoder" if elastic else "kv_connector")
         self._elastic = elastic
         with contextlib.ExitStack() as made:  # a file that is kept open here would look like a live engine's
-            self._lease = made.enter_context(self._dir.serving_lease_writer())
+            self._lease = made.enter_context(compat.starting_lease() or self._dir.serving_lease_writer())
             self._board = made.enter_context(self._dir.serving_board_writer())
             self._chunks = made.enter_context(self._dir.chunks_writer("serving", self.plan.num_chunks))
             self._chunks.extra[:] = b"\x01" * self.plan.num_chunks

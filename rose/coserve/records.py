@@ -40,6 +40,9 @@ class NodeState:
     serialise: int = 0
     fixed: int = 0
     """1: the loan is a fixed split; serving claims nothing back."""
+    policy: int = 0
+    """Of ``rose.policy.baselines.POLICIES``; with ``max_lend_pages`` for the agent that comes after one that was killed."""
+    max_lend_pages: int = 0
     heartbeat_ns: int = 0
 
 

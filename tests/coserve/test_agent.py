@@ -15,6 +15,8 @@ from rose.coserve.config import NodeConfig
 from rose.coserve.control import ControlClient
 from rose.coserve.ledger import Mode, NodeDir, Phase
 from rose.errors import ConfigError, LedgerError
+from rose.policy.admission import Rule
+from rose.policy.baselines import StaticLending
 from rose.policy.lending import ALL_PAGES
 from tests.coserve.conftest import TOTAL_PAGES, Device, alive, until
 
@@ -348,7 +350,8 @@ async def test_the_next_agent_of_a_killed_one_keeps_what_the_operator_had_set(de
     try:
         await lent(device, 16)
         client = ControlClient(device.dir, device.tokens)
-        await asyncio.to_thread(client.set, mode="off", floor_pages=3, slo_ttft_ms=123.0)
+        wishes = {"rule": "paper", "serialise": True, "policy": "static", "max_lend_pages": 7}
+        await asyncio.to_thread(client.set, mode="off", floor_pages=3, slo_ttft_ms=123.0, **wishes)
         client.close()
     finally:
         process.kill()
@@ -357,6 +360,8 @@ async def test_the_next_agent_of_a_killed_one_keeps_what_the_operator_had_set(de
     agent = device.agent()
     await ready(device, agent)
     assert (agent.mode, agent.floor_pages, agent.slo_ttft_ms) == (Mode.OFF, 3, 123.0)
+    assert (agent.rule, agent.serialise, agent.max_lend_pages) == (Rule.PAPER, True, 7)
+    assert (agent.policy_name, type(agent.policy)) == ("static", StaticLending)
 
 
 async def test_after_a_clean_end_the_configuration_counts_again(device: Device) -> None:

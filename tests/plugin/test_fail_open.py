@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -374,6 +375,54 @@ def test_an_engine_that_could_not_be_attached_says_off(
     assert record.phase == Phase.OFF
 
 
+def test_production_says_starting_before_its_workers_touch_the_device_and_waits_for_the_peer(
+    config: Any, node_dir: Path, rank: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.executor.abstract import Executor
+
+    from vllm_plugin import compat
+    from vllm_plugin.scheduler import ServingScheduler
+
+    seen: list[tuple[int, int]] = []
+    node = NodeDir(node_dir)
+    peer = node.rollout_lease_writer()
+    peer.write(RolloutLease(reserved_pages=3))
+
+    class Probe(Executor):
+        """Boundary: no worker is started; what would be done before that is vLLM's own."""
+
+        def _init_executor(self) -> None:
+            serving, rollout = node.serving_lease().read(), node.rollout_lease().read()
+            assert serving is not None
+            assert rollout is not None
+            seen.append((serving.phase, rollout.reserved_pages))
+
+        def collective_rpc(self, *_: Any, **__: Any) -> Any:
+            raise NotImplementedError
+
+        def check_health(self) -> None:
+            return
+
+    def give_back() -> None:
+        eventually(lambda: readable(node.serving_lease()) == Phase.STARTING, "production is starting")
+        peer.write(RolloutLease(reserved_pages=0))
+        peer.wake()
+
+    monkeypatch.setattr(compat, "START_WAIT_S", 60.0)
+    monkeypatch.setattr(config.scheduler_config, "scheduler_cls", compat.SCHEDULER_FACTORY)
+    monkeypatch.setattr(Executor, "__init__", compat._wrap_executor(Executor.__init__))
+    other = threading.Thread(target=give_back)
+    other.start()
+    Probe(config)
+    other.join()
+    assert seen == [(Phase.STARTING, 0)]
+    scheduler = harness.build(ServingScheduler, config)  # and the lease is taken over, not fought for
+    assert scheduler.rose is not None
+    assert readable(node.serving_lease()) == Phase.STARTING
+    for writer in (scheduler.rose._lease, scheduler.rose._board, scheduler.rose._chunks, peer):
+        writer.close()
+
+
 @pytest.mark.usefixtures("fresh")
 def test_a_rank_report_of_a_dead_engine_is_no_elastic_memory(config: Any, node_dir: Path) -> None:
     from vllm_plugin.scheduler import ServingScheduler
@@ -395,6 +444,41 @@ def test_a_cache_too_small_to_share_is_named_in_the_lease(
     assert record is not None
     assert (record.phase, row_of_number(record.row).name) == (Phase.OFF, "small_cache")
     assert lease.alive()
+
+
+def test_a_preempted_request_breaks_no_promise_of_a_first_token(
+    config: Any, node_dir: Path, rank: Any
+) -> None:
+    """It has had its first token; it waits for a next one."""
+    from vllm_plugin.scheduler import ServingScheduler
+
+    scheduler = harness.build(ServingScheduler, config)
+    assert scheduler.rose is not None
+    try:
+        scheduler.rose._slo_ttft_ns, scheduler.rose._slo_tpot_ns = 10**9, 10**8
+        scheduler.add_request(harness.request("old", max_tokens=50))
+        for _ in range(3):
+            harness.step(scheduler)
+        request = scheduler.running.pop()
+        request.arrival_time -= 60.0
+        scheduler._preempt_request(request, time.monotonic())
+        board = NodeDir(node_dir).serving_board()
+        scheduler.rose._write_board(busy=False)
+        record = board.read()
+        assert record is not None
+        assert (record.waiting, record.breaches, record.ttft_deadline_ns) == (1, 0, 0)
+        assert record.tpot_deadline_ns > 0  # but its next token is due
+        fresh = harness.request("late")
+        fresh.arrival_time -= 60.0
+        scheduler.add_request(fresh)
+        scheduler.rose._write_board(busy=False)
+        record = board.read()
+        assert record is not None
+        assert record.breaches == 1
+        assert record.ttft_deadline_ns > 0
+    finally:
+        for writer in (scheduler.rose._lease, scheduler.rose._board, scheduler.rose._chunks):
+            writer.close()
 
 
 # --- asynchronous scheduling: the next step is scheduled before the one before it has ended
