@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rose.policy.lending import Mode, Phase
+from rose.policy.lending import ALL_PAGES, Mode, Phase
 
 __all__ = [
     "ChunkState",
@@ -42,7 +42,7 @@ class NodeState:
     """1: the loan is a fixed split; serving claims nothing back."""
     policy: int = 0
     """Of ``rose.policy.baselines.POLICIES``; with ``max_lend_pages`` for the agent that comes after one that was killed."""
-    max_lend_pages: int = 0
+    max_lend_pages: int = ALL_PAGES
     heartbeat_ns: int = 0
 
 
