@@ -15,6 +15,7 @@ Callers: :mod:`vllm_plugin` (``register``), the scheduler mixins, the worker cla
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
 import logging
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rose.coserve.ledger import NodeDir, Phase, ServingLease
+from rose.coserve.ledger import NodeDir, Phase, RecordWriter, ServingLease
 from rose.errors import ConfigError, RoseError
 from rose.policy.compat import UNLISTED, Row, Support, judge, row
 from vllm_plugin.features import features
@@ -40,6 +41,9 @@ RECLAIMED = "rose:kv_reclaimed"
 """``stop_reason`` of a request that lost its KV memory; its tokens so far are valid."""
 TOO_LARGE = "rose:exceeds_budget"
 """``stop_reason`` of a request that the present KV budget can never hold."""
+
+START_WAIT_S = 1.0
+"""Longest wait of production's start for memory that the rollout engine still holds: it dies at its deadline anyway."""
 
 SPIN_SLEEP_S = 200e-6
 """vLLM's CPU workers spin on ``sched_yield`` for a second after each step.  On a shared core that starves an
@@ -103,8 +107,10 @@ def _hooks() -> list[tuple[str, Any, str, tuple[str, ...]]]:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.executor.abstract import Executor
 
     return [
+        ("executor", Executor, "__init__", ("self", "vllm_config")),
         ("engine config", EngineArgs, "create_engine_config", ("self",)),
         ("busy loop", EngineCoreProc, "run_busy_loop", ("self",)),
         ("schedule", Scheduler, "schedule", ("self", "throttle_prefills")),
@@ -187,10 +193,55 @@ def switch_on(role: str) -> None:
         return
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
+    from vllm.v1.executor.abstract import Executor
 
+    if role == "serving":
+        _patch("executor", Executor, "__init__", _wrap_executor)
     _patch("engine config", EngineArgs, "create_engine_config", lambda f: _wrap_config(f, role))
     _patch("busy loop", EngineCoreProc, "run_busy_loop", _wrap_busy_loop)
     EngineCore.rose_call = _rose_call  # type: ignore[attr-defined]  # an addition; nothing of vLLM's is replaced
+
+
+_starting: RecordWriter[ServingLease] | None = None
+"""Writer of ``serving.lease`` from before the device is touched until the scheduler takes it over."""
+
+
+def _wrap_executor(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        # The engine core is about to start its workers, and they will size their memory by what is free.
+        if vllm_config.scheduler_config.scheduler_cls == SCHEDULER_FACTORY:
+            _take_everything_back()
+        return original(self, vllm_config, *args, **kwargs)
+
+    return init
+
+
+def _take_everything_back() -> None:
+    """Say ``starting`` and wait, for a moment, until the rollout engine holds nothing.  Never raises."""
+    global _starting
+    try:
+        node_dir = NodeDir(os.environ["ROSE_DIR"])
+        if _starting is None:
+            _starting = node_dir.serving_lease_writer()
+        _starting.write(ServingLease(phase=Phase.STARTING, heartbeat_ns=time.monotonic_ns()))
+        _starting.wake()
+        peer, until_s = node_dir.rollout_lease(), time.monotonic() + START_WAIT_S
+        while (left_s := until_s - time.monotonic()) > 0 and peer.alive():
+            word, record = peer.word(), peer.read()
+            if record is None or record.reserved_pages == 0:
+                break
+            peer.wait(word, left_s)
+        peer.close()
+    except Exception as error:  # noqa: BLE001  # fail-open: production starts whatever is the matter with our files
+        logger.warning("ROSE: the rollout engine may not have given everything back: %r", error)
+
+
+def starting_lease() -> RecordWriter[ServingLease] | None:
+    """The writer that said ``starting``, once; the caller owns it from now on."""
+    global _starting
+    writer, _starting = _starting, None
+    return writer
 
 
 _refusal: Any = None
@@ -211,7 +262,7 @@ def _give_up(role: str, reason: str, because: Row = UNLISTED) -> None:
     logger.error("ROSE is off, serving goes on as without it: %s", reason)
     if _refusal is None and os.environ.get("ROSE_DIR"):
         try:
-            _refusal = NodeDir(os.environ["ROSE_DIR"]).serving_lease_writer()
+            _refusal = starting_lease() or NodeDir(os.environ["ROSE_DIR"]).serving_lease_writer()
             _refusal.write(
                 ServingLease(phase=Phase.OFF, row=because.number, heartbeat_ns=time.monotonic_ns())
             )

@@ -152,6 +152,7 @@ class Pager:
             self._mapped[chunk] = mapped
 
     def _publish(self, wake: bool = True) -> None:
+        self._report.mend()  # what a stranger made of it is not ours to serve from
         self._report.extra[:] = self._mapped
         self._report.write(
             RankState(

@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rose.coserve.ledger import ChunkState, NodeDir, Phase, RecordReader, RolloutLease, ServingBoard
@@ -117,6 +118,7 @@ class RolloutSide:
         self._said_ns = 0
         self._has_serving = True
         self._trouble = ""
+        self._mended: set[Path] = set()
         self._bell = Bell()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="rose-rollout", daemon=True)
@@ -148,6 +150,9 @@ class RolloutSide:
     def before_schedule(self) -> int:
         """Obey the two numbers; tokens this step may schedule (0: none)."""
         self._balance()
+        for request in compat.waiting_requests(self._scheduler, 1):
+            # It was running, has outgrown the budget and was preempted: everybody behind it would wait for it.
+            self._refuse_oversized(request)
         self.num_schedules += 1
         try:
             tokens = self._admit(self._engine_board)
@@ -199,14 +204,14 @@ class RolloutSide:
         self._released.extend(released)
         self._bell.ring()
 
-    def _refuse_oversized(self) -> None:
-        """Waiting requests that the present budget can never hold would wait for ever: answer them now."""
+    def _refuse_oversized(self, only: Any = None) -> None:
+        """Waiting requests that the present budget can never hold would wait for ever: answer them now.
+
+        ``only``: the others were looked at when the budget became what it is.
+        """
         usable = self.balloon.num_usable_chunks * self.plan.chunk_blocks - 1
-        hopeless = [
-            request.request_id
-            for request in compat.waiting_requests(self._scheduler, UNLIMITED)
-            if self._blocks_of(request) > usable
-        ]
+        looked_at = compat.waiting_requests(self._scheduler, UNLIMITED) if only is None else [only]
+        hopeless = [request.request_id for request in looked_at if self._blocks_of(request) > usable]
         if hopeless:
             reason = compat.RECLAIMED if usable <= 0 else compat.TOO_LARGE
             self._num_cut_requests += compat.finish_with_partial_output(
@@ -217,9 +222,9 @@ class RolloutSide:
         """Blocks to hold what is known of a request and its next token."""
         return -(-(request.num_tokens + 1) // self._block_tokens)
 
-    def after_add(self) -> None:
+    def after_add(self, request: Any) -> None:
         """A request has come in."""
-        self._refuse_oversized()
+        self._refuse_oversized(request)
 
     def after_schedule(self, output: Any) -> None:
         self._step_started_ns = time.monotonic_ns()
@@ -312,6 +317,7 @@ class RolloutSide:
     def _round(self, rung: bool) -> None:
         """Look at everything once and act.  ``rung``: an event called, not the timer."""
         chunk_pages, marks = self.plan.chunk_pages, self._chunks.extra
+        self._mend_files()
         before = bytes(marks)
         while self._released:
             chunk = self._released.popleft()
@@ -364,6 +370,13 @@ class RolloutSide:
             compat.wake(self._engine)
         elif not fits:
             self.gate_open = False
+
+    def _mend_files(self) -> None:
+        """A stranger's write, or a file cut off, must not end the sharing: production would wait for a number for ever."""
+        for writer in (self._lease, self._chunks):
+            if writer.mend() and writer.path not in self._mended:
+                self._mended.add(writer.path)
+                logger.warning("ROSE: %s was written by another process, or cut off; mended", writer.path)
 
     def _allowed_pages(self) -> tuple[int, str]:
         """What this engine may hold by what the shared files say now."""

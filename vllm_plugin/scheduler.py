@@ -130,7 +130,7 @@ class _Rollout:
     def add_request(self, request: Any) -> None:
         self.rose_prefixes.on_add(request)
         super().add_request(request)  # type: ignore[misc]
-        self.rose.after_add()
+        self.rose.after_add(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         budget = self.rose.before_schedule()

@@ -32,7 +32,6 @@ from rose.coserve.ledger import (
     NodeState,
     Phase,
     RecordWriter,
-    ServingBoard,
     ServingLease,
 )
 from rose.errors import LedgerError
@@ -74,6 +73,7 @@ class ServingSide:
         self._dir = NodeDir(os.environ[ENV_DIR])
         self.balloon = Balloon(compat.block_pool(scheduler), self.plan.chunk_blocks)
         self._block_tokens = scheduler.block_size
+        self._block_pages = self.plan.total_pages / max(1, self.plan.num_blocks)
         self.failed: str | None = None
         self._errors = 0
 
@@ -85,8 +85,10 @@ class ServingSide:
         self._mapped: collections.deque[int] = collections.deque()
         # Written by the engine thread, read by the background thread.
         self._released: collections.deque[int] = collections.deque()
-        self._claim_chunks = 0
+        self._claim_chunks = self._claim_told = 0
         self._fixed = False
+        self._watched = True
+        """A rollout engine lives: it wants to know of every step at once, and is woken."""
 
         self._step = 0
         self._busy_ns = 0
@@ -105,12 +107,10 @@ class ServingSide:
         self.row = row("decoder" if elastic else "kv_connector")
         self._elastic = elastic
         with contextlib.ExitStack() as made:  # a file that is kept open here would look like a live engine's
-            self._lease = made.enter_context(self._dir.serving_lease_writer())
+            self._lease = made.enter_context(compat.starting_lease() or self._dir.serving_lease_writer())
             self._board = made.enter_context(self._dir.serving_board_writer())
             self._chunks = made.enter_context(self._dir.chunks_writer("serving", self.plan.num_chunks))
-            # What we have written into the file, never read back from it: a stranger's mark must not become ours.
-            self._marked = bytearray(b"\x01" * self.plan.num_chunks)
-            self._chunks.extra[:] = self._marked
+            self._chunks.extra[:] = b"\x01" * self.plan.num_chunks
             self._chunks.write(ChunkState(generation=0, heartbeat_ns=time.monotonic_ns()))
             num_ranks = num_ranks if elastic else 0
             self._ranks = [self._dir.rank("serving", r, self.plan.num_chunks) for r in range(num_ranks)]
@@ -190,7 +190,7 @@ class ServingSide:
             self._bell.ring()
 
     def after_schedule(self, output: Any) -> None:
-        """A step starts: publish deadlines."""
+        """A step starts: publish deadlines.  Nobody needs that between steps unless a rollout engine lives."""
         self._require_own(self._board)
         self._step += 1
         # Counted in C: a loop over 256 requests here took 50 us of production's step.
@@ -199,7 +199,9 @@ class ServingSide:
         self._in_flight.append((prefill, decode))
         if len(self._in_flight) == 1:  # else it starts when the one before it ends
             self._start_step(time.monotonic_ns())
-        self._write_board(busy=self._is_busy())
+        if self._watched:
+            # No wake: a rollout engine looks before each of its steps, and gets no new slack from a step that starts.
+            self._write_board(busy=self._is_busy(), wake=self._claim_told != self._claim_chunks)
 
     def _start_step(self, now_ns: int) -> None:
         """The oldest step in flight has the workers to itself from now on."""
@@ -227,59 +229,68 @@ class ServingSide:
             self._start_step(now_ns)
         self._write_board(busy=self._is_busy())
 
-    def _write_board(self, *, busy: bool) -> None:
-        scheduler = self._scheduler
+    def _write_board(self, *, busy: bool, wake: bool = True) -> None:
+        scheduler, model = self._scheduler, self.model
+        slo_ttft_ns, slo_tpot_ns = self._slo_ttft_ns, self._slo_tpot_ns
         running = len(scheduler.running)
         num_waiting = compat.num_waiting(scheduler)
         now_ns = time.monotonic_ns()
         ttft_deadline = tpot_deadline = 0
         waiting_tokens = 0
-        if num_waiting and self._slo_ttft_ns:
+        if running and slo_tpot_ns:
+            decode_ns = int(model.predict(0, running) * NS_PER_S)
+            tpot_deadline = max(1, (self._last_token_ns or now_ns) + slo_tpot_ns - decode_ns)
+        if num_waiting and slo_ttft_ns:
             # First come first served: the head of the queue has the earliest deadline.
             head = compat.waiting_requests(scheduler, 1)
+            if head and head[0].num_output_tokens:
+                # Preempted: it has had its first token, and waits for a next one like those that run.
+                if slo_tpot_ns:
+                    prefill_ns = int(model.predict(head[0].num_tokens) * NS_PER_S)
+                    deadline = max(1, (self._last_token_ns or now_ns) + slo_tpot_ns - prefill_ns)
+                    tpot_deadline = min(tpot_deadline, deadline) if tpot_deadline else deadline
+                waiting = compat.waiting_requests(scheduler, WAITING_LOOKED_AT)
+                head = [request for request in waiting if not request.num_output_tokens][:1]
             if head:
                 waiting_tokens = head[0].num_tokens
                 age_ns = int((time.time() - head[0].arrival_time) * NS_PER_S)
-                if age_ns > self._slo_ttft_ns and self._late_request != head[0].request_id:
+                if age_ns > slo_ttft_ns and self._late_request != head[0].request_id:
                     self._late_request = head[0].request_id
                     self._breaches += 1
-                prefill_ns = int(self.model.predict(waiting_tokens) * NS_PER_S)
-                ttft_deadline = max(1, now_ns - age_ns + self._slo_ttft_ns - prefill_ns)
-        if running and self._slo_tpot_ns:
-            decode_ns = int(self.model.predict(0, running) * NS_PER_S)
-            tpot_deadline = max(1, (self._last_token_ns or now_ns) + self._slo_tpot_ns - decode_ns)
-        used_blocks = self.balloon.num_used_blocks
-        if not running and not num_waiting:
+                prefill_ns = int(model.predict(waiting_tokens) * NS_PER_S)
+                ttft_deadline = max(1, now_ns - age_ns + slo_ttft_ns - prefill_ns)
+        plan, balloon = self.plan, self.balloon
+        if self._claim_chunks and not running and not num_waiting:
             self._claim_chunks = (
                 0  # who asked is gone; the next look at the queue comes with the next request
             )
-        needed_chunks = self.balloon.num_usable_chunks + self._claim_chunks if self._claim_chunks else 0
-        block_share = self.plan.total_pages / max(1, self.plan.num_blocks)
-        self._board.write(
-            ServingBoard(
-                step=self._step,
-                busy=busy,
-                running=running,
-                waiting=num_waiting,
-                waiting_tokens=waiting_tokens,
-                ttft_deadline_ns=ttft_deadline,
-                tpot_deadline_ns=tpot_deadline,
-                step_started_ns=self._step_started_ns,
-                step_ns=self._step_ns,
-                busy_ns=self._busy_ns,
-                breaches=self._breaches,
-                used_pages=int(used_blocks * block_share + 0.999),
-                needed_pages=needed_chunks * self.plan.chunk_pages,
-                pressure_seq=self._pressure_seq,
-                written_ns=now_ns,
-            )
+        needed_chunks = balloon.num_usable_chunks + self._claim_chunks if self._claim_chunks else 0
+        # The fields of ServingBoard in their order; a record made of keywords costs more than all of the above.
+        self._board.put(
+            self._step,
+            busy,
+            running,
+            num_waiting,
+            waiting_tokens,
+            ttft_deadline,
+            tpot_deadline,
+            self._step_started_ns,
+            self._step_ns,
+            self._busy_ns,
+            self._breaches,
+            int(balloon.num_used_blocks * self._block_pages + 0.999),  # used_pages
+            needed_chunks * plan.chunk_pages,
+            self._pressure_seq,
+            now_ns,  # written_ns
         )
-        self._board.wake()
+        if self._watched and wake:
+            self._claim_told = self._claim_chunks
+            self._board.wake()
 
     def _require_own(self, writer: RecordWriter[Any]) -> None:
         """Nobody else has written our file: numbers that a stranger can change must steer nothing."""
         if not writer.intact():
-            raise LedgerError("was written by another process", field=str(writer.path))
+            raise LedgerError("was written by another process, or cut off", field=str(writer.path))
 
     def usage(self) -> float:
         """KV use as vLLM would report it without the balloon (0..1)."""
@@ -333,7 +344,7 @@ class ServingSide:
             self.model.observe(prefill_tokens=prefill, num_decodes=decode, seconds=seconds)
         chunk_pages = self.plan.chunk_pages
         self._check_own_files()
-        before = bytes(self._marked)
+        before = bytes(self._chunks.extra)
         while self._released:
             chunk = self._released.popleft()
             self._mark(chunk, 0)
@@ -346,6 +357,7 @@ class ServingSide:
             self._mapped.append(chunk)
         gone = {c for c in self._lent if not any(m[c] for m in maps)}
 
+        self._watched = self._peer_lives()
         target = self._lendable_pages(self._read_node()) // chunk_pages
         self._target_lent_chunks = target
         back = max(len(self._lent) - target, self._claim_chunks - len(self._returning))
@@ -360,7 +372,8 @@ class ServingSide:
             room = len(gone) - -(-self._peer_pages() // chunk_pages)
             for chunk in sorted(gone)[: max(0, min(back, room))]:
                 self._take_back(chunk)
-        if self._marked != before:
+        if self._chunks.extra != before:
+            self._check_own_files()  # a stranger's mark must not be written over unseen: a pager may have obeyed it
             self._generation += 1
             self._chunks.write(ChunkState(generation=self._generation, heartbeat_ns=time.monotonic_ns()))
             self._chunks.wake()
@@ -373,16 +386,12 @@ class ServingSide:
         Raises:
             LedgerError: Somebody else wrote into our files.
         """
-        marks = self._chunks.extra
         if self.failed is None:
             self._require_own(self._lease)
             self._require_own(self._chunks)
-            if marks != self._marked:
-                raise LedgerError("was written by another process", field=str(self._chunks.path))
-        elif marks != self._marked or not self._chunks.intact():
-            marks[:] = self._marked
-            self._chunks.write(ChunkState(generation=self._generation, heartbeat_ns=time.monotonic_ns()))
-            self._chunks.wake()
+        else:
+            self._lease.mend()
+            self._chunks.mend()
 
     def _read_node(self) -> NodeState | None:
         """What the agent says; None also where that cannot be read: an agent of another version is no agent."""
@@ -393,6 +402,13 @@ class ServingSide:
             return None
         self._unreadable.pop("node.state", None)
         return node
+
+    def _peer_lives(self) -> bool:
+        """Is there a rollout engine?  It says ``starting`` long before it runs a step.  Unreadable counts as one."""
+        try:
+            return self._peer.alive()
+        except LedgerError:
+            return True
 
     def _peer_pages(self) -> int:
         """Pages that the rollout engine holds.
@@ -431,7 +447,7 @@ class ServingSide:
         self._returning.add(chunk)
 
     def _mark(self, chunk: int, wanted: int) -> None:
-        self._marked[chunk] = self._chunks.extra[chunk] = wanted
+        self._chunks.extra[chunk] = wanted
 
     def _lendable_pages(self, node: NodeState | None) -> int:
         """Pages serving may lend now: what the agent asks for, nothing when it is silent or we failed."""

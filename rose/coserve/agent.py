@@ -48,7 +48,7 @@ from rose.decisions.log import DecisionLog
 from rose.decisions.words import LENDING
 from rose.errors import ConfigError, LedgerError, RequestError, RoseError
 from rose.policy.admission import BoardView, Rule, slack
-from rose.policy.baselines import make_lending
+from rose.policy.baselines import POLICIES, make_lending
 from rose.policy.compat import Support, row_of_number
 from rose.policy.lending import (
     ALL_PAGES,
@@ -165,8 +165,8 @@ class NodeAgent:
             last = reader.read()
             if last is None or reader.alive() or _age_s(last.heartbeat_ns) > TAKE_OVER_S:
                 return
-            mode = Mode(last.mode)
-        except (LedgerError, ValueError):
+            mode, rule, policy = Mode(last.mode), Rule(last.rule), POLICIES[max(0, last.policy)]
+        except (LedgerError, ValueError, IndexError):
             return
         finally:
             reader.close()
@@ -176,7 +176,10 @@ class NodeAgent:
                 mode.name.lower(),
                 self.config.mode,
             )
-        self.mode = mode
+        self.mode, self.rule, self.serialise = mode, rule, bool(last.serialise)
+        self.max_lend_pages = max(0, last.max_lend_pages)
+        if policy != self.policy_name:
+            self.policy_name, self.policy = policy, make_lending(policy, self.config.lending.params())
         if self.config.serving is not None and last.slo_ttft_ns > 0 and last.slo_tpot_ns > 0:
             self.floor_pages = last.floor_pages
             self.slo_ttft_ms, self.slo_tpot_ms = last.slo_ttft_ns / 1e6, last.slo_tpot_ns / 1e6
@@ -423,7 +426,11 @@ class NodeAgent:
             int(self.rule),
             int(self.serialise),
             int(self.policy_name == "static"),
+            POLICIES.index(self.policy_name),
+            self.max_lend_pages,
         )
+        if self._state.mend():
+            logger.warning("%s was written by another process, or cut off; mended", self._state.path)
         changed = now != self._published
         if changed and now[:2] != self._published[:2]:
             self._epoch += 1
@@ -441,6 +448,8 @@ class NodeAgent:
                 rule=now[5],
                 serialise=now[6],
                 fixed=now[7],
+                policy=now[8],
+                max_lend_pages=now[9],
                 heartbeat_ns=time.monotonic_ns(),
             )
         )

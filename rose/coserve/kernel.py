@@ -1,8 +1,13 @@
-"""Two services of the Linux kernel that the ledger stands on: futexes and open-file locks.
+"""Three services of the Linux kernel that the ledger stands on: futexes, open-file locks, and writes that keep the GIL.
 
 A *futex* is a word of a shared mapping that a process can sleep on until another wakes it.  An *open-file
 lock* (``F_OFD``) belongs to the open file, ends with its last descriptor, and can be queried without being
 taken.
+
+``os.pwrite`` gives up the interpreter lock around the call.  On serving's step path another thread may then take it, and
+the engine thread gets it back up to one switch interval (5 ms) later.  :func:`bound_write` and :meth:`FutexWord.wake` keep
+it: the first copies a few bytes into a page that is already there, the second only makes sleepers runnable.  Their arguments
+are made once: making them was most of what a call cost between two steps of an engine, when nothing of it is in the cache.
 
 Callers: ``rose.coserve.ledger`` only.  Standard library only; x86-64 and arm64.
 """
@@ -16,10 +21,12 @@ import mmap
 import os
 import platform
 import struct
+from collections.abc import Callable
 
 from rose.errors import LedgerError
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_holding_gil = ctypes.PyDLL(None, use_errno=True)
 _SYS_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), -1)
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1  # without FUTEX_PRIVATE_FLAG: the waiters are other processes
 _EVERYBODY = 0x7FFFFFFF
@@ -43,11 +50,25 @@ _libc.syscall.argtypes = [
     ctypes.c_void_p,
     ctypes.c_int,
 ]
+_holding_gil.syscall.restype = ctypes.c_long
+_holding_gil.pwrite.restype = ctypes.c_ssize_t
 
 
-def futex_wake(address: int) -> None:
-    """Wake everybody who sleeps on the word at ``address``."""
-    _libc.syscall(_SYS_FUTEX, address, _FUTEX_WAKE, _EVERYBODY, None, None, 0)
+def bound_write(descriptor: int, address: int, length: int, offset: int) -> Callable[[], None]:
+    """A call that copies ``length`` bytes at ``address`` into the file at ``offset`` and keeps the interpreter lock.
+
+    The call raises OSError when not all of it was written.
+    """
+    pwrite = _holding_gil.pwrite
+    arguments = (_int(descriptor), ctypes.c_void_p(address), _size(length), ctypes.c_long(offset))
+
+    def write() -> None:
+        done = pwrite(*arguments)
+        if done != length:
+            code = ctypes.get_errno() if done < 0 else errno.ENOSPC
+            raise OSError(code, os.strerror(code))
+
+    return write
 
 
 def futex_wait(address: int, word: int, timeout_s: float) -> bool:
@@ -71,11 +92,29 @@ class FutexWord:
             raise LedgerError(f"cannot be mapped: {os.strerror(ctypes.get_errno())}")
         self._start: int | None = address
         self.address: int = address + offset
+        self._wake = _holding_gil.syscall
+        self._arguments = (
+            ctypes.c_long(_SYS_FUTEX),
+            ctypes.c_void_p(self.address),
+            _int(_FUTEX_WAKE),
+            _int(_EVERYBODY),
+            ctypes.c_void_p(None),
+            ctypes.c_void_p(None),
+            _int(0),
+        )
+
+    def wake(self) -> None:
+        """Wake everybody who sleeps on the word; nothing happens where the file has been cut off there, or after ``close``."""
+        self._wake(*self._arguments)
 
     def close(self) -> None:
         if self._start is not None:
             _libc.munmap(self._start, mmap.PAGESIZE)
             self._start = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_start", None) is not None:
+            self.close()
 
     def __enter__(self) -> FutexWord:
         return self

@@ -7,24 +7,27 @@ may hold how much (``rose.policy``).
 Layout of a file, little-endian, in this order::
 
     header, 64 bytes, never changes   magic, version, schema, record size, extra bytes, incarnation, checksum
+    slot 0, slot 1, up to byte 1024   u32 checksum over number and body, u32 number, body of 64-bit ints
     sequence word, 64 bytes           u32 = number of the newest record (0: none yet); also the futex
-    slot 0, slot 1                    u32 number, u32 checksum over number and body, body of 64-bit ints
     extra                             bytes of the owner's, each valid by itself (chunk maps)
 
 Invariants:
 
-- **Whole or nothing.**  A writer fills the slot that is not current and then sets the word.  One that is
-  stopped or killed half-way leaves the previous record readable, and readers never spin on it.  A reader
-  accepts a slot only if its number is the word's and its checksum fits, so a write by anyone but the owner
-  is an error, not a value.
+- **Whole or nothing.**  A writer fills the slot that is not current and sets the word, in one pwrite of less than a page
+  in which the word comes last.  One that is stopped or killed half-way leaves the previous record readable, and readers
+  never spin on it.  A reader accepts a slot only if its number is the word's and its checksum fits, so a write by anyone
+  but the owner is an error, not a value.
 - **One writer.**  It holds an exclusive advisory lock for as long as it lives (``F_OFD``: owned by the open
   file, so it works across containers, where pids mean nothing).  Readers *query* that lock and never take
   it: no reader can keep a writer out, however many poll.
-- **A new writer makes a new file** and moves it over the old one, so a header never changes under a reader
-  and no file is ever truncated under a mapping.  Readers notice by inode, and are woken.
-- **Readers copy with pread**, so a file that someone truncates is an error and not a SIGBUS in the reader.
-- ``write`` makes no system call and no lasting allocation; ``wake`` is one futex call.  Put the directory
-  on tmpfs (``/dev/shm``, ``/run``): on a disk, write-back may stall the page that serving writes.
+- **A new writer makes a new file** and moves it over the old one, so a header never changes under a reader.
+  Readers notice by inode, and are woken.
+- **No process touches a mapping of a file.**  The writer keeps the file's bytes in its own memory and copies what
+  changed with pwrite; readers copy with pread.  A file that someone truncates is an error (``intact``) and not a
+  SIGBUS in production.  What is mapped, read-only, is the futex's page, and only the kernel looks at it.
+- ``write`` is one short pwrite (two with extra bytes) and no lasting allocation; ``wake`` is one futex call.  Put
+  the directory on tmpfs (``/dev/shm``, ``/run``): there a write is a copy in memory; on a disk it may wait for the disk.
+  Why so, and what it costs: ``docs/decisions/0004-*.md``.
 
 Callers: the vLLM plugin in both roles, the node agent, the tests.  Standard library and ``rose.policy`` only.
 """
@@ -32,7 +35,6 @@ Callers: the vLLM plugin in both roles, the node agent, the tests.  Standard lib
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import secrets
 import stat
@@ -45,7 +47,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, cast
 
-from rose.coserve.kernel import FutexWord, futex_wait, futex_wake, is_locked, take_lock
+from rose.coserve.kernel import FutexWord, bound_write, futex_wait, is_locked, take_lock
 from rose.coserve.records import (
     ChunkState,
     Mode,
@@ -77,7 +79,7 @@ R = TypeVar("R")
 Role = Literal["serving", "rollout"]
 ROLES: tuple[Role, ...] = ("serving", "rollout")
 
-VERSION = 1
+VERSION = 2
 MAX_EXTRA_BYTES = 1 << 24
 """One byte per chunk: 16 M chunks are 32 TiB.  More is a corrupt header, not a device."""
 MAX_RANKS = 64
@@ -85,10 +87,11 @@ MAX_RANKS = 64
 _MAGIC = b"ROSELGR\n"
 _HEADER = struct.Struct("<8sIIIIQ")  # magic, version, schema, record bytes, extra bytes, incarnation
 _HEADER_BYTES = 64
-_WORD_AT = 64
-_SLOTS_AT = 128
+_WORD_AT = 1024
+"""Everything but the extra bytes lies in one page: one pwrite publishes a record, one mapped page holds the futex."""
+_EXTRA_AT = 1088
 _U32 = struct.Struct("<I")
-_SLOT_HEAD = struct.Struct("<II")
+_CRC_BYTES = 4
 _READ_RETRIES = 64
 """Needed only when the writer lapped the reader twice inside one copy; 64 in a row is corruption."""
 _MISSING_FILE_WAIT_S = 0.02
@@ -102,9 +105,14 @@ class _Layout(Generic[R]):
         self.names = tuple(field.name for field in fields(cast(Any, record_type)))
         self.values_of = attrgetter(*self.names)
         self.body = struct.Struct(f"<{len(self.names)}q")
-        self.slot = struct.Struct(f"<II{len(self.names)}q")
-        self.slot_bytes = (self.slot.size + 63) & ~63
-        self.extra_at = _SLOTS_AT + 2 * self.slot_bytes
+        self.numbered = struct.Struct(f"<I{len(self.names)}q")
+        self.slot_size = _CRC_BYTES + self.numbered.size
+        self.slot_bytes = (self.slot_size + 63) & ~63
+        self.slots_at = _WORD_AT - 2 * self.slot_bytes
+        if self.slots_at < _HEADER_BYTES:
+            raise LedgerError(
+                f"a record of {len(self.names)} fields is too large", field=record_type.__name__
+            )
         self.schema = zlib.crc32(f"{record_type.__name__}:{','.join(self.names)}".encode())
 
     def header(self, extra_bytes: int, incarnation: int) -> bytes:
@@ -137,8 +145,8 @@ class _Layout(Generic[R]):
             )
         if extra > MAX_EXTRA_BYTES or (extra_bytes is not None and extra != extra_bytes):
             raise LedgerError(f"has {extra} extra bytes, expected {extra_bytes}", field=str(path))
-        if size != self.extra_at + extra:
-            raise LedgerError(f"is {size} bytes, its header says {self.extra_at + extra}", field=str(path))
+        if size != _EXTRA_AT + extra:
+            raise LedgerError(f"is {size} bytes, its header says {_EXTRA_AT + extra}", field=str(path))
         return extra, incarnation
 
 
@@ -186,7 +194,10 @@ class RecordWriter(Generic[R]):
     Args:
         path: The file; made with mode 0600, its directory with 0700.
         record_type: A frozen dataclass of ints.
-        extra_bytes: Room behind the record, zeroed, reached through :attr:`extra`.
+        extra_bytes: Room behind the record, zeroed: :attr:`extra`.
+
+    Attributes:
+        extra: The bytes behind the record, in this process's own memory; :meth:`write` publishes them.
 
     Raises:
         LedgerError: Another live process writes this file, or the file cannot be made.
@@ -198,64 +209,83 @@ class RecordWriter(Generic[R]):
         if not 0 <= extra_bytes <= MAX_EXTRA_BYTES:
             raise LedgerError(f"{extra_bytes} extra bytes, at most {MAX_EXTRA_BYTES}", field=str(path))
         self.path = Path(path)
+        self.extra = memoryview(bytearray(extra_bytes))
         self._layout = _layout_of(record_type)
         self._number = 0
-        self._crc = 0
         # A random start: whoever waits on the previous writer's number must not find it again here.
         self._first = secrets.randbits(31) | 1
         self._lock_fd = -1
-        self._map, self._lock_fd = _create(self.path, self._layout, extra_bytes)
-        self._view = memoryview(self._map)
-        self._word = self._view[_WORD_AT : _WORD_AT + 4].cast("I")
-        self._c_word = ctypes.c_uint32.from_buffer(self._map, _WORD_AT)
-        self._word_address = ctypes.addressof(self._c_word)
-        self._extra = self._view[self._layout.extra_at : self._layout.extra_at + extra_bytes]
-        self._scratch = bytearray(4 + self._layout.body.size)
+        self._image, self._futex, self._lock_fd = _create(self.path, self._layout, extra_bytes)
+        self._pinned = ctypes.c_char.from_buffer(self._image)
+        layout, view = self._layout, memoryview(self._image)
+        heads = [layout.slots_at + slot * layout.slot_bytes for slot in (0, 1)]
+        self._numbered_at = [at + _CRC_BYTES for at in heads]
+        self._numbered = [view[at + _CRC_BYTES : at + layout.slot_size] for at in heads]
+        self._checksums = [view[at : at + _CRC_BYTES].cast("I") for at in heads]
+        self._word = view[_WORD_AT : _WORD_AT + 4].cast("I")
+        address = ctypes.addressof(self._pinned) + layout.slots_at
+        self._publish = bound_write(self._lock_fd, address, _WORD_AT + 4 - layout.slots_at, layout.slots_at)
         _writers.add(self)
 
     def write(self, record: R) -> None:
-        """Publish ``record``.  A few microseconds, no system call; readers see it at their next look.
+        """Publish ``record`` and :attr:`extra`.  A few microseconds; readers see it at their next look.
 
         Raises:
-            LedgerError: A field is no 64-bit int, or the writer is closed.  The last record stands.
+            LedgerError: A field is no 64-bit int, the writer is closed, or the file cannot be written.  The last record
+                stands.
         """
+        try:
+            values = self._layout.values_of(record)
+        except AttributeError as error:
+            raise LedgerError(f"a record has a bad field: {error}", field=str(self.path)) from error
+        self.put(*values)
+
+    def put(self, *values: int) -> None:
+        """:meth:`write` by the record's fields in their order, for a step path that has no time to make a record."""
         if self._lock_fd < 0:
             raise LedgerError("this process is not its writer", field=str(self.path))
-        layout, scratch = self._layout, self._scratch
         number = (self._number + 1) & 0xFFFFFFFF if self._number else self._first
         if number == 0:
             number = 2  # 0 means "none yet", and 1 would be the slot that 0xFFFFFFFF used
+        slot = number & 1
         try:
-            _U32.pack_into(scratch, 0, number)
-            layout.body.pack_into(scratch, 4, *layout.values_of(record))
-        except (struct.error, AttributeError, TypeError) as error:
+            self._layout.numbered.pack_into(self._image, self._numbered_at[slot], number, *values)
+        except (struct.error, TypeError) as error:
+            # Our copy has half a record now and the file has none of it: they have to agree.
+            length, at = self._layout.numbered.size, self._numbered_at[slot]
+            self._numbered[slot][:] = os.pread(self._lock_fd, length, at).ljust(length, b"\0")
             raise LedgerError(f"a record has a bad field: {error}", field=str(self.path)) from error
-        at = _SLOTS_AT + (number & 1) * layout.slot_bytes
-        crc = zlib.crc32(scratch)
-        _SLOT_HEAD.pack_into(self._view, at, number, crc)
-        self._view[at + 8 : at + layout.slot.size] = memoryview(scratch)[4:]
-        self._word[0] = number  # one aligned 32-bit store: the moment of publication
-        self._number, self._crc = number, crc
+        self._checksums[slot][0] = zlib.crc32(self._numbered[slot])
+        self._word[0] = number
+        try:
+            if self.extra:
+                self._image[_EXTRA_AT:] = self.extra
+                os.pwrite(self._lock_fd, self.extra, _EXTRA_AT)
+            self._publish()
+        except OSError as error:
+            raise LedgerError(f"cannot be written: {error.strerror}", field=str(self.path)) from error
+        self._number = number
 
     def wake(self) -> None:
         """Wake everybody in :meth:`RecordReader.wait` on this file."""
         if self._lock_fd >= 0:
-            futex_wake(self._word_address)
-
-    @property
-    def extra(self) -> memoryview:
-        """The bytes behind the record.  Each shows to readers at once; call ``write`` and ``wake`` after."""
-        return self._extra
+            self._futex.wake()
 
     def intact(self) -> bool:
-        """Is the current record still what this writer wrote?  False: somebody else wrote into the file."""
-        if self._number == 0:
-            return self._word[0] == 0
-        at = _SLOTS_AT + (self._number & 1) * self._layout.slot_bytes
-        number, crc = _SLOT_HEAD.unpack_from(self._view, at)
-        body = self._view[at + 8 : at + self._layout.slot.size]
-        found = zlib.crc32(body, zlib.crc32(_U32.pack(self._word[0])))
-        return self._word[0] == self._number == number and crc == self._crc == found
+        """Is the file still what this writer made it?  False: somebody else wrote into it or cut it off."""
+        return os.pread(self._lock_fd, len(self._image) + 1, 0) == self._image
+
+    def mend(self) -> bool:
+        """Put the file back as this writer left it and wake its readers; True if anybody had changed it."""
+        if self._lock_fd < 0 or self.intact():
+            return False
+        try:
+            os.ftruncate(self._lock_fd, len(self._image))
+            os.pwrite(self._lock_fd, self._image, 0)
+        except OSError as error:
+            raise LedgerError(f"cannot be mended: {error.strerror}", field=str(self.path)) from error
+        self.wake()
+        return True
 
     def close(self) -> None:
         """Give up the file and wake its waiters.  The last record stays readable; ``alive`` is false."""
@@ -263,7 +293,8 @@ class RecordWriter(Generic[R]):
             return
         descriptor, self._lock_fd = self._lock_fd, -1
         os.close(descriptor)
-        futex_wake(self._word_address)
+        self._futex.wake()
+        self._futex.close()
         _writers.discard(self)
 
     def _abandon(self) -> None:
@@ -278,14 +309,14 @@ class RecordWriter(Generic[R]):
         self.close()
 
 
-def _create(path: Path, layout: _Layout[Any], extra_bytes: int) -> tuple[mmap.mmap, int]:
-    """Become the writer of ``path``: ``(mapping, descriptor that holds the lock)``.
+def _create(path: Path, layout: _Layout[Any], extra_bytes: int) -> tuple[bytearray, FutexWord, int]:
+    """Become the writer of ``path``: ``(what the file says, its futex, descriptor that holds the lock)``.
 
     The lock of an existing file is taken first, and held until ours is in its place: of two
     processes that start together one is refused.
     """
     _private_dir(path.parent)
-    size = layout.extra_at + extra_bytes
+    size = _EXTRA_AT + extra_bytes
     for _ in range(100):
         old = -1
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
@@ -306,14 +337,15 @@ def _create(path: Path, layout: _Layout[Any], extra_bytes: int) -> tuple[mmap.mm
             lock_fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
                 take_lock(lock_fd)
-                # Blocks are claimed now: a full disk is an error here, not a SIGBUS in a later write.
+                # Blocks are claimed now: a full disk is an error here, not in a later write.
                 os.posix_fallocate(lock_fd, 0, size)
-                os.pwrite(lock_fd, layout.header(extra_bytes, secrets.randbits(64)), 0)
-                # Mapped through its own open file: mmap keeps a duplicate of the descriptor it is given, and
-                # that must not keep the lock alive in a forked child.
-                map_fd = os.open(temporary, os.O_RDWR | os.O_CLOEXEC)
+                image = bytearray(layout.header(extra_bytes, secrets.randbits(64)).ljust(size, b"\0"))
+                os.pwrite(lock_fd, image, 0)
+                # Mapped through its own open file: a mapping holds the open file it was made from, and that must not
+                # keep the lock alive in a forked child.
+                map_fd = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
                 try:
-                    mapping = mmap.mmap(map_fd, size)
+                    futex = FutexWord(map_fd, _WORD_AT)
                 finally:
                     os.close(map_fd)
                 if old >= 0:
@@ -330,7 +362,7 @@ def _create(path: Path, layout: _Layout[Any], extra_bytes: int) -> tuple[mmap.mm
                 os.close(lock_fd)
                 temporary.unlink(missing_ok=True)
                 raise
-            return mapping, lock_fd
+            return image, futex, lock_fd
         except OSError as error:
             raise LedgerError(f"cannot be made: {error.strerror}", field=str(path)) from error
         finally:
@@ -350,9 +382,9 @@ def _same_file(descriptor: int, path: Path) -> bool:
 
 def _wake_waiters_of(descriptor: int) -> None:
     """Those who sleep on a file that was just replaced."""
-    if os.fstat(descriptor).st_size >= _SLOTS_AT:
+    if os.fstat(descriptor).st_size >= _EXTRA_AT:
         with FutexWord(descriptor, _WORD_AT) as word:
-            futex_wake(word.address)
+            word.wake()
 
 
 class RecordReader(Generic[R]):
@@ -382,19 +414,18 @@ class RecordReader(Generic[R]):
         if not self._refresh():
             return None
         layout = self._layout
-        length = layout.extra_at - _WORD_AT
+        length = _WORD_AT + 4 - layout.slots_at
         for _ in range(_READ_RETRIES):
-            data = os.pread(self._fd, length, _WORD_AT)
+            data = os.pread(self._fd, length, layout.slots_at)
             if len(data) < length:
                 raise LedgerError("is truncated", field=self._path_text)
-            number = _U32.unpack_from(data)[0]
+            number = _U32.unpack_from(data, length - 4)[0]
             if number == 0:
                 return None
-            at = _SLOTS_AT - _WORD_AT + (number & 1) * layout.slot_bytes
-            slot_number, crc = _SLOT_HEAD.unpack_from(data, at)
-            body = data[at + 8 : at + layout.slot.size]
-            if slot_number == number and crc == zlib.crc32(body, zlib.crc32(data[:4])):
-                values = layout.body.unpack(body)
+            at = (number & 1) * layout.slot_bytes
+            numbered = data[at + _CRC_BYTES : at + layout.slot_size]
+            slot_number, *values = layout.numbered.unpack(numbered)
+            if slot_number == number and _U32.unpack_from(data, at)[0] == zlib.crc32(numbered):
                 return self._record_type(**dict(zip(layout.names, values, strict=True)))
         raise LedgerError(
             "record is torn, or written by a process that does not own it", field=self._path_text
@@ -436,7 +467,7 @@ class RecordReader(Generic[R]):
         """A copy of the bytes behind the record; empty where there is no file."""
         if not self._refresh():
             return b""
-        data = os.pread(self._fd, self._extra_bytes, self._layout.extra_at)
+        data = os.pread(self._fd, self._extra_bytes, _EXTRA_AT)
         if len(data) != self._extra_bytes:
             raise LedgerError("is truncated", field=self._path_text)
         return data
@@ -463,7 +494,7 @@ class RecordReader(Generic[R]):
         except OSError as error:
             raise LedgerError(f"cannot be read: {error.strerror}", field=self._path_text) from error
         if (there.st_dev, there.st_ino) == self._identity:
-            if there.st_size != self._layout.extra_at + self._extra_bytes:
+            if there.st_size != _EXTRA_AT + self._extra_bytes:
                 raise LedgerError("changed its size: truncated or overwritten", field=self._path_text)
             return True
         self.close()

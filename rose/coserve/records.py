@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rose.policy.lending import Mode, Phase
+from rose.policy.lending import ALL_PAGES, Mode, Phase
 
 __all__ = [
     "ChunkState",
@@ -40,6 +40,9 @@ class NodeState:
     serialise: int = 0
     fixed: int = 0
     """1: the loan is a fixed split; serving claims nothing back."""
+    policy: int = 0
+    """Of ``rose.policy.baselines.POLICIES``; with ``max_lend_pages`` for the agent that comes after one that was killed."""
+    max_lend_pages: int = ALL_PAGES
     heartbeat_ns: int = 0
 
 
@@ -62,11 +65,13 @@ class ServingLease:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServingBoard:
-    """``serving.board``: written every step by the engine thread.
+    """``serving.board``: written by the engine thread, at the end of every step and, while a rollout engine lives, at its start.
 
+    ``ServingSide`` writes the fields by position: a new one goes there too.
     ``needed_pages`` is what serving must come to hold while it claims memory, else 0; ``pressure_seq`` counts how
     often it claimed.  An absolute number: a claim *beyond* what serving holds would be asked for again and again by
-    readers who see each returned page in the lease before serving, in a long step, sees it too.  ``busy_ns`` is the sum of all step lengths so far, ``breaches`` how often a promise was broken: a first
+    readers who see each returned page in the lease before serving, in a long step, sees it too.
+    ``busy_ns`` is the sum of all step lengths so far, ``breaches`` how often a promise was broken: a first
     token later than the TTFT objective, a step with decodes longer than the TPOT objective.
     """
 

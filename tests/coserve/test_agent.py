@@ -15,6 +15,8 @@ from rose.coserve.config import NodeConfig
 from rose.coserve.control import ControlClient
 from rose.coserve.ledger import Mode, NodeDir, Phase
 from rose.errors import ConfigError, LedgerError
+from rose.policy.admission import Rule
+from rose.policy.baselines import StaticLending
 from rose.policy.lending import ALL_PAGES
 from tests.coserve.conftest import TOTAL_PAGES, Device, alive, until
 
@@ -109,6 +111,22 @@ async def test_serving_that_dies_gets_everything_back(device: Device) -> None:
     device.production = None
 
 
+async def test_a_node_state_cut_off_under_the_agent_is_put_back(device: Device) -> None:
+    device.produce()
+    device.agent()
+    await until(lambda: readable(device))
+    os.truncate(device.dir / "node.state", 0)
+    await until(lambda: readable(device))
+
+
+def readable(device: Device) -> bool:
+    """By a newcomer, who looks at the header."""
+    try:
+        return NodeDir(device.dir).node().read() is not None
+    except LedgerError:
+        return False
+
+
 async def test_an_engine_that_keeps_memory_past_the_deadline_is_killed_and_started_again(
     device: Device,
 ) -> None:
@@ -187,7 +205,10 @@ async def test_memory_of_a_worker_is_not_given_back_because_its_engines_file_is_
     device.produce()
     agent = device.agent("stubborn", lending={"reclaim_deadline_s": 60.0})
     await lent(device, 16)
-    os.truncate(device.dir / "rollout.lease", 64)
+    (device.dir / "damaged").write_bytes(b"no lease")
+    os.replace(
+        device.dir / "damaged", device.dir / "rollout.lease"
+    )  # its writer cannot mend what is not its file
     agent.change(mode=Mode.OFF)
     assert not await agent.wait_given_back(0.2)
     assert agent.held_pages() == 16
@@ -342,7 +363,8 @@ async def test_the_next_agent_of_a_killed_one_keeps_what_the_operator_had_set(de
     try:
         await lent(device, 16)
         client = ControlClient(device.dir, device.tokens)
-        await asyncio.to_thread(client.set, mode="off", floor_pages=3, slo_ttft_ms=123.0)
+        wishes = {"rule": "paper", "serialise": True, "policy": "static", "max_lend_pages": 7}
+        await asyncio.to_thread(client.set, mode="off", floor_pages=3, slo_ttft_ms=123.0, **wishes)
         client.close()
     finally:
         process.kill()
@@ -351,6 +373,8 @@ async def test_the_next_agent_of_a_killed_one_keeps_what_the_operator_had_set(de
     agent = device.agent()
     await ready(device, agent)
     assert (agent.mode, agent.floor_pages, agent.slo_ttft_ms) == (Mode.OFF, 3, 123.0)
+    assert (agent.rule, agent.serialise, agent.max_lend_pages) == (Rule.PAPER, True, 7)
+    assert (agent.policy_name, type(agent.policy)) == ("static", StaticLending)
 
 
 async def test_after_a_clean_end_the_configuration_counts_again(device: Device) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +13,24 @@ from typing import Any
 
 import pytest
 
-from rose.coserve.ledger import Mode, NodeDir, NodeState, Phase, RankState, RecordWriter, RolloutLease
+from rose.coserve.ledger import (
+    Mode,
+    NodeDir,
+    NodeState,
+    Phase,
+    RankState,
+    RecordReader,
+    RecordWriter,
+    RolloutLease,
+    ServingLease,
+)
+from rose.errors import LedgerError
 from rose.policy.compat import row_of_number
 from tests.plugin import harness
 from tests.plugin.stand_in import eventually
 from tests.tiny_model import write_tiny_model
 
+WORD_AT = 1024  # the slots lie before it
 HOOKS = [
     "before_schedule",
     "after_schedule",
@@ -121,7 +134,7 @@ def scribbled(scheduler: Any, path: Path) -> bool:
     """Was it noticed?  Else write again: the owner may just have written over it."""
     if not scheduler.rose.failed:
         scribble(
-            path, path.stat().st_size - 1 if path.suffix == ".chunks" else 64
+            path, path.stat().st_size - 1 if path.suffix == ".chunks" else WORD_AT
         )  # a chunk's mark; the number
     return bool(scheduler.rose.failed)
 
@@ -132,13 +145,45 @@ def test_a_strangers_write_to_the_board_is_noticed_at_the_next_step(
     scheduler.add_request(harness.request("a"))
     harness.step(scheduler)
     assert scheduler.rose.failed is None
-    for slot in range(2):
-        scribble(node_dir / "serving.board", 128 + slot * 128 + 16)
+    scribble(node_dir / "serving.board", WORD_AT - 100)
     harness.step(scheduler)
     assert "written by another process" in scheduler.rose.failed
     lease = NodeDir(node_dir).serving_lease()
     eventually(lambda: lease.read().phase == Phase.OFF, "phase is off")  # type: ignore[union-attr]
     harness.step(scheduler)  # vLLM goes on
+
+
+def test_a_board_cut_off_under_production_is_noticed_at_the_next_step(
+    scheduler: Any, config: Any, node_dir: Path
+) -> None:
+    scheduler.add_request(harness.request("a"))
+    harness.step(scheduler)
+    os.truncate(node_dir / "serving.board", 0)
+    harness.step(scheduler)
+    assert "or cut off" in scheduler.rose.failed
+    lease = NodeDir(node_dir).serving_lease()
+    eventually(lambda: lease.read().phase == Phase.OFF, "phase is off")  # type: ignore[union-attr]
+    assert run(scheduler)  # vLLM goes on
+
+
+@pytest.mark.parametrize("name", ["serving.lease", "serving.chunks"])
+def test_what_the_memory_hangs_on_cut_off_ends_in_off_that_everybody_can_read(
+    lender: Lender, node_dir: Path, name: str
+) -> None:
+    os.truncate(node_dir / name, 0)
+    eventually(lambda: lender.scheduler.rose.failed, "it is noticed")
+    lease = NodeDir(node_dir)  # readers of their own: they look at the header again
+    eventually(lambda: readable(lease.serving_lease()) == Phase.OFF, "phase is off")
+    eventually(lender.gets_everything_back, "all chunks are back in the pool")
+
+
+def readable(reader: RecordReader[ServingLease]) -> int | None:
+    """Phase of a lease; None while it cannot be read."""
+    try:
+        record = reader.read()
+    except LedgerError:
+        return None
+    return record.phase if record is not None else None
 
 
 @pytest.mark.parametrize("name", ["serving.lease", "serving.chunks"])
@@ -191,8 +236,10 @@ class Lender:
 
     def turn(self) -> bool:
         """The worker follows the marks, the engine runs what the background thread asked for."""
-        for chunk, wanted in enumerate(self._marks.extra):
-            self._rank.extra[chunk] = wanted
+        try:
+            self._rank.extra[:] = self._marks.extra
+        except LedgerError:
+            pass  # nothing is known: the pager leaves everything as it is
         self._rank.write(RankState())
         engine = self.scheduler.rose._engine
         while engine._idle_state_callbacks:
@@ -212,8 +259,7 @@ def lender(scheduler: Any, node_dir: Path, rank: Any, agent: Any) -> Lender:
 def test_a_strangers_write_does_not_keep_what_was_lent(lender: Lender, node_dir: Path, name: str) -> None:
     path = node_dir / name
     if name == "serving.board":
-        for slot in range(2):
-            scribble(path, 128 + slot * 128 + 16)
+        scribble(path, WORD_AT - 100)
         harness.step(lender.scheduler)
         assert lender.scheduler.rose.failed
     else:
@@ -329,6 +375,54 @@ def test_an_engine_that_could_not_be_attached_says_off(
     assert record.phase == Phase.OFF
 
 
+def test_production_says_starting_before_its_workers_touch_the_device_and_waits_for_the_peer(
+    config: Any, node_dir: Path, rank: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.executor.abstract import Executor
+
+    from vllm_plugin import compat
+    from vllm_plugin.scheduler import ServingScheduler
+
+    seen: list[tuple[int, int]] = []
+    node = NodeDir(node_dir)
+    peer = node.rollout_lease_writer()
+    peer.write(RolloutLease(reserved_pages=3))
+
+    class Probe(Executor):
+        """Boundary: no worker is started; what would be done before that is vLLM's own."""
+
+        def _init_executor(self) -> None:
+            serving, rollout = node.serving_lease().read(), node.rollout_lease().read()
+            assert serving is not None
+            assert rollout is not None
+            seen.append((serving.phase, rollout.reserved_pages))
+
+        def collective_rpc(self, *_: Any, **__: Any) -> Any:
+            raise NotImplementedError
+
+        def check_health(self) -> None:
+            return
+
+    def give_back() -> None:
+        eventually(lambda: readable(node.serving_lease()) == Phase.STARTING, "production is starting")
+        peer.write(RolloutLease(reserved_pages=0))
+        peer.wake()
+
+    monkeypatch.setattr(compat, "START_WAIT_S", 60.0)
+    monkeypatch.setattr(config.scheduler_config, "scheduler_cls", compat.SCHEDULER_FACTORY)
+    monkeypatch.setattr(Executor, "__init__", compat._wrap_executor(Executor.__init__))
+    other = threading.Thread(target=give_back)
+    other.start()
+    Probe(config)
+    other.join()
+    assert seen == [(Phase.STARTING, 0)]
+    scheduler = harness.build(ServingScheduler, config)  # and the lease is taken over, not fought for
+    assert scheduler.rose is not None
+    assert readable(node.serving_lease()) == Phase.STARTING
+    for writer in (scheduler.rose._lease, scheduler.rose._board, scheduler.rose._chunks, peer):
+        writer.close()
+
+
 @pytest.mark.usefixtures("fresh")
 def test_a_rank_report_of_a_dead_engine_is_no_elastic_memory(config: Any, node_dir: Path) -> None:
     from vllm_plugin.scheduler import ServingScheduler
@@ -350,6 +444,41 @@ def test_a_cache_too_small_to_share_is_named_in_the_lease(
     assert record is not None
     assert (record.phase, row_of_number(record.row).name) == (Phase.OFF, "small_cache")
     assert lease.alive()
+
+
+def test_a_preempted_request_breaks_no_promise_of_a_first_token(
+    config: Any, node_dir: Path, rank: Any
+) -> None:
+    """It has had its first token; it waits for a next one."""
+    from vllm_plugin.scheduler import ServingScheduler
+
+    scheduler = harness.build(ServingScheduler, config)
+    assert scheduler.rose is not None
+    try:
+        scheduler.rose._slo_ttft_ns, scheduler.rose._slo_tpot_ns = 10**9, 10**8
+        scheduler.add_request(harness.request("old", max_tokens=50))
+        for _ in range(3):
+            harness.step(scheduler)
+        request = scheduler.running.pop()
+        request.arrival_time -= 60.0
+        scheduler._preempt_request(request, time.monotonic())
+        board = NodeDir(node_dir).serving_board()
+        scheduler.rose._write_board(busy=False)
+        record = board.read()
+        assert record is not None
+        assert (record.waiting, record.breaches, record.ttft_deadline_ns) == (1, 0, 0)
+        assert record.tpot_deadline_ns > 0  # but its next token is due
+        fresh = harness.request("late")
+        fresh.arrival_time -= 60.0
+        scheduler.add_request(fresh)
+        scheduler.rose._write_board(busy=False)
+        record = board.read()
+        assert record is not None
+        assert record.breaches == 1
+        assert record.ttft_deadline_ns > 0
+    finally:
+        for writer in (scheduler.rose._lease, scheduler.rose._board, scheduler.rose._chunks):
+            writer.close()
 
 
 # --- asynchronous scheduling: the next step is scheduled before the one before it has ended

@@ -12,6 +12,7 @@ PROBE = """
 import sys
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
+from vllm.v1.executor.abstract import Executor
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.distributed.device_communicators import shm_broadcast
 import vllm.model_executor.layers.utils as layer_utils
@@ -21,6 +22,7 @@ def functions():
     return {
         "config": EngineArgs.create_engine_config,
         "loop": EngineCoreProc.run_busy_loop,
+        "executor": Executor.__init__,
         "schedule": Scheduler.schedule,
         "spin": shm_broadcast.sched_yield,
         "gemm": layer_utils.dispatch_cpu_unquantized_gemm,
@@ -58,7 +60,7 @@ def test_without_a_role_no_function_of_vllm_is_replaced() -> None:
 def test_with_a_role_the_probe_does_see_the_patches(tmp_path: os.PathLike[str]) -> None:
     lines = probe(ROSE_ROLE="serving", ROSE_DIR=str(tmp_path))
 
-    assert lines == ["loaded True compat True", "changed ['config', 'loop']", "added True"]
+    assert lines == ["loaded True compat True", "changed ['config', 'executor', 'loop']", "added True"]
 
 
 @pytest.mark.engine

@@ -107,8 +107,8 @@ def test_a_pager_survives_a_file_that_cannot_be_read(node_dir: NodeDir, pagers: 
         wish(writer, {0, 1}, generation=1)
         pagers.append(Pager(node_dir, "serving", 0, PLAN, guard=True))
         until(lambda: mapped(node_dir, "serving") == {0, 1})
-        os.truncate(writer.path, 64)
         wish(writer, {0, 1, 2}, generation=2)
+        os.truncate(writer.path, 64)
         until(lambda: bool(pagers[0]._trouble))
         writer.path.unlink()
     with node_dir.chunks_writer("serving", CHUNKS) as writer:
@@ -145,3 +145,12 @@ def test_the_wish_of_a_new_engine_core_replaces_the_old_one(node_dir: NodeDir, p
     with node_dir.chunks_writer("rollout", CHUNKS) as writer:
         wish(writer, {6}, generation=1)
         until(lambda: mapped(node_dir, "rollout") == {6})
+
+
+def test_a_report_cut_off_under_the_pager_is_put_back_and_the_worker_lives(
+    node_dir: NodeDir, pagers: list[Pager]
+) -> None:
+    pagers.append(Pager(node_dir, "serving", 0, PLAN, guard=True))
+    os.truncate(node_dir.path / "serving.rank0", 0)
+    rounds(pagers[0], 2)
+    assert mapped(node_dir, "serving") == set(range(CHUNKS))

@@ -203,7 +203,9 @@ async def test_a_live_scheduler_that_is_killed_decides_the_same_in_replay(tmp_pa
         agents = [asyncio.create_task(agent(session, url, tokens, number)) for number in range(8)]
         await reached(lambda: sum(len(engine.requests) for engine in engines) >= 16)
         (first,) = logs(tmp_path / "journal")
-        await reached(lambda: replay(first).num_actions["Dispatch"] > 0)  # it writes what has gathered now and then
+        await reached(
+            lambda: replay(first).num_actions["Dispatch"] > 0
+        )  # it writes what has gathered now and then
         await daemon.end()
         await daemon.start()
         await asyncio.gather(*agents)
