@@ -303,8 +303,9 @@ class Lending(ABC):
             return False
         if self.blocked is not None:
             return True
-        if serving is not None and not serving.compute_only and serving.needed_pages:
-            return held > serving.total_pages - serving.needed_pages
+        claimed = serving is not None and not serving.compute_only and serving.needed_pages
+        if serving is not None and claimed and held > serving.total_pages - serving.needed_pages:
+            return True
         return any(
             held > promise.pages and 2 * self._now_s >= promise.asked_s + promise.deadline_s
             for promise in self._promises

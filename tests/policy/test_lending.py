@@ -198,6 +198,9 @@ def test_a_cut_that_production_waits_for_is_urgent_at_once(world: World) -> None
     world.held = 70
     world.step(5.11, needed_pages=30)
     assert not world.policy.is_urgent
+    # The claim is met, but the cut went further, and half of its time is over.
+    world.step(5.16, needed_pages=30)
+    assert world.policy.is_urgent
 
 
 def test_what_an_operator_takes_back_is_urgent_while_it_is_held(world: World) -> None:

@@ -70,21 +70,23 @@ class Chaos:
         self.num_done = 0
 
     async def run(self) -> None:
+        first = ["scheduler", "kill", "stop", "cut"]  # each happens, however fast the turns are
         while True:
             goal, waited = self.num_done + 6, 0
             while self.num_done < goal and waited < 100:
                 await asyncio.sleep(0.01)
                 waited += 1
-            act = self.rng.choices(["cut", "kill", "stop", "scheduler"], [6, 2, 2, 1])[0]
+            drawn = self.rng.choices(["cut", "kill", "stop", "scheduler"], [6, 2, 2, 1])[0]
+            act = first.pop() if first else drawn
             if act == "scheduler" and self.acts[act] >= 3:
                 continue
             self.acts[act] += 1
             await getattr(self, act)()
 
-    async def cut(self) -> None:
+    async def cut(self, engine: EngineProcess | None = None) -> None:
         """Eight of the engine's next requests are cut in the middle."""
-        engine = self.rng.choice(self.engines)
-        faults = [{"kind": "reclaim", "after": self.rng.randrange(MAX_TOKENS)} for _ in range(8)]
+        engine = engine or self.rng.choice(self.engines)
+        faults = [{"kind": "reclaim", "after": self.rng.randrange(1, MAX_TOKENS)} for _ in range(8)]
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             async with self.session.post(
                 f"{engine.url}/fake/faults", json=faults, timeout=aiohttp.ClientTimeout(total=0.5)
@@ -170,6 +172,8 @@ async def test_500_trajectories_survive_kills_stops_cuts_and_restarts(tmp_path: 
         async with aiohttp.ClientSession(connector=connector) as session:
             chaos = Chaos(7, daemon, hurt, session)
             agents = Agents(session, url, tokens, chaos)
+            for engine in hurt:
+                await chaos.cut(engine)  # before the first turn, so that some turns do move
             hurting = asyncio.create_task(chaos.run())
             try:
                 names = await asyncio.gather(*(agents.play(number) for number in range(NUM_TRAJECTORIES)))
