@@ -192,24 +192,36 @@ class CostPolicy:
         ``own = wait + fresh * prefill_s + tokens * (token_s + inflight * crowd_s)``; the others, ``inflight``
         of them, wait while its prompt is read and share each of its tokens' steps.
         """
+        if len(eligible) < len(eligible.mask) <= 2 * len(eligible):
+            return self.costs_s(turn, eligible.widened())[eligible.rows]
         params = self.params
         token_s, crowd_s, prefill_s = eligible.speeds(turn.at_s, params.fade_s)
-        inflight = eligible.column("inflight")
+        inflight = 1.0 * eligible.column("inflight")
         read_s = prefill_s * turn.num_prompt_tokens
-        fresh_s = read_s.copy()
-        if turn.affine is not None:
-            # What is resident would be read once and serve the turns that follow; what is new is read anyway.
-            again = turn.resident_tokens / turn.num_prompt_tokens
-            fresh_s *= 1.0 - again + again / self._stay_turns(turn)
+        again = turn.resident_tokens / turn.num_prompt_tokens if turn.affine is not None else 0.0
+        # What is resident would be read once and serve the turns that follow; what is new is read anyway.
+        fresh_s = read_s * (1.0 - again + again / self._stay_turns(turn))
         for worker, num_tokens in turn.cached:
             if worker in eligible:
                 at = eligible.index_of(worker)
                 fresh_s[at] = read_s[at] * (1.0 - num_tokens / turn.num_prompt_tokens)
-        crowding_s = turn.expected_tokens * crowd_s * inflight
-        run_s = fresh_s + turn.expected_tokens * token_s + crowding_s
+        # In place: a decision over a thousand workers is the time of its array operations.
+        token_s *= turn.expected_tokens
+        crowd_s *= turn.expected_tokens
+        crowd_s *= inflight
+        run_s = token_s
+        run_s += fresh_s
+        run_s += crowd_s
+        read_s *= eligible.column("reclaim_rate")
+        read_s *= run_s
         costs_s = run_s + params.gated_s * ~eligible.column("safe")
-        costs_s += params.social * crowding_s + params.social_read * inflight * fresh_s
-        costs_s += params.risk * eligible.column("reclaim_rate") * run_s * read_s
+        crowd_s *= params.social
+        costs_s += crowd_s
+        inflight *= fresh_s
+        inflight *= params.social_read
+        costs_s += inflight
+        read_s *= params.risk
+        costs_s += read_s
         return costs_s
 
 
