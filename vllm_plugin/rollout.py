@@ -86,6 +86,7 @@ class RolloutSide:
         self._num_steps = 0
         self._num_tokens = 0
         self._num_decoded = 0
+        self._num_preemptions = 0
         self._reclaim_seq = 0
         self._num_cut_requests = 0
         self._cut_ns = 0
@@ -232,6 +233,7 @@ class RolloutSide:
         decode = list(output.num_scheduled_tokens.values()).count(1)
         prefill = output.total_num_scheduled_tokens - decode
         self._scheduled = (prefill, decode)
+        self._num_preemptions += len(output.preempted_req_ids or ())
         self._context_tokens = sum(request.num_computed_tokens for request in self._scheduler.running)
 
     def after_update(self) -> None:
@@ -483,6 +485,7 @@ class RolloutSide:
             "used_tokens": self.balloon.num_used_blocks * self._block_tokens,
             "running": len(self._scheduler.running),
             "waiting": compat.num_waiting(self._scheduler),
+            "num_preemptions": self._num_preemptions,
             "request_ids": list(self._scheduler.requests),
             "schedules": self.num_schedules,
             "steps": self._num_steps,

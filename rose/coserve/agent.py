@@ -33,6 +33,7 @@ from rose.auth import Tokens
 from rose.coserve.config import NodeConfig
 from rose.coserve.control import ControlServer
 from rose.coserve.engine import RolloutEngine
+from rose.coserve.latency import ServingLatency
 from rose.coserve.ledger import (
     Mode,
     NodeDir,
@@ -123,6 +124,8 @@ class NodeAgent:
         self._source = source
         self._uplink: SchedulerUplink | None = None
         self._weights: WeightLoop | None = None
+        metrics_url = None if serving is None else serving.metrics_url
+        self.latency = None if metrics_url is None else ServingLatency(metrics_url)
         self.observed = Harvestable()
         self._step_floor = StepFloor()
         self._slo_guard = SloGuard(config.lending.max_slo_breaches, config.lending.slo_window_s)
@@ -201,7 +204,7 @@ class NodeAgent:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
         jobs: list[Coroutine[Any, Any, None]] = [self._govern(), self._keep_engine(), self._watch_status()]
-        jobs += [link.run() for link in (self._uplink, self._weights) if link is not None]
+        jobs += [link.run() for link in (self._uplink, self._weights, self.latency) if link is not None]
         tasks = [asyncio.create_task(job) for job in jobs]
         stopped = asyncio.create_task(self._stop.wait())
         try:
@@ -597,11 +600,22 @@ class NodeAgent:
             "kv_budget_tokens": budget,
             "kv_used_tokens": used,
             "running": _count(self._engine_status.get("running")) or 0,
+            "waiting": _count(self._engine_status.get("waiting")) or 0,
+            "num_preemptions": _count(self._engine_status.get("num_preemptions")) or 0,
             "gated": rollout is not None and not rollout.gate_open,
             "reclaim_seq": rollout.reclaim_seq if rollout is not None else 0,
             "slack_s": slack_s,
             "serving_use": self._serving_use(),
             "slo_breaches": self.board.breaches if self.board is not None else 0,
+            **self._promises(),
+        }
+
+    def _promises(self) -> dict[str, float]:
+        """Production's P99 beside what it promises, in seconds."""
+        p99_s = {} if self.latency is None else self.latency.p99_s
+        promised = {"ttft": self.slo_ttft_ms / 1e3, "tpot": self.slo_tpot_ms / 1e3}
+        return {f"serving_{kind}_p99_s": value for kind, value in p99_s.items()} | {
+            f"slo_{kind}_s": promised[kind] for kind in p99_s
         }
 
     def _serving_use(self) -> float:
@@ -681,6 +695,8 @@ class NodeAgent:
                 "errors": lease.errors if lease else 0,
                 "slo_breaches": board.breaches if board else 0,
                 "slo_breaches_while_lending": self._slo_guard.total,
+                "p99_s": None if self.latency is None else dict(self.latency.p99_s),
+                "metrics_error": None if self.latency is None else self.latency.error,
             },
             "rollout": {
                 "alive": self._alive(self._rollout_file),

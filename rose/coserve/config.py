@@ -26,6 +26,8 @@ class ServingConfig(Section):
     """Time between two tokens."""
     floor_pages: int = Field(default=0, ge=0)
     """Pages of 2 MiB that are never lent."""
+    metrics_url: Url | None = None
+    """Its Prometheus page, read every 10 s for its P99 on the dashboard; None = not shown."""
 
 
 class EngineConfig(Section):

@@ -151,11 +151,16 @@ class Replayed:
     difference: str | None = None
 
 
-def replay(path: Path, progress: Callable[[float], None] = lambda share: None) -> Replayed:
+def replay(
+    path: Path,
+    progress: Callable[[float], None] = lambda share: None,
+    watch: Callable[[Any, Sequence[Any]], None] = lambda event, actions: None,
+) -> Replayed:
     """Feed a log's events to the book it starts with, and compare.
 
     Args:
         progress: Told now and then which share of the file was read.
+        watch: Told every event and its actions, once they were found the same.
 
     Raises:
         LedgerError: Not a decision log, or damaged before its tail.
@@ -183,6 +188,7 @@ def replay(path: Path, progress: Callable[[float], None] = lambda share: None) -
             found.difference = f"event {found.num_events}, {event}:\n  then {recorded}\n  now  {now}"
             return found
         found.num_actions.update(type(action).__name__ for action in actions)
+        watch(event, actions)
         if words.always_check:
             book.check()
     book.check()

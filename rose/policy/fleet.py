@@ -109,6 +109,10 @@ class Worker:
     kv_budget_tokens: int | None = None
     kv_used_tokens: int | None = None
     running: int = 0
+    waiting: int = 0
+    """Requests that its engine has not begun."""
+    num_preemptions: int = 0
+    """Requests that its engine put back for want of KV memory, since its start."""
     gated: bool = False
     slack_s: float | None = None
     reclaim_seq: int = 0
@@ -245,6 +249,8 @@ class Fleet:
         worker.kv_budget_tokens = kv_budget_tokens
         worker.kv_used_tokens = kv_used_tokens
         worker.running = running
+        worker.waiting = waiting
+        worker.num_preemptions = num_preemptions
         worker.gated = gated
         worker.slack_s = slack_s
         worker.serving_use += self.params.serving_ewma * (serving_use - worker.serving_use)
@@ -258,7 +264,7 @@ class Fleet:
                 kv_use=kv_use,
                 inflight=worker.inflight,
                 running=running,
-                waiting=waiting,
+                waiting=0 if gated else waiting,  # they wait for production, not for memory
                 num_preemptions=num_preemptions,
             )
         inside = kv_budget_tokens is None or kv_used_tokens is None or kv_used_tokens <= kv_budget_tokens

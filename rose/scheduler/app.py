@@ -147,7 +147,11 @@ class Scheduler:
         self.decisions.roll()
         self.provisioner = Provisioner.make(config.provisioning, self.dispatcher)
         self.timeline = Timeline(
-            self.clock.now_s, self.book.fleet, self._trajectory_of, self.status.on_breaches
+            self.clock.now_s,
+            self.book.fleet,
+            self._trajectory_of,
+            self.status.on_breaches,
+            self.status.on_rerouted,
         )
         for job, version in self.store.versions.items():
             self.dispatcher.require(job, version)
@@ -308,7 +312,12 @@ class Scheduler:
         return json_response(self._snapshot())
 
     def _snapshot(self) -> dict[str, Any]:
-        return self.status.snapshot(self.dispatcher, self.store, started_at_s=self._started_at_s)
+        return self.status.snapshot(
+            self.dispatcher,
+            self.store,
+            self.timeline.worst_promises(),
+            started_at_s=self._started_at_s,
+        )
 
     def _recent_snapshot(self) -> dict[str, Any]:
         """For any number of watchers: made at most once in ``FRESH_S``."""
@@ -321,7 +330,7 @@ class Scheduler:
         if not self.config.metrics_public and not _is_local(request.remote):
             raise Unauthorized("metrics are for this machine only", field="metrics_public")
         return web.Response(
-            body=self.status.metrics(self.dispatcher, self.store),
+            body=self.status.metrics(self.dispatcher, self.store, self.timeline.worst_promises()),
             headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
         )
 

@@ -166,10 +166,20 @@ def _screen(status: dict[str, Any]) -> Group:
         f"   turns: {turns['running']} running, {queue['depth']} waiting (oldest {queue['oldest_s']:.1f} s), "
         f"{turns['done']} done ({turns['by_tier']['harvested']} harvested), {turns['failed']} failed\n"
         f"weights: {versions}   continued elsewhere: {status['resumed_turns']}   "
-        f"reroutes: {_counts(status['reroutes'])}   forks: {_counts(status['forks'])}",
+        f"reroutes: {_counts(status['reroutes'])}   forks: {_counts(status['forks'])}"
+        f"{_promises(status['serving_p99'])}",
     )
     workers = Table(
-        "worker", "tier", "health", "lending", "duty", "version", "in flight", "KV used / budget", "silent"
+        "worker",
+        "tier",
+        "health",
+        "lending",
+        "duty",
+        "version",
+        "in flight",
+        "waits there",
+        "KV used / budget",
+        "silent",
     )
     for each in status["workers"]:
         workers.add_row(
@@ -180,6 +190,7 @@ def _screen(status: dict[str, Any]) -> Group:
             each["duty"],
             each["version"] or "",
             f"{each['inflight']} / {each['cap']}",
+            str(each["waiting"] or ""),
             f"{_or_dash(each['kv_used_tokens'])} / {_or_dash(each['kv_budget_tokens'])}",
             f"{each['silent_s']:.1f} s",
         )
@@ -209,6 +220,16 @@ def _cell(value: Any) -> Text:
 
 def _counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{name} {count}" for name, count in counts.items()) or "none"
+
+
+def _promises(p99: dict[str, dict[str, float]]) -> str:
+    """Production's P99 on the engine that is nearest to its promise; nothing where no node reads it."""
+    told = [
+        f"{name} {p99[kind]['p99_s'] * 1e3:.0f} of {p99[kind]['slo_s'] * 1e3:.0f} ms"
+        for kind, name in (("ttft", "first token"), ("tpot", "between two"))
+        if kind in p99
+    ]
+    return f"\nproduction's P99: {', '.join(told)}" if told else ""
 
 
 def _or_dash(value: int | None) -> str:

@@ -23,7 +23,7 @@ from rose.scheduler.http import Fields, bounded_json, json_response, read_object
 from rose.scheduler.journal import FinishRecord
 from rose.scheduler.pool import Target
 from rose.scheduler.store import Store
-from rose.scheduler.timeline import Timeline
+from rose.scheduler.timeline import Promise, Timeline
 
 SAMPLING_FIELDS = (
     "temperature",
@@ -289,8 +289,11 @@ class ControlRoutes:
                 serving_use=fields.number("serving_use", default=0.0, least=0.0, most=1.0),
             )
         )
+        breaches = fields.integer("slo_breaches", default=0)
+        promises = _promises(fields)
         if known:
-            self._timeline.on_breaches(request.match_info["id"], fields.integer("slo_breaches", default=0))
+            self._timeline.on_breaches(request.match_info["id"], breaches)
+            self._timeline.on_promises(request.match_info["id"], promises)
         # Unknown fields are let through: a newer node may say more than we read.
         worker = self._dispatcher.book.fleet.workers.get(request.match_info["id"])
         # ``active`` false: no job wants this device now, its engine may give its memory back.
@@ -343,6 +346,17 @@ class ControlRoutes:
         return format_version(max(required)) if required else None
 
 
+def _promises(fields: Fields) -> dict[str, Promise]:
+    """Production's P99 beside what it promises, for what the node knows both of."""
+    found: dict[str, Promise] = {}
+    for kind in ("ttft", "tpot"):
+        p99_s = fields.optional_number(f"serving_{kind}_p99_s", least=0.0, most=1e9)
+        slo_s = fields.optional_number(f"slo_{kind}_s", least=1e-6, most=1e9)
+        if p99_s is not None and slo_s is not None:
+            found[kind] = Promise(p99_s, slo_s)
+    return found
+
+
 def worker_status(worker: Worker, now_s: float) -> dict[str, Any]:
     """A worker for people and for the page.  No token, no address."""
     return {
@@ -360,6 +374,8 @@ def worker_status(worker: Worker, now_s: float) -> dict[str, Any]:
         "kv_budget_tokens": worker.kv_budget_tokens,
         "kv_used_tokens": worker.kv_used_tokens,
         "running": worker.running,
+        "waiting": worker.waiting,
+        "num_preemptions": worker.num_preemptions,
         "gated": worker.gated,
         "slack_s": worker.slack_s,
         "reclaim_seq": worker.reclaim_seq,

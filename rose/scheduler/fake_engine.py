@@ -5,7 +5,8 @@ Speaks the routes that ``rose-scheduler`` uses of vLLM 0.32 with ``--enable-scal
 shapes.  Its "model" is a deterministic function of the token prefix, so a turn that was cut and continued
 elsewhere must give the same tokens as one that was not: any loss, repeat or re-encoding shows at once.
 
-It can be told to misbehave, per request, in order (:class:`Fault`; over HTTP: ``POST /fake/faults``).
+It can be told to misbehave, per request, in order (:class:`Fault`; over HTTP: ``POST /fake/faults``), and that production
+takes its memory back: all that runs then ends with what it has (``POST /fake/reclaim``).
 
 ``python -m rose.scheduler.fake_engine --scheduler URL --token-file FILE`` starts one that registers itself
 and sends heartbeats, like a node agent would.
@@ -32,6 +33,7 @@ from rose.auth import Tokens, bearer
 from rose.policy.turns import RECLAIMED
 from rose.scheduler.toy_tokenizer import HFTokenizer, Tokenizer, ToyTokenizer
 
+SLOW_FACTOR = 20
 _P = 2_147_483_647
 _A = 48_271
 
@@ -43,8 +45,8 @@ class Fault:
     """How one generate request goes wrong, after ``after`` tokens.
 
     ``kind``: ``reclaim`` (abort with our stop reason), ``abort`` (a native abort), ``reset`` (the
-    connection breaks), ``stall`` (silence), ``error`` (HTTP ``status``), ``garbage`` (an answer that is no
-    answer), ``exit`` (the process ends).
+    connection breaks), ``stall`` (silence), ``slow`` (:data:`SLOW_FACTOR` times the time per token from there on), ``error``
+    (HTTP ``status``), ``garbage`` (an answer that is no answer), ``exit`` (the process ends).
     """
 
     kind: str
@@ -119,10 +121,12 @@ class FakeEngine:
         self.num_renders = 0
         self.num_derenders = 0
         self.num_running = 0
+        self.num_reclaims = 0
         self.hold: asyncio.Event | None = None
         """When set, generation waits for it before the first token."""
         self._token = token
         self._running: dict[str, asyncio.Event] = {}
+        self._reclaimed: set[str] = set()
         self._model = PrefixModel(self.tokenizer.word_ids, self.tokenizer.eos_id, mean_tokens)
 
     def app(self) -> web.Application:
@@ -136,6 +140,7 @@ class FakeEngine:
         app.router.add_post("/v1/chat/completions/derender", self._derender_chat)
         app.router.add_post("/v1/completions/derender", self._derender_completion)
         app.router.add_post("/fake/faults", self._set_faults)
+        app.router.add_post("/fake/reclaim", self._reclaim)
         return app
 
     # --- the model -------------------------------------------------------------------------------------
@@ -208,6 +213,7 @@ class FakeEngine:
         finally:
             self.num_running -= 1
             self._running.pop(body["request_id"], None)
+            self._reclaimed.discard(body["request_id"])
 
     async def _streamed(
         self, request: web.Request, body: dict[str, Any], fault: Fault | None
@@ -233,6 +239,7 @@ class FakeEngine:
         if self.hold is not None:
             await self.hold.wait()
         tokens: list[int] = []
+        pace_s = self.token_s
         for token, logprob in self._sample(body["token_ids"], params):
             if fault is not None and len(tokens) >= fault.after:
                 match fault.kind:
@@ -248,14 +255,16 @@ class FakeEngine:
                         await asyncio.sleep(3600)  # this handler is cancelled with its connection
                     case "stall":
                         await aborted.wait()
+                    case "slow":
+                        pace_s = SLOW_FACTOR * self.token_s
                     case "exit":
                         os._exit(1)
                     case _:
                         raise ValueError(fault.kind)
-            if self.token_s:
-                await asyncio.sleep(self.token_s)
+            if pace_s:
+                await asyncio.sleep(pace_s)
             if aborted.is_set():
-                yield None, 0.0, "abort", None
+                yield None, 0.0, "abort", RECLAIMED if body["request_id"] in self._reclaimed else None
                 return
             tokens.append(token)
             reason, stop = self._finished(tokens, params)
@@ -429,6 +438,13 @@ class FakeEngine:
         self.faults.extend(msgspec.convert(await request.json(), list[Fault]))
         return web.Response()
 
+    async def _reclaim(self, request: web.Request) -> web.Response:
+        self.num_reclaims += 1
+        self._reclaimed.update(self._running)
+        for running in self._running.values():
+            running.set()
+        return _json({"cut": len(self._running)})
+
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
         given = request.headers.get("Authorization")
@@ -460,8 +476,12 @@ class FakeNode:
         self.kv_used_tokens = 0
         self.slack_s: float | None = None
         self.gated = False
+        self.waiting = 0
+        self.num_preemptions = 0
         self.serving_use = 0.0
         self.slo_breaches = 0
+        self.serving_p99_s: dict[str, tuple[float, float]] = {}
+        """``ttft`` and ``tpot`` of production: what it does, what it promised."""
         self._session = session
         self._url = scheduler_url
         self._headers = bearer(token)
@@ -498,11 +518,15 @@ class FakeNode:
             "kv_used_tokens": self.kv_used_tokens,
             "running": self.engine.num_running,
             "gated": self.gated,
-            "reclaim_seq": self.reclaim_seq,
+            "reclaim_seq": self.reclaim_seq + self.engine.num_reclaims,
             "slack_s": self.slack_s,
+            "waiting": self.waiting,
+            "num_preemptions": self.num_preemptions,
             "serving_use": self.serving_use,
             "slo_breaches": self.slo_breaches,
         }
+        for kind, (p99_s, slo_s) in self.serving_p99_s.items():
+            body |= {f"serving_{kind}_p99_s": p99_s, f"slo_{kind}_s": slo_s}
         url = f"{self._url}/workers/{self.worker_id}/heartbeat"
         async with self._session.post(url, json=body, headers=self._headers) as response:
             response.raise_for_status()
@@ -542,6 +566,9 @@ async def serve_engine(engine: FakeEngine, port: int = 0) -> tuple[web.AppRunner
 def main(
     port: Annotated[int, typer.Option(help="0 picks a free one.")] = 0,
     scheduler: Annotated[str | None, typer.Option(help="URL to register at.")] = None,
+    advertise: Annotated[
+        str | None, typer.Option(help="URL to register, if it is reached by another.")
+    ] = None,
     token_file: Annotated[Path | None, typer.Option()] = None,
     worker_id: Annotated[str, typer.Option()] = "fake",
     tier: Annotated[str, typer.Option()] = "dedicated",
@@ -572,7 +599,7 @@ def main(
                 scheduler,
                 Tokens.load(token_file).node,
                 engine,
-                url,
+                advertise or url,
                 worker_id=worker_id,
                 tier=tier,
             ).run()

@@ -100,6 +100,7 @@ WORKER = _object(
     engine_token=_optional({**TEXT, "maxLength": 512}),
     vocab_size=_optional({"type": "integer", "minimum": 1, "maximum": 2**32}),
     cap=_optional({"type": "integer", "minimum": 1, "maximum": 65_536}),
+    max_num_seqs=_optional({"type": "integer", "minimum": 1, "maximum": 65_536}),
 )
 HEARTBEAT = _object(
     ("incarnation", "seq", "state"),
@@ -118,6 +119,10 @@ HEARTBEAT = _object(
     num_preemptions=COUNT,
     serving_use={"type": "number", "minimum": 0, "maximum": 1},
     slo_breaches=COUNT,
+    serving_ttft_p99_s=_optional({"type": "number", "minimum": 0, "maximum": 1e9}),
+    serving_tpot_p99_s=_optional({"type": "number", "minimum": 0, "maximum": 1e9}),
+    slo_ttft_s=_optional({"type": "number", "minimum": 1e-6, "maximum": 1e9}),
+    slo_tpot_s=_optional({"type": "number", "minimum": 1e-6, "maximum": 1e9}),
 )
 SETTINGS = _object(
     policy={"type": "string", "enum": ["cost", "paper", "sticky_least_loaded", "round_robin", "random"]},

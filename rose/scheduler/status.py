@@ -22,6 +22,7 @@ from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.jobs import Finished, Wish
 from rose.scheduler.store import Store
 from rose.scheduler.tallies import Durations, Tally
+from rose.scheduler.timeline import Promise
 
 RECENT_TURNS = 50
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -49,7 +50,7 @@ class Status:
         self._ttft_s = Durations("rose_ttft_seconds", "To the first token", _SECONDS, registry=registry)
         self._turn_s = Durations("rose_turn_seconds", "Whole turns", _SECONDS, registry=registry)
         self._reroute_s = Durations(
-            "rose_reroute_seconds", "Requeued to dispatched again", _SECONDS, registry=registry
+            "rose_reroute_seconds", "Worker lost to next token", _SECONDS, registry=registry
         )
         self._workers = Gauge("rose_workers", "Workers", ["tier", "state"], registry=registry)
         self._inflight = Gauge("rose_inflight_turns", "Turns on engines", ["tier"], registry=registry)
@@ -62,6 +63,10 @@ class Status:
         self._slack_s = Gauge(
             "rose_serving_slack_seconds", "Least time left under production's SLO", registry=registry
         )
+        self._p99 = Gauge(
+            "rose_serving_p99_seconds", "Production, worst engine", ["promise"], registry=registry
+        )
+        self._slo = Gauge("rose_serving_slo_seconds", "Promised by it", ["promise"], registry=registry)
         self._refused = Tally(
             "rose_refused_requests", "Requests beyond a bound of [limits]", ["bound"], registry=registry
         )
@@ -92,14 +97,13 @@ class Status:
                 self._affinity.counts[action.affinity] += 1
                 if action.attempt == 1:
                     self._queue_s.observe(action.queued_s)
-                else:
-                    self._reroute_s.observe(action.queued_s)
             case te.Requeued():
                 self.reroutes[action.reason] += 1
                 self._reroutes.counts[action.reason] += 1
             case te.Fenced():
                 self.num_fenced += 1
                 self._fenced.counts[()] += 1
+                self._count_tokens("fenced", action.num_tokens)
             case te.TokensDropped():
                 self._count_tokens("discarded", action.num_tokens)
             case te.TurnEnded():
@@ -162,13 +166,16 @@ class Status:
     def on_breaches(self, count: int) -> None:
         self._breaches.counts[()] += count
 
+    def on_rerouted(self, seconds: float) -> None:
+        self._reroute_s.observe(seconds)
+
     def _count_tokens(self, kind: str, count: int) -> None:
         self.tokens[kind] += count
         self._tokens.counts[kind] += count
 
     # --- what is ---------------------------------------------------------------------------------------
 
-    def metrics(self, dispatcher: Dispatcher, store: Store) -> bytes:
+    def metrics(self, dispatcher: Dispatcher, store: Store, promises: dict[str, Promise]) -> bytes:
         """The Prometheus text."""
         self._workers.clear()
         for tier in Tier:
@@ -183,12 +190,19 @@ class Status:
         self._serving_use.set(sum(use) / len(use) if use else math.nan)
         slack = [worker.slack_s for worker in dispatcher.book.fleet if worker.slack_s is not None]
         self._slack_s.set(min(slack, default=math.nan))
+        for gauge in (self._p99, self._slo):
+            gauge.clear()
+        for kind, promise in promises.items():
+            self._p99.labels(kind).set(promise.p99_s)
+            self._slo.labels(kind).set(promise.slo_s)
         counts = store.book.counts()
         for state in sp.SampleState:
             self._groups.labels(state.value).set(counts[state.value])
         return generate_latest(self.registry)
 
-    def snapshot(self, dispatcher: Dispatcher, store: Store, *, started_at_s: float) -> dict[str, Any]:
+    def snapshot(
+        self, dispatcher: Dispatcher, store: Store, promises: dict[str, Promise], *, started_at_s: float
+    ) -> dict[str, Any]:
         """``/status``."""
         now_s = dispatcher.now_s()
         book = dispatcher.book
@@ -211,6 +225,7 @@ class Status:
             "reroutes": dict(self.reroutes),
             "resumed_turns": self.num_resumed_turns,
             "continued_turns": self.num_continued_turns,
+            "serving_p99": {kind: promise._asdict() for kind, promise in promises.items()},
             "fenced_results": self.num_fenced,
             "duplicate_requests": self.num_duplicates,
             "forks": dict(self.forks),

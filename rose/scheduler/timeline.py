@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from rose.policy import turn_events as te
-from rose.policy.fleet import Fleet, Lending, Tier
+from rose.policy.fleet import Fleet, Health, Lending, Tier
 
 MAX_SPANS = 20_000
 MAX_MARKS = 2_000
@@ -26,11 +26,27 @@ Span = tuple[Any, ...]
 """A tuple of plain values, which a full garbage collection does not look at."""
 
 
+class Promise(NamedTuple):
+    """What production promised and what it does: the P99 of its recent requests, in seconds."""
+
+    p99_s: float
+    slo_s: float
+
+    @property
+    def share(self) -> float:
+        return self.p99_s / self.slo_s
+
+
+def _nothing(_: Any) -> None:
+    pass
+
+
 class Timeline:
     """Args:
     now_s: The scheduler's clock.
     trajectory_of: The trajectory of a turn.
     on_broken: Told how many promises of production were broken just now.
+    on_rerouted: Told the seconds from a turn's loss of its worker to its next token (or its end).
     """
 
     def __init__(
@@ -38,9 +54,11 @@ class Timeline:
         now_s: Callable[[], float],
         fleet: Fleet,
         trajectory_of: Callable[[str], str],
-        on_broken: Callable[[int], None] = lambda count: None,
+        on_broken: Callable[[int], None] = _nothing,
+        on_rerouted: Callable[[float], None] = _nothing,
     ) -> None:
         self._on_broken = on_broken
+        self._on_rerouted = on_rerouted
         self._now_s = now_s
         self._fleet = fleet
         self._trajectory_of = trajectory_of
@@ -54,6 +72,10 @@ class Timeline:
         self.samples: deque[dict[str, Any]] = deque(maxlen=MAX_SAMPLES)
         self._queue_s: deque[float] = deque(maxlen=_WINDOW)
         self._reroute_s: deque[float] = deque(maxlen=_WINDOW)
+        self._moved_at_s: dict[str, float] = {}
+        """Turns that lost their worker and got no token since."""
+        self._promises: dict[str, dict[str, Promise]] = {}
+        """Worker -> ``ttft`` and ``tpot`` of the production engine beside it."""
         self._under_pressure: set[str] = set()
         self.staleness: Counter[int] = Counter()
         """Versions a leased trajectory lay behind its consumer -> how many."""
@@ -72,8 +94,16 @@ class Timeline:
                 self._begin(action)
             case te.Requeued():
                 self._end(action.turn_id, action.reason)
+                self._moved_at_s.setdefault(action.turn_id, self._now_s())
+            case te.TokensKept():
+                if self._moved_at_s:
+                    self._arrived(action.turn_id)
             case te.TurnEnded():
                 self._end(action.turn_id, action.outcome.value)
+                if action.outcome is te.TurnState.DONE:
+                    self._arrived(action.turn_id)
+                else:
+                    self._moved_at_s.pop(action.turn_id, None)
             case _:
                 pass
 
@@ -92,6 +122,22 @@ class Timeline:
             self._on_broken(new)
             self.marks.append([self._now_s(), worker_id, "slo"])
 
+    def on_promises(self, worker_id: str, promises: dict[str, Promise]) -> None:
+        """A heartbeat's word on production's P99; empty when it has none."""
+        if promises:
+            self._promises[worker_id] = promises
+        else:
+            self._promises.pop(worker_id, None)
+
+    def worst_promises(self) -> dict[str, Promise]:
+        """``ttft`` and ``tpot`` of the engine that is nearest to breaking its promise, or farthest beyond it."""
+        worst: dict[str, Promise] = {}
+        for promises in self._promises.values():
+            for kind, promise in promises.items():
+                if kind not in worst or promise.share > worst[kind].share:
+                    worst[kind] = promise
+        return worst
+
     def sample(self, status: dict[str, Any]) -> None:
         """Once a second."""
         now_s = self._now_s()
@@ -108,7 +154,13 @@ class Timeline:
         for name in sorted(pressed - self._under_pressure):
             self.marks.append([now_s, name, "pressure"])
         self._under_pressure = pressed
-        self._broken = {name: count for name, count in self._broken.items() if name in self._fleet.workers}
+        here = self._fleet.workers
+        self._broken = {name: count for name, count in self._broken.items() if name in here}
+        self._promises = {
+            name: promises
+            for name, promises in self._promises.items()
+            if name in here and here[name].health is not Health.DEAD
+        }
         tokens = status["tokens"]
         self.samples.append(
             {
@@ -127,6 +179,9 @@ class Timeline:
                 "gated": sum(worker.gated for worker in self._fleet),
                 "serving_use": round(sum(use) / len(use), 4) if use else None,
                 "broken": self.num_broken,
+                "p99": {
+                    kind: [round(v, 5) for v in promise] for kind, promise in self.worst_promises().items()
+                },
             }
         )
 
@@ -201,7 +256,8 @@ class Timeline:
 
     def _begin(self, action: te.Dispatch) -> None:
         worker = self._fleet.workers[action.worker_id]
-        (self._queue_s if action.attempt == 1 else self._reroute_s).append(action.queued_s)
+        if action.attempt == 1:
+            self._queue_s.append(action.queued_s)
         self._num_spans += 1
         span = (
             self._num_spans,
@@ -225,6 +281,14 @@ class Timeline:
         if how not in ("done", "cancelled", "failed"):
             self.marks.append([span[6], span[1], how])
         self._note(span)
+
+    def _arrived(self, turn_id: str) -> None:
+        """The first token since its worker was lost; of an engine that does not stream, its whole answer."""
+        moved_at_s = self._moved_at_s.pop(turn_id, None)
+        if moved_at_s is not None:
+            seconds = self._now_s() - moved_at_s
+            self._reroute_s.append(seconds)
+            self._on_rerouted(seconds)
 
     def _note(self, span: Span) -> None:
         self._changed.append(span)

@@ -17,6 +17,7 @@ from rose.auth import Tokens
 from rose.config import validate
 from rose.coserve.agent import NodeAgent
 from rose.coserve.config import NodeConfig
+from rose.coserve.latency import ServingLatency
 from rose.coserve.ledger import Mode, NodeDir, Phase, RolloutLease, ServingBoard, ServingLease
 from rose.errors import RequestError
 from rose.policy.compat import Support, row
@@ -141,3 +142,21 @@ def test_the_heartbeat_tells_how_much_production_uses_and_which_promises_broke(b
     bench.round(used_pages=25, breaches=2)
     beat = bench.agent.heartbeat()
     assert (beat["serving_use"], beat["slo_breaches"]) == (0.25, 2)
+
+
+def test_the_heartbeat_tells_how_the_engine_is_short_of_memory(bench: Bench) -> None:
+    assert (bench.agent.heartbeat()["waiting"], bench.agent.heartbeat()["num_preemptions"]) == (0, 0)
+    bench.agent._engine_status = {"running": 4, "waiting": 3, "num_preemptions": 2}
+    beat = bench.agent.heartbeat()
+    assert (beat["running"], beat["waiting"], beat["num_preemptions"]) == (4, 3, 2)
+
+
+def test_the_heartbeat_tells_productions_p99_beside_what_is_promised_now(bench: Bench) -> None:
+    assert not [name for name in bench.agent.heartbeat() if name.startswith(("slo_t", "serving_t"))]
+    bench.agent.latency = ServingLatency("http://production/metrics")
+    bench.agent.latency._p99_s = {"ttft": 0.2}
+    bench.agent.change(slo_ttft_ms=400.0)
+    beat = bench.agent.heartbeat()
+    assert (beat["serving_ttft_p99_s"], beat["slo_ttft_s"]) == (0.2, 0.4)
+    assert "slo_tpot_s" not in beat
+    assert bench.agent.status()["serving"]["p99_s"] == {"ttft": 0.2}

@@ -221,6 +221,16 @@ def test_starting_production_gets_everything(server: EngineServer, host: Host) -
     settled(server, 0)
 
 
+def test_it_tells_how_many_turns_it_put_back_for_want_of_memory(server: EngineServer, host: Host) -> None:
+    host.lend(1)  # 4,096 tokens less one block, and eight turns that grow to 512 each
+    before = settled(server, 1)["num_preemptions"]
+
+    turns = [Turn(server, [*PROMPT, 20 + number], 500) for number in range(8)]
+
+    assert {turn.choice()["finish_reason"] for turn in turns} == {"length"}
+    assert status(server)["num_preemptions"] > before
+
+
 def test_a_deadline_far_away_leaves_the_gate_open(server: EngineServer, host: Host) -> None:
     import time
 

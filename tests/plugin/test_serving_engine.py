@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rose.coserve.latency import p99_between, read_page
 from rose.coserve.ledger import Mode, NodeDir, NodeState, Phase, RolloutLease, ServingLease
 from tests.engine_launcher import EngineServer
 from tests.plugin.stand_in import eventually
@@ -212,6 +213,17 @@ def test_stock_metrics_read_as_without_the_plugin(server: EngineServer, agent: A
         return float(next(x for x in lines if x.startswith("vllm:kv_cache_usage_perc")).rsplit(" ", 1)[1])
 
     eventually(lambda: usage() == 0.0, "an idle engine reports no KV use")
+
+
+def test_its_p99_is_read_from_its_metrics_page(server: EngineServer, agent: Agent) -> None:
+    before = read_page(server.get("/metrics").text)
+    complete(server, PROMPT, max_tokens=20)
+    after = read_page(server.get("/metrics").text)
+
+    for kind in ("ttft", "tpot"):
+        p99_s = p99_between(before[kind], after[kind])
+        assert p99_s is not None
+        assert 0 < p99_s < 60
 
 
 def test_the_prefix_cache_can_be_reset_while_memory_is_lent(server: EngineServer, agent: Agent) -> None:

@@ -1,4 +1,4 @@
-"""500 trajectories while engines and the scheduler itself are killed, stopped and cut: nothing lost, nothing twice."""
+"""500 trajectories while hosts, wires and the scheduler itself are killed, stopped and cut: nothing lost, nothing twice."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 import signal
-import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,143 +14,114 @@ from typing import Any
 import aiohttp
 import pytest
 
-from rose.auth import Tokens, bearer
-from rose.decisions.log import logs, replay
+from rose.auth import Tokens
 from rose.scheduler.fake_engine import FakeEngine
+from tests.scheduler.audit import Client, lease_all, token_accounts
 from tests.scheduler.conftest import user
-from tests.scheduler.test_restart import Daemon
+from tests.scheduler.processes import Daemon, FakeHost
 
 NUM_TRAJECTORIES = 500
 NUM_TURNS = 2
-MAX_TOKENS = 10
-
-
-class EngineProcess:
-    """A fake engine with its node, in a process of its own; comes back under its name after a kill."""
-
-    def __init__(self, folder: Path, name: str, tier: str) -> None:
-        self.folder, self.name, self.tier = folder, name, tier
-        self.url = ""
-        self.process: asyncio.subprocess.Process | None = None
-
-    async def start(self, scheduler: str) -> None:
-        arguments = ["--scheduler", scheduler, "--token-file", str(self.folder / "tokens.toml")]
-        self.process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "rose.scheduler.fake_engine", *arguments),
-            *("--worker-id", self.name, "--tier", self.tier, "--token-s", "0.004"),
-            stdout=asyncio.subprocess.PIPE,
-        )
-        assert self.process.stdout is not None
-        line = (await self.process.stdout.readline()).decode()
-        assert line.startswith("fake engine ready at "), line
-        self.url = line.split()[-1]
-
-    def signal(self, number: signal.Signals) -> None:
-        assert self.process is not None
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(number)
-
-    async def end(self) -> None:
-        if self.process is not None:
-            self.signal(signal.SIGCONT)
-            self.signal(signal.SIGKILL)
-            await self.process.wait()
+MAX_TOKENS = 24
+TOKEN_S = 0.02
+CUTS_PER_MIN = 100
+MAX_RESTARTS = 3
+"""Of the scheduler: each holds everybody up for as long as Python takes to start."""
+ACTS = {"kill": 3, "stop": 2, "partition": 2, "tear": 3, "silence": 2, "slow": 3, "scheduler": 2}
 
 
 class Chaos:
-    """Hurts the world, one seeded act after another, until told to stop."""
+    """Hurts the world until told to stop, by a seeded plan: a storm of memory cuts beside one act after another.
 
-    def __init__(self, seed: int, daemon: Daemon, engines: list[EngineProcess], session: Any) -> None:
+    kill: SIGKILL of a host, engine and node; another starts under its name.  stop: SIGSTOP for long enough to be suspected.
+    partition: nothing gets through to a host or from it, then all of it at once.  tear: its connections are reset.
+    silence: only its heartbeats are held up.  slow: its next turns take twenty times as long.  scheduler: SIGKILL.
+    """
+
+    def __init__(
+        self, seed: int, daemon: Daemon, hosts: list[FakeHost], session: aiohttp.ClientSession
+    ) -> None:
         self.rng = random.Random(seed)
         self.daemon = daemon
-        self.engines = engines
+        self.hosts = hosts
         self.session = session
         self.acts: Counter[str] = Counter()
-        self.tasks: set[asyncio.Task[None]] = set()
-        self.num_done = 0
+        self.num_cuts = 0
+        self.seconds = 0.0
 
     async def run(self) -> None:
-        first = ["scheduler", "kill", "stop", "cut"]  # each happens, however fast the turns are
+        first = list(ACTS)  # each happens, however fast the turns are
         while True:
-            goal, waited = self.num_done + 6, 0
-            while self.num_done < goal and waited < 100:
-                await asyncio.sleep(0.01)
-                waited += 1
-            drawn = self.rng.choices(["cut", "kill", "stop", "scheduler"], [6, 2, 2, 1])[0]
-            act = first.pop() if first else drawn
-            if act == "scheduler" and self.acts[act] >= 3:
+            act = first.pop() if first else self.rng.choices(list(ACTS), list(ACTS.values()))[0]
+            if act == "scheduler" and self.acts[act] >= MAX_RESTARTS:
                 continue
             self.acts[act] += 1
-            await getattr(self, act)()
+            await getattr(self, act)(self.rng.choice(self.hosts))
+            await asyncio.sleep(self.rng.uniform(0.0, 0.4))
 
-    async def cut(self, engine: EngineProcess | None = None) -> None:
-        """Eight of the engine's next requests are cut in the middle."""
-        engine = engine or self.rng.choice(self.engines)
-        faults = [{"kind": "reclaim", "after": self.rng.randrange(1, MAX_TOKENS)} for _ in range(8)]
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-            async with self.session.post(
-                f"{engine.url}/fake/faults", json=faults, timeout=aiohttp.ClientTimeout(total=0.5)
-            ):
-                pass
+    async def storm(self) -> None:
+        """Production takes the memory of one harvested host after another, :data:`CUTS_PER_MIN` times a minute."""
+        rng = random.Random(self.rng.random())
+        harvested = [host for host in self.hosts if host.tier == "harvested"]
+        begun_s = time.monotonic()
+        while True:
+            self.seconds = time.monotonic() - begun_s
+            while self.num_cuts < self.seconds * CUTS_PER_MIN / 60:
+                self.num_cuts += 1
+                await self._tell(rng.choice(harvested), "reclaim", None)
+            await asyncio.sleep(0.05)
 
-    async def kill(self) -> None:
-        engine = self.rng.choice(self.engines)
-        await engine.end()
-        await engine.start(self.daemon.url)
+    async def kill(self, host: FakeHost) -> None:
+        await host.kill()
+        await host.start(self.daemon.url)
 
-    async def stop(self) -> None:
-        """Long enough to be suspected."""
-        engine = self.rng.choice(self.engines)
-        engine.signal(signal.SIGSTOP)
+    async def stop(self, host: FakeHost) -> None:
+        host.signal(signal.SIGSTOP)
+        await asyncio.sleep(2.5)
+        host.signal(signal.SIGCONT)
 
-        async def go_on() -> None:
-            await asyncio.sleep(2.5)
-            engine.signal(signal.SIGCONT)
+    async def partition(self, host: FakeHost) -> None:
+        host.down.hold()
+        host.up.hold()
+        await asyncio.sleep(2.5)
+        host.down.let_go()
+        host.up.let_go()
 
-        task = asyncio.create_task(go_on())
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+    async def tear(self, host: FakeHost) -> None:
+        host.down.tear()
 
-    async def scheduler(self) -> None:
+    async def silence(self, host: FakeHost) -> None:
+        host.up.hold()
+        await asyncio.sleep(2.5)
+        host.up.let_go()
+
+    async def slow(self, host: FakeHost) -> None:
+        faults = [{"kind": "slow", "after": self.rng.randrange(MAX_TOKENS)} for _ in range(4)]
+        await self._tell(host, "faults", faults)
+
+    async def scheduler(self, _: FakeHost) -> None:
         await self.daemon.end()
         await self.daemon.start()
 
+    async def _tell(self, host: FakeHost, what: str, body: Any) -> None:
+        """A host that is down or stopped does not hear it."""
+        timeout = aiohttp.ClientTimeout(total=0.3)
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            async with self.session.post(f"{host.url}/fake/{what}", json=body, timeout=timeout):
+                pass
 
-class Agents:
-    """Each plays its trajectories to the end, asking again as the OpenAI client does."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, tokens: Tokens, chaos: Chaos) -> None:
-        self.session, self.url, self.tokens, self.chaos = session, url, tokens, chaos
-        self.refused: Counter[int] = Counter()
-        self.slots = asyncio.Semaphore(48)
-
-    async def post(self, path: str, body: Any, headers: dict[str, str]) -> Any:
-        for attempt in range(2000):
-            retry = {"x-stainless-retry-count": str(attempt), **bearer(self.tokens.agent), **headers}
-            with contextlib.suppress(aiohttp.ClientError):
-                async with self.session.post(self.url + path, json=body, headers=retry) as response:
-                    if response.status == 200:
-                        return await response.json()
-                    if response.status != 503:
-                        self.refused[response.status] += 1
-                        raise AssertionError(await response.text())
-            await asyncio.sleep(0.05)
-        raise AssertionError("never answered")
-
-    async def play(self, number: int) -> str:
-        async with self.slots:
-            create = {"job": "job", "group_id": f"g{number // 2}", "group_size": 2}
-            key = {"Idempotency-Key": f"create-{number}"}
-            name = (await self.post("/rose/v1/trajectories", create, key))["id"]
-            messages: list[Any] = [user(f"task {number}")]
-            for turn in range(NUM_TURNS):
-                body = {"model": "policy", "messages": messages, "max_tokens": MAX_TOKENS}
-                headers = {"X-Session-ID": name, "X-ROSE-Turn": str(turn)}
-                answer = await self.post("/v1/chat/completions", body, headers)
-                messages += [answer["choices"][0]["message"], user("next")]
-            await self.post(f"/rose/v1/trajectories/{name}/finish", {"reward": number}, {})
-            self.chaos.num_done += 1
-            return name
+async def play(client: Client, slots: asyncio.Semaphore, number: int) -> str:
+    async with slots:
+        name = await client.create(number)
+        messages: list[Any] = [user(f"task {number}")]
+        for turn in range(NUM_TURNS):
+            body = {"model": "policy", "messages": messages, "max_tokens": MAX_TOKENS}
+            headers = {"X-Session-ID": name, "X-ROSE-Turn": str(turn)}
+            answer = await client.post("/v1/chat/completions", body, headers)
+            messages += [answer["choices"][0]["message"], user("next")]
+        await client.finish(name, number)
+        return name
 
 
 @pytest.mark.slow
@@ -160,56 +131,45 @@ async def test_500_trajectories_survive_kills_stops_cuts_and_restarts(tmp_path: 
     tokens.save(tmp_path / "tokens.toml")
     daemon = Daemon(tmp_path)
     url = await daemon.start()
-    safe = EngineProcess(tmp_path, "own", "dedicated")  # while one dedicated worker lives, nothing may fail
-    hurt = [EngineProcess(tmp_path, f"h{index}", "harvested") for index in range(3)]
-    hurt.append(EngineProcess(tmp_path, "d1", "dedicated"))
+    safe = FakeHost(tmp_path, "own", "dedicated", token_s=TOKEN_S)  # while it lives, nothing may fail
+    hurt = [FakeHost(tmp_path, f"h{index}", "harvested", token_s=TOKEN_S) for index in range(3)]
+    hurt.append(FakeHost(tmp_path, "d1", "dedicated", token_s=TOKEN_S))
     async with contextlib.AsyncExitStack() as ends:
         ends.push_async_callback(daemon.end)
-        for engine in (safe, *hurt):
-            ends.push_async_callback(engine.end)
-            await engine.start(url)
+        for host in (safe, *hurt):
+            ends.push_async_callback(host.end)
+            await host.start(url)
         connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(connector=connector) as session:
-            chaos = Chaos(7, daemon, hurt, session)
-            agents = Agents(session, url, tokens, chaos)
-            for engine in hurt:
-                await chaos.cut(engine)  # before the first turn, so that some turns do move
-            hurting = asyncio.create_task(chaos.run())
-            try:
-                names = await asyncio.gather(*(agents.play(number) for number in range(NUM_TRAJECTORIES)))
-            finally:
-                hurting.cancel()
-                await asyncio.gather(hurting, *chaos.tasks, return_exceptions=True)
-            assert set(chaos.acts) == {"cut", "kill", "stop", "scheduler"}  # it did hurt
-            assert not agents.refused  # no FAILED(infra), no FAILED(deadline), no lost trajectory
-            if daemon.process is None or daemon.process.returncode is not None:
-                await daemon.start()  # the last restart was interrupted
+        session = await ends.enter_async_context(aiohttp.ClientSession(connector=connector))
+        client, slots = Client(session, url, tokens), asyncio.Semaphore(32)
+        chaos = Chaos(7, daemon, hurt, session)
+        hurting = [asyncio.create_task(chaos.run()), asyncio.create_task(chaos.storm())]
+        try:
+            # Any answer but 200 and 503 fails here: no FAILED(infra), no FAILED(deadline), no lost trajectory.
+            names = await asyncio.gather(*(play(client, slots, number) for number in range(NUM_TRAJECTORIES)))
+        finally:
+            for task in hurting:
+                task.cancel()
+            ended = await asyncio.gather(*hurting, return_exceptions=True)
+        assert all(isinstance(each, asyncio.CancelledError) for each in ended), ended
+        assert set(chaos.acts) == set(ACTS)  # it did hurt
+        assert chaos.num_cuts >= chaos.seconds * CUTS_PER_MIN / 60
+        if daemon.process is None or daemon.process.returncode is not None:
+            await daemon.start()  # the last restart was interrupted
+        model = FakeEngine()
 
-            async def trainer(path: str, body: Any) -> Any:
-                async with session.post(url + path, json=body, headers=bearer(tokens.trainer)) as response:
-                    assert response.status == 200, await response.text()
-                    return await response.json()
+        async def undisturbed(prompt: list[int]) -> list[int]:
+            return model.greedy(prompt, {"max_tokens": MAX_TOKENS})[0]
 
-            lease = {"job": "job", "num_groups": NUM_TRAJECTORIES // 2, "version": [0, 0], "ttl_s": 600}
-            batch = await trainer("/rose/v1/batches/lease", lease)
-            assert sorted(item["id"] for item in batch["trajectories"]) == sorted(names)
-            model = FakeEngine()
-            num_moved = 0
-            for item in batch["trajectories"]:
-                assert [turn["parent"] for turn in item["turns"]] == [None, 0]
-                for turn in item["turns"]:
-                    expected, _, _ = model.greedy(turn["prompt_token_ids"], {"max_tokens": MAX_TOKENS})
-                    assert turn["token_ids"] == expected  # none lost, none twice, across every cut
-                    assert sum(segment["n"] for segment in turn["segments"]) == len(expected)
-                    num_moved += len(turn["segments"]) > 1
-            assert num_moved > 0
-            await trainer(f"/rose/v1/batches/{batch['batch_id']}/ack", {"step": 1, "attempt": 0})
-            async with session.get(f"{url}/status", headers=bearer(tokens.trainer)) as response:
-                status = await response.json()
-            # submitted = accepted + filtered + failed + cancelled + running
-            assert {name: count for name, count in status["trajectories"].items() if count} == {
-                "consumed": NUM_TRAJECTORIES
-            }
+        turns = await lease_all(client, names, num_turns=NUM_TURNS, undisturbed=undisturbed)
+        assert sum(len(turn["segments"]) > 1 for turn in turns) > 0  # some did move in the middle
         assert await daemon.end(signal.SIGTERM) == 0
-    for path in logs(tmp_path / "journal"):  # what the killed schedulers decided comes out again
-        assert replay(path).difference is None
+    accounts = token_accounts(tmp_path / "journal")
+    for account in accounts:
+        assert account["arrived"] == account["kept"] + account["fenced"]
+    assert accounts[-1]["open"] == 0  # of a scheduler that was not killed
+    total = sum(accounts, Counter())
+    print(
+        f"{chaos.seconds:.0f} s, {chaos.num_cuts} cuts, {dict(chaos.acts)}; tokens: {dict(total)}, of them in turns that ran "
+        f"when the scheduler was killed: {sum(account['open'] for account in accounts)}"
+    )

@@ -18,7 +18,8 @@ import aiohttp
 import pytest
 
 from rose.auth import Tokens, bearer
-from tests.scheduler.test_restart import Daemon
+from tests.scheduler.audit import Client, lease_all
+from tests.scheduler.processes import Daemon
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -106,33 +107,23 @@ async def test_20_trajectories_on_real_engines_survive_kills_and_stops(
     daemon = Daemon(tmp_path)
     url = await daemon.start()
     safe, hurt = RealWorker(model, "safe", "dedicated"), RealWorker(model, "hurt", "harvested")
+    client = Client(session, url, tokens)
     done = 0
     progress, back = asyncio.Event(), asyncio.Event()
 
-    async def post(path: str, body: Any, headers: dict[str, str]) -> Any:
-        for attempt in range(2000):
-            retry = {"x-stainless-retry-count": str(attempt), **bearer(tokens.agent), **headers}
-            with contextlib.suppress(aiohttp.ClientError):
-                async with session.post(url + path, json=body, headers=retry) as response:
-                    if response.status == 200:
-                        return await response.json()
-                    assert response.status == 503, await response.text()  # only while the scheduler restarts
-            await asyncio.sleep(0.05)
-        raise AssertionError("never answered")
-
     async def play(number: int) -> str:
         nonlocal done
-        create = {"job": "job", "group_id": f"g{number // 2}", "group_size": 2}
-        name = (await post("/rose/v1/trajectories", create, {"Idempotency-Key": f"create-{number}"}))["id"]
+        name = await client.create(number)
         context = [10 + (7 * number + 3 * at) % 200 for at in range(PROMPT_TOKENS)]
         for turn in range(NUM_TURNS):
             sampling = {"max_tokens": MAX_TOKENS, "temperature": 0.0, "ignore_eos": True}
             body = {"model": "policy", "token_ids": context, "sampling_params": sampling}
-            answer = await post("/rose/v1/generate", body, {"X-Session-ID": name, "X-ROSE-Turn": str(turn)})
+            headers = {"X-Session-ID": name, "X-ROSE-Turn": str(turn)}
+            answer = await client.post("/rose/v1/generate", body, headers)
             context = [*context, *answer["token_ids"], 10 + turn]
             done += 1
             progress.set()
-        await post(f"/rose/v1/trajectories/{name}/finish", {"reward": number}, {})
+        await client.finish(name, number)
         return name
 
     async def reached(condition: Callable[[], bool]) -> None:
@@ -186,23 +177,9 @@ async def test_20_trajectories_on_real_engines_survive_kills_and_stops(
                 task.cancel()
             await asyncio.gather(hurts, *beats, return_exceptions=True)
 
-        async def trainer(path: str, body: Any) -> Any:
-            async with session.post(url + path, json=body, headers=bearer(tokens.trainer)) as response:
-                assert response.status == 200, await response.text()
-                return await response.json()
+        async def undisturbed(prompt: list[int]) -> list[int]:
+            alone = safe.server.generate(prompt, max_tokens=MAX_TOKENS)
+            return alone["choices"][0]["token_ids"]
 
-        lease = {"job": "job", "num_groups": NUM_TRAJECTORIES // 2, "version": [0, 0], "ttl_s": 600}
-        batch = await trainer("/rose/v1/batches/lease", lease)
-        assert sorted(item["id"] for item in batch["trajectories"]) == sorted(names)
-        workers: set[str] = set()
-        for item in batch["trajectories"]:
-            assert len(item["turns"]) == NUM_TURNS
-            for turn in item["turns"]:
-                alone = safe.server.generate(turn["prompt_token_ids"], max_tokens=MAX_TOKENS)
-                assert turn["token_ids"] == alone["choices"][0]["token_ids"]
-                workers |= {segment["worker"] for segment in turn["segments"]}
-        assert workers == {"safe", "hurt"}
-        await trainer(f"/rose/v1/batches/{batch['batch_id']}/ack", {"step": 1, "attempt": 0})
-        async with session.get(f"{url}/status", headers=bearer(tokens.trainer)) as response:
-            counts = (await response.json())["trajectories"]
-        assert {name: count for name, count in counts.items() if count} == {"consumed": NUM_TRAJECTORIES}
+        turns = await lease_all(client, names, num_turns=NUM_TURNS, undisturbed=undisturbed)
+        assert {segment["worker"] for turn in turns for segment in turn["segments"]} == {"safe", "hurt"}

@@ -22,7 +22,8 @@ from rose.policy.routing import POLICY_NAMES, make_policy
 from rose.policy.turns import RECLAIMED, TurnBook
 from rose.scheduler.fake_engine import FakeEngine, FakeNode, Fault, serve_engine
 from tests.scheduler.conftest import World, user
-from tests.scheduler.test_restart import Daemon, agent, reached
+from tests.scheduler.processes import Daemon
+from tests.scheduler.test_restart import agent, reached
 from tests.scheduler.test_turn_book import join
 
 

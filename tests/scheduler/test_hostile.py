@@ -250,6 +250,32 @@ async def test_an_open_stream_is_not_quiet(world: World, monkeypatch: pytest.Mon
     assert all(parts)
 
 
+@pytest.mark.parametrize("base", ["", "/s/{}"], ids=["hot-route", "routed"])
+async def test_a_turn_that_takes_long_to_answer_is_not_quiet(
+    world: World, monkeypatch: pytest.MonkeyPatch, base: str
+) -> None:
+    """Agents ask without streaming, and a turn may take minutes without a byte in either direction."""
+    monkeypatch.setattr(guard, "IDLE_S", 0.03)
+    await world.start(timeouts={"tick_s": 0.01, "read_s": 0.03})
+    engine = await world.add("a")
+    path = base.format(await world.trajectory()) + "/v1/chat/completions"
+    engine.hold = asyncio.Event()
+    turn = asyncio.create_task(world.call("POST", path, {"messages": [user("x")], "max_tokens": 3}))
+    await world.until(lambda: engine.num_running == 1)
+    swept: list[int] = []
+    sweep = world.scheduler.guard.sweep
+    monkeypatch.setattr(
+        world.scheduler.guard,
+        "sweep",
+        lambda connections: swept.append(len(connections)) or sweep(connections),
+    )
+    until_s = asyncio.get_running_loop().time() + 0.3  # ten times over
+    await world.until(lambda: asyncio.get_running_loop().time() > until_s and len(swept) > 5)
+    assert not turn.done()
+    engine.hold.set()
+    assert (await turn)[0] == 200
+
+
 async def test_heartbeats_and_probes_have_no_rate(world: World) -> None:
     await world.start(limits={"requests_per_s": 1.0})
     for _ in range(8):

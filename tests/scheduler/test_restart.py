@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import sys
 from collections.abc import Callable
@@ -18,45 +17,7 @@ from rose.scheduler.fake_engine import FakeEngine, FakeNode, serve_engine
 from rose.scheduler.journal import FinishRecord, Journal, TurnRecord
 from rose.scheduler.store import Store, sp
 from tests.scheduler.conftest import World, user
-
-
-class Daemon:
-    """``rose-scheduler`` as its own process, on one port across restarts."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.url = ""
-        self.process: asyncio.subprocess.Process | None = None
-
-    async def start(self) -> str:
-        port = self.url.rsplit(":", 1)[-1] or "0"
-        self.process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "rose.scheduler.cli",
-            "--port",
-            port,
-            "--token-file",
-            str(self.folder / "tokens.toml"),
-            "--journal",
-            str(self.folder / "journal"),
-            "--set",
-            "timeouts.tick_s=0.05",
-            "--policy",
-            "sticky_least_loaded",
-            stdout=asyncio.subprocess.PIPE,
-        )
-        assert self.process.stdout is not None
-        line = (await self.process.stdout.readline()).decode()
-        assert line.startswith("rose-scheduler ready at http://127.0.0.1:"), line
-        self.url = line.split()[-1]
-        return self.url
-
-    async def end(self, number: signal.Signals = signal.SIGKILL) -> int:
-        assert self.process is not None
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(number)
-        return await self.process.wait()
+from tests.scheduler.processes import Daemon
 
 
 async def agent(session: aiohttp.ClientSession, url: str, tokens: Tokens, number: int) -> dict[str, Any]:

@@ -14,8 +14,11 @@ import pytest
 from typer.testing import CliRunner
 
 from rose.auth import bearer
+from rose.policy import turn_events as te
+from rose.policy.fleet import Fleet, FleetParams, Tier
 from rose.scheduler import app, cli, console
 from rose.scheduler.fake_engine import Fault
+from rose.scheduler.timeline import Timeline
 from tests.scheduler.browser import CHROMIUM, Browser
 from tests.scheduler.conftest import World, user
 
@@ -80,6 +83,92 @@ async def test_broken_promises_are_counted_from_the_first_heartbeat_on(world: Wo
     node["h"].slo_breaches = 2
     await world.until(lambda: timeline.num_broken == 4)
     assert [mark[1:] for mark in timeline.marks] == [["h", "slo"]] * 2
+
+
+class Moved:
+    """A timeline on a clock of the test, with one worker."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        fleet = Fleet(params=FleetParams())
+        fleet.register(
+            at_s=0.0,
+            worker_id="w",
+            incarnation="i",
+            tier=Tier.DEDICATED,
+            model="m",
+            max_model_len=9,
+            cap=None,
+        )
+        self.seconds: list[float] = []
+        self.timeline = Timeline(
+            lambda: self.now_s, fleet, lambda turn_id: "t", on_rerouted=self.seconds.append
+        )
+
+    def at(self, at_s: float, action: te.Action) -> None:
+        self.now_s = at_s
+        self.timeline.on_action(action)
+
+    def dispatch(self, at_s: float, attempt: int) -> None:
+        self.at(
+            at_s,
+            te.Dispatch(
+                turn_id="x", attempt=attempt, worker_id="w", num_kept_tokens=0, max_tokens=9, affinity="miss",
+                queued_s=0.25,
+            ),
+        )  # fmt: skip
+
+    def cut(self, at_s: float) -> None:
+        self.at(at_s, te.Requeued(turn_id="x", worker_id="w", reason="reclaim", num_kept_tokens=0))
+
+    def token(self, at_s: float) -> None:
+        self.at(at_s, te.TokensKept(turn_id="x", attempt=1, start=0, num_tokens=1))
+
+
+def test_reroute_latency_is_from_the_cut_to_the_next_token() -> None:
+    moved = Moved()
+    moved.dispatch(0.0, 1)
+    moved.token(1.0)
+    moved.cut(2.0)
+    moved.dispatch(2.5, 2)
+    assert moved.seconds == []  # a worker is not yet an answer
+    moved.cut(3.0)  # again, before it said anything
+    moved.dispatch(3.5, 3)
+    moved.token(6.0)
+    moved.token(7.0)
+    assert moved.seconds == [4.0]
+    moved.timeline.sample({"tokens": {}, "queue": {"depth": 0}, "turns": {"done": 0}})
+    assert moved.timeline.samples[-1]["reroute_s"] == [4.0, 4.0]
+
+
+async def test_productions_p99_is_shown_beside_its_promise(world: World, tmp_path: Path) -> None:
+    await world.start()
+    for name, ttft_s in (("a", 0.2), ("b", 0.45)):
+        await world.add(name, tier="harvested")
+        world.nodes[name].serving_p99_s = {"ttft": (ttft_s, 0.5)}
+    world.nodes["a"].serving_p99_s["tpot"] = (0.2, 0.1)
+    world.nodes["a"].waiting, world.nodes["a"].num_preemptions = 3, 7
+    worst = {"ttft": {"p99_s": 0.45, "slo_s": 0.5}, "tpot": {"p99_s": 0.2, "slo_s": 0.1}}
+    timeline = world.scheduler.timeline
+    await world.until(lambda: len(timeline.worst_promises()) == 2 and len(timeline._promises) == 2)
+    status = await world.ok("GET", "/status")
+    assert status["serving_p99"] == worst
+    assert [(row["waiting"], row["num_preemptions"]) for row in status["workers"]] == [(3, 7), (0, 0)]
+    async with world.session.get(f"{world.url}/metrics") as response:
+        metrics = await response.text()
+    assert 'rose_serving_p99_seconds{promise="ttft"} 0.45' in metrics
+    assert 'rose_serving_slo_seconds{promise="tpot"} 0.1' in metrics
+    world.tokens.save(tmp_path / "tokens.toml")
+    where = ["--url", world.url, "--token-file", str(tmp_path / "tokens.toml")]
+    shown = await asyncio.to_thread(CliRunner().invoke, console.app, ["top", "--once", *where])
+    assert "first token 450 of 500 ms, between two 200 of 100 ms" in " ".join(shown.output.split())
+    # A node that does not know it any more, and one that went away, leave no number behind.
+    world.nodes["a"].serving_p99_s = {}
+    await world.until(lambda: list(timeline.worst_promises()) == ["ttft"])
+    await world.kill("b")
+    await world.ok("DELETE", "/workers/b", role="node")
+    timeline.sample(status)
+    assert timeline.worst_promises() == {}
 
 
 async def test_the_chrome_trace_has_every_attempt_on_its_worker(world: World) -> None:
