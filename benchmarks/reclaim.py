@@ -234,12 +234,17 @@ def _usable_at(path: Path, config: Any, step_s: float, repeats: int) -> tuple[li
 
 
 def _run_until(scheduler: Any, engine: Any, condition: Any, timeout_s: float = 30.0) -> None:
-    """Be the engine's loop: our hooks run between steps of 2 ms, idle callbacks when there is no request."""
+    """Be the engine's loop: our hooks run between steps of 2 ms, idle callbacks when there is no request.
+
+    The condition is looked at where a step would start: what came back is lent again when no step takes it.
+    """
     until_s = time.monotonic() + timeout_s
-    while not condition():
+    while True:
         scheduler.rose.before_schedule()
+        if condition():
+            return
         scheduler.rose._write_board(busy=bool(scheduler.requests))
-        while engine._idle_state_callbacks:
+        while engine._idle_state_callbacks and not scheduler.requests:
             engine._idle_state_callbacks.pop(0)(engine)
         if time.monotonic() > until_s:
             raise SystemExit(f"not reached in {timeout_s:.0f} s: {scheduler.rose.status()}")

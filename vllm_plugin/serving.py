@@ -150,6 +150,7 @@ class ServingSide:
     def before_schedule(self) -> None:
         """Move chunks in or out of the balloon and state what serving needs.  Between two steps."""
         until_s = time.monotonic() + SLICE_S
+        came_back = bool(self._mapped)
         while self._mapped:
             self.balloon.deflate((self._mapped.popleft(),))
             if time.monotonic() > until_s:  # the rest at the next step
@@ -158,7 +159,8 @@ class ServingSide:
             return
         self._claim()
         lend = self._target_lent_chunks - len(self.balloon.inflated)
-        if lend > 0 and not self._under_pressure:
+        # What has just come back is for the step that starts now: the loan may not have heard of the claim yet.
+        if lend > 0 and not self._under_pressure and not came_back:
             taken: list[int] = []
             try:
                 self.balloon.inflate_free(lend, taken=taken)

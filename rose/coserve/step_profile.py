@@ -174,7 +174,7 @@ def load_profile(path: Path) -> Profile:
 
 
 def profile_main(
-    config: Annotated[Path, typer.Option(help="A node's settings; its [engine] is measured.")],
+    config: Annotated[Path, typer.Option(help="A node's settings; its section engine is measured.")],
     out: Annotated[Path, typer.Option(help="Where the profile goes.")] = Path("profile.json"),
     seconds: Annotated[float, typer.Option(min=5, help="How long to measure.")] = 60.0,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="Change a setting: a.b=value.")] = None,
