@@ -50,6 +50,8 @@ REPEATS = 8
 """Times that a workload is simulated in one run, so that turns in flight at its end count for little."""
 STEP_TOKENS = 10_000
 ALLOWED = 0.15
+RECLAIM = {"reclaim_deadline_s": 3.0}
+"""As ``coserving/world.py`` sets it for the live node."""
 SYSTEMS = {"idle": "static", "paper": "paper", "rose": "rose"}
 """Arm of the live benchmark -> system of the simulator."""
 ALONE = ("alone_1", "alone_2")
@@ -256,6 +258,7 @@ def scenario_of(live: Live, found: Calibration, folder: Path, duration_s: float)
                 "memory_use": 1.0,
                 "reserve_gb": 0.0,
             },
+            "lending": RECLAIM,
             "serving": {
                 "model": "production",
                 "profile": folder / "production.json",
