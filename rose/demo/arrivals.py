@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +44,8 @@ QUIET_TAIL_S = 2.0
 """No burst in the last seconds of a period, so that one period's backlog does not run into the next arm."""
 
 TRACE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)?", re.ASCII)
+"""Azure writes seven decimals, Python reads six; a later trace adds an offset ("+00:00")."""
 PEAK_POSITION = 0.4
 """Where in the replayed window of a trace its busiest second lies."""
 
@@ -163,6 +166,12 @@ def load_trace(path: Path | str) -> list[TraceRow]:
                     raise ConfigError(f"more than {MAX_TRACE_ROWS} rows", field=where)
                 moment, context, generated = _parse_row(cells, where)
                 first = first or moment
+                if (moment.tzinfo is None) != (first.tzinfo is None):
+                    raise ConfigError(
+                        "times with and without a time zone are mixed",
+                        field=where,
+                        fix="give every TIMESTAMP an offset, or none",
+                    )
                 at_s = (moment - first).total_seconds()
                 if rows and at_s < rows[-1].at_s:
                     raise ConfigError(
@@ -170,7 +179,7 @@ def load_trace(path: Path | str) -> list[TraceRow]:
                     )
                 rows.append(TraceRow(at_s=at_s, context_tokens=context, generated_tokens=generated))
     except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist", field="--trace") from None
+        raise ConfigError("does not exist", field=str(path)) from None
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"cannot be read as CSV: {error}", field=str(path)) from error
     if len(rows) < 2 or rows[-1].at_s <= 0:
@@ -219,16 +228,13 @@ def _parse_row(cells: list[str], where: str) -> tuple[datetime, int, int]:
     if len(cells) != len(TRACE_COLUMNS):
         raise ConfigError(f"{len(cells)} columns, expected {len(TRACE_COLUMNS)}", field=where)
     text = cells[0].strip()
-    # Azure writes seven decimals, Python reads six; a later trace adds an offset ("+00:00").
-    stamp, plus, offset = text.partition("+")
-    whole, dot, decimals = stamp.partition(".")
+    found = _TIMESTAMP.fullmatch(text)
+    second, decimals, offset = found.groups("") if found else ("", "", "")
     try:
-        moment = datetime.fromisoformat(
-            whole + dot + (decimals[:6].ljust(6, "0") if dot else "") + plus + offset
-        )
+        moment = datetime.fromisoformat(second + offset)
     except ValueError:
         raise ConfigError(f"TIMESTAMP '{text[:40]}' is not a time", field=where) from None
-    moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+    moment = moment.replace(microsecond=int(decimals[:6].ljust(6, "0")))
     counts: list[int] = []
     for name, cell in zip(TRACE_COLUMNS[1:], cells[1:], strict=True):
         try:

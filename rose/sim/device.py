@@ -6,6 +6,7 @@ the step.  An arrival or a cut ends the phase at the next step boundary, as in a
 
 Two engines on one device take turns: one step of each per cycle, whose length is the sum less an overlap.  Whether, and with
 how many tokens, the rollout engine takes part is :func:`rose.policy.admission.admit`'s decision, asked at each phase.
+With ``priority`` they do not: the rollout engine moves only while serving stands still, and a request stops it at once.
 
 Memory is pages of 2 MiB.  Serving may use what the rollout engine does not hold; the rollout engine what the loan says.
 Serving that lacks pages claims them (``Host.claimed``); the cut happens at this boundary and costs serving ``unmap_s``.
@@ -44,6 +45,7 @@ class Device:
     Args:
         serving_page_tokens, rollout_page_tokens: Tokens whose keys and values fit one page.
         gated: Rollout steps ask for serving's slack.
+        priority: Serving preempts rollout steps, instead of a step of each in turn.
         overlap: Share of the shorter of two steps that is free.
     """
 
@@ -59,6 +61,7 @@ class Device:
         serving_page_tokens: float = 1.0,
         rollout_page_tokens: float = 1.0,
         gated: bool = True,
+        priority: bool = False,
         overlap: float = 0.0,
         slo_ttft_s: float = 0.5,
         slo_tpot_s: float = 0.15,
@@ -74,6 +77,7 @@ class Device:
         self.serving_page_tokens = serving_page_tokens
         self.rollout_page_tokens = rollout_page_tokens
         self.gated = gated
+        self.priority = priority
         self.overlap = overlap
         self.slo_ttft_s, self.slo_tpot_s = slo_ttft_s, slo_tpot_s
         self.unmap_s = unmap_s
@@ -131,6 +135,12 @@ class Device:
         """A production request."""
         assert self.serving is not None
         self.serving.add(request)
+        if self.priority and self._active and self._serving_s <= 0:
+            # What the running step had done is lost here; a real one would finish later.
+            self._count = min(self._count, self._steps_done(now_s))
+            self._phase += 1
+            self.queue.at(now_s, self._boundary, self._phase)
+            return
         self.poke(now_s)
 
     def add(self, request: Request, now_s: float) -> None:
@@ -347,7 +357,7 @@ class Device:
         while rollout.running > 1 and budget - used < rollout.running:
             rollout.preempt()
             used = rollout.used_tokens
-        if not rollout.running and not rollout.prefilling:
+        if (beside_serving and self.priority) or (not rollout.running and not rollout.prefilling):
             return 0.0
         chunk, rate = rollout.chunk_tokens, 1.0
         if beside_serving and self.gated:

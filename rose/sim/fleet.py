@@ -26,10 +26,10 @@ import numpy as np
 from rose.demo.charts import Series, legend, line_chart, linear_axis
 from rose.sim.arrivals import daily
 from rose.sim.cells import CellResult, run_cell
+from rose.sim.hardware import Hardware
 from rose.sim.job import TRAIN_FLOPS_PER_PARAM
 from rose.sim.scenario import Scenario
 from rose.sim.systems import SYSTEMS
-from rose.sim.tables import find_device, find_model
 from rose.sim.workload import make_script
 
 BIN_S = 60.0
@@ -98,7 +98,8 @@ def _fluid(scenario: Scenario, name: str, cells: list[CellResult], load: Any) ->
     scripts = [make_script(scenario.job, scenario.seed, 1 << 20, member) for member in range(256)]
     sampled = sum(sum(script.outputs) for script in scripts)
     whole = sum(script.total_tokens for script in scripts)
-    gpu, model = find_device(fleet.device, "fleet.device"), find_model(scenario.job.model, "job.model")
+    hardware = Hardware(scenario)
+    gpu, model = hardware.gpu, hardware.policy_model
     train_tokens_s = (
         fleet.trainers * gpu.flops * scenario.efficiency.training / (TRAIN_FLOPS_PER_PARAM * model.num_params)
     )

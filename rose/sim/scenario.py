@@ -10,13 +10,14 @@ from pydantic import Field, model_validator
 from rose.config import Section, load_config
 from rose.errors import ConfigError
 from rose.policy.lending import LendingParams
+from rose.sim.hardware import Hardware
 from rose.sim.systems import SYSTEMS
-from rose.sim.tables import find_device, find_model
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
+Name = Annotated[str, Field(pattern=NAME)]
 
 
 class Efficiency(Section):
@@ -34,8 +35,29 @@ class Efficiency(Section):
     """Two engines on one GPU: 0 = strict time slices, 1 = the shorter step is free."""
 
 
+class DeviceSection(Section):
+    """A device that is not in the table, from its datasheet."""
+
+    memory_gb: Positive
+    bandwidth_tb_s: Positive
+    tflops: Positive
+    """Dense bf16."""
+
+
+class ModelSection(Section):
+    """A model that is not in the table: a dense decoder with grouped-query attention, in bf16."""
+
+    params_billion: Positive
+    layers: int = Field(ge=1, le=1024)
+    kv_heads: int = Field(ge=1, le=1024)
+    head_dim: int = Field(default=128, ge=1, le=4096)
+
+
 class FleetSection(Section):
     device: str = "h100"
+    sharing: Literal["turns", "priority"] = "turns"
+    """Two engines on one device: a step of each in turn, where admission allows it; or rollouts only while serving stands still,
+    because the device or the system's scheduler preempts them (``SCHED_IDLE``)."""
     dedicated: int = Field(default=8, ge=0, le=16384)
     """Rollout engines that the job owns."""
     serving: int = Field(default=16, ge=0, le=16384)
@@ -65,6 +87,8 @@ class FleetSection(Section):
 
 class ServingSection(Section):
     model: str = "qwen2.5-7b"
+    profile: Path | None = None
+    """Step times that ``rose profile`` measured; None = a roofline.  Relative to the scenario's folder."""
     slo_ttft_ms: Positive = 500.0
     slo_tpot_ms: Positive = 150.0
     trace: Path | None = None
@@ -100,6 +124,8 @@ class ServingSection(Section):
 
 class JobSection(Section):
     model: str = "qwen3-8b"
+    profile: Path | None = None
+    """As ``serving.profile``."""
     algorithm: Literal["grpo", "dapo"] = "grpo"
     num_groups: int = Field(default=16, ge=1, le=65536)
     group_size: int = Field(default=16, ge=1, le=4096)
@@ -178,6 +204,8 @@ class Scenario(Section):
     trajectories_in_flight: int | None = Field(default=None, ge=1)
     """Keeps this many running whatever the algorithm would do: for load tests."""
     efficiency: Efficiency = Efficiency()
+    devices: dict[Name, DeviceSection] = Field(default_factory=dict)
+    models: dict[Name, ModelSection] = Field(default_factory=dict)
     fleet: FleetSection = FleetSection()
     serving: ServingSection = ServingSection()
     job: JobSection = JobSection()
@@ -215,25 +243,33 @@ def load_scenario(path: Path, overrides: list[str] | tuple[str, ...] = ()) -> Sc
         ConfigError: Names the file, and the line or the field.
     """
     try:
-        scenario = load_config(Scenario, path, overrides)
-        find_device(scenario.fleet.device, "fleet.device")
-        find_model(scenario.serving.model, "serving.model")
-        find_model(scenario.job.model, "job.model")
+        scenario = _beside(path, load_config(Scenario, path, overrides))
+        Hardware(scenario).check(scenario.systems)
         scenario.lending_params()
     except ConfigError as error:
+        changed = {text.partition("=")[0].strip() for text in overrides}
         line = _line_of(path, error.field)
-        where = f"{path}:{line}" if line else str(path)
+        where = "--set" if error.field in changed else f"{path}:{line}" if line else str(path)
         field = f"{where}: {error.field}" if error.field and error.field != "config" else where
         raise ConfigError(error.message, field=field, fix=error.fix) from error
-    trace = scenario.serving.trace
-    if trace is not None and not trace.is_absolute():
-        serving = scenario.serving.model_copy(update={"trace": path.parent / trace})
-        scenario = scenario.model_copy(update={"serving": serving})
     return scenario
 
 
+def _beside(path: Path, scenario: Scenario) -> Scenario:
+    """With the files it names found from its own folder."""
+    serving, job = scenario.serving, scenario.job
+    serving = serving.model_copy(
+        update={
+            "trace": serving.trace and path.parent / serving.trace,
+            "profile": serving.profile and path.parent / serving.profile,
+        }
+    )
+    job = job.model_copy(update={"profile": job.profile and path.parent / job.profile})
+    return scenario.model_copy(update={"serving": serving, "job": job})
+
+
 def _line_of(path: Path, field: str | None) -> int | None:
-    """Line of ``table.key`` in a TOML file: the last ``key =`` under that header; None when not found."""
+    """Line of ``table.key`` in a TOML file: the last ``key =`` under that header, else the header; None when neither is there."""
     if not field:
         return None
     try:
@@ -246,7 +282,7 @@ def _line_of(path: Path, field: str | None) -> int | None:
         text = text.strip()
         if text.startswith("["):
             header = text.strip("[] ")
-            if header == field:
+            if header == field or (header == ".".join(tables) and found is None):
                 found = number
         elif text.partition("=")[0].strip() == key and header == ".".join(tables):
             found = number

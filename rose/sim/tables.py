@@ -1,12 +1,13 @@
 """Devices and models by name, and the step times that follow from them.
 
-Every figure has a public source.  Step times are a roofline: a step reads all weights once, computes two operations per
+Every figure has a public source; a scenario may describe a device or a model of its own.  Step times are a roofline: a step reads all weights once, computes two operations per
 parameter and token, and reads the keys and values of every token it attends to.  The three efficiencies are assumptions
 (:class:`rose.sim.scenario.Efficiency`), not measurements; ``docs/simulator.md`` compares the result with a published one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rose.errors import ConfigError
@@ -14,6 +15,8 @@ from rose.policy.admission import StepModel
 from rose.units import PAGE_BYTES
 
 GB = 10**9
+MIN_PAGES = 16
+"""Fewer hold no request worth the name; a test model on a laptop has as many."""
 BF16_BYTES = 2
 
 
@@ -48,7 +51,7 @@ class Model:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * BF16_BYTES
 
 
-def _device(name: str, memory_gb: float, tb_s: float, tflops: float, source: str) -> Device:
+def make_device(name: str, memory_gb: float, tb_s: float, tflops: float, source: str) -> Device:
     return Device(
         name=name,
         memory_bytes=int(memory_gb * GB),
@@ -58,13 +61,15 @@ def _device(name: str, memory_gb: float, tb_s: float, tflops: float, source: str
     )
 
 
-def _model(name: str, billions: float, layers: int, kv_heads: int, source: str) -> Model:
+def make_model(
+    name: str, billions: float, layers: int, kv_heads: int, source: str, head_dim: int = 128
+) -> Model:
     return Model(
         name=name,
         num_params=billions * 1e9,
         num_layers=layers,
         num_kv_heads=kv_heads,
-        head_dim=128,
+        head_dim=head_dim,
         source=source,
     )
 
@@ -72,40 +77,44 @@ def _model(name: str, billions: float, layers: int, kv_heads: int, source: str) 
 DEVICES = {
     device.name: device
     for device in (
-        _device("a100-80g", 80, 2.039, 312, "NVIDIA A100 datasheet (SXM, 80 GB)"),
-        _device("h100", 80, 3.35, 989, "NVIDIA H100 datasheet (SXM, dense bf16)"),
-        _device("h200", 141, 4.8, 989, "NVIDIA H200 datasheet (SXM, dense bf16)"),
-        _device("l40s", 48, 0.864, 362, "NVIDIA L40S datasheet (dense bf16)"),
+        make_device("a100-80g", 80, 2.039, 312, "NVIDIA A100 datasheet (SXM, 80 GB)"),
+        make_device("h100", 80, 3.35, 989, "NVIDIA H100 datasheet (SXM, dense bf16)"),
+        make_device("h200", 141, 4.8, 989, "NVIDIA H200 datasheet (SXM, dense bf16)"),
+        make_device("l40s", 48, 0.864, 362, "NVIDIA L40S datasheet (dense bf16)"),
     )
 }
 MODELS = {
     model.name: model
     for model in (
-        _model("qwen3-0.6b", 0.6, 28, 8, "huggingface.co/Qwen/Qwen3-0.6B"),
-        _model("qwen3-8b", 8.2, 36, 8, "huggingface.co/Qwen/Qwen3-8B"),
-        _model("qwen3-32b", 32.8, 64, 8, "huggingface.co/Qwen/Qwen3-32B"),
-        _model("qwen2.5-7b", 7.61, 28, 4, "huggingface.co/Qwen/Qwen2.5-7B-Instruct"),
-        _model("qwen2.5-32b", 32.5, 64, 8, "huggingface.co/Qwen/Qwen2.5-32B-Instruct"),
+        make_model("qwen3-0.6b", 0.6, 28, 8, "huggingface.co/Qwen/Qwen3-0.6B"),
+        make_model("qwen3-8b", 8.2, 36, 8, "huggingface.co/Qwen/Qwen3-8B"),
+        make_model("qwen3-32b", 32.8, 64, 8, "huggingface.co/Qwen/Qwen3-32B"),
+        make_model("qwen2.5-7b", 7.61, 28, 4, "huggingface.co/Qwen/Qwen2.5-7B-Instruct"),
+        make_model("qwen2.5-32b", 32.5, 64, 8, "huggingface.co/Qwen/Qwen2.5-32B-Instruct"),
     )
 }
 
 
-def find_device(name: str, field: str) -> Device:
-    """Raises:
-    ConfigError: No such device; names those that are known.
+def find_device(name: str, field: str, own: Mapping[str, Device] | None = None) -> Device:
+    """A device of the table above, or of the scenario's ``own``.
+
+    Raises:
+        ConfigError: No such device; names those that are known.
     """
-    if name not in DEVICES:
-        raise ConfigError(f"'{name}' is not a known device", field=field, fix=f"one of {', '.join(DEVICES)}")
-    return DEVICES[name]
+    known = {**DEVICES, **(own or {})}
+    if name not in known:
+        fix = f"one of {', '.join(known)}, or describe yours as [devices.{name}]"
+        raise ConfigError(f"'{name}' is not a known device", field=field, fix=fix)
+    return known[name]
 
 
-def find_model(name: str, field: str) -> Model:
-    """Raises:
-    ConfigError: No such model; names those that are known.
-    """
-    if name not in MODELS:
-        raise ConfigError(f"'{name}' is not a known model", field=field, fix=f"one of {', '.join(MODELS)}")
-    return MODELS[name]
+def find_model(name: str, field: str, own: Mapping[str, Model] | None = None) -> Model:
+    """The same for models."""
+    known = {**MODELS, **(own or {})}
+    if name not in known:
+        fix = f"one of {', '.join(known)}, or describe yours as [models.{name}]"
+        raise ConfigError(f"'{name}' is not a known model", field=field, fix=fix)
+    return known[name]
 
 
 def step_model(
@@ -137,7 +146,7 @@ def kv_pages(memory_bytes: float, resident_bytes: float, field: str) -> int:
         ConfigError: Nothing is left: the fleet cannot hold these models.
     """
     pages = int((memory_bytes - resident_bytes) // PAGE_BYTES)
-    if pages < 64:
+    if pages < MIN_PAGES:
         raise ConfigError(
             f"{resident_bytes / GB:.0f} GB of weights and reserves do not fit {memory_bytes / GB:.0f} GB",
             field=field,

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rose.errors import ConfigError
 from rose.policy.admission import AdmissionParams
 from rose.policy.fleet import Duty, Tier
 from rose.policy.staleness import Version
@@ -23,12 +22,11 @@ from rose.sim.cluster import Cluster, Counters
 from rose.sim.device import Device
 from rose.sim.engine import Engine, Request
 from rose.sim.events import EventQueue, Journal
+from rose.sim.hardware import Hardware
 from rose.sim.job import Hooks, Job, Step
 from rose.sim.links import transfer
 from rose.sim.scenario import Scenario
 from rose.sim.systems import SYSTEMS, System
-from rose.sim.tables import GB, find_device, find_model, kv_pages, step_model
-from rose.units import PAGE_BYTES
 
 SAMPLE_POINTS = 600
 """Points of the timeline, whatever the length of the run."""
@@ -95,10 +93,10 @@ class _World(Hooks):
         self.journal = journal
         self.queue = EventQueue()
         self.rng = random.Random((scenario.seed << 8) ^ 0x3A)
-        self.gpu = find_device(scenario.fleet.device, "fleet.device")
-        self.policy_model = find_model(scenario.job.model, "job.model")
-        self.serving_model = find_model(scenario.serving.model, "serving.model")
-        self.job = Job(scenario, system, self.queue, journal, self, self.policy_model, self.gpu)
+        self.hardware = Hardware(scenario)
+        self.hardware.check([system.name])
+        self.policy_model = self.hardware.policy_model
+        self.job = Job(scenario, system, self.queue, journal, self, self.policy_model, self.hardware.gpu)
         self.cluster = Cluster(scenario, system, self.queue, journal, self.job.turn_ended, scenario.seed)
         self.job.cluster = self.cluster
         self.serving_devices: list[Device] = []
@@ -115,28 +113,12 @@ class _World(Hooks):
     # --- building --------------------------------------------------------------------------------------
 
     def _rollout_engine(self, num_gpus: int) -> Engine:
-        e = self.scenario.efficiency
-        model = step_model(
-            self.gpu,
-            self.policy_model,
-            num_gpus,
-            compute_efficiency=e.compute,
-            bandwidth_efficiency=e.bandwidth,
-            parallel_efficiency=e.tensor_parallel,
-            overhead_s=e.step_overhead_s,
-        )
-        return Engine(model, self.scenario.job.chunk_tokens, 0)
+        return Engine(self.hardware.rollout_steps(num_gpus), self.scenario.job.chunk_tokens, 0)
 
     def _own_device(self, name: str) -> Device:
         """A device that runs rollouts only."""
-        fleet = self.scenario.fleet
-        num = fleet.rollout_gpus
-        memory = self.gpu.memory_bytes * fleet.memory_use * num
-        pages = kv_pages(
-            memory, self.policy_model.weight_bytes + fleet.reserve_gb * GB * num, "fleet.rollout_gpus"
-        )
-        engine = self._rollout_engine(num)
-        page_tokens = PAGE_BYTES / self.policy_model.kv_bytes_per_token
+        pages, page_tokens = self.hardware.rollout_pages(), self.hardware.rollout_page_tokens()
+        engine = self._rollout_engine(self.scenario.fleet.rollout_gpus)
         engine.budget_tokens = int(pages * page_tokens)
         return Device(
             name,
@@ -149,34 +131,21 @@ class _World(Hooks):
         )
 
     def _serving_device(self, name: str, shared: bool) -> Device:
-        scenario, e = self.scenario, self.scenario.efficiency
-        fleet, config = scenario.fleet, scenario.serving
-        num = fleet.serving_gpus
-        resident = self.serving_model.weight_bytes + fleet.reserve_gb * GB * num
-        if shared:
-            resident += self.policy_model.weight_bytes
-        pages = kv_pages(self.gpu.memory_bytes * fleet.memory_use * num, resident, "fleet.serving_gpus")
-        model = step_model(
-            self.gpu,
-            self.serving_model,
-            num,
-            compute_efficiency=e.compute,
-            bandwidth_efficiency=e.bandwidth,
-            parallel_efficiency=e.tensor_parallel,
-            overhead_s=e.step_overhead_s,
-        )
-        page_tokens = PAGE_BYTES / self.serving_model.kv_bytes_per_token
+        scenario, config = self.scenario, self.scenario.serving
+        pages, page_tokens = self.hardware.serving_pages(shared=shared), self.hardware.serving_page_tokens()
+        model = self.hardware.serving_steps()
         return Device(
             name,
             self.queue,
             self.cluster,
             total_pages=pages,
             serving=Engine(model, config.chunk_tokens, int(pages * page_tokens)),
-            rollout=self._rollout_engine(num) if shared else None,
+            rollout=self._rollout_engine(scenario.fleet.serving_gpus) if shared else None,
             serving_page_tokens=page_tokens,
-            rollout_page_tokens=PAGE_BYTES / self.policy_model.kv_bytes_per_token,
+            rollout_page_tokens=self.hardware.rollout_page_tokens(),
             gated=self.system.admission,
-            overlap=e.overlap,
+            priority=scenario.fleet.sharing == "priority",
+            overlap=scenario.efficiency.overlap,
             slo_ttft_s=config.slo_ttft_ms / 1e3,
             slo_tpot_s=config.slo_tpot_ms / 1e3,
             params=AdmissionParams(),
@@ -184,8 +153,6 @@ class _World(Hooks):
 
     def _build(self) -> None:
         fleet, system, cluster = self.scenario.fleet, self.system, self.cluster
-        if fleet.dedicated == 0 and system.extra == "none":
-            raise ConfigError(f"{system.name} has no engine to sample with", field="fleet.dedicated")
         for index in range(fleet.dedicated):
             name = f"d{index}"
             cluster.join(name, self._own_device(name), Tier.DEDICATED, version=(0, 0))

@@ -98,11 +98,22 @@ def test_impossible_shape_names_the_field(changes: dict[str, float], field: str)
     assert caught.value.field == field
 
 
-def test_trace_times_are_read_with_seven_decimals_and_with_an_offset(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("2023-11-16 18:17:03.9799600", "2023-11-16 18:17:04.9799600"),
+        ("2023-11-16 18:17:03.979960+00:00", "2023-11-16 18:17:04.97996Z"),
+        ("2023-11-16 18:17:03.9799600Z", "2023-11-16 13:17:04.9799600-05:00"),
+        ("2023-11-16T18:17:03", "2023-11-16 18:17:04"),
+    ],
+)
+def test_trace_times_are_read_with_seven_decimals_and_with_an_offset(
+    tmp_path: Path, first: str, second: str
+) -> None:
     rows = load_trace(
         write(
             tmp_path,
-            HEADER + "2023-11-16 18:17:03.9799600,4808,10\n2023-11-16 18:17:04.9799600+00:00,3180,8\n\n",
+            HEADER + first + ",4808,10\n" + second + ",3180,8\n\n",
         )
     )
 
@@ -119,6 +130,11 @@ def test_trace_times_are_read_with_seven_decimals_and_with_an_offset(tmp_path: P
         ("", 1, "header"),
         (HEADER + "2023-11-16 18:17:03,1\n", 2, "2 columns"),
         (HEADER + "yesterday,1,1\n", 2, "not a time"),
+        (HEADER + "2023-11-16 18:61:03,1,1\n", 2, "not a time"),
+        (HEADER + "2023-11-16 18:17:03.5 and more,1,1\n", 2, "not a time"),
+        (HEADER + "-5,1,1\n", 2, "not a time"),
+        (HEADER + "2023-11-16 18:17:03,1,1\n2023-11-16 18:17:04.5Z,1,1\n", 3, "time zone are mixed"),
+        (HEADER + "2023-11-16 18:17:03+00:00,1,1\n2023-11-16 18:17:04.5,1,1\n", 3, "time zone are mixed"),
         (HEADER + "2023-11-16 18:17:03,1,1\n2023-11-16 18:17:04,x,1\n", 3, "ContextTokens 'x'"),
         (HEADER + "2023-11-16 18:17:03,1,-4\n", 2, "GeneratedTokens is -4"),
         (HEADER + "2023-11-16 18:17:03,1,1\n2023-11-16 18:17:01,1,1\n", 3, "goes back by 2 s"),

@@ -118,7 +118,9 @@ def test_out_of_memory_preempts_the_youngest_and_every_request_still_ends_whole(
     assert device.rollout.used_tokens == 0
 
 
-def shared_device(*, gated: bool, total: int = 4000) -> tuple[Device, EventQueue, Recorder]:
+def shared_device(
+    *, gated: bool, total: int = 4000, priority: bool = False
+) -> tuple[Device, EventQueue, Recorder]:
     queue, host = EventQueue(), Recorder()
     device = Device(
         "s",
@@ -128,6 +130,7 @@ def shared_device(*, gated: bool, total: int = 4000) -> tuple[Device, EventQueue
         serving=Engine(MODEL, 2048, total),
         rollout=Engine(MODEL, CHUNK, 0),
         gated=gated,
+        priority=priority,
         slo_ttft_s=0.2,
         slo_tpot_s=0.03,
     )
@@ -162,6 +165,30 @@ def test_the_gate_keeps_serving_at_its_own_pace_and_without_it_serving_is_slower
     # 100 tokens: alone 10.6 ms each; a rollout step beside it would break 30 ms minus that and the guard.
     assert took[True] < 0.03 * 100
     assert took[False] > took[True]
+
+
+def test_with_priority_serving_is_as_fast_as_alone_and_rollouts_get_the_rest() -> None:
+    alone, queue, host = shared_device(gated=False, priority=True)
+    alone.arrive(Request("p", 500, 100, 0.0), 0.0)
+    queue.run(1e3)
+    alone_s = host.ended["p"]
+
+    device, queue, host = shared_device(gated=False, priority=True)
+    for index in range(8):
+        device.add(Request(f"turn{index}/1", 100, 200, 0.0), 0.0)
+    start_s = 0.5003
+    request = Request("p", 500, 100, start_s)
+    queue.at(start_s, lambda now_s, request: device.arrive(request, now_s), request)
+    queue.run(1e3)
+
+    assert host.ended["p"] - start_s == pytest.approx(alone_s)
+    # At most one rollout step is lost to the interruption.
+    alone, queue, turns = shared_device(gated=False, priority=True)
+    for index in range(8):
+        alone.add(Request(f"turn{index}/1", 100, 200, 0.0), 0.0)
+    queue.run(1e3)
+    lost_s = max(host.ended.values()) - alone_s - max(turns.ended.values())
+    assert 0 <= lost_s < 0.03
 
 
 def test_removed_requests_leave_nothing_behind() -> None:

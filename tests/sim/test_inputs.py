@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rose.coserve.step_profile import Profile
 from rose.errors import ConfigError
 from rose.sim.arrivals import make_arrivals, trace_windows
+from rose.sim.hardware import Hardware
 from rose.sim.links import transfer
 from rose.sim.scenario import LinksSection, Scenario, ServingSection, load_scenario
 from rose.sim.systems import SYSTEMS
@@ -35,6 +37,13 @@ def test_every_scenario_we_ship_loads(path: Path) -> None:
         ("duration_s = -5.0", 2, "greater than 0"),
         ("[serving]\nslo_ttft_ms = -1", 3, "greater than 0"),
         ("[links]\nrelay_gbps = 0", 3, "greater than 0"),
+        ("[fleet]\ndedicated = -1", 3, "greater than or equal to 0"),
+        ("[fleet]\nserving = 99999", 3, "less than or equal to 16384"),
+        ("[fleet]\ndedicated = 0", 3, "fixed_sync has no engine"),
+        ("[fleet]\ndevice = 'l40s'\nrollout_gpus = 1\n[job]\nmodel = 'qwen3-32b'", 4, "do not fit"),
+        ("[fleet]\ndevice = 'l40s'\n[job]\nmodel = 'qwen3-8b'\nmax_model_len = 999999", 6, "KV memory"),
+        ("[devices.mine]\nmemory_gb = 0\nbandwidth_tb_s = 1\ntflops = 1", 3, "greater than 0"),
+        ("[serving]\ntrace_start_s = -1.0", 3, "greater than or equal to 0"),
     ],
 )
 def test_a_wrong_setting_is_named_with_its_line(tmp_path: Path, text: str, line: int, match: str) -> None:
@@ -58,6 +67,8 @@ def test_a_wrong_setting_is_named_with_its_line(tmp_path: Path, text: str, line:
         ("[serving]\nprompt_median = 99999", "prompt_median is above"),
         ("duration_s = nan", "greater than 0|finite"),
         ("duration_s = [", "not TOML"),
+        ("[devices.'a b']\nmemory_gb = 1\nbandwidth_tb_s = 1\ntflops = 1", "pattern"),
+        ("[job]\nprofile = 'none.json'", "none.json.*cannot be read"),
     ],
 )
 def test_impossible_scenarios_are_refused(tmp_path: Path, text: str, match: str) -> None:
@@ -67,6 +78,59 @@ def test_impossible_scenarios_are_refused(tmp_path: Path, text: str, match: str)
     with pytest.raises(ConfigError, match=match) as caught:
         load_scenario(path)
     assert str(path) in str(caught.value)
+
+
+def test_a_wrong_override_is_named_as_one(tmp_path: Path) -> None:
+    path = tmp_path / "s.toml"
+    path.write_text('name = "s"\n[fleet]\ndevice = "h100"\n')
+
+    with pytest.raises(ConfigError, match=r"--set: fleet.device.*not a known device"):
+        load_scenario(path, ["fleet.device=h900"])
+
+
+def test_a_scenario_describes_its_own_device_and_model_and_takes_measured_step_times(tmp_path: Path) -> None:
+    profile = Profile(
+        model="p",
+        base_s=0.009,
+        prefill_token_s=1e-5,
+        decode_s=2e-5,
+        context_token_s=0.0,
+        mae_fraction=0.1,
+        median_error_fraction=0.1,
+        num_steps=100,
+        num_held_out=33,
+    )
+    (tmp_path / "p.json").write_text(profile.to_json())
+    path = tmp_path / "s.toml"
+    path.write_text(
+        """
+name = "s"
+[devices.mine]
+memory_gb = 10
+bandwidth_tb_s = 0.1
+tflops = 5
+[models.own]
+params_billion = 0.5
+layers = 10
+kv_heads = 2
+head_dim = 64
+[fleet]
+device = "mine"
+[serving]
+model = "own"
+[job]
+model = "own"
+profile = "p.json"
+"""
+    )
+    hardware = Hardware(load_scenario(path))
+
+    assert hardware.rollout_steps(1).predict(100, 3) == pytest.approx(0.009 + 100e-5 + 3 * 2e-5)
+    assert hardware.serving_steps().base_s == pytest.approx(0.002 + 1e9 / (0.7 * 0.1e12))
+    assert hardware.policy_model.kv_bytes_per_token == 2 * 10 * 2 * 64 * 2
+    # 90 % of 10 GB less 4 GB reserved and the weights of one or of both models.
+    assert hardware.serving_pages(shared=False) == int((9e9 - 4e9 - 1e9) // 2**21)
+    assert hardware.serving_pages(shared=True) == int((9e9 - 4e9 - 2e9) // 2**21)
 
 
 def test_models_that_do_not_fit_their_device_are_an_impossible_fleet() -> None:

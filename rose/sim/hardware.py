@@ -1,0 +1,130 @@
+"""What the names of a scenario mean: devices, models, step times, KV memory; and whether such a fleet can exist.
+
+Step times are the roofline of :mod:`rose.sim.tables`, or what ``rose profile`` measured where the scenario names a profile.
+
+Callers: ``rose.sim.scenario`` (checks), ``rose.sim.world``, ``rose.sim.fleet``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rose.coserve.step_profile import load_profile
+from rose.errors import ConfigError
+from rose.policy.admission import StepModel
+from rose.sim.systems import SYSTEMS
+from rose.sim.tables import GB, Model, find_device, find_model, kv_pages, make_device, make_model, step_model
+from rose.units import PAGE_BYTES
+
+if TYPE_CHECKING:
+    from rose.sim.scenario import Scenario
+
+OWN = "the scenario"
+
+
+class Hardware:
+    """Args:
+        scenario: Its names are looked up here, once.
+
+    Raises:
+        ConfigError: An unknown device or model.
+    """
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._scenario = scenario
+        fleet, job, serving = scenario.fleet, scenario.job, scenario.serving
+        devices = {
+            name: make_device(name, own.memory_gb, own.bandwidth_tb_s, own.tflops, OWN)
+            for name, own in scenario.devices.items()
+        }
+        models = {
+            name: make_model(name, own.params_billion, own.layers, own.kv_heads, OWN, own.head_dim)
+            for name, own in scenario.models.items()
+        }
+        self.gpu = find_device(fleet.device, "fleet.device", devices)
+        self.policy_model = find_model(job.model, "job.model", models)
+        self.serving_model = find_model(serving.model, "serving.model", models)
+
+    def rollout_steps(self, num_gpus: int) -> StepModel:
+        """Step times of the policy model on so many GPUs."""
+        return self._steps(self._scenario.job.profile, self.policy_model, num_gpus)
+
+    def serving_steps(self) -> StepModel:
+        """Step times of the production model."""
+        return self._steps(
+            self._scenario.serving.profile, self.serving_model, self._scenario.fleet.serving_gpus
+        )
+
+    def _steps(self, profile: Path | None, model: Model, num_gpus: int) -> StepModel:
+        if profile is not None:
+            return load_profile(profile).step_model()
+        e = self._scenario.efficiency
+        return step_model(
+            self.gpu,
+            model,
+            num_gpus,
+            compute_efficiency=e.compute,
+            bandwidth_efficiency=e.bandwidth,
+            parallel_efficiency=e.tensor_parallel,
+            overhead_s=e.step_overhead_s,
+        )
+
+    def rollout_page_tokens(self) -> float:
+        return PAGE_BYTES / self.policy_model.kv_bytes_per_token
+
+    def serving_page_tokens(self) -> float:
+        return PAGE_BYTES / self.serving_model.kv_bytes_per_token
+
+    def rollout_pages(self) -> int:
+        """KV pages of an engine that runs rollouts only.
+
+        Raises:
+            ConfigError: The model does not fit, or a whole trajectory does not fit what it leaves.
+        """
+        num, job = self._scenario.fleet.rollout_gpus, self._scenario.job
+        pages = self._pages(num, self.policy_model.weight_bytes, "fleet.rollout_gpus")
+        tokens = int(pages * self.rollout_page_tokens())
+        if tokens < job.max_model_len:
+            raise ConfigError(
+                f"{job.max_model_len} tokens do not fit the KV memory of a rollout engine ({tokens})",
+                field="job.max_model_len",
+                fix="shorten it, or use more GPUs per engine or a larger device",
+            )
+        return pages
+
+    def serving_pages(self, *, shared: bool) -> int:
+        """KV pages of a serving engine; ``shared``: with the policy model's weights beside its own."""
+        resident = self.serving_model.weight_bytes + (self.policy_model.weight_bytes if shared else 0.0)
+        return self._pages(self._scenario.fleet.serving_gpus, resident, "fleet.serving_gpus")
+
+    def _pages(self, num_gpus: int, resident_bytes: float, field: str) -> int:
+        fleet = self._scenario.fleet
+        memory = self.gpu.memory_bytes * fleet.memory_use * num_gpus
+        return kv_pages(memory, resident_bytes + fleet.reserve_gb * GB * num_gpus, field)
+
+    def check(self, systems: Iterable[str]) -> None:
+        """Raise where one of ``systems`` cannot run on this fleet.
+
+        Raises:
+            ConfigError: Models that do not fit, or a system without any engine to sample with.
+        """
+        fleet = self._scenario.fleet
+        for name in systems:
+            extra = SYSTEMS[name].extra
+            more = {
+                "none": 0,
+                "harvest": fleet.serving,
+                "spot": fleet.spot,
+                "serverless": fleet.spot,
+                "trainers": fleet.trainers // fleet.rollout_gpus,
+            }[extra]
+            if fleet.dedicated + more == 0:
+                raise ConfigError(f"{name} has no engine to sample with", field="fleet.dedicated")
+            if fleet.serving:
+                self.serving_pages(shared=extra == "harvest")
+            if fleet.dedicated or extra != "harvest":
+                self.rollout_pages()
+        self.rollout_steps(fleet.rollout_gpus)
+        self.serving_steps()
