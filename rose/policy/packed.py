@@ -40,9 +40,9 @@ class WorkerTable:
 
     Columns, each ``[num_rows]``: ``open`` (may take turns, has a slot), ``model`` and ``job`` (a number per name, -1: any job),
     ``dedicated``, ``max_len`` and ``room`` in tokens, ``attempt`` and ``version`` (-1 when unknown),
-    ``inflight``, ``free`` slots, ``safe`` (serving has slack), ``reclaim_rate``; learned speed: ``token_s``,
-    ``crowd_s``, ``prefill_s``, ``observed_at_s`` (``rose.policy.speed``).  ``tier_speed``, ``[2, 3]``: the same
-    three of harvested (row 0) and dedicated (row 1) workers at large.
+    ``inflight``, ``free`` slots, ``safe`` (serving has slack), ``reclaim_rate``, ``observed_at_s``.  ``speed``,
+    ``[3, num_rows]``: what was learned, ``token_s``, ``crowd_s`` and ``prefill_s`` (``rose.policy.speed``).
+    ``tier_speed``, ``[2, 3]``: the same three of harvested (row 0) and dedicated (row 1) workers at large.
 
     ``gained`` holds the ids of workers that got better for somebody since :meth:`take_gained`.
     """
@@ -83,9 +83,6 @@ class WorkerTable:
         if self._columns:
             speed[:, : self.speed.shape[1]] = self.speed
         self.speed = speed
-        for number, name in enumerate(("token_s", "crowd_s", "prefill_s")):
-            self._columns[name] = speed[number]
-            setattr(self, name, speed[number])
         for name, kind in kinds.items():
             column = np.zeros(size, dtype=kind)
             old = self._columns.get(name)
@@ -109,9 +106,6 @@ class WorkerTable:
     free: NDArray[np.int64]
     reclaim_rate: NDArray[np.float64]
     speed: NDArray[np.float64]
-    token_s: NDArray[np.float64]
-    crowd_s: NDArray[np.float64]
-    prefill_s: NDArray[np.float64]
     observed_at_s: NDArray[np.float64]
 
     def __len__(self) -> int:
@@ -148,6 +142,7 @@ class WorkerTable:
             self.rows[last.worker_id] = row
             for column in self._columns.values():
                 column[row] = column[len(self.workers)]
+            self.speed[:, row] = self.speed[:, len(self.workers)]
 
     def sync(self, worker: Worker) -> None:
         """Copy everything that can change."""
@@ -175,8 +170,8 @@ class WorkerTable:
         """Copy what a finished attempt taught."""
         row = self.rows[worker.worker_id]
         speed = worker.speed
-        self.token_s[row], self.crowd_s[row] = speed.token_s, speed.crowd_s
-        self.prefill_s[row], self.observed_at_s[row] = speed.prefill_s, speed.observed_at_s
+        self.speed[:, row] = speed.coefficients()
+        self.observed_at_s[row] = speed.observed_at_s
 
     def sync_load(self, worker: Worker) -> None:
         """Copy what a dispatch or a release changes."""
@@ -258,8 +253,7 @@ class WorkerTable:
             assert (self.attempt[row], self.version[row]) == (worker.version or (-1, -1))
             assert self.job[row] == (-1 if worker.job is None else self._numbers[worker.job])
             assert self.safe[row] == worker.serving_holds_slo
-            learned = (self.token_s[row], self.crowd_s[row], self.prefill_s[row])
-            assert learned == worker.speed.coefficients()
+            assert tuple(self.speed[:, row]) == worker.speed.coefficients()
             assert self.reclaim_rate[row] == worker.reclaim_rate
 
 
