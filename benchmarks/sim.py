@@ -1,7 +1,7 @@
 """The simulator itself: time and memory at full size, the error of fleet mode, the cost of determinism.
 
     python benchmarks/sim.py --json sim.json                 # all parts, about ten minutes
-    python benchmarks/sim.py --quick                         # minutes less: a tenth of the hour and of the day
+    python benchmarks/sim.py --quick                         # about a minute: two minutes of the hour, shorter cells
     python benchmarks/sim.py --part exact --json sim.json    # one part; the others keep their figures in the file
 
 ``exact``: 256 serving and 64 dedicated engines, 3,000 trajectories in flight, one hour (limit: 5 minutes, 4 GB, one core).
@@ -37,7 +37,7 @@ ERROR_LOADS = (0.3, 0.7)
 
 
 def exact(report: Report, quick: bool) -> dict[str, Any]:
-    changes = ["duration_s=360.0"] if quick else []
+    changes = ["duration_s=120.0"] if quick else []
     scenario = load_scenario(SCENARIOS / "exact_scale.toml", changes)
     began = time.monotonic()
     run = simulate(
@@ -109,15 +109,16 @@ def error(report: Report, quick: bool) -> dict[str, Any]:
 
 
 def repeat(report: Report, quick: bool) -> dict[str, Any]:
-    """Ten runs of one seed, each in an interpreter of its own, whose hashes are its own too."""
+    """Runs of one seed, each in an interpreter of its own, whose hashes are its own too."""
     digests: set[str] = set()
     script = (
         "import sys; from pathlib import Path; from rose.sim.scenario import load_scenario; "
         "from rose.sim.world import simulate; "
         "print(simulate(load_scenario(Path(sys.argv[1]), ['num_steps=1']), 'rose', digest=True).digest)"
     )
-    for number in range(10):
-        report.progress("repeat", number, 10)
+    runs = 3 if quick else 10
+    for number in range(runs):
+        report.progress("repeat", number, runs)
         done = subprocess.run(
             [sys.executable, "-c", script, str(SCENARIOS / "small.toml")],
             env={**os.environ, "PYTHONHASHSEED": str(number), "PYTHONPATH": str(ROOT)},
@@ -126,7 +127,7 @@ def repeat(report: Report, quick: bool) -> dict[str, Any]:
             check=True,
         )
         digests.add(done.stdout)
-    return {"repeat.runs": 10, "repeat.distinct_journals": len(digests)}
+    return {"repeat.runs": runs, "repeat.distinct_journals": len(digests)}
 
 
 def main() -> None:

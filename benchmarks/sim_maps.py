@@ -167,7 +167,7 @@ def main() -> None:
             if str(seed) in done or time.monotonic() - began > args.seconds:
                 continue
             done[str(seed)] = run_point(changes, system, seed)
-        save(args.json, data)
+            save(args.json, data)
         print(f"seed {seed}: {time.monotonic() - began:.0f} s", flush=True)
     for key, value in conclude(data).items():
         print(f"{key:64} {value}")

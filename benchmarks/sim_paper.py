@@ -198,8 +198,8 @@ def main() -> None:
         data = {"cells": details["cells"], "draws": details["draws"]}
     began = time.monotonic()
     cells = [args.only] if args.only else list(CELLS)
-    # What the goal speaks of first, a seed of every cell before the next seed.
-    for seed, chosen in itertools.product(SEEDS, (FIRST, REST)):
+    # What the goal speaks of first; a seed of every cell before the next seed.
+    for chosen, seed in itertools.product((FIRST, REST), SEEDS):
         for cell in cells:
             done = data["cells"].setdefault(cell, {}).setdefault(str(seed), {})
             for system in chosen:

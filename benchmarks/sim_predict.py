@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Does the simulator predict live runs?   Calibrated on one workload, tested on others that it has not seen.
 
-    python benchmarks/sim_predict.py --calibrate A.json --test B=B.json --test C=C1.json,C2.json --json F [--trace conv.csv]
+    python benchmarks/sim_predict.py --calibrate A.json --test B=B.json --test C=C1.json,C2.json --json F [--trace CSV]
 
 A, B and C are results of ``benchmarks/coserve.py`` (single runs, not pooled): two real engines on one core.  From A come
 five numbers: a step of production (base, per prompt token, per decode), a step of rollouts, production's time outside
@@ -52,8 +52,14 @@ STEP_TOKENS = 10_000
 ALLOWED = 0.15
 RECLAIM = {"reclaim_deadline_s": 3.0}
 """As ``coserving/world.py`` sets it for the live node."""
-SYSTEMS = {"idle": "static", "paper": "paper", "rose": "rose"}
-"""Arm of the live benchmark -> system of the simulator."""
+SYSTEMS = {
+    "idle": ("static", "priority"),
+    "paper": ("paper", "priority"),
+    "rose": ("rose", "priority"),
+    "paper_serial": ("paper", "turns"),
+    "rose_serial": ("rose", "turns"),
+}
+"""Arm of the live benchmark -> system of the simulator, and how its two engines share the core."""
 ALONE = ("alone_1", "alone_2")
 
 
@@ -76,7 +82,7 @@ class Live:
         return self.total(arms, counter) / self.total(arms, "seconds")
 
 
-def read_live(path: Path, trace: Path | None) -> Live:
+def read_live(path: Path, traces: Sequence[Path] = ()) -> Live:
     """Raises:
     ConfigError: Not a single run of ``coserve.py``, or its requests cannot be made again.
     """
@@ -90,9 +96,10 @@ def read_live(path: Path, trace: Path | None) -> Live:
     run, workload = blocks[0]["run"], details["workload"]
     excerpt = None
     if workload not in ("generated", "multiturn"):
-        if trace is None or trace.name != workload:
+        found = [trace for trace in traces if trace.name == workload]
+        if not found:
             raise ConfigError(f"was measured with {workload}", field=str(path), fix="--trace FILE")
-        excerpt, workload = load_trace(trace), "trace"
+        excerpt, workload = load_trace(found[0]), "trace"
     shape = TrafficShape(**settings["traffic"])
     seed = settings["seed"] + 1000 * run
     samples = [
@@ -237,6 +244,7 @@ def scenario_of(live: Live, found: Calibration, folder: Path, duration_s: float)
             "duration_s": duration_s,
             "trajectories_in_flight": NUM_TRAJECTORIES,
             "heartbeat_s": 0.5,
+            "efficiency": {"overlap": 0.0},
             "devices": {
                 "core": {"memory_gb": (pages + 0.5) * PAGE_BYTES / 1e9, "bandwidth_tb_s": 1, "tflops": 1}
             },
@@ -328,10 +336,12 @@ def predict(live: Live, found: Calibration) -> dict[str, dict[str, float]]:
         alone = simulate(apart, "fixed_async", arrivals=arrivals)
         busy = alone.busy["serving"] / (windows * live.timing.traffic_s)
         rows["alone"] = {**_latencies(alone, found.frontend_s), "busy_fraction": busy}
-        for arm, system in SYSTEMS.items():
+        for arm, (system, sharing) in SYSTEMS.items():
             if not any(block["arm"] == arm for block in live.blocks):
                 continue
-            run = simulate(scenario, system, arrivals=arrivals, asynchronous=True)
+            fleet = scenario.fleet.model_copy(update={"sharing": sharing})
+            shared = scenario.model_copy(update={"fleet": fleet})
+            run = simulate(shared, system, arrivals=arrivals, asynchronous=True)
             rate = (_sampled(run) - solo_rate * calm_s) / (duration_s - calm_s)
             rows[arm] = {
                 **_latencies(run, found.frontend_s),
@@ -437,7 +447,13 @@ def main() -> int:
     )
     parser.add_argument("--calibrate", type=Path, required=True, metavar="A.json")
     parser.add_argument("--test", action="append", required=True, metavar="NAME=FILE[,FILE]")
-    parser.add_argument("--trace", type=Path, help="the trace that a run was measured with")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        action="append",
+        default=[],
+        help="a trace that a run was measured with; repeatable",
+    )
     parser.add_argument(
         "--policy-profile", type=Path, help="what `rose profile` measured of the policy engine"
     )

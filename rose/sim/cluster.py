@@ -339,13 +339,13 @@ class Cluster:
         produced = request.kept + request.target
         self._sampled(node, produced)
         self._prefilled(request, attempt)
-        self.feed(_tokens(now_s, turn_id, attempt, produced))
         self.feed(
             te.AttemptEnded(
                 at_s=now_s,
                 turn_id=turn_id,
                 attempt=attempt,
                 finish_reason="stop",
+                token_ids=ZEROS[:produced],
                 num_cached_tokens=request.cached,
             )
         )
@@ -358,14 +358,13 @@ class Cluster:
         self._prefilled(request, attempt)
         if not self.system.resumable:
             self.counters.lost += produced
-        if produced:
-            self.feed(_tokens(now_s, turn_id, attempt, produced))
         self.feed(
             te.AttemptEnded(
                 at_s=now_s,
                 turn_id=turn_id,
                 attempt=attempt,
                 finish_reason="abort",
+                token_ids=ZEROS[:produced],
                 stop_reason=RECLAIMED,
                 num_cached_tokens=request.cached,
             )

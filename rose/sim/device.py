@@ -124,7 +124,10 @@ class Device:
 
     @property
     def rollout_budget_tokens(self) -> int:
-        pages = self.total_pages - self.serving_pages
+        # Asked twice in every phase: written out for speed.
+        pages, serving = self.total_pages, self.serving
+        if serving is not None and serving.requests:
+            pages -= math.ceil(serving.used_tokens / self.serving_page_tokens)
         if self.lend_pages < pages:
             pages = self.lend_pages
         return int(pages * self.rollout_page_tokens) if pages > 0 else 0

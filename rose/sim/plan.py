@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
@@ -25,6 +25,8 @@ from rose.sim.scenario import Scenario
 HEADROOMS = (0.05, 0.1, 0.2, 0.3)
 SAFE_EXTRA = 0.001
 """Recommended is the headroom that harvests most while at most this share more of production misses its limits."""
+SAME_WORTH = 0.99
+"""Of headrooms that harvest as much, but for this, the largest: memory that rollouts do not miss costs nothing to leave."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,14 +102,20 @@ def make_plan(scenario: Scenario, progress: Callable[[float], None] = lambda sha
             )
             with_rose = run_cell(config, "rose", load, scenario.seed + number)
             cells.append(_cell(scenario, hour, headroom, with_rose, alone))
+    headroom, safe = recommend(cells)
+    return Plan(scenario=scenario, cells=tuple(cells), headroom=headroom, safe=safe)
+
+
+def recommend(cells: Sequence[Cell]) -> tuple[float, bool]:
+    """The headroom to lend with, and whether it is safe; the safest where none is."""
     by_headroom = {headroom: [c for c in cells if c.headroom == headroom] for headroom in HEADROOMS}
     risk = {headroom: max(c.extra_missed for c in group) for headroom, group in by_headroom.items()}
+    worth = {headroom: sum(c.worth for c in group) for headroom, group in by_headroom.items()}
     safe = [headroom for headroom in HEADROOMS if risk[headroom] <= SAFE_EXTRA]
-    if safe:
-        best = max(safe, key=lambda headroom: sum(c.worth for c in by_headroom[headroom]))
-    else:
-        best = min(HEADROOMS, key=lambda headroom: risk[headroom])
-    return Plan(scenario=scenario, cells=tuple(cells), headroom=best, safe=bool(safe))
+    if not safe:
+        return min(HEADROOMS, key=lambda headroom: risk[headroom]), False
+    most = max(worth[headroom] for headroom in safe)
+    return max(headroom for headroom in safe if worth[headroom] >= SAME_WORTH * most), True
 
 
 def _moments(scenario: Scenario) -> dict[str, tuple[float, float]]:
