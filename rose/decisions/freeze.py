@@ -15,7 +15,7 @@ import random
 from array import array
 from collections import Counter, OrderedDict, deque
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -48,25 +48,43 @@ _CLASSES: dict[str, type] = {
     if isinstance(cls, type) and cls.__module__ == module.__name__ and cls is not packed.Eligible
 }
 _NAMES = {cls: name for name, cls in _CLASSES.items()}
+_FIELDS: dict[type, tuple[str, ...]] = {
+    cls: tuple(field.name for field in dataclasses.fields(cast("Any", cls)))
+    for cls in _NAMES
+    if dataclasses.is_dataclass(cls)
+}
+_PLAIN = frozenset({type(None), bool, int, float, str})
 _MAPS: dict[str, type] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 _LISTS: dict[str, type] = {"list": list, "tuple": tuple, "set": set}
 
 
 def freeze(root: Any) -> list[Any]:
-    """Nodes ``[kind, ...]`` that refer to each other by index; the first is ``root``."""
+    """Nodes ``[kind, ...]`` that refer to each other by index; the first is ``root``.
+
+    A value stands for itself if it is plain, and a tuple of plain values as ``{"": [...]}``: most of a large state is those.
+    """
     nodes: list[Any] = []
     seen: dict[int, int] = {}
     alive: list[Any] = []  # an id is a name only while its object lives
 
     def ref(value: Any) -> Any:
-        if value is None or type(value) in (bool, int, float, str):  # an Enum is a str, but not only
+        cls = type(value)
+        if cls in _PLAIN:  # an Enum is a str, but not only
             return value
+        if cls is tuple and _PLAIN.issuperset(map(type, value)):
+            return {"": value}
         at = seen.get(id(value))
         if at is None:
             at = seen[id(value)] = len(nodes)
             alive.append(value)
             nodes.append(None)
-            nodes[at] = node(value)
+            names = _FIELDS.get(cls)
+            if names is None:
+                nodes[at] = node(value)
+            else:
+                nodes[at] = found = ["object", _NAMES[cls]]
+                for name in names:
+                    found += (name, ref(getattr(value, name)))
         return [at]
 
     def node(value: Any) -> list[Any]:
@@ -88,7 +106,7 @@ def freeze(root: Any) -> list[Any]:
             version, numbers, gauss = value.getstate()
             return ["rng", version, list(numbers), gauss]
         if cls in _NAMES:
-            return ["object", _NAMES[cls], *(p for n, v in _fields(value) for p in (n, ref(v)))]
+            return ["object", _NAMES[cls], *(p for n, v in vars(value).items() for p in (n, ref(v)))]
         raise LedgerError(f"{cls.__name__} is no part of a policy's state", field="decisions")
 
     ref(root)
@@ -104,6 +122,8 @@ def thaw(nodes: list[Any]) -> Any:
     made: dict[int, Any] = {}
 
     def get(value: Any) -> Any:
+        if isinstance(value, dict):
+            return tuple(value[""])
         if not isinstance(value, list):
             return value
         at = value[0]
@@ -152,9 +172,3 @@ def thaw(nodes: list[Any]) -> Any:
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise LedgerError(f"a frozen state cannot be read: {error}", field="decisions") from error
     return made[0]
-
-
-def _fields(value: Any) -> list[tuple[str, Any]]:
-    if dataclasses.is_dataclass(value):
-        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
-    return list(vars(value).items())

@@ -18,6 +18,7 @@ Callers: ``rose.scheduler.dispatch``, ``rose.coserve.agent`` (write), ``rose rep
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import re
@@ -37,7 +38,7 @@ from rose.frames import FRAME, MAX_RECORD_BYTES, frame
 
 log = logging.getLogger("rose.decisions")
 
-MAGIC = b"ROSEDEC2"
+MAGIC = b"ROSEDEC3"
 _FLUSH_BYTES = 256 * 2**10
 _NAME = re.compile(r"(.+)-(\d+)")
 
@@ -99,7 +100,13 @@ class DecisionLog:
             return
         self._size = 0
         self._buffer += MAGIC
-        self._append({"policy": self._words.name, "book": freeze(self.book)})
+        collects = gc.isenabled()
+        gc.disable()  # it would look at all of the state again and again, while nobody's turn moves
+        try:
+            self._append({"policy": self._words.name, "book": freeze(self.book)})
+        finally:
+            if collects:
+                gc.enable()
         self._start_size = len(self._buffer)
         self._write()
 

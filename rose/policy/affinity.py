@@ -10,7 +10,6 @@ Pure bookkeeping; bounded in size; callers: ``rose.policy.turns``.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import TypeVar
 
 from rose.policy.fleet import Fleet, Health, Worker
@@ -19,13 +18,9 @@ from rose.policy.turn_events import TurnSubmitted
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Residency:
-    worker_id: str
-    incarnation: str
-    kv_epoch: int
-    num_tokens: int
-    admitted_tokens: int
+_Residency = tuple[str, str, int, int, int]
+"""Worker, its incarnation and KV epoch then, tokens of the trajectory there, tokens admitted there by then.  A plain tuple:
+there is one per trajectory, and those of plain values are no business of the garbage collector."""
 
 
 class Affinity:
@@ -61,15 +56,18 @@ class Affinity:
     def where(self, trajectory_id: str) -> tuple[Worker | None, int]:
         """The worker that ran this trajectory last, and how many of its tokens it still holds."""
         entry = self._residency.get(trajectory_id)
-        worker = None if entry is None else self._fleet.workers.get(entry.worker_id)
-        if entry is None or worker is None or worker.health is Health.DEAD:
+        if entry is None:
             return None, 0
-        if entry.incarnation != worker.incarnation or entry.kv_epoch != worker.kv_epoch:
+        worker_id, incarnation, kv_epoch, num_tokens, admitted_tokens = entry
+        worker = self._fleet.workers.get(worker_id)
+        if worker is None or worker.health is Health.DEAD:
+            return None, 0
+        if incarnation != worker.incarnation or kv_epoch != worker.kv_epoch:
             return worker, 0
         budget = worker.kv_budget_tokens
-        if budget is not None and worker.admitted_tokens - entry.admitted_tokens > budget:
+        if budget is not None and worker.admitted_tokens - admitted_tokens > budget:
             return worker, 0  # the cache has turned over since
-        return worker, entry.num_tokens
+        return worker, num_tokens
 
     def group_worker(self, group_id: str | None) -> tuple[Worker | None, int]:
         """The worker that took this group's last first turn, and the length of that turn's prompt."""
@@ -95,12 +93,12 @@ class Affinity:
         seen = self._expected.get(history)
         self._expected[history] = float(num_new) if seen is None else seen + self._ewma * (num_new - seen)
         self._trim(self._expected)
-        self._residency[trajectory_id] = _Residency(
-            worker_id=worker.worker_id,
-            incarnation=worker.incarnation,
-            kv_epoch=worker.kv_epoch,
-            num_tokens=num_prompt + num_new,
-            admitted_tokens=worker.admitted_tokens,
+        self._residency[trajectory_id] = (
+            worker.worker_id,
+            worker.incarnation,
+            worker.kv_epoch,
+            num_prompt + num_new,
+            worker.admitted_tokens,
         )
         self._residency.move_to_end(trajectory_id)
         self._trim(self._residency)

@@ -266,6 +266,10 @@ class SampleBook:
     """Leases that ran out, whose trainer may still acknowledge them."""
     attempts: dict[str, int] = field(default_factory=lambda: dict[str, int]())
     num_created: Counter[str] = field(default_factory=lambda: Counter[str]())
+    num_here: Counter[tuple[str, SampleState]] = field(
+        default_factory=lambda: Counter[tuple[str, SampleState]]()
+    )
+    """Those in the book, by job and state."""
     num_gone: Counter[tuple[str, SampleState]] = field(
         default_factory=lambda: Counter[tuple[str, SampleState]]()
     )
@@ -306,13 +310,16 @@ class SampleBook:
     def counts(self, job: str | None = None) -> Counter[str]:
         """Trajectories by state, those that have left the book included."""
         counts: Counter[str] = Counter()
-        for sample in self.samples.values():
-            if job is None or sample.job == job:
-                counts[sample.state.value] += 1
-        for (gone_job, state), count in self.num_gone.items():
-            if job is None or gone_job == job:
-                counts[state.value] += count
+        for table in (self.num_here, self.num_gone):
+            for (its_job, state), count in table.items():
+                if count and (job is None or its_job == job):
+                    counts[state.value] += count
         return counts
+
+    def _move(self, sample: Sample, state: SampleState) -> None:
+        self.num_here[(sample.job, sample.state)] -= 1
+        self.num_here[(sample.job, state)] += 1
+        sample.state = state
 
     # --- trajectories ----------------------------------------------------------------------------------
 
@@ -335,11 +342,13 @@ class SampleBook:
             trajectory_id=event.trajectory_id, job=event.job, group_id=event.group_id
         )
         self.num_created[event.job] += 1
+        self.num_here[(event.job, SampleState.RUNNING)] += 1
         return []
 
     def _finish(self, event: TrajectoryFinished) -> list[Action]:
         sample = self._running(event.trajectory_id)
-        sample.state, sample.oldest, sample.reward = SampleState.FINISHED, event.oldest, event.reward
+        self._move(sample, SampleState.FINISHED)
+        sample.oldest, sample.reward = event.oldest, event.reward
         self.discards.ended(sample.job, sample.num_tokens)
         group = self.groups[(sample.job, sample.group_id)]
         done = [member for member in group.members if self.samples[member].state is SampleState.FINISHED]
@@ -445,7 +454,7 @@ class SampleBook:
         for group_id in group_ids:
             self.ready[event.job].remove(group_id)
             for member in self.groups[(event.job, group_id)].members:
-                self.samples[member].state = SampleState.LEASED
+                self._move(self.samples[member], SampleState.LEASED)
                 ids.append(member)
             if version is not None:
                 stale_ids.extend(self._stale_members(event.job, group_id, version))
@@ -523,7 +532,7 @@ class SampleBook:
         del self.batches[batch.batch_id]
         for group_id in batch.group_ids:
             for member in self.groups[(batch.job, group_id)].members:
-                self.samples[member].state = SampleState.FINISHED
+                self._move(self.samples[member], SampleState.FINISHED)
         # To the front: they were ready before everything that waits there now.
         self.ready[batch.job] = [*batch.group_ids, *self.ready.get(batch.job, [])]
         return [Returned(batch_id=batch.batch_id, group_ids=batch.group_ids)]
@@ -562,13 +571,15 @@ class SampleBook:
             if sample.state is SampleState.RUNNING:
                 self.discards.ended(sample.job, sample.num_tokens)
             self.discards.discarded(sample.job, reason, sample.num_tokens)
-        sample.state, sample.reason = state, reason
+        self._move(sample, state)
+        sample.reason = reason
 
     def forget(self, trajectory_id: str) -> None:
         """Drop a final trajectory from the book; it stays counted."""
         sample = self.samples.get(trajectory_id)
         if sample is not None and sample.state in FINAL:
             del self.samples[trajectory_id]
+            self.num_here[(sample.job, sample.state)] -= 1
             self.num_gone[(sample.job, sample.state)] += 1
 
     def _running(self, trajectory_id: str) -> Sample:
@@ -583,6 +594,8 @@ class SampleBook:
 
     def check(self) -> None:
         """Assert the invariants of the module docstring, in its order."""
+        here = Counter((sample.job, sample.state) for sample in self.samples.values())
+        assert here == +self.num_here
         for job, created in self.num_created.items():
             assert created == sum(self.counts(job).values())
         leased: Counter[str] = Counter()

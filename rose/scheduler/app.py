@@ -220,6 +220,7 @@ class Scheduler:
                 await self.dispatcher.close()
             await self._runner.cleanup()
             self.engines.close()
+            await self.control.close()
         self.decisions.close()
         if self.journal.healthy:
             try:

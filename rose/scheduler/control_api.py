@@ -59,6 +59,7 @@ class ControlRoutes:
         self._store = store
         self._dispatcher = dispatcher
         self._group_ready = asyncio.Event()
+        self._compacting: asyncio.Task[None] | None = None
         self._swept_at_s = 0.0
 
     # --- trajectories (agent) --------------------------------------------------------------------------
@@ -327,7 +328,13 @@ class ControlRoutes:
             self._swept_at_s = now_s
             busy = {turn.spec.trajectory_id for turn in self._dispatcher.book.turns.values()}
             self._carry_out(self._store.expire_idle(self._config.timeouts.trajectory_idle_s, busy))
-        self._store.compact_if_large()
+        if self._store.is_journal_large and (self._compacting is None or self._compacting.done()):
+            self._compacting = asyncio.create_task(self._store.compact())
+
+    async def close(self) -> None:
+        """What was begun beside the routes is done."""
+        if self._compacting is not None:
+            await self._compacting
 
     def _carry_out(self, actions: list[sp.Action]) -> None:
         for action in actions:

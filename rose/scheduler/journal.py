@@ -18,10 +18,11 @@ import asyncio
 import fcntl
 import mmap
 import os
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -30,6 +31,8 @@ from rose.frames import FRAME, MAX_RECORD_BYTES, frame
 
 MAGIC = b"ROSEJRN1"
 _RELEASE_BYTES = 64 * 2**20
+_SLICE_S = 0.002
+"""Of a compaction, between two turns of the event loop."""
 
 
 # ``gc=False``: plain data refers to nothing that refers back, and there are as many of them as there were turns; a
@@ -163,7 +166,9 @@ class Journal:
         self._broken: str | None = None
         self._written = 0
         self._synced = 0
-        self._syncing: asyncio.Task[None] | None = None
+        self._syncing: asyncio.Task[Any] | None = None
+        self._tail: list[bytes] | None = None
+        """Frames appended since a compaction began, for its file."""
         try:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -183,8 +188,8 @@ class Journal:
         return self._size
 
     @property
-    def is_syncing(self) -> bool:
-        return self._syncing is not None
+    def is_compacting(self) -> bool:
+        return self._tail is not None
 
     @property
     def healthy(self) -> bool:
@@ -235,8 +240,9 @@ class Journal:
         payload = _encode(record)
         if len(payload) > MAX_RECORD_BYTES:
             raise CapacityError("a record is too large for the journal", retry_after_s=None)
+        data = frame(payload)
         try:
-            self._write(frame(payload))
+            self._write(data)
         except OSError as error:
             self._broken = error.strerror or "write failed"
             try:
@@ -246,6 +252,8 @@ class Journal:
             raise CapacityError(
                 f"the journal cannot be written: {self._broken}", retry_after_s=None
             ) from error
+        if self._tail is not None:
+            self._tail.append(data)
 
     async def commit(self) -> None:
         """Return when everything appended so far is on disk."""
@@ -266,27 +274,86 @@ class Journal:
                 f"the journal cannot be written: {self._broken}", retry_after_s=None
             ) from error
         finally:
-            self._syncing = None
+            if self._syncing is asyncio.current_task():  # else a compaction waits for us, and commits for it
+                self._syncing = None
         self._synced = max(self._synced, goal)
 
     def compact(self, records: Iterable[Record]) -> None:
-        """Replace the file by ``records``, atomically.  Blocks; not while :attr:`is_syncing`."""
-        fresh = self.path.with_suffix(".new")
-        with open(fresh, "wb") as file:
-            os.fchmod(file.fileno(), 0o600)
-            file.write(MAGIC)
+        """Replace the file by ``records``, atomically.  Blocks; for a process that does not serve yet."""
+        with self._fresh() as file:
             for record in records:
                 file.write(frame(_encode(record)))
             file.flush()
             os.fsync(file.fileno())
-        os.replace(fresh, self.path)
+            self._swap(file)
+        self._synced = self._written
+
+    async def compact_beside(self, records: Iterable[Record]) -> None:
+        """The same while others append: what they write meanwhile goes into the file as ever, and into its successor.
+
+        Args:
+            records: What all before this call amounts to; taken little by little.
+
+        Raises:
+            OSError: The successor cannot be written; the file is as it was.
+        """
+        self._tail = []
+        try:
+            with self._fresh() as file:
+                until_s = time.perf_counter() + _SLICE_S
+                for record in records:
+                    file.write(frame(_encode(record)))
+                    if time.perf_counter() > until_s:
+                        await asyncio.sleep(0)
+                        until_s = time.perf_counter() + _SLICE_S
+                await self._flush(file)  # nearly all of it, while others may still commit
+                ended = self._syncing = asyncio.create_task(self._end_compaction(file, self._syncing))
+                error = await asyncio.shield(ended)
+        finally:
+            self._tail = None
+        if error is not None:
+            raise error
+
+    async def _end_compaction(self, file: BinaryIO, syncing: asyncio.Task[Any] | None) -> OSError | None:
+        """Commits wait for this: whatever comes while the disk works was promised to nobody yet."""
+        if syncing is not None:
+            await asyncio.wait([syncing])
+        goal = self._written
+        try:
+            await self._flush(file)
+            file.writelines(self._tail or ())
+            file.flush()
+            self._swap(file)
+        except OSError as error:
+            return error
+        finally:
+            self._syncing = None
+        self._synced = goal
+        return None
+
+    async def _flush(self, file: BinaryIO) -> None:
+        if self._tail:
+            file.writelines(self._tail)
+            self._tail.clear()
+        file.flush()
+        await asyncio.to_thread(os.fsync, file.fileno())
+
+    def _fresh(self) -> BinaryIO:
+        """The successor of the file."""
+        file = open(self.path.with_suffix(".new"), "wb")  # noqa: SIM115 - our callers close it
+        os.fchmod(file.fileno(), 0o600)
+        file.write(MAGIC)
+        return file
+
+    def _swap(self, fresh: BinaryIO) -> None:
+        """From now on ``fresh`` is the file."""
+        os.replace(fresh.name, self.path)
         directory = os.open(self.path.parent, os.O_RDONLY)
         os.fsync(directory)
         os.close(directory)
         os.close(self._file)
         self._file = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         self._size = os.lseek(self._file, 0, os.SEEK_END)
-        self._synced = self._written
 
     def close(self) -> None:
         for descriptor in (self._file, self._lock):

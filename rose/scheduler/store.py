@@ -13,10 +13,12 @@ resume are on disk before their caller is answered (``await store.journal.commit
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from itertools import chain, islice
 from typing import Any
 
 import msgspec
@@ -40,6 +42,8 @@ from rose.scheduler.journal import (
     VersionRecord,
 )
 
+log = logging.getLogger("rose.scheduler")
+
 
 class Trajectory:
     """One run of an environment: a tree of turns, mostly a line."""
@@ -53,7 +57,6 @@ class Trajectory:
         "parents",
         "stale",
         "tips",
-        "touched_s",
         "turns",
     )
 
@@ -64,7 +67,6 @@ class Trajectory:
         """Message list that ends with our answer -> the turn that answered."""
         self.finish: FinishRecord | None = None
         self.stale = False
-        self.touched_s = time.monotonic()
         self.parents: set[int] = set()
         """Turns that another turn continues."""
         self.num_tokens = 0
@@ -78,7 +80,6 @@ class Trajectory:
 
     def add(self, record: TurnRecord) -> None:
         self.turns.append(record)
-        self.touched_s = time.monotonic()
         self.num_tokens += len(record.token_ids) // 4
         if record.tip:
             self.tips[record.tip] = record.turn
@@ -198,6 +199,8 @@ class Store:
         self.versions: dict[str, Version] = {}
         self._by_key: dict[str, str] = {}
         self._finals: OrderedDict[str, None] = OrderedDict()
+        self._untouched: OrderedDict[str, float] = OrderedDict()
+        """Running trajectories and when their last turn was added (or they began), longest ago first."""
         self._on_stale = on_stale
         self._max_trajectories = max_trajectories
         self._retained_finals = retained_finals
@@ -206,13 +209,24 @@ class Store:
             self._apply(record)
             self.num_recovered += 1
         self._compact_bytes = compact_bytes
-        self.compact_if_large()
+        if self.is_journal_large:
+            journal.compact(self._snapshot())
+            self._compacted()
 
-    def compact_if_large(self) -> None:
-        """Rewrite the journal with the live state once it is large and mostly history.  Blocks meanwhile."""
-        if self.journal.size_bytes <= self._compact_bytes or self.journal.is_syncing:
-            return
-        self.journal.compact(self._snapshot())
+    @property
+    def is_journal_large(self) -> bool:
+        """Large, and mostly history."""
+        return self.journal.size_bytes > self._compact_bytes and not self.journal.is_compacting
+
+    async def compact(self) -> None:
+        """Rewrite the journal with the live state, beside everything else."""
+        try:
+            await self.journal.compact_beside(self._snapshot())
+        except OSError as error:
+            log.error("the journal was not compacted: %s", error.strerror)
+        self._compacted()
+
+    def _compacted(self) -> None:
         self._compact_bytes = max(self._compact_bytes, 2 * self.journal.size_bytes)
 
     # --- trajectories ----------------------------------------------------------------------------------
@@ -291,14 +305,19 @@ class Store:
         """Cancel running trajectories that nobody has touched for ``idle_s``: their agent is gone."""
         limit_s = time.monotonic() - idle_s
         actions: list[sp.Action] = []
-        for name, sample in list(self.book.samples.items()):
-            if (
-                sample.state is sp.SampleState.RUNNING
-                and self.trajectories[name].touched_s < limit_s
-                and name not in busy
-            ):
+        while self._untouched:
+            name = next(iter(self._untouched))
+            if self._untouched[name] >= limit_s:
+                break
+            if name in busy:
+                self._touch(name)
+            else:
                 actions.extend(self._write(CancelRecord(id=name, reason="idle")))
         return actions
+
+    def _touch(self, name: str) -> None:
+        self._untouched[name] = time.monotonic()
+        self._untouched.move_to_end(name)
 
     def add_turn(self, record: TurnRecord) -> None:
         """A turn is done: remembered before its client is answered."""
@@ -403,6 +422,8 @@ class Store:
                 trajectory = self.trajectories.get(record.trajectory_id)
                 if trajectory is not None and record.turn == len(trajectory.turns):
                     trajectory.add(record)
+                    if record.trajectory_id in self._untouched:
+                        self._touch(record.trajectory_id)
                     self.book.handle(
                         sp.TurnAdded(
                             trajectory_id=trajectory.id,
@@ -421,6 +442,7 @@ class Store:
                     )
                 )
                 self.trajectories[record.id] = Trajectory(record)
+                self._touch(record.id)
                 if record.key:
                     self._by_key[record.key] = record.id
             case FinishRecord():
@@ -434,6 +456,7 @@ class Store:
                     )
                 )
                 trajectory.finish = record
+                self._untouched.pop(record.id, None)
             case CancelRecord():
                 actions = self.book.handle(
                     sp.TrajectoryCancelled(trajectory_id=record.id, reason=record.reason)
@@ -479,6 +502,7 @@ class Store:
             if isinstance(action, sp.Consumed | sp.Discard):
                 for name in action.trajectory_ids:
                     self._finals[name] = None
+                    self._untouched.pop(name, None)
         while len(self._finals) > self._retained_finals:
             name, _ = self._finals.popitem(last=False)
             gone = self.trajectories.pop(name, None)
@@ -487,16 +511,22 @@ class Store:
             self.book.forget(name)
 
     def _snapshot(self) -> Iterator[Record]:
-        """The live state as records: what is not final, leases in front of what waits."""
-        for job, version in self.versions.items():
-            yield VersionRecord(job=job, attempt=version[0], version=version[1])
-        yield AckedRecord(batches=[(name, *done) for name, done in self.book.acked.items()])
-        for job, attempt in self.book.attempts.items():
-            yield ResumeRecord(job=job, attempt=attempt, consumed=[])
+        """The live state of now as records: what is not final, leases in front of what waits."""
+        head: list[Record] = [
+            VersionRecord(job=job, attempt=version[0], version=version[1])
+            for job, version in self.versions.items()
+        ]
+        head.append(AckedRecord(batches=[(name, *done) for name, done in self.book.acked.items()]))
+        head.extend(
+            ResumeRecord(job=job, attempt=attempt, consumed=[]) for job, attempt in self.book.attempts.items()
+        )
         live = [name for name, sample in self.book.samples.items() if sample.state not in sp.FINAL]
-        for name in live:
-            yield self.trajectories[name].created
-            yield from self.trajectories[name].turns
+        # Turns are only ever added, and records never change: to know how many there are now is enough.
+        turns = [(self.trajectories[name], len(self.trajectories[name].turns)) for name in live]
+        return chain(head, _records(turns), self._outcomes(live))
+
+    def _outcomes(self, live: list[str]) -> list[Record]:
+        """Rewards of ``live`` trajectories, in the order in which their groups are to be leased, and the leases."""
         ordered: list[str] = []
         for batch in self.book.batches.values():
             for group_id in batch.group_ids:
@@ -505,15 +535,25 @@ class Store:
             for group_id in group_ids:
                 ordered.extend(self.book.groups[(job, group_id)].members)
         seen = set(ordered)
+        found: list[Record] = []
         for name in [*ordered, *(name for name in live if name not in seen)]:
             finish = self.trajectories[name].finish
             if finish is not None:
-                yield finish
-        for batch in self.book.batches.values():
-            yield LeaseRecord(
+                found.append(finish)
+        found.extend(
+            LeaseRecord(
                 batch_id=batch.batch_id,
                 job=batch.job,
                 group_ids=list(batch.group_ids),
                 stale_group_ids=[],
                 ttl_s=batch.ttl_s,
             )
+            for batch in self.book.batches.values()
+        )
+        return found
+
+
+def _records(turns: list[tuple[Trajectory, int]]) -> Iterator[Record]:
+    for trajectory, count in turns:
+        yield trajectory.created
+        yield from islice(trajectory.turns, count)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import itertools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -117,7 +120,6 @@ async def test_commit_waits_for_the_disk_and_is_shared(
         real(descriptor)
 
     monkeypatch.setattr(os, "fdatasync", counted)
-    import asyncio
 
     async def one(number: int) -> None:
         journal.append(record(number))
@@ -138,4 +140,81 @@ def test_compaction_replaces_the_file(written: Path) -> None:
     journal, records = reopen(written)
     assert records == [record(2), record(3)]
     assert (written / "journal.rose").stat().st_mode & 0o077 == 0
+    journal.close()
+
+
+async def test_what_is_appended_during_a_compaction_is_in_both_files(written: Path) -> None:
+    journal, _ = reopen(written)
+    seen: list[bytes] = []
+
+    def slowly() -> Iterator[Record]:
+        yield record(2)
+        journal.append(record(3))  # before the old file is replaced
+        seen.append((written / "journal.rose").read_bytes())
+        yield record(20)
+
+    await journal.compact_beside(slowly())
+    assert not journal.is_compacting
+    journal.append(record(4))
+    await journal.commit()
+    journal.close()
+    journal, records = reopen(written)
+    assert records == [record(2), record(20), record(3), record(4)]
+    journal.close()
+    (written / "journal.rose").write_bytes(seen[0])  # killed in the middle: as if it had not begun
+    journal, records = reopen(written)
+    assert records == [record(0), record(1), record(2), record(3)]
+    journal.close()
+
+
+async def test_commits_and_appends_go_on_while_a_compaction_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, _ = reopen(tmp_path)
+    real = os.replace
+    promised: list[int] = []
+    before: list[int] = []
+    """How many were promised when the file was replaced."""
+
+    def replace(source: str, target: Path) -> None:
+        before.append(len(promised))
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+
+    async def one(first: int) -> None:
+        for number in itertools.count(first, 10):
+            journal.append(record(number))
+            await journal.commit()
+            promised.append(number)
+            if before and len(promised) > before[0] + 20:
+                return
+
+    async def compact() -> None:
+        await journal.compact_beside(record(-number) for number in range(1, 300))
+
+    await asyncio.gather(compact(), *(one(number) for number in range(10)))
+    journal.close()
+    journal, records = reopen(tmp_path)
+    assert records[:299] == [record(-number) for number in range(1, 300)]
+    assert sorted(each.step for each in records[299:] if isinstance(each, AckRecord)) == sorted(promised)
+    journal.close()
+
+
+async def test_a_compaction_without_room_leaves_the_file(
+    written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, _ = reopen(written)
+
+    def full(source: str, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        await journal.compact_beside([record(2)])
+    journal.append(record(3))
+    await journal.commit()
+    journal.close()
+    journal, records = reopen(written)
+    assert records == [record(0), record(1), record(2), record(3)]
     journal.close()
