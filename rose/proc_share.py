@@ -45,6 +45,12 @@ class IdleShare:
     directory: Path | None = None
 
     @property
+    def delay(self) -> float:
+        """How much of a second in the tree a normal program on the same core waits for: a tenth where the kernel weighs the
+        tree as a whole (5 % in the median, measured: ``docs/decisions/0001``), all of it where only its threads are idle."""
+        return 1.0 if self.rung == "class" else 0.1
+
+    @property
     def procs_file(self) -> Path | None:
         """A process that writes its pid there has joined."""
         return self.directory / "cgroup.procs" if self.directory is not None else None

@@ -389,8 +389,17 @@ class RolloutSide:
         self._epoch = node.epoch
         self._has_serving = bool(node.has_serving)
         rule = Rule(node.rule) if node.rule in list(Rule) else Rule.SLACK
-        if (rule, bool(node.serialise)) != (self.admission_params.rule, self.admission_params.serialise):
-            self.admission_params = replace(self.admission_params, rule=rule, serialise=bool(node.serialise))
+        # An agent of before has no such number, and a damaged one is no reason to hurry.
+        delay = node.delay_pct / 100 if 0 < node.delay_pct <= 100 else 1.0
+        wanted = (rule, bool(node.serialise), delay)
+        if wanted != (
+            self.admission_params.rule,
+            self.admission_params.serialise,
+            self.admission_params.delay,
+        ):
+            self.admission_params = replace(
+                self.admission_params, rule=rule, serialise=wanted[1], delay=delay
+            )
         lease = self._serving_lease.read() if node.has_serving else None
         board = self._board.read() if node.has_serving else None
         return allowed_pages(

@@ -431,6 +431,7 @@ class NodeAgent:
             int(self.policy_name == "static"),
             POLICIES.index(self.policy_name),
             self.max_lend_pages,
+            round(100 * self.engine.delay),
         )
         if self._state.mend():
             logger.warning("%s was written by another process, or cut off; mended", self._state.path)
@@ -453,6 +454,7 @@ class NodeAgent:
                 fixed=now[7],
                 policy=now[8],
                 max_lend_pages=now[9],
+                delay_pct=now[10],
                 heartbeat_ns=time.monotonic_ns(),
             )
         )

@@ -148,6 +148,14 @@ class RolloutEngine:
         """Scheduling class of the engine: beside production only what production leaves."""
         return self._sched
 
+    @property
+    def delay(self) -> float:
+        """How much of its step production waits for, in this class and on this rung (``AdmissionParams.delay``)."""
+        share = self._child.share if self._child is not None else None
+        if share is None or self.sched != "idle" or self._hurried:
+            return 1.0
+        return share.delay
+
     def set_sched(self, sched: Literal["normal", "idle"]) -> None:
         """Change the class, of a running engine too (if it was started idle: only then the kernel lets us both ways).
 

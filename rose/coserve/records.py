@@ -44,6 +44,8 @@ class NodeState:
     """Of ``rose.policy.baselines.POLICIES``; with ``max_lend_pages`` for the agent that comes after one that was killed."""
     max_lend_pages: int = ALL_PAGES
     heartbeat_ns: int = 0
+    delay_pct: int = 100
+    """``AdmissionParams.delay`` in hundredths: how much of a rollout step production has to wait for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

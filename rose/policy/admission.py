@@ -7,7 +7,8 @@ Take serving's own predicted work off them and they say when that work must *sta
     TPOT start = earliest last token + B_tpot - T(decode batch)
 
 What lies between now (or the end of serving's running step) and the earlier of the two is *slack*.  A rollout
-step may start only if its *predicted* length fits the slack; its token budget is the largest that does.
+step may start only if the time that it would keep serving waiting fits the slack: its *predicted* length, or the share of it
+that counts where the device preempts it (``AdmissionParams.delay``).  Its token budget is the largest that does.
 Nothing fits: the gate is closed until serving writes its board again.
 
 :func:`admit` decides; :class:`StepModel` predicts step lengths and learns from measured ones.  Neither
@@ -198,6 +199,9 @@ class AdmissionParams:
     """Start no step while serving runs one: for a device that cannot preempt a kernel."""
     guard_s: float = 0.003
     """For requests that are still in serving's front end, and for the time to notice anything."""
+    delay: float = 1.0
+    """How long serving waits for each second of a rollout step that is under way when it wants the device: 1 where
+    nothing preempts the step, less where the device's own scheduler does."""
     interference: float = 1.0
     """How much longer a rollout step takes beside a serving step than alone; 1 = no longer."""
     max_prefill_tokens: int = 512
@@ -212,6 +216,8 @@ class AdmissionParams:
     def __post_init__(self) -> None:
         if not 0.0 <= self.guard_s < math.inf:
             raise ConfigError(f"{self.guard_s} is not a number of seconds", field="guard_s")
+        if not 0.0 < self.delay <= 1.0:
+            raise ConfigError(f"{self.delay} is not above 0 and at most 1", field="delay")
         if not 1.0 <= self.interference < math.inf:
             raise ConfigError(f"{self.interference} is below 1", field="interference")
         if self.max_prefill_tokens < 1 or self.min_tokens < 1:
@@ -260,7 +266,7 @@ def slack(
 
 def tokens_that_fit(limit_s: float, model: StepModel, demand: Demand, params: AdmissionParams) -> int:
     """The most tokens of ``demand`` that one step of ``limit_s`` seconds holds; decodes come first."""
-    left_s = limit_s / params.interference - model.base_s
+    left_s = limit_s / (params.interference * params.delay) - model.base_s
     if left_s < 0.0:
         return 0
     num_decodes, fit = demand.num_decodes, 0
@@ -297,7 +303,7 @@ def admit(
         why = "serving is idle" if board.present else "no serving on this device"
         if params.idle_step_s is None or not board.present:
             return Admission(token_budget=UNLIMITED_TOKENS, wake_at_s=None, reason=why)
-        whole = replace(params, max_prefill_tokens=UNLIMITED_TOKENS, interference=1.0)
+        whole = replace(params, max_prefill_tokens=UNLIMITED_TOKENS, interference=1.0, delay=1.0)
         fit = tokens_that_fit(params.idle_step_s, model, demand, whole)
         # One token always: an idle device must not stand still because a limit was set too low.
         return Admission(token_budget=max(1, fit), wake_at_s=None, reason=why)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -11,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from rose.config import validate
+from rose.coserve.agent import NodeAgent
 from rose.coserve.config import NodeConfig
 from rose.coserve.control import ControlClient
 from rose.coserve.ledger import Mode, NodeDir, Phase
-from rose.errors import ConfigError, LedgerError
+from rose.errors import ConfigError, EngineError, LedgerError
 from rose.policy.admission import Rule
 from rose.policy.baselines import StaticLending
 from rose.policy.lending import ALL_PAGES
@@ -90,6 +92,27 @@ async def test_a_claim_that_stands_during_a_long_step_is_met_once(device: Device
         seen_ns = agent.lease.heartbeat_ns
         await until(lambda seen_ns=seen_ns: agent.lease is not None and agent.lease.heartbeat_ns > seen_ns)
         assert agent.policy.lend_pages >= 13  # a demand of 6 that may come again, and one page of hysteresis
+
+
+async def test_the_gate_hears_how_much_of_a_step_production_waits_for(device: Device) -> None:
+    device.produce()
+    agent = device.agent()
+    await lent(device, 16)
+    node = NodeDir(device.dir).node()
+
+    def told() -> int | None:
+        state = node.read()
+        return state.delay_pct if state is not None else None
+
+    await until(lambda: told() == (100 if agent.engine.describe()["idle_by"] == "class" else 10), "idle")
+    await until(lambda: set_normal(agent), "the kernel may ask for patience")
+    await until(lambda: told() == 100, "normal: all of it")
+
+
+def set_normal(agent: NodeAgent) -> bool:
+    with contextlib.suppress(EngineError):
+        agent.engine.set_sched("normal")
+    return agent.engine.sched == "normal"
 
 
 async def test_serving_that_starts_again_gets_everything_back(device: Device) -> None:

@@ -126,6 +126,17 @@ def test_interference_stretches_the_step() -> None:
     assert budget(board(tpot_deadline_s=100.0951), params=stretched) == 10 + 250
 
 
+def test_a_step_that_the_device_preempts_counts_for_what_it_delays() -> None:
+    # 9 ms of slack hold no step that runs to its end, and one of 90 ms of which a tenth counts.
+    view = board(tpot_deadline_s=100.0141)
+    assert budget(view) == 0
+    assert budget(view, params=AdmissionParams(guard_s=0.005, delay=0.1)) == budget(
+        board(tpot_deadline_s=100.0951)
+    )
+    # No slack is no slack.
+    assert budget(board(tpot_deadline_s=100.004), params=AdmissionParams(guard_s=0.005, delay=0.1)) == 0
+
+
 def test_a_waiting_prompt_waits_for_the_end_of_the_running_step() -> None:
     view = board(busy=True, step_started_s=99.99, step_s=0.030, ttft_deadline_s=100.060)
     assert slack(100.0, view, 0.005)[0] == pytest.approx(0.060 - 0.020 - 0.005)
@@ -236,7 +247,13 @@ def test_impossible_settings_name_their_field() -> None:
         StepModel(decode_s=-1.0)
     with pytest.raises(ConfigError, match="base_s"):
         StepModel(base_s=0.0, prefill_token_s=0.0, decode_s=0.0)
-    for name, value in (("guard_s", -1.0), ("interference", 0.5), ("recheck_s", 0.0), ("idle_step_s", 0.0)):
+    for name, value in (
+        ("guard_s", -1.0),
+        ("delay", 0.0),
+        ("interference", 0.5),
+        ("recheck_s", 0.0),
+        ("idle_step_s", 0.0),
+    ):
         with pytest.raises(ConfigError, match=name):
             AdmissionParams(**{name: value})  # type: ignore[arg-type]
     for name in ("max_prefill_tokens", "min_tokens"):
