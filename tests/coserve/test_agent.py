@@ -226,7 +226,7 @@ async def test_memory_of_a_worker_is_not_given_back_because_its_engines_file_is_
     device: Device,
 ) -> None:
     device.produce()
-    agent = device.agent("stubborn", lending={"reclaim_deadline_s": 60.0})
+    agent = device.agent("stubborn", lending={"reclaim_deadline_s": 3.0})
     await lent(device, 16)
     (device.dir / "damaged").write_bytes(b"no lease")
     os.replace(
