@@ -459,6 +459,9 @@ class TrainWorker:
                 version=version[1],
                 ttl_s=config.scheduler.lease_ttl_s,
                 wait_s=wait_s,
+                # One bound for both sides, where the job names a rule: else the scheduler keeps to its own.
+                alpha=config.alpha if config.rollout.on_stale else None,
+                on_stale=config.rollout.on_stale,
                 before_retry=before_retry,
             )
             if leased is None:
