@@ -49,8 +49,7 @@ async def manager(spec: dict[str, Any]) -> None:
         GroupPlan(group_id=f"g{i}", group_size=size, task=tasks[i % len(tasks)], num_missing=size)
         for i in range(spec["num_groups"])
     ]
-    runner = worker._make_runner(1.0)  # its counters are wanted from the first line on
-    worker._runner = runner
+    runner = worker._runner("")  # its counters are wanted from the first line on
 
     def counters() -> dict[str, float]:
         return {"started": runner.num_started, "ended": runner.num_ended, "turns": envs.num_turns}

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gateway import Arm
+from benchmarks.arms import Arm
 from benchmarks.report import Report
 from benchmarks.training import probe
 from benchmarks.training.engines import Bursts, EngineSpec, PoolSpec, Steps, to_json
