@@ -24,6 +24,7 @@ from benchmarks.training import envs
 from benchmarks.training.probe import Probe
 from rose.auth import Tokens, bearer
 from rose.scheduler.app import Scheduler
+from rose.scheduler.cli import YOUNG_OBJECTS
 from rose.scheduler.config import SchedulerConfig
 from rose.train.config import TrainConfig
 from rose.train.rollout import GroupPlan
@@ -34,8 +35,9 @@ async def scheduler(spec: dict[str, Any]) -> None:
     tokens = Tokens.load(Path(spec["token_file"]))
     daemon = Scheduler(SchedulerConfig.model_validate(spec["settings"]), tokens, Path(spec["journal"]))
     await daemon.start()
-    gc.collect()
-    gc.freeze()  # as its command does
+    gc.collect()  # this and the next two as its command does
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS)
     print(f"ready {daemon.url}", flush=True)
     await Probe(Path(spec["probe_file"])).run()
 
