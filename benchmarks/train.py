@@ -1,14 +1,15 @@
 """What the train loop itself costs, and what harvested engines bring to it.
 
-    python benchmarks/train.py --json FILE                  # both parts, about ten minutes
+    python benchmarks/train.py --json FILE                  # all parts, about twenty minutes
     python benchmarks/train.py --part control               # 2,000 environments: turns per CPU second, memory, event-loop lag
     python benchmarks/train.py --part throughput            # tokens per second on engines that only take time
+    python benchmarks/train.py --part stale                 # on_stale = wait, mask, cancel on runs that truly learn
     python benchmarks/train.py --quick                      # 300 environments, and arms of three steps
     rose profile --config node.toml --out p.json; python benchmarks/train.py --profile p.json    # your engine's step times
 
-No engine computes here and no GPU is used: step times come from the model that ``rose profile`` fits, with the coefficients of
+In the first two parts no engine computes, and in none a GPU is used: step times come from the model that ``rose profile`` fits, with the coefficients of
 ``benchmarks.training.engines.Steps`` or of a profile.  What is measured is scheduler, environment managers and loops, which
-are the real ones.  See ``benchmarks/training/control.py`` and ``throughput.py`` for what exactly.
+are the real ones.  See ``benchmarks/training/control.py``, ``throughput.py`` and ``stale.py`` for what exactly.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.gateway import end_all
+from benchmarks.arms import end_all
 from benchmarks.report import Report
-from benchmarks.training import control, throughput
+from benchmarks.training import control, stale, throughput
 from benchmarks.training.engines import Steps
 from rose.coserve.step_profile import COEFFICIENTS, load_profile
 
@@ -35,9 +36,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, help="where the result goes")
-    parser.add_argument("--part", choices=["all", "control", "throughput"], default="all")
+    parser.add_argument("--part", choices=["all", "control", "throughput", "stale"], default="all")
     parser.add_argument("--quick", action="store_true", help="smaller, and once; about two minutes")
     parser.add_argument("--repeats", type=int, default=1, help="of everything; medians")
+    parser.add_argument("--seeds", type=int, default=3, help="of the comparison of staleness rules")
     parser.add_argument("--environments", type=int, default=2000)
     parser.add_argument("--seconds", type=float, default=20.0, help="window of each control-path run")
     parser.add_argument("--profile", type=Path, help="step times of `rose profile`")
@@ -46,9 +48,10 @@ def main() -> None:
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, end_all)
     report = Report("train")
-    setting = throughput.Setting()
+    setting, rules = throughput.Setting(), stale.Setting()
     if args.quick:
-        args.environments, args.seconds, args.repeats = 300, 5.0, 1
+        args.environments, args.seconds, args.repeats, args.seeds = 300, 5.0, 1, 1
+        rules = dataclasses.replace(rules, num_steps=6)
         setting = dataclasses.replace(setting, num_steps=2, num_groups=4)
     if args.profile is not None:
         profile = load_profile(args.profile)
@@ -67,6 +70,8 @@ def main() -> None:
             print("arms are left; run again without --only for the result")
             return
         found["throughput"] = told
+    if args.part in ("all", "stale"):
+        found["stale"] = stale.measure(rules, range(args.seeds), report)
     summary = {f"{part}_{key}": value for part, one in found.items() for key, value in one["summary"].items()}
     report.finish(summary, {part: one["details"] for part, one in found.items()}, args.json)
 

@@ -8,6 +8,8 @@ turns each; the observation of each turn is 200 tokens and its answer about 24.
 - *paced*: environments think so long that half of the saturated rate is asked for: the event-loop lag that a run would see.
 
 Lag is told twice: as it was (processes share a core here: a wait for it counts), and the part that the loop's own work explains.
+In the saturated run it is the length of a pass of the loop over everything that is ready, and with 2,000 clients that ask again at
+once that comes in convoys; ``gc_max_ms`` says which part of it a collection can be.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gateway import Arm
+from benchmarks.arms import Arm
 from benchmarks.report import Report
 from benchmarks.training import probe
 from benchmarks.training.engines import EngineSpec, PoolSpec, to_json
@@ -122,6 +124,7 @@ class Control:
             if one in empty:
                 grown = window.rss_bytes - empty[one]
                 found[one]["kb_per_env"] = round(grown / found["envs_open"] / 2**10, 1)
+        print(f"{name}: {found['turns_per_s']} turns/s, scheduler {found['scheduler']}", flush=True)
         return found
 
     def bare_client(self) -> float:
@@ -129,7 +132,7 @@ class Control:
         folder = self._folder / "client"
         folder.mkdir(parents=True)
         try:
-            upstream = Arm("upstream", [sys.executable, "-m", "benchmarks.gateway", "--upstream", "1"])
+            upstream = Arm("upstream", [sys.executable, "-m", "benchmarks.gateway_fakes", "upstream", "1"])
             self._arms.append(upstream)
             spec = {"url": upstream.url, "turns": 8, "max_tokens": MAX_TOKENS, "concurrency": self._num_envs}
             self._start(folder, "client", spec)
@@ -215,7 +218,15 @@ def measure(folder: Path, num_envs: int, seconds: float, repeats: int, report: R
         summary[f"{name}_rss_mb"] = paced[side]["rss_mb"]
         summary[f"{name}_kb_per_env"] = paced[side]["kb_per_env"]
         for load, told in (("saturated", saturated), ("paced", paced)):
-            for label in ("lag_p50_ms", "lag_p99_ms", "lag_max_ms", "own_lag_p99_ms", "own_lag_max_ms"):
+            for label in (
+                "lag_p50_ms",
+                "lag_p99_ms",
+                "lag_max_ms",
+                "own_lag_p50_ms",
+                "own_lag_p99_ms",
+                "own_lag_max_ms",
+                "gc_max_ms",
+            ):
                 summary[f"{name}_{load}_{label}"] = told[side][label]
     rows = [
         (

@@ -10,6 +10,7 @@ Times are CLOCK_MONOTONIC, the same for all processes of the machine.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import time
@@ -37,6 +38,7 @@ class Probe:
 
     async def run(self) -> None:
         lags: list[tuple[float, float]] = []
+        longest = _Collections()
         with self._path.open("a") as file:
             line_s = time.monotonic()
             while True:
@@ -49,9 +51,28 @@ class Probe:
                     line_s = now_s
                     line = {"at_s": now_s, "cpu_s": cpu_of(os.getpid()), "rss": rss_of(os.getpid())}
                     line |= {"lag": [[round(a, 6), round(b, 6)] for a, b in lags], **self._counters()}
+                    line["gc_max_s"] = longest.take()
                     file.write(json.dumps(line) + "\n")
                     file.flush()
                     lags = []
+
+
+class _Collections:
+    """The longest pause of the garbage collector since it was last asked."""
+
+    def __init__(self) -> None:
+        self._longest_s = self._started_s = 0.0
+        gc.callbacks.append(self._note)
+
+    def _note(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._started_s = time.thread_time()
+        else:
+            self._longest_s = max(self._longest_s, time.thread_time() - self._started_s)
+
+    def take(self) -> float:
+        longest_s, self._longest_s = self._longest_s, 0.0
+        return round(longest_s, 6)
 
 
 def cpu_of(pid: int) -> float:
@@ -79,6 +100,8 @@ class Window:
     counts: Mapping[str, float]
     """What its counters rose by."""
     lags_s: Sequence[float]
+    gc_max_s: float
+    """The longest pause of the garbage collector."""
     own_lags_s: Sequence[float]
     """The part of each that the thread's own work explains at most."""
 
@@ -87,6 +110,8 @@ class Window:
         for name, values in (("lag", self.lags_s), ("own_lag", self.own_lags_s)):
             for label, fraction in (("p50", 0.5), ("p99", 0.99), ("max", 1.0)):
                 found[f"{name}_{label}_ms"] = round(percentile(values, fraction) * 1e3, 2)
+        found["gc_max_ms"] = round(self.gc_max_s * 1e3, 2)
+        found["num_passes"] = len(self.lags_s)
         return found
 
 
@@ -107,13 +132,14 @@ def read(path: Path, start_s: float, end_s: float) -> Window:
     if len(found) < 2:
         raise RuntimeError(f"{path.name} has {len(found)} lines in {end_s - start_s:.1f} s")
     first, last = found[0], found[-1]
-    names = set(last) - {"at_s", "cpu_s", "rss", "lag"}
+    names = set(last) - {"at_s", "cpu_s", "rss", "lag", "gc_max_s"}
     lags = [pair for line in found[1:] for pair in line["lag"]]
     return Window(
         seconds=last["at_s"] - first["at_s"],
         cpu_s=last["cpu_s"] - first["cpu_s"],
         rss_bytes=last["rss"],
         counts={name: last[name] - first[name] for name in names},
+        gc_max_s=max(line["gc_max_s"] for line in found[1:]),
         lags_s=[pair[0] for pair in lags],
         own_lags_s=[pair[1] for pair in lags],
     )

@@ -24,6 +24,7 @@ from benchmarks.training import envs
 from benchmarks.training.probe import Probe
 from rose.auth import Tokens, bearer
 from rose.scheduler.app import Scheduler
+from rose.scheduler.cli import YOUNG_OBJECTS
 from rose.scheduler.config import SchedulerConfig
 from rose.train.config import TrainConfig
 from rose.train.rollout import GroupPlan
@@ -34,8 +35,9 @@ async def scheduler(spec: dict[str, Any]) -> None:
     tokens = Tokens.load(Path(spec["token_file"]))
     daemon = Scheduler(SchedulerConfig.model_validate(spec["settings"]), tokens, Path(spec["journal"]))
     await daemon.start()
-    gc.collect()
-    gc.freeze()  # as its command does
+    gc.collect()  # this and the next two as its command does
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS)
     print(f"ready {daemon.url}", flush=True)
     await Probe(Path(spec["probe_file"])).run()
 
@@ -49,8 +51,7 @@ async def manager(spec: dict[str, Any]) -> None:
         GroupPlan(group_id=f"g{i}", group_size=size, task=tasks[i % len(tasks)], num_missing=size)
         for i in range(spec["num_groups"])
     ]
-    runner = worker._make_runner(1.0)  # its counters are wanted from the first line on
-    worker._runner = runner
+    runner = worker._runner("")  # its counters are wanted from the first line on
 
     def counters() -> dict[str, float]:
         return {"started": runner.num_started, "ended": runner.num_ended, "turns": envs.num_turns}

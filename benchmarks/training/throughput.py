@@ -9,10 +9,15 @@ loop.  The bar is a gain of at least 0.9 of that::
 
     both / dedicated - 1  >=  0.9 * harvested / dedicated
 
-*Order.*  Two more arms, with a tighter bound of staleness, compare what the queue of a scheduler with more demand than capacity
-goes by: the age of each turn, or of its group (``oldest_first_s``).
+*Plain.*  Two more arms are without what the scheduler does for a queue that is longer than its slots: ``oldest_first_s`` (a turn is
+as old as its group) and ``affine_wait_s`` (a turn waits a moment for a slot where its prefix is).
 
-Tokens are those that were trained on, between the end of the first step counted and the end of the last.
+*Size of the job.*  A step is 96 trajectories, three for each slot of the dedicated engines and one and a half of all.  The bound of
+staleness counts steps, and a trajectory takes the same time however many engines there are: of a job so small that the larger fleet
+takes a step in a fraction of its longest trajectory, more and more is too old when it is done.
+
+Tokens are those that were trained on, between the end of the first step counted and the end of the last; beside them, those
+that engines sampled in that time (``engine_gain_over_limit``), with what came too late.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gateway import Arm
+from benchmarks.arms import Arm
 from benchmarks.report import Report
 from benchmarks.training import probe
 from benchmarks.training.engines import Bursts, EngineSpec, PoolSpec, Steps, to_json
@@ -53,15 +58,12 @@ class Case:
     fleet: str
     stragglers: bool = False
     alpha: int = 4
-    oldest_first: bool = True
-    """Whether the queue of the scheduler goes by the age of a turn's group (of asynchronous arms)."""
-    affine_wait: bool = True
-    """Whether turns wait for a slot where their prefix is."""
-    end: str = ""
+    plain: bool = False
+    """Without the two settings of the scheduler that are for long queues."""
 
     @property
     def name(self) -> str:
-        return f"{self.mode}_{self.fleet}{'_stragglers' if self.stragglers else ''}{self.end}"
+        return f"{self.mode}_{self.fleet}{'_stragglers' if self.stragglers else ''}{'_plain' if self.plain else ''}"
 
 
 CASES = [
@@ -73,10 +75,7 @@ CASES = [
         ("asynchronous", "harvested"),
         ("asynchronous", "both"),
     )
-] + [
-    Case(mode="asynchronous", fleet="dedicated", alpha=2, oldest_first=first, end=f"_alpha2_by_{name}")
-    for first, name in ((False, "turn"), (True, "group"))
-]
+] + [Case(mode="asynchronous", fleet=fleet, plain=True) for fleet in ("dedicated", "both")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,13 +85,10 @@ class Setting:
     steps: Steps = field(default_factory=Steps)
     bursts: Bursts = field(default_factory=Bursts)
     num_steps: int = 4
-    """Counted ones; half of it in a synchronous arm, whose steps are alike."""
+    """Counted ones; half of it in a synchronous arm, whose steps are alike, and twice where both fleets share a step."""
     train_s: float = 1.5
-    num_groups: int = 6
+    num_groups: int = 12
     group_size: int = 8
-    oldest_first_s: float = 60.0
-    affine_wait_s: float = 0.5
-    """The scheduler's settings, where a case has them."""
 
 
 class Loop:
@@ -116,12 +112,10 @@ class Loop:
         setting = self._setting
         tokens, head = folder / "tokens.toml", folder / "head"
         Tokens.generate().save(tokens)
-        by_group = case.mode == "asynchronous" and case.oldest_first
         scheduler_settings = {
             "port": 0,
             "seed": seed,
-            "oldest_first_s": setting.oldest_first_s if by_group else 0.0,
-            "affine_wait_s": setting.affine_wait_s if case.affine_wait else 0.0,
+            **({"oldest_first_s": 0.0, "affine_wait_s": 0.0} if case.plain else {}),
             "cap_dedicated": CAP,
             "cap_harvested": CAP,
             "timeouts": {"stall_s": 60.0, "suspect_s": 5.0, "dead_s": 20.0},
@@ -146,6 +140,7 @@ class Loop:
             )
         )
         num_counted = setting.num_steps if case.mode == "asynchronous" else -(-setting.num_steps // 2)
+        num_counted *= 2 if case.fleet == "both" else 1
         num_steps = WARM_STEPS[case.mode] + num_counted
         job = {
             "job": "bench",
@@ -342,6 +337,7 @@ def summarise(
         )
         middle[case.name] = own[(len(own) - 1) // 2]
     rates = {name: float(one["tokens_per_s"]) for name, one in middle.items()}
+    sampled = {name: float(one["engine_tokens_per_s"]) for name, one in middle.items()}
     summary: dict[str, Any] = {}
     ends = [end for end in ("", "_stragglers") if _complete(runs, repeats, end)]
     for end in ends:
@@ -357,14 +353,14 @@ def summarise(
             f"harvest_gain{end}": round(found["gain"], 3),
             f"harvest_gain_limit{end}": round(found["limit"], 3),
             f"harvest_gain_over_limit{end}": round(found["gain_over_limit"], 3),
+            f"engine_gain_over_limit{end}": round(gain_of(sampled, bool(end))["gain_over_limit"], 3),
         }
     summary["harvest_gain_over_limit_bar"] = BAR
-    for order in ("turn", "group"):
-        one = middle.get(f"asynchronous_dedicated_alpha2_by_{order}")
-        if one is None:
-            continue
-        summary[f"alpha2_by_{order}_tokens_per_s"] = one["tokens_per_s"]
-        summary[f"alpha2_by_{order}_stale_fraction"] = round(one["num_stale"] / one["num_trajectories"], 3)
+    for fleet in ("dedicated", "both"):
+        name = f"asynchronous_{fleet}"
+        if f"{name}_plain" in rates and name in rates:
+            summary[f"{fleet}_plain_tokens_per_s"] = rates[f"{name}_plain"]
+            summary[f"{fleet}_over_plain"] = round(rates[name] / rates[f"{name}_plain"], 3)
     report.table(
         (
             "arm",

@@ -10,8 +10,14 @@ after a restart (a lease is replayed with its groups named, so that compaction m
 
 Staleness is checked where it counts, at the lease, on the oldest weight version among a group's tokens.
 Beyond ``alpha`` versions (of its job) the whole group is dropped (``cancel``: a group with a hole is no group),
-or handed out marked (``mask``).  ``wait`` drops nothing either: no batch is granted while a running trajectory
-would be too old for the step after it, so the trainer waits for the slowest instead of leaving it behind.
+or handed out marked (``mask``).  ``wait`` drops nothing either: the groups with the oldest tokens go first, and no batch is granted
+that would leave more groups behind than later batches can take before they are too old, so the trainer waits for the slowest (not
+for a group without a running member for ``abandoned_s``: its agent is gone).  While at most ``(alpha + 1) * num_groups`` groups
+are begun and not consumed, nothing ever gets too old then; beyond that, ``wait`` marks as ``mask`` does.
+
+Under the other rules ready groups that would be too old for the step after this one go before the others.
+
+A trainer may name ``alpha`` and ``on_stale`` with each batch that it asks for; else its job's hold.
 
 A job may *filter* (DAPO): a complete group whose rewards are all equal teaches nothing and leaves as a whole.
 It may take groups in the order they were *submitted*: then no short group overtakes a long one.
@@ -54,6 +60,8 @@ class SampleState(StrEnum):
     STALE = "stale"
 
 
+STALE_RULES = ("wait", "mask", "cancel")
+_NEVER = float("inf")
 FINAL = (SampleState.CONSUMED, SampleState.FILTERED, SampleState.CANCELLED, SampleState.STALE)
 
 
@@ -65,11 +73,12 @@ class JobParams:
     """Versions a sample may lie behind the trainer that takes it."""
     on_stale: str = "cancel"
     """``cancel`` drops the group, ``mask`` hands it out with ``stale`` set on its old members, ``wait`` also
-    grants nothing while a running trajectory would be too old next."""
+    grants nothing that would leave groups behind until they are too old."""
     filter_equal: bool = False
     """Drop complete groups without any difference in reward (DAPO's dynamic sampling)."""
     order: str = "ready"
-    """``ready``: first complete, first leased; ``submitted``: in the order of their first trajectory."""
+    """``ready``: first complete, first leased; ``submitted``: in the order of their first trajectory.  Before either: groups
+    that could not wait for another step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +86,8 @@ class SampleParams(JobParams):
     """What holds for jobs that have no settings of their own."""
 
     jobs: Mapping[str, JobParams] = field(default_factory=lambda: dict[str, JobParams]())
+    abandoned_s: float = 60.0
+    """Between two members of a group that is still played; under ``wait`` no trainer waits longer for one that is not."""
     max_acked: int = 4096
     """Acknowledged batches remembered, so that an acknowledgement may be repeated."""
 
@@ -89,10 +100,13 @@ class SampleParams(JobParams):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrajectoryCreated:
+    """``floor``: no token of it will be of an older version, because no worker below takes a turn of its job any more."""
+
     trajectory_id: str
     job: str
     group_id: str
     group_size: int
+    floor: Version | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,6 +143,9 @@ class BatchAsked:
     num_groups: int
     version: Version
     ttl_s: float
+    alpha: int | None = None
+    """This and ``on_stale``: None = as the job's."""
+    on_stale: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,6 +244,7 @@ class Sample:
     group_id: str
     state: SampleState = SampleState.RUNNING
     oldest: Version | None = None
+    floor: Version | None = None
     num_tokens: int = 0
     reward: float = 0.0
     reason: str = ""
@@ -241,6 +259,8 @@ class Group:
     """Order of submission."""
     members: list[str] = field(default_factory=lambda: list[str]())
     ready: bool = False
+    quiet_since_s: float | None = None
+    """When a lease first found it without a running member."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -339,7 +359,7 @@ class SampleBook:
             )
         group.members.append(event.trajectory_id)
         self.samples[event.trajectory_id] = Sample(
-            trajectory_id=event.trajectory_id, job=event.job, group_id=event.group_id
+            trajectory_id=event.trajectory_id, job=event.job, group_id=event.group_id, floor=event.floor
         )
         self.num_created[event.job] += 1
         self.num_here[(event.job, SampleState.RUNNING)] += 1
@@ -390,43 +410,91 @@ class SampleBook:
     def _ask(self, event: BatchAsked) -> list[Action]:
         if event.batch_id in self.batches or event.batch_id in self.acked:
             raise Conflict(f"batch {event.batch_id} exists", field="batch_id")
-        params = self.params.of(event.job)
+        params = self._params_for(event)
         actions: list[Action] = []
         picked: list[str] = []
         stale_groups: list[str] = []
-        for group_id in self._in_order(event.job, params):
+        for group_id in self._in_order(event, params):
             if len(picked) == event.num_groups:
                 break
-            if params.on_stale == "cancel" and self._stale_members(event.job, group_id, event.version):
+            if params.on_stale == "cancel" and self._stale_members(
+                event.job, group_id, event.version, params.alpha
+            ):
                 stale_groups.append(group_id)
             else:
                 picked.append(group_id)
         if stale_groups:
             actions.append(self._drop_stale(event.job, stale_groups))
-        if len(picked) < event.num_groups or (params.on_stale == "wait" and self._must_wait(event, params)):
+        if len(picked) < event.num_groups or (
+            params.on_stale == "wait" and self._must_wait(event, params, picked)
+        ):
             return actions
-        return actions + self._grant(event, tuple(picked), tuple(stale_groups), event.version)
+        stale_ids = [
+            name
+            for group_id in picked
+            for name in self._stale_members(event.job, group_id, event.version, params.alpha)
+        ]
+        return actions + self._grant(event, tuple(picked), tuple(stale_groups), tuple(stale_ids))
 
-    def _in_order(self, job: str, params: JobParams) -> list[str]:
-        """Groups that may be leased now, next first."""
-        waiting = self.ready.get(job, [])
-        if params.order == "ready":
-            return list(waiting)
-        unready = [group.number for group in self.groups.values() if group.job == job and not group.ready]
-        first = min(unready, default=self._num_groups + 1)
-        numbers = {group_id: self.groups[(job, group_id)].number for group_id in waiting}
-        return sorted((name for name in waiting if numbers[name] < first), key=numbers.__getitem__)
-
-    def _must_wait(self, event: BatchAsked, params: JobParams) -> bool:
-        """After this batch the trainer is a version further: would something that runs be too old then?"""
-        after = (event.version[0], event.version[1] + 1)
-        return any(
-            sample.state is SampleState.RUNNING
-            and sample.job == event.job
-            and sample.oldest is not None
-            and worst_lag(after, [sample.oldest]) > params.alpha
-            for sample in self.samples.values()
+    def _params_for(self, event: BatchAsked) -> JobParams:
+        own = self.params.of(event.job)
+        return JobParams(
+            alpha=own.alpha if event.alpha is None else event.alpha,
+            on_stale=own.on_stale if event.on_stale is None else event.on_stale,
+            filter_equal=own.filter_equal,
+            order=own.order,
         )
+
+    def _in_order(self, event: BatchAsked, params: JobParams) -> list[str]:
+        """Groups that may be leased now, next first."""
+        job = event.job
+        waiting = list(self.ready.get(job, ()))
+        if params.order == "submitted":
+            unready = [group.number for group in self.groups.values() if group.job == job and not group.ready]
+            first = min(unready, default=self._num_groups + 1)
+            numbers = {group_id: self.groups[(job, group_id)].number for group_id in waiting}
+            waiting = sorted((name for name in waiting if numbers[name] < first), key=numbers.__getitem__)
+        last = {name: self._last_step(self.groups[(job, name)], params.alpha) for name in waiting}
+        if params.on_stale == "wait":
+            return sorted(waiting, key=last.__getitem__)
+        return sorted(waiting, key=lambda name: last[name] > event.version[1])
+
+    def _must_wait(self, event: BatchAsked, params: JobParams, picked: list[str]) -> bool:
+        """Would this batch leave more groups behind than the next ones can take in time, and would waiting help?
+
+        Batches hold ``num_groups`` each; of the groups that can be trained on for ``n`` more steps, at most ``n`` batches may be left.
+        """
+        version = event.version[1]
+        last = {
+            name: self._last_step(group, params.alpha)
+            for (job, name), group in self.groups.items()
+            if job == event.job
+        }
+        played = [name for name in last if self._is_played(self.groups[(event.job, name)], event.at_s)]
+        first_played = min((last[name] for name in played), default=_NEVER)
+        youngest_picked = max((last[name] for name in picked), default=_NEVER)
+        left = sorted(last[name] for name in {*played, *self.ready.get(event.job, ())} - set(picked))
+        for num_left, step in enumerate(left, start=1):
+            if first_played <= step < youngest_picked and num_left > event.num_groups * max(
+                0, step - version
+            ):
+                return True
+        return False
+
+    def _is_played(self, group: Group, at_s: float) -> bool:
+        """Whether a group that is not complete may still be."""
+        if group.ready:
+            return False
+        if any(self.samples[name].state is SampleState.RUNNING for name in group.members):
+            group.quiet_since_s = None
+        elif group.quiet_since_s is None:
+            group.quiet_since_s = at_s
+        return group.quiet_since_s is None or at_s - group.quiet_since_s <= self.params.abandoned_s
+
+    def _last_step(self, group: Group, alpha: int) -> float:
+        """The last version of the trainer that may train on what the group has by now."""
+        bounds = [_oldest_possible(self.samples[name]) for name in group.members]
+        return min((bound[1] + alpha for bound in bounds if bound is not None), default=_NEVER)
 
     def _restore(self, event: BatchRestored) -> list[Action]:
         missing = [
@@ -440,24 +508,21 @@ class SampleBook:
         stale = [group_id for group_id in event.stale_group_ids if group_id in self.ready.get(event.job, [])]
         if stale:
             actions.append(self._drop_stale(event.job, stale))
-        return actions + (self._grant(event, event.group_ids, tuple(stale), None) if event.group_ids else [])
+        return actions + (self._grant(event, event.group_ids, tuple(stale), ()) if event.group_ids else [])
 
     def _grant(
         self,
         event: BatchAsked | BatchRestored,
         group_ids: tuple[str, ...],
         stale_group_ids: tuple[str, ...],
-        version: Version | None,
+        stale_ids: tuple[str, ...],
     ) -> list[Action]:
         ids: list[str] = []
-        stale_ids: list[str] = []
         for group_id in group_ids:
             self.ready[event.job].remove(group_id)
             for member in self.groups[(event.job, group_id)].members:
                 self._move(self.samples[member], SampleState.LEASED)
                 ids.append(member)
-            if version is not None:
-                stale_ids.extend(self._stale_members(event.job, group_id, version))
         self.batches[event.batch_id] = Batch(
             batch_id=event.batch_id,
             job=event.job,
@@ -470,7 +535,7 @@ class SampleBook:
                 batch_id=event.batch_id,
                 group_ids=group_ids,
                 trajectory_ids=tuple(ids),
-                stale_ids=tuple(stale_ids),
+                stale_ids=stale_ids,
                 stale_group_ids=stale_group_ids,
             )
         ]
@@ -539,8 +604,7 @@ class SampleBook:
 
     # --- books -----------------------------------------------------------------------------------------
 
-    def _stale_members(self, job: str, group_id: str, version: Version) -> list[str]:
-        alpha = self.params.of(job).alpha
+    def _stale_members(self, job: str, group_id: str, version: Version, alpha: int) -> list[str]:
         stale: list[str] = []
         for member in self.groups[(job, group_id)].members:
             oldest = self.samples[member].oldest
@@ -610,3 +674,10 @@ class SampleBook:
                 members = self.groups[(job, group_id)].members
                 assert len(members) == self.groups[(job, group_id)].size
                 assert all(self.samples[member].state is SampleState.FINISHED for member in members)
+
+
+def _oldest_possible(sample: Sample) -> Version | None:
+    """The oldest version that a sample's tokens have, or may yet turn out to have: a first turn that is under way has none."""
+    if sample.oldest is None and sample.state is SampleState.RUNNING:
+        return sample.floor
+    return sample.oldest

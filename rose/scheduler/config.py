@@ -150,12 +150,12 @@ class SchedulerConfig(Section):
     cap_harvested: int = Field(default=64, gt=0)
     adaptive_cap: bool = False
     """Lower a worker's limit when its engine is short of KV memory, and raise it again, inside the cap."""
-    oldest_first_s: float = Field(default=0.0, ge=0)
+    oldest_first_s: float = Field(default=60.0, ge=0)
     """A turn is queued as if it had come with the first of its group, but at most this much earlier: groups end in about the
     order of their start.  0 is each turn's own age."""
-    affine_wait_s: float = Field(default=0.0, ge=0, le=60)
+    affine_wait_s: float = Field(default=0.5, ge=0, le=60)
     """While more turns wait than workers are open, one whose prefix is on a worker waits this long for a slot there, instead
-    of reading its prompt again elsewhere.  For fleets with more demand than slots; 0 is off."""
+    of reading its prompt again elsewhere.  Where there are slots for all it does nothing; 0 is off."""
     longest_first_s: float = Field(default=0.0, ge=0)
     """How much age the longest predicted rest of a trajectory is worth in the queue; 0 is plain age."""
     tail_fraction: float = Field(default=0.0, ge=0, le=1)

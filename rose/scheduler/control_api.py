@@ -165,11 +165,20 @@ class ControlRoutes:
         version = parse_version(fields.raw("version", required=True))
         ttl_s = fields.number("ttl_s", default=600.0, least=0.001, most=self._config.batches.max_ttl_s)
         wait_s = fields.number("wait_s", default=0.0, least=0, most=1e9)
+        alpha = fields.optional_integer("alpha")
+        on_stale = fields.choice("on_stale", sp.STALE_RULES) if fields.raw("on_stale") is not None else None
         fields.done()
         deadline_s = self._dispatcher.now_s() + min(wait_s, self._config.timeouts.max_wait_s)
         while True:
             changed = self._group_ready
-            leased, actions = self._store.lease(job=job, num_groups=num_groups, version=version, ttl_s=ttl_s)
+            leased, actions = self._store.lease(
+                job=job,
+                num_groups=num_groups,
+                version=version,
+                ttl_s=ttl_s,
+                alpha=alpha,
+                on_stale=on_stale,
+            )
             self._carry_out(actions)
             if leased is not None:
                 await self._store.journal.commit()

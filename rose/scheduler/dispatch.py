@@ -23,7 +23,7 @@ from rose.clock import Clock
 from rose.decisions.log import DecisionLog
 from rose.errors import CapacityError, EngineError, Gone, NotFound, PolicyError, RequestError, RoseError
 from rose.policy import turn_events as te
-from rose.policy.fleet import Duty, Health, Tier
+from rose.policy.fleet import Duty, Health, Tier, Worker
 from rose.policy.routing import RoutingPolicy
 from rose.policy.staleness import Version
 from rose.policy.turns import TurnBook
@@ -117,6 +117,8 @@ class Dispatcher:
         self._ready = asyncio.Event()
         self._models: dict[str, ServedModel] = {}
         self._models_as_of = -1
+        self._helpers_of: dict[str | None, list[Worker]] = {}
+        self._helpers_as_of = -1
         self.draining = False
 
     def now_s(self) -> float:
@@ -207,7 +209,7 @@ class Dispatcher:
 
     def register(self, event: te.WorkerRegistered, endpoint: Endpoint) -> None:
         self.endpoints[event.worker_id] = endpoint
-        self._models_as_of = -1  # the same worker may have come with another endpoint
+        self._models_as_of = self._helpers_as_of = -1  # the same worker may have come with another endpoint
         self.feed(event)
         if self._parks_newcomers and self.book.fleet.workers[event.worker_id].job is None:
             self.assign(event.worker_id, "")  # before its first heartbeat makes it fit for turns
@@ -259,17 +261,13 @@ class Dispatcher:
         """
         deadline_s = self.now_s() + max_wait_s
         while True:
-            usable = [
-                w
-                for w in self.book.fleet
-                if w.health is Health.READY and model in (None, w.model) and w.worker_id not in tried
-            ]
-            dedicated = [w for w in usable if w.tier is Tier.DEDICATED]
-            usable = dedicated or usable
+            usable = self._helpers(model)
+            if tried:
+                usable = [worker for worker in usable if worker.worker_id not in tried]
             if usable:
-                least = min(w.inflight for w in usable)
-                worker = self._rng.choice([w for w in usable if w.inflight == least])
-                return self.endpoints[worker.worker_id]
+                # The less busy of two drawn ones: nearly as even as the least busy of all, at no cost that grows with the fleet.
+                drawn = [usable[int(self._rng.random() * len(usable))] for _ in range(2)]
+                return self.endpoints[min(drawn, key=_inflight).worker_id]
             left_s = deadline_s - self.now_s()
             if left_s <= 0:
                 raise CapacityError("no worker is ready", retry_after_s=5.0)
@@ -279,6 +277,20 @@ class Dispatcher:
                 await asyncio.wait_for(self._ready.wait(), min(left_s, 1.0))
             except TimeoutError:
                 pass
+
+    def _helpers(self, model: str | None) -> list[Worker]:
+        """Who can render: workers in health, dedicated ones where there are any.  Put together once per change of the fleet."""
+        fleet = self.book.fleet
+        if self._helpers_as_of != fleet.changes:
+            self._helpers_as_of = fleet.changes
+            self._helpers_of.clear()
+        found = self._helpers_of.get(model)
+        if found is None:
+            usable = [w for w in fleet if w.health is Health.READY and model in (None, w.model)]
+            found = [w for w in usable if w.tier is Tier.DEDICATED] or usable
+            if found:  # names that nobody serves come from clients, without end
+                self._helpers_of[model] = found
+        return found
 
     # --- events and actions ----------------------------------------------------------------------------
 
@@ -437,6 +449,10 @@ class Dispatcher:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, *self._background, return_exceptions=True)
+
+
+def _inflight(worker: Worker) -> int:
+    return worker.inflight
 
 
 def turn_error(ended: te.TurnEnded) -> RoseError:

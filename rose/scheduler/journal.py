@@ -81,6 +81,8 @@ class CreateRecord(msgspec.Struct, tag="create", frozen=True, gc=False, omit_def
     """``Idempotency-Key`` of the creation."""
     task_kind: str = ""
     prefill_per_decode: float | None = None
+    floor: str = ""
+    """Version that its job required then; empty where none."""
 
 
 class FinishRecord(msgspec.Struct, tag="finish", frozen=True, gc=False, omit_defaults=True):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from rose.policy.samples import STALE_RULES
+
 Schema = dict[str, Any]
 
 TEXT: Schema = {"type": "string", "minLength": 1, "maxLength": 256}
@@ -88,6 +90,8 @@ LEASE = _object(
     },
     ttl_s=_optional({"type": "number", "exclusiveMinimum": 0}),
     wait_s=_optional({"type": "number", "minimum": 0}),
+    alpha=_optional(COUNT),
+    on_stale=_optional({"type": "string", "enum": [*STALE_RULES, None]}),
 )
 WORKER = _object(
     ("worker_id", "url", "tier", "model", "max_model_len", "incarnation"),

@@ -25,7 +25,7 @@ import msgspec
 
 from rose.errors import CapacityError, Conflict, Gone, NotFound, PolicyError
 from rose.policy import samples as sp
-from rose.policy.staleness import Version, parse_version
+from rose.policy.staleness import Version, format_version, parse_version
 from rose.scheduler.ids import unpack_ids, unpack_logprobs
 from rose.scheduler.journal import (
     AckedRecord,
@@ -297,6 +297,7 @@ class Store:
             key=key,
             task_kind=task_kind,
             prefill_per_decode=prefill_per_decode,
+            floor=format_version(self.versions[job]) if job in self.versions else "",
         )
         self._write(record)
         return name
@@ -345,7 +346,14 @@ class Store:
     # --- batches ---------------------------------------------------------------------------------------
 
     def lease(
-        self, *, job: str, num_groups: int, version: Version, ttl_s: float
+        self,
+        *,
+        job: str,
+        num_groups: int,
+        version: Version,
+        ttl_s: float,
+        alpha: int | None = None,
+        on_stale: str | None = None,
     ) -> tuple[sp.Leased | None, list[sp.Action]]:
         batch_id = f"b-{secrets.token_hex(10)}"
         event = sp.BatchAsked(
@@ -355,6 +363,8 @@ class Store:
             num_groups=num_groups,
             version=version,
             ttl_s=ttl_s,
+            alpha=alpha,
+            on_stale=on_stale,
         )
         # Which groups are stale depends on the book alone, so deciding first and recording the decision
         # is safe: nothing is visible before the record is written, and a failed write undoes nothing
@@ -439,6 +449,7 @@ class Store:
                         job=record.job,
                         group_id=record.group_id,
                         group_size=record.group_size,
+                        floor=parse_version(record.floor) if record.floor else None,
                     )
                 )
                 self.trajectories[record.id] = Trajectory(record)

@@ -78,6 +78,13 @@ class Pump:
         busy_s = record["train_s"] + record["checkpoint_s"] + record["publish_s"]
         return {**record, **counts, **failed, "rollout_s": max(0.0, time.monotonic() - started_s - busy_s)}
 
+    async def close(self) -> None:
+        """Wait for no group any more.  Their episodes are the managers', see :meth:`rose.train.crew.Crew.stop_episodes`."""
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        self._running.clear()
+
     async def _fill(self, wanted: int) -> None:
         """Begin groups up to the bound; at least what the trainer is known to lack."""
         config, crew = self._config, self._crew

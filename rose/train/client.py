@@ -81,6 +81,7 @@ class SchedulerClient:
         self._turn_timeout_s = turn_timeout_s
         self._retry_s = retry_s
         self._session: aiohttp.ClientSession | None = None
+        self._is_closed = False
 
     async def __aenter__(self) -> Self:
         self._open()
@@ -92,6 +93,8 @@ class SchedulerClient:
         await self.close()
 
     async def close(self) -> None:
+        """For good: a call that comes later would open connections that nobody closes, and is refused."""
+        self._is_closed = True
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -200,19 +203,27 @@ class SchedulerClient:
         version: int,
         ttl_s: float,
         wait_s: float,
+        alpha: int | None = None,
+        on_stale: str | None = None,
         before_retry: Callable[[], Awaitable[None]] | None = None,
     ) -> tuple[str, list[dict[str, Any]]] | None:
         """``(batch_id, trajectories)``, or None when too few groups are ready after ``wait_s``.
 
+        ``alpha`` and ``on_stale``: instead of what the scheduler is configured with for this job.
+
         ``before_retry`` must hand open leases back (:meth:`resume`); the default does, and forgets nothing more.
         """
-        body = {
+        body: dict[str, Any] = {
             "job": job,
             "num_groups": num_groups,
             "version": [attempt, version],
             "ttl_s": ttl_s,
             "wait_s": wait_s,
         }
+        if alpha is not None:
+            body["alpha"] = alpha
+        if on_stale is not None:
+            body["on_stale"] = on_stale
 
         async def hand_back() -> None:
             await self.resume(job=job, attempt=attempt, consumed=())
@@ -260,6 +271,8 @@ class SchedulerClient:
     # --- transport -------------------------------------------------------------------------------------
 
     def _open(self) -> aiohttp.ClientSession:
+        if self._is_closed:
+            raise TrainError("this client is closed", field="scheduler.url")
         if self._session is None:
             # Every episode holds one connection while it waits; the pool must not be the queue.
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))

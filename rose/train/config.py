@@ -140,6 +140,10 @@ class RolloutSettings(Section):
     alpha: int | None = Field(default=None, ge=0, le=64)
     """Versions a token may lie behind the step that trains on it.  None = 1 for answers of one token, 4 for all others.  A
     synchronous run is always at 0, but for what a restart left behind."""
+    on_stale: Literal["wait", "mask", "cancel"] | None = None
+    """What becomes of a group with a token older than ``alpha`` versions: ``cancel`` drops it before it is leased, ``mask`` keeps
+    its old trajectories out of the update, ``wait`` holds the trainer so that there is none.  None = as the scheduler is
+    configured, with its bound; the trainer then leaves out what is beyond ``alpha``."""
     num_groups: int = Field(default=8, ge=1, le=65536)
     redundant_episodes: int = Field(default=0, ge=0, le=4096)
     """Started per group beyond ``group_size``; the slowest are dropped, which favours short episodes."""

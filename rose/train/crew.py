@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 PING_TIMEOUT_S = 60.0
 """Longer than an actor takes to start on one busy core."""
+STOP_TIMEOUT_S = 15.0
+"""Longer than a manager waits for a scheduler that does not answer."""
 
 
 class ActorDied(Exception):
@@ -185,6 +187,16 @@ class Crew:
 
     async def run_on(self, manager: int, plans: Sequence[GroupPlan]) -> RolloutReport:
         return await answer_of(self._managers[manager].run.remote(list(plans)))
+
+    async def stop_episodes(self) -> None:
+        """The run is over: what managers still play is for nobody.  Without it engines would go on with it until the scheduler
+        misses the clients, and its trajectories would stay open for hours.  Gives up in silence: the next run cancels them too."""
+        calls = [answer_of(manager.stop.remote()) for manager in self._managers if manager is not None]
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await asyncio.gather(*calls, return_exceptions=True)
+        except TimeoutError:
+            logger.warning("environment managers did not stop in time")
 
     async def progress(self) -> tuple[int, int]:
         """Episodes started and ended since the managers were made."""

@@ -1,6 +1,6 @@
 """The train loop: rollouts, one optimiser step, the next version; on Ray.
 
-Read :func:`train_with` first, then one of the two ways to take a step: :func:`_synchronous_step` here, in which the episodes
+Read :func:`train_with` and its :func:`_steps` first, then one of the two ways to take a step: :func:`_synchronous_step` here, in which the episodes
 of step ``s`` run on version ``s`` and no other, or ``rose.train.async_loop``, in which they go on while the trainer
 trains and may lie ``alpha`` versions behind.
 
@@ -120,9 +120,19 @@ def check_job(config: TrainConfig, parts: Parts | None = None) -> None:
 
 
 async def train_with(crew: Crew, progress: Progress, *, watch_s: float | None = None) -> RunResult:
-    """The loop itself; see :func:`run_training`."""
+    """The loop itself; see :func:`run_training`.  However it ends, no episode goes on behind it."""
+    pump = Pump(crew.config, crew) if crew.config.rollout.mode == "asynchronous" else None
+    try:
+        return await _steps(crew, pump, progress, watch_s)
+    finally:
+        if pump is not None:
+            await pump.close()
+        if not ray_died.is_set():
+            await crew.stop_episodes()
+
+
+async def _steps(crew: Crew, pump: Pump | None, progress: Progress, watch_s: float | None) -> RunResult:
     config = crew.config
-    pump = Pump(config, crew) if config.rollout.mode == "asynchronous" else None
     curve: list[float] = []
     held_out: float | None = None
     with open_logs(config) as logs:
@@ -232,6 +242,7 @@ async def _watched(crew: Crew, progress: Progress, watch_s: float | None) -> Asy
     finally:
         if task is not None:
             task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
 
 async def _until_signal(work: Awaitable[RunResult]) -> RunResult:

@@ -21,6 +21,9 @@ biases what is trained on; it is off unless asked for.
 repeatable: after the death of an actor, the driver or the scheduler, finished episodes are kept, those
 that nobody runs any more are cancelled, and only the rest is started.  Pure.
 
+Whoever ends episodes early calls :meth:`EpisodeRunner.stop`: it returns when the scheduler has been told of each, so that no engine
+goes on for nobody.
+
 Callers: ``rose.train.workers``.
 """
 
@@ -31,11 +34,12 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from rose.errors import (
     CapacityError,
@@ -54,8 +58,12 @@ from rose.train.mix import TaskMix
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 MAX_CONVERSATION_TURNS = 10_000
 """Backstop against an environment that never ends."""
+CLOSE_TIMEOUT_S = 10.0
+"""How long the end of a run waits for a scheduler that does not answer."""
 
 
 class Cause(StrEnum):
@@ -286,6 +294,9 @@ class EpisodeRunner:
         self._allowed = allowed_token_ids
         self._rewarder = rewarder
         self._slots = slots or asyncio.Semaphore(params.concurrency)
+        self._episodes: set[asyncio.Task[Any]] = set()
+        self._leaving: set[asyncio.Task[None]] = set()
+        """Cancellations on their way to the scheduler."""
         self.num_started = 0
         self.num_ended = 0
 
@@ -302,7 +313,7 @@ class EpisodeRunner:
                 for index in range(max((group.num_episodes for group in groups), default=0)):
                     for group in groups:
                         if index < group.num_episodes:
-                            group.tasks.append(tasks.create_task(self._member(group)))
+                            group.tasks.append(self._begin(tasks, self._member(group)))
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from failures  # the first one; it cancelled the others
         return RolloutReport(
@@ -339,7 +350,7 @@ class EpisodeRunner:
         try:
             async with asyncio.TaskGroup() as group:
                 running = [
-                    group.create_task(one(index))
+                    self._begin(group, one(index))
                     for index in range(len(tasks))
                     for _ in range(episodes_per_task)
                 ]
@@ -374,8 +385,44 @@ class EpisodeRunner:
                         raise TrainError(f"an episode of {job} failed: {failure}", field="env") from failure
                 finally:
                     if trajectory_id:
-                        await self._client.cancel(trajectory_id)  # scored or not, nobody is to train on it
+                        await self._let_go(trajectory_id)  # scored or not, nobody is to train on it
         raise AssertionError("unreachable")
+
+    async def stop(self) -> None:
+        """End every episode that runs; the scheduler has been told of each when this returns.  Their :meth:`run` returns too."""
+        for task in self._episodes:
+            task.cancel()
+        while busy := {*self._episodes, *self._leaving}:
+            await asyncio.wait(busy)
+
+    async def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """:meth:`stop`, but where the scheduler does not answer in time it is left to find out by itself."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.stop()
+        except TimeoutError:
+            logger.warning("%d trajectories could not be cancelled in time", len(self._leaving))
+            for task in self._leaving:
+                task.cancel()
+            await asyncio.gather(*self._episodes, *self._leaving, return_exceptions=True)
+
+    def _begin(self, tasks: asyncio.TaskGroup, episode: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = tasks.create_task(episode)
+        self._episodes.add(task)
+        task.add_done_callback(self._episodes.discard)
+        return task
+
+    async def _let_go(self, trajectory_id: str) -> None:
+        """Cancel a trajectory; goes on where its caller is cancelled meanwhile, even twice, and :meth:`stop` waits for it."""
+        task = asyncio.create_task(self._client.cancel(trajectory_id))
+        self._leaving.add(task)
+        task.add_done_callback(self._left)
+        await asyncio.shield(task)
+
+    def _left(self, task: asyncio.Task[None]) -> None:
+        self._leaving.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.warning("a trajectory was not cancelled: %s", task.exception())
 
     async def _member(self, group: _GroupRun) -> None:
         """One episode of a group, to its reward."""
@@ -417,7 +464,7 @@ class EpisodeRunner:
                 logger.warning("episode %s of group %s failed: %s", trajectory_id, plan.group_id, failure)
                 group.causes[failure.cause] += 1
                 if trajectory_id:
-                    await self._client.cancel(trajectory_id)
+                    await self._let_go(trajectory_id)
                 if retry == self._params.max_retries:
                     group.give_up(f"{failure.cause} failed {retry + 1} times: {failure}")
                     return
@@ -425,13 +472,14 @@ class EpisodeRunner:
             except asyncio.CancelledError:
                 # Stopped on purpose, by the group or by our caller: nobody will finish this trajectory.
                 if trajectory_id:
-                    await asyncio.shield(self._client.cancel(trajectory_id))
+                    with suppress(RoseError):
+                        await self._let_go(trajectory_id)
                 if group.is_over and not group.failure:
                     group.num_dropped += 1
                 raise
             except RoseError:
                 if trajectory_id:
-                    await self._client.cancel(trajectory_id)
+                    await self._let_go(trajectory_id)
                 raise
 
     async def _play(self, trajectory_id: str, task: Task) -> tuple[Observation, int]:

@@ -185,7 +185,13 @@ class EnvManager:
         runners = [*self._runners.values(), *self._evaluators.values()]
         return sum(one.num_started for one in runners), sum(one.num_ended for one in runners)
 
+    async def stop(self) -> None:
+        """End every episode that runs, see :meth:`rose.train.rollout.EpisodeRunner.close`."""
+        runners = [*self._runners.values(), *self._evaluators.values()]
+        await asyncio.gather(*(runner.close() for runner in runners))
+
     async def close(self) -> None:
+        await self.stop()
         for pool in self._pools.values():
             await pool.close()
         await self._client.close()
@@ -453,6 +459,9 @@ class TrainWorker:
                 version=version[1],
                 ttl_s=config.scheduler.lease_ttl_s,
                 wait_s=wait_s,
+                # One bound for both sides, where the job names a rule: else the scheduler keeps to its own.
+                alpha=config.alpha if config.rollout.on_stale else None,
+                on_stale=config.rollout.on_stale,
                 before_retry=before_retry,
             )
             if leased is None:

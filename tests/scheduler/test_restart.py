@@ -256,6 +256,24 @@ def test_replay_reaches_the_state_that_was_live(tmp_path: Path) -> None:
     again.journal.close()
 
 
+@pytest.mark.parametrize("compact_bytes", [0, 2**30])
+def test_how_old_a_first_turn_may_be_is_known_after_a_restart(tmp_path: Path, compact_bytes: int) -> None:
+    def store() -> Store:
+        params = sp.SampleParams(alpha=1, on_stale="wait")
+        return Store(
+            Journal(tmp_path), params, max_trajectories=9, retained_finals=9, compact_bytes=compact_bytes
+        )
+
+    live = store()
+    live.require("j", (1, 0))
+    name = live.create(job="j", group_id="g", group_size=1, task=None, sampling={})
+    live.require("j", (1, 1))
+    live.journal.close()
+    again = store()
+    assert again.book.samples[name].floor == (1, 0)
+    again.journal.close()
+
+
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_prompt_ids_are_put_together_along_the_branch(tmp_path: Path, count: int) -> None:
     from rose.scheduler.ids import pack_ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -202,17 +203,123 @@ def test_in_submission_order_no_later_group_overtakes() -> None:
     assert leased(lease(book, "b3")) == ("r0", "r1")  # what was given up blocks nobody
 
 
-def test_on_stale_wait_holds_the_trainer_for_the_slowest_and_drops_nothing() -> None:
+def waiting_book() -> sp.SampleBook:
+    """alpha 1; one group ready that would be too old for nobody."""
     book = sp.SampleBook(params=sp.SampleParams(alpha=1, on_stale="wait"))
+    fill(book, "r", (1, 1))
+    return book
+
+
+def test_wait_holds_the_trainer_for_the_slowest_and_then_takes_it_first() -> None:
+    book = waiting_book()
     create(book, "slow", "s", 1)
     book.handle(sp.TurnAdded(trajectory_id="slow", oldest=(1, 0), num_tokens=5))
     fill(book, "q", (1, 1))
-    assert leased(lease(book, "b1", version=(1, 0))) == ("q0", "q1")  # after it: version 1, lag 1
-    fill(book, "r", (1, 1))
+    assert leased(lease(book, "b1", version=(1, 0))) == ("r0", "r1")  # after it: version 1, lag 1
     assert leased(lease(book, "b2", version=(1, 1))) == ()  # after it the lag would be 2
     finish(book, "slow", (1, 0))
-    assert leased(lease(book, "b3", version=(1, 1), num_groups=2)) == ("r0", "r1", "slow")
+    assert leased(lease(book, "b3", version=(1, 1))) == ("slow",)  # before q, which was ready long ago
+    assert leased(lease(book, "b4", version=(1, 2))) == ("q0", "q1")
     assert book.counts()["stale"] == 0
+
+
+def test_wait_also_holds_for_the_finished_members_of_a_running_group() -> None:
+    book = waiting_book()
+    create(book, "early", "s", 2)
+    finish(book, "early", (1, 0))
+    create(book, "late", "s", 2)
+    book.handle(sp.TurnAdded(trajectory_id="late", oldest=(1, 1), num_tokens=5))
+    assert leased(lease(book, "b1", version=(1, 1))) == ()
+    finish(book, "late", (1, 1))
+    assert leased(lease(book, "b2", version=(1, 1))) == ("early", "late")
+
+
+def test_wait_holds_for_a_first_turn_whose_version_is_not_known_yet() -> None:
+    book = waiting_book()
+    book.handle(sp.TrajectoryCreated(trajectory_id="new", job="j", group_id="n", group_size=1, floor=(1, 0)))
+    assert leased(lease(book, "b1", version=(1, 1))) == ()
+    book.handle(sp.TurnAdded(trajectory_id="new", oldest=(1, 1), num_tokens=5))  # it was younger than feared
+    assert leased(lease(book, "b2", version=(1, 1))) == ("r0", "r1")
+
+
+def test_wait_does_not_hold_for_a_group_that_nobody_plays() -> None:
+    book = waiting_book()
+    create(book, "left", "s", 2)
+    finish(book, "left", (1, 0))
+    assert leased(lease(book, "b1", version=(1, 1), at_s=5.0)) == ()  # its next member may be on its way
+    assert leased(lease(book, "b2", version=(1, 1), at_s=65.0)) == ()
+    create(book, "next", "s", 2)
+    assert leased(lease(book, "b3", version=(1, 1), at_s=66.0)) == ()
+    book.handle(sp.TrajectoryCancelled(trajectory_id="next", reason="idle"))
+    assert leased(lease(book, "b4", version=(1, 1), at_s=70.0)) == ()
+    assert leased(lease(book, "b5", version=(1, 1), at_s=130.5)) == ("r0", "r1")
+
+
+@pytest.mark.parametrize("on_stale", sp.STALE_RULES)
+def test_what_cannot_wait_for_another_step_is_leased_first(on_stale: str) -> None:
+    book = sp.SampleBook(params=sp.SampleParams(alpha=1, on_stale=on_stale))
+    fill(book, "young", (1, 1))
+    fill(book, "old", (1, 0))
+    assert leased(lease(book, "b", version=(1, 1))) == ("old0", "old1")
+
+
+def test_a_lease_may_bring_its_own_bound_and_rule() -> None:
+    book = sp.SampleBook(params=sp.SampleParams(alpha=4, on_stale="cancel"))
+    asked = {"at_s": 0.0, "job": "j", "num_groups": 1, "version": (1, 2), "ttl_s": 9.0}
+    fill(book, "p", (1, 0))
+    (grant,) = book.handle(sp.BatchAsked(batch_id="a", alpha=1, on_stale="mask", **asked))  # type: ignore[arg-type]
+    assert isinstance(grant, sp.Leased)
+    assert grant.stale_ids == ("p0", "p1")
+    fill(book, "q", (1, 0))
+    (gone,) = book.handle(sp.BatchAsked(batch_id="b", alpha=1, **asked))  # type: ignore[arg-type]
+    assert isinstance(gone, sp.Discard)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_under_wait_nothing_gets_too_old_and_the_trainer_goes_on(seed: int) -> None:
+    """At most ``(alpha + 1) * num_groups`` groups begun, as the asynchronous loop has it; everything else at random."""
+    rng = random.Random(seed)
+    alpha, num_groups, size = rng.choice([1, 2, 3]), rng.choice([1, 2, 4]), rng.choice([1, 3])
+    book = sp.SampleBook(params=sp.SampleParams(alpha=alpha, on_stale="wait"))
+    version, num_steps, num_begun = 0, 0, 0
+    left: dict[str, int] = {}
+    """Members still to be created, by group."""
+    running: dict[str, int | None] = {}
+    """Version of the first turn; None while it is under way."""
+    for number in range(1500):
+        begun = len(left) + len(book.ready.get("j", ()))
+        if begun < (alpha + 1) * num_groups:
+            left[f"g{num_begun}"] = size
+            num_begun += 1
+        group = rng.choice(sorted(left)) if left else None
+        if group is not None and left[group] and len(running) < 2 * num_groups:
+            left[group] -= 1
+            name = f"{group}-{left[group]}"
+            book.handle(
+                sp.TrajectoryCreated(
+                    trajectory_id=name, job="j", group_id=group, group_size=size, floor=(1, version)
+                )
+            )
+            running[name] = None
+        if running and rng.random() < 0.7:
+            name = rng.choice(sorted(running))
+            oldest = running[name]
+            if oldest is None:
+                oldest = running[name] = rng.randint(book.samples[name].floor[1], version)  # type: ignore[index]
+                book.handle(sp.TurnAdded(trajectory_id=name, oldest=(1, oldest), num_tokens=1))
+            elif rng.random() < 0.3:
+                finish(book, name, (1, oldest))
+                del running[name]
+                group = name.split("-")[0]
+                if book.groups[("j", group)].ready:
+                    del left[group]
+        for action in lease(book, f"b{number}", num_groups, version=(1, version)):
+            assert isinstance(action, sp.Leased)
+            assert action.stale_ids == ()
+            book.handle(sp.BatchAcked(batch_id=action.batch_id, step=num_steps, attempt=1))
+            version, num_steps = version + 1, num_steps + 1
+        book.check()
+    assert num_steps >= 10
 
 
 def test_each_job_has_its_own_alpha() -> None:

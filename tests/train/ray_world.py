@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 
 from rose.auth import Tokens
 from rose.train.config import TrainConfig
+from rose.train.env import FrozenLakeFamily, FrozenLakeParams, Observation
 from rose.train.loop import run_training
 from rose.train.workers import Parts
 from tests.train.world import World, file_publisher
@@ -96,6 +98,29 @@ async def reward_of_length(task: Any, messages: Any, info: Any) -> float:
 
 async def constant_reward(task: Any, messages: Any, info: Any) -> float:
     return 0.25
+
+
+class HalfEndless(FrozenLakeFamily):
+    """FrozenLake on which every other task never answers."""
+
+    def make(self) -> Any:
+        inner, tasks = super().make(), list(self.tasks())
+
+        class Episode:
+            async def reset(self, task: Any) -> Observation:
+                return await (asyncio.Future() if tasks.index(task) % 2 else inner.reset(task))
+
+            async def step(self, text: str) -> Observation:
+                return await inner.step(text)
+
+            async def close(self) -> None:
+                await inner.close()
+
+        return Episode()
+
+
+def half_endless() -> HalfEndless:
+    return HalfEndless(FrozenLakeParams(num_maps=4))
 
 
 def main(table: str, tokens: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from collections.abc import Iterator, Mapping
@@ -60,10 +61,12 @@ async def run(
     config = TrainConfig.model_validate(job_table(world, **table))
     crew = LocalCrew(config, world.tokens, parts or Parts(make_publisher=file_publisher))
     script = Script(crew, deeds)
+    before = asyncio.all_tasks()
     try:
         result = await train_with(crew, script)
     finally:
         await crew.close()
+        assert asyncio.all_tasks() == before  # whoever started something has waited for it
     return script, config, result
 
 
@@ -124,6 +127,57 @@ async def test_no_token_beyond_alpha_is_trained_on_in_an_asynchronous_run(world:
         assert record["trained_lag_max"] <= alpha
     assert max(worst) >= 1  # it was asynchronous indeed
     assert_applied_once(world, config)
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
+async def test_under_wait_nothing_is_dropped_and_nothing_too_old(world: World, mode: str) -> None:
+    """The same stragglers; judged by the tokens' own versions.  A worker dies on the way."""
+    alpha = 1
+    script, config, _ = await run(
+        world,
+        {2: "kill_manager"},
+        num_steps=8,
+        rollout={**SMALL, "mode": mode, "alpha": alpha, "on_stale": "wait"},
+        env={"settings": {"num_maps": 4}, "latency": {"median_s": 0.02, "sigma": 2.0}},
+    )
+    assert world.scheduler is not None
+    store = world.scheduler.store
+    lags: list[int] = []
+    for step, ids in consumed_of(config).items():
+        for name in ids:
+            spans = [
+                span for turn in store.trajectories[name].trace("", "")["turns"] for span in turn["versions"]
+            ]
+            lags.extend(lag((1, step), parse_version(span[0])) for span in spans)
+    assert max(lags) == (alpha if mode == "asynchronous" else 0)
+    assert all(record["num_stale"] == 0 for record in script.records)
+    assert "stale" not in store.book.discards.report(config.job)
+    assert_applied_once(world, config)
+
+
+async def test_under_cancel_the_scheduler_drops_at_the_bound_of_the_job(world: World) -> None:
+    script, config, _ = await run(
+        world,
+        {},
+        num_steps=8,
+        rollout={**SMALL, "mode": "asynchronous", "alpha": 1, "on_stale": "cancel"},
+        env={"settings": {"num_maps": 4}, "latency": {"median_s": 0.02, "sigma": 2.0}},
+    )
+    assert world.scheduler is not None
+    assert all(record["num_stale"] == 0 for record in script.records)
+    assert sum(world.scheduler.store.book.discards.report(config.job)["stale"]) > 0
+    assert_applied_once(world, config)
+
+
+async def test_an_asynchronous_run_that_is_over_leaves_no_episode_to_the_engines(world: World) -> None:
+    """Half of its groups can never end."""
+    env = {"kind": "tests.train.ray_world:half_endless", "step_timeout_s": 600.0}
+    rollout = {"num_groups": 1, "group_size": 4, "mode": "asynchronous", "alpha": 4}
+    script, config, _ = await run(world, {}, num_steps=2, env=env, rollout=rollout)
+    assert script.records[-1]["num_running_groups"] > 0
+    assert world.scheduler is not None
+    counts = world.scheduler.store.book.counts(config.job)
+    assert (counts["running"], counts["cancelled"] >= 4) == (0, True)
 
 
 async def test_dynamic_sampling_fills_the_batch_with_groups_that_teach(world: World) -> None:

@@ -128,6 +128,77 @@ async def test_a_group_becomes_a_batch_whose_log_probs_are_the_engines(world: Wo
         assert found.tolist() == pytest.approx(list(sample.logprobs), abs=1e-4)
 
 
+class Endless(FrozenLakeFamily):
+    """Environments that never answer; ``playing`` is set when ``count`` of them are at it."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(FrozenLakeParams())
+        self.playing = asyncio.Event()
+        self._left = count
+
+    def make(self) -> Any:
+        inner, family = super().make(), self
+
+        class Environment:
+            async def reset(self, task: Any) -> Observation:
+                return await inner.reset(task)
+
+            async def step(self, text: str) -> Observation:
+                family._left -= 1
+                if family._left == 0:
+                    family.playing.set()
+                return await asyncio.Future()
+
+            async def close(self) -> None: ...
+
+        return Environment()
+
+
+async def test_stopping_a_runner_ends_its_episodes_in_the_scheduler_too(world: World) -> None:
+    family = Endless(4)
+    async with client_of(world) as client:
+        runner = runner_of(world, client, family, job="stopped", step_timeout_s=60.0)
+        running = asyncio.create_task(runner.run([group(family)]))
+        await family.playing.wait()
+        await runner.stop()
+        report = await running
+    assert world.scheduler is not None
+    assert report.num_episodes == 0
+    assert world.scheduler.store.book.counts("stopped") == {"cancelled": 4}
+
+
+async def test_trajectories_are_let_go_even_where_everything_is_cancelled_at_once(world: World) -> None:
+    """As at the end of an event loop: an episode is cancelled, and again by the group that it belongs to."""
+    family = Endless(4)
+    before = asyncio.all_tasks()
+    async with client_of(world) as client:
+        runner = runner_of(world, client, family, job="all-at-once", step_timeout_s=60.0)
+        running = asyncio.create_task(runner.run([group(family)]))
+        await family.playing.wait()
+        for task in asyncio.all_tasks() - before:
+            task.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await runner.close()
+        assert asyncio.all_tasks() == before
+    assert world.scheduler is not None
+    assert world.scheduler.store.book.counts("all-at-once") == {"cancelled": 4}
+
+
+async def test_a_scheduler_that_is_away_does_not_hold_up_the_end_of_a_run(world: World) -> None:
+    family = Endless(2)
+    before = asyncio.all_tasks()
+    async with client_of(world, retry_s=600.0) as client:
+        runner = runner_of(world, client, family, job="away", step_timeout_s=60.0)
+        running = asyncio.create_task(runner.run([group(family, size=2)]))
+        await family.playing.wait()
+        client._url = "http://127.0.0.1:9"  # nobody listens there
+        await runner.close(timeout_s=0.05)
+        await asyncio.gather(running, return_exceptions=True)
+        assert asyncio.all_tasks() == before
+    with pytest.raises(TrainError, match="closed"):
+        await client.list_trajectories(job="away", state="running")
+
+
 async def test_a_failing_environment_costs_its_episode_and_is_tried_again(world: World) -> None:
     class Flaky(FrozenLakeFamily):
         num_made = 0

@@ -107,6 +107,8 @@ class World:
         self.versions = root / "versions"
         self.versions.mkdir(parents=True)
         self.engines = [TorchEngine(model_path, self.versions, seed=seed) for seed in range(num_engines)]
+        self.nodes: list[FakeNode] = []
+        """One per engine; the first is dedicated, the others are harvested."""
         self.loop = asyncio.new_event_loop()
         self.url = ""
         self.scheduler: Scheduler | None = None
@@ -137,6 +139,7 @@ class World:
                 period_s=0.05,
             )
             await node.register()
+            self.nodes.append(node)
             beating = asyncio.create_task(self._beat(node, engine))
             self._stack.callback(beating.cancel)
 

@@ -1,0 +1,113 @@
+"""TRL trains on ROSE's engines through its own extension points: the example as a user runs it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from rose.train.env import Observation, Task
+from rose.weights.stores import open_store
+from rose.weights.subscriber import WeightSubscriber
+from tests.train.world import running_world
+
+pytest.importorskip("trl", reason="TRL is not installed: pip install 'rose-rl[trl]'")
+
+pytestmark = pytest.mark.timeout(300)
+EXAMPLES = Path(__file__).parents[2] / "examples"
+NUM_STEPS = 3
+
+
+class Parity:
+    """Two turns; an answer with an even number of characters is paid."""
+
+    allowed_texts = None
+
+    def tasks(self) -> list[Task]:
+        return [{"env": "parity", "n": n} for n in range(4)]
+
+    def held_out_tasks(self, count: int) -> list[Task]:
+        return []
+
+    def make(self) -> Any:
+        return ParityEpisode()
+
+
+class ParityEpisode:
+    async def reset(self, task: Task) -> Observation:
+        self.paid, self.turn = 0, 0
+        return Observation(messages=({"role": "user", "content": f"SF{task['n']}"},))
+
+    async def step(self, text: str) -> Observation:
+        self.paid += len(text) % 2 == 0
+        self.turn += 1
+        if self.turn == 2:
+            return Observation(done=True, reward=float(self.paid))
+        return Observation(messages=({"role": "user", "content": "FH"},))
+
+    async def close(self) -> None: ...
+
+
+def parity() -> Parity:
+    return Parity()
+
+
+def follow(store: str, folder: Path, over: threading.Event) -> None:
+    """What a node agent does with versions: follow the store, and hand each to the engines of the world."""
+    subscriber = WeightSubscriber(open_store(store), "trl", folder / "spool")
+    try:
+        while not over.is_set():
+            version = subscriber.poll(timeout_s=0.1)
+            target = folder / "versions" / f"{version}.safetensors"
+            if version is not None and not target.exists():
+                part = target.with_suffix(".part")
+                subscriber.export(part)
+                os.rename(part, target)
+    finally:
+        subscriber.close()
+
+
+def test_trl_trains_on_the_engines_tokens_and_the_engines_on_its_weights(
+    tmp_path: Path, policy_model: Path
+) -> None:
+    over = threading.Event()
+    with running_world(tmp_path, policy_model, num_engines=1) as world:
+        world.tokens.save(tmp_path / "tokens.toml")
+        follower = threading.Thread(target=follow, args=(str(tmp_path / "store"), tmp_path, over))
+        follower.start()
+        try:
+            command = [sys.executable, str(EXAMPLES / "trl_grpo.py"), "--env", "tests.train.test_trl:parity"]
+            command += ["--url", world.url, "--store", str(tmp_path / "store"), "--model", str(policy_model)]
+            command += ["--steps", str(NUM_STEPS), "--group-size", "4", "--groups", "2", "--max-tokens", "3"]
+            command += ["--learning-rate", "1e-3", "--output-dir", str(tmp_path / "out")]
+            command += ["--token-file", str(tmp_path / "tokens.toml")]
+            env = os.environ | {"PYTHONPATH": f"{EXAMPLES.parent}:{os.environ.get('PYTHONPATH', '')}"}
+            done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=250)
+        finally:
+            over.set()
+            follower.join(20)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert world.scheduler is not None
+        traces = [one.trace("", "") for one in world.scheduler.store.trajectories.values()]
+    assert len([line for line in done.stdout.splitlines() if line.startswith("step ")]) == NUM_STEPS
+    assert len(traces) == NUM_STEPS * 8
+    # Step s was played by version s and no other: TRL's step-end callback published it, and the scheduler waited for it.
+    played = Counter(
+        (int(trace["group_id"].partition("-")[0]), span[0])
+        for trace in traces
+        for turn in trace["turns"]
+        for span in turn["versions"]
+    )
+    assert played == {(step, f"1.{step}"): 16 for step in range(NUM_STEPS)}
+    # The last version is not the first: it did train.
+    first, last = (
+        load_file(tmp_path / "versions" / f"1.{version}.safetensors") for version in (0, NUM_STEPS)
+    )
+    assert any(not first[name].equal(last[name]) for name in first)
