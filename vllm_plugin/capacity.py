@@ -4,8 +4,9 @@ A *chunk* is the smallest run of block ids whose memory is whole pages.  An *inf
 out of vLLM's block pool, so its memory can be given back; allocation then fails naturally and
 vLLM's own preemption takes over.
 
-Decides nothing about *how many* chunks: callers (serving and rollout side) do.  Decides *which*: chunks
-whose blocks are all free, those without cached prefixes first.
+Decides nothing about *how many* chunks: callers (serving and rollout side) do.  Decides *which*: chunks whose blocks are all
+free and hold no prefix; then cached ones by expected reuse, which is vLLM's own order of eviction; then, on the rollout
+side, those whose requests lose least.
 
 Invariants (:meth:`check`): an inflated chunk has every block with reference count 1 owned here, and no block is both in
 the balloon and in the free queue.  vLLM's null block (block 0) is never touched; only the rollout side takes chunk 0,
@@ -17,7 +18,10 @@ Engine thread only; nothing here blocks.  Cost: O(blocks of the chunks looked at
 
 from __future__ import annotations
 
+import heapq
+import math
 import time
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -25,6 +29,10 @@ from vllm_plugin import compat
 
 SLICE_S = 0.0005
 """Longest time one call may take from the step path."""
+_ROUND_S = 5.0
+"""What a look through the pool found is out of date then: blocks have been freed and cached since."""
+_LOOK_AHEAD = 2048
+"""Free blocks whose place in vLLM's order of eviction is looked at, a tenth of a millisecond's worth: beyond them any is as good."""
 
 
 class Balloon:
@@ -41,6 +49,11 @@ class Balloon:
         self.num_chunks = pool.num_gpu_blocks // chunk_blocks
         self.inflated: set[int] = set()
         self._cursor = self.num_chunks - 1
+        self._round_s = -math.inf
+        self._to_scan = 0
+        """Chunks that this round has not seen yet."""
+        self._cached: list[int] = []
+        """Of those seen, the free ones with prefixes: what is taken when no other is left."""
 
     def blocks_of(self, chunk: int) -> range:
         return range(chunk * self.chunk_blocks, (chunk + 1) * self.chunk_blocks)
@@ -90,26 +103,33 @@ class Balloon:
     ) -> list[int]:
         """Take up to ``count`` unused chunks (never chunk 0), those without cached prefixes first; the ids taken.
 
-        Stops at ``budget_s``: call again at the next step for the rest.  ``taken`` receives the ids as they are taken, so
-        that a caller who survives an exception knows of them.
+        Stops at ``budget_s``: call again at the next step, and it goes on where it was; a large pool takes several
+        calls to look through.  ``taken`` receives the ids as they are taken, so that a caller who survives an exception knows of them.
         """
         until = time.monotonic() + budget_s
         taken = [] if taken is None else taken
-        cached: list[int] = []
+        if time.monotonic() - self._round_s > _ROUND_S or not (self._to_scan or self._cached):
+            self._round_s = time.monotonic()
+            self._to_scan = self.num_chunks - 1
+            self._cached.clear()
         blocks = self._pool.blocks
-        for _ in range(self.num_chunks - 1):
-            if len(taken) >= count or time.monotonic() > until:
-                break
+        while self._to_scan and len(taken) < count:
+            if time.monotonic() > until:
+                return taken
+            self._to_scan -= 1
             chunk, self._cursor = self._cursor, self._cursor - 1 if self._cursor > 1 else self.num_chunks - 1
             if chunk in self.inflated or self.active_blocks(chunk):
                 continue
             if any(blocks[i].block_hash is not None for i in self.blocks_of(chunk)):
-                cached.append(chunk)
+                self._cached.append(chunk)
+                if not self._to_scan:
+                    self._sort_cached()
             elif self.inflate(chunk):
                 taken.append(chunk)
-        for chunk in cached:
-            if len(taken) >= count or time.monotonic() > until:
-                break
+        while not self._to_scan and self._cached and len(taken) < count:
+            if time.monotonic() > until:
+                return taken
+            chunk = self._cached.pop()
             if self.inflate(chunk):
                 taken.append(chunk)
         return taken
@@ -124,14 +144,51 @@ class Balloon:
                 count += 1
         return count
 
-    def cheapest_victims(self, count: int) -> list[int]:
-        """Up to ``count`` usable chunks that requests hold, fewest active blocks first."""
-        load = [
-            (len(self.active_blocks(chunk)), chunk)
-            for chunk in range(1, self.num_chunks)
-            if chunk not in self.inflated
-        ]
-        return [chunk for _, chunk in sorted(load)[:count]]
+    def cheapest_victims(
+        self, count: int, requests: Iterable[tuple[str, int, Iterable[int]]]
+    ) -> tuple[list[int], list[str]]:
+        """Up to ``count`` usable chunks (never chunk 0) for which requests lose least, and those requests.
+
+        One chunk after the other, always the one whose requests have least to lose; a request that is lost already costs nothing more.
+
+        Args:
+            requests: ``(id, tokens to compute again, block ids)`` of everything that holds blocks.
+        """
+        names, tokens, chunks_of = [], [], []
+        holders: dict[int, list[int]] = {}
+        for index, (name, loses, ids) in enumerate(requests):
+            names.append(name)
+            tokens.append(loses)
+            chunks_of.append({block_id // self.chunk_blocks for block_id in ids})
+            for chunk in chunks_of[index]:
+                holders.setdefault(chunk, []).append(index)
+        usable = [chunk for chunk in range(1, self.num_chunks) if chunk not in self.inflated]
+        cost = {chunk: sum(tokens[index] for index in holders.get(chunk, ())) for chunk in usable}
+        heap = [(cost[chunk], chunk) for chunk in usable]
+        heapq.heapify(heap)
+        victims: list[int] = []
+        lost: dict[int, None] = {}
+        while heap and len(victims) < count:
+            at_cost, chunk = heapq.heappop(heap)
+            if at_cost != cost.get(chunk):
+                continue  # it has become cheaper, and is there again at its new cost; or it is taken
+            del cost[chunk]
+            victims.append(chunk)
+            for index in holders.get(chunk, ()):
+                if index in lost:
+                    continue
+                lost[index] = None
+                for other in chunks_of[index] & cost.keys():
+                    cost[other] -= tokens[index]
+                    heapq.heappush(heap, (cost[other], other))
+        return victims, [names[index] for index in lost]
+
+    def _sort_cached(self) -> None:
+        """The chunk with most blocks among those that vLLM would evict next comes last: it is taken first."""
+        old = Counter(
+            block_id // self.chunk_blocks for block_id in compat.next_to_go(self._pool, _LOOK_AHEAD)
+        )
+        self._cached.sort(key=lambda chunk: old[chunk])
 
     def check(self) -> None:
         """Assert the invariants of the module docstring; for tests and the idle-time check."""

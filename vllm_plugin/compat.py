@@ -123,6 +123,8 @@ def _hooks() -> list[tuple[str, Any, str, tuple[str, ...]]]:
         ("stats", Scheduler, "make_stats", ("self",)),
         ("evict", BlockPool, "evict_blocks", ("self", "block_ids")),
         ("free", BlockPool, "free_blocks", ("self", "ordered_blocks")),
+        ("evict one", BlockPool, "_maybe_evict_cached_block", ("self", "block")),
+        ("cached", BlockPool, "get_cached_block", ("self", "block_hash", "kv_cache_group_ids")),
         ("free count", BlockPool, "get_num_free_blocks", ("self",)),
         ("blocks of", KVCacheManager, "get_block_ids", ("self", "request_id")),
     ]
@@ -424,7 +426,61 @@ def take_block(pool: Any, block_id: int) -> bool:
 
 
 def drop_prefixes(pool: Any, block_ids: Iterable[int]) -> None:
-    pool.evict_blocks(set(block_ids))
+    # The last first, as vLLM itself evicts: what is left of a prefix is then its head, which can still be found.
+    for block_id in sorted(block_ids, reverse=True):
+        pool.evict_blocks({block_id})
+
+
+def watch_evictions(pool: Any, told: Callable[[bytes], None]) -> Callable[[], None]:
+    """Tell the hash of every block that ``pool`` drops from its prefix cache and has nowhere else; the answer ends it.
+
+    ``told`` must not raise: it runs inside vLLM's allocation.
+    """
+    original = pool._maybe_evict_cached_block
+
+    def evict(block: Any) -> Any:
+        key = block.block_hash
+        evicted = original(block)
+        if key is not None and pool.cached_block_hash_to_block.get_one_block(key) is None:
+            told(key[:-_GROUP_BYTES])
+        return evicted
+
+    def unwatch() -> None:
+        if vars(pool).get("_maybe_evict_cached_block") is evict:
+            del pool._maybe_evict_cached_block
+
+    pool._maybe_evict_cached_block = evict
+    return unwatch
+
+
+_GROUP_BYTES = 4
+"""A key of the prefix cache is a block's hash and the number of its KV group, which is 0: there is one group."""
+_GROUP = (0).to_bytes(_GROUP_BYTES, "big")
+
+
+def is_cached(pool: Any, block_hash: bytes) -> bool:
+    """Does the prefix cache hold this block?"""
+    return pool.cached_block_hash_to_block.get_one_block(block_hash + _GROUP) is not None
+
+
+def num_cached(pool: Any) -> int:
+    """Different blocks in the prefix cache."""
+    return len(pool.cached_block_hash_to_block)
+
+
+def looks_for_prefix(pool: Any, request: Any) -> bool:
+    """Will vLLM look for a cached prefix of this request?"""
+    return pool.enable_caching and not request.skip_reading_prefix_cache
+
+
+def next_to_go(pool: Any, limit: int) -> list[int]:
+    """Ids of at most ``limit`` free blocks, those that vLLM would use or evict next first.  Engine thread."""
+    queue = pool.free_block_queue
+    block, ids = queue.fake_free_list_head.next_free_block, []
+    while block is not queue.fake_free_list_tail and len(ids) < limit:
+        ids.append(block.block_id)
+        block = block.next_free_block
+    return ids
 
 
 def give_blocks(pool: Any, block_ids: Iterable[int]) -> None:

@@ -176,17 +176,10 @@ class RolloutSide:
         balloon = self.balloon
         released = balloon.inflate_free(balloon.num_usable_chunks - keep, budget_s=0.05)
         if balloon.num_usable_chunks > keep:
-            victims = balloon.cheapest_victims(balloon.num_usable_chunks - keep)
+            victims, hit = balloon.cheapest_victims(balloon.num_usable_chunks - keep, self._holders())
             if keep == 0 and 0 not in balloon.inflated:
                 victims.append(0)
-            lost = set[int]()
-            for chunk in victims:
-                lost.update(balloon.active_blocks(chunk))
-            hit = [
-                request_id
-                for request_id in list(self._scheduler.requests)
-                if any(lost.intersection(group) for group in compat.block_ids_of(self._scheduler, request_id))
-            ]
+                hit = [name for name, _, ids in self._holders() if ids]
             self._num_cut_requests += compat.finish_with_partial_output(
                 self._scheduler, self._engine, hit, compat.RECLAIMED
             )
@@ -204,6 +197,17 @@ class RolloutSide:
         )
         self._released.extend(released)
         self._bell.ring()
+
+    def _holders(self) -> list[tuple[str, int, list[int]]]:
+        """Every request with the tokens it would have to compute again elsewhere, and its blocks."""
+        return [
+            (
+                name,
+                request.num_computed_tokens,
+                [i for group in compat.block_ids_of(self._scheduler, name) for i in group],
+            )
+            for name, request in list(self._scheduler.requests.items())
+        ]
 
     def _refuse_oversized(self, only: Any = None) -> None:
         """Waiting requests that the present budget can never hold would wait for ever: answer them now.

@@ -59,6 +59,11 @@ class _Serving:
     def rose_calls(self) -> dict[str, Callable[[Any], Any]]:
         return {"status": self.rose.status} if self.rose is not None else {}
 
+    def add_request(self, request: Any) -> None:
+        if self.rose is not None and self.rose.failed is None:
+            self._safely(self.rose.before_add, request)
+        super().add_request(request)  # type: ignore[misc]
+
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         rose = self.rose
         if rose is None:
@@ -90,7 +95,10 @@ class _Serving:
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         reset = super().reset_prefix_cache  # type: ignore[misc]
         if self.rose is None or not self.rose.balloon.inflated:
-            return reset(*args, **kwargs)
+            done = reset(*args, **kwargs)
+            if self.rose is not None and done:
+                self._safely(self.rose.ghost.clear)
+            return done
         theirs: list[Exception] = []
 
         def stock() -> bool:

@@ -1,7 +1,7 @@
 """Production's side: lend memory nobody needs, publish slack, take everything back first.
 
-Two threads.  The *engine thread* calls :meth:`ServingSide.before_schedule`, :meth:`after_schedule` and
-:meth:`after_update` around every step: they read numbers the other thread prepared, move chunks in
+Two threads.  The *engine thread* calls :meth:`ServingSide.before_add` for every request, and :meth:`before_schedule`, :meth:`after_schedule`
+and :meth:`after_update` around every step: they read numbers the other thread prepared, move chunks in
 and out of the balloon in slices of half a millisecond, and write the board.  They make no blocking call.  The
 *background thread* sleeps until a shared file changes, decides how many chunks are lent, marks chunks for the
 pagers, and publishes the lease.
@@ -10,6 +10,8 @@ Order of lending: balloon -> unmark -> all ranks unmapped -> ``reserved_pages`` 
 Order of taking back: ``reserved_pages`` rises -> wait for the peer's *number* -> mark -> all ranks mapped -> balloon
 lets go.  Nothing here waits for the peer; if it never answers, serving stays as large as it is, and the node
 agent kills the peer at the deadline.
+
+What a loan costs the prefix cache is counted where a prompt arrives (:mod:`vllm_plugin.ghost`) and published in the lease.
 
 Fail-open: an exception in any hook ends in :meth:`ServingSide.fail`: the hooks become no-ops, all memory is asked back,
 ``phase = off`` is published, one line is logged.
@@ -39,6 +41,7 @@ from rose.policy.compat import Support, row
 from rose.units import NS_PER_S
 from vllm_plugin import ENV_DIR, compat
 from vllm_plugin.capacity import SLICE_S, Balloon
+from vllm_plugin.ghost import GhostCache
 from vllm_plugin.memory import ChunkPlan
 from vllm_plugin.step_log import first_model
 from vllm_plugin.watch import Bell
@@ -73,6 +76,8 @@ class ServingSide:
         self._dir = NodeDir(os.environ[ENV_DIR])
         self.balloon = Balloon(compat.block_pool(scheduler), self.plan.chunk_blocks)
         self._block_tokens = scheduler.block_size
+        self.ghost = GhostCache(compat.block_pool(scheduler), self._block_tokens, self.fail)
+        self._watermark_blocks = int(WATERMARK_FRACTION * self.plan.num_blocks)
         self._block_pages = self.plan.total_pages / max(1, self.plan.num_blocks)
         self.failed: str | None = None
         self._errors = 0
@@ -147,20 +152,27 @@ class ServingSide:
             self._bell.watch(self._dir.rank("serving", rank, self.plan.num_chunks), f"rank{rank}")
         self._thread.start()
 
+    def before_add(self, request: Any) -> None:
+        """A request has arrived: count what it will not find for the loan's sake."""
+        self.ghost.on_prompt(request)
+
     def before_schedule(self) -> None:
         """Move chunks in or out of the balloon and state what serving needs.  Between two steps."""
-        until_s = time.monotonic() + SLICE_S
         came_back = bool(self._mapped)
-        while self._mapped:
-            self.balloon.deflate((self._mapped.popleft(),))
-            if time.monotonic() > until_s:  # the rest at the next step
-                break
+        if came_back:
+            until_s = time.monotonic() + SLICE_S
+            while self._mapped and time.monotonic() <= until_s:  # the rest at the next step
+                self.balloon.deflate((self._mapped.popleft(),))
         if self.failed is not None:
             return
         self._claim()
-        lend = self._target_lent_chunks - len(self.balloon.inflated)
+        inflated = len(self.balloon.inflated)
+        if not inflated:
+            self.ghost.rest()
+        lend = self._target_lent_chunks - inflated
         # What has just come back is for the step that starts now: the loan may not have heard of the claim yet.
         if lend > 0 and not self._under_pressure and not came_back:
+            self.ghost.watch()
             taken: list[int] = []
             try:
                 self.balloon.inflate_free(lend, taken=taken)
@@ -171,18 +183,16 @@ class ServingSide:
 
     def _claim(self) -> None:
         """Chunks that serving must get back now, beyond those it can use."""
-        blocks = compat.block_pool(self._scheduler)
-        tokens = 0
-        if compat.num_waiting(self._scheduler):
-            for request in compat.waiting_requests(self._scheduler, WAITING_LOOKED_AT):
-                tokens += request.num_tokens
-        need = -(-tokens // self._block_tokens) if tokens else 0
-        need += int(WATERMARK_FRACTION * self.plan.num_blocks)
-        short = need - blocks.get_num_free_blocks()
         inflated = len(self.balloon.inflated)
-        chunks = min(inflated, -(-short // self.plan.chunk_blocks)) if short > 0 else 0
-        if self._fixed:
-            chunks = 0
+        chunks = 0
+        if inflated and not self._fixed:  # else there is nothing to claim
+            need = self._watermark_blocks
+            if compat.num_waiting(self._scheduler):
+                waiting = compat.waiting_requests(self._scheduler, WAITING_LOOKED_AT)
+                need += -(-sum(request.num_tokens for request in waiting) // self._block_tokens)
+            short = need - compat.block_pool(self._scheduler).get_num_free_blocks()
+            if short > 0:
+                chunks = min(inflated, -(-short // self.plan.chunk_blocks))
         pressure = chunks > 0
         if pressure and not self._under_pressure:
             self._pressure_seq += 1
@@ -195,9 +205,13 @@ class ServingSide:
         """A step starts: publish deadlines.  Nobody needs that between steps unless a rollout engine lives."""
         self._require_own(self._board)
         self._step += 1
-        # Counted in C: a loop over 256 requests here took 50 us of production's step.
-        decode = list(output.num_scheduled_tokens.values()).count(1)
-        prefill = output.total_num_scheduled_tokens - decode
+        scheduled, total = output.num_scheduled_tokens, output.total_num_scheduled_tokens
+        decode = len(scheduled)
+        if (
+            total != decode
+        ):  # somebody has more than one; counted in C: a loop over 256 requests took 50 us here
+            decode = list(scheduled.values()).count(1)
+        prefill = total - decode
         self._in_flight.append((prefill, decode))
         if len(self._in_flight) == 1:  # else it starts when the one before it ends
             self._start_step(time.monotonic_ns())
@@ -212,7 +226,7 @@ class ServingSide:
         self._step_ns = int(self.model.predict(prefill, decode) * NS_PER_S)
 
     def _is_busy(self) -> bool:
-        return any(prefill + decode for prefill, decode in self._in_flight)
+        return any(map(any, self._in_flight))
 
     def after_update(self) -> None:
         """A step has ended."""
@@ -303,7 +317,10 @@ class ServingSide:
         chunks = sorted(self.balloon.inflated)
         self.balloon.deflate(chunks)
         try:
-            return bool(reset())
+            done = bool(reset())
+            if done:
+                self.ghost.clear()
+            return done
         finally:
             lost = [chunk for chunk in chunks if not self.balloon.inflate(chunk)]
             if lost:  # requests hold them: nothing ran since they were let out
@@ -316,6 +333,7 @@ class ServingSide:
             self._errors += 1
             logger.error("ROSE is off, serving goes on as without it: %s", self.failed, exc_info=error)
             self._target_lent_chunks = 0
+            self.ghost.stop()
             self._bell.ring()
         if not self._thread.is_alive():  # failed while being attached: nobody else would say it
             self._say_off()
@@ -503,6 +521,9 @@ class ServingSide:
                 total_pages=total,
                 reserved_pages=reserved_pages,
                 lent_pages=total - reserved_pages,
+                queried_tokens=self.ghost.queried_tokens,
+                lost_tokens=self.ghost.lost_tokens,
+                cold_pages=int(len(self.ghost) * self._block_pages + 0.999),
                 heartbeat_ns=now_ns,
                 errors=self._errors,
             )
@@ -530,5 +551,7 @@ class ServingSide:
             "target_lent_chunks": self._target_lent_chunks,
             "claim_chunks": self._claim_chunks,
             "pressure_seq": self._pressure_seq,
+            "queried_tokens": self.ghost.queried_tokens,
+            "lost_tokens": self.ghost.lost_tokens,
             "patches": sorted(compat.applied()),
         }

@@ -163,6 +163,12 @@ def _show(status: dict[str, Any], as_json: bool) -> None:
         f"{serving['used_pages']} used, {serving['reserved_pages']} reserved of {serving['total_pages']} pages, "
         f"claims {serving['claim_pages']}"
     )
+    if (limit := lending.get("cache_limit_pages")) is not None:
+        loss = lending["hit_rate_loss"]
+        typer.echo(
+            f"cache     production's prompts missed {serving['lost_tokens']} of {serving['queried_tokens']} tokens for the "
+            f"loan's sake{'' if loss is None else f', {loss:.2%} lately'}; so at most {limit} pages are lent"
+        )
     if (observed := status["observed"]) is not None:
         pages = observed["mean_pages"]
         typer.echo(

@@ -79,6 +79,8 @@ class LendingConfig(Section):
     max_cuts: int = Field(default=4, ge=1)
     cut_window_s: Positive = 60.0
     dead_after_s: Positive = DEAD_AFTER_S
+    max_hit_rate_loss: Fraction = 0.01
+    """How much of production's prefix cache hits, in tokens of its prompts, a loan may cost; one point."""
     max_slo_breaches: int = Field(default=0, ge=0)
     """Switch off by itself after so many broken promises of production within ``slo_window_s``; 0 = never."""
     slo_window_s: Positive = 60.0

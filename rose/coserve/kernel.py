@@ -4,10 +4,11 @@ A *futex* is a word of a shared mapping that a process can sleep on until anothe
 lock* (``F_OFD``) belongs to the open file, ends with its last descriptor, and can be queried without being
 taken.
 
-``os.pwrite`` gives up the interpreter lock around the call.  On serving's step path another thread may then take it, and
-the engine thread gets it back up to one switch interval (5 ms) later.  :func:`bound_write` and :meth:`FutexWord.wake` keep
-it: the first copies a few bytes into a page that is already there, the second only makes sleepers runnable.  Their arguments
-are made once: making them was most of what a call cost between two steps of an engine, when nothing of it is in the cache.
+``os.pwrite`` and ``os.pread`` give up the interpreter lock around the call.  On serving's step path another thread may then take it, and
+the engine thread gets it back up to one switch interval (5 ms) later.  :func:`bound_write`, :func:`bound_read` and
+:meth:`FutexWord.wake` keep it: the first two copy a few bytes of a page that is already there, the third only makes sleepers runnable.  Their arguments
+are made once, and they keep no errno (a write that failed is tried again by ``os.pwrite``, which says why): both were most of what
+a call cost between two steps of an engine, when nothing of it is in the cache.
 
 Callers: ``rose.coserve.ledger`` only.  Standard library only; x86-64 and arm64.
 """
@@ -22,11 +23,12 @@ import os
 import platform
 import struct
 from collections.abc import Callable
+from typing import Any
 
 from rose.errors import LedgerError
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_holding_gil = ctypes.PyDLL(None, use_errno=True)
+_holding_gil = ctypes.PyDLL(None)
 _SYS_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), -1)
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1  # without FUTEX_PRIVATE_FLAG: the waiters are other processes
 _EVERYBODY = 0x7FFFFFFF
@@ -52,6 +54,7 @@ _libc.syscall.argtypes = [
 ]
 _holding_gil.syscall.restype = ctypes.c_long
 _holding_gil.pwrite.restype = ctypes.c_ssize_t
+_holding_gil.pread.restype = ctypes.c_ssize_t
 
 
 def bound_write(descriptor: int, address: int, length: int, offset: int) -> Callable[[], None]:
@@ -60,15 +63,36 @@ def bound_write(descriptor: int, address: int, length: int, offset: int) -> Call
     The call raises OSError when not all of it was written.
     """
     pwrite = _holding_gil.pwrite
-    arguments = (_int(descriptor), ctypes.c_void_p(address), _size(length), ctypes.c_long(offset))
+    arguments = _arguments(descriptor, address, length, offset)
 
     def write() -> None:
-        done = pwrite(*arguments)
-        if done != length:
-            code = ctypes.get_errno() if done < 0 else errno.ENOSPC
-            raise OSError(code, os.strerror(code))
+        if (
+            pwrite(*arguments) != length
+            and os.pwrite(descriptor, ctypes.string_at(address, length), offset) != length
+        ):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     return write
+
+
+def bound_read(descriptor: int, address: int, length: int, offset: int) -> Callable[[], int]:
+    """A call that copies at most ``length`` bytes of the file at ``offset`` to ``address`` and keeps the interpreter lock.
+
+    It answers how many there were; -1 is an error.  Only for files on tmpfs: on a disk it may wait, and everybody with it.
+    """
+    pread = _holding_gil.pread
+    arguments = _arguments(descriptor, address, length, offset)
+    return lambda: pread(*arguments)
+
+
+def _arguments(descriptor: int, address: int, length: int, offset: int) -> tuple[Any, ...]:
+    """Of pread and pwrite, as a call takes them without making anything."""
+    return (
+        _int.from_param(descriptor),
+        ctypes.c_void_p.from_param(address),
+        _size.from_param(length),
+        ctypes.c_long.from_param(offset),
+    )
 
 
 def futex_wait(address: int, word: int, timeout_s: float) -> bool:
@@ -94,13 +118,13 @@ class FutexWord:
         self.address: int = address + offset
         self._wake = _holding_gil.syscall
         self._arguments = (
-            ctypes.c_long(_SYS_FUTEX),
-            ctypes.c_void_p(self.address),
-            _int(_FUTEX_WAKE),
-            _int(_EVERYBODY),
-            ctypes.c_void_p(None),
-            ctypes.c_void_p(None),
-            _int(0),
+            ctypes.c_long.from_param(_SYS_FUTEX),
+            ctypes.c_void_p.from_param(self.address),
+            _int.from_param(_FUTEX_WAKE),
+            _int.from_param(_EVERYBODY),
+            ctypes.c_void_p.from_param(0),  # no time-out; None would not be a C argument
+            ctypes.c_void_p.from_param(0),
+            _int.from_param(0),
         )
 
     def wake(self) -> None:

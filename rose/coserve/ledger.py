@@ -47,7 +47,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, cast
 
-from rose.coserve.kernel import FutexWord, bound_write, futex_wait, is_locked, take_lock
+from rose.coserve.kernel import FutexWord, bound_read, bound_write, futex_wait, is_locked, take_lock
 from rose.coserve.records import (
     ChunkState,
     Mode,
@@ -224,6 +224,10 @@ class RecordWriter(Generic[R]):
         self._checksums = [view[at : at + _CRC_BYTES].cast("I") for at in heads]
         self._word = view[_WORD_AT : _WORD_AT + 4].cast("I")
         address = ctypes.addressof(self._pinned) + layout.slots_at
+        self._seen = bytearray(len(self._image) + 1)  # one more: a file that has grown is not ours either
+        self._pinned_seen = ctypes.c_char.from_buffer(self._seen)
+        seen_at = ctypes.addressof(self._pinned_seen)
+        self._look = bound_read(self._lock_fd, seen_at, len(self._seen), 0)
         self._publish = bound_write(self._lock_fd, address, _WORD_AT + 4 - layout.slots_at, layout.slots_at)
         _writers.add(self)
 
@@ -273,7 +277,8 @@ class RecordWriter(Generic[R]):
 
     def intact(self) -> bool:
         """Is the file still what this writer made it?  False: somebody else wrote into it or cut it off."""
-        return os.pread(self._lock_fd, len(self._image) + 1, 0) == self._image
+        image = self._image
+        return self._lock_fd >= 0 and self._look() == len(image) and self._seen.startswith(image)
 
     def mend(self) -> bool:
         """Put the file back as this writer left it and wake its readers; True if anybody had changed it."""

@@ -53,6 +53,8 @@ class ServingLease:
     """``serving.lease``: memory of the serving engine; ``lent_pages`` is total - reserved as it sees it.
 
     ``support`` is a ``rose.policy.compat.Support``, ``row`` the number of the table's row that decided it.
+    ``queried_tokens``, ``lost_tokens``, ``cold_pages``: what loans cost its prefix cache
+    (``rose.policy.lending.ServingReported``); running totals since it started.
     """
 
     phase: int = 0
@@ -61,6 +63,9 @@ class ServingLease:
     total_pages: int = 0
     reserved_pages: int = 0
     lent_pages: int = 0
+    queried_tokens: int = 0
+    lost_tokens: int = 0
+    cold_pages: int = 0
     heartbeat_ns: int = 0
     errors: int = 0
 

@@ -228,7 +228,9 @@ async def measure(settings: NodeConfig, seconds: float, say: Any) -> Profile:
 
 async def _ready(agent: Any, running: asyncio.Task[None], timeout_s: float) -> None:
     async with asyncio.timeout(timeout_s):
-        while agent.engine.state != "ready" or not (agent.rollout and agent.rollout.reserved_pages):
+        while agent.engine.state != "ready" or not (
+            agent.device.rollout and agent.device.rollout.reserved_pages
+        ):
             if running.done():
                 running.result()
                 raise EngineError("ended before it was ready", field="rollout engine")

@@ -23,6 +23,7 @@ from rose.errors import LedgerError
 from rose.policy import (
     affinity,
     baselines,
+    cold_cache,
     concurrency,
     fleet,
     growth,
@@ -38,7 +39,7 @@ from rose.policy import (
 )
 
 _MODULES = (
-    *(affinity, baselines, concurrency, fleet, growth, lending, packed),
+    *(affinity, baselines, cold_cache, concurrency, fleet, growth, lending, packed),
     *(placing, remaining, routing, speed, turn, turn_events, turns),
 )
 _CLASSES: dict[str, type] = {

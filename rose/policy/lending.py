@@ -18,7 +18,8 @@ Invariants, after every event, asserted by :meth:`Lending.check`:
 2. Lent is nothing unless the mode is on, serving is ready and heard of, and the rollout engine is ready.
    (On a device without serving the last alone counts, and everything is lent.)
 3. (:class:`LendingPolicy`) a loan leaves serving its watermark: ``lend == 0`` or
-   ``total - used - lend >= watermark``.
+   ``total - used - lend >= watermark``; and it is at most what serving's prefix cache can do without
+   (``rose.policy.cold_cache``).
 
 Pace: a loan shrinks at once.  It grows at most one step per period, not while a cut is unanswered, not
 within the cool-down after a cut, and, when the last minute already had its share of cuts, not beyond what the
@@ -36,6 +37,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from rose.errors import ConfigError, PolicyError
+from rose.policy.cold_cache import ColdCache, ColdCacheParams
 from rose.policy.growth import PeakGrowth, WindowMax
 
 ALL_PAGES = 1 << 40
@@ -98,6 +100,12 @@ class ServingReported:
     pressure_seq: int = 0
     compute_only: bool = False
     """It keeps its memory; the rollout engine has a fixed budget of its own, ``max_lend_pages``."""
+    queried_tokens: int = 0
+    """Of all prompts so far, as vLLM counts the queries of its prefix cache; 0 = it does not count."""
+    lost_tokens: int = 0
+    """Of these, how many a cache of the whole device would have had and the one beside the loan had not."""
+    cold_pages: int = 0
+    """How many more pages such a cache would fill now."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,9 +185,16 @@ class LendingParams:
     cut_window_s: float = 60.0
     """After ``max_cuts`` cuts within it a loan grows no further than the latest of them left it."""
     dead_after_s: float = DEAD_AFTER_S
+    max_hit_rate_loss: float = 0.01
+    """Of the tokens that serving's prompts query in its prefix cache; see :mod:`rose.policy.cold_cache`."""
 
     def __post_init__(self) -> None:
-        for name in ("min_headroom_fraction", "grow_step_fraction", "hysteresis_fraction"):
+        for name in (
+            "min_headroom_fraction",
+            "grow_step_fraction",
+            "hysteresis_fraction",
+            "max_hit_rate_loss",
+        ):
             value = getattr(self, name)
             if not 0.0 < value <= 1.0:
                 raise ConfigError(f"{value} is not in (0, 1]", field=name)
@@ -451,6 +466,9 @@ class Lending(ABC):
                     "reserved_pages": event.reserved_pages,
                     "used_pages": event.used_pages,
                     "needed_pages": event.needed_pages,
+                    "queried_tokens": event.queried_tokens,
+                    "lost_tokens": event.lost_tokens,
+                    "cold_pages": event.cold_pages,
                 }
             case RolloutReported():
                 counts = {"reserved_pages": event.reserved_pages, "wanted_pages": event.wanted_pages}
@@ -467,7 +485,10 @@ class LendingPolicy(Lending):
     - Headroom follows traffic: the larger of a minimum and what demand grew lately within one reclaim.
     - A cut restores the full headroom: the next one is at least ``headroom - watermark`` of growth away.
     - Growth is paced and pauses after cuts, which bounds how often rollouts are preempted.
+    - Serving's cold prefixes are lent only while that costs it less than ``max_hit_rate_loss``.
     """
+
+    _cache: ColdCache | None = None  # also in the books of a decision log from before there was one
 
     def __init__(self, params: LendingParams | None = None) -> None:
         super().__init__(params)
@@ -489,6 +510,16 @@ class LendingPolicy(Lending):
     def headroom_pages(self) -> int:
         minimum = math.ceil(self.params.min_headroom_fraction * self.total_pages)
         return max(minimum, self.need_pages + self.hysteresis_pages)
+
+    @property
+    def cache(self) -> ColdCache | None:
+        """What loans cost serving's prefix cache; None while it does not say."""
+        return self._cache
+
+    @property
+    def cap_pages(self) -> int:
+        cap = super().cap_pages
+        return cap if self._cache is None else min(cap, self._cache.limit_pages)
 
     @property
     def watermark_pages(self) -> int:
@@ -521,6 +552,8 @@ class LendingPolicy(Lending):
 
     def check(self) -> None:
         super().check()
+        if self._cache is not None:
+            self._cache.check()
         serving = self._serving
         if serving is not None and self.lend_pages and not serving.compute_only:
             assert serving.total_pages - serving.used_pages - self.lend_pages >= self.watermark_pages
@@ -543,6 +576,8 @@ class LendingPolicy(Lending):
         if serving.needed_pages and lend > self._unclaimed_pages:
             return target, "serving claims pages"
         if lend > self.cap_pages:
+            if self._cache is not None and lend > self._cache.limit_pages:
+                return target, "serving's prompts miss prefixes"
             return target, "headroom or floor grew"
         if lend and serving.total_pages - serving.used_pages - lend < self.watermark_pages:
             return target, "serving's use crossed the watermark"
@@ -570,11 +605,35 @@ class LendingPolicy(Lending):
         step = max(1, math.ceil(self.params.grow_step_fraction * serving.total_pages))
         return min(target, lend + step), "serving left room"
 
+    def take_over(self, other: Lending) -> None:
+        super().take_over(other)
+        if isinstance(other, LendingPolicy):
+            self._cache = other._cache
+
     def _on_serving(self, event: ServingReported, before: ServingReported | None) -> None:
         if not event.alive or event.phase != Phase.READY:
             return
+        self._see_cache(event)
         if before is not None and event.pressure_seq != before.pressure_seq and self.held_pages:
             self._count_cut()  # serving took pages back by itself, without waiting for us
+
+    def _see_cache(self, event: ServingReported) -> None:
+        if not event.queried_tokens or event.compute_only:
+            self._cache = None
+            return
+        cache, total = self._cache, event.total_pages
+        queried, lost = event.queried_tokens, event.lost_tokens
+        if cache is None or not cache.continues(num_pages=total, queried_tokens=queried, lost_tokens=lost):
+            params = ColdCacheParams(max_loss_fraction=self.params.max_hit_rate_loss)
+            cache = self._cache = ColdCache(total, params)
+        lent = max(0, total - event.reserved_pages)
+        cache.see(
+            event.at_s,
+            queried_tokens=queried,
+            lost_tokens=lost,
+            lent_pages=lent,
+            cold_pages=min(event.cold_pages, lent),
+        )
 
     def _on_cut(self) -> None:
         if self.blocked is None:  # what an operator or a restart takes back says nothing about traffic

@@ -61,7 +61,7 @@ async def test_the_engine_is_not_started_before_serving_is_ready(device: Device)
     production.phase = Phase.STARTING
     agent = device.agent()
     await until(lambda: agent.waits_for() == "serving is not ready")
-    await until(lambda: agent.lease is not None and agent.lease.phase == Phase.STARTING)
+    await until(lambda: agent.device.lease is not None and agent.device.lease.phase == Phase.STARTING)
     assert agent.engine.num_starts == 0
     production.phase = Phase.READY
     await ready(device, agent)
@@ -88,9 +88,13 @@ async def test_a_claim_that_stands_during_a_long_step_is_met_once(device: Device
     production.needed = 6  # two pages more than it holds; said once, and met in its next report
     await until(lambda: agent.policy.lend_pages <= 14, "the claim is met")
     for _ in range(20):
-        assert agent.lease is not None
-        seen_ns = agent.lease.heartbeat_ns
-        await until(lambda seen_ns=seen_ns: agent.lease is not None and agent.lease.heartbeat_ns > seen_ns)
+        assert agent.device.lease is not None
+        seen_ns = agent.device.lease.heartbeat_ns
+        await until(
+            lambda seen_ns=seen_ns: (
+                agent.device.lease is not None and agent.device.lease.heartbeat_ns > seen_ns
+            )
+        )
         assert agent.policy.lend_pages >= 13  # a demand of 6 that may come again, and one page of hysteresis
 
 
@@ -234,7 +238,7 @@ async def test_memory_of_a_worker_is_not_given_back_because_its_engines_file_is_
     )  # its writer cannot mend what is not its file
     agent.change(mode=Mode.OFF)
     assert not await agent.wait_given_back(0.2)
-    assert agent.held_pages() == 16
+    assert agent.device.held_pages() == 16
 
 
 async def test_mode_observe_lends_nothing_but_says_what_it_could(device: Device) -> None:

@@ -109,7 +109,7 @@ async def test_an_answer_that_arrives_in_pieces_is_one_answer(device: Device, re
     registry.in_pieces = True
     agent = linked(device, registry)
     await until(lambda: len(registry.beats) > 5)
-    uplink = agent._uplink
+    uplink = agent.uplink
     assert uplink is not None
     assert (uplink.connected, uplink.required_version, uplink.error) == (True, "1.3", "")
 

@@ -81,10 +81,30 @@ def test_everything_inflated_leaves_nothing_to_allocate(pool: Any, balloon: Ball
 
 
 def test_cheapest_victims_come_first(pool: Any, balloon: Balloon) -> None:
-    pool.get_new_blocks(CHUNK + 1)  # blocks 1..5: three in chunk 0, two in chunk 1
+    first, second, third = (pool.get_new_blocks(count) for count in (3, CHUNK + 1, CHUNK - 1))
+    requests = [
+        (name, tokens, [block.block_id for block in blocks])
+        for name, tokens, blocks in (("short", 10, first), ("long", 70, second), ("middle", 40, third))
+    ]  # chunk 0: short; chunk 1: long; chunk 2: long and middle; the others are free
 
-    assert balloon.cheapest_victims(15)[-1] == 1
-    assert len(balloon.active_blocks(1)) == 2
+    assert balloon.cheapest_victims(13, requests) == ([3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], [])
+    assert balloon.cheapest_victims(14, requests) == ([*range(3, 16), 1], ["long"])
+    assert balloon.cheapest_victims(99, requests) == ([*range(3, 16), 1, 2], ["long", "middle"])
+
+
+def test_a_request_that_is_lost_already_costs_nothing_more(pool: Any, balloon: Balloon) -> None:
+    pool.get_new_blocks(3)
+    requests = [
+        ("wide", 50, [4, 8, 12]),  # chunks 1, 2, 3
+        ("narrow", 40, [16]),
+        ("other", 40, [20]),
+    ]
+    balloon.inflate_free(10, budget_s=1.0)
+    left = sorted(set(range(1, 16)) - balloon.inflated)
+    assert left == [1, 2, 3, 4, 5]
+
+    assert balloon.cheapest_victims(5, requests) == ([4, 5, 1, 2, 3], ["narrow", "other", "wide"])
+    assert balloon.cheapest_victims(3, [("wide", 30, [4, 8, 12]), *requests[1:]]) == ([1, 2, 3], ["wide"])
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -32,6 +32,7 @@ from tests.tiny_model import write_tiny_model
 
 WORD_AT = 1024  # the slots lie before it
 HOOKS = [
+    "before_add",
     "before_schedule",
     "after_schedule",
     "after_update",

@@ -164,13 +164,20 @@ def test_reclaimed_memory_is_given_back_to_the_machine(server: EngineServer, hos
     assert full - small == 6 * 2 * 1024 * 1024
 
 
-def test_outputs_are_identical_after_reclaim_and_regrowth(server: EngineServer, host: Host) -> None:
-    before = Turn(server, PROMPT, 60).choice()["token_ids"]
+def test_tokens_and_log_probs_are_identical_after_reclaim_and_regrowth(
+    server: EngineServer, host: Host
+) -> None:
+    def turn() -> tuple[list[int], list[float]]:
+        choice = server.generate(PROMPT, max_tokens=60, logprobs=1)["choices"][0]
+        return choice["token_ids"], [entry["logprob"] for entry in choice["logprobs"]["content"]]
+
+    before = turn()
+    assert len(before[1]) == 60
     for pages in (1, 8, 3, 8):
         host.lend(pages)
         settled(server, pages)
 
-    assert Turn(server, PROMPT, 60).choice()["token_ids"] == before
+    assert turn() == before
 
 
 def test_production_claims_memory_directly_without_the_agent(server: EngineServer, host: Host) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from rose.auth import Tokens
+from rose.config import validate
+from rose.coserve.agent import NodeAgent
+from rose.coserve.config import NodeConfig
 from rose.coserve.latency import p99_between, read_page
 from rose.coserve.ledger import Mode, NodeDir, NodeState, Phase, RolloutLease, ServingLease
 from tests.engine_launcher import EngineServer
@@ -155,13 +160,22 @@ def test_the_floor_is_never_lent(server: EngineServer, agent: Agent) -> None:
     agent.write(floor_pages=0)
 
 
-def test_outputs_do_not_change_while_memory_is_lent(server: EngineServer, agent: Agent) -> None:
-    before = complete(server, PROMPT, 40)
+def test_tokens_and_log_probs_do_not_change_with_what_is_lent_and_given_back(
+    server: EngineServer, agent: Agent
+) -> None:
+    def answer() -> tuple[list[str], list[float]]:
+        body = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0.0, "ignore_eos": True, "logprobs": 1}
+        found = server.post("/v1/completions", {"model": str(server.model_dir), **body})
+        found.raise_for_status()
+        logprobs = found.json()["choices"][0]["logprobs"]
+        return logprobs["tokens"], logprobs["token_logprobs"]
 
-    agent.write(lend_pages=12)
-    agent.until_lent(12)
-
-    assert complete(server, PROMPT, 40) == before
+    before = answer()
+    assert len(before[1]) == 40
+    for pages in (12, 0, 15):
+        agent.write(lend_pages=pages)
+        agent.until_lent(pages)
+        assert answer() == before
 
 
 def test_memory_the_peer_still_holds_is_waited_for_as_a_number(server: EngineServer, agent: Agent) -> None:
@@ -235,6 +249,84 @@ def test_the_prefix_cache_can_be_reset_while_memory_is_lent(server: EngineServer
 
     assert complete(server, PROMPT, 20) == before
     agent.until_lent(10)
+
+
+class RealAgent:
+    """The node agent's own rounds on production's real files; the rollout engine obeys at once."""
+
+    def __init__(self, path: Path) -> None:
+        lending = {"grow_period_s": 0.02, "use_window_s": 0.05, "cool_down_s": 0.05, "growth_window_s": 1.0}
+        table = {
+            "node_id": "n0",
+            "dir": str(path),
+            "serving": {"slo_ttft_ms": 5000, "slo_tpot_ms": 5000},
+            "engine": {"model": "policy", "max_model_len": 64},
+            "lending": lending,
+        }
+        self.agent = NodeAgent(validate(NodeConfig, table), Tokens.generate())
+        self.agent._state = self.agent.dir.node_writer()
+        self._peer = self.agent.dir.rollout_lease_writer()
+        self._stop = threading.Event()
+        self.agent._set_mode()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.02):
+            now_ns = time.monotonic_ns()
+            held = self.agent.policy.lend_pages
+            self._peer.write(RolloutLease(phase=Phase.READY, reserved_pages=held, heartbeat_ns=now_ns))
+            self.agent._round()
+
+    @property
+    def lent_pages(self) -> int:
+        lease = self.agent.device.lease
+        return lease.lent_pages if lease is not None else -1
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        for writer in (self.agent._state, self._peer):
+            writer.close()
+
+
+def test_a_loan_goes_on_while_no_hit_is_lost_and_shrinks_when_hits_are(
+    server: EngineServer, node_dir: Path
+) -> None:
+    def ask(prompts: list[list[int]]) -> None:
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            for future in [pool.submit(complete, server, prompt, 2) for prompt in prompts]:
+                future.result(timeout=120)
+
+    def fresh(count: int) -> list[list[int]]:
+        return [[rng.randrange(5, 200) for _ in range(400)] for _ in range(count)]  # three whole blocks each
+
+    rng = random.Random(0)
+    real = RealAgent(node_dir)
+    try:
+        talks = fresh(80)  # 240 of 512 blocks
+        eventually(lambda: real.lent_pages > 12, "most of the device is lent")
+        ask(talks)
+        eventually(lambda: real.agent.device.lease.queried_tokens >= 80 * 400, "all prompts are counted")  # type: ignore[union-attr]
+        lease = real.agent.device.lease
+        assert lease is not None
+        assert lease.lost_tokens == 0
+        assert real.lent_pages > 12
+
+        # The second turns: a whole device would have all first turns, the part that is not lent has the latest.
+        ask([talk[:400] + [7] * 20 for talk in talks])
+
+        eventually(lambda: real.lent_pages < 10, "the loan shrinks")
+        status = real.agent.status()
+        assert status["serving"]["lost_tokens"] >= 0.01 * status["serving"]["queried_tokens"]
+        assert status["lending"]["hit_rate_loss"] > 0.01
+        assert status["lending"]["cache_limit_pages"] < 10
+        assert status["lending"]["reason"] == "serving's prompts miss prefixes"
+    finally:
+        real.agent.mode = Mode.OFF
+        real.agent._set_mode()
+        eventually(lambda: real.lent_pages == 0, "everything is back")
+        real.close()
 
 
 def test_serving_adds_no_routes(server: EngineServer) -> None:

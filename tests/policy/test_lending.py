@@ -570,7 +570,7 @@ def test_invariants_hold_on_any_traffic(make: type[Lending], seed: int) -> None:
     """Random reports, modes, deaths and disobedience; every invariant after every event."""
     rng = random.Random(seed)
     policy = make(dataclasses.replace(PARAMS, cool_down_s=0.5))
-    at_s, held, total, unanswered_s = 0.0, 0, TOTAL, None
+    at_s, held, total, unanswered_s, queried, lost = 0.0, 0, TOTAL, None, 0, 0
     for _ in range(600):
         at_s += rng.choice([0.0, rng.expovariate(20.0), rng.expovariate(2.0)])
         match rng.randrange(20):
@@ -594,6 +594,10 @@ def test_invariants_hold_on_any_traffic(make: type[Lending], seed: int) -> None:
                 )
             case _:
                 total = total if rng.random() < 0.98 else rng.choice([0, 1, 7, 100, 1000])
+                prompt = rng.choice([0, 500, 20_000])
+                queried, lost = (queried + prompt, lost + rng.randint(0, prompt // 20))
+                if rng.random() < 0.01:
+                    queried = lost = 0
                 event = ServingReported(
                     at_s=at_s,
                     alive=rng.random() < 0.97,
@@ -603,6 +607,9 @@ def test_invariants_hold_on_any_traffic(make: type[Lending], seed: int) -> None:
                     used_pages=rng.randint(0, total) if rng.random() < 0.5 else total // 10,
                     needed_pages=rng.choice([0, 0, 0, rng.randint(0, 100)]),
                     pressure_seq=rng.choice([0, 1]),
+                    queried_tokens=queried,
+                    lost_tokens=lost,
+                    cold_pages=rng.randint(0, 2 * total),
                 )
         actions = policy.handle(event)  # type: ignore[arg-type]
         policy.check()
@@ -779,6 +786,7 @@ def test_what_both_engines_may_hold_never_exceeds_the_device() -> None:
         ("reclaim_deadline_s", 0.0),
         ("cool_down_s", math.inf),
         ("max_cuts", 0),
+        ("max_hit_rate_loss", 0.0),
     ],
 )
 def test_parameters_out_of_range_name_their_field(name: str, value: float) -> None:

@@ -1,0 +1,161 @@
+"""What the engines of one device say in their shared files, as the node agent sees it.
+
+Reads; writes nothing, decides nothing, and takes no lock.  :meth:`DeviceView.look` is one look at all three records;
+what a policy is told of it are :meth:`~DeviceView.serving_event` and :meth:`~DeviceView.rollout_event`.  A damaged file
+counts as a dead writer's, and is recorded once.
+
+Callers: ``rose.coserve.agent``, ``rose.coserve.report``.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from typing import Any, TypeVar
+
+from rose.coserve.ledger import NodeDir, RecordReader, RolloutLease, ServingBoard, ServingLease
+from rose.errors import LedgerError
+from rose.policy.admission import BoardView, slack
+from rose.policy.compat import Support
+from rose.policy.lending import RolloutReported, ServingReported
+from rose.units import NS_PER_S
+
+logger = logging.getLogger("rose.node")
+
+R = TypeVar("R")
+
+
+class DeviceView:
+    """One look after the other.
+
+    Args:
+        errors: Where a file that cannot be read is named; the agent's own.
+
+    Attributes:
+        lease, board, rollout: As last read; None before there was one.
+        serving_seen, rollout_seen: Did the writers live at the last :meth:`look`?
+    """
+
+    def __init__(self, directory: NodeDir, errors: dict[str, str]) -> None:
+        self._dir, self._errors = directory, errors
+        self.lease: ServingLease | None = None
+        self.board: ServingBoard | None = None
+        self.rollout: RolloutLease | None = None
+        self.serving_seen = self.rollout_seen = False
+        self._lease_file = directory.serving_lease()
+        self._board_file = directory.serving_board()
+        self._rollout_file = directory.rollout_lease()
+
+    def look(self) -> None:
+        """Read the three records anew."""
+        self.lease, lease_alive = self._read(self._lease_file, self.lease)
+        self.board, board_alive = self._read(self._board_file, self.board)
+        self.rollout, self.rollout_seen = self._read(self._rollout_file, self.rollout)
+        self.serving_seen = lease_alive and board_alive
+
+    def serving_alive(self) -> bool:
+        """Does production live, now?"""
+        return _alive(self._lease_file)
+
+    def rollout_alive(self) -> bool:
+        return _alive(self._rollout_file)
+
+    def serving_event(self, dead_after_s: float) -> ServingReported | None:
+        """The last look as the lending policy wants it; None where there is no lease."""
+        lease, board = self.lease, self.board or ServingBoard()
+        if lease is None:
+            return None
+        return ServingReported(
+            at_s=time.monotonic(),
+            alive=self.serving_seen and age_s(lease.heartbeat_ns) <= dead_after_s,
+            phase=lease.phase,
+            total_pages=max(0, lease.total_pages),
+            reserved_pages=max(0, lease.reserved_pages),
+            used_pages=max(0, board.used_pages),
+            needed_pages=max(0, board.needed_pages),
+            pressure_seq=board.pressure_seq,
+            compute_only=lease.support == Support.COMPUTE_ONLY,
+            queried_tokens=max(0, lease.queried_tokens),
+            lost_tokens=max(0, lease.lost_tokens),
+            cold_pages=max(0, lease.cold_pages),
+        )
+
+    def rollout_event(self) -> RolloutReported:
+        """What the engine holds.  A process that is gone holds nothing, whatever it wrote last."""
+        lease = self.rollout if self.rollout_seen and self.rollout is not None else RolloutLease()
+        return RolloutReported(
+            at_s=time.monotonic(),
+            alive=self.rollout_seen,
+            phase=lease.phase,
+            reserved_pages=max(0, lease.reserved_pages),
+            wanted_pages=max(0, lease.wanted_pages),
+            reclaim_seq=lease.reclaim_seq,
+        )
+
+    def held_pages(self) -> int:
+        """Pages of the rollout engine: reserved, or still resident in one of its workers."""
+        reserved = self.rollout.reserved_pages if self.rollout is not None and self.rollout_alive() else 0
+        # Asked also where the engine core is dead or its file damaged: workers hold memory by themselves.
+        return max(reserved, sum(self.resident_pages().values()))
+
+    def resident_pages(self) -> dict[int, int]:
+        """What each live worker of the rollout engine holds, by the kernel's word in its file."""
+        found: dict[int, int] = {}
+        for rank in self._dir.ranks("rollout"):
+            reader = self._dir.rank("rollout", rank)
+            try:
+                record = reader.read() if reader.alive() else None
+            except LedgerError:
+                record = None
+            finally:
+                reader.close()
+            if record is not None:
+                found[rank] = record.resident_pages
+        return found
+
+    def slack_s(self) -> float | None:
+        """Until production's next deadline; None where it has none."""
+        board = self.board
+        if board is None or not _alive(self._board_file):
+            return None
+        view = BoardView(
+            busy=bool(board.busy),
+            running=board.running,
+            waiting=board.waiting,
+            ttft_deadline_s=board.ttft_deadline_ns / NS_PER_S if board.ttft_deadline_ns else None,
+            tpot_deadline_s=board.tpot_deadline_ns / NS_PER_S if board.tpot_deadline_ns else None,
+            step_started_s=board.step_started_ns / NS_PER_S,
+            step_s=board.step_ns / NS_PER_S,
+        )
+        if view.idle:
+            return None
+        value, _ = slack(time.monotonic(), view, 0.0)
+        return value if math.isfinite(value) else None
+
+    def _read(self, file: RecordReader[R], last: R | None) -> tuple[R | None, bool]:
+        """The record and whether its writer lives."""
+        name = file.path.name
+        try:
+            record = file.read()
+            alive = record is not None and file.alive()
+        except LedgerError as error:
+            if self._errors.get(name) != str(error):
+                logger.error("%s", error)
+            self._errors[name] = str(error)
+            return last, False
+        self._errors.pop(name, None)
+        return record, alive
+
+
+def age_s(at_ns: int) -> float:
+    """Seconds since a CLOCK_MONOTONIC stamp; a stamp from the future is as wrong as one from long ago."""
+    value_s = (time.monotonic_ns() - at_ns) / NS_PER_S
+    return value_s if value_s > -1.0 else math.inf
+
+
+def _alive(file: RecordReader[Any]) -> bool:
+    try:
+        return file.alive()
+    except LedgerError:
+        return False

@@ -1,0 +1,199 @@
+"""What the node agent tells others: ``rose node status``, rose-scheduler's heartbeat, and the proof that memory is back.
+
+Builds plain dictionaries from what the agent and its parts know; asks nobody but the engine (:func:`proof`), changes nothing.
+
+Callers: ``rose.coserve.agent``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from rose.coserve.ledger import Mode, Phase, RolloutLease, ServingLease
+from rose.errors import RoseError
+from rose.policy.compat import Support, row_of_number
+from rose.policy.lending import Lending, LendingPolicy
+from rose.units import PAGE_BYTES
+
+if TYPE_CHECKING:
+    from rose.coserve.agent import NodeAgent
+    from rose.coserve.links import WeightLoop
+
+
+def heartbeat(agent: NodeAgent, engine_status: dict[str, Any], stopping: bool) -> dict[str, Any]:
+    """The agent's part of a heartbeat to rose-scheduler."""
+    device = agent.device
+    ready = agent.engine.state == "ready" and agent.mode == Mode.ON
+    rollout = device.rollout if agent.engine.running else None
+    budget, used = _tokens_of(rollout, engine_status)
+    return {
+        "version": agent.engine.version,
+        "state": "ready" if ready else "stopping" if stopping else "starting",
+        "kv_budget_tokens": budget,
+        "kv_used_tokens": used,
+        "running": _count(engine_status.get("running")) or 0,
+        "waiting": _count(engine_status.get("waiting")) or 0,
+        "num_preemptions": _count(engine_status.get("num_preemptions")) or 0,
+        "gated": rollout is not None and not rollout.gate_open,
+        "reclaim_seq": rollout.reclaim_seq if rollout is not None else 0,
+        "slack_s": device.slack_s() if agent.config.serving is not None else None,
+        "serving_use": _serving_use(agent),
+        "slo_breaches": device.board.breaches if device.board is not None else 0,
+        **_promises(agent),
+    }
+
+
+def status(agent: NodeAgent) -> dict[str, Any]:
+    """Everything in force on this device, for ``rose node status``."""
+    uplink, device = agent.uplink, agent.device
+    observed = agent.observed.report()
+    rollout = device.rollout
+    return {
+        "node_id": agent.config.node_id,
+        "pid": os.getpid(),
+        "tier": agent.config.tier,
+        "mode": agent.mode.name.lower(),
+        "epoch": agent.epoch,
+        "page_bytes": PAGE_BYTES,
+        "slo_ttft_ms": agent.slo_ttft_ms,
+        "slo_tpot_ms": agent.slo_tpot_ms,
+        "floor_pages": agent.floor_pages,
+        "lending": {
+            "policy": agent.policy_name,
+            "rule": agent.rule.name.lower() + (", serialised" if agent.serialise else ""),
+            **_lending(agent.policy),
+        },
+        "observed": None if observed is None else asdict(observed),
+        "serving": _serving(agent),
+        "rollout": {
+            "alive": device.rollout_alive(),
+            "phase": _phase(rollout),
+            "reserved_pages": rollout.reserved_pages if rollout else 0,
+            "resident_pages": sum(device.resident_pages().values()),
+            "gate_open": bool(rollout.gate_open) if rollout else False,
+            "steps": rollout.steps if rollout else 0,
+            "tokens": rollout.tokens if rollout else 0,
+            "reclaim_seq": rollout.reclaim_seq if rollout else 0,
+            "cut_requests": rollout.cut_requests if rollout else 0,
+        },
+        "engine": {**agent.engine.describe(), "waits_for": agent.waits_for()},
+        "scheduler": None if uplink is None else {"connected": uplink.connected, "error": uplink.error},
+        "weights": None if agent.weights is None else _weights(agent.weights),
+        "errors": dict(agent.errors),
+    }
+
+
+async def proof(agent: NodeAgent) -> dict[str, Any]:
+    """What the rollout engine holds, from three sources that do not know each other."""
+    engine, rollout = agent.engine, agent.device.rollout
+    try:
+        answer = await engine.refresh_status() if engine.state == "ready" else {}
+    except RoseError:
+        answer = {}  # dead or too busy to answer: the files and the kernel still speak
+    scheduler = answer.get("scheduler")
+    resident = scheduler.get("resident_bytes") if isinstance(scheduler, dict) else None
+    return {
+        "reserved_pages": rollout.reserved_pages if rollout and engine.running else 0,
+        "resident_pages": sum(agent.device.resident_pages().values()),
+        "engine_kv_resident_bytes": resident if isinstance(resident, int) else None,
+        "engine_rss_bytes": await asyncio.to_thread(engine.rss_bytes),
+        "gate_open": bool(rollout.gate_open) if rollout and engine.running else False,
+        "steps": rollout.steps if rollout else 0,
+    }
+
+
+def _lending(policy: Lending) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "lend_pages": policy.lend_pages,
+        "reason": policy.blocked or policy.reason,
+        "cap_pages": policy.cap_pages,
+        "headroom_pages": policy.headroom_pages,
+        "reclaim_p99_s": policy.reclaim_p99_s,
+        "cuts": policy.num_cuts,
+    }
+    if isinstance(policy, LendingPolicy):
+        found["need_pages"] = policy.need_pages
+        found["watermark_pages"] = policy.watermark_pages
+        found["harvestable_pages"] = policy.target_pages
+        found["cache_limit_pages"] = None if policy.cache is None else policy.cache.limit_pages
+        found["hit_rate_loss"] = None if policy.cache is None else policy.cache.loss_fraction
+    return found
+
+
+def _serving(agent: NodeAgent) -> dict[str, Any]:
+    device = agent.device
+    lease, board = device.lease, device.board
+    return {
+        "alive": device.serving_alive(),
+        "phase": _phase(lease),
+        "support": _support(lease),
+        "because": row_of_number(lease.row).feature if lease else "",
+        "total_pages": lease.total_pages if lease else 0,
+        "reserved_pages": lease.reserved_pages if lease else 0,
+        "used_pages": board.used_pages if board else 0,
+        "claim_pages": board.claim_pages(lease.reserved_pages) if board and lease else 0,
+        "pressure_seq": board.pressure_seq if board else 0,
+        "errors": lease.errors if lease else 0,
+        "queried_tokens": lease.queried_tokens if lease else 0,
+        "lost_tokens": lease.lost_tokens if lease else 0,
+        "cold_pages": lease.cold_pages if lease else 0,
+        "slo_breaches": board.breaches if board else 0,
+        "slo_breaches_while_lending": agent.breaches_while_lending,
+        "p99_s": None if agent.latency is None else dict(agent.latency.p99_s),
+        "metrics_error": None if agent.latency is None else agent.latency.error,
+    }
+
+
+def _weights(weights: WeightLoop) -> dict[str, Any]:
+    return {
+        "newest": str(weights.newest) if weights.newest is not None else None,
+        "commits": weights.num_commits,
+        "error": weights.error,
+        "last": weights.last,
+    }
+
+
+def _promises(agent: NodeAgent) -> dict[str, float]:
+    """Production's P99 beside what it promises, in seconds."""
+    p99_s = {} if agent.latency is None else agent.latency.p99_s
+    promised = {"ttft": agent.slo_ttft_ms / 1e3, "tpot": agent.slo_tpot_ms / 1e3}
+    return {f"serving_{kind}_p99_s": value for kind, value in p99_s.items()} | {
+        f"slo_{kind}_s": promised[kind] for kind in p99_s
+    }
+
+
+def _serving_use(agent: NodeAgent) -> float:
+    """Share of the device's KV memory that production uses."""
+    lease, board = agent.device.lease, agent.device.board
+    if board is None or lease is None or not lease.total_pages:
+        return 0.0
+    return min(1.0, board.used_pages / lease.total_pages)
+
+
+def _tokens_of(rollout: RolloutLease | None, status: dict[str, Any]) -> tuple[int | None, int | None]:
+    """KV budget and use in tokens; the budget follows the lease, which is newer than the engine's status."""
+    budget, used = _count(status.get("budget_tokens")), _count(status.get("used_tokens"))
+    pages = _count(status.get("usable_pages"))
+    if rollout is None or budget is None or not pages:
+        return budget, used
+    return budget * rollout.reserved_pages // pages, used
+
+
+def _count(value: Any) -> int | None:
+    """A count out of an engine's answer; None unless it is one."""
+    return value if type(value) is int and 0 <= value < 1 << 53 else None
+
+
+def _support(lease: ServingLease | None) -> str:
+    """``elastic``, ``compute-only``, ``refused``; ``unknown`` while production is not there."""
+    return Support(lease.support).label if lease is not None and lease.support in list(Support) else "unknown"
+
+
+def _phase(lease: ServingLease | RolloutLease | None) -> str:
+    try:
+        return Phase(lease.phase).name.lower() if lease is not None else "absent"
+    except ValueError:
+        return "unknown"

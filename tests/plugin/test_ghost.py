@@ -1,0 +1,252 @@
+"""The ghost of production's prefix cache: what it counts as lost is what a cache of the whole device would have found.
+
+vLLM's real scheduler twice, without a model: one with ROSE and a loan, one stock.  Both get the same prompts, and vLLM's own
+counters of prefix hits are the judge.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rose.coserve.ledger import Mode, NodeDir, NodeState
+from tests.plugin import harness
+from tests.tiny_model import write_tiny_model
+
+BLOCK, CHUNK_BLOCKS = harness.BLOCK_TOKENS, 32
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    model = tmp_path_factory.mktemp("model")
+    write_tiny_model(model)
+    config = harness.engine_config(model)
+    config.cache_config.enable_prefix_caching = True
+    return config
+
+
+@dataclass
+class Pair:
+    """The same traffic for an engine that lends and for one that does not."""
+
+    ours: Any
+    stock: Any
+    number: int = 0
+
+    def __post_init__(self) -> None:
+        self.counted = [[0, 0], [0, 0]]
+        """Tokens queried and hit: ours, stock.  vLLM hands its counters out and begins anew with every step."""
+        for scheduler, sums in zip((self.ours, self.stock), self.counted, strict=True):
+            scheduler.kv_cache_manager.record_prefix_cache_stats = functools.partial(_count, sums)
+
+    def say(self, prompt: list[int], max_tokens: int = 2) -> None:
+        """One request, to its end, on both."""
+        self.number += 1
+        for scheduler in (self.ours, self.stock):
+            scheduler.add_request(_request(f"r{self.number}", prompt, max_tokens))
+            while scheduler.requests:
+                harness.step(scheduler)
+        self.ours.rose.ghost.check()
+
+    def missed(self) -> int:
+        """Prefix hits in tokens that stock had and ours had not, by vLLM's count."""
+        return self.counted[1][1] - self.counted[0][1]
+
+    def lend(self, chunks: int) -> None:
+        """The agent asks for so many; nothing else runs meanwhile."""
+        self.ours.rose._target_lent_chunks = chunks
+        for _ in range(1000):
+            self.ours.rose.before_schedule()
+            if len(self.ours.rose.balloon.inflated) == chunks:
+                return
+        raise AssertionError(f"{len(self.ours.rose.balloon.inflated)} of {chunks} chunks")
+
+    def give_back(self) -> None:
+        """Everything is mapped again."""
+        side = self.ours.rose
+        side._target_lent_chunks = 0
+        side._mapped.extend(sorted(side.balloon.inflated))
+        while side.balloon.inflated:
+            side.before_schedule()
+
+
+def _count(sums: list[int], request: Any, num_hits: int) -> None:
+    sums[0] += request.num_tokens
+    sums[1] += num_hits
+
+
+def _request(name: str, prompt: list[int], max_tokens: int) -> Any:
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
+    return Request(
+        request_id=name,
+        prompt_token_ids=prompt,
+        sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+        pooling_params=None,
+        block_hasher=get_request_block_hasher(BLOCK, sha256),
+    )
+
+
+@pytest.fixture
+def pair(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    from vllm_plugin.scheduler import ServingScheduler
+
+    path = tmp_path / "n"
+    monkeypatch.setenv("ROSE_ROLE", "serving")
+    monkeypatch.setenv("ROSE_DIR", str(path))
+    rank, node = harness.write_rank(path, "serving", mapped=True), NodeDir(path).node_writer()
+    node.write(NodeState(mode=Mode.ON, has_serving=1, heartbeat_ns=time.monotonic_ns()))
+    pair = Pair(harness.build(ServingScheduler, config), harness.build(Scheduler, config))
+    assert pair.ours.rose is not None
+    yield pair
+    assert pair.ours.rose.failed is None
+    pair.ours.rose.balloon.check()
+    for writer in (pair.ours.rose._lease, pair.ours.rose._board, pair.ours.rose._chunks, rank, node):
+        writer.close()
+
+
+def _prompt(rng: random.Random, blocks: int = 3) -> list[int]:
+    return [rng.randrange(1000) for _ in range(blocks * BLOCK + 5)]
+
+
+def test_with_nothing_lent_nothing_is_lost_and_the_pool_is_vllms_own(pair: Pair) -> None:
+    rng = random.Random(0)
+    prompts = [_prompt(rng) for _ in range(300)]  # 900 blocks: more than there are
+    for prompt in [*prompts, *prompts[-100:]]:
+        pair.say(prompt)
+    ghost = pair.ours.rose.ghost
+    assert (ghost.lost_tokens, len(ghost), pair.missed()) == (0, 0, 0)
+    assert "_maybe_evict_cached_block" not in vars(pair.ours.kv_cache_manager.block_pool)
+
+
+def test_prompts_are_counted_as_vllm_counts_its_queries(pair: Pair) -> None:
+    rng = random.Random(0)
+    for _ in range(10):
+        pair.say(_prompt(rng))
+    assert pair.ours.rose.ghost.queried_tokens == pair.counted[1][0]
+
+
+def test_prefixes_in_the_chunks_that_are_taken_are_lost_once(pair: Pair) -> None:
+    rng = random.Random(1)
+    prompts = [_prompt(rng) for _ in range(100)]
+    for prompt in prompts:
+        pair.say(prompt)
+    pair.lend(15)  # all but the chunk of the null block
+    assert pair.ours.rose.ghost.lost_tokens == 0
+    for _ in range(2):
+        pair.say(prompts[-1])
+    assert pair.ours.rose.ghost.lost_tokens == pair.missed() == 3 * BLOCK
+
+
+def test_prefixes_that_a_smaller_cache_evicts_sooner_are_lost_too(pair: Pair) -> None:
+    """Memory was empty when it was lent: nothing was taken from the cache, but it cannot grow."""
+    rng = random.Random(2)
+    pair.lend(12)  # 128 of 512 blocks are left
+    prompts = [_prompt(rng) for _ in range(100)]
+    for prompt in prompts:
+        pair.say(prompt)
+    assert pair.ours.rose.ghost.lost_tokens == pair.missed() == 0
+    for prompt in prompts:
+        pair.say(prompt)
+    assert pair.ours.rose.ghost.lost_tokens == pair.missed() == 100 * 3 * BLOCK
+
+
+def test_what_a_cache_of_the_whole_device_would_have_evicted_is_not_lost(pair: Pair) -> None:
+    rng = random.Random(3)
+    pair.lend(12)
+    prompts = [_prompt(rng) for _ in range(400)]  # 1200 blocks
+    for prompt in [*prompts, *prompts]:
+        pair.say(prompt)
+    assert pair.ours.rose.ghost.lost_tokens == pair.missed() == 0
+
+
+def test_what_was_dropped_is_lost_also_after_the_memory_is_back_until_it_would_be_gone(pair: Pair) -> None:
+    rng = random.Random(4)
+    prompts = [_prompt(rng) for _ in range(100)]
+    for prompt in prompts:
+        pair.say(prompt)
+    pair.lend(15)
+    pair.give_back()
+    pair.say(prompts[50])
+    assert pair.ours.rose.ghost.lost_tokens == pair.missed() == 3 * BLOCK
+    for _ in range(300):
+        pair.say(_prompt(rng))
+    assert len(pair.ours.rose.ghost) == 0
+    assert "_maybe_evict_cached_block" not in vars(pair.ours.kv_cache_manager.block_pool)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_on_conversations_the_count_is_vllms_own_difference(pair: Pair, seed: int) -> None:
+    """Turns that go on from their own past, loans that come and go.  Chunks are taken out of turn, so it is no exact count."""
+    rng = random.Random(seed)
+    talks: list[list[int]] = []
+    for turn in range(400):
+        if turn % 100 == 30:
+            pair.give_back()
+            pair.lend(rng.choice([4, 8, 12]))
+        if len(talks) < 40 or rng.random() < 0.1:
+            talks.append(_prompt(rng, 1))
+            talk = talks[-1]
+        else:
+            talk = rng.choice(talks[-60:])
+            talk += [rng.randrange(1000) for _ in range(rng.choice([20, BLOCK]))]
+        if len(talk) > 440:
+            talks.remove(talk)
+            continue
+        pair.say(talk)
+    counted, missed = pair.ours.rose.ghost.lost_tokens, pair.missed()
+    assert missed > 0
+    assert 0.75 * missed <= counted <= 1.1 * missed
+
+
+def test_a_reset_of_the_cache_is_no_loss(pair: Pair) -> None:
+    rng = random.Random(5)
+    prompts = [_prompt(rng) for _ in range(100)]
+    for prompt in prompts:
+        pair.say(prompt)
+    pair.lend(15)
+    assert len(pair.ours.rose.ghost) > 0
+    for scheduler in (pair.ours, pair.stock):
+        assert scheduler.reset_prefix_cache()
+    for prompt in prompts:
+        pair.say(prompt)
+    assert pair.ours.rose.ghost.lost_tokens == pair.missed() == 0
+
+
+def test_the_least_recently_used_prefixes_are_lent_first(pair: Pair) -> None:
+    rng = random.Random(6)
+    prompts = [_prompt(rng) for _ in range(170)]  # 510 of 512 blocks
+    for prompt in prompts:
+        pair.say(prompt)
+    pair.lend(8)
+    for prompt in prompts[-60:]:
+        pair.say(prompt)
+    assert pair.ours.rose.ghost.lost_tokens == pair.missed() == 0
+
+
+def test_an_error_in_the_middle_of_an_allocation_switches_off_and_vllm_goes_on(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng, side = random.Random(7), pair.ours.rose
+    pair.lend(12)
+    monkeypatch.setattr(side.ghost, "_keys", None)
+    for number in range(100):
+        pair.ours.add_request(_request(f"x{number}", _prompt(rng), 2))
+        while pair.ours.requests:
+            harness.step(pair.ours)
+    failed, side.failed = side.failed, None
+    assert "NoneType" in failed
+    assert "_maybe_evict_cached_block" not in vars(pair.ours.kv_cache_manager.block_pool)
