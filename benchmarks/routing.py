@@ -35,6 +35,7 @@ from rose.policy.fleet import FleetParams, Tier
 from rose.policy.routing import POLICY_NAMES, make_policy
 from rose.policy.samples import SampleParams
 from rose.policy.turns import TurnBook
+from rose.scheduler.cli import restrain_collector
 from rose.scheduler.journal import CreateRecord, Journal, TurnRecord
 from rose.scheduler.store import Store
 from tests.scheduler import reference
@@ -285,17 +286,15 @@ def main() -> None:
         directory = Path(folder)
         store, append_us = fill_store(directory, num_trajectories, report)
         commit = asyncio.run(commit_ms(store))
-        gc.collect()
-        gc.freeze()  # as the daemon does: the live state is not garbage
         rss = 0.0
         for policy in arguments.policies.split(","):
             fleet = Fleet(policy, num_workers, num_trajectories, num_live)
+            restrain_collector()  # as the daemon does
             times = fleet.play(num_events, report, f"events under {policy}")
             fleet.book.check()
             details["policies"][policy] = {kind: quantiles_us(values) for kind, values in times.items()}
             rss = max(rss, rss_gb())
             del fleet
-            gc.collect()
         journal_gb = store.journal.size_bytes / 2**30
         store.journal.close()
         del store

@@ -96,9 +96,6 @@ class Placer:
             return
         if not table.gained and not self._fresh:
             return
-        if not self.queue:
-            table.gained.clear()  # nobody waits for it
-            return
         gained = table.take_gained()
         rooms: dict[_Class, int] = {}
         count = len(table)

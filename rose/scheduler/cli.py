@@ -51,6 +51,17 @@ def _settle(phase: str, info: dict[str, int]) -> None:
         gc.freeze()
 
 
+def restrain_collector() -> None:
+    """For a process that keeps much and leaves few cycles: look at what is new, now and then, and at nothing else."""
+    # A full collection would look at every imported module again and hold up all turns meanwhile.
+    gc.collect()
+    gc.freeze()
+    # What belongs to the requests in flight is more than the usual 700 objects, and gone before anybody needs to look.
+    gc.set_threshold(YOUNG_OBJECTS, 2)
+    if _settle not in gc.callbacks:
+        gc.callbacks.append(_settle)
+
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -98,12 +109,7 @@ async def _serve(settings: SchedulerConfig, tokens: Tokens, journal: Path) -> No
     await scheduler.start()
     typer.echo(f"rose-scheduler ready at {scheduler.url}")
     sys.stdout.flush()
-    # A full collection would look at every imported module again and hold up all turns meanwhile.
-    gc.collect()
-    gc.freeze()
-    # What belongs to the requests in flight is more than the usual 700 objects, and gone before anybody needs to look.
-    gc.set_threshold(YOUNG_OBJECTS, 2)
-    gc.callbacks.append(_settle)
+    restrain_collector()
     await stopping.wait()
     await scheduler.stop()
 

@@ -24,7 +24,7 @@ from rose.scheduler.fake_engine import FakeEngine, FakeNode, Fault, serve_engine
 from tests.scheduler.conftest import World, user
 from tests.scheduler.processes import Daemon
 from tests.scheduler.test_restart import agent, reached
-from tests.scheduler.test_turn_book import join
+from tests.scheduler.turn_kit import join
 
 
 def live(directory: Path, policy: str, *, events: int = 400, max_bytes: int = 10**9) -> TurnBook:

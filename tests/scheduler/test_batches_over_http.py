@@ -1,0 +1,154 @@
+"""Trajectories and batches over HTTP: groups, leases, restarts of the trainer."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from rose.scheduler import jobs
+from tests.scheduler.conftest import PROMPT, World, user
+
+
+async def test_a_group_goes_to_the_trainer_once(world: World) -> None:
+    await world.start()
+    await world.add("a", version="1.3")
+    names = [await world.trajectory(group_id="g", group_size=2, task={"map": 1}) for _ in range(2)]
+    lease = {"job": "job", "num_groups": 1, "version": [1, 3], "ttl_s": 60, "wait_s": 0}
+    for number, name in enumerate(names):
+        await world.chat(name, [user("x")], max_tokens=4)
+        assert (await world.call("POST", "/rose/v1/batches/lease", lease, role="trainer"))[0] == 204
+        done = await world.ok(
+            "POST", f"/rose/v1/trajectories/{name}/finish", {"reward": number, "success": True}
+        )
+        assert done["state"] == "finished"
+    batch = await world.ok("POST", "/rose/v1/batches/lease", lease, role="trainer")
+    assert [(t["id"], t["reward"], t["task"]) for t in batch["trajectories"]] == [
+        (names[0], 0.0, {"map": 1}),
+        (names[1], 1.0, {"map": 1}),
+    ]
+    assert batch["trajectories"][0]["turns"][0]["versions"][0][0] == "1.3"
+    ack = f"/rose/v1/batches/{batch['batch_id']}/ack"
+    for _ in range(2):
+        assert await world.ok("POST", ack, {"step": 4, "attempt": 1}, role="trainer") == {}
+    assert (await world.call("POST", "/rose/v1/batches/lease", lease, role="trainer"))[0] == 204
+    status = await world.ok("GET", "/status")
+    assert status["trajectories"] == {"consumed": 2}
+
+
+async def test_a_lease_waits_for_a_group(world: World) -> None:
+    await world.start()
+    await world.add("a")
+    name = await world.trajectory()
+    await world.chat(name, [user("x")], max_tokens=4)
+    lease = {"job": "job", "num_groups": 1, "version": [1, 0], "ttl_s": 60, "wait_s": 30}
+    waiting = asyncio.create_task(world.ok("POST", "/rose/v1/batches/lease", lease, role="trainer"))
+    await world.until(lambda: not waiting.done())
+    await world.ok("POST", f"/rose/v1/trajectories/{name}/finish", {"reward": 1})
+    assert (await waiting)["trajectories"][0]["id"] == name
+
+
+async def test_an_unacknowledged_lease_expires_and_is_leased_again(world: World) -> None:
+    await world.start()
+    await world.add("a")
+    name = await world.trajectory()
+    await world.chat(name, [user("x")], max_tokens=4)
+    await world.ok("POST", f"/rose/v1/trajectories/{name}/finish", {"reward": 1})
+    lease = {"job": "job", "num_groups": 1, "version": [1, 0], "ttl_s": 0.01, "wait_s": 10}
+    first = await world.ok("POST", "/rose/v1/batches/lease", lease, role="trainer")
+    second = await world.ok("POST", "/rose/v1/batches/lease", lease, role="trainer")
+    assert first["batch_id"] != second["batch_id"]
+    assert second["trajectories"][0]["id"] == name
+
+
+async def test_a_restarted_trainer_resumes(world: World) -> None:
+    await world.start()
+    await world.add("a")
+    names = []
+    for _ in range(2):
+        names.append(await world.trajectory())
+        await world.chat(names[-1], [user("x")], max_tokens=4)
+        await world.ok("POST", f"/rose/v1/trajectories/{names[-1]}/finish", {"reward": 1})
+    lease = {"job": "job", "num_groups": 2, "version": [1, 0], "ttl_s": 600}
+    await world.ok("POST", "/rose/v1/batches/lease", lease, role="trainer")
+    resumed = await world.ok(
+        "POST", "/rose/v1/jobs/job/resume", {"attempt": 2, "consumed": [names[0]]}, role="trainer"
+    )
+    assert resumed == {"returned_groups": 2, "consumed": 1}
+    batch = await world.ok("POST", "/rose/v1/batches/lease", {**lease, "num_groups": 1}, role="trainer")
+    assert [t["id"] for t in batch["trajectories"]] == [names[1]]
+
+
+async def test_cancelling_a_trajectory_stops_its_turn_in_the_engine(world: World) -> None:
+    await world.start()
+    engine = await world.add("a")
+    engine.hold = asyncio.Event()
+    session = await world.trajectory()
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 5}}
+    turn = asyncio.create_task(
+        world.call("POST", "/rose/v1/generate", body, headers={"X-Session-ID": session})
+    )
+    await world.until(lambda: engine.num_running == 1)
+    await world.ok("DELETE", f"/rose/v1/trajectories/{session}")
+    status, answer = await turn
+    assert (status, answer["error"]["code"]) == (410, "trajectory_cancelled")
+    await world.until(lambda: engine.num_running == 0)
+    status, answer = await world.call("POST", "/rose/v1/generate", body, headers={"X-Session-ID": session})
+    assert status == 410
+
+
+async def test_an_idempotency_key_replays_its_answer_without_a_trajectory(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "_MAX_ANSWERS", 2)
+    await world.start()
+    engine = await world.add("a")
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 4}}
+
+    async def ask(key: str, **change: Any) -> tuple[int, Any]:
+        headers = {"Idempotency-Key": key}
+        return await world.call("POST", "/rose/v1/generate", {**body, **change}, headers=headers)
+
+    first = await ask("one")
+    assert await ask("one") == first
+    assert len(engine.requests) == 1
+    assert (await ask("one", token_ids=[9, 9]))[0] == 422
+    for key in ("two", "three"):
+        await ask(key)
+    assert set(world.scheduler.jobs._answers) == {"i::two", "i::three"}
+    await ask("one")
+    assert len(engine.requests) == 4
+    assert world.scheduler.jobs._answer_bytes == sum(
+        len(answer) for _, answer in world.scheduler.jobs._answers.values()
+    )
+    assert not world.scheduler.jobs._by_key  # ended requests leave nothing else
+
+
+async def test_creating_with_one_key_twice_gives_one_trajectory(world: World) -> None:
+    await world.start()
+    headers = {"Idempotency-Key": "episode-7"}
+    answers = [
+        await world.ok("POST", "/rose/v1/trajectories", {"job": "j"}, headers=headers) for _ in range(2)
+    ]
+    assert answers[0] == answers[1]
+    await world.scheduler.stop(drain_s=0)
+    await world.start()
+    assert await world.ok("POST", "/rose/v1/trajectories", {"job": "j"}, headers=headers) == answers[0]
+
+
+async def test_an_abandoned_trajectory_is_cancelled(world: World) -> None:
+    await world.start(timeouts={"trajectory_idle_s": 0.001})
+    session = await world.trajectory()
+    world.scheduler.control._swept_at_s = 0.0
+    await world.until(lambda: world.scheduler.store.state(session) == ("cancelled", "idle"))
+
+
+async def test_finish_is_idempotent_and_refuses_another_reward(world: World) -> None:
+    await world.start()
+    session = await world.trajectory()
+    path = f"/rose/v1/trajectories/{session}/finish"
+    await world.ok("POST", path, {"reward": 1})
+    await world.ok("POST", path, {"reward": 1})
+    status, answer = await world.call("POST", path, {"reward": 2})
+    assert (status, answer["error"]["param"]) == (409, "reward")

@@ -1,0 +1,73 @@
+"""Status, metrics, readiness, a graceful stop."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rose.scheduler.fake_engine import Fault
+from tests.scheduler.conftest import PROMPT, World, generate
+
+
+async def test_status_and_metrics_count_turns_and_tokens_by_tier(world: World) -> None:
+    await world.start(policy="round_robin")
+    await world.add("d", mean_tokens=10_000)
+    await world.add("h", mean_tokens=10_000, tier="harvested")
+    world.engines["h"].faults.append(Fault(kind="reclaim", after=5))
+    for _ in range(2):
+        await generate(world)
+    status = await world.ok("GET", "/status")
+    assert status["turns"]["done"] == 2
+    assert status["tokens"]["by_tier"] == {"dedicated": 75, "harvested": 5}
+    assert status["resumed_turns"] == 1
+    assert status["continued_turns"] == 1
+    assert status["reroutes"] == {"reclaim": 1}
+    assert len(status["last_turns"]) == 2
+    assert {worker["worker_id"] for worker in status["workers"]} == {"d", "h"}
+    async with world.session.get(f"{world.url}/metrics") as response:
+        text = await response.text()
+    assert 'rose_turns_total{outcome="done",tier="dedicated"} 2.0' in text
+    assert 'rose_reroutes_total{reason="reclaim"} 1.0' in text
+    assert 'rose_tokens_total{kind="generated"} 80.0' in text
+
+
+async def test_readiness_follows_the_workers(world: World) -> None:
+    await world.start()
+    async with world.session.get(f"{world.url}/readyz") as response:
+        assert response.status == 503
+        assert (await response.json())["problems"] == ["no_worker"]
+    await world.add("a")
+    async with world.session.get(f"{world.url}/readyz") as response:
+        assert response.status == 200
+
+
+async def test_the_page_needs_nothing_from_the_network(world: World) -> None:
+    await world.start()
+    async with world.session.get(f"{world.url}/") as response:
+        page = await response.text()
+        assert "default-src 'none'" in response.headers["Content-Security-Policy"]
+    assert "http://" not in page
+    assert "https://" not in page
+    assert "src=" not in page
+
+
+async def test_an_unknown_worker_is_told_to_register_again(world: World) -> None:
+    await world.start()
+    beat = {"incarnation": "x", "seq": 1, "version": "1.0", "state": "ready"}
+    answer = await world.ok("POST", "/workers/ghost/heartbeat", beat, role="node")
+    assert answer == {"known": False, "required_version": None, "active": True}
+
+
+async def test_a_stop_lets_running_turns_end(world: World) -> None:
+    await world.start()
+    engine = await world.add("a")
+    engine.hold = asyncio.Event()
+    turn = asyncio.create_task(generate(world))
+    await world.until(lambda: engine.num_running == 1)
+    stop = asyncio.create_task(world.scheduler.stop())
+    await world.until(lambda: world.scheduler.dispatcher.draining)
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 5}}
+    status, _ = await world.call("POST", "/rose/v1/generate", body)
+    assert status == 503
+    engine.hold.set()
+    assert len((await turn)["token_ids"]) >= 1
+    await stop

@@ -1,0 +1,146 @@
+"""Requests that are refused: one line that names the field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rose.auth import bearer
+from tests.scheduler.conftest import World, user
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "role", "status", "param"),
+    [
+        ("POST", "/v1/chat/completions", {"messages": []}, "agent", 400, "messages"),
+        ("POST", "/v1/chat/completions", {"messages": [{"content": "x"}]}, "agent", 400, "messages[0]"),
+        ("POST", "/v1/chat/completions", {"messages": [user("x")], "model": 5}, "agent", 400, "model"),
+        ("POST", "/v1/chat/completions", {"messages": [user("x")], "model": "no"}, "agent", 404, "model"),
+        ("POST", "/v1/chat/completions", {"messages": [user("x")], "n": 0}, "agent", 400, "n"),
+        (
+            "POST",
+            "/v1/chat/completions",
+            {"messages": [user("x")], "max_tokens": 0},
+            "agent",
+            400,
+            "max_tokens",
+        ),
+        ("POST", "/v1/completions", {"prompt": ""}, "agent", 400, "prompt"),
+        ("POST", "/v1/completions", {"prompt": "x", "echo": True}, "agent", 400, "echo"),
+        ("POST", "/rose/v1/generate", {"token_ids": []}, "agent", 400, "token_ids"),
+        ("POST", "/rose/v1/generate", {"token_ids": [512]}, "agent", 400, "token_ids"),
+        ("POST", "/rose/v1/generate", {"token_ids": [-1]}, "agent", 400, "token_ids"),
+        ("POST", "/rose/v1/generate", {"token_ids": [True]}, "agent", 400, "token_ids"),
+        ("POST", "/rose/v1/generate", {"token_ids": ["1"]}, "agent", 400, "token_ids"),
+        ("POST", "/rose/v1/generate", {"token_ids": [1] * 4096}, "agent", 400, "token_ids"),
+        ("POST", "/rose/v1/generate", {"token_ids_b64": "AAA="}, "agent", 400, "token_ids_b64"),
+        ("POST", "/rose/v1/generate", {"token_ids": [1], "max_token": 4}, "agent", 400, "max_token"),
+        (
+            "POST",
+            "/rose/v1/generate",
+            {"token_ids": [1], "sampling_params": 4},
+            "agent",
+            400,
+            "sampling_params",
+        ),
+        ("POST", "/rose/v1/trajectories", {}, "agent", 400, "job"),
+        ("POST", "/rose/v1/trajectories", {"job": "a\nb"}, "agent", 400, "job"),
+        (
+            "POST",
+            "/rose/v1/trajectories",
+            {"job": "j", "sampling": {"temp": 1}},
+            "agent",
+            400,
+            "sampling.temp",
+        ),
+        ("POST", "/rose/v1/trajectories", {"job": "j", "group_size": 2}, "agent", 400, "group_id"),
+        ("GET", "/rose/v1/trajectories/none", None, "agent", 404, "X-Session-ID"),
+        ("GET", "/rose/v1/trajectories?state=odd", None, "agent", 400, "state"),
+        ("POST", "/rose/v1/trajectories/none/finish", {"reward": 1}, "agent", 404, "X-Session-ID"),
+        (
+            "POST",
+            "/rose/v1/batches/lease",
+            {"job": "j", "num_groups": 1, "version": "x"},
+            "trainer",
+            400,
+            "version",
+        ),
+        ("POST", "/rose/v1/batches/none/ack", {"step": 1, "attempt": 1}, "trainer", 410, "batch_id"),
+        ("POST", "/rose/v1/versions", {"job": "j", "attempt": 1, "version": -1}, "trainer", 400, "version"),
+        ("POST", "/workers", {"worker_id": "x", "url": "file:///etc/passwd"}, "node", 400, "url"),
+        ("DELETE", "/workers/none", None, "node", 404, "worker_id"),
+        ("POST", "/workers/a/explode", None, "node", 404, "path"),
+        ("POST", "/rose/v1/trajectories", {"job": "j"}, "trainer", 401, "Authorization"),
+        ("POST", "/rose/v1/batches/lease", {}, "agent", 401, "Authorization"),
+        ("POST", "/workers", {}, "agent", 401, "Authorization"),
+        ("GET", "/status", None, "relay", 401, "Authorization"),
+        ("GET", "/nothing", None, "agent", 404, None),
+        ("PUT", "/v1/models", None, "agent", 405, None),
+    ],
+)
+async def test_bad_requests_get_one_line_that_names_the_field(
+    world: World, method: str, path: str, body: Any, role: str, status: int, param: str | None
+) -> None:
+    await world.start()
+    await world.add("a")
+    got, answer = await world.call(method, path, body, role=role)
+    error = answer["error"]
+    assert (got, error["param"]) == (status, param)
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "\n" not in error["message"]
+
+
+async def test_unknown_sessions_are_404_unknown_session(world: World) -> None:
+    await world.start()
+    await world.add("a")
+    body = {"messages": [user("x")]}
+    got, answer = await world.call("POST", "/v1/chat/completions", body, headers={"X-Session-ID": "ghost"})
+    assert (got, answer["error"]["code"]) == (404, "unknown_session")
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"[1]", b"nan", b'{"messages": "\xff\xfe"}', b"[" * 100_000, b'{"a":' * 5000]
+)
+async def test_malformed_bodies_are_400(world: World, data: bytes) -> None:
+    await world.start()
+    async with world.session.post(
+        f"{world.url}/v1/chat/completions", data=data, headers=bearer(world.tokens.agent)
+    ) as response:
+        assert response.status == 400
+        assert (await response.json())["error"]["param"] == "body"
+
+
+async def test_an_oversized_body_is_413(world: World) -> None:
+    await world.start(limits={"max_body_bytes": 1000})
+    body = {"messages": [user("x" * 2000)]}
+    got, answer = await world.call("POST", "/v1/chat/completions", body)
+    assert (got, answer["error"]["code"]) == (413, "too_large")
+
+
+async def test_a_prompt_that_fits_no_context_is_refused(world: World) -> None:
+    await world.start()
+    await world.add("a", max_model_len=50)
+    got, answer = await world.call("POST", "/v1/chat/completions", {"messages": [user("x" * 60)]})
+    assert (got, answer["error"]["code"]) == (400, "context_length_exceeded")
+
+
+async def test_what_the_engine_refuses_is_passed_on_with_its_message(world: World) -> None:
+    await world.start()
+    await world.add("a")
+    got, answer = await world.call(
+        "POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": [{"text": 5}]}]}
+    )
+    assert got == 400
+    assert "cannot render" in answer["error"]["message"]
+
+
+async def test_no_token_is_401_and_request_ids_are_echoed(world: World) -> None:
+    await world.start()
+    async with world.session.get(f"{world.url}/v1/models", headers={"X-Request-Id": "mine-1"}) as response:
+        assert response.status == 401
+        assert response.headers["X-Request-Id"] == "mine-1"
+    bad = {"X-Request-Id": "x y;z", **bearer("wrong-token-wrong-token")}
+    async with world.session.get(f"{world.url}/v1/models", headers=bad) as response:
+        assert response.status == 401
+        assert response.headers["X-Request-Id"] != "x y;z"

@@ -1,0 +1,245 @@
+"""TurnBook: what holds after any sequence of events at all."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from rose.errors import PolicyError
+from rose.policy import turn_events as te
+from rose.policy.fleet import Duty, FleetParams, Tier
+from rose.policy.routing import POLICY_NAMES, make_policy
+from rose.policy.turns import RECLAIMED, TurnBook
+from tests.scheduler import reference
+
+
+class AnySequence(RuleBasedStateMachine):
+    """Invariants of the turn book after any sequence of events, in any order, from any engine."""
+
+    @initialize(policy=st.sampled_from(POLICY_NAMES), plain=st.booleans())
+    def begin(self, policy: str, plain: bool) -> None:
+        extra = {} if plain else {"longest_first_s": 3.0, "tail_fraction": 0.3}
+        self.book = TurnBook(
+            make_policy(policy, random.Random(0)),
+            te.TurnParams(max_queue_s=20.0, stall_s=5.0, **extra),  # type: ignore[arg-type]
+            FleetParams(adaptive_cap=not plain),
+        )
+        self.now_s = 0.0
+        self.num_submitted = 0
+        self.seqs: dict[str, int] = {}
+        self.delivered: dict[str, list[int]] = {}
+        self.ends: dict[str, te.TurnEnded] = {}
+        self.required = (0, 0)
+
+    def feed(self, event: te.Event) -> None:
+        try:
+            actions = self.book.handle(event)
+        except PolicyError:
+            return
+        for action in actions:
+            match action:
+                case te.Dispatch():
+                    turn = self.book.turns[action.turn_id]
+                    worker = self.book.fleet.workers[action.worker_id]
+                    assert turn.worker is worker
+                    assert worker.may_take_turns
+                    assert worker.job in (None, "j")
+                    assert worker.version is not None
+                    assert worker.version >= self.required
+                    assert worker.inflight <= worker.slots <= worker.cap
+                    assert action.num_kept_tokens == len(turn.token_ids)
+                    assert action.max_tokens == turn.spec.max_tokens - len(turn.token_ids)
+                case te.TokensKept():
+                    assert isinstance(event, te.TokensArrived)
+                    mine = self.delivered.setdefault(action.turn_id, [])
+                    assert action.start == len(mine)
+                    mine.extend(event.token_ids[: action.num_tokens])
+                case te.TokensDropped():
+                    self.delivered[action.turn_id] = []
+                case te.TurnEnded():
+                    assert action.turn_id not in self.ends
+                    self.ends[action.turn_id] = action
+                    assert list(action.result.token_ids) == self.delivered.get(action.turn_id, [])
+                    versions = [span.version for span in action.result.spans]
+                    assert versions == sorted(versions)
+                case _:
+                    pass
+
+    @rule(name=st.sampled_from("abc"), tier=st.sampled_from(list(Tier)), cap=st.integers(1, 3))
+    def register(self, name: str, tier: Tier, cap: int) -> None:
+        incarnation = str(self.seqs.get(name, 0))
+        self.feed(
+            te.WorkerRegistered(
+                at_s=self.now_s,
+                worker_id=name,
+                incarnation=incarnation,
+                tier=tier,
+                model="m",
+                max_model_len=60,
+                cap=cap,
+            )
+        )
+
+    @rule(
+        name=st.sampled_from("abc"),
+        ahead=st.integers(0, 2),
+        budget=st.one_of(st.none(), st.integers(20, 80)),
+        used=st.integers(0, 100),
+        reclaims=st.integers(0, 2),
+        state=st.sampled_from(["ready", "ready", "ready", "starting"]),
+    )
+    def beat(self, name: str, ahead: int, budget: int | None, used: int, reclaims: int, state: str) -> None:
+        worker = self.book.fleet.workers.get(name)
+        if worker is None:
+            return
+        self.seqs[name] = self.seqs.get(name, 0) + 1
+        version = max(worker.version or (0, 0), (0, ahead))
+        self.feed(
+            te.WorkerHeartbeat(
+                at_s=self.now_s,
+                worker_id=name,
+                incarnation=worker.incarnation,
+                seq=worker.seq + 1,
+                version=version,
+                state=state,
+                kv_budget_tokens=budget,
+                kv_used_tokens=used,
+                reclaim_seq=worker.reclaim_seq + (reclaims == 2),
+                num_preemptions=used // 50,
+            )
+        )
+
+    @rule(
+        resumable=st.booleans(),
+        streamed=st.booleans(),
+        max_tokens=st.integers(1, 6),
+        trajectory=st.sampled_from("xyz"),
+        group=st.sampled_from([None, "g"]),
+    )
+    def turn(
+        self, resumable: bool, streamed: bool, max_tokens: int, trajectory: str, group: str | None
+    ) -> None:
+        self.num_submitted += 1
+        self.feed(
+            te.TurnSubmitted(
+                at_s=self.now_s,
+                turn_id=f"n{self.num_submitted}",
+                trajectory_id=trajectory,
+                job="j",
+                model="m",
+                group_id=group,
+                num_prompt_tokens=10,
+                max_tokens=max_tokens,
+                resumable=resumable,
+                streamed=streamed,
+            )
+        )
+
+    def some_attempt(self, data: st.DataObject) -> tuple[str, int] | None:
+        if not self.num_submitted:
+            return None
+        name = f"n{data.draw(st.integers(max(1, self.num_submitted - 8), self.num_submitted))}"
+        turn = self.book.turns.get(name)
+        latest = turn.attempt if turn is not None else 1
+        return name, max(1, latest - data.draw(st.sampled_from([0, 0, 0, 1])))
+
+    @rule(data=st.data(), ids=st.lists(st.integers(0, 99), min_size=1, max_size=3))
+    def output(self, data: st.DataObject, ids: list[int]) -> None:
+        found = self.some_attempt(data)
+        if found is not None:
+            self.feed(
+                te.TokensArrived(at_s=self.now_s, turn_id=found[0], attempt=found[1], token_ids=tuple(ids))
+            )
+
+    @rule(data=st.data(), how=st.sampled_from(["stop", "length", "abort", "reclaim"]), newer=st.booleans())
+    def finish(self, data: st.DataObject, how: str, newer: bool) -> None:
+        found = self.some_attempt(data)
+        if found is None:
+            return
+        turn = self.book.turns.get(found[0])
+        count = 0 if turn is None else len(turn.token_ids) - turn.attempt_start
+        spans: tuple[te.Span, ...] = ()
+        if turn is not None and turn.dispatch_version is not None and count and newer:
+            later = (turn.dispatch_version[0], turn.dispatch_version[1] + 1)
+            spans = (te.Span(version=later, start=0, num_tokens=count),)
+        self.feed(
+            te.AttemptEnded(
+                at_s=self.now_s,
+                turn_id=found[0],
+                attempt=found[1],
+                finish_reason="abort" if how == "reclaim" else how,
+                stop_reason=RECLAIMED if how == "reclaim" else None,
+                versions=spans,
+            )
+        )
+
+    @rule(data=st.data(), kind=st.sampled_from(["lost", "busy", "bad", "data"]))
+    def fail(self, data: st.DataObject, kind: str) -> None:
+        found = self.some_attempt(data)
+        if found is not None:
+            self.feed(
+                te.AttemptFailed(
+                    at_s=self.now_s, turn_id=found[0], attempt=found[1], kind=kind, message="told to"
+                )
+            )
+
+    @rule(name=st.sampled_from("abc"), forget=st.booleans())
+    def lose(self, name: str, forget: bool) -> None:
+        self.feed(te.WorkerLost(at_s=self.now_s, worker_id=name, reason="lost", forget=forget))
+
+    @rule(name=st.sampled_from("abc"), duty=st.sampled_from(list(Duty)))
+    def duty(self, name: str, duty: Duty) -> None:
+        self.feed(te.WorkerDuty(at_s=self.now_s, worker_id=name, duty=duty))
+
+    @rule(name=st.sampled_from("abc"), job=st.sampled_from(["j", "j", None, "other"]))
+    def assign(self, name: str, job: str | None) -> None:
+        self.feed(te.WorkerAssigned(at_s=self.now_s, worker_id=name, job=job))
+
+    @rule(step=st.sampled_from([0.1, 0.3, 0.7, 2.0]))
+    def time(self, step: float) -> None:
+        self.now_s += step
+        self.feed(te.ClockTicked(at_s=self.now_s))
+
+    @rule(data=st.data(), what=st.sampled_from(["gone", "back", "cancel", "stopped"]))
+    def client(self, data: st.DataObject, what: str) -> None:
+        found = self.some_attempt(data)
+        if found is None:
+            return
+        event: te.Event
+        match what:
+            case "gone":
+                event = te.ClientGone(at_s=self.now_s, turn_id=found[0])
+            case "back":
+                event = te.ClientBack(at_s=self.now_s, turn_id=found[0])
+            case "cancel":
+                event = te.TurnCancelled(at_s=self.now_s, turn_id=found[0], reason="test")
+            case _:
+                event = te.TurnStopped(at_s=self.now_s, turn_id=found[0], stop_reason="x")
+        self.feed(event)
+
+    @precondition(lambda self: self.required < (0, 2))
+    @rule()
+    def publish(self) -> None:
+        self.required = (0, self.required[1] + 1)
+        self.feed(te.VersionRequired(at_s=self.now_s, job="j", version=self.required))
+
+    @invariant()
+    def books_hold(self) -> None:
+        if hasattr(self, "book"):
+            self.book.check()
+            # Nothing is lost: every accepted turn is running or has ended, never both.
+            assert not set(self.book.turns) & set(self.ends)
+            waiting = [t for t in self.book.turns.values() if t.state is te.TurnState.QUEUED]
+            for turn in waiting:  # and none waits while a worker has room for it
+                for worker in self.book.fleet:
+                    if reference.eligible(self.book, turn, worker, self.now_s):
+                        assert turn.hold == "policy"  # only a policy that declines may leave it there
+
+
+TestAnySequence = AnySequence.TestCase
+TestAnySequence.settings = settings(
+    max_examples=120, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+)

@@ -1,0 +1,237 @@
+"""Turns over HTTP: tokens in and out, cuts, failures, waiting, deadlines, versions."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+
+import pytest
+
+from rose.auth import bearer
+from rose.policy.fleet import Health
+from rose.scheduler.fake_engine import Fault
+from rose.scheduler.ids import pack_ids
+from tests.scheduler.conftest import PROMPT, World, generate
+
+
+async def test_generate_answers_tokens_logprobs_versions_and_segments(world: World) -> None:
+    await world.start()
+    engine = await world.add("a", version="2.17")
+    answer = await generate(world)
+    expected, reason, _ = engine.greedy(PROMPT, {"max_tokens": 40})
+    n = len(expected)
+    assert answer["token_ids"] == expected
+    assert len(answer["logprobs"]) == n
+    assert answer["finish_reason"] == reason
+    assert answer["versions"] == [["2.17", 0, n]]
+    assert answer["segments"] == [{"worker": "a", "tier": "dedicated", "attempt": 1, "start": 0, "n": n}]
+    assert answer["usage"] == {"prompt": 4, "cached": 0, "generated": n, "recomputed": 0}
+
+
+async def test_generate_takes_packed_token_ids(world: World) -> None:
+    await world.start()
+    engine = await world.add("a")
+    packed = base64.b64encode(pack_ids(PROMPT)).decode()
+    body = {"token_ids_b64": packed, "sampling_params": {"max_tokens": 5}}
+    answer = await world.ok("POST", "/rose/v1/generate", body)
+    assert answer["token_ids"] == engine.greedy(PROMPT, {"max_tokens": 5})[0]
+
+
+@pytest.mark.parametrize("kind", ["reclaim", "abort"])
+@pytest.mark.parametrize("after", [0, 1, 7])
+async def test_a_cut_turn_equals_an_uninterrupted_one(world: World, kind: str, after: int) -> None:
+    await world.start()
+    engine = await world.add("a", mean_tokens=10_000)
+    await world.add("b", mean_tokens=10_000, tier="harvested")
+    for item in world.engines.values():
+        item.faults.append(Fault(kind=kind, after=after))
+    answer = await generate(world)
+    assert answer["token_ids"] == engine.greedy(PROMPT, {"max_tokens": 40})[0]
+    assert sum(segment["n"] for segment in answer["segments"]) == 40
+    assert answer["attempts"] == 3
+    status = await world.ok("GET", "/status")
+    assert sum(status["reroutes"].values()) == 2
+
+
+async def test_a_reset_connection_moves_the_turn(world: World) -> None:
+    await world.start(policy="round_robin")
+    await world.add("a", mean_tokens=10_000)
+    engine = await world.add("b", mean_tokens=10_000)
+    world.engines["a"].faults.append(Fault(kind="reset", after=5))
+    answer = await generate(world)
+    assert answer["token_ids"] == engine.greedy(PROMPT, {"max_tokens": 40})[0]
+    assert answer["segments"][0]["worker"] == "b"
+    # One broken connection of a living engine is no reason to bury it.
+    assert world.scheduler.book.fleet.workers["a"].health is Health.READY
+
+
+async def test_a_streamed_upstream_loses_no_token_when_its_engine_dies(world: World) -> None:
+    await world.start(policy="round_robin", stream_upstream=True)
+    await world.add("a", mean_tokens=10_000)
+    engine = await world.add("b", mean_tokens=10_000)
+    world.engines["a"].faults.append(Fault(kind="reset", after=5))
+    answer = await generate(world)
+    assert answer["token_ids"] == engine.greedy(PROMPT, {"max_tokens": 40})[0]
+    assert [(s["worker"], s["n"]) for s in answer["segments"]] == [("a", 5), ("b", 35)]
+
+
+async def test_a_dead_process_moves_all_its_turns_at_once(world: World) -> None:
+    await world.start(policy="round_robin")
+    held = await world.add("a", mean_tokens=10_000)
+    held.hold = asyncio.Event()
+    turns = [asyncio.create_task(generate(world)) for _ in range(3)]
+    await world.until(lambda: held.num_running == 3)
+    engine = await world.add("b", mean_tokens=10_000)
+    await world.kill("a")
+    for turn in turns:
+        answer = await turn
+        assert answer["token_ids"] == engine.greedy(PROMPT, {"max_tokens": 40})[0]
+        assert answer["segments"][0]["worker"] == "b"
+    assert world.scheduler.book.fleet.workers["a"].health is Health.DEAD
+
+
+async def test_a_seeded_turn_restarts_instead_of_repeating_its_draws(world: World) -> None:
+    await world.start()
+    engine = await world.add("a", mean_tokens=10_000)
+    engine.faults.append(Fault(kind="reclaim", after=7))
+    answer = await generate(world, seed=0)
+    assert answer["segments"] == [{"worker": "a", "tier": "dedicated", "attempt": 2, "start": 0, "n": 40}]
+    assert [len(body["token_ids"]) for body in engine.requests] == [4, 4]
+
+
+async def test_min_tokens_is_reduced_by_what_was_kept(world: World) -> None:
+    await world.start()
+    engine = await world.add("a", mean_tokens=10_000)
+    engine.faults.append(Fault(kind="reclaim", after=7))
+    await generate(world, min_tokens=20)
+    assert [body["sampling_params"]["min_tokens"] for body in engine.requests] == [20, 13]
+    assert [body["sampling_params"]["max_tokens"] for body in engine.requests] == [40, 33]
+
+
+@pytest.mark.parametrize("kind", ["error", "garbage"])
+async def test_a_failing_answer_is_tried_again(world: World, kind: str) -> None:
+    await world.start()
+    engine = await world.add("a")
+    await world.add("b")
+    for item in world.engines.values():
+        item.faults.append(Fault(kind=kind))
+    answer = await generate(world)
+    assert answer["token_ids"] == engine.greedy(PROMPT, {"max_tokens": 40})[0]
+    assert answer["attempts"] == 3
+
+
+async def test_turns_are_held_until_a_worker_comes(world: World) -> None:
+    await world.start()
+    turn = asyncio.create_task(generate(world))
+    await world.until(lambda: not turn.done())
+    await world.add("a")
+    assert (await turn)["finish_reason"] in ("stop", "length")
+
+
+async def test_a_turn_that_waits_too_long_gets_503_and_a_retry_rejoins_it(world: World) -> None:
+    await world.start(timeouts={"max_queue_s": 0.3})
+    await world.add("a")
+    world.scheduler.book.fleet.workers["a"].cap = 0
+    session = await world.trajectory()
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 5}}
+    headers = {"X-Session-ID": session}
+    status, answer = await world.call("POST", "/rose/v1/generate", body, headers=headers)
+    assert (status, answer["error"]["code"]) == (503, "no_capacity")
+    assert len(world.scheduler.book.queue) == 1
+    retry = asyncio.create_task(
+        world.ok("POST", "/rose/v1/generate", body, headers={**headers, "x-stainless-retry-count": "1"})
+    )
+    await world.until(lambda: world.scheduler.status.num_duplicates == 1)
+    world.scheduler.book.fleet.workers["a"].cap = 8
+    assert len((await retry)["token_ids"]) >= 1
+    trace = await world.ok("GET", f"/rose/v1/trajectories/{session}")
+    assert len(trace["turns"]) == 1
+
+
+async def test_a_full_queue_answers_429_with_retry_after(world: World) -> None:
+    await world.start(limits={"max_queued": 1})
+    await world.add("a")
+    world.scheduler.book.fleet.workers["a"].cap = 0
+    first = asyncio.create_task(generate(world))
+    await world.until(lambda: world.scheduler.book.queue)
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 5}}
+    async with world.session.post(
+        f"{world.url}/rose/v1/generate", json=body, headers=bearer(world.tokens.agent)
+    ) as response:
+        assert response.status == 429
+        assert (await response.json())["error"]["code"] == "queue_full"
+        assert 1 <= int(response.headers["Retry-After"]) <= 120
+    world.scheduler.book.fleet.workers["a"].cap = 8
+    await first
+
+
+async def test_a_client_that_leaves_is_aborted_in_the_engine(world: World) -> None:
+    await world.start(timeouts={"detach_s": 0.05})
+    engine = await world.add("a")
+    engine.hold = asyncio.Event()
+    turn = asyncio.create_task(generate(world))
+    await world.until(lambda: engine.num_running == 1)
+    turn.cancel()
+    await world.until(lambda: engine.aborted and engine.num_running == 0)
+    assert world.scheduler.status.outcomes["cancelled"] == 1
+
+
+async def test_a_deadline_fails_the_turn_and_aborts_it(world: World) -> None:
+    await world.start()
+    engine = await world.add("a")
+    engine.hold = asyncio.Event()
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 5}}
+    status, answer = await world.call(
+        "POST", "/rose/v1/generate", body, headers={"X-ROSE-Deadline-Ms": "100"}
+    )
+    assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
+    await world.until(lambda: engine.num_running == 0)
+
+
+async def test_required_version_reaches_the_node_and_holds_old_workers(world: World) -> None:
+    await world.start()
+    await world.add("a", version="1.0")
+    engine = await world.add("b", version="1.0")
+    session = await world.trajectory()
+    await world.ok("POST", "/rose/v1/versions", {"job": "job", "attempt": 1, "version": 1}, role="trainer")
+    turn = asyncio.create_task(generate(world, session))
+    await world.until(lambda: world.scheduler.book.queue)
+    beat = {"incarnation": world.nodes["a"]._incarnation, "seq": 10**6, "version": "1.0", "state": "ready"}
+    answer = await world.ok("POST", "/workers/a/heartbeat", beat, role="node")
+    assert answer == {"known": True, "required_version": "1.1", "active": True}
+    engine.version = "1.1"
+    answer = await turn
+    assert answer["segments"][0]["worker"] == "b"
+    assert answer["versions"][0][0] == "1.1"
+
+
+async def test_the_engine_token_is_sent_and_never_shown(world: World) -> None:
+    await world.start()
+    await world.add("a", token="engine-secret-0123456789")
+    await generate(world)
+    for path in ("/workers", "/status"):
+        assert "engine-secret" not in str(await world.ok("GET", path))
+    async with world.session.get(f"{world.url}/metrics") as response:
+        assert "engine-secret" not in await response.text()
+
+
+async def test_generated_tokens_are_streamed_with_their_logprobs(world: World) -> None:
+    await world.start(policy="round_robin")
+    for name in ("a", "b"):
+        engine = await world.add(name, mean_tokens=10_000)
+        engine.faults.append(Fault(kind="reclaim", after=5))
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 16}}
+    whole = await world.ok("POST", "/rose/v1/generate", body)
+    for engine in world.engines.values():
+        engine.faults.append(Fault(kind="reclaim", after=5))
+    async with world.session.post(
+        f"{world.url}/rose/v1/generate", json={**body, "stream": True}, headers=bearer(world.tokens.agent)
+    ) as response:
+        lines = (await response.text()).split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    *pieces, last = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    assert [token for piece in pieces for token in piece["token_ids"]] == whole["token_ids"]
+    assert [value for piece in pieces for value in piece["logprobs"]] == whole["logprobs"]
+    assert last["finish_reason"] == "length"
+    assert "token_ids" not in last
