@@ -74,6 +74,12 @@ class FleetParams:
     go elsewhere.  The paper caps harvested ones at 16 (32K context); here the advertised KV budget does that."""
     adaptive_cap: bool = False
     """Lower and raise the limit inside the cap by what heartbeats say (``rose.policy.concurrency``)."""
+    rest_after_failures: int = 3
+    """So many requests in a row that an engine fails, of whichever turns, and it takes none for a while: a wedged engine
+    answers probes, and its node says that it is ready."""
+    rest_s: float = 2.0
+    """The first rest; doubled for every failure after it, until a request succeeds."""
+    max_rest_s: float = 60.0
     reclaim_ewma_s: float = 60.0
     serving_ewma: float = 0.1
     """Of production's KV use: about the last five seconds of heartbeats."""
@@ -128,6 +134,10 @@ class Worker:
     speed: Speed = field(default_factory=Speed)
     reclaim_rate: float = 0.0
     reclaimed_at_s: float | None = None
+    failures_in_a_row: int = 0
+    """Requests that failed since the last that did not; probes do not count."""
+    rests_until_s: float | None = None
+    """Takes no new turn until then."""
 
     @property
     def slots(self) -> int:
@@ -140,7 +150,10 @@ class Worker:
     @property
     def may_take_turns(self) -> bool:
         return (
-            self.health is Health.READY and self.duty is Duty.ACTIVE and self.lending is not Lending.PRESSURE
+            self.health is Health.READY
+            and self.duty is Duty.ACTIVE
+            and self.lending is not Lending.PRESSURE
+            and self.rests_until_s is None
         )
 
     @property
@@ -287,6 +300,24 @@ class Fleet:
             self._note_reclaim(worker, at_s)
             self.table.sync(worker)
 
+    def failed(self, worker: Worker, at_s: float) -> None:
+        """The engine itself failed a request: no answer, an error, nonsense."""
+        if worker.rests_until_s is not None:
+            return  # sent before it was let rest
+        worker.failures_in_a_row += 1
+        beyond = worker.failures_in_a_row - self.params.rest_after_failures
+        if beyond >= 0:
+            rest_s = min(self.params.max_rest_s, self.params.rest_s * 2.0 ** min(beyond, 32))
+            worker.rests_until_s = at_s + rest_s
+            self.table.sync(worker)
+
+    def answered(self, worker: Worker) -> None:
+        """A request came to its end, or as far as production let it."""
+        if worker.failures_in_a_row:
+            worker.failures_in_a_row, worker.rests_until_s = 0, None
+            if self.workers.get(worker.worker_id) is worker:
+                self.table.sync(worker)
+
     def thaw(self) -> None:
         """The trainer published a version: an RL step has passed, frozen budgets may grow again."""
         for worker in self.workers.values():
@@ -360,6 +391,10 @@ class Fleet:
         if gap_s > self.params.clock_gap_s:
             for worker in self.workers.values():
                 worker.heard_at_s = min(at_s, worker.heard_at_s + gap_s)
+        for worker in self.workers.values():
+            if worker.rests_until_s is not None and at_s >= worker.rests_until_s:
+                worker.rests_until_s = None
+                self.table.sync(worker)
         living = [worker for worker in self.workers.values() if worker.health is not Health.DEAD]
         silent = [worker for worker in living if at_s - worker.heard_at_s >= self.params.suspect_s]
         hold = len(living) >= self.params.mass_silence_min_workers and len(

@@ -279,6 +279,7 @@ class TurnBook:
 
     def _end_attempt(self, turn: Turn, worker: Worker, event: AttemptEnded) -> list[Action]:
         turn.relabel(event.versions)
+        self.fleet.answered(worker)
         num_new = len(turn.token_ids) - turn.attempt_start
         prefilled = turn.spec.num_prompt_tokens + turn.attempt_start
         if event.num_cached_tokens is not None:
@@ -326,6 +327,8 @@ class TurnBook:
         turn.num_futile += 1
         wait_s = min(self.params.backoff_s * 2 ** min(turn.num_futile, 8), self.params.max_backoff_s)
         turn.backoff_until_s[worker.worker_id] = event.at_s + wait_s
+        if event.kind not in ("busy", "data") and self.fleet.workers.get(worker.worker_id) is worker:
+            self.fleet.failed(worker, event.at_s)
         match event.kind:
             case "data":
                 return self._finish(turn, event.at_s, TurnState.FAILED, "data", message=event.message)

@@ -393,6 +393,7 @@ def worker_status(worker: Worker, now_s: float) -> dict[str, Any]:
         "waiting": worker.waiting,
         "num_preemptions": worker.num_preemptions,
         "gated": worker.gated,
+        "resting": worker.rests_until_s is not None,
         "slack_s": worker.slack_s,
         "reclaim_seq": worker.reclaim_seq,
         "silent_s": round(now_s - worker.heard_at_s, 3),

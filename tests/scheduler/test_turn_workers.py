@@ -141,3 +141,50 @@ def test_every_policy_places_turns_and_keeps_the_books(policy: str) -> None:
     sent = [dispatches(submit(book, f"n{index}"))[0].worker_id for index in range(9)]
     book.check()
     assert len(set(sent)) > 1
+
+
+def failing(book: TurnBook, name: str, at_s: float) -> None:
+    """A turn of this name fails on whichever worker it is."""
+    turn = book.turns[name]
+    book.handle(
+        te.AttemptFailed(at_s=at_s, turn_id=name, attempt=turn.attempt, kind="lost", message="status 500")
+    )
+
+
+def test_an_engine_that_fails_every_request_is_left_alone_however_well_it_says_it_is() -> None:
+    book = book_of(fleet=FleetParams(rest_after_failures=3, rest_s=2.0), backoff_s=0.0)
+    join(book, "d", Tier.DEDICATED)
+    worker = book.fleet.workers["d"]
+    for number in range(3):
+        submit(book, f"x{number}", at_s=0.1)
+        failing(book, f"x{number}", 0.1)
+        book.handle(te.TurnCancelled(at_s=0.1, turn_id=f"x{number}", reason="test"))
+    hear(book, "d", 1.0)
+    assert not dispatches(submit(book, "waits", at_s=1.0))
+    hear(book, "d", 2.0)
+    (again,) = dispatches(book.handle(te.ClockTicked(at_s=2.1)))
+    assert again.turn_id == "waits"
+    failing(book, "waits", 2.2)  # still wedged: twice as long
+    hear(book, "d", 4.0)
+    assert not dispatches(book.handle(te.ClockTicked(at_s=4.1)))
+    hear(book, "d", 6.0)
+    (again,) = dispatches(book.handle(te.ClockTicked(at_s=6.3)))
+    end(book, "waits", again.attempt, at_s=6.4)
+    assert (worker.failures_in_a_row, worker.may_take_turns) == (0, True)
+    book.check()
+
+
+def test_failures_between_answers_and_refused_requests_are_no_row() -> None:
+    book = book_of(fleet=FleetParams(rest_after_failures=2), backoff_s=0.0)
+    join(book, "d", Tier.DEDICATED)
+    for number, kind in enumerate(["lost", None, "bad", None, "busy", "busy", "busy", "data"]):
+        name = f"x{number}"
+        (sent,) = dispatches(submit(book, name, at_s=0.1))
+        if kind is None:
+            end(book, name, sent.attempt, at_s=0.1)
+        else:
+            book.handle(te.AttemptFailed(at_s=0.1, turn_id=name, attempt=1, kind=kind, message="m"))
+            if name in book.turns:
+                book.handle(te.TurnCancelled(at_s=0.1, turn_id=name, reason="test"))
+    assert book.fleet.workers["d"].may_take_turns
+    book.check()
