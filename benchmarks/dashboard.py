@@ -113,6 +113,8 @@ class Load:
                 node.serving_use = 0.5 + 0.4 * math.sin(time.monotonic() / 20)
                 node.slack_s = self.rng.uniform(0.01, 0.2)
                 node.gated = self.rng.random() < 0.05
+                swing = 1.0 + math.sin(time.monotonic() / 20)
+                node.serving_p99_s = {"ttft": (0.12 + 0.15 * swing, 0.5), "tpot": (0.05 + 0.03 * swing, 0.15)}
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                 await node.beat()
             await asyncio.sleep(2.0)
