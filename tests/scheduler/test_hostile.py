@@ -255,13 +255,14 @@ async def test_a_turn_that_takes_long_to_answer_is_not_quiet(
     world: World, monkeypatch: pytest.MonkeyPatch, base: str
 ) -> None:
     """Agents ask without streaming, and a turn may take minutes without a byte in either direction."""
-    monkeypatch.setattr(guard, "IDLE_S", 0.03)
-    await world.start(timeouts={"tick_s": 0.01, "read_s": 0.03})
+    await world.start(timeouts={"tick_s": 0.01})
     engine = await world.add("a")
     path = base.format(await world.trajectory()) + "/v1/chat/completions"
     engine.hold = asyncio.Event()
     turn = asyncio.create_task(world.call("POST", path, {"messages": [user("x")], "max_tokens": 3}))
     await world.until(lambda: engine.num_running == 1)
+    monkeypatch.setattr(guard, "IDLE_S", 0.03)
+    monkeypatch.setattr(world.scheduler.guard, "_read_s", 0.03)
     swept: list[int] = []
     sweep = world.scheduler.guard.sweep
     monkeypatch.setattr(
