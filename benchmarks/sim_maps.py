@@ -102,6 +102,8 @@ def conclude(data: dict[str, Any]) -> dict[str, Any]:
                 if key.startswith("ablation") and system not in ("rose", "fixed_sync")
                 else "fixed_sync"
             )
+            missed = [row["slo_missed"] for row in seeds.values()]
+            summary[f"{key}.{system}.slo_missed"] = round(float(np.mean(missed)), 5)
             if system == "fixed_sync" or other not in systems:
                 continue
             ratios = [
@@ -117,8 +119,7 @@ def conclude(data: dict[str, Any]) -> dict[str, Any]:
             summary[name] = round(float(np.mean(ratios)), 3)
             summary[f"{name}.low"] = round(min(ratios), 3)
             summary[f"{name}.high"] = round(max(ratios), 3)
-            missed = [seeds[s]["slo_missed"] for s in seeds]
-            summary[f"{key}.{system}.slo_missed"] = round(float(np.mean(missed)), 5)
+            summary[f"{name}.seeds"] = len(ratios)
     for axis, (_, values) in AXES.items():
         gains = [(value, summary.get(f"map.{axis}.{value}.rose.gain_over_fixed")) for value in values]
         for (left, a), (right, b) in itertools.pairwise(gains):
