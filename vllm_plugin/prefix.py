@@ -26,7 +26,7 @@ _SLACK = 64  # records of requests that ended without an output, before they are
 class _Turn:
     prefix_version: str
     mixed: bool = False
-    """Its context holds keys and values of other weights than its newest tokens."""
+    """Its context may hold keys and values of other weights than its newest tokens."""
 
 
 class PrefixKeys:
@@ -34,12 +34,14 @@ class PrefixKeys:
 
     Attributes:
         version: What new requests are keyed by; empty before the first version is known.
+        running: The version in place: another one after a commit with ``keep``.
         kv: How the last commit treated the cache.
     """
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         self.version = ""
+        self.running = ""
         self.kv = ""
         self._turns: dict[str, _Turn] = {}
 
@@ -58,14 +60,14 @@ class PrefixKeys:
         if len(self._turns) > 2 * len(self._scheduler.requests) + _SLACK:
             alive = self._scheduler.requests
             self._turns = {name: turn for name, turn in self._turns.items() if name in alive}
-        mixed = bool(version and self.version and version != self.version)
+        mixed = bool(version and self.running and version != self.running)
         self._turns[request.request_id] = _Turn(version, mixed)
 
     def on_commit(self, argument: dict[str, str] | None) -> dict[str, str]:
         """``{"version", "kv"}`` has been committed and the engine is still paused; None asks for the status."""
         if argument is None:
             return self.status()
-        self.kv = argument["kv"]
+        self.kv, self.running = argument["kv"], argument["version"]
         if self.kv != "keep":
             before, self.version = self.version, argument["version"]
             for request in compat.waiting_requests(self._scheduler, 1 << 30):

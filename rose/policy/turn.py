@@ -34,6 +34,9 @@ class Turn:
     attempt_at_s: float = 0.0
     attempt_load_s: float = 0.0
     """The worker's load integral at dispatch."""
+    attempt_mixed: bool | None = None
+    """What the live attempt's engine said of its context (:class:`~rose.policy.turn_events.AttemptEnded`)."""
+    kv_mixed: bool | None = False
     attempt_resident: int = 0
     """Tokens believed to be in the worker's cache at dispatch."""
     progress_at_s: float = 0.0
@@ -112,8 +115,18 @@ class Turn:
             _append_span(kept, span.version, max(0, min(span.num_tokens, num_new - span.start)))
         self.spans[:] = kept
 
+    def close_attempt(self) -> None:
+        """The live attempt is over; what its tokens saw counts for the turn."""
+        if len(self.token_ids) > self.attempt_start:
+            if self.attempt_mixed:
+                self.kv_mixed = True
+            elif self.attempt_mixed is None and not self.kv_mixed:
+                self.kv_mixed = None
+        self.attempt_mixed = None
+
     def restart(self) -> None:
         """Forget the output: this turn's sampling state cannot be carried to another engine."""
+        self.kv_mixed = False
         del self.token_ids[:]
         del self.logprobs[:]
         self.segments.clear()
@@ -135,6 +148,7 @@ class Turn:
             first_dispatch_at_s=self.first_dispatch_at_s,
             first_token_at_s=self.first_token_at_s,
             ended_at_s=at_s,
+            kv_mixed=self.kv_mixed,
         )
 
     def check(self) -> None:

@@ -166,7 +166,8 @@ class TokensArrived:
 class AttemptEnded:
     """The engine's terminal answer with its last tokens, as in :class:`TokensArrived`.
 
-    ``versions`` are spans over all of this attempt's own tokens, if it told.
+    ``versions`` are spans over all of this attempt's own tokens, if it told.  ``kv_mixed``: its context held keys
+    and values of other weights than its newest tokens; None if it did not say.
     """
 
     at_s: float
@@ -176,6 +177,7 @@ class AttemptEnded:
     stop_reason: str | int | None = None
     num_cached_tokens: int | None = None
     versions: tuple[Span, ...] = ()
+    kv_mixed: bool | None = None
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
 
@@ -335,6 +337,9 @@ class TurnResult:
     first_dispatch_at_s: float | None
     first_token_at_s: float | None
     ended_at_s: float
+    kv_mixed: bool | None = None
+    """Some attempt's context held keys and values of other weights than its newest tokens; None: one that made
+    tokens did not say."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -280,6 +280,7 @@ class TurnBook:
     def _end_attempt(self, turn: Turn, worker: Worker, event: AttemptEnded) -> list[Action]:
         turn.relabel(event.versions)
         self.fleet.answered(worker)
+        turn.attempt_mixed = event.kv_mixed
         num_new = len(turn.token_ids) - turn.attempt_start
         prefilled = turn.spec.num_prompt_tokens + turn.attempt_start
         if event.num_cached_tokens is not None:
@@ -631,6 +632,7 @@ class TurnBook:
         if not live:
             del self._live[worker.worker_id]
         turn.worker, turn.reserved_tokens = None, 0
+        turn.close_attempt()
 
     def _known(self, turn_id: str) -> Turn:
         turn = self.turns.get(turn_id)

@@ -415,6 +415,7 @@ class Dispatcher:
                 stop_reason=output.stop_reason,
                 num_cached_tokens=output.num_cached_tokens,
                 versions=output.versions,
+                kv_mixed=output.kv_mixed,
                 token_ids=output.token_ids,
                 logprobs=output.logprobs,
             )

@@ -74,9 +74,19 @@ class _Usage(msgspec.Struct):
     prompt_tokens_details: _PromptDetails | None = None
 
 
+class _Context(msgspec.Struct):
+    kv_mixed: bool | None = None
+
+
+class _KvParams(msgspec.Struct):
+    rose: _Context | None = None
+    """Set by our plug-in in answers that come at once; a stream has no such field."""
+
+
 class _Answer(msgspec.Struct):
     choices: list[_Choice]
     usage: _Usage | None = None
+    kv_transfer_params: _KvParams | None = None
 
 
 _decode_answer = msgspec.json.Decoder(_Answer).decode
@@ -96,6 +106,7 @@ class Output:
     stop_reason: str | int | None = None
     versions: tuple[Span, ...] = ()
     num_cached_tokens: int | None = None
+    kv_mixed: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -365,6 +376,7 @@ def _parse(engine: Endpoint, payload: bytes, want_entries: bool) -> Output | Non
         text = payload[:200].decode("utf-8", "replace")
         kind = "lost" if '"error"' in text else "bad"
         raise EngineFailure(f"worker {engine.worker_id} sent nonsense: {error}", kind=kind) from error
+    context = None if answer.kv_transfer_params is None else answer.kv_transfer_params.rose
     token_ids = tuple(choice.token_ids or ())
     limit = MAX_TOKEN_ID if engine.vocab_size is None else engine.vocab_size - 1
     if token_ids and (min(token_ids) < 0 or max(token_ids) > limit):
@@ -385,6 +397,7 @@ def _parse(engine: Endpoint, payload: bytes, want_entries: bool) -> Output | Non
         stop_reason=choice.stop_reason,
         versions=_spans(choice.weight_versions) if choice.weight_versions else (),
         num_cached_tokens=num_cached,
+        kv_mixed=None if context is None else context.kv_mixed,
     )
 
 

@@ -113,6 +113,8 @@ class FakeEngine:
         self.token_s = token_s
         self.version = version
         self.report_versions = report_versions
+        self.kv_mixed: bool | None = None
+        """What answers that come at once say of their context; None: nothing."""
         self.faults: deque[Fault] = deque()
         self.requests: deque[dict[str, Any]] = deque(maxlen=4096)
         """Bodies of generate requests, newest last."""
@@ -208,6 +210,9 @@ class FakeEngine:
                     "request_id": f"generate-tokens-{body['request_id']}",
                     "choices": [self._choice(tokens, entries, reason, stop, len(tokens))],
                     "usage": self._usage(body, len(tokens)),
+                    "kv_transfer_params": None
+                    if self.kv_mixed is None
+                    else {"rose": {"prefix_version": self.version, "kv_mixed": self.kv_mixed}},
                 }
             )
         finally:

@@ -352,6 +352,7 @@ class Jobs:
                     digest=job.wish.digest,
                     turn_key=job.wish.turn_key,
                     answer=answer,
+                    kv_mixed=result.kv_mixed,
                 )
             )
         self.on_finished(done, job.wish)
@@ -445,4 +446,5 @@ def _summary(result: te.TurnResult, handle: TurnHandle, prompt: Prompt) -> dict[
             "total_ms": round((result.ended_at_s - result.submitted_at_s) * 1e3, 3),
         },
         "attempts": result.num_attempts,
+        "kv_mixed": result.kv_mixed,
     }

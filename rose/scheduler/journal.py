@@ -67,6 +67,8 @@ class TurnRecord(msgspec.Struct, tag="turn", frozen=True, gc=False, omit_default
     digest: str = ""
     turn_key: str = ""
     answer: bytes = b""
+    kv_mixed: bool | None = None
+    """Its context held keys and values of other weights than its newest tokens; None: an engine did not say."""
 
 
 class CreateRecord(msgspec.Struct, tag="create", frozen=True, gc=False, omit_defaults=True):

@@ -142,6 +142,7 @@ class Status:
                 "turn": done.turn,
                 "finish_reason": done.ended.reason,
                 "versions": done.summary["versions"],
+                "kv_mixed": done.summary["kv_mixed"],
                 "segments": done.summary["segments"],
                 "usage": usage,
                 "timing": done.summary["timing"],

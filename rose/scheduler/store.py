@@ -129,6 +129,7 @@ class Trajectory:
             "finish_reason": record.finish_reason,
             "stop_reason": record.stop_reason,
             "versions": record.versions,
+            "kv_mixed": record.kv_mixed,
             "segments": record.segments,
             "usage": record.usage,
             "timing": record.timing,

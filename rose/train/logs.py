@@ -145,6 +145,7 @@ GROUPS = {
         "lag_mean",
         "num_env_retries",
         "num_resumed_turns",
+        "num_kv_mixed_turns",
     ),
     "time": ("step_s", "rollout_s", "train_s", "checkpoint_s", "publish_s", "eval_s"),
 }

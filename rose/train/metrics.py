@@ -31,11 +31,12 @@ def trajectory_metrics(trajectories: Sequence[Mapping[str, Any]], *, version: Ve
     tokens: Counter[str] = Counter()
     lags: list[int] = []
     trained_lags: list[int] = []
-    num_turns, num_resumed, num_prompt_tokens, num_truncated, num_cut = 0, 0, 0, 0, 0
+    num_turns, num_resumed, num_prompt_tokens, num_truncated, num_cut, num_mixed = 0, 0, 0, 0, 0, 0
     for trajectory in trajectories:
         num_truncated += bool(_table(trajectory.get("info")).get("truncated"))
         for turn in _tables(trajectory.get("turns")):
             num_turns += 1
+            num_mixed += turn.get("kv_mixed") is True
             # A turn of one token always ends at its limit.
             sampled = turn.get("token_ids") or ()
             num_cut += turn.get("finish_reason") == "length" and len(sampled) > 1
@@ -67,6 +68,7 @@ def trajectory_metrics(trajectories: Sequence[Mapping[str, Any]], *, version: Ve
         "cut_turn_fraction": num_cut / max(1, num_turns),
         "reward_by_length": rewards_by_quantile(trajectories),
         "num_resumed_turns": num_resumed,
+        "num_kv_mixed_turns": num_mixed,
         "tiers": {tier: {"turns": turns[tier], "tokens": tokens[tier]} for tier in sorted({*turns, *tokens})},
         "num_stale": sum(one.get("stale") is True for one in trajectories),
         "lag_max": max(lags, default=0),

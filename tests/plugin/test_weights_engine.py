@@ -156,6 +156,7 @@ def test_a_commit_decides_what_becomes_of_cached_prefixes(policy: Policy, kv: st
     if kv == "keep":
         assert off > 0.01  # the prompt's keys and values are the old weights'
         assert context["prefix_version"] != policy.version
+        assert context["kv_mixed"] is True
     else:
         assert off == 0.0
         assert context == {"prefix_version": policy.version, "kv_mixed": False}

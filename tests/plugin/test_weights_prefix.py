@@ -109,7 +109,10 @@ def test_reset_mixes_nothing_and_keep_changes_no_key(world: World) -> None:
     kept = world.add("after keep")
     assert hashes_of(kept) == under_1_1
     assert set(hashes_of(kept)).isdisjoint(before)
-    assert world.context("after keep")["prefix_version"] == "1.1"
+    assert world.context("after keep") == {"prefix_version": "1.1", "kv_mixed": True}
+    world.commit("1.3", "salt")
+    world.add("after salt")
+    assert world.context("after salt") == {"prefix_version": "1.3", "kv_mixed": False}
 
 
 def test_a_trajectory_may_keep_the_prefixes_it_began_with(world: World) -> None:

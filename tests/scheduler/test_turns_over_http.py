@@ -29,6 +29,28 @@ async def test_generate_answers_tokens_logprobs_versions_and_segments(world: Wor
     assert answer["usage"] == {"prompt": 4, "cached": 0, "generated": n, "recomputed": 0}
 
 
+async def test_a_turn_says_and_keeps_whether_its_context_was_of_other_weights(world: World) -> None:
+    """One of its attempts is enough; an engine that says nothing makes it unknown, never exact."""
+    await world.start()
+    first, second = await world.add("a", mean_tokens=10_000), await world.add("b", mean_tokens=10_000)
+    session = await world.trajectory()
+    for said, expected in (
+        ((False, False), False),
+        ((True, False), True),
+        ((False, True), True),
+        ((None, False), None),
+        ((None, True), True),
+    ):
+        first.kv_mixed, second.kv_mixed = said
+        for engine in (first, second):
+            engine.faults.append(Fault(kind="reclaim", after=7))
+        answer = await generate(world, session)
+        assert answer["attempts"] == 3
+        assert answer["kv_mixed"] is expected, said
+    trace = await world.ok("GET", f"/rose/v1/trajectories/{session}")
+    assert [turn["kv_mixed"] for turn in trace["turns"]] == [False, True, True, None, True]
+
+
 async def test_generate_takes_packed_token_ids(world: World) -> None:
     await world.start()
     engine = await world.add("a")

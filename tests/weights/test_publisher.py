@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,9 +15,11 @@ from rose.weights import retention, statehash
 from rose.weights.manifest import Head
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import PublishReport, WeightPublisher
-from rose.weights.store import MemoryStore
+from rose.weights.source import RawBits
+from rose.weights.store import FileStore, MemoryStore
 from rose.weights.subscriber import WeightSubscriber
 from rose.weights.version import WeightVersion
+from rose.weights.warmup import warm_up
 from tests.weights.toy import ToyTrainer
 
 SMALL = WeightsParams(fragment_elements=65_536, bucket_bytes=1 << 16, anchor_every=1000)
@@ -162,6 +166,27 @@ def test_objects_stay_near_the_bucket_size(publisher: WeightPublisher, store: Fl
     assert len(record.objects) > 3
     largest_section = max(section.nbytes for section in record.sections)
     assert all(reference.nbytes <= SMALL.bucket_bytes + largest_section for reference in record.objects)
+
+
+def test_beyond_the_baseline_memory_is_some_buckets_and_the_compressed_delta(tmp_path: Path) -> None:
+    megabyte = 1 << 20
+    rng = np.random.default_rng(1)
+    bits = rng.integers(0, 1 << 15, 16 * megabyte, dtype=np.uint16)
+    store = FileStore(tmp_path / "store", durable=False)
+    params = WeightsParams(fragment_elements=1 << 18, bucket_bytes=megabyte, anchor_every=1000)
+    warm_up()  # compilers need memory too
+    publisher = WeightPublisher(lambda: {"w": RawBits(bits, "BF16")}, store, "run", 1, params)
+    peaks: list[int] = []
+    for version in range(2):
+        tracemalloc.start()
+        report = publisher.publish(version)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        bits[rng.integers(0, bits.size, bits.size // 100)] += 1
+    assert report.kind == "delta"
+    some = 8 * megabyte  # two buckets, the request that is being sent, and a fragment's own scratch
+    assert bits.nbytes < peaks[0] < bits.nbytes + some
+    assert peaks[1] < report.bytes_sent + some
 
 
 def test_threads_change_nothing(store: FlakyStore) -> None:
