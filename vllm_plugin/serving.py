@@ -203,7 +203,6 @@ class ServingSide:
 
     def after_schedule(self, output: Any) -> None:
         """A step starts: publish deadlines.  Nobody needs that between steps unless a rollout engine lives."""
-        self._require_own(self._board)
         self._step += 1
         scheduled, total = output.num_scheduled_tokens, output.total_num_scheduled_tokens
         decode = len(scheduled)
@@ -281,6 +280,8 @@ class ServingSide:
                 0  # who asked is gone; the next look at the queue comes with the next request
             )
         needed_chunks = balloon.num_usable_chunks + self._claim_chunks if self._claim_chunks else 0
+        # Here and nowhere else: before it is written over, and where the same call's way through the kernel is in the cache.
+        self._require_own(self._board)
         # The fields of ServingBoard in their order; a record made of keywords costs more than all of the above.
         self._board.put(
             self._step,
