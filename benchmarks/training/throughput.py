@@ -317,11 +317,8 @@ def measure(
 
 
 def _complete(known: Mapping[tuple[str, int], Any], repeats: int, end: str) -> bool:
-    """Whether all arms of a scenario have been measured."""
-    arms = (
-        "synchronous_dedicated",
-        *(f"asynchronous_{fleet}" for fleet in ("dedicated", "harvested", "both")),
-    )
+    """Whether the arms of a scenario that its gain is made of have been measured."""
+    arms = tuple(f"asynchronous_{fleet}" for fleet in ("dedicated", "harvested", "both"))
     return all((arm + end, seed) in known for arm in arms for seed in range(repeats))
 
 
@@ -343,18 +340,18 @@ def summarise(
     for end in ends:
         found = gain_of(rates, bool(end))
         summary |= {
-            f"sync_tokens_per_s{end}": rates[f"synchronous_dedicated{end}"],
             f"async_tokens_per_s{end}": rates[f"asynchronous_dedicated{end}"],
             f"harvested_alone_tokens_per_s{end}": rates[f"asynchronous_harvested{end}"],
             f"async_harvest_tokens_per_s{end}": rates[f"asynchronous_both{end}"],
-            f"async_over_sync{end}": round(
-                rates[f"asynchronous_dedicated{end}"] / rates[f"synchronous_dedicated{end}"], 3
-            ),
             f"harvest_gain{end}": round(found["gain"], 3),
             f"harvest_gain_limit{end}": round(found["limit"], 3),
             f"harvest_gain_over_limit{end}": round(found["gain_over_limit"], 3),
             f"engine_gain_over_limit{end}": round(gain_of(sampled, bool(end))["gain_over_limit"], 3),
         }
+        synchronous = rates.get(f"synchronous_dedicated{end}")
+        if synchronous is not None:
+            summary[f"sync_tokens_per_s{end}"] = synchronous
+            summary[f"async_over_sync{end}"] = round(rates[f"asynchronous_dedicated{end}"] / synchronous, 3)
     summary["harvest_gain_over_limit_bar"] = BAR
     for fleet in ("dedicated", "both"):
         name = f"asynchronous_{fleet}"
