@@ -150,7 +150,6 @@ def measure(
     report: Report, base: Path, pair: tuple[Path, Path], rounds: int
 ) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
     """(figures of each mode, median pause of each mode in seconds)."""
-    states = load_file(pair[0]), load_file(pair[1])
     rng = np.random.default_rng(1)
     found: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
     with tempfile.TemporaryDirectory(prefix="rose-weights-kv-") as name:
@@ -158,17 +157,18 @@ def measure(
         shutil.copytree(base, folder / "model")
         write_tokenizer(folder / "model", int(MODEL["vocab_size"]))
         shapes = load_file(folder / "model" / "model.safetensors")
-        states = tuple({n: each.reshape(shapes[n].shape) for n, each in state.items()} for state in states)
-        states = tuple({n: each.view(torch.bfloat16) for n, each in state.items()} for state in states)
-        write_weights(folder / "model", states[0])
+        first, second = (
+            {n: bits.reshape(shapes[n].shape).view(torch.bfloat16) for n, bits in load_file(path).items()}
+            for path in pair
+        )
+        write_weights(folder / "model", first)
         with dedicated(folder / "model", env={"ROSE_WEIGHTS_DIR": name}, args=ARGS) as server:
-            both = Pair(server, folder, states)
+            both = Pair(server, folder, (first, second))
             for number in range(rounds):
                 for mode in MODES:  # to and fro, so each mode sees both directions
                     found[mode].append(round_of(both, mode, rng))
-                    both.commit(
-                        both.stage(), "reset", note=False
-                    )  # what `keep` left behind is gone before the next
+                    # What `keep` left behind is gone before the next.
+                    both.commit(both.stage(), "reset", note=False)
                 report.progress("rounds", number + 1, rounds)
             pauses = {mode: statistics.median(both.pauses[mode]) for mode in MODES}
     table: dict[str, dict[str, Any]] = {}
