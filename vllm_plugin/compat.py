@@ -360,6 +360,57 @@ def patch_cpu_gemm() -> None:
     _patch("cpu gemm", layer_utils, "dispatch_cpu_unquantized_gemm", lambda _: keep_weight)
 
 
+def patch_cpu_experts() -> None:
+    """CPU only, rollout role: keep unquantised experts as the checkpoint has them; see :mod:`vllm_plugin.experts`.
+
+    An activation that is not among those stays with vLLM's kernel: its experts are packed, and an update that changes
+    them is refused by name.
+    """
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    from vllm_plugin.experts import plain_experts
+
+    names = {MoEActivation.SILU: "silu", MoEActivation.GELU: "gelu", MoEActivation.GELU_TANH: "gelu_tanh"}
+
+    def keep(stock: Any) -> Any:
+        def process_weights_after_loading(self: Any, layer: Any) -> None:
+            if self.moe_config.activation not in names:
+                stock(self, layer)
+
+        return process_weights_after_loading
+
+    def wrap_apply(stock: Any) -> Any:
+        signature = inspect.signature(stock)
+
+        def apply(self: Any, *args: Any, **kwargs: Any) -> None:
+            given = signature.bind(self, *args, **kwargs).arguments
+            name = names.get(self.moe_config.activation)
+            if name is None:
+                stock(self, *args, **kwargs)
+                return
+            ids = given["topk_ids"]
+            if given["expert_map"] is not None:
+                ids = given["expert_map"][ids]
+            plain_experts(
+                given["output"],
+                given["hidden_states"],
+                given["w1"],
+                given["w2"],
+                self.w1_bias,
+                self.w2_bias,
+                given["topk_weights"],
+                ids,
+                name,
+                not given["apply_router_weight_on_input"],
+            )
+
+        return apply
+
+    _patch("cpu experts' memory", CPUUnquantizedExperts, "process_weights_after_loading", keep)
+    _patch("cpu experts", CPUUnquantizedExperts, "apply", wrap_apply)
+
+
 # --------------------------------------------------------------------------- KV memory
 
 

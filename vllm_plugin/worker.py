@@ -35,6 +35,7 @@ class RoseCPUWorker(WeightWorkerMixin, CPUWorker):
         compat.patch_spin()
         if role() == "rollout":
             compat.patch_cpu_gemm()
+            compat.patch_cpu_experts()
         super().__init__(*args, **kwargs)
         if role() == "rollout":
             compat.stay_eager(self.vllm_config)

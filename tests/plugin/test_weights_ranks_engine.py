@@ -91,7 +91,7 @@ def test_a_rank_that_dies_in_a_commit_ends_its_engine_and_no_turn_runs_on_half_a
     """Last: it ends the server."""
     body = policy.update(change(policy.weights, seed=55))
     assert policy.stage(body).status_code == 200
-    policy.rpc("die_at_next_write", 1)
+    policy.rpc("die_at_commit", 1)
     try:
         assert policy.commit(body).status_code >= 500
     except httpx.TransportError:

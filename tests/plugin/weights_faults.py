@@ -32,7 +32,20 @@ class FaultyWorker:
         rank_weights._put = put
         return True
 
-    def die_at_next_write(self, rank: int) -> bool:
+    def die_at_stage(self, rank: int) -> bool:
+        """On ``rank``, end the process as the kernel would, when the next staging has its places."""
+        from vllm_plugin import rank_weights
+
+        if self.rank != rank:
+            return False
+
+        def place(*args: Any) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        rank_weights.RankWeights._place = place  # type: ignore[method-assign, assignment]
+        return True
+
+    def die_at_commit(self, rank: int) -> bool:
         """On ``rank``, end the process as the kernel would, in the middle of the next commit."""
         from vllm_plugin import rank_weights
 

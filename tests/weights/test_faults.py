@@ -7,7 +7,7 @@ corrupt, truncated, missing section      ``test_subscriber``: any section; a sho
 duplicated, reordered, left-out section  here (manifests)
 wrong base, stale relay, rollback        ``test_subscriber``; undo: ``plugin/test_weights_rank``, ``.._engine``
 two trainers, version published twice    ``test_publisher``; with several ranks: ``test_sharded``
-engine killed in stage and commit        ``coserve/test_links``; a real rank: ``plugin/test_weights_ranks_engine``
+engine killed in stage and commit        ``coserve/test_links``; real: ``plugin/test_weights_versions_engine``, ``.._ranks_..``
 traversal, tokens, bombs                 ``test_stores``, ``test_relay``, ``test_codec``
 ======================================  =====================================================================
 
