@@ -151,9 +151,13 @@ class Placer:
         workers: whoever waits longest takes it, and reads everything again.  A slot where the prefix is opens soon (delay
         scheduling, Zaharia et al. 2010).
         """
-        until_s = turn.queued_at_s + self.params.affine_wait_s
         worker, resident = self.affinity.where(turn.spec.trajectory_id)
-        if at_s >= until_s or worker is None or resident == 0:
+        if worker is None or resident == 0:
+            return mask
+        # To wait longer than the prompt takes to read would lose more than it saves.
+        wait_s = min(self.params.affine_wait_s, resident * worker.speed.prefill_s)
+        until_s = turn.queued_at_s + wait_s
+        if at_s >= until_s:
             return mask
         row = self.fleet.table.rows[worker.worker_id]
         if not mask[row]:

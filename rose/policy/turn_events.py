@@ -385,7 +385,8 @@ class TurnParams:
     """A turn is queued as if it had come with the first turn of its group, but at most this much earlier.  Groups then end
     in about the order of their start, before their first tokens are old.  0: each turn by its own age."""
     affine_wait_s: float = 0.0
-    """While more turns wait than workers are open, one whose prefix is on a worker waits this long for a slot there.  0: off."""
+    """While more turns wait than workers are open, one whose prefix is on a worker waits this long for a slot there, but
+    no longer than it takes to read the prefix again.  0: off."""
     tail_fraction: float = 0.0
     """Turns of this share of trajectories, those with the longest predicted rest, take a dedicated worker when
     one is free.  0: off."""

@@ -154,8 +154,8 @@ class SchedulerConfig(Section):
     """A turn is queued as if it had come with the first of its group, but at most this much earlier: groups end in about the
     order of their start.  0 is each turn's own age."""
     affine_wait_s: float = Field(default=0.5, ge=0, le=60)
-    """While more turns wait than workers are open, one whose prefix is on a worker waits this long for a slot there, instead
-    of reading its prompt again elsewhere.  Where there are slots for all it does nothing; 0 is off."""
+    """While more turns wait than workers are open, one whose prefix is on a worker waits for a slot there instead of reading
+    its prompt again elsewhere: this long, and no longer than to read it takes.  Where there are slots for all it does nothing; 0 is off."""
     longest_first_s: float = Field(default=0.0, ge=0)
     """How much age the longest predicted rest of a trajectory is worth in the queue; 0 is plain age."""
     tail_fraction: float = Field(default=0.0, ge=0, le=1)

@@ -94,12 +94,13 @@ def test_the_oldest_group_goes_first_but_a_later_turn_overtakes_by_no_more_than_
 def test_in_a_full_fleet_a_turn_waits_a_moment_for_a_slot_where_its_prefix_is() -> None:
     """Two workers of one slot: `x` has run on `a`, whose slot `p` holds; then `b` opens."""
 
-    def until_b_opens(**params: float) -> tuple[TurnBook, list[str]]:
+    def until_b_opens(prefill_s: float = 0.1, **params: float) -> tuple[TurnBook, list[str]]:
         book = book_of(fleet=FleetParams(cap_dedicated=1), **params)
         join(book, "a", Tier.DEDICATED)
         submit(book, "x", at_s=0.0)
         tokens(book, "x", 1, 5, at_s=0.0)
         end(book, "x", 1, at_s=0.0)
+        book.fleet.workers["a"].speed.prefill_s = prefill_s  # of ten tokens: a second to read
         submit(book, "p", at_s=0.0)
         submit(book, "x2", at_s=1.0, trajectory_id="t-x")
         submit(book, "new", at_s=1.1)
@@ -111,6 +112,9 @@ def test_in_a_full_fleet_a_turn_waits_a_moment_for_a_slot_where_its_prefix_is() 
         return book, [sent.turn_id for sent in dispatches(hear(book, "b", 1.2))]
 
     assert until_b_opens()[1] == ["x2"]  # the oldest, though it reads its prompt again
+    assert until_b_opens(prefill_s=0.001, affine_wait_s=0.5)[1] == [
+        "x2"
+    ]  # to read it takes less than it has waited
     book, first = until_b_opens(affine_wait_s=0.5)
     assert first == ["new"]
     (sent,) = dispatches(end(book, "p", 1, at_s=1.3))
