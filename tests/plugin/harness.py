@@ -5,7 +5,9 @@ A rank file is written as the worker's pager would; steps are answered with made
 
 from __future__ import annotations
 
+import queue
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from rose.coserve.ledger import NodeDir, RankState
@@ -108,3 +110,8 @@ def step(scheduler: Any) -> Any:
         ),
     )
     return output
+
+
+def engine() -> Any:
+    """Boundary: of the engine core both sides use the input queue, the idle callbacks and the running flag only."""
+    return SimpleNamespace(input_queue=queue.Queue(), _idle_state_callbacks=[], is_running=lambda: True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import queue
 import threading
 import time
 from collections.abc import Iterator
@@ -72,9 +71,7 @@ def scheduler(config: Any, node_dir: Path, rank: Any) -> Iterator[Any]:
 
     scheduler = harness.build(ServingScheduler, config)
     assert scheduler.rose is not None
-    # Boundary: of the engine our side uses the input queue and the idle callbacks only.
-    engine = SimpleNamespace(input_queue=queue.Queue(), _idle_state_callbacks=[], is_running=lambda: True)
-    scheduler.rose_attach(engine)
+    scheduler.rose_attach(harness.engine())
     yield scheduler
     scheduler.rose.stop()
 

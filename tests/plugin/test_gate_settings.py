@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import queue
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -28,10 +26,7 @@ def test_rule_serialise_and_delay_are_obeyed_and_nonsense_is_the_careful_choice(
     rank, agent = harness.write_rank(node, "rollout", mapped=False), NodeDir(node).node_writer()
     scheduler = harness.build(RolloutScheduler, harness.engine_config(tmp_path / "model"))
     side = scheduler.rose
-    # Boundary: of the engine our side uses the input queue, the idle callbacks and the running flag only.
-    scheduler.rose_attach(
-        SimpleNamespace(input_queue=queue.Queue(), _idle_state_callbacks=[], is_running=lambda: True)
-    )
+    scheduler.rose_attach(harness.engine())
     seen = []
     for rule, serialise, delay_pct in ((0, 0, 10), (1, 1, 100), (77, 0, 0), (0, 0, 101), (0, 0, -5)):
         agent.write(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import queue
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +12,6 @@ from rose.coserve.ledger import Mode, NodeDir, NodeState
 from tests.plugin import harness
 from tests.plugin.stand_in import eventually
 from tests.tiny_model import write_tiny_model
-
-
-def engine() -> Any:
-    # Boundary: of the engine both sides use the input queue, the idle callbacks and the running flag only.
-    return SimpleNamespace(input_queue=queue.Queue(), _idle_state_callbacks=[], is_running=lambda: True)
 
 
 def test_engines_at_rest_write_heartbeats_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,8 +44,8 @@ def test_engines_at_rest_write_heartbeats_only(tmp_path: Path, monkeypatch: pyte
     counted("serving", serving.rose)
     counted("rollout", rollout.rose)
 
-    serving.rose_attach(engine())
-    rollout.rose_attach(engine())
+    serving.rose_attach(harness.engine())
+    rollout.rose_attach(harness.engine())
     eventually(lambda: rounds["serving"] > 3 and rounds["rollout"] > 3, "both sides run")
     before = dict(rounds)
     began = time.monotonic()

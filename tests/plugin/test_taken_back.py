@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import queue
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,10 +35,7 @@ def test_what_came_back_is_not_lent_again_before_a_step_could_use_it(
     config.scheduler_config.max_num_batched_tokens = 1 << 16
     scheduler = harness.build(ServingScheduler, config)
     side: Any = scheduler.rose
-    # Boundary: of the engine our side uses the input queue, the idle callbacks and the running flag only.
-    scheduler.rose_attach(
-        SimpleNamespace(input_queue=queue.Queue(), _idle_state_callbacks=[], is_running=lambda: True)
-    )
+    scheduler.rose_attach(harness.engine())
 
     def lent() -> bool:
         side.before_schedule()
