@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -452,6 +453,20 @@ async def test_a_turn_that_the_engines_failed_costs_its_episode_and_not_the_run(
     assert report.num_retries >= 1
 
 
+@asynccontextmanager
+async def answering(handle: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AsyncIterator[str]:
+    """The URL of a server that gives every GET to ``handle``: a scheduler that misbehaves as the real one cannot be made to."""
+    app = web.Application()
+    app.router.add_get("/{path:.*}", handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
 @pytest.mark.parametrize("status", [502, 503, 504])
 async def test_a_proxy_that_has_lost_the_scheduler_for_a_moment_is_asked_again(status: int) -> None:
     answers = [web.Response(status=status, text="<html>bad gateway</html>", content_type="text/html")]
@@ -460,18 +475,10 @@ async def test_a_proxy_that_has_lost_the_scheduler_for_a_moment_is_asked_again(s
     async def handle(request: web.Request) -> web.Response:
         return answers.pop(0)
 
-    app = web.Application()
-    app.router.add_get("/{path:.*}", handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    async with answering(handle) as url:
         async with SchedulerClient(url, agent_token="x" * 20, retry_s=5.0) as client:
             assert await client.latest_attempt("j") == 7
         assert answers == []
-    finally:
-        await runner.cleanup()
 
 
 async def test_held_out_episodes_are_scored_and_left_to_no_trainer(world: World) -> None:
@@ -562,19 +569,13 @@ async def test_an_answer_that_never_arrives_whole_is_given_up() -> None:
         request.transport.abort()
         return response
 
-    app = web.Application()
-    app.router.add_get("/{path:.*}", handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        async with SchedulerClient(url, agent_token="a" * 16, retry_s=0.3) as client:
-            with pytest.raises(CapacityError, match="did not answer"):
-                async with asyncio.timeout(10):
-                    await client.list_trajectories(job="j", state="running")
-    finally:
-        await runner.cleanup()
+    async with (
+        answering(handle) as url,
+        SchedulerClient(url, agent_token="a" * 16, retry_s=0.3) as client,
+    ):
+        with pytest.raises(CapacityError, match="did not answer"):
+            async with asyncio.timeout(10):
+                await client.list_trajectories(job="j", state="running")
     assert num_asked > 1
 
 
