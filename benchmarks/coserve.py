@@ -8,6 +8,7 @@ four minutes; a long measurement is several runs, pooled::
 
     python benchmarks/coserve.py --quick --json out/coserve.json
     python benchmarks/coserve.py --segments 1 --run 0 --json out/c0.json     # all arms; then --run 1, 2, ...
+    python benchmarks/coserve.py --workload burst --trace azure_llm_2023_code.csv --rate 0.08    # its busiest second, 26x the mean
     python benchmarks/coserve.py --pool out/c0.json out/c1.json --json out/coserve.json --html out/coserve.html
 
 Latencies count from the scheduled moment of each request.  Ratios are to production alone in the same run, with
@@ -22,6 +23,7 @@ import argparse
 import asyncio
 import json
 import os
+import statistics
 import sys
 import time
 from dataclasses import asdict
@@ -35,6 +37,7 @@ from coserving import plot
 from coserving.analysis import BlockRecord, analyse, label
 from coserving.plan import (
     ARMS,
+    BURST_TRAFFIC_S,
     QUICK_ARMS,
     SOLO,
     SOLO_ARM,
@@ -98,8 +101,8 @@ def _arguments() -> argparse.Namespace:
     add("--arms", help=f"comma-separated, of {', '.join(ARMS)}")
     add("--segments", type=int, default=1, help="stretches of traffic; each is served once by every arm")
     add("--workload", choices=WORKLOADS, default="generated")
-    add("--trace", type=Path, help="Azure LLM inference trace (CSV); implies --workload trace")
-    add("--rate", type=float, default=0.6, help="production requests per second, on average")
+    add("--trace", type=Path, help="Azure LLM inference trace (CSV); implies --workload trace unless burst")
+    add("--rate", type=float, default=0.6, help="production requests per second, on average of a whole trace")
     add("--slo-ttft-ms", type=float, default=1000.0)
     add("--slo-tpot-ms", type=float, default=150.0)
     add("--seed", type=int, default=0)
@@ -109,10 +112,10 @@ def _arguments() -> argparse.Namespace:
     add("--keep", action="store_true", help="keep the run's private directory")
     add("--pool", type=Path, nargs="+", help="do not measure: put results of several runs together")
     args = parser.parse_args()
-    if args.trace:
+    if args.trace and args.workload != "burst":
         args.workload = "trace"
-    elif args.workload == "trace":
-        parser.error("--workload trace needs --trace FILE")
+    elif not args.trace and args.workload in ("trace", "burst"):
+        parser.error(f"--workload {args.workload} needs --trace FILE")
     given = args.arms.split(",") if args.arms else list(QUICK_ARMS if args.quick else ARMS)
     unknown = set(given) - set(ARMS)
     if unknown:
@@ -141,7 +144,7 @@ async def _measure(args: argparse.Namespace, stages: Stages) -> dict[str, Any]:
         rollout=RolloutSettings(kv_cache_bytes=KV_CACHE_BYTES),
         out=args.json.parent / "coserve-logs",
     )
-    timing = Timing()
+    timing = Timing(traffic_s=BURST_TRAFFIC_S) if args.workload == "burst" else Timing()
     rows = load_trace(args.trace) if args.trace else None
     shape = config.shape()
     segments = make_segments(args.workload, shape, timing, args.segments, traffic_seed, rows)
@@ -170,8 +173,10 @@ async def _measure(args: argparse.Namespace, stages: Stages) -> dict[str, Any]:
         measured = {block.number for block in blocks}
         samples = label(to_samples(read_records(plan.records_path)), schedule, measured)
     details = {
-        "workload": str(args.trace.name if args.trace else args.workload),
-        "busiest_second_ratio": _burst(segments, timing),
+        "workload": f"{args.trace.name}{', burst' * (args.workload == 'burst')}"
+        if args.trace
+        else args.workload,
+        "busiest_second_ratio": _burst(args, segments, timing),
         "settings": config.model_dump(mode="json", include={"seed", "traffic", "production", "rollout"}),
         "timing": asdict(timing),
         "rollouts": counts,
@@ -182,7 +187,11 @@ async def _measure(args: argparse.Namespace, stages: Stages) -> dict[str, Any]:
     return {**analyse(samples, blocks, config.slo(), args.arms), **details}
 
 
-def _burst(segments: Any, timing: Timing) -> float | None:
+def _burst(args: argparse.Namespace, segments: Any, timing: Timing) -> float | None:
+    """Requests in the busiest second over the mean: of all traffic served, or of the trace that the burst is from."""
+    if args.workload == "burst":
+        seconds = [[int(a.at_s) for a, _ in segment] for segment in segments]
+        return statistics.fmean(max(map(found.count, found)) for found in seconds) / args.rate
     moved = [
         type(a)(at_s=number * timing.traffic_s + a.at_s, prompt_tokens=1, output_tokens=1)
         for number, segment in enumerate(segments)

@@ -9,15 +9,17 @@ moment and lengths in every arm: that is the pair behind every ratio.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from rose.demo.arrivals import Arrival, TraceRow, TrafficShape, fit_trace, generate_arrivals
+from rose.demo.arrivals import Arrival, TraceRow, TrafficShape, fit_trace, generate_arrivals, thin_burst
 
 ALONE_1, ALONE_2, SOLO = "alone_1", "alone_2", "solo"
-WORKLOADS = ("generated", "trace", "multiturn")
+WORKLOADS = ("generated", "trace", "burst", "multiturn")
+BURST_TRAFFIC_S = 20.0
+"""Of a block of ``burst``: long enough for production to be no busier on average than in the other workloads."""
 HALF, WHOLE = -1, -2
 """Loans that only the running engines can put into pages: half of them, and all."""
 
@@ -148,20 +150,20 @@ def make_segments(
 ) -> list[Segment]:
     """Traffic of each segment, times from the start of its traffic.
 
-    ``generated`` and ``trace`` are stretches of one long excerpt, so bursts fall where they fall;
-    ``multiturn`` is made for the segment, because its sessions must end in it.
+    ``generated`` and ``trace`` are stretches of one long excerpt, so bursts fall where they fall; ``burst`` has the trace's busiest
+    second in every segment, each time with other requests of it; ``multiturn`` is made for the segment, because its sessions must end in it.
     """
     if workload == "multiturn":
         return [_sessions(shape, timing, seed, number) for number in range(num_segments)]
+    if workload == "burst":
+        assert rows is not None
+        window = replace(shape, period_s=timing.traffic_s)
+        return [
+            [(one, Prefix()) for one in thin_burst(rows, window, seed + number)]
+            for number in range(num_segments)
+        ]
     # A little longer than what is replayed: the generator keeps its last seconds quiet.
-    whole = TrafficShape(
-        period_s=num_segments * timing.traffic_s + 4.0,
-        mean_rate_hz=shape.mean_rate_hz,
-        prompt_median_tokens=shape.prompt_median_tokens,
-        prompt_max_tokens=shape.prompt_max_tokens,
-        output_median_tokens=shape.output_median_tokens,
-        output_max_tokens=shape.output_max_tokens,
-    )
+    whole = replace(shape, period_s=num_segments * timing.traffic_s + 4.0)
     arrivals = fit_trace(rows, whole) if rows is not None else generate_arrivals(whole, seed)
     segments: list[list[tuple[Arrival, Prefix]]] = [[] for _ in range(num_segments)]
     for one in arrivals:

@@ -203,10 +203,7 @@ def fit_trace(rows: list[TraceRow], shape: TrafficShape) -> list[Arrival]:
         raise ConfigError(
             f"its busiest {window_s:.0f} s hold {high - low} requests", field="--trace", fix="change --rate"
         )
-    context_median = float(np.median([row.context_tokens for row in rows]))
-    generated_median = float(np.median([row.generated_tokens for row in rows]))
-    prompt_scale = shape.prompt_median_tokens / max(1.0, context_median)
-    output_scale = shape.output_median_tokens / max(1.0, generated_median)
+    prompt_scale, output_scale = _length_scales(rows, shape)
     before_end = float(np.nextafter(shape.period_s, 0))
     return [
         Arrival(
@@ -216,6 +213,48 @@ def fit_trace(rows: list[TraceRow], shape: TrafficShape) -> list[Arrival]:
         )
         for row in rows[low:high]
     ]
+
+
+def thin_burst(rows: list[TraceRow], shape: TrafficShape, seed: int) -> list[Arrival]:
+    """The trace's busiest second and what is around it, in the trace's own time: every n-th request, scaled to ``shape``.
+
+    Where :func:`fit_trace` stretches time, and with it bursts, this keeps the second as it is and takes fewer of its requests: the
+    whole trace would have ``mean_rate_hz``, the window many times that.  A seed chooses which of n to begin with (n need not be
+    whole), so each second keeps its share to within one request.
+    """
+    at_s = np.array([row.at_s for row in rows])
+    second = int(np.bincount(at_s.astype(np.int64)).argmax())
+    start_s = max(0.0, second + 0.5 - PEAK_POSITION * shape.period_s)
+    low, high = (int(at) for at in np.searchsorted(at_s, [start_s, start_s + shape.period_s]))
+    share = shape.mean_rate_hz * rows[-1].at_s / len(rows)
+    if share > 1.0:
+        raise ConfigError(
+            f"{shape.mean_rate_hz:g} requests/s are more than the trace has", field="--rate", fix="lower it"
+        )
+    offset = float(np.random.default_rng([seed, 0x7_1111]).uniform())
+    kept = np.floor(share * np.arange(1, high - low + 1) + offset) > np.floor(
+        share * np.arange(high - low) + offset
+    )
+    prompt_scale, output_scale = _length_scales(rows, shape)
+    return [
+        Arrival(
+            at_s=row.at_s - start_s,
+            prompt_tokens=_clip(row.context_tokens * prompt_scale, shape.prompt_max_tokens),
+            output_tokens=_clip(row.generated_tokens * output_scale, shape.output_max_tokens),
+        )
+        for row, keep in zip(rows[low:high], kept, strict=True)
+        if keep
+    ]
+
+
+def _length_scales(rows: list[TraceRow], shape: TrafficShape) -> tuple[float, float]:
+    """Factors on context and generated tokens: median to median."""
+    context_median = float(np.median([row.context_tokens for row in rows]))
+    generated_median = float(np.median([row.generated_tokens for row in rows]))
+    return (
+        shape.prompt_median_tokens / max(1.0, context_median),
+        shape.output_median_tokens / max(1.0, generated_median),
+    )
 
 
 def busiest_second_ratio(arrivals: list[Arrival], period_s: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from rose.demo.arrivals import (
     fit_trace,
     generate_arrivals,
     load_trace,
+    thin_burst,
 )
 from rose.errors import ConfigError
 
@@ -172,6 +174,23 @@ def test_trace_is_scaled_to_rate_and_lengths() -> None:
     check(arrivals, SHAPE)
     assert len(arrivals) == pytest.approx(120, abs=2)
     assert {(arrival.prompt_tokens, arrival.output_tokens) for arrival in arrivals} == {(64, 20)}
+
+
+def test_a_thinned_burst_keeps_the_seconds_of_the_trace() -> None:
+    rows = even_trace(1000, 0.5, burst_at=400)  # 2 a second, once 22: 11 times the mean
+    shape = replace(SHAPE, mean_rate_hz=0.5)
+
+    found = [thin_burst(rows, shape, seed) for seed in range(8)]
+
+    counts = np.array([np.bincount([int(one.at_s) for one in burst], minlength=61) for burst in found])
+    assert set(counts.argmax(axis=1)) <= {23, 24}  # where 40 % of the window is over
+    assert counts.max(axis=1) / 0.5 == pytest.approx(11.0, abs=2.0)  # to within one request of 5.4
+    assert len({tuple(one.at_s for one in burst) for burst in found}) > 1  # other requests each time
+
+
+def test_a_trace_cannot_be_thinned_to_more_than_it_has() -> None:
+    with pytest.raises(ConfigError, match="--rate"):
+        thin_burst(even_trace(1000, 0.5), replace(SHAPE, mean_rate_hz=2.5), 0)
 
 
 def test_trace_window_contains_the_busiest_second() -> None:
