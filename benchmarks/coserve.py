@@ -63,7 +63,8 @@ from rose.demo.ui import Stages
 from rose.demo.workplace import SharedMemorySweep, Workplace
 from rose.errors import ConfigError, RoseError
 
-SOLO_S = 5.0
+SOLO_LEAD_S = 2.5
+"""More than the lead of other blocks: until the whole loan has come."""
 NUM_TRAJECTORIES = 16
 KV_CACHE_BYTES = 192 * 2**20
 """Of each engine: 96 blocks.  As in a fleet, a burst that production serves alone does not fill its cache."""
@@ -203,10 +204,9 @@ def _burst(args: argparse.Namespace, segments: Any, timing: Timing) -> float | N
 async def _run(
     args: argparse.Namespace, world: World, fleet: Fleet, schedule: Schedule, stages: Stages
 ) -> list[BlockRecord]:
-    """Rollouts alone, every block, rollouts alone again; the counters of each."""
+    """Every block in its turn; the counters of each."""
     blocks: list[BlockRecord] = []
     timing = schedule.timing
-    blocks.append(await _solo(args, world, stages))
     with stages.stage(f"{len(schedule.blocks)} blocks of {timing.block_s:.0f} s"):
         await fleet.start(world.plan.traffic())
         zero_s = await traffic_start_s(world.plan.records_path)
@@ -217,9 +217,14 @@ async def _run(
                 stages.note(f"time is up: {number} of {len(schedule.blocks)} blocks have passed")
                 break
             start_s = zero_s + block.start_s
+            lead_s = timing.lead_s
             late_s = [await _until(start_s)]
-            await world.enter(ARMS[block.arm])
-            late_s.append(await _until(start_s + timing.lead_s))
+            if block.arm == SOLO:
+                lead_s += SOLO_LEAD_S
+                await world.enter(SOLO_ARM)
+            else:
+                await world.enter(ARMS[block.arm])
+            late_s.append(await _until(start_s + lead_s))
             before = await world.read()
             late_s.append(await _until(start_s + timing.lead_s + timing.traffic_s))
             counters = delta(before, await world.read())
@@ -233,19 +238,7 @@ async def _run(
             )
         await _until(zero_s + number * timing.block_s + timing.tail_s)
         await fleet.stop("traffic")
-    blocks.append(await _solo(args, world, stages))  # before and after: the machine drifts
     return blocks
-
-
-async def _solo(args: argparse.Namespace, world: World, stages: Stages) -> BlockRecord:
-    with stages.stage("Rollouts alone on the core"):
-        await world.enter(SOLO_ARM)
-        await asyncio.sleep(4.0)
-        before = await world.read()
-        await asyncio.sleep(SOLO_S)
-        counters = delta(before, await world.read())
-    await world.enter(ARMS["alone_1"])
-    return BlockRecord(arm=SOLO, segment=0, run=args.run, number=-1, counters=counters)
 
 
 async def _until(at_s: float) -> float:
@@ -319,13 +312,17 @@ def _rows(result: dict[str, Any]) -> list[list[str]]:
                 plot.cell(row["tpot_p99_s"], 0, 1e3),
                 plot.cell(row["extra_violations"], 1),
                 plot.cell(row["rollout_tokens_per_s"], 0),
-                plot.cell(row["harvested_share"], 0, 100, " %"),
+                plot.cell(row["harvested_share"], 0, 100, " %") + _span(row.get("harvested_interval")),
                 plot.cell(row["hit_rate"], 0, 100, " %"),
                 plot.cell(row["cut_requests"], 0),
                 plot.cell(row["engine_kills"], 0),
             ]
         )
     return rows
+
+
+def _span(interval: list[float] | None) -> str:
+    return "" if interval is None else f" ({100 * interval[0]:.0f}-{100 * interval[1]:.0f})"
 
 
 def _notes(result: dict[str, Any]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -13,6 +14,7 @@ from rose.demo.measure import Ratio, Sample, Slo, arm_stats, ratio
 BAR_RATIO = 1.05
 BAR_SHARE = 0.85
 NOISE_MARGIN = 0.02
+RESAMPLES = 2000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +48,26 @@ def _rate(blocks: Sequence[BlockRecord], name: str) -> float | None:
     return _total(blocks, name) / seconds if seconds > 0 else None
 
 
+def _share(
+    mine: Sequence[BlockRecord], alone: Sequence[BlockRecord], solo: Sequence[BlockRecord]
+) -> float | None:
+    """Rollout tokens/s over those that the idle part of the core could make."""
+    rate, busy, most = _rate(mine, "decoded"), _rate(alone, "serving_busy_s"), _rate(solo, "decoded")
+    return None if rate is None or busy is None or not most or busy >= 1.0 else rate / (most * (1.0 - busy))
+
+
+def _interval(*groups: Sequence[BlockRecord]) -> list[float] | None:
+    """95 % bootstrap interval of the share, over blocks of each kind."""
+    if not all(groups):
+        return None
+    rng = random.Random(0)
+    draws = (_share(*(rng.choices(group, k=len(group)) for group in groups)) for _ in range(RESAMPLES))
+    found = sorted(draw for draw in draws if draw is not None)
+    if not found:
+        return None
+    return [found[int(0.025 * len(found))], found[min(len(found) - 1, int(0.975 * len(found)))]]
+
+
 def _hit_rate(blocks: Sequence[BlockRecord]) -> float | None:
     queries = _total(blocks, "prefix_queries")
     return _total(blocks, "prefix_hits") / queries if queries else None
@@ -63,7 +85,6 @@ def analyse(
     steps = _total(alone_blocks, "serving_steps")
     step_ms = 1e3 * _total(alone_blocks, "serving_busy_s") / steps if steps else None
     solo_rate = _rate(blocks_of[SOLO], "decoded")
-    possible = solo_rate * (1.0 - busy) if solo_rate and busy is not None else None
     alone_hits = _hit_rate(alone_blocks)
     violations_alone = sum(sample.violates(slo) for sample in alone) / 2
 
@@ -82,7 +103,8 @@ def analyse(
             for name, fraction in (("p50", 0.5), ("p99", 0.99)):
                 row[f"{metric}_{name}_ratio"] = _ratio(ratio(above, below, metric, fraction))
         row["extra_violations"] = row["num_violations"] - violations_alone
-        row["harvested_share"] = rate / possible if rate is not None and possible else None
+        row["harvested_share"] = _share(blocks_of[arm], alone_blocks, blocks_of[SOLO])
+        row["harvested_interval"] = _interval(blocks_of[arm], alone_blocks, blocks_of[SOLO])
         row["hit_rate"] = hits
         row["hit_rate_delta"] = hits - alone_hits if hits is not None and alone_hits is not None else None
         row["cut_requests"] = _total(blocks_of[arm], "cut_requests")
@@ -115,6 +137,8 @@ def _summary(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
             summary[f"p99_{metric}_ratio_high{suffix}"] = found["high"] if found else None
         for name in ("extra_violations", "harvested_share", "hit_rate_delta"):
             summary[f"{name}{suffix}"] = row[name]
+        low, high = row["harvested_interval"] or (None, None)
+        summary[f"harvested_share_low{suffix}"], summary[f"harvested_share_high{suffix}"] = low, high
     if "rose" in rows:
         summary["bar_met"] = verdict(rows["rose"], noise)
     return summary

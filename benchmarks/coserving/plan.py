@@ -210,10 +210,15 @@ def _sessions(shape: TrafficShape, timing: Timing, seed: int, number: int) -> Se
     return sorted(found, key=lambda pair: pair[0].at_s)
 
 
-def make_schedule(segments: Sequence[Segment], arms: Sequence[str], timing: Timing, run: int = 0) -> Schedule:
-    """Blocks of every segment in every arm.  ``run`` keeps the pairs of several pooled runs apart.
+SOLO_EVERY = 3
+"""Segments between two blocks of rollouts alone.  What the core gives them drifts by a third within half an hour on a shared
+machine, so it is measured as often as what is divided by it."""
 
-    Each arm has streams of its own for the prefixes: an arm must not profit from what another left in the cache.
+
+def make_schedule(segments: Sequence[Segment], arms: Sequence[str], timing: Timing, run: int = 0) -> Schedule:
+    """Blocks of every segment in every arm, and now and then one of rollouts alone.
+
+    ``run`` keeps the pairs of several pooled runs apart.  Each arm has streams of its own for the prefixes: an arm must not profit from what another left in the cache.
     """
     blocks: list[Block] = []
     arrivals: list[Arrival] = []
@@ -244,6 +249,9 @@ def make_schedule(segments: Sequence[Segment], arms: Sequence[str], timing: Timi
                     )
                 )
                 keys.append((run * 1000 + number) * PAIRS_PER_SEGMENT + index)
+        if number % SOLO_EVERY == 0:
+            start_s = len(blocks) * timing.block_s
+            blocks.append(Block(arm=SOLO, segment=number, start_s=start_s, first=len(arrivals), count=0))
     return Schedule(
         timing=timing,
         blocks=tuple(blocks),
