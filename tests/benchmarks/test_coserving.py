@@ -1,0 +1,121 @@
+"""The co-serving benchmark's plan and its arithmetic: what is paired with what, and when the bar is met."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from coserving.analysis import BlockRecord, analyse, verdict
+from coserving.plan import BURST_TRAFFIC_S, SOLO, SOLO_EVERY, Timing, make_schedule, make_segments
+
+from rose.demo.arrivals import TraceRow, TrafficShape
+from rose.demo.measure import Sample, Slo
+
+ARMS = ("alone_1", "alone_2", "rose")
+SHAPE = TrafficShape(
+    period_s=40.0,
+    mean_rate_hz=0.5,
+    prompt_median_tokens=64,
+    prompt_max_tokens=400,
+    output_median_tokens=12,
+    output_max_tokens=48,
+)
+
+
+def test_each_arm_serves_the_same_requests_at_the_same_moments_of_its_blocks() -> None:
+    timing = Timing()
+    segments = make_segments("generated", SHAPE, timing, 5, 0, None)
+    schedule = make_schedule(segments, ARMS, timing)
+
+    served: dict[str, set[tuple[int, float, int]]] = {arm: set() for arm in ARMS}
+    for block in schedule.blocks:
+        for number in range(block.first, block.first + block.count):
+            one = schedule.arrivals[number]
+            served[block.arm].add(
+                (schedule.keys[number], round(one.at_s - block.start_s, 6), one.prompt_tokens)
+            )
+    assert served["alone_1"] == served["alone_2"] == served["rose"]
+    assert len(served["rose"]) == sum(map(len, segments)) > 0
+
+
+def test_rollouts_alone_take_their_turn_among_the_arms() -> None:
+    timing = Timing()
+    segments = make_segments("generated", SHAPE, timing, 7, 0, None)
+    schedule = make_schedule(segments, ARMS, timing)
+
+    alone = [block for block in schedule.blocks if block.arm == SOLO]
+    assert [block.segment for block in alone] == list(range(0, 7, SOLO_EVERY))
+    assert all(block.count == 0 for block in alone)
+    starts = [block.start_s for block in schedule.blocks]
+    assert starts == [number * timing.block_s for number in range(len(starts))]
+
+
+def test_a_burst_is_in_every_segment_each_time_with_other_requests() -> None:
+    times = sorted([0.4 * index for index in range(2000)] + [500.0 + 0.01 * index for index in range(60)])
+    rows = [TraceRow(at_s=at, context_tokens=1000, generated_tokens=20) for at in times]
+    segments = make_segments("burst", SHAPE, Timing(traffic_s=BURST_TRAFFIC_S), 6, 0, rows)
+
+    busiest = [
+        max(sum(int(one.at_s) == second for one, _ in segment) for second in range(20))
+        for segment in segments
+    ]
+    assert min(busiest) >= 10  # of 62 in that second, a fifth; the mean is 0.5
+    assert len({tuple(one.at_s for one, _ in segment) for segment in segments}) > 1
+
+
+def block(arm: str, number: int, decoded: float = 0.0, busy_s: float = 0.0) -> BlockRecord:
+    counters = {
+        "seconds": 10.0, "decoded": decoded, "serving_busy_s": busy_s, "serving_steps": 100, "prefix_queries": 0,
+        "prefix_hits": 0, "cut_requests": 0, "kills": 0,
+    }  # fmt: skip
+    return BlockRecord(arm=arm, segment=0, run=0, number=number, counters=counters)
+
+
+def sample(arm: str, index: int, ttft_s: float) -> Sample:
+    return Sample(
+        index=index, phase=arm, at_s=0.0, ttft_s=ttft_s, end_s=1.0, itl_s=(0.02,) * 5, num_tokens=6, late_s=0.0, error=None
+    )  # fmt: skip
+
+
+def result(rose_ttft_s: float = 0.1, decoded: float = 6000.0) -> dict[str, Any]:
+    samples = [sample(arm, i, 0.1) for arm in ARMS[:2] for i in range(40)]
+    samples += [sample("rose", i, rose_ttft_s) for i in range(40)]
+    blocks = [block(arm, n, busy_s=4.0) for arm in ARMS[:2] for n in range(2)]
+    blocks += [block("rose", 4, decoded=decoded), block("rose", 5, decoded=decoded)]
+    blocks += [block(SOLO, 6, decoded=9000.0), block(SOLO, 7, decoded=11000.0)]
+    return analyse(samples, blocks, Slo(ttft_s=1.0, tpot_s=0.15), ARMS)
+
+
+def test_the_harvested_share_is_of_what_the_idle_part_of_the_core_could_make() -> None:
+    summary = result()["summary"]
+
+    assert summary["serving_busy_fraction"] == pytest.approx(0.4)
+    assert summary["harvested_share"] == pytest.approx(6000 / (10_000 * 0.6))
+    # Two blocks of rollouts alone, 9,000 and 11,000 tokens: what a resample of them can be.
+    assert summary["harvested_share_low"] == pytest.approx(6000 / (11_000 * 0.6))
+    assert summary["harvested_share_high"] == pytest.approx(6000 / (9_000 * 0.6))
+
+
+def test_the_bar_is_met_when_nothing_is_worse_and_enough_is_harvested() -> None:
+    assert result()["summary"]["bar_met"] is True
+
+
+@pytest.mark.parametrize(("ttft_s", "decoded"), [(0.12, 6000.0), (0.1, 5000.0), (1.2, 6000.0)])
+def test_the_bar_is_missed_by_latency_share_or_violations_alone(ttft_s: float, decoded: float) -> None:
+    assert result(ttft_s, decoded)["summary"]["bar_met"] is False
+
+
+def test_noise_above_the_bar_raises_it() -> None:
+    found = result(0.12)
+    row = found["arms"]["rose"]
+    noise = {
+        "ttft": {"value": 1.0, "low": 0.8, "high": 1.19, "num_pairs": 40},
+        "itl": row["itl_p99_ratio"],
+    }
+
+    assert verdict(row, noise)
