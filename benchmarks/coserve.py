@@ -60,8 +60,9 @@ from rose.demo.config import DemoConfig, ProductionSettings, RolloutSettings, Tr
 from rose.demo.fleet import Fleet
 from rose.demo.measure import Sample, read_records, to_samples
 from rose.demo.ui import Stages
-from rose.demo.workplace import SharedMemorySweep, Workplace
+from rose.demo.workplace import Workplace
 from rose.errors import ConfigError, RoseError
+from rose.shared_memory import SharedMemorySweep
 
 SOLO_LEAD_S = 2.5
 """More than the lead of other blocks: until the whole loan has come."""

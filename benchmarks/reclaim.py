@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """How fast production gets memory back, and what happens when nobody gives it.
 
-Three parts, each with the real code and real pages but without a model:
+Four parts, each with the real code and real pages but without a model:
 
 ``release``   the page pool alone: microseconds per 2 MiB page to map and to give back, with the kernel's own word on
               huge pages (``AnonHugePages`` of the range).  Limit: release <= 10 us where they are there.
@@ -10,6 +10,8 @@ Three parts, each with the real code and real pages but without a model:
 ``backstop``  a real node agent and an engine process with real pages; production claims everything while the engine is
               stopped, while engine and agent are stopped, and when both are killed.  Time from the *deadline*
               until the engine's memory is free.  Limit: 500 ms.
+``audit``     what it costs to hold a book against the kernel's word: a pager's look (``mincore`` of its ranges) at 1 GiB of
+              chunks, of which every other is mapped, beside what ``smaps`` and ``smaps_rollup`` of the same process cost.
 """
 
 from __future__ import annotations
@@ -46,14 +48,14 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=Path("out/reclaim.json"))
     parser.add_argument("--repeats", type=int, default=30, help="reclaims per step length")
     parser.add_argument("--kills", type=int, default=5, help="kills per backstop case")
-    parser.add_argument("--only", choices=("release", "usable", "backstop"))
+    parser.add_argument("--only", choices=("release", "usable", "backstop", "audit"))
     parser.add_argument("--peer", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.peer:
         _peer(Path(args.peer[0]), float(args.peer[1]))
         return 0
     summary: dict[str, Any] = {}
-    for name, part in (("release", release), ("usable", usable), ("backstop", backstop)):
+    for name, part in (("release", release), ("usable", usable), ("backstop", backstop), ("audit", audit)):
         if args.only in (None, name):
             print(f"{name} ...", flush=True)
             found = part(args.repeats) if name != "backstop" else part(args.kills)
@@ -111,6 +113,38 @@ def _huge_bytes(start: int, end: int) -> int:
         elif inside and head == "AnonHugePages:":
             total += int(line.split()[1]) * 1024
     return total
+
+
+# --- the audit
+
+
+def audit(repeats: int) -> dict[str, Any]:
+    """Microseconds of one look; of ``smaps`` what a process with these pages alone costs, without any weights."""
+    from rose.coserve.pages import HostPagePool
+
+    num, found = 512, {}
+    for kind in ("huge", "small"):
+        arena = HostPagePool(huge=kind == "huge").reserve(num * PAGE_BYTES)
+        mapped = [(page * PAGE_BYTES, PAGE_BYTES) for page in range(0, num, 2)]
+        released = [(page * PAGE_BYTES, PAGE_BYTES) for page in range(1, num, 2)]
+        arena.map(mapped)
+        looks: dict[str, list[float]] = {"mincore": [], "smaps": [], "smaps_rollup": []}
+        for _ in range(repeats):
+            begun = time.perf_counter_ns()
+            assert arena.resident_bytes(mapped) == num // 2 * PAGE_BYTES
+            assert arena.touched_bytes(released) == 0
+            looks["mincore"].append((time.perf_counter_ns() - begun) / 1e3)
+            for name in ("smaps", "smaps_rollup"):
+                begun = time.perf_counter_ns()
+                Path(f"/proc/self/{name}").read_bytes()
+                looks[name].append((time.perf_counter_ns() - begun) / 1e3)
+        arena.close()
+        for name, values in looks.items():
+            found[f"audit_{name}_{kind}_p50_us"] = percentile(values, 0.5)
+            found[f"audit_{name}_{kind}_p99_us"] = percentile(values, 0.99)
+    found["audit_ranges"] = num
+    found["audit_bytes"] = num * PAGE_BYTES
+    return found
 
 
 # --- from the claim to a usable block

@@ -11,17 +11,19 @@ memory that a running step may use, and needs no lock with it.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from rose.coserve.audit import AUDIT_EVERY_S
 from rose.coserve.ledger import NodeDir, RankState
-from rose.coserve.pages import Arena, HostPagePool, KvGeometry
+from rose.coserve.pages import RESERVE_BYTES, Arena, HostPagePool, KvGeometry, Range
 from rose.errors import ConfigError
-from rose.units import PAGE_BYTES, format_bytes
+from rose.units import NS_PER_S, PAGE_BYTES, format_bytes
 from vllm_plugin import compat
 
 logger = logging.getLogger("vllm.rose")
@@ -96,6 +98,17 @@ class ChunkPlan:
         """Byte ranges ``(offset, length)`` of one chunk in the allocation."""
         return self.geometry.ranges(range(chunk * self.chunk_blocks, (chunk + 1) * self.chunk_blocks))
 
+    def run_ranges(self, mapped: bytes | bytearray) -> tuple[list[Range], list[Range]]:
+        """Ranges of all chunks that are mapped, and of all that are not; neighbours in one piece."""
+        found: tuple[list[Range], list[Range]] = ([], [])
+        start = 0
+        for state, run in itertools.groupby(mapped[: self.num_chunks]):
+            end = start + sum(1 for _ in run)
+            ranges = self.geometry.ranges(range(start * self.chunk_blocks, end * self.chunk_blocks))
+            found[0 if state else 1].extend(ranges)
+            start = end
+        return found
+
     def tail_ranges(self) -> list[tuple[int, int]]:
         return self.geometry.ranges(range(self.num_chunks * self.chunk_blocks, self.num_blocks))
 
@@ -115,14 +128,25 @@ class Pager:
         rank: Of this worker in its engine.
         plan: The chunk plan.
         guard: Make released ranges inaccessible, so that a use after release faults (tests).
+        reserve_bytes: Of the machine, free after every growth.
     """
 
-    def __init__(self, node_dir: NodeDir, role: str, rank: int, plan: ChunkPlan, *, guard: bool) -> None:
+    def __init__(
+        self,
+        node_dir: NodeDir,
+        role: str,
+        rank: int,
+        plan: ChunkPlan,
+        *,
+        guard: bool,
+        reserve_bytes: int = RESERVE_BYTES,
+    ) -> None:
         self.plan = plan
         self._role = role
         self._chunks = node_dir.chunks(role, plan.num_chunks)
         self._mapped = bytearray(plan.num_chunks)
-        self.arena: Arena = HostPagePool(huge=plan.aligned).reserve(plan.size_bytes, guard=guard)
+        pool = HostPagePool(huge=plan.aligned, reserve_bytes=reserve_bytes)
+        self.arena: Arena = pool.reserve(plan.size_bytes, guard=guard)
         try:
             if plan.tail_bytes:
                 self.arena.map(plan.tail_ranges())
@@ -133,6 +157,9 @@ class Pager:
         except BaseException:
             self.arena.close()
             raise
+        self._audited = RankState()
+        self._served = False
+        """Has there been an engine core?  Nobody uses a released page from then on."""
         self._publish()
         self._stopping = False
         self._trouble = ""
@@ -155,8 +182,10 @@ class Pager:
         self._report.mend()  # what a stranger made of it is not ours to serve from
         self._report.extra[:] = self._mapped
         self._report.write(
-            RankState(
-                resident_pages=sum(self._mapped) * self.plan.chunk_pages, heartbeat_ns=time.monotonic_ns()
+            replace(
+                self._audited,
+                resident_pages=sum(self._mapped) * self.plan.chunk_pages,
+                heartbeat_ns=time.monotonic_ns(),
             )
         )
         if wake:
@@ -182,6 +211,8 @@ class Pager:
             wanted = self._wanted()
             if wanted is not None:
                 self.agree(wanted)
+            if self._served and time.monotonic_ns() - self._audited.audited_ns > AUDIT_EVERY_S * NS_PER_S:
+                self.audit()
         finally:
             self.num_rounds += 1
             self._publish(wake=False)  # a heartbeat is nobody's reason to look
@@ -196,6 +227,10 @@ class Pager:
         if self._chunks.alive() and self._chunks.read() is not None:
             wanted = self._chunks.extra
             if len(wanted) == self.plan.num_chunks:
+                if not self._served:
+                    # vLLM's warm-up comes before there is an engine core, and may have used any of it.
+                    self.arena.unmap(self.plan.run_ranges(self._mapped)[1])
+                    self._served = True
                 return wanted
         return None if self._role == "serving" else bytes(self.plan.num_chunks)
 
@@ -212,6 +247,22 @@ class Pager:
             self._publish()
             if self._chunks.word() != word:  # the wish has changed: look again before growing further
                 return
+
+    def audit(self) -> None:
+        """Hold the book against the kernel's word.  On the pager's thread: nothing is on its way in or out meanwhile.
+
+        A few system calls for each run of chunks in each layer; the interpreter lock is free during each.
+        """
+        mapped, released = self.plan.run_ranges(self._mapped)
+        if self.plan.tail_bytes:
+            mapped += self.plan.tail_ranges()
+        booked = sum(length for _, length in mapped)
+        self._audited = RankState(
+            booked_bytes=booked,
+            missing_bytes=booked - self.arena.resident_bytes(mapped),
+            touched_bytes=self.arena.touched_bytes(released),
+            audited_ns=time.monotonic_ns(),
+        )
 
     def resident_bytes(self) -> int:
         """What the kernel says is resident of the KV allocation."""

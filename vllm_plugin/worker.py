@@ -15,6 +15,7 @@ import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from rose.coserve.ledger import NodeDir
+from rose.coserve.pages import RESERVE_BYTES
 from rose.errors import ConfigError
 from vllm_plugin import ENV_DIR, compat, role
 from vllm_plugin.memory import ChunkPlan, Pager
@@ -24,6 +25,8 @@ logger = logging.getLogger("vllm.rose")
 
 ENV_GUARD = "ROSE_GUARD"
 """``1``: released KV ranges are inaccessible, so that a use after release faults.  For tests."""
+ENV_RESERVE = "ROSE_RESERVE_BYTES"
+"""Set by the node agent for its engine: what stays free of the machine.  Production takes its own memory back below it."""
 
 
 class RoseCPUWorker(WeightWorkerMixin, CPUWorker):
@@ -70,6 +73,7 @@ class RoseCPUWorker(WeightWorkerMixin, CPUWorker):
                 self.rank,
                 ChunkPlan.of(kv_cache_config),
                 guard=os.environ.get(ENV_GUARD) == "1",
+                reserve_bytes=int(os.environ.get(ENV_RESERVE) or RESERVE_BYTES),
             )
             return pager, torch.frombuffer(pager.arena.buffer, dtype=torch.int8)
         except Exception as error:  # noqa: BLE001  # fail-open

@@ -31,10 +31,12 @@ from typing import Any
 
 from rose.auth import Tokens
 from rose.coserve import report
+from rose.coserve.audit import AUDIT_EVERY_S, ResidentAudit
 from rose.coserve.config import NodeConfig
 from rose.coserve.control import ControlServer
-from rose.coserve.device import DeviceView, age_s
+from rose.coserve.device import DeviceView, FreeFigure, age_s
 from rose.coserve.engine import RolloutEngine
+from rose.coserve.free_memory import GpuMemory
 from rose.coserve.latency import ServingLatency
 from rose.coserve.ledger import Mode, NodeDir, NodeState, Phase
 from rose.coserve.links import SchedulerUplink, WeightLoop, WeightSource, open_weight_source
@@ -54,7 +56,6 @@ from rose.policy.lending import (
     ModeSet,
     RlStepStarted,
     SetLend,
-    Tick,
 )
 from rose.policy.watch import Harvestable, SloGuard, StepFloor
 from rose.units import NS_PER_S
@@ -107,6 +108,8 @@ class NodeAgent:
         self.want_engine = True
         self.errors: dict[str, str] = {}
         self.device = DeviceView(self.dir, self.errors)
+        self.free = FreeFigure(config.device.reserve, self.errors)
+        self.audit = ResidentAudit(self.dir)
         self._tokens = tokens
         self._source = source
         self.uplink: SchedulerUplink | None = None
@@ -173,6 +176,10 @@ class NodeAgent:
 
     async def _run(self) -> None:
         config = self.config
+        if config.device.kind == "gpu":
+            self.free.memory = GpuMemory(
+                config.device.gpu
+            )  # an agent that cannot see the device must not lend it
         if config.weights is not None:
             source = self._source or open_weight_source(config, config.weights, self._tokens)
             self.weights = WeightLoop(config.weights, config.weights_dir, self.engine, source)
@@ -186,6 +193,7 @@ class NodeAgent:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
         jobs: list[Coroutine[Any, Any, None]] = [self._govern(), self._keep_engine(), self._watch_status()]
+        jobs += [self.engine.watch_segments(), self._watch_books()]
         jobs += [link.run() for link in (self.uplink, self.weights, self.latency) if link is not None]
         tasks = [asyncio.create_task(job) for job in jobs]
         stopped = asyncio.create_task(self._stop.wait())
@@ -289,7 +297,8 @@ class NodeAgent:
         if self.weights is not None and self.weights.num_commits != self._num_commits:
             self._num_commits = self.weights.num_commits
             self._handle(RlStepStarted(at_s=time.monotonic()))  # new weights: that is how a node knows
-        self._handle(Tick(at_s=time.monotonic()))
+        # After the files: what the engine gave back before we read them is free by now.
+        self._handle(self.free.tick(time.monotonic()))
         self._watch_production()
         self._publish()
         self.engine.hurry(device.rollout_seen and self.policy.is_urgent)
@@ -318,10 +327,23 @@ class NodeAgent:
                 f"{lending.max_slo_breaches} broken promises of production within {lending.slo_window_s:g} s"
             )
 
-    def _switch_off(self, reason: str) -> None:
+    async def _watch_books(self) -> None:
+        while True:
+            await asyncio.sleep(AUDIT_EVERY_S)
+            self.compare_books()
+
+    def compare_books(self) -> None:
+        """Stop lending where a rank's books do not agree with the kernel."""
+        wrong = self.audit.look()
+        if wrong and self.mode == Mode.ON:
+            self._switch_off("; ".join(wrong), "audit")
+        elif wrong:
+            self.errors["audit"] = "; ".join(wrong)
+
+    def _switch_off(self, reason: str, kind: str = "slo") -> None:
         """End harvesting by our own decision; an operator switches it on again."""
         logger.error("harvesting is off: %s; `rose node on` switches it on again", reason)
-        self.errors["slo"] = f"off: {reason}"
+        self.errors[kind] = f"off: {reason}"
         self.mode = Mode.OFF
         self._set_mode()
 
@@ -445,7 +467,8 @@ class NodeAgent:
                 f"{floor_pages} is more than the {total} pages of the device", field="floor_pages"
             )
         if mode is not None:
-            self.errors.pop("slo", None)
+            for kind in ("slo", "audit"):
+                self.errors.pop(kind, None)
             self._slo_guard.forgive()
             if mode != self.mode:
                 self.observed.clear()

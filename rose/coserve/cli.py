@@ -157,6 +157,12 @@ def _show(status: dict[str, Any], as_json: bool) -> None:
         f"headroom {lending['headroom_pages']}, reclaim p99 {format_s(lending['reclaim_p99_s'])}, "
         f"cuts {lending['cuts']}"
     )
+    device = status["device"]
+    free = "unknown" if device["free_bytes"] is None else format_bytes(device["free_bytes"])
+    typer.echo(
+        f"device    {device['kind']} memory: {free} free, reserve {format_bytes(device['reserve_bytes'])}"
+        f"{' (SHORT)' if device['short'] else ''}, {device['breaches']} breaches"
+    )
     typer.echo(
         f"serving   {serving['phase']}{'' if serving['alive'] else ' (no process)'}, "
         f"{serving['support']} ({serving['because']}), "
@@ -183,6 +189,13 @@ def _show(status: dict[str, Any], as_json: bool) -> None:
         f"{rollout['cut_requests']} requests cut"
     )
     waits = f", waits: {engine['waits_for']}" if engine["waits_for"] and engine["state"] != "ready" else ""
+    audit = status["audit"]
+    if audit["looks"]:
+        booked = sum(rank["booked_bytes"] for rank in audit["ranks"])
+        typer.echo(
+            f"audit     {format_bytes(booked)} in the books of {len(audit['ranks'])} ranks; {audit['looks']} looks, "
+            f"{audit['disagreements']} disagreed with the kernel"
+        )
     typer.echo(
         f"engine    {engine['state']}, version {engine['version']}, {engine['starts']} starts, "
         f"{engine['kills']} kills{waits}{'; ' + engine['error'] if engine['error'] else ''}"

@@ -16,6 +16,11 @@ StoreUrl = Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://[^\s]+$", max_len
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
+HOST_RESERVE_BYTES = 512 << 20
+"""Twice what a page pool of production leaves when it takes memory (``rose.coserve.pages.RESERVE_BYTES``)."""
+GPU_RESERVE_BYTES = 2 << 30
+"""Production's lazy kernels, activations and communication buffers."""
+
 
 class ServingConfig(Section):
     """The production engine of this device.  Left out on a dedicated host: everything is lent."""
@@ -91,6 +96,23 @@ class LendingConfig(Section):
         )
 
 
+class DeviceConfig(Section):
+    """The memory that both engines share, and what of it stays free."""
+
+    kind: Literal["host", "gpu"] = "host"
+    """Where the KV memory is: main memory, or a GPU whose driver is asked for its free figure."""
+    gpu: int = Field(default=0, ge=0, le=1023)
+    """As nvidia-smi numbers them."""
+    reserve_bytes: int | None = Field(default=None, ge=0, le=1 << 46)
+    """Never lent: less than it free, by the device's own word, is a cut.  None = 512 MiB of main memory, 2 GiB of a GPU."""
+
+    @property
+    def reserve(self) -> int:
+        if self.reserve_bytes is not None:
+            return self.reserve_bytes
+        return HOST_RESERVE_BYTES if self.kind == "host" else GPU_RESERVE_BYTES
+
+
 class GateConfig(Section):
     """When a rollout step may start; see ``rose.policy.admission``."""
 
@@ -142,6 +164,7 @@ class NodeConfig(Section):
     """At start; ``rose node on|off|set`` changes it."""
     serving: ServingConfig | None = None
     engine: EngineConfig
+    device: DeviceConfig = DeviceConfig()
     lending: LendingConfig = LendingConfig()
     gate: GateConfig = GateConfig()
     scheduler: SchedulerLink | None = None

@@ -32,7 +32,8 @@ from rose.errors import LedgerError
 from rose.units import PAGE_BYTES, format_bytes
 
 DEFAULT_RESERVE_BYTES = 2 << 30
-"""Free on the device after every ``map``: production's lazy kernels, activations and communication buffers."""
+"""Free on the device after every ``map``: production's lazy kernels, activations and communication buffers (also
+``rose.coserve.config.GPU_RESERVE_BYTES``)."""
 _ACCESS_TRIES = 20
 _ACCESS_PAUSE_S = 0.0005
 
@@ -205,6 +206,11 @@ class CudaArena:
                 return sum(self._bytes for piece in self._pieces(ranges) if piece in self._mapped)
             handles = len(self._mapped) + len(self._retained) + (self._fallback is not None)
             return handles * self._bytes
+
+    def touched_bytes(self, released: Iterable[Range]) -> int:
+        """A handle's worth where somebody wrote behind unmapped addresses: they all show one handle."""
+        self._pieces(released)
+        return 0 if self.fallback_intact() else self._bytes
 
     def fallback_intact(self) -> bool:
         """Nobody wrote behind unmapped addresses.  False: something uses memory that it gave back."""

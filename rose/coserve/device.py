@@ -1,7 +1,8 @@
 """What the engines of one device say in their shared files, as the node agent sees it.
 
 Reads; writes nothing, decides nothing, and takes no lock.  :meth:`DeviceView.look` is one look at all three records;
-what a policy is told of it are :meth:`~DeviceView.serving_event` and :meth:`~DeviceView.rollout_event`.  A damaged file
+what a policy is told of it are :meth:`~DeviceView.serving_event` and :meth:`~DeviceView.rollout_event`.
+:class:`FreeFigure` is the third witness: the device itself.  A damaged file
 counts as a dead writer's, and is recorded once.
 
 Callers: ``rose.coserve.agent``, ``rose.coserve.report``.
@@ -14,16 +15,19 @@ import math
 import time
 from typing import Any, TypeVar
 
+from rose.coserve.free_memory import FreeMemory, HostMemory
 from rose.coserve.ledger import NodeDir, RecordReader, RolloutLease, ServingBoard, ServingLease
 from rose.errors import LedgerError
 from rose.policy.admission import BoardView, slack
 from rose.policy.compat import Support
-from rose.policy.lending import RolloutReported, ServingReported
+from rose.policy.lending import RolloutReported, ServingReported, Tick
 from rose.units import NS_PER_S
 
 logger = logging.getLogger("rose.node")
 
 R = TypeVar("R")
+_FREE_EVERY_S = 0.04
+"""How often, at most, the device is asked what it has free: reading it costs about 0.1 ms."""
 
 
 class DeviceView:
@@ -100,7 +104,7 @@ class DeviceView:
         return max(reserved, sum(self.resident_pages().values()))
 
     def resident_pages(self) -> dict[int, int]:
-        """What each live worker of the rollout engine holds, by the kernel's word in its file."""
+        """What each live worker of the rollout engine holds, by its file (``rose.coserve.audit`` asks the kernel, too)."""
         found: dict[int, int] = {}
         for rank in self._dir.ranks("rollout"):
             reader = self._dir.rank("rollout", rank)
@@ -146,6 +150,39 @@ class DeviceView:
             return last, False
         self._errors.pop(name, None)
         return record, alive
+
+
+class FreeFigure:
+    """What the device itself says it has free, beside the reserve that the lending policy holds it against.
+
+    Args:
+        errors: Where a device that does not say is named.
+
+    Attributes:
+        memory: Who is asked; main memory unless the agent says otherwise.
+        num_bytes: The last answer; None before there was one.
+    """
+
+    def __init__(self, reserve_bytes: int, errors: dict[str, str]) -> None:
+        self.reserve_bytes, self._errors = reserve_bytes, errors
+        self.memory: FreeMemory = HostMemory()
+        self.num_bytes: int | None = None
+        self._asked_s = -math.inf
+
+    def tick(self, now_s: float) -> Tick:
+        """Time has passed; with what is free now, unless that was asked a moment ago or nobody answers."""
+        if now_s - self._asked_s < _FREE_EVERY_S:
+            return Tick(at_s=now_s)
+        try:
+            self.num_bytes = self.memory.free_bytes()
+        except LedgerError as error:  # the policy ends the lending when this goes on
+            if self._errors.get("device") != str(error):
+                logger.error("%s", error)
+            self._errors["device"] = str(error)
+            return Tick(at_s=now_s, device_reserve_bytes=self.reserve_bytes)
+        self._asked_s = now_s
+        self._errors.pop("device", None)
+        return Tick(at_s=now_s, device_free_bytes=self.num_bytes, device_reserve_bytes=self.reserve_bytes)
 
 
 def age_s(at_ns: int) -> float:

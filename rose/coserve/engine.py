@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import aiohttp
+import psutil
 
 from rose.auth import bearer
 from rose.coserve.config import NodeConfig
@@ -30,11 +31,16 @@ from rose.coserve.step_profile import load_profile
 from rose.errors import ConfigError, EngineError, RequestError, RoseError
 from rose.policy.ladder import DeviceFacts, choose
 from rose.proc import Child, ProcSpec, require_free_port
+from rose.shared_memory import EngineSegments
 
 logger = logging.getLogger("rose.node")
 
 MAX_ANSWER_BYTES = 4 << 20
+SEGMENTS_FILE = "engine.segments"
+"""In the node directory: the shared memory that an engine which is killed would leave."""
 _REQUEST_S = 10.0
+_NOTE_STARTING_S, _NOTE_READY_S = 0.5, 5.0
+"""How often the engine's shared memory is looked at: it makes nearly all of it before it is ready."""
 
 
 class RolloutEngine:
@@ -60,6 +66,7 @@ class RolloutEngine:
         self.token = ""
         self.num_starts = 0
         self.num_kills = 0
+        self.segments = EngineSegments(config.dir / SEGMENTS_FILE)
         self._child: Child | None = None
         self._sentinel: Child | None = None
         self._session: aiohttp.ClientSession | None = None
@@ -98,6 +105,7 @@ class RolloutEngine:
             "version": self.version,
             "starts": self.num_starts,
             "kills": self.num_kills,
+            "segments_removed": self.segments.num_removed,
             "error": self.error,
         }
 
@@ -120,6 +128,7 @@ class RolloutEngine:
         self._starts_s.append(time.monotonic())
         self.num_starts += 1
         self.weights_broken = False
+        await asyncio.to_thread(self.segments.begin)
         self._child = child = Child.start(self._spec())
         self._hurried = False
         if self.config.serving is not None:
@@ -216,6 +225,7 @@ class RolloutEngine:
                 "ROSE_ROLE": "rollout",
                 "ROSE_DIR": str(config.dir),
                 "ROSE_WEIGHTS_DIR": str(config.weights_dir),
+                "ROSE_RESERVE_BYTES": str(config.device.reserve) if config.device.kind == "host" else None,
                 "ROSE_NODE_TOKEN": self.token,
                 "ROSE_STEP_PROFILE": str(engine.profile.resolve()) if engine.profile is not None else None,
                 "ROSE_TOKEN_FILE": None,  # the engine needs none of the fleet's secrets
@@ -243,6 +253,23 @@ class RolloutEngine:
             env={"ROSE_TOKEN_FILE": None},
             log_path=self.config.engine.log_path,
         )
+
+    async def watch_segments(self) -> None:
+        """Write down, until cancelled, which shared memory would stay if the engine were killed now."""
+        await asyncio.to_thread(self.segments.end)  # what an engine before us left, if its agent was killed
+        last, last_s = ("", ""), 0.0
+        while True:
+            await asyncio.sleep(_NOTE_STARTING_S)
+            child, now = self._child, (self.incarnation, self.state)
+            if child is None or not self.running:
+                continue
+            if now == last and self.state == "ready" and time.monotonic() - last_s < _NOTE_READY_S:
+                continue
+            last, last_s = now, time.monotonic()
+            try:
+                await asyncio.to_thread(lambda c=child: self.segments.note([p.pid for p in c.processes()]))
+            except (psutil.Error, OSError) as error:  # the next look will do
+                logger.debug("shared memory of the engine: %s", error)
 
     async def wait_exit(self) -> None:
         """Return when the process has ended by itself or was killed."""
@@ -284,6 +311,7 @@ class RolloutEngine:
             self._sentinel = None
         if self._child is not None:
             await self._child.terminate_async(self.config.engine.stop_grace_s if grace_s is None else grace_s)
+        await asyncio.to_thread(self.segments.end)
         if self.state != "failed":
             self.state = "down"
 

@@ -29,9 +29,9 @@ import os
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from rose.coserve.free_memory import free_bytes
 from rose.errors import LedgerError
 from rose.units import PAGE_BYTES, format_bytes
 
@@ -54,8 +54,10 @@ _PROT_RW = mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _OS_PAGE_BYTES = mmap.PAGESIZE
-_KEEP_FREE_BYTES = 256 << 20
+RESERVE_BYTES = 256 << 20
 """Never taken.  The kernel overcommits: asked for the last page it kills somebody instead of saying no."""
+_LOOK_BYTES = 64 << 20
+"""Of one mincore: its answer, a byte per page, is counted while the interpreter lock is held."""
 
 
 class PageArena(Protocol):
@@ -68,6 +70,7 @@ class PageArena(Protocol):
     def map(self, ranges: Iterable[Range]) -> None: ...
     def unmap(self, ranges: Iterable[Range]) -> None: ...
     def resident_bytes(self, ranges: Iterable[Range] | None = None) -> int: ...
+    def touched_bytes(self, released: Iterable[Range]) -> int: ...
     def close(self) -> None: ...
 
 
@@ -101,9 +104,10 @@ class Arena:
     ``map`` and ``unmap`` of disjoint ranges may run in several threads; the system calls release the GIL.
     """
 
-    def __init__(self, num_bytes: int, guard: bool, huge: bool) -> None:
+    def __init__(self, num_bytes: int, guard: bool, huge: bool, reserve_bytes: int) -> None:
         self.size = num_bytes
         self.guard = guard
+        self._reserve_bytes = reserve_bytes
         # An inaccessible page of 2 MiB or more stays on each side: overruns fault, and the
         # kernel cannot merge this range with a neighbour's, so smaps counts it alone.
         span = num_bytes + 3 * PAGE_BYTES
@@ -132,7 +136,7 @@ class Arena:
     def map(self, ranges: Iterable[Range]) -> None:
         """Put zeroed memory behind ``ranges``, which must be unmapped.  All of them, or none and an error."""
         wanted = self._checked(ranges)
-        _check_free(sum(length for _, length in wanted))
+        self._check_free(sum(length for _, length in wanted))
         done: list[Range] = []
         try:
             for offset, length in wanted:
@@ -168,12 +172,24 @@ class Arena:
             if self._array is None:
                 return 0
             return _smaps_rss_bytes(self.address, self.address + self.size)
-        total = 0
+        num_pages = 0
+        vector = ctypes.create_string_buffer(_LOOK_BYTES // _OS_PAGE_BYTES)
         for offset, length in self._checked(ranges):
-            vector = ctypes.create_string_buffer(-(-length // _OS_PAGE_BYTES))
-            _check(_libc.mincore(self.address + offset, length, vector), "mincore")
-            total += sum(byte & 1 for byte in vector.raw) * _OS_PAGE_BYTES
-        return total
+            for start in range(offset, offset + length, _LOOK_BYTES):
+                size = min(_LOOK_BYTES, offset + length - start)
+                _check(_libc.mincore(self.address + start, size, vector), "mincore")
+                # A byte per page, 0 or 1 (its other bits are reserved): as one number that is counted in C.
+                present = ctypes.string_at(vector, -(-size // _OS_PAGE_BYTES))
+                num_pages += int.from_bytes(present, "little").bit_count()
+        return num_pages * _OS_PAGE_BYTES
+
+    def touched_bytes(self, released: Iterable[Range]) -> int:
+        """Bytes of ranges that hold nothing by the books and were used all the same: the canary.
+
+        Nothing but a use puts a page behind an unmapped range: a write a page of its own, a read the kernel's zero page.
+        ``mincore`` shows both.
+        """
+        return self.resident_bytes(released)
 
     def close(self) -> None:
         """Give all memory back, make every byte inaccessible; the addresses go when the last view goes."""
@@ -182,6 +198,15 @@ class Arena:
         _check(_libc.madvise(self.address, self.size, mmap.MADV_DONTNEED), "MADV_DONTNEED")
         _check(_libc.mprotect(self.address, self.size, _PROT_NONE), "mprotect")
         self._array = None
+
+    def _check_free(self, num_bytes: int) -> None:
+        free = free_bytes()
+        if num_bytes > max(0, free - self._reserve_bytes):
+            raise LedgerError(
+                f"{format_bytes(num_bytes)} asked for, {format_bytes(free)} free on this machine, of which "
+                f"{format_bytes(self._reserve_bytes)} stay",
+                fix=_FIX[errno.ENOMEM],
+            )
 
     def _checked(self, ranges: Iterable[Range]) -> list[Range]:
         if self._array is None:
@@ -202,10 +227,12 @@ class HostPagePool:
     Args:
         huge: Ask for huge pages.  Without them where ranges are not multiples of 2 MiB: unmapping a part of a
             huge page keeps its memory until the kernel gets round to splitting it.
+        reserve_bytes: Free after every ``map`` (:func:`rose.coserve.free_memory.free_bytes`).
     """
 
-    def __init__(self, huge: bool = True) -> None:
+    def __init__(self, huge: bool = True, *, reserve_bytes: int = RESERVE_BYTES) -> None:
         self._huge = huge
+        self._reserve_bytes = reserve_bytes
 
     def reserve(self, num_bytes: int, guard: bool = False) -> Arena:
         """Reserve addresses; no memory yet.
@@ -216,41 +243,7 @@ class HostPagePool:
         """
         if num_bytes <= 0:
             raise LedgerError(f"{num_bytes} bytes cannot be reserved", field="num_bytes")
-        return Arena(-(-num_bytes // PAGE_BYTES) * PAGE_BYTES, guard, self._huge)
-
-
-def _check_free(num_bytes: int) -> None:
-    free = free_bytes()
-    if num_bytes > max(0, free - _KEEP_FREE_BYTES):
-        raise LedgerError(
-            f"{format_bytes(num_bytes)} asked for, {format_bytes(free)} free on this machine",
-            fix=_FIX[errno.ENOMEM],
-        )
-
-
-def free_bytes() -> int:
-    """Memory that can be taken without pushing anything out: the machine's, and this process's cgroup's."""
-    available = 1 << 62
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-            break
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        if limit != "max":
-            used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-            available = min(available, int(limit) - used + _reclaimable_cgroup_bytes())
-    except (OSError, ValueError):  # not in a version-2 cgroup of its own
-        pass
-    return max(0, available)
-
-
-def _reclaimable_cgroup_bytes() -> int:
-    for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines():
-        name, _, value = line.partition(" ")
-        if name == "inactive_file":
-            return int(value)
-    return 0
+        return Arena(-(-num_bytes // PAGE_BYTES) * PAGE_BYTES, guard, self._huge, self._reserve_bytes)
 
 
 def _smaps_rss_bytes(start: int, end: int) -> int:

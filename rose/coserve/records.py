@@ -135,7 +135,16 @@ class ChunkState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankState:
-    """``<role>.rank<k>``: what one worker holds; one byte per chunk follows, 1 = mapped."""
+    """``<role>.rank<k>``: what one worker holds; one byte per chunk follows, 1 = mapped.
+
+    ``resident_pages`` is what it mapped and did not unmap.  The kernel's word on that is in the other numbers, of one instant
+    ``audited_ns`` (0: not looked yet): of ``booked_bytes`` that were mapped then ``missing_bytes`` were not in memory, and
+    of all that was not mapped ``touched_bytes`` were used.
+    """
 
     resident_pages: int = 0
     heartbeat_ns: int = 0
+    booked_bytes: int = 0
+    missing_bytes: int = 0
+    touched_bytes: int = 0
+    audited_ns: int = 0

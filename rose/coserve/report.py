@@ -66,6 +66,14 @@ def status(agent: NodeAgent) -> dict[str, Any]:
             "rule": agent.rule.name.lower() + (", serialised" if agent.serialise else ""),
             **_lending(agent.policy),
         },
+        "device": {
+            "kind": agent.free.memory.kind,
+            "free_bytes": agent.free.num_bytes,
+            "reserve_bytes": agent.free.reserve_bytes,
+            "short": agent.policy.short_of_reserve,
+            "breaches": agent.policy.num_reserve_breaches,
+        },
+        "audit": agent.audit.report(),
         "observed": None if observed is None else asdict(observed),
         "serving": _serving(agent),
         "rollout": {

@@ -61,6 +61,7 @@ SCRUBBED: dict[str, str | None] = dict.fromkeys(
         "ROSE_DIR",
         "ROSE_NODE_TOKEN",
         "ROSE_GUARD",
+        "ROSE_RESERVE_BYTES",
         "RAY_ADDRESS",
         "VLLM_PLUGINS",
         "CUDA_VISIBLE_DEVICES",

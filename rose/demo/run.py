@@ -43,8 +43,9 @@ from rose.demo.report import write_report
 from rose.demo.result import ALONE_1, ALONE_2, ARMS, SHARED, DemoResult, Latency, Phase
 from rose.demo.traffic import write_phase
 from rose.demo.ui import Stages, summary_table
-from rose.demo.workplace import SharedMemorySweep, Workplace, default_parent
+from rose.demo.workplace import Workplace, default_parent
 from rose.errors import EngineError, RoseError, RunInterrupted
+from rose.shared_memory import SharedMemorySweep
 from rose.units import format_bytes
 
 EXIT_COMPLETE, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130

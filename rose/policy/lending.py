@@ -16,10 +16,13 @@ Invariants, after every event, asserted by :meth:`Lending.check`:
 
 1. ``0 <= lend <= max(0, total - floor - headroom)``, and at most what the operator allows.
 2. Lent is nothing unless the mode is on, serving is ready and heard of, and the rollout engine is ready.
-   (On a device without serving the last alone counts, and everything is lent.)
+   (On a device without serving the last alone counts, and everything is lent.)  Where the device is asked what it has free,
+   it answers.
 3. (:class:`LendingPolicy`) a loan leaves serving its watermark: ``lend == 0`` or
    ``total - used - lend >= watermark``; and it is at most what serving's prefix cache can do without
    (``rose.policy.cold_cache``).
+4. From a look at which the device has less free than its reserve until one at which it has a margin above it, a loan is at
+   most what was held less what is missing.
 
 Pace: a loan shrinks at once.  It grows at most one step per period, not while a cut is unanswered, not
 within the cool-down after a cut, and, when the last minute already had its share of cuts, not beyond what the
@@ -39,6 +42,7 @@ from enum import IntEnum
 from rose.errors import ConfigError, PolicyError
 from rose.policy.cold_cache import ColdCache, ColdCacheParams
 from rose.policy.growth import PeakGrowth, WindowMax
+from rose.units import PAGE_BYTES, format_bytes
 
 ALL_PAGES = 1 << 40
 """More than any device has: the loan on a device without serving."""
@@ -48,6 +52,8 @@ _MAX_RECLAIM_SAMPLES = 128
 _FEW_RECLAIM_SAMPLES = 20
 """Below this many observed reclaims the p99 is the configured worst case."""
 _MAX_PROMISES = 64
+_RESERVE_MARGIN = 0.25
+"""Of the reserve, above it, before a loan that was cut for its sake may grow again."""
 
 
 class Mode(IntEnum):
@@ -130,7 +136,15 @@ class RlStepStarted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tick:
+    """Time has passed, and this is what the device has free by its own word.
+
+    None: it was not asked (no reserve is given either), or it did not answer.
+    """
+
     at_s: float
+    device_free_bytes: int | None = None
+    device_reserve_bytes: int = 0
+    """What must stay free for what is not KV memory: production's kernels and activations, other programs."""
 
 
 Event = ModeSet | ServingReported | RolloutReported | RlStepStarted | Tick
@@ -237,6 +251,12 @@ class Lending(ABC):
     Subclasses decide the size of the loan in :meth:`_decide`.
     """
 
+    # Here, so that the books of a decision log from before they existed have them.
+    _device: Tick | None = None
+    _device_silent: bool = False
+    _device_limit: int | None = None
+    num_reserve_breaches: int = 0
+
     def __init__(self, params: LendingParams | None = None) -> None:
         self.params = params or LendingParams()
         self.lend_pages = 0
@@ -272,7 +292,7 @@ class Lending(ABC):
             case RlStepStarted():
                 self._on_rl_step()
             case Tick():
-                pass
+                self._see_device(event)
         return [*self._settle(), *self._resize()]
 
     def take_over(self, other: Lending) -> None:
@@ -285,6 +305,9 @@ class Lending(ABC):
         self._promises, self._reclaims_s = other._promises, other._reclaims_s
         self._growth, self._used = other._growth, other._used
         self.num_cuts, self.reason = other.num_cuts, other.reason
+        self._device, self._device_silent = other._device, other._device_silent
+        self._device_limit = other._device_limit
+        self.num_reserve_breaches = other.num_reserve_breaches
         self.lend_pages = other.lend_pages
 
     @property
@@ -331,8 +354,19 @@ class Lending(ABC):
     def headroom_pages(self) -> int: ...
 
     @property
+    def short_of_reserve(self) -> bool:
+        """Has the device, or had it a moment ago, less free than its reserve?"""
+        return self._device_limit is not None
+
+    @property
     def cap_pages(self) -> int:
         """What could be lent at most, to an idle serving engine's peer."""
+        limit = self._device_limit
+        return self._memory_pages if limit is None else min(limit, self._memory_pages)
+
+    @property
+    def _memory_pages(self) -> int:
+        """What the sizes of the device leave."""
         if not self._mode.has_serving:
             return self._mode.max_lend_pages
         if self._serving is not None and self._serving.compute_only:
@@ -356,6 +390,8 @@ class Lending(ABC):
                 return "serving is starting" if serving.phase == Phase.STARTING else "serving does not share"
         if rollout is None or not rollout.alive or rollout.phase != Phase.READY:
             return "rollout engine is not ready"
+        if self._device_silent:
+            return "the device does not say what it has free"
         return None
 
     def check(self) -> None:
@@ -367,6 +403,10 @@ class Lending(ABC):
         assert pages == sorted(pages, reverse=True)
         assert all(page >= self.lend_pages for page in pages)
         assert len(pages) <= _MAX_PROMISES
+        device = self._device
+        if device is not None and device.device_free_bytes is not None:
+            short = device.device_free_bytes < device.device_reserve_bytes
+            assert not short or self._device_limit is not None
 
     @abstractmethod
     def _decide(self) -> tuple[int, str]:
@@ -387,6 +427,27 @@ class Lending(ABC):
     def _on_rl_step(self) -> None:
         """Look at the start of an RL step."""
         return
+
+    def _see_device(self, event: Tick) -> None:
+        """Hold the device's own figure against its reserve.
+
+        The limit is on what is *held*: memory that was lent and not yet taken does not count as used, here as there.  It
+        only falls while the device is short, so what is on its way back is not asked for twice.
+        """
+        free, reserve = event.device_free_bytes, event.device_reserve_bytes
+        if free is None:
+            last = self._device
+            if reserve:  # it was asked; that a while has passed without asking says nothing
+                self._device_silent = last is None or event.at_s - last.at_s > self.params.dead_after_s
+            return
+        self._device, self._device_silent = event, False
+        if free < reserve:
+            if self._device_limit is None:
+                self.num_reserve_breaches += 1
+            left = max(0, self.held_pages - math.ceil((reserve - free) / PAGE_BYTES))
+            self._device_limit = left if self._device_limit is None else min(left, self._device_limit)
+        elif free >= reserve * (1.0 + _RESERVE_MARGIN):
+            self._device_limit = None
 
     def _on_cut(self) -> None:
         """A cut is being asked for."""
@@ -440,6 +501,8 @@ class Lending(ABC):
         pages = max(0, min(pages, self.cap_pages))
         if pages == self.lend_pages:
             return []
+        if blocked is None and pages == self._device_limit and self._device is not None:
+            reason = f"less than the reserve of {format_bytes(self._device.device_reserve_bytes)} is free"
         shrinks = pages < self.lend_pages
         self.lend_pages, self.reason = pages, reason
         deadline_s = None
@@ -472,7 +535,13 @@ class Lending(ABC):
                 }
             case RolloutReported():
                 counts = {"reserved_pages": event.reserved_pages, "wanted_pages": event.wanted_pages}
-            case RlStepStarted() | Tick():
+            case Tick():
+                free = event.device_free_bytes
+                counts = {
+                    "device_free_bytes": 0 if free is None else free,
+                    "device_reserve_bytes": event.device_reserve_bytes,
+                }
+            case RlStepStarted():
                 counts = {}
         for name, value in counts.items():
             if value < 0:

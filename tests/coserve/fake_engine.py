@@ -1,7 +1,8 @@
 """A rollout engine without a model: the same command line, environment, routes, files and memory as the real one.
 
 It holds real pages (``HostPagePool``), obeys ``allowed_pages``, and reports what the kernel says.  ``FAKE_MODE``:
-``stubborn`` never gives a page back, ``die`` ends at once, ``deaf`` is stubborn and ignores SIGTERM.
+``stubborn`` never gives a page back, ``die`` ends at once, ``deaf`` is stubborn and ignores SIGTERM, ``segments`` makes
+shared memory as vLLM's message queues do.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import os
 import signal
 import sys
 import time
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 from aiohttp import web
@@ -179,6 +182,12 @@ async def main() -> None:
         "pid": os.getpid(),
     }
     mode = os.environ.get("FAKE_MODE", "")
+    if mode == "segments":
+        segment = SharedMemory(create=True, size=4096)
+        resource_tracker.unregister(
+            f"/{segment.name}", "shared_memory"
+        )  # killed with us, it may be faster or not
+        report["segment"] = segment.name
     Path(os.environ["FAKE_REPORT"]).write_text(json.dumps(report))
     if mode == "die":
         sys.exit("no such model")

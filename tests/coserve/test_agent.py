@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -335,9 +336,9 @@ async def test_a_model_folder_that_is_not_there_is_said_before_anything_starts(
     assert agent.engine.num_starts == 0
 
 
-async def start_program(device: Device) -> asyncio.subprocess.Process:
+async def start_program(device: Device, mode: str = "", **change: Any) -> asyncio.subprocess.Process:
     """``rose node run`` as a process of its own."""
-    lines = [f"{key} = {_toml(value)}" for key, value in _flat(device.table())]
+    lines = [f"{key} = {_toml(value)}" for key, value in _flat(device.table(mode, **change))]
     path = device.path / "node.toml"
     path.write_text("\n".join(lines))
     return await asyncio.create_subprocess_exec(

@@ -19,8 +19,9 @@ from rose.coserve.agent import NodeAgent
 from rose.coserve.config import NodeConfig
 from rose.coserve.latency import ServingLatency
 from rose.coserve.ledger import Mode, NodeDir, Phase, RolloutLease, ServingBoard, ServingLease
-from rose.errors import RequestError
+from rose.errors import LedgerError, RequestError
 from rose.policy.compat import Support, row
+from rose.units import PAGE_BYTES
 
 
 class Bench:
@@ -125,6 +126,56 @@ def test_the_status_says_what_production_can_share_and_why(bench: Bench) -> None
     assert (status["serving"]["support"], status["serving"]["because"]) == ("refused", "LoRA adapters")
     assert "LoRA adapters" in status["engine"]["waits_for"]
     assert status["lending"]["lend_pages"] == 0
+
+
+class Memory:
+    """A device that has as much free as a test says."""
+
+    kind = "host"
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes: int | None = num_bytes
+
+    def free_bytes(self) -> int:
+        if self.num_bytes is None:
+            raise LedgerError("free memory cannot be read", field="device")
+        return self.num_bytes
+
+
+def test_less_free_memory_than_the_reserve_is_a_cut_and_the_status_says_so(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rose.coserve.device._FREE_EVERY_S", 0.0)
+    reserve = 512 << 20
+    bench.agent.free.memory = memory = Memory(reserve)
+    bench.round()
+    lent = bench.agent.policy.lend_pages
+    assert lent > 10
+    assert bench.agent.status()["device"] == {
+        "kind": "host", "free_bytes": reserve, "reserve_bytes": reserve, "short": False, "breaches": 0
+    }  # fmt: skip
+    memory.num_bytes = reserve - 9 * PAGE_BYTES - 1
+    bench.round()
+    state = NodeDir(bench.agent.config.dir).node().read()
+    assert state is not None
+    assert state.lend_pages == bench.agent.policy.lend_pages == lent - 10
+    assert state.deadline_ns > 0
+    assert (bench.agent.status()["device"]["short"], bench.agent.status()["device"]["breaches"]) == (True, 1)
+    assert "the reserve of 512.0 MiB" in bench.agent.status()["lending"]["reason"]
+
+
+def test_a_device_that_cannot_be_asked_is_an_error_in_the_status(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rose.coserve.device._FREE_EVERY_S", 0.0)
+    bench.agent.free.memory = memory = Memory(1 << 40)
+    bench.round()
+    memory.num_bytes = None
+    bench.round()
+    assert "free memory cannot be read" in bench.agent.status()["errors"]["device"]
+    memory.num_bytes = 1 << 40
+    bench.round()
+    assert "device" not in bench.agent.status()["errors"]
 
 
 def test_policies_can_be_changed_while_something_is_lent(bench: Bench) -> None:

@@ -157,6 +157,12 @@ def test_memory_comes_and_goes_by_ranges(arena: Any) -> None:
     assert arena.resident_bytes([(0, 8 * P)]) == 0
 
 
+def test_released_memory_that_nobody_uses_is_untouched(arena: Any) -> None:
+    arena.map([(0, 4 * P)])
+    arena.unmap([(P, 3 * P)])
+    assert arena.touched_bytes([(P, 7 * P)]) == 0
+
+
 @pytest.mark.parametrize("bad", [(-P, P), (0, 0), (0, 9 * P), (8 * P, P), (17, P), (0, P + 5)])
 def test_a_range_outside_or_off_a_page_is_refused_and_changes_nothing(
     arena: Any, bad: tuple[int, int]
@@ -212,8 +218,10 @@ def test_mapped_memory_reads_as_zeros_and_so_does_what_is_behind_unmapped_addres
     assert all(driver.handles.values())
     assert set(driver.mappings) == {arena.address + i * P for i in range(8)}  # no address is left that faults
     assert arena.fallback_intact()
+    assert arena.touched_bytes([(P, 7 * P)]) == 0
     driver.handles[arena._fallback] = False  # a stray write
     assert not arena.fallback_intact()
+    assert arena.touched_bytes([(P, 7 * P)]) == P
 
 
 def test_guarded_addresses_show_nothing(driver: MemoryDriver) -> None:

@@ -61,6 +61,34 @@ def test_pages_smaller_than_two_mib_move_too(arena: Arena) -> None:
     assert arena.resident_bytes([(4096, 4096)]) == 0
 
 
+def test_a_use_of_released_memory_shows_whether_it_read_or_wrote(arena: Arena) -> None:
+    arena.map([(0, 4 * PAGE_BYTES)])
+    arena.unmap([(0, 4 * PAGE_BYTES)])
+    released = [(0, arena.size)]
+    assert arena.touched_bytes(released) == 0
+    assert arena.buffer[PAGE_BYTES] == 0  # no memory is used, so smaps does not show it
+    assert arena.resident_bytes() == 0
+    assert arena.touched_bytes(released) >= 4096
+    assert arena.touched_bytes([(2 * PAGE_BYTES, 6 * PAGE_BYTES)]) == 0
+    arena.buffer[3 * PAGE_BYTES] = 1
+    assert arena.touched_bytes([(2 * PAGE_BYTES, 6 * PAGE_BYTES)]) >= 4096
+
+
+def test_ranges_longer_than_one_look_are_counted_whole() -> None:
+    arena = HostPagePool().reserve(80 * PAGE_BYTES)
+    mapped = [(0, PAGE_BYTES), (31 * PAGE_BYTES, 2 * PAGE_BYTES), (79 * PAGE_BYTES, PAGE_BYTES)]
+    arena.map(mapped)
+    assert arena.resident_bytes([(0, arena.size)]) == arena.resident_bytes(mapped) == 4 * PAGE_BYTES
+    arena.close()
+
+
+def test_the_reserve_of_the_pool_stays_free() -> None:
+    arena = HostPagePool(reserve_bytes=1 << 50).reserve(PAGE_BYTES)
+    with pytest.raises(LedgerError, match=r"of which 1024\.0 TiB stay"):
+        arena.map([(0, PAGE_BYTES)])
+    assert arena.resident_bytes() == 0
+
+
 @pytest.mark.parametrize("guard", [False, True])
 def test_contents_are_zero_after_unmap_and_map_and_others_are_untouched(guard: bool) -> None:
     arena = HostPagePool().reserve(4 * PAGE_BYTES, guard=guard)

@@ -15,9 +15,10 @@ import psutil
 import pytest
 
 from rose.demo.fleet import Fleet, Part
-from rose.demo.workplace import PREFIX, SharedMemorySweep, Workplace, sweep
+from rose.demo.workplace import PREFIX, Workplace, sweep
 from rose.errors import ConfigError, EngineError
 from rose.proc import ProcSpec
+from rose.shared_memory import SharedMemorySweep
 
 SLEEP = "import time; time.sleep(600)"
 
@@ -178,6 +179,7 @@ def test_shared_memory_that_nobody_uses_any_more_is_removed_and_nothing_else(tmp
     with SharedMemorySweep(tmp_path):
         for name in ("psm_forgotten", "sem.mp-forgotten", "foreign_file"):
             (tmp_path / name).write_bytes(b"x")
+            (tmp_path / name).chmod(0o600)  # as they are made: nobody whom we cannot see may have it open
         used = (tmp_path / "psm_mapped").open("wb+")
         used.truncate(4096)
         mapping = mmap.mmap(used.fileno(), 4096)

@@ -581,7 +581,8 @@ def test_invariants_hold_on_any_traffic(make: type[Lending], seed: int) -> None:
             case 4:
                 event = RlStepStarted(at_s=at_s)
             case 5 | 6:
-                event = Tick(at_s=at_s)
+                free = rng.choice([None, 1 << 30, 1 << 30, rng.randint(0, 1 << 28)])
+                event = Tick(at_s=at_s, device_free_bytes=free, device_reserve_bytes=1 << 27)
             case 7 | 8 | 9 | 10 | 11:
                 if rng.random() < 0.7:
                     held = min(held, policy.lend_pages) if rng.random() < 0.8 else policy.lend_pages

@@ -1,0 +1,113 @@
+"""Do the books of the page pools agree with the kernel?  Read from what every rank reports of itself.
+
+A rank's pager compares its own book with the kernel's word now and then (``vllm_plugin.memory``), at an instant at which it moves
+nothing, and reports three numbers: what it booked, what of that is there, and what of the rest was used (the canary of
+``rose.coserve.pages``).  This module reads the reports of both engines and says what is wrong:
+
+- *Used after release*, any byte: somebody reads or writes memory that he gave back.  What it read were zeros.
+- *Booked, but not there*, more than :data:`TOLERANCE_BYTES`: the machine swaps, or a book is wrong.
+
+Neither heals by itself: memory that one side thinks it has cannot be given to anybody.  Page cache plays no part: KV memory is
+anonymous, or the driver's.
+
+Decides by :func:`disagreement`, which is pure.  Callers: the node agent; the pager takes its pace from here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rose.coserve.ledger import ROLES, NodeDir, RankState, Role
+from rose.errors import LedgerError
+from rose.units import format_bytes
+
+AUDIT_EVERY_S = 5.0
+"""How often a rank looks, and the agent reads."""
+TOLERANCE_BYTES = 16 << 20
+"""Missing: a few pages that the kernel swapped out of an idle engine are no reason to stop."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One rank's books against the kernel, at one instant."""
+
+    rank: str
+    booked_bytes: int
+    missing_bytes: int
+    touched_bytes: int
+
+
+def disagreement(found: Finding, tolerance_bytes: int = TOLERANCE_BYTES) -> str | None:
+    """What is wrong; None when nothing is."""
+    if found.touched_bytes > 0:
+        return f"{found.rank}: {format_bytes(found.touched_bytes)} that it gave back were used"
+    if found.missing_bytes > tolerance_bytes:
+        return (
+            f"{found.rank}: {format_bytes(found.missing_bytes)} of the {format_bytes(found.booked_bytes)} that it "
+            "booked are not in memory"
+        )
+    return None
+
+
+class ResidentAudit:
+    """Reads the reports of a device's ranks; each of them counts once.
+
+    Attributes:
+        num_looks: Reports compared.
+        num_disagreements: Of these, how many disagreed.
+    """
+
+    def __init__(self, node_dir: NodeDir) -> None:
+        self._dir = node_dir
+        self._seen: dict[str, int] = {}
+        self._last: dict[str, Finding] = {}
+        self.num_looks = 0
+        self.num_disagreements = 0
+        self.newest_ns = 0
+
+    def look(self) -> list[str]:
+        """What the reports that came in since the last call find wrong."""
+        wrong: list[str] = []
+        before, self._last = self._last, {}
+        for role in ROLES:
+            for number in self._dir.ranks(role):
+                record = self._read(role, number)
+                name = f"{role}.rank{number}"
+                if record is None or not record.audited_ns:
+                    continue
+                if record.audited_ns == self._seen.get(name) and name in before:
+                    self._last[name] = before[name]
+                    continue
+                self._seen[name] = record.audited_ns
+                self.newest_ns = max(self.newest_ns, record.audited_ns)
+                found = self._last[name] = Finding(
+                    rank=name,
+                    booked_bytes=record.booked_bytes,
+                    missing_bytes=record.missing_bytes,
+                    touched_bytes=record.touched_bytes,
+                )
+                self.num_looks += 1
+                problem = disagreement(found)
+                if problem is not None:
+                    self.num_disagreements += 1
+                    wrong.append(problem)
+        return wrong
+
+    def report(self) -> dict[str, Any]:
+        """For ``rose node status``."""
+        return {
+            "looks": self.num_looks,
+            "disagreements": self.num_disagreements,
+            "newest_ns": self.newest_ns,
+            "ranks": [asdict(found) for found in self._last.values()],
+        }
+
+    def _read(self, role: Role, number: int) -> RankState | None:
+        reader = self._dir.rank(role, number)
+        try:
+            return reader.read() if reader.alive() else None
+        except LedgerError:
+            return None  # a damaged file is mended by its writer, or it is dead
+        finally:
+            reader.close()
