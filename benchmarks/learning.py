@@ -160,7 +160,7 @@ def one_run(
         "seed": seed,
         "job": dict(job),
         "warm_start": warm,
-        "success": [round(record["success_rate"], 4) for record in records],
+        "success": [round(record["sampled_success_rate"], 4) for record in records],
         "success_held_out": records[-1]["eval"]["success_rate"],
         "harvested_share": round(statistics.fmean(shares), 3),
         "num_cuts": found["num_cuts"],

@@ -109,7 +109,7 @@ def _line(record: Mapping[str, Any], num_steps: int) -> str:
     tasks = "".join(f"  {name} {one['success_rate']:.2f}" for name, one in by_task)
     lag = f"  lag {record['lag_max']}" if record["lag_max"] else ""
     return (
-        f"step {record['step'] + 1:>3}/{num_steps}  success {record['success_rate']:.2f}{tasks}{held_out}  "
+        f"step {record['step'] + 1:>3}/{num_steps}  success {record['sampled_success_rate']:.2f}{tasks}{held_out}  "
         f"turns {record['num_turns']} ({shares})  entropy {record['entropy']:.2f}  "
         f"kl {record['mismatch_kl']:.1e}{lag}  lr {record['lr']:.0e}  "
         f"rollout {record['rollout_s']:.1f} s, train {record['train_s']:.1f} s, "

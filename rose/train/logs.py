@@ -116,7 +116,14 @@ class WandbSink:
 
 
 GROUPS = {
-    "reward": ("success_rate", "reward_mean", "truncated_fraction", "turns_mean", "cut_turn_fraction"),
+    "reward": (
+        "success_rate",
+        "sampled_success_rate",
+        "reward_mean",
+        "truncated_fraction",
+        "turns_mean",
+        "cut_turn_fraction",
+    ),
     "policy": (
         "entropy",
         "loss",

@@ -160,7 +160,7 @@ async def _steps(crew: Crew, pump: Pump | None, progress: Progress, watch_s: flo
                     record["eval_s"] = time.monotonic() - end_s
                 except ActorDied as death:
                     crew.last_death = str(death)  # the step stands; its evaluation is lost
-            curve.append(record["success_rate"])
+            curve.append(record["sampled_success_rate"])
             logs.write(record)
             progress(record)
         if config.export and crew.step >= config.num_steps:

@@ -58,7 +58,7 @@ def trajectory_metrics(trajectories: Sequence[Mapping[str, Any]], *, version: Ve
     count = max(1, len(trajectories))
     return {
         "num_trajectories": len(trajectories),
-        "success_rate": sum(bool(one.get("success")) for one in trajectories) / count,
+        "success_rate": success_rate(trajectories),
         "reward_mean": sum(float(one.get("reward") or 0.0) for one in trajectories) / count,
         "num_turns": num_turns,
         "turns_mean": num_turns / count,
@@ -78,6 +78,15 @@ def trajectory_metrics(trajectories: Sequence[Mapping[str, Any]], *, version: Ve
     }
 
 
+def success_rate(trajectories: Sequence[Mapping[str, Any]]) -> float:
+    """Share that succeeded.
+
+    With dynamic sampling, that of what was *trained on* says little: groups that all succeed are set aside, so it stays near a half
+    however good the policy is.  ``sampled_success_rate`` of a step counts these groups too.
+    """
+    return sum(bool(one.get("success")) for one in trajectories) / max(1, len(trajectories))
+
+
 def _by_task(trajectories: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     """The same, in short, of each task of a job that has several; empty for any other."""
     found: dict[str, dict[str, float]] = {}
@@ -85,7 +94,7 @@ def _by_task(trajectories: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, f
         own = [one for one in trajectories if one.get("task_kind") == name]
         found[name] = {
             "num_trajectories": len(own),
-            "success_rate": sum(bool(one.get("success")) for one in own) / len(own),
+            "success_rate": success_rate(own),
             "reward_mean": sum(float(one.get("reward") or 0.0) for one in own) / len(own),
             "turns_mean": sum(len(_tables(one.get("turns"))) for one in own) / len(own),
             "sampled_mean": sum(num_sampled(one) for one in own) / len(own),

@@ -35,7 +35,7 @@ from rose.train.client import SchedulerClient
 from rose.train.collect import Acceptance, Collected, CollectParams
 from rose.train.config import JobTask, RewardSettings, TrainConfig
 from rose.train.env import Family, Latency, Task, make_family
-from rose.train.metrics import lengths_by_quantile, trajectory_metrics
+from rose.train.metrics import lengths_by_quantile, success_rate, trajectory_metrics
 from rose.train.rewards import PoolParams, RewardPool
 from rose.train.rollout import (
     EpisodeParams,
@@ -398,6 +398,9 @@ class TrainWorker:
             "attempt": self._attempt,
             "version": f"{self._attempt}.{step + 1}",
             **trajectory_metrics(trajectories, version=(self._attempt, step)),
+            "sampled_success_rate": success_rate(
+                [*trajectories, *(one for group in filtered for one in group)]
+            ),
             **{name: value for name, value in report.to_dict().items() if name != "seconds"},
             "num_leases": len(batch_ids),
             "num_malformed": len(malformed),

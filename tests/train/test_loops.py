@@ -189,13 +189,16 @@ async def test_dynamic_sampling_fills_the_batch_with_groups_that_teach(world: Wo
     refilled = 0
     for step, ids in consumed_of(config).items():
         groups: dict[str, set[float]] = {}
+        successes: list[bool] = []
         for name in ids:
             trace = book.trajectories[name].trace("", "")
+            successes.append(trace["success"])
             groups.setdefault(trace["group_id"], set()).add(trace["reward"])
         teaching = sum(len(rewards) > 1 for rewards in groups.values())
         record = script.records[step]
         assert teaching == SMALL["num_groups"] or record["num_leases"] >= 8
         assert record["num_filtered_groups"] == len(groups) - teaching
+        assert record["sampled_success_rate"] == sum(successes) / len(successes)
         assert record["num_trajectories"] == teaching * SMALL["group_size"]
         refilled += record["num_leases"] > 1
     assert refilled  # the untrained policy does have dull groups

@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from rose.auth import Tokens
 from rose.scheduler.app import Scheduler
@@ -49,9 +49,14 @@ class TorchEngine(FakeEngine):
     def _sample(self, prompt: Sequence[int], params: Mapping[str, Any]) -> Any:
         ids = list(prompt)
         allowed = params.get("allowed_token_ids")
+        cache, num_read, read_by = DynamicCache(), 0, self.version
         while True:
+            if read_by != self.version:  # as an engine that resets its KV at an update: exact log-probs
+                cache, num_read, read_by = DynamicCache(), 0, self.version
             with torch.inference_mode():
-                logits = self.policy(input_ids=torch.tensor([ids])).logits[0, -1]
+                new = torch.tensor([ids[num_read:]])
+                found = self.policy(input_ids=new, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            logits, num_read = found.logits[0, -1], len(ids)
             greedy = params.get("temperature", 1.0) == 0.0
             logits = logits / (params.get("temperature") or 1.0)
             if allowed:
