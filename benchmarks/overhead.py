@@ -1,19 +1,24 @@
 #!/usr/bin/env python
-"""What the plugin costs production when nothing is harvested: CPU time per step, system calls, pages.
+"""What the plugin costs production when nothing is harvested: CPU time per step, system calls, pages, and end to end.
 
-vLLM's real scheduler with 256 running requests, without a model: a model's step would only hide what is looked for.  In
-one process, in alternating blocks: the stock scheduler twice (the A/A arm), the one with ROSE's hooks and no rollout engine on
-the device (nothing can be harvested), and the one beside a living rollout engine (``beside``), which is told of every step.
+**The step** (``hook``, ``beside``, ``step``): vLLM's real scheduler with 256 running requests, which come and go, without a model: a model's
+step would only hide what is looked for.  All arms step *the same scheduler object*, in alternating blocks: as vLLM's own class (twice: A/A),
+and as ours with a serving side whose background threads run.  (With one object per arm the same code differs by several per cent from object to
+object: where its requests lie in memory decides that.)  ``alone``: no rollout engine on the device, nothing can be harvested.  ``beside``: a living
+one that may run, so that production tells it of every step.
 
 - ``hook_p99_us``: CPU time of ROSE's three hooks in one step, by the thread's own clock.  Limit: 100 us.  ``beside_p99_us``: the
-  same beside a rollout engine.  ``clock_p99_us``: three hooks that do nothing, at the same places of a stock scheduler: what the
-  clock, the machine and its other work put into these figures.
-- ``step_ratio``: CPU time of a whole scheduler step with the hooks over without, paired by block; ``aa_ratio`` beside it.
+  same beside a rollout engine.  ``clock_p99_us``: three hooks that do nothing, at the same places: what the clock, the machine and its other
+  work put into these figures.  ``cold_p99_us``, ``cold_beside_p99_us``: with 64 MiB of other memory read before each hook, as a model's step
+  does: next to nothing of ours is in any cache.
+- ``step_ratio``: CPU time of a whole scheduler step with the hooks over without, paired by block, no clock inside; ``aa_ratio`` beside it.
 - ``faults_per_step``: page faults inside the hooks (``getrusage`` of the thread): a page that is touched for the first time.
 - ``waits``: how often the thread gave up the processor inside a hook because it had to wait, in all steps, by the kernel's count.
 - ``blocking_calls``, ``calls_per_step``: every system call between entering and leaving a hook, as ``strace`` sees it.
   Waking a futex does not block; waiting on one, reading a pipe, or sleeping does.  pread and pwrite of the small files of the
   node directory, which is on tmpfs, copy a page that is in memory: they count as calls, and ``waits`` proves them.
+
+**End to end** (``end``): see :mod:`benchmarks.overhead_end`; ``--no-end`` leaves it out.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
@@ -52,6 +58,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=Path("out/overhead.json"))
     parser.add_argument("--steps", type=int, default=3000, help="steps per arm")
     parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--no-end", action="store_true", help="leave out the servers (end to end)")
+    parser.add_argument("--rounds", type=int, default=24, help="of the servers, each serving once per round")
     parser.add_argument("--traced", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     # tmpfs, as in production: on a disk a write may wait for the disk.
@@ -63,6 +71,11 @@ def main() -> int:
         calls = _system_calls(args.requests)
     summary |= calls.pop("summary")
     details |= calls
+    if not args.no_end:
+        from benchmarks.overhead_end import end_to_end
+
+        end, details["end"] = end_to_end(args.requests, args.rounds)
+        summary |= end
     for name, value in summary.items():
         print(f"{name:28} {value if not isinstance(value, float) else round(value, 4)}")
     print(f"limit: hook_p99_us <= {LIMIT_US:.0f}, blocking_calls 0, waits 0, faults_per_step 0")
@@ -85,16 +98,33 @@ class Bench:
     def fill(self) -> None:
         while len(self.scheduler.requests) < self._count:
             self._number += 1
+            # Of many lengths, so that at every step a few end and others begin; all within one block.
+            length = 20 + 37 * self._number % 87
             self.scheduler.add_request(
-                self._harness.request(f"r{self._number}", num_tokens=20, max_tokens=100)
+                self._harness.request(f"r{self._number}", num_tokens=20, max_tokens=length)
             )
 
+    def become(self, cls: Any, rose: Any) -> None:
+        """Step as ``cls`` from now on, with ``rose`` for its serving side.  Between two steps."""
+        self.scheduler.__class__ = cls
+        self.scheduler.rose = rose
+
     def step(self) -> int:
-        """CPU nanoseconds of one step of the engine thread, the made-up model excluded from neither arm."""
+        """CPU nanoseconds of one step of the engine thread, the made-up model excluded from no arm."""
         self.fill()
         begun = time.thread_time_ns()
         self._harness.step(self.scheduler)
         return time.thread_time_ns() - begun
+
+
+def stock_class() -> Any:
+    """vLLM's own scheduler, as a class that an object of ours can change to: Python wants as many bases."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    class Nothing:
+        pass
+
+    return type("StockScheduler", (Nothing, Scheduler), {})
 
 
 def _config(folder: Path, num_requests: int) -> Any:
@@ -111,34 +141,67 @@ def _config(folder: Path, num_requests: int) -> Any:
     return config
 
 
-def _rose(folder: Path, config: Any, num_requests: int, *, peer: bool = False) -> tuple[Any, list[Any]]:
-    """A scheduler with the serving side on, and a node agent's file; ``peer``: beside a rollout engine."""
-    from rose.coserve.ledger import Mode, NodeDir, NodeState, RolloutLease
+def _bench(folder: Path, config: Any, num_requests: int) -> tuple[Bench, list[Any]]:
+    """A scheduler with the serving side on, and what has to stay alive beside it."""
     from tests.plugin import harness
     from vllm_plugin.scheduler import ServingScheduler
 
-    path = folder / ("beside" if peer else "alone")
-    os.environ |= {"ROSE_ROLE": "serving", "ROSE_DIR": str(path)}
-    keep: list[Any] = [
-        harness.write_rank(path, "serving", mapped=True, num_chunks=harness.NUM_BLOCKS // 32),
-        NodeDir(path).node_writer(),
-    ]
-    now_ns = time.monotonic_ns()
-    keep[1].write(
-        NodeState(mode=Mode.OBSERVE, has_serving=1, slo_ttft_ns=10**9, slo_tpot_ns=10**8, heartbeat_ns=now_ns)
-    )
-    if peer:
-        keep.append(NodeDir(path).rollout_lease_writer())
-        keep[-1].write(RolloutLease(heartbeat_ns=now_ns))
+    keep = _node(folder / "alone", peer=False)
     bench = Bench(ServingScheduler, config, num_requests)
     if bench.scheduler.rose is None:
         raise SystemExit("the serving side did not come up; see the log above")
-    bench.scheduler.rose._round()  # what its background thread would have read by now
+    bench.scheduler.rose_attach(harness.engine())
     return bench, keep
 
 
+def _beside(folder: Path, config: Any, bench: Bench) -> tuple[Any, list[Any]]:
+    """A second serving side of the same scheduler, beside a rollout engine that may run but holds nothing."""
+    from tests.plugin import harness
+    from vllm_plugin.serving import ServingSide
+
+    keep = _node(folder / "beside", peer=True)
+    side = ServingSide(bench.scheduler, harness.kv_cache_config(config), 1)
+    side.attach(harness.engine())
+    return side, keep
+
+
+def _node(path: Path, *, peer: bool) -> list[Any]:
+    """The files of a worker, a node agent and, ``peer``, a rollout engine; their writers."""
+    from rose.coserve.ledger import Mode, NodeDir, NodeState, RolloutLease
+    from tests.plugin import harness
+
+    os.environ |= {"ROSE_ROLE": "serving", "ROSE_DIR": str(path)}
+    node, long_ns = NodeDir(path), time.monotonic_ns() + 10**13
+    keep: list[Any] = [
+        harness.write_rank(path, "serving", mapped=True, num_chunks=harness.NUM_BLOCKS // 32),
+        node.node_writer(),
+    ]
+    keep[1].write(
+        NodeState(
+            mode=Mode.ON if peer else Mode.OBSERVE,
+            has_serving=1,
+            slo_ttft_ns=10**9,
+            slo_tpot_ns=10**8,
+            heartbeat_ns=long_ns,
+        )
+    )
+    if peer:
+        keep.append(node.rollout_lease_writer())
+        keep[-1].write(RolloutLease(heartbeat_ns=long_ns))
+    return keep
+
+
 class Idle:
-    """Three hooks that do nothing."""
+    """A serving side that does nothing."""
+
+    failed = None
+    balloon = SimpleNamespace(inflated=())
+
+    def usage(self) -> float:
+        return 0.0
+
+    def before_add(self, _request: Any) -> None:
+        return
 
     def before_schedule(self) -> None:
         return
@@ -150,57 +213,52 @@ class Idle:
         return
 
 
-def _with_idle_hooks(bench: Bench) -> Idle:
-    """Call hooks that do nothing where ROSE's would be called."""
-    idle, scheduler = Idle(), bench.scheduler
-    schedule, update = scheduler.schedule, scheduler.update_from_output
-
-    def scheduled(*args: Any, **kwargs: Any) -> Any:
-        idle.before_schedule()
-        output = schedule(*args, **kwargs)
-        idle.after_schedule(output)
-        return output
-
-    def updated(*args: Any, **kwargs: Any) -> Any:
-        result = update(*args, **kwargs)
-        idle.after_update()
-        return result
-
-    scheduler.schedule, scheduler.update_from_output = scheduled, updated
-    return idle
-
-
 def _measure(folder: Path, num_requests: int, num_steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm_plugin.scheduler import ServingScheduler
 
+    stock = stock_class()
     config = _config(folder, num_requests)
-    rose, keep = _rose(folder, config, num_requests)
-    beside, keep_beside = _rose(folder, config, num_requests, peer=True)
-    arms = {
-        "stock": Bench(Scheduler, config, num_requests),
-        "again": Bench(Scheduler, config, num_requests),
-        "rose": rose,
-        "beside": beside,
+    bench, keep = _bench(folder, config, num_requests)
+    alone = bench.scheduler.rose
+    beside, keep_beside = _beside(folder, config, bench)
+    junk = np.ones(8 << 20)  # 64 MiB, twice the largest cache here
+    timed = {
+        "clock": Timed(Idle()),
+        "hook": Timed(alone),
+        "beside": Timed(beside),
+        "cold_clock": Timed(Idle(), junk),
+        "cold": Timed(alone, junk),
+        "cold_beside": Timed(beside, junk),
     }
-    hooks = {
-        "clock": _count_hooks(_with_idle_hooks(arms["again"])),
-        "hook": _count_hooks(rose.scheduler.rose),
-        "beside": _count_hooks(beside.scheduler.rose),
-    }
-    for bench in arms.values():
-        for _ in range(2 * BLOCK_STEPS):
-            bench.step()
-    for spent in hooks.values():
-        spent.clear()
-    step_ns: dict[str, list[list[int]]] = {name: [] for name in arms}
+    sides = {"stock": None, "again": None, "rose": alone, "rose_beside": beside, **timed}
+    step_ns: dict[str, list[list[int]]] = {name: [] for name in sides}
+
+    def block(name: str, num: int) -> list[int]:
+        bench.become(stock if sides[name] is None else ServingScheduler, sides[name])
+        return [bench.step() for _ in range(num)]
+
+    for name in sides:
+        block(name, 2 if name.startswith("cold") else 2 * BLOCK_STEPS)
+    time.sleep(1.0)  # the background threads have seen everything by now
+    for each in timed.values():
+        each.spent.clear()
     for number in range(num_steps // BLOCK_STEPS):
-        names = list(arms)
+        names = list(sides)
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            step_ns[name].append([arms[name].step() for _ in range(BLOCK_STEPS)])
-    means = {name: np.array([np.mean(block) for block in blocks]) for name, blocks in step_ns.items()}
-    summary: dict[str, Any] = {"requests": num_requests, "steps": len(hooks["hook"]) // len(HOOKS)}
-    for name, spent in hooks.items():
-        calls = np.array(spent).reshape(-1, len(HOOKS), 3).sum(axis=1)
+            step_ns[name].append(block(name, 3 if name.startswith("cold") else BLOCK_STEPS))
+    for side in (alone, beside):
+        if side.failed:
+            raise SystemExit(f"the serving side went off: {side.failed}")
+    if alone._watched or not beside._watched:
+        raise SystemExit("the arms are not what they are called: who is told of every step?")
+    bench.become(ServingScheduler, alone)
+    for side in (alone, beside):
+        side.stop()
+    del keep, keep_beside
+    means = {name: np.array([np.mean(each) for each in blocks]) for name, blocks in step_ns.items()}
+    summary: dict[str, Any] = {"requests": num_requests, "steps": len(timed["hook"].spent) // len(HOOKS)}
+    for name, each in timed.items():
+        calls = np.array(each.spent).reshape(-1, len(HOOKS), 3).sum(axis=1)
         for what, share in (("p50", 0.5), ("p99", 0.99)):
             summary[f"{name}_{what}_us"] = percentile((calls[:, 0] / 1e3).tolist(), share)
         if name == "hook":
@@ -209,23 +267,35 @@ def _measure(folder: Path, num_requests: int, num_steps: int) -> tuple[dict[str,
         elif name == "beside":
             summary["beside_waits"] = int(calls[:, 2].sum())
     summary["stock_step_us"] = float(np.median(means["stock"]) / 1e3)
-    for name, above in (("step_ratio", "rose"), ("beside_ratio", "beside"), ("aa_ratio", "again")):
-        value, low, high = _paired(means[above], means["stock"])
+    for name, above in (("step_ratio", "rose"), ("beside_ratio", "rose_beside"), ("aa_ratio", "again")):
+        value, low, high = paired(means[above], means["stock"])
         summary |= {name: value, f"{name}_low": low, f"{name}_high": high}
-    summary["limit_met"] = summary["hook_p99_us"] <= LIMIT_US and summary["beside_p99_us"] <= LIMIT_US
-    for side in (rose.scheduler.rose, beside.scheduler.rose):
-        if side.failed:
-            raise SystemExit(f"the serving side went off: {side.failed}")
-    del keep, keep_beside
-    return summary, {"block_steps": BLOCK_STEPS}
+    summary["limit_met"] = summary["hook_p99_us"] <= LIMIT_US and summary["cold_p99_us"] <= LIMIT_US
+    summary["beside_limit_met"] = summary["beside_p99_us"] <= LIMIT_US
+    return summary, {"block_steps": BLOCK_STEPS, "cold_steps": len(timed["cold"].spent) // len(HOOKS)}
 
 
-def _count_hooks(side: Any) -> list[tuple[int, int, int]]:
-    """Wrap the three hooks; CPU nanoseconds, page faults and waits of each call, in order."""
-    spent: list[tuple[int, int, int]] = []
+class Timed:
+    """A serving side with its three hooks under the clock.
 
-    def timed(call: Any) -> Any:
+    Attributes:
+        spent: CPU nanoseconds, page faults and waits of each call, in order.
+    """
+
+    def __init__(self, side: Any, junk: Any = None) -> None:
+        self.failed, self.balloon = None, side.balloon
+        self.usage, self.before_add = side.usage, side.before_add
+        self.spent: list[tuple[int, int, int]] = []
+        for name in HOOKS:
+            setattr(self, name, self._timed(getattr(side, name), junk))
+
+    def fail(self, error: BaseException) -> None:
+        raise SystemExit(f"a hook has failed: {error!r}")
+
+    def _timed(self, call: Any, junk: Any) -> Any:
         def hook(*args: Any) -> Any:
+            if junk is not None:
+                junk.sum()
             before = resource.getrusage(resource.RUSAGE_THREAD)
             begun = time.thread_time_ns()
             try:
@@ -234,16 +304,12 @@ def _count_hooks(side: Any) -> list[tuple[int, int, int]]:
                 took_ns = time.thread_time_ns() - begun
                 after = resource.getrusage(resource.RUSAGE_THREAD)
                 faults = after.ru_minflt + after.ru_majflt - before.ru_minflt - before.ru_majflt
-                spent.append((took_ns, faults, after.ru_nvcsw - before.ru_nvcsw))
+                self.spent.append((took_ns, faults, after.ru_nvcsw - before.ru_nvcsw))
 
         return hook
 
-    for name in HOOKS:
-        setattr(side, name, timed(getattr(side, name)))
-    return spent
 
-
-def _paired(above: Any, below: Any) -> tuple[float, float, float]:
+def paired(above: Any, below: Any) -> tuple[float, float, float]:
     """Ratio of medians over pairs of blocks, with a bootstrap interval."""
     rng = np.random.default_rng(0)
     ratios = above / below
@@ -255,9 +321,10 @@ def _paired(above: Any, below: Any) -> tuple[float, float, float]:
 
 
 def _traced(folder: Path, num_requests: int, num_steps: int) -> None:
-    """Under strace: mark every hook by a write to a descriptor that does not exist."""
-    rose, _keep = _rose(folder, _config(folder, num_requests), num_requests, peer=True)
-    side = rose.scheduler.rose
+    """Under strace: mark every hook by a write to a descriptor that does not exist; first alone, then beside."""
+    config = _config(folder, num_requests)
+    rose, _keep = _bench(folder, config, num_requests)
+    beside, _keep_beside = _beside(folder, config, rose)
 
     def marked(call: Any) -> Any:
         def hook(*args: Any) -> Any:
@@ -269,12 +336,17 @@ def _traced(folder: Path, num_requests: int, num_steps: int) -> None:
 
         return hook
 
-    for _ in range(50):
-        rose.step()
-    for name in HOOKS:
-        setattr(side, name, marked(getattr(side, name)))
-    for _ in range(num_steps):
-        rose.step()
+    for number, side in enumerate((rose.scheduler.rose, beside)):
+        rose.scheduler.rose = side
+        for _ in range(50):
+            rose.step()
+        time.sleep(1.0)  # the background threads have seen everything by now
+        _mark(b"rose-arm" + str(number).encode())
+        for name in HOOKS:
+            setattr(side, name, marked(getattr(side, name)))
+        for _ in range(num_steps):
+            rose.step()
+        side.stop()
 
 
 def _mark(text: bytes) -> None:
@@ -309,32 +381,45 @@ def _system_calls(num_requests: int, num_steps: int = 300) -> dict[str, Any]:
             return {"summary": {"calls_per_step": None, "blocking_calls": None}}
         lines = Path(trace.name).read_text(errors="replace").splitlines()
     inside: set[str] = set()
-    calls: Counter[str] = Counter()
-    blocking: Counter[str] = Counter()
-    hooks = 0
+    arms = [_Calls(), _Calls()]
+    arm = arms[0]
     for line in lines:
         thread, _, call = line.partition(" ")
         call = call.strip()
-        if "rose-in" in call:
+        if "rose-arm" in call:
+            arm = arms["rose-arm1" in call]
+        elif "rose-in" in call:
             inside.add(thread)
-            hooks += 1
+            arm.hooks += 1
         elif "rose-out" in call:
             inside.discard(thread)
         elif thread in inside and "(" in call and not call.startswith("<..."):
             name = call.partition("(")[0]
-            calls[name] += 1
+            arm.calls[name] += 1
             if MAYBE_BLOCKING.search(call):
-                blocking[name] += 1
-    steps = max(1, hooks // len(HOOKS))
+                arm.blocking[name] += 1
+    alone, beside = arms
     return {
         "summary": {
-            "calls_per_step": sum(calls.values()) / steps,
-            "blocking_calls": sum(blocking.values()),
+            "calls_per_step": alone.per_step(),
+            "beside_calls_per_step": beside.per_step(),
+            "blocking_calls": sum(alone.blocking.values()) + sum(beside.blocking.values()),
         },
-        "calls": dict(calls),
-        "blocking": dict(blocking),
-        "traced_steps": steps,
+        "calls": dict(alone.calls),
+        "beside_calls": dict(beside.calls),
+        "blocking": dict(alone.blocking + beside.blocking),
+        "traced_steps": num_steps,
     }
+
+
+class _Calls:
+    def __init__(self) -> None:
+        self.hooks = 0
+        self.calls: Counter[str] = Counter()
+        self.blocking: Counter[str] = Counter()
+
+    def per_step(self) -> float:
+        return sum(self.calls.values()) / max(1, self.hooks // len(HOOKS))
 
 
 if __name__ == "__main__":

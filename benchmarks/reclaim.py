@@ -277,7 +277,7 @@ def _run_until(scheduler: Any, engine: Any, condition: Any, timeout_s: float = 3
         scheduler.rose.before_schedule()
         if condition():
             return
-        scheduler.rose._write_board(busy=bool(scheduler.requests))
+        scheduler.rose._tell_step()
         while engine._idle_state_callbacks and not scheduler.requests:
             engine._idle_state_callbacks.pop(0)(engine)
         if time.monotonic() > until_s:

@@ -48,7 +48,8 @@ START_WAIT_S = 1.0
 SPIN_SLEEP_S = 200e-6
 """vLLM's CPU workers spin on ``sched_yield`` for a second after each step.  On a shared core that starves an
 idle-class neighbour although nothing is computed; this sleep brought such a worker from 93 % to 48 % of the core
-with TTFT and inter-token latency unchanged within the noise."""
+with TTFT and inter-token latency unchanged within the noise.  Production sleeps only while there is such a neighbour
+(:func:`let_spin`): on cores of its own a sleep makes each message later."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -315,6 +316,15 @@ def _rose_call(self: Any, name: str, argument: Any = None) -> Any:
     return table[name](argument)
 
 
+_spins = False
+
+
+def let_spin(on: bool) -> None:
+    """Of this process: wait as vLLM does (there is no neighbour on its core), or sleep.  Any thread."""
+    global _spins
+    _spins = on
+
+
 def patch_spin() -> None:
     """CPU only: let the message queue sleep instead of spinning; see :data:`SPIN_SLEEP_S`.
 
@@ -325,9 +335,19 @@ def patch_spin() -> None:
         from vllm.platforms import current_platform
 
         if current_platform.is_cpu():
-            _patch("spin", shm_broadcast, "sched_yield", lambda _: lambda: time.sleep(SPIN_SLEEP_S))
+            _patch("spin", shm_broadcast, "sched_yield", _wrap_yield)
     except Exception as error:  # noqa: BLE001  # see above
         logger.warning("ROSE: vLLM's message queue spins on: %r", error)
+
+
+def _wrap_yield(stock: Callable[[], None]) -> Callable[[], None]:
+    def wait() -> None:
+        if _spins:
+            stock()
+        else:
+            time.sleep(SPIN_SLEEP_S)
+
+    return wait
 
 
 def stay_eager(config: Any) -> None:

@@ -58,6 +58,11 @@ class GhostCache:
         """Blocks that the cache would fill besides those it fills now."""
         return len(self._keys)
 
+    @property
+    def watching(self) -> bool:
+        """Is the pool's method wrapped?"""
+        return self._unwatch is not None
+
     def watch(self) -> None:
         """Something is about to be lent."""
         if self._unwatch is None:

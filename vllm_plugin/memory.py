@@ -22,7 +22,7 @@ from typing import Any
 from rose.coserve.audit import AUDIT_EVERY_S
 from rose.coserve.ledger import NodeDir, RankState
 from rose.coserve.pages import RESERVE_BYTES, Arena, HostPagePool, KvGeometry, Range
-from rose.errors import ConfigError
+from rose.errors import ConfigError, LedgerError
 from rose.units import NS_PER_S, PAGE_BYTES, format_bytes
 from vllm_plugin import compat
 
@@ -144,6 +144,7 @@ class Pager:
         self.plan = plan
         self._role = role
         self._chunks = node_dir.chunks(role, plan.num_chunks)
+        self._neighbour = node_dir.rollout_lease()
         self._mapped = bytearray(plan.num_chunks)
         pool = HostPagePool(huge=plan.aligned, reserve_bytes=reserve_bytes)
         self.arena: Arena = pool.reserve(plan.size_bytes, guard=guard)
@@ -206,6 +207,8 @@ class Pager:
 
     def _look(self) -> None:
         """Look at what is wanted, make the memory agree with it, sleep until something changes."""
+        if self._role == "serving":
+            compat.let_spin(not self._has_neighbour())
         word = self._chunks.word()
         try:
             wanted = self._wanted()
@@ -217,6 +220,13 @@ class Pager:
             self.num_rounds += 1
             self._publish(wake=False)  # a heartbeat is nobody's reason to look
         self._chunks.wait(word, HEARTBEAT_S)
+
+    def _has_neighbour(self) -> bool:
+        """Is there a rollout engine on the device?  Unreadable counts as one."""
+        try:
+            return self._neighbour.alive()
+        except LedgerError:
+            return True
 
     def _wanted(self) -> bytes | None:
         """What our engine core wants mapped; None: nothing is known, leave everything as it is.

@@ -86,7 +86,9 @@ class _Serving:
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         stats = super().make_stats(*args, **kwargs)  # type: ignore[misc]
-        if stats is not None and self.rose is not None:
+        if (
+            stats is not None and self.rose is not None and self.rose.balloon.inflated
+        ):  # else vLLM's own is right
             usage = self._safely(self.rose.usage)
             if usage is not None:
                 stats.kv_cache_usage = usage

@@ -2,9 +2,13 @@
 
 Two threads.  The *engine thread* calls :meth:`ServingSide.before_add` for every request, and :meth:`before_schedule`, :meth:`after_schedule`
 and :meth:`after_update` around every step: they read numbers the other thread prepared, move chunks in
-and out of the balloon in slices of half a millisecond, and write the board.  They make no blocking call.  The
+and out of the balloon in slices of half a millisecond, and keep the books of the step.  They make no blocking call.  The
 *background thread* sleeps until a shared file changes, decides how many chunks are lent, marks chunks for the
 pagers, and publishes the lease.
+
+The board is written by the engine thread, twice in a step, while a rollout engine may run (``_watched``).  While none may,
+nobody steers by it from step to step: the background thread writes it, and the step path only looks whether a
+stranger did.  How the writing changes hands: :meth:`_turn_board_over`.
 
 Order of lending: balloon -> unmark -> all ranks unmapped -> ``reserved_pages`` falls.
 Order of taking back: ``reserved_pages`` rises -> wait for the peer's *number* -> mark -> all ranks mapped -> balloon
@@ -25,7 +29,7 @@ import logging
 import os
 import threading
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 from rose.coserve.ledger import (
     ChunkState,
@@ -55,6 +59,8 @@ WATERMARK_FRACTION = 0.05
 """Free, usable memory below this fraction of the total (and below what waiting requests need) is pressure."""
 MAX_IN_FLIGHT = 8
 """More than vLLM ever schedules ahead."""
+FITTED_UNWATCHED = 8
+"""Steps per round that the step model learns from while no rollout engine may run; 20 us each, with the interpreter's lock."""
 WAITING_LOOKED_AT = 64
 """Waiting requests whose memory need is summed exactly; a longer queue is pressure anyway."""
 
@@ -93,7 +99,15 @@ class ServingSide:
         self._claim_chunks = self._claim_told = 0
         self._fixed = False
         self._watched = True
-        """A rollout engine lives: it wants to know of every step at once, and is woken."""
+        """A rollout engine lives and may run: it wants to know of every step at once, and is woken.  Background thread's."""
+        self._board_asked = 0
+        """How often the background thread has asked for the board; its to write once the engine thread has answered with the number."""
+        self._board_given = -1
+        self._board_turn = 0
+        """Odd while the background thread is writing the board."""
+        self._board_said: tuple[int, ...] = ()
+        self._rests = False
+        """Nothing is claimed or remembered: while nothing is lent, there is nothing to do before a step."""
 
         self._step = 0
         self._busy_ns = 0
@@ -158,6 +172,8 @@ class ServingSide:
 
     def before_schedule(self) -> None:
         """Move chunks in or out of the balloon and state what serving needs.  Between two steps."""
+        if self._rests and not (self._mapped or self._target_lent_chunks or self.balloon.inflated):
+            return
         came_back = bool(self._mapped)
         if came_back:
             until_s = time.monotonic() + SLICE_S
@@ -180,6 +196,7 @@ class ServingSide:
                 if taken:
                     self._released.extend(taken)
                     self._bell.ring()
+        self._rests = not (self._claim_chunks or self.ghost.watching)
 
     def _claim(self) -> None:
         """Chunks that serving must get back now, beyond those it can use."""
@@ -216,13 +233,14 @@ class ServingSide:
             self._start_step(time.monotonic_ns())
         if self._watched:
             # No wake: a rollout engine looks before each of its steps, and gets no new slack from a step that starts.
-            self._write_board(busy=self._is_busy(), wake=self._claim_told != self._claim_chunks)
+            self._tell_step(wake=self._claim_told != self._claim_chunks)
 
     def _start_step(self, now_ns: int) -> None:
         """The oldest step in flight has the workers to itself from now on."""
-        prefill, decode = self._in_flight[0]
         self._step_started_ns = now_ns
-        self._step_ns = int(self.model.predict(prefill, decode) * NS_PER_S)
+        if self._watched:
+            prefill, decode = self._in_flight[0]
+            self._step_ns = int(self.model.predict(prefill, decode) * NS_PER_S)
 
     def _is_busy(self) -> bool:
         return any(map(any, self._in_flight))
@@ -242,9 +260,48 @@ class ServingSide:
             self._measured.append((prefill, decode, self._step_ns / NS_PER_S))
         if self._in_flight:
             self._start_step(now_ns)
-        self._write_board(busy=self._is_busy())
+        self._tell_step()
 
-    def _write_board(self, *, busy: bool, wake: bool = True) -> None:
+    def _tell_step(self, *, wake: bool = True) -> None:
+        """A step has started or ended: onto the board, now or when the background thread comes round."""
+        if compat.num_waiting(self._scheduler):
+            self._note_late()
+        elif self._claim_chunks and not self._scheduler.running:
+            # Who asked is gone; the next look at the queue comes with the next request.
+            self._claim_chunks = 0
+        if self._watched:
+            # Here and nowhere else: before it is written over, and where the same call's way through the kernel is in the cache.
+            self._require_own(self._board)
+            self._write_board(busy=self._is_busy())
+            if wake:
+                self._claim_told = self._claim_chunks
+                self._board.wake()
+            return
+        self._board_given = self._board_asked
+        turn = self._board_turn
+        # While the other thread writes, our memory and the file may differ for a moment: the next step looks again.
+        if not self._board.intact() and turn == self._board_turn and not turn & 1:
+            self._not_ours(self._board)
+
+    def _note_late(self) -> None:
+        """Count a first token that is later than promised, once."""
+        head = self._next_first_token()
+        if head is None or not self._slo_ttft_ns or head.request_id == self._late_request:
+            return
+        if (time.time() - head.arrival_time) * NS_PER_S > self._slo_ttft_ns:
+            self._late_request = head.request_id
+            self._breaches += 1
+
+    def _next_first_token(self) -> Any:
+        """First come first served: the oldest request that waits for its first token has the earliest deadline.  Any thread."""
+        for limit in (1, WAITING_LOOKED_AT):  # the first is it, unless it was preempted
+            for request in compat.waiting_requests(self._scheduler, limit):
+                if not request.num_output_tokens:
+                    return request
+        return None
+
+    def _write_board(self, *, busy: bool) -> None:
+        """Say how production stands.  The thread that the board belongs to just now."""
         scheduler, model = self._scheduler, self.model
         slo_ttft_ns, slo_tpot_ns = self._slo_ttft_ns, self._slo_tpot_ns
         running = len(scheduler.running)
@@ -256,32 +313,20 @@ class ServingSide:
             decode_ns = int(model.predict(0, running) * NS_PER_S)
             tpot_deadline = max(1, (self._last_token_ns or now_ns) + slo_tpot_ns - decode_ns)
         if num_waiting and slo_ttft_ns:
-            # First come first served: the head of the queue has the earliest deadline.
-            head = compat.waiting_requests(scheduler, 1)
-            if head and head[0].num_output_tokens:
+            oldest = compat.waiting_requests(scheduler, 1)
+            if oldest and oldest[0].num_output_tokens and slo_tpot_ns:
                 # Preempted: it has had its first token, and waits for a next one like those that run.
-                if slo_tpot_ns:
-                    prefill_ns = int(model.predict(head[0].num_tokens) * NS_PER_S)
-                    deadline = max(1, (self._last_token_ns or now_ns) + slo_tpot_ns - prefill_ns)
-                    tpot_deadline = min(tpot_deadline, deadline) if tpot_deadline else deadline
-                waiting = compat.waiting_requests(scheduler, WAITING_LOOKED_AT)
-                head = [request for request in waiting if not request.num_output_tokens][:1]
-            if head:
-                waiting_tokens = head[0].num_tokens
-                age_ns = int((time.time() - head[0].arrival_time) * NS_PER_S)
-                if age_ns > slo_ttft_ns and self._late_request != head[0].request_id:
-                    self._late_request = head[0].request_id
-                    self._breaches += 1
+                prefill_ns = int(model.predict(oldest[0].num_tokens) * NS_PER_S)
+                deadline = max(1, (self._last_token_ns or now_ns) + slo_tpot_ns - prefill_ns)
+                tpot_deadline = min(tpot_deadline, deadline) if tpot_deadline else deadline
+            head = self._next_first_token()
+            if head is not None:
+                waiting_tokens = head.num_tokens
+                age_ns = int((time.time() - head.arrival_time) * NS_PER_S)
                 prefill_ns = int(model.predict(waiting_tokens) * NS_PER_S)
                 ttft_deadline = max(1, now_ns - age_ns + slo_ttft_ns - prefill_ns)
-        plan, balloon = self.plan, self.balloon
-        if self._claim_chunks and not running and not num_waiting:
-            self._claim_chunks = (
-                0  # who asked is gone; the next look at the queue comes with the next request
-            )
-        needed_chunks = balloon.num_usable_chunks + self._claim_chunks if self._claim_chunks else 0
-        # Here and nowhere else: before it is written over, and where the same call's way through the kernel is in the cache.
-        self._require_own(self._board)
+        plan, balloon, claim_chunks = self.plan, self.balloon, self._claim_chunks
+        needed_chunks = balloon.num_usable_chunks + claim_chunks if claim_chunks else 0
         # The fields of ServingBoard in their order; a record made of keywords costs more than all of the above.
         self._board.put(
             self._step,
@@ -300,14 +345,14 @@ class ServingSide:
             self._pressure_seq,
             now_ns,  # written_ns
         )
-        if self._watched and wake:
-            self._claim_told = self._claim_chunks
-            self._board.wake()
 
     def _require_own(self, writer: RecordWriter[Any]) -> None:
         """Nobody else has written our file: numbers that a stranger can change must steer nothing."""
         if not writer.intact():
-            raise LedgerError("was written by another process, or cut off", field=str(writer.path))
+            self._not_ours(writer)
+
+    def _not_ours(self, writer: RecordWriter[Any]) -> NoReturn:
+        raise LedgerError("was written by another process, or cut off", field=str(writer.path))
 
     def usage(self) -> float:
         """KV use as vLLM would report it without the balloon (0..1)."""
@@ -360,6 +405,9 @@ class ServingSide:
 
     def _round(self) -> None:
         """Look at everything once and act.  Order: see the module docstring."""
+        if not self._watched:  # nobody asks for a prediction: a few steps a second keep the model right
+            for _ in range(len(self._measured) - FITTED_UNWATCHED):
+                self._measured.popleft()
         while self._measured:  # the fit is too slow for the step path
             prefill, decode, seconds = self._measured.popleft()
             self.model.observe(prefill_tokens=prefill, num_decodes=decode, seconds=seconds)
@@ -378,8 +426,9 @@ class ServingSide:
             self._mapped.append(chunk)
         gone = {c for c in self._lent if not any(m[c] for m in maps)}
 
-        self._watched = self._peer_lives()
-        target = self._lendable_pages(self._read_node()) // chunk_pages
+        node = self._read_node()
+        self._turn_board_over(node)
+        target = self._lendable_pages(node) // chunk_pages
         self._target_lent_chunks = target
         back = max(len(self._lent) - target, self._claim_chunks - len(self._returning))
         back = max(0, min(back, len(self._lent)))
@@ -423,6 +472,42 @@ class ServingSide:
             return None
         self._unreadable.pop("node.state", None)
         return node
+
+    def _turn_board_over(self, node: NodeState | None) -> None:
+        """Decide who writes the board, and write it where that is us.
+
+        One thread at a time: the engine thread writes while ``_watched`` says so, and only this thread changes that.  From
+        there to us the engine thread has to answer at the end of a step, for it may be in the middle of a write when we
+        ask; until it does nothing is written, and what stands there is how it left it.  From us to there nothing has to
+        be waited for: we are not writing when we say so.
+        """
+        may_run = node is not None and node.mode == Mode.ON
+        lives = self._peer_lives()
+        compat.let_spin(not lives or self.failed is not None)
+        watched = lives and (may_run or bool(self._lent or self._returning))
+        if not self._watched and self._board_given == self._board_asked and self.failed is None:
+            self._publish_board()
+        if watched == self._watched:
+            return
+        if not watched:
+            self._board_asked += 1
+        self._watched = watched
+        if watched:
+            self._board.wake()
+
+    def _publish_board(self) -> None:
+        """What the step path has noted since, where it says anything new."""
+        scheduler, busy = self._scheduler, self._is_busy()
+        said = (self._step, busy, len(scheduler.running), compat.num_waiting(scheduler), self._claim_chunks)
+        if said == self._board_said:
+            return
+        self._require_own(self._board)
+        self._board_said = said
+        self._board_turn += 1
+        try:
+            self._write_board(busy=busy)
+        finally:
+            self._board_turn += 1
 
     def _peer_lives(self) -> bool:
         """Is there a rollout engine?  It says ``starting`` long before it runs a step.  Unreadable counts as one."""
@@ -494,7 +579,7 @@ class ServingSide:
         self._idle_asked = False
         try:
             self.before_schedule()
-            self._write_board(busy=False)
+            self._tell_step()
         except Exception as error:  # noqa: BLE001  # fail-open
             self.fail(error)
         self._bell.ring()

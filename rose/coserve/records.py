@@ -72,7 +72,8 @@ class ServingLease:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServingBoard:
-    """``serving.board``: written by the engine thread, at the end of every step and, while a rollout engine lives, at its start.
+    """``serving.board``: written by the engine thread at the start and the end of every step while a rollout engine may run;
+    while none may, by the background thread, at most a quarter of a second late.
 
     ``ServingSide`` writes the fields by position: a new one goes there too.
     ``needed_pages`` is what serving must come to hold while it claims memory, else 0; ``pressure_seq`` counts how

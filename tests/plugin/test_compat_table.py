@@ -257,6 +257,22 @@ def test_a_message_queue_that_cannot_be_told_to_sleep_spins_on(monkeypatch: pyte
     assert compat.applied() == {}
 
 
+@pytest.mark.parametrize("spins", [False, True])
+def test_waiting_for_a_message_is_vllms_own_only_where_it_may_spin(
+    monkeypatch: pytest.MonkeyPatch, spins: bool
+) -> None:
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    yields: list[int] = []
+    monkeypatch.setattr(shm_broadcast, "sched_yield", lambda: yields.append(1))
+    monkeypatch.setattr(compat, "_applied", {})
+    monkeypatch.setattr(compat, "_spins", not spins)
+    compat.patch_spin()
+    compat.let_spin(spins)
+    shm_broadcast.sched_yield()
+    assert len(yields) == spins
+
+
 def test_a_compute_only_scheduler_publishes_slack_and_lends_nothing(
     config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

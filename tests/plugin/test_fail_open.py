@@ -106,7 +106,7 @@ def test_an_exception_in_a_hook_switches_off_and_vllm_goes_on(
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("injected")
 
-    if hook == "reset_prefix_cache":  # called only while something is lent
+    if hook in ("reset_prefix_cache", "usage"):  # called only while something is lent
         assert scheduler.rose.balloon.inflate_free(1, budget_s=1.0)
     monkeypatch.setattr(scheduler.rose, hook, broken)
 
@@ -137,31 +137,42 @@ def scribbled(scheduler: Any, path: Path) -> bool:
     return bool(scheduler.rose.failed)
 
 
-def test_a_strangers_write_to_the_board_is_noticed_at_the_next_step(
-    scheduler: Any, config: Any, node_dir: Path
-) -> None:
-    scheduler.add_request(harness.request("a"))
-    harness.step(scheduler)
-    assert scheduler.rose.failed is None
+@pytest.fixture(params=[False, True], ids=["alone", "beside"])
+def told(request: pytest.FixtureRequest, scheduler: Any, node_dir: Path) -> Iterator[Any]:
+    """The scheduler without and with a rollout engine that is told of every step."""
+    writers: list[RecordWriter[Any]] = []
+    if request.param:
+        node = NodeDir(node_dir)
+        writers += [node.node_writer(), node.rollout_lease_writer()]
+        writers[0].write(NodeState(mode=Mode.ON, has_serving=1, heartbeat_ns=time.monotonic_ns() + 10**12))
+        writers[1].write(RolloutLease())
+    eventually(lambda: scheduler.rose._watched == request.param, "it is known whether a rollout engine lives")
+    yield scheduler
+    for writer in writers:
+        writer.close()
+
+
+def test_a_strangers_write_to_the_board_is_noticed_at_the_next_step(told: Any, node_dir: Path) -> None:
+    told.add_request(harness.request("a"))
+    harness.step(told)
+    assert told.rose.failed is None
     scribble(node_dir / "serving.board", WORD_AT - 100)
-    harness.step(scheduler)
-    assert "written by another process" in scheduler.rose.failed
+    harness.step(told)
+    assert "written by another process" in told.rose.failed
     lease = NodeDir(node_dir).serving_lease()
     eventually(lambda: lease.read().phase == Phase.OFF, "phase is off")  # type: ignore[union-attr]
-    harness.step(scheduler)  # vLLM goes on
+    harness.step(told)  # vLLM goes on
 
 
-def test_a_board_cut_off_under_production_is_noticed_at_the_next_step(
-    scheduler: Any, config: Any, node_dir: Path
-) -> None:
-    scheduler.add_request(harness.request("a"))
-    harness.step(scheduler)
+def test_a_board_cut_off_under_production_is_noticed_at_the_next_step(told: Any, node_dir: Path) -> None:
+    told.add_request(harness.request("a"))
+    harness.step(told)
     os.truncate(node_dir / "serving.board", 0)
-    harness.step(scheduler)
-    assert "or cut off" in scheduler.rose.failed
+    harness.step(told)
+    assert "or cut off" in told.rose.failed
     lease = NodeDir(node_dir).serving_lease()
     eventually(lambda: lease.read().phase == Phase.OFF, "phase is off")  # type: ignore[union-attr]
-    assert run(scheduler)  # vLLM goes on
+    assert run(told)  # vLLM goes on
 
 
 @pytest.mark.parametrize("name", ["serving.lease", "serving.chunks"])
@@ -461,7 +472,7 @@ def test_a_preempted_request_breaks_no_promise_of_a_first_token(
         request.arrival_time -= 60.0
         scheduler._preempt_request(request, time.monotonic())
         board = NodeDir(node_dir).serving_board()
-        scheduler.rose._write_board(busy=False)
+        scheduler.rose._tell_step()
         record = board.read()
         assert record is not None
         assert (record.waiting, record.breaches, record.ttft_deadline_ns) == (1, 0, 0)
@@ -469,7 +480,7 @@ def test_a_preempted_request_breaks_no_promise_of_a_first_token(
         fresh = harness.request("late")
         fresh.arrival_time -= 60.0
         scheduler.add_request(fresh)
-        scheduler.rose._write_board(busy=False)
+        scheduler.rose._tell_step()
         record = board.read()
         assert record is not None
         assert record.breaches == 1

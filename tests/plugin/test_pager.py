@@ -13,6 +13,7 @@ from rose.coserve.ledger import ChunkState, NodeDir, RecordWriter
 from rose.coserve.pages import Arena, HostPagePool, KvGeometry
 from rose.errors import LedgerError
 from rose.units import PAGE_BYTES
+from vllm_plugin import compat
 from vllm_plugin.memory import ChunkPlan, Pager
 
 CHUNKS = 8
@@ -154,3 +155,15 @@ def test_a_report_cut_off_under_the_pager_is_put_back_and_the_worker_lives(
     os.truncate(node_dir.path / "serving.rank0", 0)
     rounds(pagers[0], 2)
     assert mapped(node_dir, "serving") == set(range(CHUNKS))
+
+
+def test_productions_worker_spins_as_vllm_does_until_a_rollout_engine_lives_beside_it(
+    node_dir: NodeDir, pagers: list[Pager], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "_spins", False)
+    pagers.append(Pager(node_dir, "serving", 0, PLAN, guard=False))
+    until(lambda: compat._spins)
+    peer = node_dir.rollout_lease_writer()
+    until(lambda: not compat._spins)
+    peer.close()
+    until(lambda: compat._spins)

@@ -1,0 +1,172 @@
+"""Who writes the board: the engine thread while a rollout engine may run, else the background thread; never both."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rose.coserve.ledger import Mode, NodeDir, NodeState, RolloutLease
+from tests.plugin import harness
+from tests.tiny_model import write_tiny_model
+from vllm_plugin import compat
+
+HOUR_NS = 3600 * 10**9
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("model")
+    write_tiny_model(folder)
+    return harness.engine_config(folder)
+
+
+class Device:
+    """A serving scheduler whose background thread is not running: a test calls ``_round`` itself."""
+
+    def __init__(self, config: Any, path: Path) -> None:
+        from vllm_plugin.scheduler import ServingScheduler
+
+        self.node = NodeDir(path)
+        self._agent = self.node.node_writer()
+        self._peer: Any = None
+        self._rank = harness.write_rank(path, "serving", mapped=True)
+        self.scheduler = harness.build(ServingScheduler, config)
+        self.side = self.scheduler.rose
+        self._board = self.node.serving_board()
+        self._number = 0
+        self.mode(Mode.ON)
+
+    def mode(self, mode: Mode) -> None:
+        self._agent.write(NodeState(mode=mode, has_serving=1, heartbeat_ns=time.monotonic_ns() + HOUR_NS))
+
+    def peer(self, lives: bool) -> None:
+        if lives and self._peer is None:
+            self._peer = self.node.rollout_lease_writer()
+            self._peer.write(RolloutLease(heartbeat_ns=time.monotonic_ns() + HOUR_NS))
+        elif not lives and self._peer is not None:
+            self._peer.close()
+            self._peer = None
+
+    def board_step(self) -> int:
+        """The step that the board tells of."""
+        record = self._board.read()
+        return record.step if record is not None else 0
+
+    def told(self, steps: int) -> int:
+        """Of so many steps, how many stood on the board when they ended."""
+        count = 0
+        for _ in range(steps):
+            self.step()
+            count += self.board_step() == self.side._step
+        return count
+
+    def step(self) -> None:
+        while len(self.scheduler.requests) < 3:
+            self._number += 1
+            self.scheduler.add_request(harness.request(f"r{self._number}", max_tokens=50))
+        harness.step(self.scheduler)
+
+    def close(self) -> None:
+        self.peer(False)
+        for writer in (self.side._lease, self.side._board, self.side._chunks, self._rank, self._agent):
+            writer.close()
+
+
+@pytest.fixture
+def device(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    path = tmp_path / "node"
+    path.mkdir(mode=0o700)
+    monkeypatch.setenv("ROSE_DIR", str(path))
+    monkeypatch.setenv("ROSE_ROLE", "serving")
+    device = Device(config, path)
+    yield device
+    device.close()
+
+
+def test_a_rollout_engine_that_may_run_is_told_of_every_step(device: Device) -> None:
+    device.peer(True)
+    device.side._round()
+    assert device.told(3) == 3
+
+
+def test_the_engine_core_spins_as_vllm_does_unless_a_rollout_engine_lives_beside_it(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "_spins", False)
+    device.side._round()
+    assert compat._spins
+    device.peer(True)
+    device.side._round()
+    assert not compat._spins
+
+
+@pytest.mark.parametrize(("peer", "mode"), [(False, Mode.ON), (True, Mode.OBSERVE), (True, Mode.OFF)])
+def test_where_none_may_run_the_board_comes_with_the_background_threads_round(
+    device: Device, peer: bool, mode: Mode
+) -> None:
+    device.peer(peer)
+    device.mode(mode)
+    device.side._round()
+    assert device.told(3) == 0
+    device.side._round()
+    assert device.board_step() == 3
+
+
+def test_nothing_is_written_until_the_engine_thread_has_let_go(device: Device) -> None:
+    """It may be in the middle of a write when it is asked."""
+    before = device.node.serving_board().word()
+    device.side._round()  # asks
+    device.side._round()
+    assert device.node.serving_board().word() == before
+    device.step()  # answers
+    device.side._round()
+    assert device.board_step() == 1
+
+
+def test_who_takes_the_board_over_finds_the_last_step_on_it(device: Device) -> None:
+    """An idle engine makes no step that would bring it."""
+    device.side._round()
+    device.told(2)
+    device.peer(True)
+    device.side._round()
+    assert device.board_step() == 2
+    assert device.told(2) == 2
+
+
+def test_the_board_changes_hands_at_any_moment_and_no_write_of_ours_is_taken_for_a_strangers(
+    device: Device,
+) -> None:
+    """Both threads at full speed, the interpreter switching between them every few operations."""
+    ended, rounds = threading.Event(), 0
+
+    def background() -> None:
+        nonlocal rounds
+        while not ended.is_set():
+            rounds += 1
+            device.peer(rounds % 3 == 0)
+            device.side._round()
+
+    interval_s = sys.getswitchinterval()
+    thread = threading.Thread(target=background)
+    sys.setswitchinterval(1e-6)
+    try:
+        thread.start()
+        while rounds <= 600 and thread.is_alive():
+            device.told(20)
+    finally:
+        sys.setswitchinterval(interval_s)
+        ended.set()
+        thread.join()
+    assert rounds > 600, "the background thread has broken"
+    assert device.side.failed is None
+    device.peer(False)
+    device.side._round()
+    device.step()
+    device.side._round()
+    assert device.board_step() == device.side._step
