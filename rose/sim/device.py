@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
-from rose.policy.admission import AdmissionParams, BoardView, Demand, admit
+from rose.policy.admission import AdmissionParams, BoardView, Demand, Rule, admit
 from rose.sim.engine import Engine, Request
 from rose.sim.events import EventQueue
 
@@ -107,6 +107,7 @@ class Device:
         self._rollout_prefill = 0.0
         self._rate = 0.0
         self._stall_s = 0.0
+        self._ttft_slack_s = math.inf
 
     # --- memory ----------------------------------------------------------------------------------------
 
@@ -298,6 +299,7 @@ class Device:
                 serving_growth = serving.running * serving.context_s
         self.closed = False
         self.slack_s = None
+        self._ttft_slack_s = math.inf
         if rollout is not None and self.rollout_up and rollout.requests:
             rollout_steps = self._plan_rollout(rollout, serving_s > 0, now_s)
             if rollout_steps > 0:
@@ -319,6 +321,8 @@ class Device:
         if serving_s > 0 and rollout_s > 0:
             cycle_s -= self.overlap * min(serving_s, rollout_s)
             growth_s -= self.overlap * (serving_growth if serving_s <= rollout_s else rollout_growth)
+            if self._ttft_slack_s < math.inf:
+                steps = min(steps, self._cycles_within(self._ttft_slack_s, rollout_s, cycle_s - serving_s))
         count = 1 if steps < 1 else int(steps) if steps < MAX_STEPS else MAX_STEPS
         start_s = now_s + self._stall_s
         self._cycle_s, self._growth_s, self._count, self._start_s = cycle_s, growth_s, count, start_s
@@ -330,6 +334,12 @@ class Device:
             rollout.evict_to(rollout.budget_tokens - rollout.used_tokens - growth)
         end_s = start_s + count * cycle_s + growth_s * count * (count - 1) / 2
         self.queue.at(end_s, self._boundary, self._phase)
+
+    def _cycles_within(self, slack_s: float, rollout_s: float, delay_s: float) -> int:
+        """How many cycles until admission, asked before each rollout step as engines do, would say no: each of them
+        takes ``delay_s`` of what the prompt that is being read can spare."""
+        need_s = 0.0 if self.params.rule is Rule.PAPER else rollout_s
+        return 1 + max(0, int(min(1e6, (slack_s - need_s) / max(delay_s, _EPSILON_S))))
 
     def _plan_serving(self, serving: Engine, now_s: float) -> float:
         """Admit what fits; how many steps until its batch changes."""
@@ -382,10 +392,11 @@ class Device:
                 prefill_tokens=int(rollout.pending_tokens),
                 context_tokens=int(rollout.context_tokens),
             )
-            answer = admit(
-                now_s, board=self._board(now_s), model=rollout.model, params=self.params, demand=demand
-            )
+            board = self._board(now_s)
+            answer = admit(now_s, board=board, model=rollout.model, params=self.params, demand=demand)
             self.slack_s = answer.slack_s
+            if board.ttft_deadline_s is not None:
+                self._ttft_slack_s = board.ttft_deadline_s - now_s - self.params.guard_s
             tokens = answer.token_budget
             if tokens <= 0:
                 self.closed = True

@@ -148,7 +148,7 @@ class _World(Hooks):
             overlap=scenario.efficiency.overlap,
             slo_ttft_s=config.slo_ttft_ms / 1e3,
             slo_tpot_s=config.slo_tpot_ms / 1e3,
-            params=AdmissionParams(),
+            params=AdmissionParams(rule=self.system.rule),
         )
 
     def _build(self) -> None:

@@ -272,3 +272,22 @@ def test_a_loan_takes_the_prefixes_that_production_s_requests_do_not_hold() -> N
 
     assert hits[0] == 2064
     assert hits[3990] == 0
+
+
+def test_rollout_steps_beside_a_long_prompt_stop_before_its_first_token_is_late() -> None:
+    """Read in four steps, 0.84 s alone: a rollout step beside each of them would break the promise of one second."""
+    late = {}
+    for gated in (True, False):
+        device, queue, host = shared_device(gated=gated, total=200_000)
+        device.slo_ttft_s = 1.0
+        for index in range(100):
+            device.add(Request(f"turn{index}/1", 10, 1000, 0.0), 0.0)
+        queue.run(2.0)
+        request = Request("p", 8000, 1, queue.now_s)
+        device.arrive(request, queue.now_s)
+        began_s = request.arrived_s
+        queue.run(10.0)
+        late[gated] = host.ended["p"] - began_s
+
+    assert late[False] > 1.0
+    assert 0.9 < late[True] <= 1.0
