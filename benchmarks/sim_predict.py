@@ -7,7 +7,8 @@ A, B and C are results of ``benchmarks/coserve.py`` (single runs, not pooled): t
 five numbers: a step of production (base, per prompt token, per decode), a step of rollouts, production's time outside
 its steps, and the wait between two turns; with ``--policy-profile`` the rollout step is ``rose profile``'s instead.  They
 are fixed then.  For B and C only the requests are read (when, how long), the same seconds are simulated, and the
-figures compared: within 15 %, or within twice what the live figure varied by itself, whichever is more.  Machines
+figures compared: within 15 %, or within twice what the live figure varied by itself, whichever is more.  What prompts have in
+common is part of the requests, and production's cache finds it by blocks of 128 tokens, as vLLM's does on CPU.  Machines
 drift: ``NAME.own_speed`` is the same with every time scaled by one number, how fast rollouts alone were in that run over A.
 
 ``step_s`` is the time to sample 10,000 rollout tokens, the sampling part of an RL step of that size.  ``spread`` of a latency
@@ -31,7 +32,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from coserving.plan import SOLO, Timing, make_segments  # noqa: E402
+from coserving.plan import SOLO, Prefix, Timing, make_segments  # noqa: E402
 from coserving.rollouts import NUM_TURNS, OBSERVATION_TOKENS, OUTPUT_TOKENS, PROMPT_TOKENS  # noqa: E402
 from coserving.world import POLICY_RECIPE, PRODUCTION_RECIPE  # noqa: E402
 
@@ -39,13 +40,16 @@ from benchmarks.report import Report, percentile  # noqa: E402
 from rose.coserve.step_profile import Profile, load_profile  # noqa: E402
 from rose.demo.arrivals import Arrival, TrafficShape, load_trace  # noqa: E402
 from rose.errors import ConfigError, RoseError  # noqa: E402
-from rose.sim.arrivals import Arrivals  # noqa: E402
+from rose.sim.arrivals import Arrivals, Prefixes  # noqa: E402
 from rose.sim.scenario import Scenario  # noqa: E402
 from rose.sim.world import RunResult, simulate  # noqa: E402
 from rose.units import PAGE_BYTES  # noqa: E402
 
 NUM_TRAJECTORIES = 16
+BLOCK_TOKENS = 128
+"""vLLM's own choice where the device is a CPU."""
 MAX_SEGMENTS = 64
+MAX_SESSIONS = 1_000_000
 REPEATS = 8
 """Times that a workload is simulated in one run, so that turns in flight at its end count for little."""
 STEP_TOKENS = 10_000
@@ -71,6 +75,8 @@ class Live:
     settings: dict[str, Any]
     timing: Timing
     segments: tuple[tuple[Arrival, ...], ...]
+    prefixes: tuple[tuple[Prefix, ...], ...]
+    """What the prompts of each segment have in common."""
     samples: tuple[tuple[str, int, int, float, float, int, tuple[float, ...]], ...]
     """(arm, segment, request of the segment, TTFT s, end s, tokens, gaps s), failed requests left out."""
     blocks: tuple[dict[str, Any], ...]
@@ -124,6 +130,7 @@ def read_live(path: Path, traces: Sequence[Path] = ()) -> Live:
         settings=settings,
         timing=timing,
         segments=tuple(tuple(one for one, _ in segments[number]) for number in measured),
+        prefixes=tuple(tuple(prefix for _, prefix in segments[number]) for number in measured),
         samples=tuple((a, measured.index(s), *rest) for a, s, *rest in samples),  # pyright: ignore[reportArgumentType]
         blocks=tuple(blocks),
     )
@@ -270,6 +277,7 @@ def scenario_of(live: Live, found: Calibration, folder: Path, duration_s: float)
             "serving": {
                 "model": "production",
                 "profile": folder / "production.json",
+                "block_tokens": BLOCK_TOKENS,
                 "slo_ttft_ms": live.settings["production"]["slo_ttft_s"] * 1e3,
                 "slo_tpot_ms": live.settings["production"]["slo_tpot_s"] * 1e3,
             },
@@ -297,19 +305,30 @@ def scenario_of(live: Live, found: Calibration, folder: Path, duration_s: float)
 
 
 def arrivals_of(live: Live) -> tuple[Arrivals, float]:
-    """Every segment in a block as the live one had it, ``REPEATS`` times over; and the seconds of all blocks."""
+    """Every segment in a block as the live one had it, ``REPEATS`` times over; and the seconds of all blocks.
+
+    A block's prompts have nothing in common with those of another block: between two blocks of one arm lie one of each other
+    arm, whose prompts are others and fill the cache.
+    """
     block_s, lead_s = live.timing.block_s, live.timing.lead_s
     rows: list[tuple[float, int, int]] = []
+    common: list[tuple[int, int, int, int]] = []
     for number in range(REPEATS * len(live.segments)):
-        segment = live.segments[number % len(live.segments)]
-        rows += [(number * block_s + lead_s + a.at_s, a.prompt_tokens, a.output_tokens) for a in segment]
+        which = number % len(live.segments)
+        for one, prefix in zip(live.segments[which], live.prefixes[which], strict=True):
+            rows.append((number * block_s + lead_s + one.at_s, one.prompt_tokens, one.output_tokens))
+            head = prefix.system_tokens + prefix.history_tokens
+            conversation = number * MAX_SESSIONS + prefix.session if prefix.history_tokens else -1
+            common.append((conversation, head, number if head else -1, prefix.system_tokens))
     columns = np.array(rows, dtype=float).reshape(-1, 3)
+    conversation, repeated, group, shared = np.array(common, dtype=np.int64).reshape(-1, 4).T
     return (
         Arrivals(
             at_s=columns[:, 0],
             engine=np.zeros(len(rows), dtype=np.int64),
             prompt=columns[:, 1].astype(np.int64),
             output=columns[:, 2].astype(np.int64),
+            prefixes=Prefixes(conversation=conversation, repeated=repeated, group=group, shared=shared),
         ),
         block_s * REPEATS * len(live.segments),
     )
@@ -336,6 +355,8 @@ def predict(live: Live, found: Calibration) -> dict[str, dict[str, float]]:
         alone = simulate(apart, "fixed_async", arrivals=arrivals)
         busy = alone.busy["serving"] / (windows * live.timing.traffic_s)
         rows["alone"] = {**_latencies(alone, found.frontend_s), "busy_fraction": busy}
+        if any(any(prefix.history_tokens for prefix in segment) for segment in live.prefixes):
+            rows["cache"] = {"hit_rate": alone.counters.found / alone.counters.asked}
         for arm, (system, sharing) in SYSTEMS.items():
             if not any(block["arm"] == arm for block in live.blocks):
                 continue
@@ -374,6 +395,8 @@ def measured(live: Live) -> dict[str, dict[str, float]]:
     solo_rate = live.rate([SOLO], "decoded")
     busy = live.rate(ALONE, "serving_busy_s")
     rows = {SOLO: {"tokens_per_s": solo_rate}, "alone": {**_seen(live, ALONE), "busy_fraction": busy}}
+    if live.total(ALONE, "prefix_hits"):
+        rows["cache"] = {"hit_rate": _hit_rate(live, ALONE)}
     for arm in SYSTEMS:
         if any(block["arm"] == arm for block in live.blocks):
             rate = live.rate([arm], "decoded")
@@ -383,6 +406,10 @@ def measured(live: Live) -> dict[str, dict[str, float]]:
                 "step_s": STEP_TOKENS / rate,
             }
     return rows
+
+
+def _hit_rate(live: Live, arms: Sequence[str]) -> float:
+    return live.total(arms, "prefix_hits") / live.total(arms, "prefix_queries")
 
 
 def _seen(live: Live, arms: Sequence[str]) -> dict[str, float]:
@@ -403,6 +430,8 @@ def own_spread(live: Live, figure: str) -> float:
         values = [_seen(live, [arm])[figure] for arm in ALONE]
     elif figure == "busy_fraction":
         values = [live.rate([arm], "serving_busy_s") for arm in ALONE]
+    elif figure == "hit_rate":
+        values = [_hit_rate(live, [arm]) for arm in ALONE]
     else:
         solo = [b["counters"] for b in live.blocks if b["arm"] == SOLO]
         values = [counters["decoded"] / counters["seconds"] for counters in solo]

@@ -138,6 +138,10 @@ class Worker:
     """Requests that failed since the last that did not; probes do not count."""
     rests_until_s: float | None = None
     """Takes no new turn until then."""
+    facts: tuple[str | None, Version | None, bool, float] | None = None
+    load: tuple[bool, int, int, int] | None = None
+    """What the table (``rose.policy.packed``) has of it: job, version, whether production's promises hold, reclaim rate;
+    and whether it is open, its room in tokens, turns in flight, free slots.  None: not there yet."""
 
     @property
     def slots(self) -> int:

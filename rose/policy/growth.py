@@ -18,31 +18,42 @@ class WindowMax:
     """The largest of the numbers of the last ``window_s`` seconds.
 
     Remembers by buckets of ``window_s / 32``, so memory is constant and a number is kept for the window and at
-    most one bucket more.
+    most one bucket more.  The largest bucket is kept at hand, so all of them are looked at only when it grows too old.
     """
+
+    _peak: tuple[float, int] = (math.nan, 0)
+    """Start of the latest bucket that holds the largest number, and that number; NaN: not known."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
         self._bucket_s = window_s / _NUM_BUCKETS
         self._buckets: deque[tuple[float, int]] = deque(maxlen=_NUM_BUCKETS + 1)
-        self._answer: tuple[float, int] = (math.nan, 0)
-        """The last answer of :meth:`at` and its moment: one decision asks several times."""
 
     def add(self, at_s: float, number: int) -> None:
-        self._answer = (math.nan, 0)
-        if self._buckets and at_s - self._buckets[-1][0] < self._bucket_s:
-            start_s, most = self._buckets[-1]
-            self._buckets[-1] = (start_s, max(most, number))
+        buckets = self._buckets
+        start_s = at_s
+        if buckets and at_s - buckets[-1][0] < self._bucket_s:
+            start_s, most = buckets[-1]
+            if number > most:
+                buckets[-1] = (start_s, number)
         else:
-            self._buckets.append((at_s, number))
+            if len(buckets) == buckets.maxlen and buckets[0][0] == self._peak[0]:
+                self._peak = (math.nan, 0)
+            buckets.append((at_s, number))
+        peak_s, peak = self._peak
+        if number >= peak and not math.isnan(peak_s):
+            self._peak = (start_s, number)
 
     def at(self, now_s: float) -> int:
         """0 where nothing was added."""
-        asked_s, most = self._answer
-        if asked_s != now_s:
-            oldest_s, bucket_s = now_s - self._window_s, self._bucket_s
-            most = max((most for at_s, most in self._buckets if at_s + bucket_s >= oldest_s), default=0)
-            self._answer = (now_s, most)
+        oldest_s, bucket_s = now_s - self._window_s, self._bucket_s
+        start_s, most = self._peak
+        if not start_s + bucket_s >= oldest_s:
+            start_s, most = math.nan, 0
+            for at_s, number in self._buckets:
+                if number >= most and at_s + bucket_s >= oldest_s:
+                    start_s, most = at_s, number
+            self._peak = (start_s, most)
         return most
 
 

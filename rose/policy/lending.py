@@ -38,6 +38,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from operator import attrgetter
 
 from rose.errors import ConfigError, PolicyError
 from rose.policy.cold_cache import ColdCache, ColdCacheParams
@@ -149,6 +150,21 @@ class Tick:
 
 Event = ModeSet | ServingReported | RolloutReported | RlStepStarted | Tick
 
+_COUNTS: dict[type, tuple[str, ...]] = {
+    ModeSet: ("floor_pages", "max_lend_pages"),
+    ServingReported: (
+        "total_pages",
+        "reserved_pages",
+        "used_pages",
+        "needed_pages",
+        "queried_tokens",
+        "lost_tokens",
+        "cold_pages",
+    ),
+    RolloutReported: ("reserved_pages", "wanted_pages"),
+}
+_COUNTS_OF = {cls: attrgetter(*names) for cls, names in _COUNTS.items()}
+
 # --- actions ---
 
 
@@ -256,6 +272,8 @@ class Lending(ABC):
     _device_silent: bool = False
     _device_limit: int | None = None
     num_reserve_breaches: int = 0
+    _p99_s: float | None = None
+    """Answer of :attr:`reclaim_p99_s`; None: ask the samples."""
 
     def __init__(self, params: LendingParams | None = None) -> None:
         self.params = params or LendingParams()
@@ -304,6 +322,7 @@ class Lending(ABC):
         self._serving, self._rollout = other._serving, other._rollout
         self._promises, self._reclaims_s = other._promises, other._reclaims_s
         self._growth, self._used = other._growth, other._used
+        self._p99_s = None
         self.num_cuts, self.reason = other.num_cuts, other.reason
         self._device, self._device_silent = other._device, other._device_silent
         self._device_limit = other._device_limit
@@ -322,12 +341,14 @@ class Lending(ABC):
     @property
     def reclaim_p99_s(self) -> float:
         """From watermark to usable pages, notice included; the worst case until enough was observed."""
-        samples = sorted(self._reclaims_s)
-        if len(samples) < _FEW_RECLAIM_SAMPLES:
-            observed = max([self.params.worst_reclaim_s, *samples])
-        else:
-            observed = samples[math.ceil(0.99 * len(samples)) - 1]
-        return observed + self.params.period_s
+        if self._p99_s is None:
+            samples = sorted(self._reclaims_s)
+            if len(samples) < _FEW_RECLAIM_SAMPLES:
+                observed = max([self.params.worst_reclaim_s, *samples])
+            else:
+                observed = samples[math.ceil(0.99 * len(samples)) - 1]
+            self._p99_s = observed + self.params.period_s
+        return self._p99_s
 
     @property
     def is_urgent(self) -> bool:
@@ -463,6 +484,7 @@ class Lending(ABC):
                 # A kill is counted in full: that it went fast this time is no promise for the next.
                 least_s = 0.0 if promise.killed_s is None else self.params.worst_reclaim_s
                 self._reclaims_s.append(max(took_s, least_s))
+                self._p99_s = None
         if not kept and event.reserved_pages > self.lend_pages:
             # It holds more than it was ever allowed (we restarted, or it misbehaves): it gets one deadline.
             kept.append(self._promise(self.lend_pages))
@@ -520,32 +542,16 @@ class Lending(ABC):
     def _refuse_nonsense(self, event: Event) -> None:
         if not math.isfinite(event.at_s) or event.at_s < self._now_s:
             raise PolicyError(f"{event.at_s} s after {self._now_s} s", field="at_s")
-        match event:
-            case ModeSet():
-                counts = {"floor_pages": event.floor_pages, "max_lend_pages": event.max_lend_pages}
-            case ServingReported():
-                counts = {
-                    "total_pages": event.total_pages,
-                    "reserved_pages": event.reserved_pages,
-                    "used_pages": event.used_pages,
-                    "needed_pages": event.needed_pages,
-                    "queried_tokens": event.queried_tokens,
-                    "lost_tokens": event.lost_tokens,
-                    "cold_pages": event.cold_pages,
-                }
-            case RolloutReported():
-                counts = {"reserved_pages": event.reserved_pages, "wanted_pages": event.wanted_pages}
-            case Tick():
-                free = event.device_free_bytes
-                counts = {
-                    "device_free_bytes": 0 if free is None else free,
-                    "device_reserve_bytes": event.device_reserve_bytes,
-                }
-            case RlStepStarted():
-                counts = {}
-        for name, value in counts.items():
-            if value < 0:
-                raise PolicyError(f"{value} is negative", field=name)
+        counts_of = _COUNTS_OF.get(type(event))
+        if counts_of is not None and min(counts_of(event)) < 0:
+            for name, value in zip(_COUNTS[type(event)], counts_of(event), strict=True):
+                if value < 0:
+                    raise PolicyError(f"{value} is negative", field=name)
+        if isinstance(event, Tick):  # one of its counts may be missing
+            for name in ("device_free_bytes", "device_reserve_bytes"):
+                value = getattr(event, name)
+                if value is not None and value < 0:
+                    raise PolicyError(f"{value} is negative", field=name)
 
 
 class LendingPolicy(Lending):
@@ -558,6 +564,9 @@ class LendingPolicy(Lending):
     """
 
     _cache: ColdCache | None = None  # also in the books of a decision log from before there was one
+    _headroom: int | None = None
+    _cap: int | None = None
+    """Answers since the latest event: one decision asks several times."""
 
     def __init__(self, params: LendingParams | None = None) -> None:
         super().__init__(params)
@@ -577,8 +586,10 @@ class LendingPolicy(Lending):
 
     @property
     def headroom_pages(self) -> int:
-        minimum = math.ceil(self.params.min_headroom_fraction * self.total_pages)
-        return max(minimum, self.need_pages + self.hysteresis_pages)
+        if self._headroom is None:
+            minimum = math.ceil(self.params.min_headroom_fraction * self.total_pages)
+            self._headroom = max(minimum, self.need_pages + self.hysteresis_pages)
+        return self._headroom
 
     @property
     def cache(self) -> ColdCache | None:
@@ -587,8 +598,14 @@ class LendingPolicy(Lending):
 
     @property
     def cap_pages(self) -> int:
-        cap = super().cap_pages
-        return cap if self._cache is None else min(cap, self._cache.limit_pages)
+        if self._cap is None:
+            cap = super().cap_pages
+            self._cap = cap if self._cache is None else min(cap, self._cache.limit_pages)
+        return self._cap
+
+    def handle(self, event: Event) -> list[Action]:
+        self._headroom = self._cap = None
+        return super().handle(event)
 
     @property
     def watermark_pages(self) -> int:
@@ -676,6 +693,7 @@ class LendingPolicy(Lending):
 
     def take_over(self, other: Lending) -> None:
         super().take_over(other)
+        self._headroom = self._cap = None
         if isinstance(other, LendingPolicy):
             self._cache = other._cache
 

@@ -33,6 +33,7 @@ NO_LIMIT = 2**62
 _FIRST_ROWS = 16
 
 Mask = NDArray[np.bool_]
+_NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
 class WorkerTable:
@@ -47,7 +48,11 @@ class WorkerTable:
     ``gained`` holds the ids of workers that got better for somebody since :meth:`take_gained`.
     """
 
+    any_reclaims = True
+    """Some worker ever had a ``reclaim_rate``: the cost of a cut is then part of a decision."""
+
     def __init__(self) -> None:
+        self.any_reclaims = False
         self.workers: list[Worker] = []
         self.rows: dict[str, int] = {}
         self.gained: set[str] = set()
@@ -129,7 +134,9 @@ class WorkerTable:
         self.model[row] = self._number(worker.model)
         self.max_len[row] = worker.max_model_len
         self.dedicated[row] = worker.tier.value == "dedicated"
+        worker.facts = worker.load = None
         self.sync(worker)
+        self.sync_speed(worker)
 
     def remove(self, worker_id: str) -> None:
         row = self.rows.pop(worker_id)
@@ -145,10 +152,18 @@ class WorkerTable:
             self.speed[:, row] = self.speed[:, len(self.workers)]
 
     def sync(self, worker: Worker) -> None:
-        """Copy everything that can change."""
+        """Copy everything that can change, but for the speed."""
+        # Most heartbeats bring nothing new, and to compare a tuple is a tenth of looking into the columns.
+        safe = worker.serving_holds_slo
+        facts = (worker.job, worker.version, safe, worker.reclaim_rate)
+        if facts != worker.facts:
+            worker.facts = facts
+            self._sync_facts(worker, safe)
+        self.sync_load(worker)
+
+    def _sync_facts(self, worker: Worker, safe: bool) -> None:
         row = self.rows[worker.worker_id]
         attempt, version = (-1, -1) if worker.version is None else worker.version
-        safe = worker.serving_holds_slo
         job = -1 if worker.job is None else self._number(worker.job)
         if job != self.job[row]:
             self.job[row] = job
@@ -163,8 +178,7 @@ class WorkerTable:
                 self.gained.add(worker.worker_id)
             self.safe[row] = safe
         self.reclaim_rate[row] = worker.reclaim_rate
-        self.sync_speed(worker)
-        self.sync_load(worker)
+        self.any_reclaims = self.any_reclaims or worker.reclaim_rate > 0
 
     def sync_speed(self, worker: Worker) -> None:
         """Copy what a finished attempt taught."""
@@ -175,26 +189,32 @@ class WorkerTable:
 
     def sync_load(self, worker: Worker) -> None:
         """Copy what a dispatch or a release changes."""
-        row = self.rows[worker.worker_id]
-        free = worker.slots - worker.inflight
+        inflight, budget = worker.inflight, worker.kv_budget_tokens
+        free = worker.slots - inflight
         is_open = free > 0 and worker.may_take_turns
-        room = (
-            NO_LIMIT if worker.kv_budget_tokens is None else worker.kv_budget_tokens - worker.reserved_tokens
-        )
-        was_open = bool(self.open[row])
-        if is_open and (not was_open or room > self.room[row]):
+        room = NO_LIMIT if budget is None else budget - worker.reserved_tokens
+        load = (is_open, room, inflight, free)
+        before = worker.load
+        if load == before:
+            return
+        worker.load = load
+        row = self.rows[worker.worker_id]
+        was_open, had_room = (bool(self.open[row]), self.room[row]) if before is None else before[:2]
+        if is_open and (not was_open or room > had_room):
             self.gained.add(worker.worker_id)
         if is_open is not was_open:
             self.open[row] = is_open
             self.num_open += 1 if is_open else -1
         self.room[row] = room
-        self.inflight[row], self.free[row] = worker.inflight, free
+        self.inflight[row], self.free[row] = inflight, free
 
     def set_tier(self, dedicated: bool, speed: Speed) -> None:
         self.tier_speed[int(dedicated)] = speed.coefficients()
 
     def take_gained(self) -> NDArray[np.int64]:
         """Rows in :attr:`gained`, which is then empty."""
+        if not self.gained:
+            return _NO_ROWS
         rows = np.array(sorted(self.rows[name] for name in self.gained), dtype=np.int64)
         self.gained.clear()
         return rows
@@ -235,7 +255,10 @@ class WorkerTable:
     def fits(self, mask: Mask, *, num_tokens: int, need_tokens: int) -> Mask:
         """Those of ``mask`` whose model length and KV room hold the turn."""
         count = len(self.workers)
-        return mask & (self.room[:count] >= need_tokens) & (self.max_len[:count] > num_tokens)
+        fit = self.room[:count] >= need_tokens
+        fit &= mask
+        fit &= self.max_len[:count] > num_tokens
+        return fit
 
     def check(self, workers: Iterable[Worker]) -> None:
         """Every row says what its worker says."""

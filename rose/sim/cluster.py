@@ -69,6 +69,9 @@ class Counters:
     """Of one run; tokens are rollout tokens unless said otherwise."""
 
     sampled: dict[str, int] = field(default_factory=lambda: {"dedicated": 0, "harvested": 0})
+    asked: int = 0
+    """Prompt tokens of production, and how many of them its prefix cache had."""
+    found: int = 0
     prefilled: int = 0
     cached: int = 0
     lost: int = 0
@@ -261,7 +264,8 @@ class Cluster:
                 pressure_seq=0,
             )
         )
-        self._lend(name, node, actions)
+        if actions:
+            self._lend(name, node, actions)
         held = lending.held_pages
         if (
             node.cut_due
@@ -328,6 +332,8 @@ class Cluster:
 
     def served(self, device: Device, request: Request, now_s: float) -> None:
         first_s = request.first_s if request.first_s is not None else now_s
+        self.counters.asked += request.prompt
+        self.counters.found += request.cached
         self.ttft_s.append((request.arrived_s, first_s - request.arrived_s))
         tokens = request.kept + request.target
         if tokens > 1:
@@ -432,7 +438,10 @@ class Cluster:
 
     def feed(self, event: te.Event) -> None:
         """One event through the turn book; its actions are carried out in order, also when they cause events."""
-        self._actions.extend(self.book.handle(event))
+        actions = self.book.handle(event)
+        if not actions:
+            return
+        self._actions.extend(actions)
         if self._draining:
             return
         self._draining = True
@@ -457,6 +466,8 @@ class Cluster:
                 self.journal.write(now_s, "dispatch", action.turn_id, action.attempt, action.worker_id)
                 node = self.nodes[action.worker_id]
                 node.device.add(request, now_s)
+            case te.TokensKept() | te.AnswerUnavailable():
+                pass
             case te.AbortAttempt():
                 node = self.nodes.get(action.worker_id)
                 if node is not None and node.registered:
@@ -474,8 +485,6 @@ class Cluster:
                 self.counters.dropped += action.num_tokens
             case te.Fenced():
                 self.counters.fenced += action.num_tokens
-            case te.TokensKept() | te.AnswerUnavailable():
-                pass
 
     def check(self) -> None:
         """The turn book's invariants, and: every sampled token is delivered, dropped, fenced or in a live turn."""

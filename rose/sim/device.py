@@ -17,11 +17,13 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
-from rose.policy.admission import AdmissionParams, BoardView, Demand, admit
+from rose.policy.admission import AdmissionParams, BoardView, Demand, Rule, admit
 from rose.sim.engine import Engine, Request
 from rose.sim.events import EventQueue
 
 CLOSED_RECHECK_S = 0.1
+MAX_STEPS = 1_000_000
+"""Of one phase."""
 _EPSILON_S = 1e-9
 
 
@@ -105,6 +107,7 @@ class Device:
         self._rollout_prefill = 0.0
         self._rate = 0.0
         self._stall_s = 0.0
+        self._ttft_slack_s = math.inf
 
     # --- memory ----------------------------------------------------------------------------------------
 
@@ -237,6 +240,8 @@ class Device:
                 if request.first_s is None:
                     request.first_s = now_s
             for request in ended:
+                if request.repeated is not None:
+                    serving.keep(request, request.repeated)
                 host.served(self, request, now_s)
         if rollout is not None and self._rollout_s > 0:
             self.rollout_busy_s += length_s
@@ -258,7 +263,7 @@ class Device:
         budget = rollout.budget_tokens = self.rollout_budget_tokens
         used = rollout.used_tokens
         gave = rollout.cached_tokens > budget - used and rollout.evict_to(budget - used)
-        while rollout.used_tokens > budget:
+        while used > budget and rollout.used_tokens > budget:
             victim = rollout.youngest()
             if victim is None:
                 break
@@ -294,6 +299,7 @@ class Device:
                 serving_growth = serving.running * serving.context_s
         self.closed = False
         self.slack_s = None
+        self._ttft_slack_s = math.inf
         if rollout is not None and self.rollout_up and rollout.requests:
             rollout_steps = self._plan_rollout(rollout, serving_s > 0, now_s)
             if rollout_steps > 0:
@@ -311,25 +317,39 @@ class Device:
         self._serving_s, self._rollout_s = serving_s, rollout_s
         if serving_s <= 0 and rollout_s <= 0:
             return
-        shared = self.overlap if serving_s > 0 and rollout_s > 0 else 0.0
-        shorter_growth = serving_growth if serving_s <= rollout_s else rollout_growth
-        self._cycle_s = serving_s + rollout_s - shared * min(serving_s, rollout_s)
-        self._growth_s = serving_growth + rollout_growth - shared * shorter_growth
-        self._count = max(1, int(min(steps, 1e6)))
-        self._start_s = now_s + self._stall_s
+        cycle_s, growth_s = serving_s + rollout_s, serving_growth + rollout_growth
+        if serving_s > 0 and rollout_s > 0:
+            cycle_s -= self.overlap * min(serving_s, rollout_s)
+            growth_s -= self.overlap * (serving_growth if serving_s <= rollout_s else rollout_growth)
+            if self._ttft_slack_s < math.inf:
+                steps = min(steps, self._cycles_within(self._ttft_slack_s, rollout_s, cycle_s - serving_s))
+        count = 1 if steps < 1 else int(steps) if steps < MAX_STEPS else MAX_STEPS
+        start_s = now_s + self._stall_s
+        self._cycle_s, self._growth_s, self._count, self._start_s = cycle_s, growth_s, count, start_s
         self._stall_s = 0.0
         self._active = True
         self._phase += 1
         if rollout is not None and rollout_s > 0 and rollout.cached_tokens:
-            growth = self._count * rollout.running * self._rate
+            growth = count * rollout.running * self._rate
             rollout.evict_to(rollout.budget_tokens - rollout.used_tokens - growth)
-        self.queue.at(self._end_s(), self._boundary, self._phase)
+        end_s = start_s + count * cycle_s + growth_s * count * (count - 1) / 2
+        self.queue.at(end_s, self._boundary, self._phase)
+
+    def _cycles_within(self, slack_s: float, rollout_s: float, delay_s: float) -> int:
+        """How many cycles until admission, asked before each rollout step as engines do, would say no: each of them
+        takes ``delay_s`` of what the prompt that is being read can spare."""
+        need_s = 0.0 if self.params.rule is Rule.PAPER else rollout_s
+        return 1 + max(0, int(min(1e6, (slack_s - need_s) / max(delay_s, _EPSILON_S))))
 
     def _plan_serving(self, serving: Engine, now_s: float) -> float:
         """Admit what fits; how many steps until its batch changes."""
         page_tokens = self.serving_page_tokens
         may_use = (self.total_pages - self.rollout_pages) * page_tokens
         room = may_use - serving.used_tokens
+        if serving.cached_tokens:
+            # Memory that no request holds keeps prefixes, until requests or the loan take it.
+            serving.budget_tokens = int(may_use)
+            serving.evict_to(room)
         missing = serving.admit(room) if serving.waiting else 0.0
         if not missing and room < serving.running + 1:
             missing = serving.running + 1.0
@@ -345,6 +365,8 @@ class Device:
         while serving.running > 1 and room < serving.running:
             serving.preempt()
             room = may_use - serving.used_tokens
+        if serving.cached_tokens:
+            serving.evict_to(may_use - serving.used_tokens)
         self._serving_prefill, steps = serving.shape(serving.chunk_tokens)
         if serving.running:
             room = (may_use - serving.used_tokens) // serving.running
@@ -354,9 +376,10 @@ class Device:
     def _plan_rollout(self, rollout: Engine, beside_serving: bool, now_s: float) -> float:
         """Admission by memory and by slack; steps until its batch changes, 0 when it may not or need not run."""
         budget = rollout.budget_tokens = self.rollout_budget_tokens
-        if rollout.waiting:
-            rollout.admit(budget - rollout.used_tokens)
         used = rollout.used_tokens
+        if rollout.waiting:
+            rollout.admit(budget - used)
+            used = rollout.used_tokens
         while rollout.running > 1 and budget - used < rollout.running:
             rollout.preempt()
             used = rollout.used_tokens
@@ -369,10 +392,11 @@ class Device:
                 prefill_tokens=int(rollout.pending_tokens),
                 context_tokens=int(rollout.context_tokens),
             )
-            answer = admit(
-                now_s, board=self._board(now_s), model=rollout.model, params=self.params, demand=demand
-            )
+            board = self._board(now_s)
+            answer = admit(now_s, board=board, model=rollout.model, params=self.params, demand=demand)
             self.slack_s = answer.slack_s
+            if board.ttft_deadline_s is not None:
+                self._ttft_slack_s = board.ttft_deadline_s - now_s - self.params.guard_s
             tokens = answer.token_budget
             if tokens <= 0:
                 self.closed = True

@@ -22,7 +22,11 @@ MAX_GROUPS = 256
 
 class Request:
     """One attempt of a turn, or one production request.  ``prompt`` includes tokens kept from earlier attempts;
-    ``kept`` are those that this attempt sampled before its engine preempted it."""
+    ``kept`` are those that this attempt sampled before its engine preempted it.
+
+    ``trajectory``: what comes next of it finds this request's first ``repeated`` tokens in the prefix cache (None: all that
+    it ends with).  ``group``: its members share their first ``shared`` tokens (None: the prompt).
+    """
 
     __slots__ = (
         "admitted",
@@ -37,6 +41,8 @@ class Request:
         "kept",
         "key",
         "prompt",
+        "repeated",
+        "shared",
         "target",
         "trajectory",
     )
@@ -51,6 +57,8 @@ class Request:
         attempt: int = 0,
         trajectory: str = "",
         group: str = "",
+        repeated: int | None = None,
+        shared: int | None = None,
     ) -> None:
         self.key = key
         self.prompt = prompt
@@ -59,6 +67,8 @@ class Request:
         self.attempt = attempt
         self.trajectory = trajectory
         self.group = group
+        self.repeated = repeated
+        self.shared = prompt if shared is None else shared
         self.first_s: float | None = None
         self.cached = 0
         self.kept = 0
@@ -75,14 +85,16 @@ class Request:
 
 
 class Engine:
-    """See the module.  ``budget_tokens`` bounds used and cached tokens; production has no cache here."""
+    """See the module.  ``budget_tokens`` bounds used and cached tokens; a prefix is found by whole blocks of ``block_tokens``."""
 
     __slots__ = (
+        "_alive",
         "_base",
         "_heap",
         "_number",
         "_prefilling_tokens",
         "base_s",
+        "block_tokens",
         "budget_tokens",
         "cache",
         "cached_tokens",
@@ -101,12 +113,15 @@ class Engine:
         "waiting",
     )
 
-    def __init__(self, model: StepModel, chunk_tokens: int, budget_tokens: int) -> None:
+    def __init__(
+        self, model: StepModel, chunk_tokens: int, budget_tokens: int, block_tokens: int = 1
+    ) -> None:
         self.model = model
         self.base_s, self.prefill_s = model.base_s, model.prefill_token_s
         self.decode_s, self.context_s = model.decode_s, model.context_token_s
         self.chunk_tokens = chunk_tokens
         self.budget_tokens = budget_tokens
+        self.block_tokens = block_tokens
         self.k = 0.0
         self.running = 0
         self.requests: dict[str, Request] = {}
@@ -118,6 +133,8 @@ class Engine:
         self.cached_tokens = 0
         self.groups: OrderedDict[str, int] = OrderedDict()
         self.num_preempted = 0
+        self._alive: dict[str, int] = {}
+        """Trajectory -> tokens that a running request holds for others of it, which need not wait for its end."""
         self._heap: list[tuple[float, int, Request]] = []
         self._number = 0
         self._base = 0.0
@@ -170,9 +187,11 @@ class Engine:
         if request.trajectory:
             held = self.cache.pop(request.trajectory, 0)
             self.cached_tokens -= held
+            held = max(held, self._alive.get(request.trajectory, 0))
         if request.group:
-            held = max(held, self.groups.get(request.group, 0))
-        return min(held, request.prompt - 1)
+            held = max(held, min(self.groups.get(request.group, 0), request.shared))
+        held = min(held, request.prompt - 1)
+        return held - held % self.block_tokens
 
     def remember_group(self, group: str, tokens: int) -> None:
         self.groups[group] = tokens
@@ -229,7 +248,9 @@ class Engine:
         self._base += request.base
         self.running += 1
         if request.group and not request.cached:
-            self.remember_group(request.group, request.prompt)
+            self.remember_group(request.group, request.shared)
+        if request.repeated is not None:
+            self._alive[request.trajectory] = request.repeated
         if request.target > 1:
             self._number += 1
             heapq.heappush(self._heap, (self.k + request.target - 1, self._number, request))
@@ -238,6 +259,8 @@ class Engine:
         request.done = True
         self.running -= 1
         self._base -= request.base
+        if request.repeated is not None and self._alive.get(request.trajectory) == request.repeated:
+            del self._alive[request.trajectory]
         del self.requests[request.key]
         if not self.running:
             self.k, self._base = 0.0, 0.0
@@ -245,6 +268,9 @@ class Engine:
 
     def keep(self, request: Request, tokens: int) -> None:
         """Leave a finished turn's tokens in the prefix cache, as far as the budget allows."""
+        held = self.cache.pop(request.trajectory, 0)
+        self.cached_tokens -= held
+        tokens = max(tokens, held)
         if tokens <= self.budget_tokens - self.used_tokens:
             self.cache[request.trajectory] = tokens
             self.cached_tokens += tokens
@@ -261,6 +287,7 @@ class Engine:
     def drop_cache(self) -> None:
         self.cache.clear()
         self.groups.clear()
+        self._alive.clear()
         self.cached_tokens = 0
 
     # --- taking things away ----------------------------------------------------------------------------
@@ -308,6 +335,7 @@ class Engine:
             request.arrived_s,
             attempt=request.attempt,
             trajectory=request.trajectory,
+            repeated=request.repeated,
         )
         again.first_s, again.cached = request.first_s, request.cached
         again.kept = request.kept + produced

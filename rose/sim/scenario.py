@@ -113,6 +113,8 @@ class ServingSection(Section):
     noise: NotNegative = 0.3
     """Standard deviation of the rate from second to second, over its mean."""
     chunk_tokens: int = Field(default=2048, ge=16)
+    block_tokens: int = Field(default=16, ge=1, le=4096)
+    """A prompt is found in the prefix cache by whole blocks of so many tokens (vLLM's; 128 on CPU)."""
 
     @model_validator(mode="after")
     def _lengths(self) -> Self:

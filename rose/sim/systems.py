@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from rose.policy.admission import Rule
+
 Extra = Literal["none", "harvest", "spot", "serverless", "trainers"]
 Lending = Literal["rose", "paper", "static"]
 Format = Literal["full", "coo", "rose"]
@@ -27,6 +29,8 @@ class System:
     lending: Lending = "rose"
     admission: bool = True
     """Rollout steps ask for serving's slack."""
+    rule: Rule = Rule.SLACK
+    """What they are told."""
     routing: str = "sticky_least_loaded"
     resumable: bool = True
     """A turn that is cut goes on with its tokens."""
@@ -73,6 +77,7 @@ SYSTEMS: dict[str, System] = {
             label="ROSE, as in the paper",
             extra="harvest",
             lending="paper",
+            rule=Rule.PAPER,
             routing="paper",
             resumable=False,
             format="coo",

@@ -139,7 +139,7 @@ class _World(Hooks):
             self.queue,
             self.cluster,
             total_pages=pages,
-            serving=Engine(model, config.chunk_tokens, int(pages * page_tokens)),
+            serving=Engine(model, config.chunk_tokens, int(pages * page_tokens), config.block_tokens),
             rollout=self._rollout_engine(scenario.fleet.serving_gpus) if shared else None,
             serving_page_tokens=page_tokens,
             rollout_page_tokens=self.hardware.rollout_page_tokens(),
@@ -148,7 +148,7 @@ class _World(Hooks):
             overlap=scenario.efficiency.overlap,
             slo_ttft_s=config.slo_ttft_ms / 1e3,
             slo_tpot_s=config.slo_tpot_ms / 1e3,
-            params=AdmissionParams(),
+            params=AdmissionParams(rule=self.system.rule),
         )
 
     def _build(self) -> None:
@@ -302,7 +302,10 @@ class _World(Hooks):
         assert arrivals is not None
         device = self.serving_devices[int(arrivals.engine[index])]
         prompt, output = int(arrivals.prompt[index]), int(arrivals.output[index])
-        device.arrive(Request(f"p{index}", prompt, output, now_s), now_s)
+        request = Request(f"p{index}", prompt, output, now_s)
+        if arrivals.prefixes is not None:
+            arrivals.prefixes.mark(request, index)
+        device.arrive(request, now_s)
         if index + 1 < len(arrivals.at_s):
             self.queue.at(float(arrivals.at_s[index + 1]), self._arrive, index + 1)
 

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.sim_predict import Live, at_speed, calibrate, measured, read_live
+from benchmarks.sim_predict import BLOCK_TOKENS, Live, arrivals_of, at_speed, calibrate, measured, read_live
 from rose.errors import ConfigError
+from rose.policy.admission import StepModel
+from rose.sim.engine import Engine, Request
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -55,3 +57,26 @@ def test_a_slower_machine_takes_longer_for_everything(live: Live) -> None:
         2 * found.rollout.step_model().predict(100, 16)
     )
     assert slow.frontend_s == pytest.approx(2 * found.frontend_s)
+
+
+def test_the_model_of_the_prefix_cache_finds_what_production_s_cache_found_live() -> None:
+    """Nothing of it was fitted: blocks are vLLM's, prompts are the sender's."""
+    live = read_live(RESULTS / "coserve-multiturn-2026-11-21-2core.json")
+    arrivals, _ = arrivals_of(live)
+    assert arrivals.prefixes is not None
+    engine = Engine(StepModel(), 4096, 12_288, BLOCK_TOKENS)
+    asked = found = 0
+    for index in range(sum(map(len, live.segments))):
+        request = Request(f"p{index}", int(arrivals.prompt[index]), int(arrivals.output[index]), 0.0)
+        arrivals.prefixes.mark(request, index)
+        engine.add(request)
+        engine.admit(12_288)
+        engine.advance(1, engine.pending_tokens, 1.0)
+        engine.advance(1000, 0.0, 1.0)
+        assert request.repeated is not None
+        engine.keep(request, request.repeated)
+        asked += request.prompt
+        found += request.cached
+
+    assert asked == live.total(["alone_1"], "prefix_queries")
+    assert found == pytest.approx(live.total(["alone_1"], "prefix_hits"), rel=0.02)

@@ -203,3 +203,91 @@ def test_removed_requests_leave_nothing_behind() -> None:
     assert device.rollout is not None
     assert device.rollout.used_tokens == 0
     device.check()
+
+
+def cached(*requests: Request, block_tokens: int = 16, budget: int = 10_000) -> list[int]:
+    """Tokens that each of ``requests`` finds, when one comes after the other has ended."""
+    engine = Engine(MODEL, 4096, budget, block_tokens)
+    for request in requests:
+        engine.add(request)
+        engine.admit(budget)
+        engine.advance(1, engine.pending_tokens, 1.0)
+        engine.advance(1000, 0.0, 1.0)
+        if request.repeated is not None:
+            engine.keep(request, request.repeated)
+        engine.check()
+    return [request.cached for request in requests]
+
+
+def turn(key: str, prompt: int, conversation: str) -> Request:
+    return Request(key, prompt, 20, 0.0, trajectory=conversation, repeated=prompt, group="system", shared=256)
+
+
+def test_a_conversation_finds_its_former_prompt_and_a_stranger_the_system_prompt_by_whole_blocks() -> None:
+    found = cached(turn("a1", 320, "a"), turn("a2", 384, "a"), turn("b1", 330, "b"), turn("a3", 448, "a"))
+
+    assert found == [0, 320, 256, 384]
+    # vLLM on CPU: 384 tokens are 3 blocks, 320 are 2 and a half.
+    assert cached(turn("a1", 320, "a"), turn("a2", 384, "a"), turn("a3", 448, "a"), block_tokens=128) == [
+        0,
+        256,
+        384,
+    ]
+
+
+def test_a_prompt_that_was_all_there_before_still_computes_its_last_block() -> None:
+    assert cached(turn("a", 320, "a"), turn("b", 320, "a")) == [0, 304]
+
+
+def test_a_turn_finds_what_another_of_its_conversation_that_still_runs_has_read() -> None:
+    engine = Engine(MODEL, 4096, 10_000, 16)
+    first, second = turn("a1", 320, "a"), turn("a2", 384, "a")
+    for request in (first, second):
+        engine.add(request)
+        engine.admit(10_000)
+        engine.advance(1, engine.pending_tokens, 1.0)
+
+    assert engine.running == 2
+    assert second.cached == 320
+
+
+def test_a_loan_takes_the_prefixes_that_production_s_requests_do_not_hold() -> None:
+    """The second turn finds its prompt's head; with the memory lent in between, only what is left."""
+    hits = {}
+    for lent in (0, 3990):
+        device, queue, _ = shared_device(gated=False)
+        assert device.serving is not None
+        first, second = (turn(f"a{i}", 2000 + 64 * i, "a") for i in (1, 2))
+        for request in (first, second):
+            request.group = ""
+        device.lend_pages = lent
+        device.arrive(first, 0.0)
+        queue.run(5.0)
+        if lent:
+            device.add(Request("turn/1", 3000, 400, queue.now_s), queue.now_s)
+        queue.run(6.0)
+        device.arrive(second, queue.now_s)
+        queue.run(100.0)
+        hits[lent] = second.cached
+
+    assert hits[0] == 2064
+    assert hits[3990] == 0
+
+
+def test_rollout_steps_beside_a_long_prompt_stop_before_its_first_token_is_late() -> None:
+    """Read in four steps, 0.84 s alone: a rollout step beside each of them would break the promise of one second."""
+    late = {}
+    for gated in (True, False):
+        device, queue, host = shared_device(gated=gated, total=200_000)
+        device.slo_ttft_s = 1.0
+        for index in range(100):
+            device.add(Request(f"turn{index}/1", 10, 1000, 0.0), 0.0)
+        queue.run(2.0)
+        request = Request("p", 8000, 1, queue.now_s)
+        device.arrive(request, queue.now_s)
+        began_s = request.arrived_s
+        queue.run(10.0)
+        late[gated] = host.ended["p"] - began_s
+
+    assert late[False] > 1.0
+    assert 0.9 < late[True] <= 1.0
