@@ -131,6 +131,8 @@ class RolloutReport:
     num_retries: int
     num_dropped: int = 0
     """Redundant episodes that came too late."""
+    num_stale_groups: int = 0
+    """Groups that the scheduler gave up while they were played, because their first tokens had become too old."""
     causes: Mapping[str, int] = field(default_factory=dict)
     """Failed tries by :class:`Cause`."""
     failures: tuple[tuple[str, str], ...] = ()
@@ -142,6 +144,7 @@ class RolloutReport:
             num_turns=self.num_turns + other.num_turns,
             num_retries=self.num_retries + other.num_retries,
             num_dropped=self.num_dropped + other.num_dropped,
+            num_stale_groups=self.num_stale_groups + other.num_stale_groups,
             causes=Counter(self.causes) + Counter(other.causes),
             failures=self.failures + other.failures,
         )
@@ -321,6 +324,7 @@ class EpisodeRunner:
             num_turns=sum(group.num_turns for group in groups),
             num_retries=sum(group.num_retries for group in groups),
             num_dropped=sum(group.num_dropped for group in groups),
+            num_stale_groups=sum(group.is_stale for group in groups),
             causes=sum((group.causes for group in groups), Counter[str]()),
             failures=tuple((group.plan.group_id, group.failure) for group in groups if group.failure),
         )
@@ -455,6 +459,9 @@ class EpisodeRunner:
                 group.finished(num_turns)
                 return
             except (_EpisodeFailed, Gone, NotFound, Conflict) as error:
+                if isinstance(error, Gone) and error.reason == "stale":
+                    group.grew_stale()  # as a whole; another is played in its place
+                    return
                 if plan.num_redundant and isinstance(error, Gone | Conflict):
                     group.num_dropped += 1  # the group is complete without us
                     return
@@ -474,7 +481,7 @@ class EpisodeRunner:
                 if trajectory_id:
                     with suppress(RoseError):
                         await self._let_go(trajectory_id)
-                if group.is_over and not group.failure:
+                if group.is_complete:
                     group.num_dropped += 1
                 raise
             except RoseError:
@@ -586,14 +593,19 @@ class _GroupRun:
         self.num_finished = self.num_turns = self.num_retries = self.num_dropped = 0
         self.causes: Counter[str] = Counter()
         self.failure = ""
+        self.is_stale = False
 
     @property
     def num_episodes(self) -> int:
         return self.plan.num_missing + self.plan.num_redundant if self.plan.num_missing else 0
 
     @property
+    def is_complete(self) -> bool:
+        return self.num_finished >= self.plan.num_missing
+
+    @property
     def is_over(self) -> bool:
-        return bool(self.failure) or self.num_finished >= self.plan.num_missing
+        return bool(self.failure) or self.is_stale or self.is_complete
 
     def finished(self, num_turns: int) -> None:
         self.num_finished += 1
@@ -603,6 +615,10 @@ class _GroupRun:
 
     def give_up(self, why: str) -> None:
         self.failure = self.failure or why
+        self._stop()
+
+    def grew_stale(self) -> None:
+        self.is_stale = True
         self._stop()
 
     def _stop(self) -> None:
