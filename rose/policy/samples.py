@@ -20,7 +20,7 @@ Under the other rules ready groups that would be too old for the step after this
 Under ``cancel`` nothing is played on that no lease will take: a group with a token that is too old for the newest version is dropped
 when that version is published, or when the turn ends that shows it.  No lease will be at an older version.
 
-A trainer may name ``alpha`` and ``on_stale`` with each batch that it asks for; else its job's hold.
+A trainer may name ``alpha`` and ``on_stale`` with each version and each batch that it asks for; else its job's hold.
 
 A job may *filter* (DAPO): a complete group whose rewards are all equal teaches nothing and leaves as a whole.
 It may take groups in the order they were *submitted*: then no short group overtakes a long one.

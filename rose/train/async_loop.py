@@ -66,6 +66,7 @@ class Pump:
             if "step" in record:
                 break
             wanted = max(wanted, record["launch"])
+        await self._leave_stale()
         counts = {
             "num_episodes": self._num_episodes,
             "num_env_retries": self._num_retries,
@@ -88,6 +89,13 @@ class Pump:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
         self._running.clear()
+
+    async def _leave_stale(self) -> None:
+        """What the new version has made useless gives its room back now, and not when its environments next speak."""
+        try:
+            await self._crew.leave_stale()
+        except ActorDied:
+            pass  # the step stands; the next one finds out
 
     async def _fill(self, wanted: int) -> None:
         """Begin groups up to the bound; at least what the trainer is known to lack."""

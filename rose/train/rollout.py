@@ -34,7 +34,7 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -297,6 +297,7 @@ class EpisodeRunner:
         self._allowed = allowed_token_ids
         self._rewarder = rewarder
         self._slots = slots or asyncio.Semaphore(params.concurrency)
+        self._groups: set[_GroupRun] = set()
         self._episodes: set[asyncio.Task[Any]] = set()
         self._leaving: set[asyncio.Task[None]] = set()
         """Cancellations on their way to the scheduler."""
@@ -310,6 +311,7 @@ class EpisodeRunner:
             RoseError: The scheduler refused.
         """
         groups = [_GroupRun(plan) for plan in plans]
+        self._groups.update(groups)
         try:
             async with asyncio.TaskGroup() as tasks:
                 # The groups side by side rather than one after another: they end together.
@@ -319,6 +321,8 @@ class EpisodeRunner:
                             group.tasks.append(self._begin(tasks, self._member(group)))
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from failures  # the first one; it cancelled the others
+        finally:
+            self._groups.difference_update(groups)
         return RolloutReport(
             num_episodes=sum(group.num_finished for group in groups),
             num_turns=sum(group.num_turns for group in groups),
@@ -392,6 +396,12 @@ class EpisodeRunner:
                         await self._let_go(trajectory_id)  # scored or not, nobody is to train on it
         raise AssertionError("unreachable")
 
+    def leave(self, trajectory_ids: Set[str]) -> None:
+        """End the groups of these trajectories: the scheduler gave them up, which an episode would hear at its next turn only."""
+        for group in self._groups:
+            if not trajectory_ids.isdisjoint(group.trajectory_ids):
+                group.grew_stale()
+
     async def stop(self) -> None:
         """End every episode that runs; the scheduler has been told of each when this returns.  Their :meth:`run` returns too."""
         for task in self._episodes:
@@ -452,6 +462,7 @@ class EpisodeRunner:
                     task_kind=plan.task_kind,
                     prefill_per_decode=plan.prefill_per_decode,
                 )
+                group.trajectory_ids.add(trajectory_id)
                 final, num_turns = await self._play(trajectory_id, plan.task)
                 await self._client.finish(
                     trajectory_id, reward=final.reward, success=final.success, info=final.info
@@ -590,6 +601,7 @@ class _GroupRun:
     def __init__(self, plan: GroupPlan) -> None:
         self.plan = plan
         self.tasks: list[asyncio.Task[None]] = []
+        self.trajectory_ids: set[str] = set()
         self.num_finished = self.num_turns = self.num_retries = self.num_dropped = 0
         self.causes: Counter[str] = Counter()
         self.failure = ""

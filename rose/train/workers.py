@@ -157,6 +157,12 @@ class EnvManager:
         counts = Counter(str(trajectory.get("group_id")) for trajectory in finished)
         return sum(count >= self._config.rollout.group_size for count in counts.values())
 
+    async def leave_stale(self) -> None:
+        """Play on in no group that the scheduler has given up as too old."""
+        stale = await self._client.list_trajectories(job=self._config.job, state="stale")
+        for runner in self._runners.values():
+            runner.leave({one["id"] for one in stale})
+
     async def run(self, plans: Sequence[GroupPlan]) -> RolloutReport:
         by_task: dict[str, list[GroupPlan]] = {}
         for plan in plans:

@@ -123,6 +123,32 @@ def half_endless() -> HalfEndless:
     return HalfEndless(FrozenLakeParams(num_maps=4))
 
 
+class OneStuck(FrozenLakeFamily):
+    """FrozenLake whose first episode does not answer after its first turn."""
+
+    num_made = 0
+
+    def make(self) -> Any:
+        self.num_made += 1
+        inner, is_stuck = super().make(), self.num_made == 1
+
+        class Episode:
+            async def reset(self, task: Any) -> Observation:
+                return await inner.reset(task)
+
+            async def step(self, text: str) -> Observation:
+                return await (asyncio.Future() if is_stuck else inner.step(text))
+
+            async def close(self) -> None:
+                await inner.close()
+
+        return Episode()
+
+
+def one_stuck() -> OneStuck:
+    return OneStuck(FrozenLakeParams(num_maps=4))
+
+
 class Over(FrozenLakeFamily):
     """FrozenLake in which every ``every``-th task is over when it begins."""
 
