@@ -1,9 +1,14 @@
 """The main job with several seeds: what `rose demo` finds, run by run.
 
     python benchmarks/demo.py --seeds 0,1,2 --json benchmarks/results/demo.json
+    python benchmarks/demo.py --reports out/demo --commit HASH --json FILE     # of runs that were made before; runs nothing
 
 Each run takes about seven minutes and wants the machine for itself: its P99s are those of some hundred requests.  Keys: ``seedN.KEY``
 for each key of the demo's own summary, ``seedN.success_rise``, and ``median.KEY`` over the seeds.
+
+``seedN.alone.KEY`` and ``seedN.shared.KEY``: the RL job's steps while harvesting was off (the dedicated engine alone on core 1, which
+trains too) and while it was on (with the harvested engine beside production on core 0): medians of where a step's time goes, and turns
+per second of rollout.  Steps that lie in both are left out.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import json
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +33,40 @@ MEDIANS = (
     "p99_itl_ratio",
     "aa_ttft_ratio",
     "aa_itl_ratio",
+    "rollout_gain",
+    "step_gain",
 )
+
+
+PARTS = ("rollout", "train", "publish")
+
+
+def steps_of(details: Mapping[str, Any]) -> dict[str, float]:
+    """Figures of the steps of each phase, and of both."""
+    borders = {phase["name"]: (phase["start_s"], phase["end_s"]) for phase in details["phases"]}
+    windows = {"alone": (borders["alone_1"][0], borders["alone_2"][1]), "shared": borders["shared"]}
+    found: dict[str, float] = {}
+    for name, (start_s, end_s) in windows.items():
+        steps = [one for one in details["steps"] if start_s <= one["start_s"] and one["end_s"] <= end_s]
+        whole_s = [one["end_s"] - one["start_s"] for one in steps]
+        found[f"{name}.num_steps"] = len(steps)
+        found[f"{name}.step_s"] = statistics.median(whole_s)
+        for part in PARTS:
+            found[f"{name}.{part}_s"] = statistics.median(one[f"{part}_s"] for one in steps)
+        found[f"{name}.other_s"] = statistics.median(
+            whole - sum(one[f"{part}_s"] for part in PARTS) for whole, one in zip(whole_s, steps, strict=True)
+        )
+        rollout_s = sum(one["rollout_s"] for one in steps)
+        turns = {
+            tier: sum(one["tiers"][tier]["num_turns"] for one in steps) for tier in ("dedicated", "harvested")
+        }
+        for tier, count in turns.items():
+            found[f"{name}.{tier}_turns_per_s"] = count / rollout_s
+        found[f"{name}.turns_per_s"] = sum(turns.values()) / rollout_s
+        found[f"{name}.turns_per_step"] = sum(turns.values()) / len(steps)
+    found["rollout_gain"] = found["shared.turns_per_s"] / found["alone.turns_per_s"]
+    found["step_gain"] = found["alone.step_s"] / found["shared.step_s"]
+    return found
 
 
 def main() -> int:
@@ -38,24 +77,39 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, default=Path("out/demo-seeds"), help="one folder per seed goes there"
     )
+    parser.add_argument("--reports", type=Path, nargs="+", help="folders with a report.json each")
+    parser.add_argument("--commit", help="of the code that made them")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     report = Report("demo")
-    seeds = [int(seed) for seed in args.seeds.split(",")]
     found: dict[int, dict[str, Any]] = {}
+    for folder in args.reports or run(args.out, [int(seed) for seed in args.seeds.split(",")]):
+        document = json.loads((folder / "report.json").read_text())
+        summary, details = document["summary"], document["details"]
+        summary["success_rise"] = summary["success_rate_last"] - summary["success_rate_first"]
+        found[details["seed"]] = {
+            "summary": {**summary, **steps_of(details)},
+            "ratios": details["latency"]["ratios"],
+        }
+    flat = {
+        f"seed{seed}.{key}": value for seed, one in found.items() for key, value in one["summary"].items()
+    }
+    for key in MEDIANS:
+        flat[f"median.{key}"] = statistics.median(one["summary"][key] for one in found.values())
+    ratios: dict[str, Any] = {str(seed): one["ratios"] for seed, one in found.items()}
+    if args.reports:
+        ratios["commit_of_the_runs"] = args.commit
+    report.finish(flat, ratios, args.json)
+    return 0
+
+
+def run(out: Path, seeds: Sequence[int]) -> Iterator[Path]:
+    """Run the demo with each seed; the folders of their reports."""
     for seed in seeds:
-        folder = args.out / f"seed{seed}"
+        folder = out / f"seed{seed}"
         command = [sys.executable, "-m", "rose.cli", "demo", "--seed", str(seed), "--out", str(folder)]
         subprocess.run(command, check=True, cwd=Path(__file__).parents[1])
-        document = json.loads((folder / "report.json").read_text())
-        summary = document["summary"]
-        summary["success_rise"] = summary["success_rate_last"] - summary["success_rate_first"]
-        found[seed] = {"summary": summary, "ratios": document["details"]["latency"]["ratios"]}
-    flat = {f"seed{seed}.{key}": value for seed in seeds for key, value in found[seed]["summary"].items()}
-    for key in MEDIANS:
-        flat[f"median.{key}"] = statistics.median(found[seed]["summary"][key] for seed in seeds)
-    report.finish(flat, {str(seed): found[seed]["ratios"] for seed in seeds}, args.json)
-    return 0
+        yield folder
 
 
 if __name__ == "__main__":

@@ -103,8 +103,23 @@ class TooLarge(RequestError):
 
 
 class Gone(RequestError):
+    """``reason``: why, in one word that a program can act on (``stale``); empty where there is no more to say."""
+
     status = 410
     code = "gone"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        field: str | None = None,
+        fix: str | None = None,
+        status: int | None = None,
+        code: str | None = None,
+        reason: str = "",
+    ) -> None:
+        super().__init__(message, field=field, fix=fix, status=status, code=code)
+        self.reason = reason
 
 
 class CapacityError(RequestError):

@@ -1,7 +1,7 @@
 """What harvested engines bring to a train loop: real scheduler, loops and environment managers on engines that only take time.
 
 One arm is a mode (synchronous or asynchronous), a fleet, and whether environments have stragglers (a lognormal latency added to
-each of their steps).  Fleets: *dedicated*, *harvested* (the same engines beside bursts of production, see
+each of their steps).  Against these each group starts one redundant episode; one more arm shows the synchronous loop without.  Fleets: *dedicated*, *harvested* (the same engines beside bursts of production, see
 ``benchmarks.training.engines``), and *both*.  The trainer takes a fixed time per step.
 
 *Gain.*  Pools add up if ``both = dedicated + harvested`` in tokens per second, each measured alone in the same asynchronous
@@ -43,6 +43,8 @@ NUM_ENGINES = 2
 CAP = 16
 """Turns per engine, as in the paper."""
 BAR = 0.9
+SPARE = 1
+"""Episodes that a group starts beyond its eight where there are stragglers; the slowest is dropped."""
 STRAGGLERS = {"median_s": 0.2, "sigma": 1.2}
 """One step in a hundred takes sixteen times the median: 3.3 s, where an answer takes 1.3 s."""
 WARM_STEPS = {"synchronous": 1, "asynchronous": 4}
@@ -60,10 +62,17 @@ class Case:
     alpha: int = 4
     plain: bool = False
     """Without the two settings of the scheduler that are for long queues."""
+    no_spare: bool = False
+    """Stragglers without redundant episodes."""
 
     @property
     def name(self) -> str:
-        return f"{self.mode}_{self.fleet}{'_stragglers' if self.stragglers else ''}{'_plain' if self.plain else ''}"
+        ends = [name for name in ("stragglers", "plain", "no_spare") if getattr(self, name)]
+        return "_".join((self.mode, self.fleet, *ends))
+
+    @property
+    def redundant_episodes(self) -> int:
+        return SPARE if self.stragglers and not self.no_spare else 0
 
 
 CASES = [
@@ -75,7 +84,10 @@ CASES = [
         ("asynchronous", "harvested"),
         ("asynchronous", "both"),
     )
-] + [Case(mode="asynchronous", fleet=fleet, plain=True) for fleet in ("dedicated", "both")]
+] + [
+    *(Case(mode="asynchronous", fleet=fleet, plain=True) for fleet in ("dedicated", "both")),
+    Case(mode="synchronous", fleet="dedicated", stragglers=True, no_spare=True),
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,6 +172,7 @@ class Loop:
                 "alpha": case.alpha,
                 "num_groups": setting.num_groups,
                 "group_size": setting.group_size,
+                "redundant_episodes": case.redundant_episodes,
                 "max_tokens": 256,
             },
         }
@@ -352,6 +365,9 @@ def summarise(
         if synchronous is not None:
             summary[f"sync_tokens_per_s{end}"] = synchronous
             summary[f"async_over_sync{end}"] = round(rates[f"asynchronous_dedicated{end}"] / synchronous, 3)
+    spare, none = (rates.get(f"synchronous_dedicated_stragglers{end}") for end in ("", "_no_spare"))
+    if spare is not None and none is not None:
+        summary["sync_spare_over_none_stragglers"] = round(spare / none, 3)
     summary["harvest_gain_over_limit_bar"] = BAR
     for fleet in ("dedicated", "both"):
         name = f"asynchronous_{fleet}"
@@ -400,6 +416,7 @@ def summarise(
         "cap": CAP,
         "engines_per_tier": NUM_ENGINES,
         "stragglers": STRAGGLERS,
+        "redundant_episodes": SPARE,
         "repeats": repeats,
         "runs": [{"seed": seed, **one} for (_, seed), one in runs.items()],
     }

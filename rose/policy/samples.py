@@ -17,7 +17,10 @@ are begun and not consumed, nothing ever gets too old then; beyond that, ``wait`
 
 Under the other rules ready groups that would be too old for the step after this one go before the others.
 
-A trainer may name ``alpha`` and ``on_stale`` with each batch that it asks for; else its job's hold.
+Under ``cancel`` nothing is played on that no lease will take: a group with a token that is too old for the newest version is dropped
+when that version is published, or when the turn ends that shows it.  No lease will be at an older version.
+
+A trainer may name ``alpha`` and ``on_stale`` with each version and each batch that it asks for; else its job's hold.
 
 A job may *filter* (DAPO): a complete group whose rewards are all equal teaches nothing and leaves as a whole.
 It may take groups in the order they were *submitted*: then no short group overtakes a long one.
@@ -47,7 +50,26 @@ from typing import assert_never
 
 from rose.errors import Conflict, Gone, NotFound
 from rose.policy.discards import Discards
-from rose.policy.staleness import Version, worst_lag
+from rose.policy.sample_events import (
+    Action,
+    BatchAcked,
+    BatchAsked,
+    BatchExpired,
+    BatchRestored,
+    Consumed,
+    Discard,
+    Event,
+    GroupReady,
+    JobResumed,
+    Leased,
+    Returned,
+    TrajectoryCancelled,
+    TrajectoryCreated,
+    TrajectoryFinished,
+    TurnAdded,
+    VersionPublished,
+)
+from rose.policy.staleness import Version, is_spent, worst_lag
 
 
 class SampleState(StrEnum):
@@ -93,148 +115,6 @@ class SampleParams(JobParams):
 
     def of(self, job: str) -> JobParams:
         return self.jobs.get(job, self)
-
-
-# --- events ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrajectoryCreated:
-    """``floor``: no token of it will be of an older version, because no worker below takes a turn of its job any more."""
-
-    trajectory_id: str
-    job: str
-    group_id: str
-    group_size: int
-    floor: Version | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TurnAdded:
-    """A running trajectory has one more turn.  ``oldest`` and ``num_tokens`` (sampled) are of all its turns."""
-
-    trajectory_id: str
-    oldest: Version | None
-    num_tokens: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrajectoryFinished:
-    """``oldest`` is the oldest version among its sampled tokens; None when it has none.  ``filter_equal`` as
-    the job's was when it finished: a replay must not depend on today's settings."""
-
-    trajectory_id: str
-    oldest: Version | None
-    reward: float = 0.0
-    filter_equal: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrajectoryCancelled:
-    trajectory_id: str
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BatchAsked:
-    at_s: float
-    batch_id: str
-    job: str
-    num_groups: int
-    version: Version
-    ttl_s: float
-    alpha: int | None = None
-    """This and ``on_stale``: None = as the job's."""
-    on_stale: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BatchRestored:
-    """Replay of a lease that was granted before a restart."""
-
-    at_s: float
-    batch_id: str
-    job: str
-    group_ids: tuple[str, ...]
-    stale_group_ids: tuple[str, ...]
-    ttl_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BatchExpired:
-    batch_id: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BatchAcked:
-    batch_id: str
-    step: int
-    attempt: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobResumed:
-    """A trainer started again: its open leases return, except what its checkpoint has consumed."""
-
-    job: str
-    attempt: int
-    consumed: tuple[str, ...]
-
-
-Event = (
-    TrajectoryCreated
-    | TurnAdded
-    | TrajectoryFinished
-    | TrajectoryCancelled
-    | BatchAsked
-    | BatchRestored
-    | BatchExpired
-    | BatchAcked
-    | JobResumed
-)
-
-# --- actions ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GroupReady:
-    job: str
-    group_id: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Discard:
-    """These trajectories will not be trained on: stop their turns."""
-
-    trajectory_ids: tuple[str, ...]
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Leased:
-    batch_id: str
-    group_ids: tuple[str, ...]
-    trajectory_ids: tuple[str, ...]
-    stale_ids: tuple[str, ...]
-    stale_group_ids: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Consumed:
-    """Their tokens may be forgotten."""
-
-    trajectory_ids: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Returned:
-    """These groups can be leased again."""
-
-    batch_id: str
-    group_ids: tuple[str, ...]
-
-
-Action = GroupReady | Discard | Leased | Consumed | Returned
 
 
 @dataclass(kw_only=True, slots=True)
@@ -295,6 +175,8 @@ class SampleBook:
     )
     """Final trajectories that have left the book, by job and state."""
     discards: Discards = field(default_factory=Discards)
+    bounds: dict[str, tuple[Version, int]] = field(default_factory=lambda: dict[str, tuple[Version, int]]())
+    """Of jobs under ``cancel``: the newest version, and how far behind it a token may lie."""
     _num_groups: int = 0
 
     def handle(self, event: Event) -> list[Action]:
@@ -302,14 +184,13 @@ class SampleBook:
             case TrajectoryCreated():
                 return self._create(event)
             case TurnAdded():
-                sample = self.samples.get(event.trajectory_id)
-                if sample is not None:
-                    sample.oldest, sample.num_tokens = event.oldest, event.num_tokens
-                return []
+                return self._turn(event)
             case TrajectoryFinished():
                 return self._finish(event)
             case TrajectoryCancelled():
                 return self._cancel(event)
+            case VersionPublished():
+                return self._publish(event)
             case BatchAsked():
                 return self._ask(event)
             case BatchRestored():
@@ -365,6 +246,21 @@ class SampleBook:
         self.num_here[(event.job, SampleState.RUNNING)] += 1
         return []
 
+    def _turn(self, event: TurnAdded) -> list[Action]:
+        sample = self.samples.get(event.trajectory_id)
+        if sample is None:
+            return []
+        sample.oldest, sample.num_tokens = event.oldest, event.num_tokens
+        bound = self.bounds.get(sample.job)
+        if (
+            bound is None
+            or event.oldest is None
+            or sample.state is not SampleState.RUNNING
+            or not is_spent(bound[0], event.oldest, bound[1])
+        ):
+            return []
+        return [self._drop_stale(sample.job, [sample.group_id])]
+
     def _finish(self, event: TrajectoryFinished) -> list[Action]:
         sample = self._running(event.trajectory_id)
         self._move(sample, SampleState.FINISHED)
@@ -407,6 +303,29 @@ class SampleBook:
 
     # --- batches ---------------------------------------------------------------------------------------
 
+    def _publish(self, event: VersionPublished) -> list[Action]:
+        params = self._params_for(event)
+        if params.on_stale != "cancel":
+            self.bounds.pop(event.job, None)
+            return []
+        self.bounds[event.job] = (event.version, params.alpha)
+        spent = [
+            group_id
+            for (job, group_id), group in self.groups.items()
+            if job == event.job and not self._is_leased(group) and self._is_spent(group, event, params.alpha)
+        ]
+        return [self._drop_stale(event.job, spent)] if spent else []
+
+    def _is_spent(self, group: Group, event: VersionPublished, alpha: int) -> bool:
+        return any(
+            sampled is not None and is_spent(event.version, sampled, alpha)
+            for name in group.members
+            for sampled in (self.samples[name].oldest, event.live.get(name))
+        )
+
+    def _is_leased(self, group: Group) -> bool:
+        return any(self.samples[name].state is SampleState.LEASED for name in group.members)
+
     def _ask(self, event: BatchAsked) -> list[Action]:
         if event.batch_id in self.batches or event.batch_id in self.acked:
             raise Conflict(f"batch {event.batch_id} exists", field="batch_id")
@@ -436,7 +355,7 @@ class SampleBook:
         ]
         return actions + self._grant(event, tuple(picked), tuple(stale_groups), tuple(stale_ids))
 
-    def _params_for(self, event: BatchAsked) -> JobParams:
+    def _params_for(self, event: BatchAsked | VersionPublished) -> JobParams:
         own = self.params.of(event.job)
         return JobParams(
             alpha=own.alpha if event.alpha is None else event.alpha,
@@ -505,7 +424,11 @@ class SampleBook:
         if missing:
             raise Conflict(f"group {missing[0]} cannot be leased", field="group_ids")
         actions: list[Action] = []
-        stale = [group_id for group_id in event.stale_group_ids if group_id in self.ready.get(event.job, [])]
+        stale = [
+            group_id
+            for group_id in event.stale_group_ids
+            if (group := self.groups.get((event.job, group_id))) is not None and not self._is_leased(group)
+        ]
         if stale:
             actions.append(self._drop_stale(event.job, stale))
         return actions + (self._grant(event, event.group_ids, tuple(stale), ()) if event.group_ids else [])
@@ -615,8 +538,10 @@ class SampleBook:
     def _drop_stale(self, job: str, group_ids: list[str]) -> Discard:
         ids: list[str] = []
         for group_id in group_ids:
-            self.ready[job].remove(group_id)
-            for member in self.groups.pop((job, group_id)).members:
+            group = self.groups.pop((job, group_id))
+            if group.ready:
+                self.ready[job].remove(group_id)
+            for member in group.members:
                 self._final(member, SampleState.STALE, "stale")
                 ids.append(member)
         return Discard(trajectory_ids=tuple(ids), reason="stale")
@@ -651,7 +576,8 @@ class SampleBook:
         if sample is None:
             raise NotFound(f"trajectory {trajectory_id} is unknown", field="id", code="unknown_session")
         if sample.state in (SampleState.CANCELLED, SampleState.STALE):
-            raise Gone(f"trajectory was cancelled ({sample.reason})", field="id", code="trajectory_cancelled")
+            text = f"trajectory was cancelled ({sample.reason})"
+            raise Gone(text, field="id", code="trajectory_cancelled", reason=sample.reason)
         if sample.state is not SampleState.RUNNING:
             raise Conflict(f"trajectory is already {sample.state.value}", field="id")
         return sample

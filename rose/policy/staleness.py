@@ -65,6 +65,14 @@ def lag(consuming: Version, sampled: Version) -> int:
     return abs(consuming[1] - sampled[1])
 
 
+def is_spent(newest: Version, sampled: Version, alpha: int) -> bool:
+    """Whether a sample is too old for a trainer at ``newest`` and will be for each later version.
+
+    A sample of a *later* step of an abandoned attempt is not: the schedule is still to get there.
+    """
+    return newest[1] - sampled[1] > alpha
+
+
 def worst_lag(consuming: Version, sampled: Iterable[Version]) -> int:
     """The lag of the stalest of ``sampled``; 0 when there is none."""
     return max((lag(consuming, version) for version in sampled), default=0)

@@ -37,6 +37,8 @@ class Turn:
     attempt_mixed: bool | None = None
     """What the live attempt's engine said of its context (:class:`~rose.policy.turn_events.AttemptEnded`)."""
     kv_mixed: bool | None = False
+    attempt_published: Version | None = None
+    """The newest version that its job had published when the live attempt's first token arrived."""
     attempt_resident: int = 0
     """Tokens believed to be in the worker's cache at dispatch."""
     progress_at_s: float = 0.0
@@ -70,6 +72,19 @@ class Turn:
     def need_tokens(self) -> int:
         """KV room that a worker must have for it."""
         return self.num_tokens + self.expected_tokens
+
+    @property
+    def oldest_at_most(self) -> Version | None:
+        """A version that its oldest token is surely not newer than; None while nothing can be said.
+
+        Of attempts that are over, the engine has told; of the live one, no token is newer than what had been published when
+        it arrived.
+        """
+        over = self.attempt_start if self.worker is not None else len(self.token_ids)
+        known = [span.version for span in self.spans if span.start < over]
+        if len(self.token_ids) > over and self.attempt_published is not None:
+            known.append(self.attempt_published)
+        return min(known, default=None)
 
     def append(self, worker: Worker, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
         """Keep tokens of the live attempt.

@@ -145,6 +145,16 @@ class TurnBook:
         """Its turns that have not ended."""
         return sorted(self._by_trajectory.get(trajectory_id, ()))
 
+    def oldest_live(self, job: str) -> dict[str, Version]:
+        """Of the job's trajectories with a turn under way, a version that its oldest token is surely not newer than."""
+        found: dict[str, Version] = {}
+        for turn in self.turns.values():
+            version = turn.oldest_at_most if turn.spec.job == job else None
+            if version is not None:
+                name = turn.spec.trajectory_id
+                found[name] = min(version, found.get(name, version))
+        return found
+
     # --- the door --------------------------------------------------------------------------------------
 
     def handle(self, event: Event) -> list[Action]:
@@ -266,6 +276,8 @@ class TurnBook:
         turn.progress_at_s = event.at_s
         if turn.first_token_at_s is None:
             turn.first_token_at_s = event.at_s
+        if start == turn.attempt_start:
+            turn.attempt_published = self.required.get(turn.spec.job)
         turn.append(worker, token_ids, event.logprobs[:count])
         return [TokensKept(turn_id=event.turn_id, attempt=event.attempt, start=start, num_tokens=count)]
 

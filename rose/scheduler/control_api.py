@@ -165,8 +165,7 @@ class ControlRoutes:
         version = parse_version(fields.raw("version", required=True))
         ttl_s = fields.number("ttl_s", default=600.0, least=0.001, most=self._config.batches.max_ttl_s)
         wait_s = fields.number("wait_s", default=0.0, least=0, most=1e9)
-        alpha = fields.optional_integer("alpha")
-        on_stale = fields.choice("on_stale", sp.STALE_RULES) if fields.raw("on_stale") is not None else None
+        alpha, on_stale = _staleness(fields)
         fields.done()
         deadline_s = self._dispatcher.now_s() + min(wait_s, self._config.timeouts.max_wait_s)
         while True:
@@ -231,8 +230,15 @@ class ControlRoutes:
         fields = Fields(await read_object(request))
         job = fields.text("job")
         version: Version = (fields.integer("attempt"), fields.integer("version"))
+        alpha, on_stale = _staleness(fields)
         fields.done()
         if self._store.require(job, version):
+            # Before the workers hear of the version: no engine carries over the update what is of no use after it.
+            live = self._dispatcher.book.oldest_live(job)
+            spent = self._store.drop_spent(
+                job=job, version=version, alpha=alpha, on_stale=on_stale, live=live
+            )
+            self._carry_out(spent)
             self._dispatcher.require(job, version)
             self._timeline.on_step(job, format_version(version))
             await self._store.journal.commit()
@@ -360,6 +366,12 @@ class ControlRoutes:
     def _required(self) -> str | None:
         required = self._dispatcher.book.required.values()
         return format_version(max(required)) if required else None
+
+
+def _staleness(fields: Fields) -> tuple[int | None, str | None]:
+    """``alpha`` and ``on_stale``, where a trainer names its own."""
+    alpha = fields.optional_integer("alpha")
+    return alpha, fields.choice("on_stale", sp.STALE_RULES) if fields.raw("on_stale") is not None else None
 
 
 def _promises(fields: Fields) -> dict[str, Promise]:

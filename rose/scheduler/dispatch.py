@@ -459,7 +459,8 @@ def _inflight(worker: Worker) -> int:
 def turn_error(ended: te.TurnEnded) -> RoseError:
     """The error a client gets for a turn that did not end well."""
     if ended.outcome is te.TurnState.CANCELLED:
-        return Gone(f"the turn was cancelled ({ended.reason})", code="trajectory_cancelled")
+        text = f"the turn was cancelled ({ended.reason})"
+        return Gone(text, code="trajectory_cancelled", reason=ended.reason)
     match ended.reason:
         case "deadline":
             return CapacityError(

@@ -3,7 +3,7 @@
 All input is hostile.  A body is bounded, must be one JSON object, and is read field by field with
 :class:`Fields`, whose errors name the field.  Every error leaves as one line in OpenAI's shape::
 
-    {"error": {"message": ..., "type": ..., "param": field, "code": ...}}
+    {"error": {"message": ..., "type": ..., "param": field, "code": ..., "reason"?: why it is gone}}
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 from aiohttp import web
 
 from rose.auth import Tokens
-from rose.errors import CapacityError, EngineError, PolicyError, RequestError, RoseError, TooLarge
+from rose.errors import CapacityError, EngineError, Gone, PolicyError, RequestError, RoseError, TooLarge
 
 log = logging.getLogger("rose.scheduler")
 
@@ -40,7 +40,10 @@ def error_body(error: RoseError) -> dict[str, Any]:
     kind = "invalid_request_error" if 400 <= error.status < 500 else "server_error"
     message = error.message if error.fix is None else f"{error.message} ({error.fix})"
     message = " ".join(message.split())[:1000]
-    return {"error": {"message": message, "type": kind, "param": error.field, "code": error.code}}
+    body = {"message": message, "type": kind, "param": error.field, "code": error.code}
+    if isinstance(error, Gone) and error.reason:
+        body["reason"] = error.reason
+    return {"error": body}
 
 
 def error_response(error: RoseError) -> web.Response:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rose.errors import CapacityError, RequestError
+from rose.policy import samples as sp
 from rose.policy import turn_events as te
 from rose.policy.staleness import Version, format_version
 from rose.scheduler.dispatch import Dispatcher, TurnHandle, turn_error
@@ -330,7 +331,7 @@ class Jobs:
                 fork = "branch"
             if fork is not None:
                 self.on_fork(fork)
-            self.store.add_turn(
+            actions = self.store.add_turn(
                 TurnRecord(
                     trajectory_id=trajectory.id,
                     turn=done.turn,
@@ -355,6 +356,10 @@ class Jobs:
                     kv_mixed=result.kv_mixed,
                 )
             )
+            for action in actions:
+                if isinstance(action, sp.Discard):
+                    for name in action.trajectory_ids:
+                        self.dispatcher.cancel_trajectory(name, action.reason)
         self.on_finished(done, job.wish)
 
     async def drain(self, timeout_s: float) -> int:

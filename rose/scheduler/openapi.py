@@ -78,6 +78,7 @@ CREATE = _object(
     prefill_per_decode=_optional({"type": "number", "minimum": 1e-6, "maximum": 1e6}),
 )
 FINISH = _object(("reward",), reward=NUMBER, success=_optional(FLAG), info=ANY)
+ON_STALE = _optional({"type": "string", "enum": [*STALE_RULES, None]})
 LEASE = _object(
     ("job", "num_groups", "version"),
     job=TEXT,
@@ -91,7 +92,7 @@ LEASE = _object(
     ttl_s=_optional({"type": "number", "exclusiveMinimum": 0}),
     wait_s=_optional({"type": "number", "minimum": 0}),
     alpha=_optional(COUNT),
-    on_stale=_optional({"type": "string", "enum": [*STALE_RULES, None]}),
+    on_stale=ON_STALE,
 )
 WORKER = _object(
     ("worker_id", "url", "tier", "model", "max_model_len", "incarnation"),
@@ -191,7 +192,14 @@ ROUTES: list[tuple[str, str, tuple[str, ...], str, Schema | None, tuple[int, ...
         "/rose/v1/versions",
         ("trainer",),
         "New weights",
-        _object(("job", "attempt", "version"), job=TEXT, attempt=COUNT, version=COUNT),
+        _object(
+            ("job", "attempt", "version"),
+            job=TEXT,
+            attempt=COUNT,
+            version=COUNT,
+            alpha=_optional(COUNT),
+            on_stale=ON_STALE,
+        ),
         (200, 409),
     ),
     ("post", "/workers", ("node",), "Register an engine", WORKER, (200,)),
@@ -216,6 +224,7 @@ ERROR = _object(
         type={"type": "string"},
         param={"type": ["string", "null"]},
         code={"type": ["string", "null"]},
+        reason={"type": "string"},
     ),
 )
 

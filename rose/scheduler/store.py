@@ -17,7 +17,7 @@ import logging
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
 
@@ -258,6 +258,7 @@ class Store:
                 f"trajectory was cancelled ({sample.reason})",
                 field="X-Session-ID",
                 code="trajectory_cancelled",
+                reason=sample.reason,
             )
         if sample.state is not sp.SampleState.RUNNING:
             raise Conflict(
@@ -321,10 +322,14 @@ class Store:
         self._untouched[name] = time.monotonic()
         self._untouched.move_to_end(name)
 
-    def add_turn(self, record: TurnRecord) -> None:
-        """A turn is done: remembered before its client is answered."""
+    def add_turn(self, record: TurnRecord) -> list[sp.Action]:
+        """A turn is done: remembered before its client is answered.  It may show that its group is too old to be of use."""
         self.journal.append(record)
-        self._apply(record)
+        actions = self._apply(record)
+        if actions:
+            self._drop(self.trajectories[record.trajectory_id].created.job, actions)
+            self._after(actions)
+        return actions
 
     def finish(self, record: FinishRecord) -> list[sp.Action]:
         """Idempotent: the same reward again is no error."""
@@ -370,14 +375,9 @@ class Store:
         # Which groups are stale depends on the book alone, so deciding first and recording the decision
         # is safe: nothing is visible before the record is written, and a failed write undoes nothing
         # that was promised (the lease then expires).
-        before = dict.fromkeys(self.book.ready.get(job, ()))
         actions = self.book.handle(event)
         leased = next((action for action in actions if isinstance(action, sp.Leased)), None)
-        dropped = [
-            name
-            for name in before
-            if name not in self.book.ready[job] and (leased is None or name not in leased.group_ids)
-        ]
+        dropped = self._stale_groups(actions)
         if leased is not None or dropped:
             self.journal.append(
                 LeaseRecord(
@@ -418,6 +418,40 @@ class Store:
         self.versions[job] = version
         return True
 
+    def drop_spent(
+        self,
+        *,
+        job: str,
+        version: Version,
+        alpha: int | None,
+        on_stale: str | None,
+        live: Mapping[str, Version],
+    ) -> list[sp.Action]:
+        """Give up what no trainer at ``version`` or later may take; see :class:`~rose.policy.sample_events.VersionPublished`."""
+        event = sp.VersionPublished(job=job, version=version, alpha=alpha, on_stale=on_stale, live=live)
+        actions = self.book.handle(event)
+        self._drop(job, actions)
+        self._after(actions)
+        return actions
+
+    def _drop(self, job: str, actions: list[sp.Action]) -> None:
+        """Record which groups were given up; a restart is told, and decides nothing of its own."""
+        dropped = self._stale_groups(actions)
+        if dropped:
+            name = f"b-{secrets.token_hex(10)}"
+            record = LeaseRecord(batch_id=name, job=job, group_ids=[], stale_group_ids=dropped, ttl_s=0.0)
+            self.journal.append(record)
+
+    def _stale_groups(self, actions: list[sp.Action]) -> list[str]:
+        """To be asked before :meth:`_after`, which may forget their trajectories."""
+        names = [
+            name
+            for action in actions
+            if isinstance(action, sp.Discard) and action.reason == "stale"
+            for name in action.trajectory_ids
+        ]
+        return list(dict.fromkeys(self.trajectories[name].created.group_id for name in names))
+
     # --- one way in, live and at recovery --------------------------------------------------------------
 
     def _write(self, record: Record) -> list[sp.Action]:
@@ -435,7 +469,7 @@ class Store:
                     trajectory.add(record)
                     if record.trajectory_id in self._untouched:
                         self._touch(record.trajectory_id)
-                    self.book.handle(
+                    return self.book.handle(
                         sp.TurnAdded(
                             trajectory_id=trajectory.id,
                             oldest=trajectory.oldest,

@@ -40,7 +40,7 @@ class Pump:
         self._surveyed = False
         self._num_begun = 0
         self._num_failed = 0
-        self._num_episodes = self._num_retries = 0
+        self._num_episodes = self._num_retries = self._num_stale_groups = 0
         self._causes: Counter[str] = Counter()
 
     async def step(self) -> dict[str, Any]:
@@ -66,13 +66,18 @@ class Pump:
             if "step" in record:
                 break
             wanted = max(wanted, record["launch"])
-        counts = {"num_episodes": self._num_episodes, "num_env_retries": self._num_retries}
+        await self._leave_stale()
+        counts = {
+            "num_episodes": self._num_episodes,
+            "num_env_retries": self._num_retries,
+            "num_stale_groups": self._num_stale_groups,
+        }
         failed: dict[str, Any] = {
             "num_failed_groups": self._num_failed,
             "num_running_groups": len(self._running),
         }
         failed["failed_tries"] = dict(self._causes)
-        self._num_episodes = self._num_retries = self._num_failed = 0
+        self._num_episodes = self._num_retries = self._num_failed = self._num_stale_groups = 0
         self._causes.clear()
         # Of an asynchronous step, the rollout's share is what the trainer waited for.
         busy_s = record["train_s"] + record["checkpoint_s"] + record["publish_s"]
@@ -84,6 +89,13 @@ class Pump:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
         self._running.clear()
+
+    async def _leave_stale(self) -> None:
+        """What the new version has made useless gives its room back now, and not when its environments next speak."""
+        try:
+            await self._crew.leave_stale()
+        except ActorDied:
+            pass  # the step stands; the next one finds out
 
     async def _fill(self, wanted: int) -> None:
         """Begin groups up to the bound; at least what the trainer is known to lack."""
@@ -137,6 +149,7 @@ class Pump:
                 report = task.result()
                 self._num_episodes += report.num_episodes
                 self._num_retries += report.num_retries
+                self._num_stale_groups += report.num_stale_groups
                 self._causes += Counter(report.causes)
                 for _, why in report.failures:
                     self._num_failed += 1

@@ -51,7 +51,6 @@ _BY_STATUS: dict[int, type[RequestError]] = {
     401: Unauthorized,
     404: NotFound,
     409: Conflict,
-    410: Gone,
     413: TooLarge,
     422: Conflict,
 }
@@ -220,10 +219,7 @@ class SchedulerClient:
             "ttl_s": ttl_s,
             "wait_s": wait_s,
         }
-        if alpha is not None:
-            body["alpha"] = alpha
-        if on_stale is not None:
-            body["on_stale"] = on_stale
+        body |= _staleness(alpha, on_stale)
 
         async def hand_back() -> None:
             await self.resume(job=job, attempt=attempt, consumed=())
@@ -247,9 +243,15 @@ class SchedulerClient:
         body = {"step": step, "attempt": attempt}
         await self._call("POST", f"/rose/v1/batches/{batch_id}/ack", self._trainer, body)
 
-    async def set_version(self, *, job: str, attempt: int, version: int) -> None:
-        """Workers below this version take no new turn of the job."""
-        body = {"job": job, "attempt": attempt, "version": version}
+    async def set_version(
+        self, *, job: str, attempt: int, version: int, alpha: int | None = None, on_stale: str | None = None
+    ) -> None:
+        """Workers below this version take no new turn of the job, and what is too old for it is given up.
+
+        ``alpha`` and ``on_stale`` as with :meth:`lease`.
+        """
+        body: dict[str, Any] = {"job": job, "attempt": attempt, "version": version}
+        body |= _staleness(alpha, on_stale)
         await self._call("POST", "/rose/v1/versions", self._trainer, body)
 
     async def latest_attempt(self, job: str) -> int:
@@ -262,6 +264,14 @@ class SchedulerClient:
             return parse_version(version)[0]
         except RoseError as error:
             raise EngineError("holds something that is no version", field="versions") from error
+
+    async def discards(self, job: str) -> dict[str, list[int]]:
+        """What the scheduler has thrown away of the job: ``{cause: [shortest quarter of lengths, ..., longest]}``."""
+        answer = await self._call("GET", "/status", self._agent)
+        found = _field(answer, "discards", dict).get(job, {})
+        if not isinstance(found, dict) or not all(isinstance(row, list) for row in found.values()):
+            raise EngineError("holds something that is no count", field="discards")
+        return found
 
     async def resume(self, *, job: str, attempt: int, consumed: Sequence[str]) -> None:
         """A trainer starts: open leases return, except what ``consumed`` names."""
@@ -365,7 +375,15 @@ def error_of(status: int, answer: Any, retry_after: str | None = None) -> RoseEr
         )
     if status >= 500:
         return EngineError(message, field=field)
+    if status == 410:
+        reason = described.get("reason")
+        return Gone(message, field=field, code=code, reason=reason if isinstance(reason, str) else "")
     return _BY_STATUS.get(status, RequestError)(message, field=field, status=status, code=code)
+
+
+def _staleness(alpha: int | None, on_stale: str | None) -> dict[str, Any]:
+    named = {"alpha": alpha, "on_stale": on_stale}
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def _is_ours(raw: bytes | bytearray) -> bool:

@@ -4,6 +4,8 @@ With *dynamic sampling* (DAPO) a group whose rewards are all equal is set aside,
 and a whole new group is sampled in its place.  What was set aside is consumed with the step all the same: its ids are in
 the checkpoint, and nobody is handed it again.
 
+So is a group in which nothing was sampled at all (its episodes were over when they began), with dynamic sampling or without.
+
 A trajectory that cannot be trained on (a trace that makes no sense, sampling settings that the trainer does not reproduce) is set
 aside by itself, counted and named; a step of which most are ends the run.
 
@@ -23,6 +25,7 @@ from typing import Any
 from rose.errors import RoseError, TrainError
 from rose.policy.staleness import Version, parse_version, worst_lag
 from rose.train.advantages import uninformative_groups
+from rose.train.metrics import num_sampled
 
 MAX_MALFORMED_FRACTION = 0.5
 """Of a step's trajectories; more are a mistake in the job or the scheduler, and no accident."""
@@ -131,9 +134,9 @@ class Collected:
             raise TrainError(text, field=first.field) from first
         usable = [one for group in members.values() for one in group]
         rewards = {one["id"]: reward_of(one) for one in usable}
-        dull: set[str] = set()
+        dull = {name for name, group in members.items() if not any(map(num_sampled, group))}
         if self.params.dynamic_sampling:
-            dull = uninformative_groups(rewards, {one["id"]: one["group_id"] for one in usable})
+            dull |= uninformative_groups(rewards, {one["id"]: one["group_id"] for one in usable})
         self.batch_ids.append(batch_id)
         self.malformed |= malformed
         self.num_seen = num_seen

@@ -176,6 +176,10 @@ class Crew:
     async def num_ready(self) -> int:
         return await answer_of(self._managers[0].num_ready.remote())
 
+    async def leave_stale(self) -> None:
+        """See :meth:`rose.train.workers.EnvManager.leave_stale`."""
+        await asyncio.gather(*(answer_of(one.leave_stale.remote()) for one in self._managers))
+
     async def run(self, plans: list[list[GroupPlan]]) -> list[RolloutReport]:
         """Each manager its plans; all are waited for even if one fails: the next survey must find nothing running."""
         calls = [self.run_on(index, part) for index, part in enumerate(plans) if part]

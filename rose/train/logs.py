@@ -176,6 +176,8 @@ def scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
     for name, value in (record.get("update") or {}).items():
         if isinstance(value, int | float):
             found[f"update/{name}"] = float(value)
+    for cause, row in (record.get("discards_by_length") or {}).items():
+        found |= {f"discards/{cause}_quarter_{at}": float(value) for at, value in enumerate(row, start=1)}
     for index, value in enumerate(record.get("reward_by_length") or ()):
         found[f"reward_by_length/quarter_{index + 1}"] = float(value)
     return found

@@ -5,7 +5,8 @@ The agent's message is one line of two kinds, anywhere in its text; the first on
     CALC 12*(3+4)        -> the next message is "= 84", or "error: ..."
     ANSWER 84            -> the end; reward 1 if it is right, else 0
 
-Tasks are made from a seed, or come from a JSONL file with ``question`` (text) and ``answer`` (a number).
+Tasks are made from a seed, or come from a JSONL file (or a saved data set) with ``question`` (text) and ``answer``
+(a number).
 
 The calculator (:func:`calculate`) evaluates a small grammar of its own over whole numbers and fractions: no names, no calls, no
 attributes, nothing of Python's ``eval``; length, depth and the size of numbers are bounded, so no input costs more than
@@ -26,7 +27,7 @@ from fractions import Fraction
 from typing import Any
 
 from rose.errors import ConfigError, TrainError
-from rose.train.dataset import load_jsonl
+from rose.train.dataset import load_tasks
 from rose.train.env import Environment, Observation, Task
 
 MAX_EXPRESSION_CHARS = 200
@@ -48,7 +49,7 @@ class MathParams:
     """Which questions, and how long the agent may think."""
 
     path: str | None = None
-    """JSONL of tasks; None makes ``num_tasks`` from the seed."""
+    """JSONL of tasks, or a folder that ``datasets`` saved; None makes ``num_tasks`` from the seed."""
     num_tasks: int = 64
     num_terms: int = 3
     max_number: int = 20
@@ -73,7 +74,7 @@ class MathFamily:
             raise ConfigError("must lie in [0, 1)", field="env.settings.held_out_fraction")
         self._file_tasks: list[dict[str, Any]] | None = None
         if params.path is not None:
-            self._file_tasks = load_jsonl(params.path, {"question": str, "answer": (int, float, str)})
+            self._file_tasks = load_tasks(params.path, {"question": str, "answer": (int, float, str)})
 
     def tasks(self) -> Sequence[Task]:
         if self._file_tasks is not None:

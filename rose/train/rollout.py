@@ -34,7 +34,7 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -131,6 +131,8 @@ class RolloutReport:
     num_retries: int
     num_dropped: int = 0
     """Redundant episodes that came too late."""
+    num_stale_groups: int = 0
+    """Groups that the scheduler gave up while they were played, because their first tokens had become too old."""
     causes: Mapping[str, int] = field(default_factory=dict)
     """Failed tries by :class:`Cause`."""
     failures: tuple[tuple[str, str], ...] = ()
@@ -142,6 +144,7 @@ class RolloutReport:
             num_turns=self.num_turns + other.num_turns,
             num_retries=self.num_retries + other.num_retries,
             num_dropped=self.num_dropped + other.num_dropped,
+            num_stale_groups=self.num_stale_groups + other.num_stale_groups,
             causes=Counter(self.causes) + Counter(other.causes),
             failures=self.failures + other.failures,
         )
@@ -294,6 +297,7 @@ class EpisodeRunner:
         self._allowed = allowed_token_ids
         self._rewarder = rewarder
         self._slots = slots or asyncio.Semaphore(params.concurrency)
+        self._groups: set[_GroupRun] = set()
         self._episodes: set[asyncio.Task[Any]] = set()
         self._leaving: set[asyncio.Task[None]] = set()
         """Cancellations on their way to the scheduler."""
@@ -307,6 +311,7 @@ class EpisodeRunner:
             RoseError: The scheduler refused.
         """
         groups = [_GroupRun(plan) for plan in plans]
+        self._groups.update(groups)
         try:
             async with asyncio.TaskGroup() as tasks:
                 # The groups side by side rather than one after another: they end together.
@@ -316,11 +321,14 @@ class EpisodeRunner:
                             group.tasks.append(self._begin(tasks, self._member(group)))
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from failures  # the first one; it cancelled the others
+        finally:
+            self._groups.difference_update(groups)
         return RolloutReport(
             num_episodes=sum(group.num_finished for group in groups),
             num_turns=sum(group.num_turns for group in groups),
             num_retries=sum(group.num_retries for group in groups),
             num_dropped=sum(group.num_dropped for group in groups),
+            num_stale_groups=sum(group.is_stale for group in groups),
             causes=sum((group.causes for group in groups), Counter[str]()),
             failures=tuple((group.plan.group_id, group.failure) for group in groups if group.failure),
         )
@@ -388,6 +396,12 @@ class EpisodeRunner:
                         await self._let_go(trajectory_id)  # scored or not, nobody is to train on it
         raise AssertionError("unreachable")
 
+    def leave(self, trajectory_ids: Set[str]) -> None:
+        """End the groups of these trajectories: the scheduler gave them up, which an episode would hear at its next turn only."""
+        for group in self._groups:
+            if not trajectory_ids.isdisjoint(group.trajectory_ids):
+                group.grew_stale()
+
     async def stop(self) -> None:
         """End every episode that runs; the scheduler has been told of each when this returns.  Their :meth:`run` returns too."""
         for task in self._episodes:
@@ -448,6 +462,7 @@ class EpisodeRunner:
                     task_kind=plan.task_kind,
                     prefill_per_decode=plan.prefill_per_decode,
                 )
+                group.trajectory_ids.add(trajectory_id)
                 final, num_turns = await self._play(trajectory_id, plan.task)
                 await self._client.finish(
                     trajectory_id, reward=final.reward, success=final.success, info=final.info
@@ -455,6 +470,9 @@ class EpisodeRunner:
                 group.finished(num_turns)
                 return
             except (_EpisodeFailed, Gone, NotFound, Conflict) as error:
+                if isinstance(error, Gone) and error.reason == "stale":
+                    group.grew_stale()  # as a whole; another is played in its place
+                    return
                 if plan.num_redundant and isinstance(error, Gone | Conflict):
                     group.num_dropped += 1  # the group is complete without us
                     return
@@ -474,7 +492,7 @@ class EpisodeRunner:
                 if trajectory_id:
                     with suppress(RoseError):
                         await self._let_go(trajectory_id)
-                if group.is_over and not group.failure:
+                if group.is_complete:
                     group.num_dropped += 1
                 raise
             except RoseError:
@@ -583,17 +601,23 @@ class _GroupRun:
     def __init__(self, plan: GroupPlan) -> None:
         self.plan = plan
         self.tasks: list[asyncio.Task[None]] = []
+        self.trajectory_ids: set[str] = set()
         self.num_finished = self.num_turns = self.num_retries = self.num_dropped = 0
         self.causes: Counter[str] = Counter()
         self.failure = ""
+        self.is_stale = False
 
     @property
     def num_episodes(self) -> int:
         return self.plan.num_missing + self.plan.num_redundant if self.plan.num_missing else 0
 
     @property
+    def is_complete(self) -> bool:
+        return self.num_finished >= self.plan.num_missing
+
+    @property
     def is_over(self) -> bool:
-        return bool(self.failure) or self.num_finished >= self.plan.num_missing
+        return bool(self.failure) or self.is_stale or self.is_complete
 
     def finished(self, num_turns: int) -> None:
         self.num_finished += 1
@@ -603,6 +627,10 @@ class _GroupRun:
 
     def give_up(self, why: str) -> None:
         self.failure = self.failure or why
+        self._stop()
+
+    def grew_stale(self) -> None:
+        self.is_stale = True
         self._stop()
 
     def _stop(self) -> None:

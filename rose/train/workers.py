@@ -157,6 +157,12 @@ class EnvManager:
         counts = Counter(str(trajectory.get("group_id")) for trajectory in finished)
         return sum(count >= self._config.rollout.group_size for count in counts.values())
 
+    async def leave_stale(self) -> None:
+        """Play on in no group that the scheduler has given up as too old."""
+        stale = await self._client.list_trajectories(job=self._config.job, state="stale")
+        for runner in self._runners.values():
+            runner.leave({one["id"] for one in stale})
+
     async def run(self, plans: Sequence[GroupPlan]) -> RolloutReport:
         by_task: dict[str, list[GroupPlan]] = {}
         for plan in plans:
@@ -408,12 +414,19 @@ class TrainWorker:
             "num_filtered_groups": len(filtered),
             "acceptance": self._acceptance.rate,
             "filtered_by_length": lengths_by_quantile([one for group in filtered for one in group]),
+            "discards_by_length": await self._client.discards(self._config.job),
             "lr": learning_rate,
             "train_s": trained_s - started_s,
             "checkpoint_s": saved_s - trained_s,
             "publish_s": time.monotonic() - publish_started_s,
             "update": update,
         }
+
+    @property
+    def _staleness(self) -> dict[str, Any]:
+        """One bound for both sides, where the job names a rule: else the scheduler keeps to its own."""
+        rule = self._config.rollout.on_stale
+        return {} if rule is None else {"alpha": self._config.alpha, "on_stale": rule}
 
     def _published_attempt(self) -> int:
         """The highest attempt that published weights of this run; 0 for none, or where the transport is not ours."""
@@ -462,10 +475,8 @@ class TrainWorker:
                 version=version[1],
                 ttl_s=config.scheduler.lease_ttl_s,
                 wait_s=wait_s,
-                # One bound for both sides, where the job names a rule: else the scheduler keeps to its own.
-                alpha=config.alpha if config.rollout.on_stale else None,
-                on_stale=config.rollout.on_stale,
                 before_retry=before_retry,
+                **self._staleness,
             )
             if leased is None:
                 return
@@ -532,7 +543,9 @@ class TrainWorker:
                     raise
                 logger.warning("version %s.%s is not published yet: %s", self._attempt, version, error)
                 await asyncio.sleep(PUBLISH_PAUSE_S)
-        await self._client.set_version(job=self._config.job, attempt=self._attempt, version=version)
+        await self._client.set_version(
+            job=self._config.job, attempt=self._attempt, version=version, **self._staleness
+        )
         return {
             "kind": str(report.kind),
             "bytes_dense": int(report.bytes_dense),

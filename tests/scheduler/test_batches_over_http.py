@@ -98,6 +98,56 @@ async def test_cancelling_a_trajectory_stops_its_turn_in_the_engine(world: World
     assert status == 410
 
 
+async def test_what_is_too_old_for_a_new_version_is_stopped_in_the_engine(world: World) -> None:
+    """One trajectory is between two turns, the other in the middle of its second."""
+    await world.start()
+    engine = await world.add("a", version="1.0")
+    names = [await world.trajectory(group_id="g", group_size=2) for _ in range(2)]
+    for name in names:
+        await world.chat(name, [user("x")], max_tokens=4)
+    engine.hold = asyncio.Event()
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 5}}
+
+    async def ask(name: str) -> tuple[int, Any]:
+        return await world.call("POST", "/rose/v1/generate", body, headers={"X-Session-ID": name})
+
+    turn = asyncio.create_task(ask(names[0]))
+    await world.until(lambda: engine.num_running == 1)
+    news = {"job": "job", "attempt": 1, "version": 1, "alpha": 1, "on_stale": "cancel"}
+    await world.ok("POST", "/rose/v1/versions", news, role="trainer")
+    assert world.scheduler.store.state(names[0]) == ("running", "")
+
+    await world.ok("POST", "/rose/v1/versions", {**news, "version": 2}, role="trainer")
+    for status, answer in (await turn, await ask(names[1])):
+        assert (status, answer["error"]["code"], answer["error"]["reason"]) == (
+            410,
+            "trajectory_cancelled",
+            "stale",
+        )
+    await world.until(lambda: engine.num_running == 0)
+    assert world.scheduler.store.book.counts("job") == {"stale": 2}
+
+
+async def test_a_turn_that_was_too_long_ends_its_trajectory(world: World) -> None:
+    """A plain turn's tokens are seen when it ends: its client gets them, and is told at the next turn."""
+    await world.start()
+    engine = await world.add("a", version="1.0")
+    engine.hold = asyncio.Event()
+    name = await world.trajectory()
+    turn = asyncio.create_task(world.chat(name, [user("x")], max_tokens=4))
+    await world.until(lambda: engine.num_running == 1)
+    news = {"job": "job", "attempt": 1, "version": 9}
+    await world.ok("POST", "/rose/v1/versions", news, role="trainer")
+    assert world.scheduler.store.state(name) == ("running", "")
+    engine.hold.set()
+    assert (await turn)["choices"]
+    assert world.scheduler.store.state(name) == ("stale", "stale")
+    headers = {"X-Session-ID": name}
+    body = {"model": "policy", "messages": [user("x")], "max_tokens": 4}
+    status, answer = await world.call("POST", "/v1/chat/completions", body, headers=headers)
+    assert (status, answer["error"]["reason"]) == (410, "stale")
+
+
 async def test_an_idempotency_key_replays_its_answer_without_a_trajectory(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

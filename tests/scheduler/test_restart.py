@@ -201,6 +201,24 @@ async def test_a_taken_port_and_a_bad_setting_are_one_line(
         assert text in err.decode()
 
 
+def turn_of(name: str, version: str) -> TurnRecord:
+    """A first turn of one token."""
+    return TurnRecord(
+        trajectory_id=name,
+        turn=0,
+        kind="chat",
+        suffix_ids=b"\1\0\0\0",
+        token_ids=b"\2\0\0\0",
+        logprobs=b"\0" * 8,
+        finish_reason="stop",
+        versions=[(version, 0, 1)],
+        segments=[],
+        usage={},
+        timing={},
+        sampling={},
+    )
+
+
 def test_replay_reaches_the_state_that_was_live(tmp_path: Path) -> None:
     def store() -> Store:
         return Store(
@@ -216,27 +234,21 @@ def test_replay_reaches_the_state_that_was_live(tmp_path: Path) -> None:
         live.create(job="j", group_id=f"g{i // 2}", group_size=2, task=i, sampling={}) for i in range(10)
     ]
     for index, name in enumerate(names):
-        live.add_turn(
-            TurnRecord(
-                trajectory_id=name,
-                turn=0,
-                kind="chat",
-                suffix_ids=b"\1\0\0\0",
-                token_ids=b"\2\0\0\0",
-                logprobs=b"\0" * 8,
-                finish_reason="stop",
-                versions=[(f"1.{index // 4}", 0, 1)],
-                segments=[],
-                usage={},
-                timing={},
-                sampling={},
-            )
-        )
+        live.add_turn(turn_of(name, f"1.{index // 4}"))
         live.finish(FinishRecord(id=name, reward=1.0))
     leased, _ = live.lease(job="j", num_groups=1, version=(1, 1), ttl_s=5)  # drops g0, g1 as stale
     assert leased is not None
     live.ack(leased.batch_id, 3, 1)
     live.resume("j", 2, [names[6]])
+    running = live.create(job="j", group_id="spent", group_size=2, task=None, sampling={})
+    live.add_turn(turn_of(running, "1.0"))
+    (given_up,) = live.drop_spent(job="j", version=(1, 2), alpha=None, on_stale=None, live={})
+    late = live.create(job="j", group_id="late", group_size=2, task=None, sampling={})
+    (also,) = live.add_turn(turn_of(late, "1.0"))
+    assert [action.trajectory_ids for action in (given_up, also) if isinstance(action, sp.Discard)] == [
+        (running,),
+        (late,),
+    ]
     picture = (
         live.book.counts(),
         live.book.ready,

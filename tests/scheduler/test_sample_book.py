@@ -164,6 +164,77 @@ def test_stale_members_are_marked_when_so_configured() -> None:
     assert grant.stale_ids == ("a",)
 
 
+def turn(book: sp.SampleBook, name: str, oldest: tuple[int, int]) -> list[sp.Action]:
+    return book.handle(sp.TurnAdded(trajectory_id=name, oldest=oldest, num_tokens=10))
+
+
+def publish(book: sp.SampleBook, version: tuple[int, int], **fields: object) -> list[sp.Action]:
+    return book.handle(sp.VersionPublished(job="j", version=version, **fields))  # type: ignore[arg-type]
+
+
+def gone(*names: str) -> list[sp.Action]:
+    return [sp.Discard(trajectory_ids=names, reason="stale")]
+
+
+def test_what_runs_is_given_up_with_its_group_once_no_lease_could_take_it(book: sp.SampleBook) -> None:
+    for name in ("a", "b"):
+        create(book, name)
+        turn(book, name, (1, 0))
+    finish(book, "b", (1, 0))
+    create(book, "young", "q")
+    turn(book, "young", (1, 1))
+    fill(book, "complete", (1, 0))
+    fill(book, "leased", (1, 0))
+    book.ready["j"].remove("complete")
+    lease(book)
+    book.ready["j"] = ["complete"]
+
+    assert publish(book, (1, 2)) == []
+    assert publish(book, (1, 3)) == gone("a", "b", "complete0", "complete1")
+
+    with pytest.raises(Gone) as caught:
+        finish(book, "a")
+    assert caught.value.reason == "stale"
+    assert book.counts() == {"stale": 4, "running": 1, "leased": 2}
+    assert sum(book.discards.report("j")["stale"]) == 4
+    assert book.handle(sp.BatchAcked(batch_id="b", step=3, attempt=1)) != []
+
+
+def test_a_turn_that_ends_too_old_is_the_last_of_its_group(book: sp.SampleBook) -> None:
+    create(book, "a")
+    create(book, "b")
+    publish(book, (1, 3))
+    assert turn(book, "a", (1, 1)) == []
+    assert turn(book, "b", (1, 0)) == gone("a", "b")
+    assert turn(book, "b", (1, 0)) == []
+
+
+def test_tokens_of_a_turn_under_way_count(book: sp.SampleBook) -> None:
+    create(book, "a")
+    assert publish(book, (1, 3), live={"a": (1, 1)}) == []
+    assert publish(book, (1, 4), live={"a": (1, 1), "b": (1, 4)}) == gone("a")
+
+
+def test_only_under_cancel_and_at_the_bound_that_the_trainer_names(book: sp.SampleBook) -> None:
+    create(book, "a")
+    turn(book, "a", (1, 0))
+    for other in ("mask", "wait"):
+        assert publish(book, (1, 9), on_stale=other) == []
+        assert turn(book, "a", (1, 0)) == []
+    assert publish(book, (1, 9), alpha=9) == []
+    assert publish(book, (1, 9), alpha=8) == gone("a")
+
+
+def test_a_later_step_of_an_abandoned_attempt_is_still_to_come(book: sp.SampleBook) -> None:
+    create(book, "a")
+    turn(book, "a", (1, 9))
+    assert publish(book, (2, 5)) == []
+    create(book, "b", "q", 1)
+    finish(book, "b", (2, 5))
+    assert leased(lease(book, version=(2, 5))) == ("b",)
+    assert publish(book, (2, 12)) == gone("a")
+
+
 def full(
     book: sp.SampleBook, group: str, rewards: tuple[float, ...], num_tokens: int = 10, **fields: object
 ) -> list[sp.Action]:
@@ -427,6 +498,13 @@ class AnySequence(RuleBasedStateMachine):
             )
         )
 
+    @rule(newer=st.booleans(), back=st.integers(0, 5), lag=st.integers(0, 2))
+    def publish(self, newer: bool, back: int, lag: int) -> None:
+        self.version += newer
+        name = f"t{max(1, self.num_created - back)}"
+        live = {name: (1, max(0, self.version - lag))}
+        self.feed(sp.VersionPublished(job="j", version=(1, self.version), live=live))
+
     @rule(back=st.integers(0, 3), attempt=st.integers(1, 2))
     def ack(self, back: int, attempt: int) -> None:
         self.feed(sp.BatchAcked(batch_id=f"b{max(1, self.num_batches - back)}", step=1, attempt=attempt))
@@ -447,6 +525,9 @@ class AnySequence(RuleBasedStateMachine):
         if not hasattr(self, "book"):
             return
         self.book.check()
+        for sample in self.book.samples.values():
+            if sample.state is sp.SampleState.RUNNING and "j" in self.book.bounds and sample.oldest:
+                assert self.book.bounds["j"][0][1] - sample.oldest[1] <= 1
         assert len(set(self.consumed)) == len(self.consumed)
         assert self.book.counts()["consumed"] == len(self.consumed)
 

@@ -51,6 +51,29 @@ def test_engine_version_spans_replace_the_version_at_dispatch(book: TurnBook) ->
     assert ended(end(book, "a", 1, versions=spans)).result.spans == spans
 
 
+def test_how_old_a_turn_under_way_is_at_least(book: TurnBook) -> None:
+    """A live token may be as new as what was published when it came: the worker may have changed its weights since the dispatch."""
+
+    def publish(version: tuple[int, int]) -> None:
+        book.handle(te.VersionRequired(at_s=0.1, job="j", version=version))
+
+    submit(book, "a")
+    submit(book, "other", job="k")
+    assert book.oldest_live("j") == {}
+    for name in ("d", "h"):
+        hear(book, name, 0.1, version=(1, 3))
+    publish((1, 2))
+    tokens(book, "a", 1, 5, 6)
+    tokens(book, "other", 1, 5)
+    publish((1, 3))
+    tokens(book, "a", 1, 7)
+    assert book.oldest_live("j") == {"t-a": (1, 2)}
+    spans = (te.Span(version=(1, 1), start=0, num_tokens=3),)
+    end(book, "a", 1, "abort", stop_reason=RECLAIMED, versions=spans)
+    tokens(book, "a", 2, 8, at_s=0.3)
+    assert book.oldest_live("j") == {"t-a": (1, 1)}
+
+
 def test_version_spans_that_do_not_fit_are_ignored(book: TurnBook) -> None:
     submit(book, "a")
     tokens(book, "a", 1, 5, 6, 7)

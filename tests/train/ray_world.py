@@ -123,6 +123,65 @@ def half_endless() -> HalfEndless:
     return HalfEndless(FrozenLakeParams(num_maps=4))
 
 
+class OneStuck(FrozenLakeFamily):
+    """FrozenLake whose first episode does not answer after its first turn."""
+
+    num_made = 0
+
+    def make(self) -> Any:
+        self.num_made += 1
+        inner, is_stuck = super().make(), self.num_made == 1
+
+        class Episode:
+            async def reset(self, task: Any) -> Observation:
+                return await inner.reset(task)
+
+            async def step(self, text: str) -> Observation:
+                return await (asyncio.Future() if is_stuck else inner.step(text))
+
+            async def close(self) -> None:
+                await inner.close()
+
+        return Episode()
+
+
+def one_stuck() -> OneStuck:
+    return OneStuck(FrozenLakeParams(num_maps=4))
+
+
+class Over(FrozenLakeFamily):
+    """FrozenLake in which every ``every``-th task is over when it begins."""
+
+    every = 2
+
+    def make(self) -> Any:
+        inner, tasks, every = super().make(), list(self.tasks()), self.every
+
+        class Episode:
+            async def reset(self, task: Any) -> Observation:
+                if tasks.index(task) % every == 0:
+                    return Observation(done=True, reward=0.5)
+                return await inner.reset(task)
+
+            async def step(self, text: str) -> Observation:
+                return await inner.step(text)
+
+            async def close(self) -> None:
+                await inner.close()
+
+        return Episode()
+
+
+def half_over() -> Over:
+    return Over(FrozenLakeParams(num_maps=4))
+
+
+def all_over() -> Over:
+    family = half_over()
+    family.every = 1
+    return family
+
+
 def main(table: str, tokens: str) -> None:
     config = TrainConfig.model_validate(json.loads(Path(table).read_text()))
 

@@ -41,6 +41,14 @@ def test_without_dynamic_sampling_every_group_is_kept() -> None:
     assert (step.num_missing, len(step.trajectories)) == (0, 4)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_group_in_which_nothing_was_sampled_is_replaced_too(dynamic: bool) -> None:
+    step = collected(dynamic_sampling=dynamic)
+    over = [trajectory([], id=f"o{index}", group_id="o", reward=float(index)) for index in range(2)]
+    assert step.add("b1", over + group("b", [0, 1]), (1, 5)) == (1, 2)
+    assert (step.num_missing, step.ids) == (1, ("b0", "b1", "o0", "o1"))
+
+
 def test_rounds_are_capped_and_a_step_of_dull_groups_alone_measures_them() -> None:
     step = collected()
     for index in range(3):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rose.errors import ConfigError, TrainError
-from rose.train.dataset import load_jsonl
+from rose.train.dataset import load_tasks
 from rose.train.env import FrozenLakeFamily, FrozenLakeParams, Latency, Observation, make_family
 from rose.train.math_env import calculate
 
@@ -129,7 +129,31 @@ def test_a_bad_line_of_a_dataset_is_named(tmp_path: Path, lines: list[Any], fiel
 
 def test_a_dataset_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
-        load_jsonl(tmp_path / "none.jsonl", {})
+        load_tasks(tmp_path / "none.jsonl", {})
+
+
+def test_a_saved_data_set_is_read_like_a_file(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="needs pip install datasets")
+    rows = [{"question": f"q{n}?", "answer": n, "other": "x"} for n in range(10)]
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    family = make_family("math_tools", {"path": str(tmp_path / "saved"), "held_out_fraction": 0.2})
+    assert [task["question"] for task in family.tasks()] == [f"q{n}?" for n in range(8)]
+    assert [task["answer"] for task in family.held_out_tasks(5)] == ["8", "9"]
+
+    splits = datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)})
+    splits.save_to_disk(str(tmp_path / "splits"))
+    with pytest.raises(ConfigError, match=r"several splits.*train"):
+        load_tasks(tmp_path / "splits", {})
+    with pytest.raises(ConfigError, match=r"saved:1\.answer"):
+        load_tasks(tmp_path / "saved", {"answer": str})
+
+
+def test_a_folder_that_is_no_data_set_is_named(tmp_path: Path) -> None:
+    """With the library and without it."""
+    with pytest.raises(
+        ConfigError, match=r"env\.settings\.path: .*(no saved data set|datasets is not installed)"
+    ):
+        load_tasks(tmp_path, {})
 
 
 def test_unseen_lakes_are_none_of_the_training_lakes() -> None:

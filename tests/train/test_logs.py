@@ -21,6 +21,7 @@ RECORD: dict[str, Any] = {
     "train_s": 2,
     "tiers": {"harvested": {"turns": 7, "tokens": 9}},
     "reward_by_length": [0.1, 0.9],
+    "discards_by_length": {"stale": [0, 1, 0, 3]},
     "eval": {"version": "1.4", "success_rate": 0.75},
     "update": {"kind": "delta", "bytes_sent": 123},
     "version": "1.4",
@@ -46,6 +47,10 @@ def test_numbers_go_to_their_group_and_text_stays_behind() -> None:
         "tier/harvested_tokens": 9.0,
         "reward_by_length/quarter_1": 0.1,
         "reward_by_length/quarter_2": 0.9,
+        "discards/stale_quarter_1": 0.0,
+        "discards/stale_quarter_2": 1.0,
+        "discards/stale_quarter_3": 0.0,
+        "discards/stale_quarter_4": 3.0,
         "eval/success_rate": 0.75,
         "update/bytes_sent": 123.0,
     }
@@ -93,6 +98,18 @@ def test_a_board_that_was_asked_for_by_name_must_be_there(
         open_logs(config(tmp_path, wandb_project="p")),
     ):
         pass
+
+
+def test_weights_and_biases_gets_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library itself, offline: its run file holds them."""
+    pytest.importorskip("wandb", reason="needs pip install wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    with open_logs(config(tmp_path, wandb_project="p", tensorboard=False)) as logs:
+        logs.write(RECORD)
+        assert len(logs._sinks) == 1
+    (run,) = (tmp_path / "out" / "wandb").glob("offline-run-*/run-*.wandb")
+    assert b"eval/success_rate" in run.read_bytes()
 
 
 def test_rewards_and_lengths_by_quarter_of_length() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from rose.errors import CapacityError, TrainError
 from rose.policy.staleness import lag, parse_version
 from rose.train import checkpoint as checkpoints
 from rose.train.cli import _line
+from rose.train.client import SchedulerClient
 from rose.train.config import TrainConfig
 from rose.train.loop import train_with
 from rose.train.workers import Parts, TrainWorker, make_publisher
@@ -55,11 +56,17 @@ class Script:
 
 
 async def run(
-    world: World, deeds: Mapping[int, str], *, parts: Parts | None = None, **changes: Any
+    world: World,
+    deeds: Mapping[int, str],
+    *,
+    parts: Parts | None = None,
+    prepare: Callable[[LocalCrew], None] = lambda crew: None,
+    **changes: Any,
 ) -> tuple[Script, TrainConfig, Any]:
     table = {"log": QUIET, "rollout": SMALL, "env": {"settings": {"num_maps": 4}}} | changes
     config = TrainConfig.model_validate(job_table(world, **table))
     crew = LocalCrew(config, world.tokens, parts or Parts(make_publisher=file_publisher))
+    prepare(crew)
     script = Script(crew, deeds)
     before = asyncio.all_tasks()
     try:
@@ -98,6 +105,42 @@ async def test_a_run_survives_the_death_of_each_worker_and_applies_each_trajecto
     assert_applied_once(world, config)
     if mode == "synchronous":
         assert all(record["lag_max"] == 0 for record in script.records)
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "is_done"),
+    [
+        pytest.param(TrainWorker, "_save", False, id="trained, no checkpoint"),
+        pytest.param(TrainWorker, "_save", True, id="checkpoint, not acknowledged"),
+        pytest.param(SchedulerClient, "ack", True, id="acknowledged, not published"),
+        pytest.param(SchedulerClient, "set_version", False, id="published, nobody told"),
+    ],
+)
+async def test_a_trainer_that_dies_between_two_promises_applies_each_trajectory_once(
+    world: World, monkeypatch: pytest.MonkeyPatch, owner: type, method: str, is_done: bool
+) -> None:
+    num_calls, original = 0, getattr(owner, method)
+
+    def prepare(crew: LocalCrew) -> None:
+        async def dying(self: Any, *arguments: Any, **named: Any) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls == 3 and not is_done:
+                crew.kill_trainer()
+                await asyncio.Event().wait()
+            found = await original(self, *arguments, **named)
+            if num_calls == 3:
+                crew.kill_trainer()
+                await asyncio.Event().wait()
+            return found
+
+        monkeypatch.setattr(owner, method, dying)
+
+    rollout = {**SMALL, "mode": "asynchronous", "alpha": 2}
+    _, config, result = await run(world, {}, prepare=prepare, num_steps=4, rollout=rollout)
+    assert (result.num_steps, result.attempt, result.num_restarts) == (4, 2, 1)
+    assert {step: len(ids) for step, ids in consumed_of(config).items()} == dict.fromkeys(range(4), 8)
+    assert_applied_once(world, config)
 
 
 async def test_no_token_beyond_alpha_is_trained_on_in_an_asynchronous_run(world: World) -> None:
@@ -165,7 +208,32 @@ async def test_under_cancel_the_scheduler_drops_at_the_bound_of_the_job(world: W
     )
     assert world.scheduler is not None
     assert all(record["num_stale"] == 0 for record in script.records)
-    assert sum(world.scheduler.store.book.discards.report(config.job)["stale"]) > 0
+    store = world.scheduler.store
+    assert sum(store.book.discards.report(config.job)["stale"]) > 0
+    assert_applied_once(world, config)
+    told = script.records[-1]["discards_by_length"]["stale"]
+    assert 0 < sum(told) <= sum(store.book.discards.report(config.job)["stale"])
+
+
+async def test_under_cancel_a_group_that_can_no_longer_be_used_is_left_in_the_middle(world: World) -> None:
+    """One episode hangs in its environment after its first turn, for ever as far as this test can wait."""
+    script, config, _ = await run(
+        world,
+        {},
+        num_steps=8,
+        rollout={**SMALL, "mode": "asynchronous", "alpha": 1, "on_stale": "cancel"},
+        env={"kind": "tests.train.ray_world:one_stuck", "step_timeout_s": 600.0},
+    )
+    assert world.scheduler is not None
+    store = world.scheduler.store
+    unfinished = [
+        name
+        for name, sample in store.book.samples.items()
+        if sample.reason == "stale" and store.trajectories[name].finish is None
+    ]
+    assert [len(store.trajectories[name].turns) for name in unfinished] == [1]
+    assert sum(record["num_stale_groups"] for record in script.records) == 1
+    assert sum(record["num_env_retries"] for record in script.records) == 0  # it was no failure
     assert_applied_once(world, config)
 
 
@@ -283,6 +351,25 @@ async def test_an_environment_that_always_fails_ends_the_run_by_name(world: Worl
             rollout={**SMALL, "mode": mode},
         )
     assert caught.value.field == "env"
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
+async def test_groups_in_which_nothing_was_sampled_are_consumed_and_replaced(world: World, mode: str) -> None:
+    """Every other task is over before the first turn."""
+    env = {"kind": "tests.train.ray_world:half_over"}
+    script, config, _ = await run(world, {}, num_steps=2, env=env, rollout={**SMALL, "mode": mode})
+    for record in script.records:
+        assert record["num_trajectories"] == record["num_sequences"] == 8
+        assert len(consumed_of(config)[record["step"]]) == 8 + 4 * record["num_filtered_groups"]
+    assert sum(record["num_filtered_groups"] for record in script.records) >= 2
+    assert_applied_once(world, config)
+
+
+async def test_a_step_in_which_nothing_at_all_was_sampled_ends_the_run_by_name(world: World) -> None:
+    env = {"kind": "tests.train.ray_world:all_over"}
+    with pytest.raises(TrainError, match="at least one sampled token") as caught:
+        await run(world, {}, num_steps=2, env=env)
+    assert caught.value.field == "samples"
 
 
 async def test_rewards_from_the_pool_are_what_is_trained_on(world: World) -> None:

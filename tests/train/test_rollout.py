@@ -403,7 +403,7 @@ async def test_redundant_episodes_free_a_group_of_its_straggler(world: World) ->
 
 
 async def test_a_trajectory_that_the_scheduler_cancels_is_played_again_and_counted(world: World) -> None:
-    """As happens to a stale one, or when an operator deletes it: 410 at its next turn."""
+    """As when an operator deletes it: 410 at its next turn."""
     async with client_of(world) as client:
 
         class Unlucky(FrozenLakeFamily):
@@ -435,6 +435,39 @@ async def test_a_trajectory_that_the_scheduler_cancels_is_played_again_and_count
         failed = await runner.run([replace(group(family, size=1), group_id="never")])
     assert failed.failures[0][0] == "never"
     assert failed.failures[0][1].startswith("cancelled failed 1 times: ")
+
+
+async def test_a_group_that_grew_too_old_while_it_was_played_is_no_failure_and_not_played_again(
+    world: World,
+) -> None:
+    """Its trajectories are told at their next turn; members that wait for a slot never begin."""
+    async with client_of(world) as client:
+
+        class Slow(FrozenLakeFamily):
+            num_made = 0
+
+            def make(self) -> Any:
+                self.num_made += 1
+                return Outrun()
+
+        class Outrun(Talker):
+            def __init__(self) -> None:
+                super().__init__(4)
+
+            async def step(self, text: str) -> Observation:
+                if text:  # ten steps are taken while this environment thinks
+                    await client.set_version(job="slow", attempt=0, version=10, alpha=1, on_stale="cancel")
+                return await super().step(text)
+
+        family = Slow(FrozenLakeParams())
+        runner = runner_of(world, client, family, job="slow", concurrency=2)
+        report = await runner.run([group(family)])
+        assert (report.num_stale_groups, report.num_episodes, report.failures) == (1, 0, ())
+        assert (report.num_retries, report.causes) == (0, {})
+        assert family.num_made == 2
+        assert world.scheduler is not None
+        assert await client.list_trajectories(job="slow", state="running") == []
+        assert world.scheduler.store.book.counts("slow")["stale"] == 2
 
 
 async def test_a_turn_that_the_engines_failed_costs_its_episode_and_not_the_run(world: World) -> None:

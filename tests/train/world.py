@@ -145,24 +145,28 @@ class World:
             )
             await node.register()
             self.nodes.append(node)
-            beating = asyncio.create_task(self._beat(node, engine))
+            beating = asyncio.create_task(keep_up(node, engine, self.versions))
             self._stack.callback(beating.cancel)
-
-    async def _beat(self, node: FakeNode, engine: TorchEngine) -> None:
-        """What a node agent does: heartbeat, and take the version that is asked for."""
-        while True:
-            newest = max(
-                (path.stem for path in self.versions.glob("*.safetensors")),
-                key=lambda name: tuple(int(part) for part in name.split(".")),
-                default=engine.version,
-            )
-            if newest != engine.version:
-                engine.load(newest)
-            await node.beat()
-            await asyncio.sleep(0.05)
 
     async def stop(self) -> None:
         await self._stack.aclose()
+
+
+async def keep_up(node: FakeNode, engine: TorchEngine, versions: Path) -> None:
+    """What a node agent does: heartbeat, register again where that is asked for, and take the newest version."""
+    while True:
+        newest = max(
+            (path.stem for path in versions.glob("*.safetensors")),
+            key=lambda name: tuple(int(part) for part in name.split(".")),
+            default=engine.version,
+        )
+        if newest != engine.version:
+            engine.load(newest)
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):  # the scheduler may be away
+            if not await node.beat():
+                await node.register()
+                await node.beat()
+        await asyncio.sleep(0.05)
 
 
 @contextlib.contextmanager

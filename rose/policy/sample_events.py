@@ -1,0 +1,165 @@
+"""The vocabulary of the sample book: what the world tells it (events) and what it asks for (actions)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rose.policy.staleness import Version
+
+# --- events ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrajectoryCreated:
+    """``floor``: no token of it will be of an older version, because no worker below takes a turn of its job any more."""
+
+    trajectory_id: str
+    job: str
+    group_id: str
+    group_size: int
+    floor: Version | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnAdded:
+    """A running trajectory has one more turn.  ``oldest`` and ``num_tokens`` (sampled) are of all its turns."""
+
+    trajectory_id: str
+    oldest: Version | None
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrajectoryFinished:
+    """``oldest`` is the oldest version among its sampled tokens; None when it has none.  ``filter_equal`` as
+    the job's was when it finished: a replay must not depend on today's settings."""
+
+    trajectory_id: str
+    oldest: Version | None
+    reward: float = 0.0
+    filter_equal: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrajectoryCancelled:
+    trajectory_id: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VersionPublished:
+    """A trainer asks for no batch of its job at an older version any more.
+
+    ``live``: of trajectories with a turn under way, a version that their oldest token is surely not newer than.
+    """
+
+    job: str
+    version: Version
+    alpha: int | None = None
+    """This and ``on_stale``: None = as the job's."""
+    on_stale: str | None = None
+    live: Mapping[str, Version] = field(default_factory=lambda: dict[str, Version]())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchAsked:
+    at_s: float
+    batch_id: str
+    job: str
+    num_groups: int
+    version: Version
+    ttl_s: float
+    alpha: int | None = None
+    """This and ``on_stale``: None = as the job's."""
+    on_stale: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchRestored:
+    """Replay of a lease that was granted before a restart, and of groups that were dropped as stale."""
+
+    at_s: float
+    batch_id: str
+    job: str
+    group_ids: tuple[str, ...]
+    stale_group_ids: tuple[str, ...]
+    ttl_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchExpired:
+    batch_id: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchAcked:
+    batch_id: str
+    step: int
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobResumed:
+    """A trainer started again: its open leases return, except what its checkpoint has consumed."""
+
+    job: str
+    attempt: int
+    consumed: tuple[str, ...]
+
+
+Event = (
+    TrajectoryCreated
+    | TurnAdded
+    | TrajectoryFinished
+    | TrajectoryCancelled
+    | VersionPublished
+    | BatchAsked
+    | BatchRestored
+    | BatchExpired
+    | BatchAcked
+    | JobResumed
+)
+
+# --- actions ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupReady:
+    job: str
+    group_id: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Discard:
+    """These trajectories will not be trained on: stop their turns."""
+
+    trajectory_ids: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Leased:
+    batch_id: str
+    group_ids: tuple[str, ...]
+    trajectory_ids: tuple[str, ...]
+    stale_ids: tuple[str, ...]
+    stale_group_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Consumed:
+    """Their tokens may be forgotten."""
+
+    trajectory_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Returned:
+    """These groups can be leased again."""
+
+    batch_id: str
+    group_ids: tuple[str, ...]
+
+
+Action = GroupReady | Discard | Leased | Consumed | Returned
