@@ -325,6 +325,17 @@ class ServingSide:
                 age_ns = int((time.time() - head.arrival_time) * NS_PER_S)
                 prefill_ns = int(model.predict(waiting_tokens) * NS_PER_S)
                 ttft_deadline = max(1, now_ns - age_ns + slo_ttft_ns - prefill_ns)
+        if running and slo_ttft_ns:
+            # A prompt that is read in several steps counts as running from the first of them, and still owes its first token.
+            # Such requests are the last that were let in.
+            for request in reversed(scheduler.running):
+                left = request.num_tokens - request.num_computed_tokens
+                if left <= 0 or request.num_output_tokens:
+                    break
+                age_ns = int((time.time() - request.arrival_time) * NS_PER_S)
+                prefill_ns = int(model.predict(left, running - 1) * NS_PER_S)
+                deadline = max(1, now_ns - age_ns + slo_ttft_ns - prefill_ns)
+                ttft_deadline = min(ttft_deadline, deadline) if ttft_deadline else deadline
         plan, balloon, claim_chunks = self.plan, self.balloon, self._claim_chunks
         needed_chunks = balloon.num_usable_chunks + claim_chunks if claim_chunks else 0
         # The fields of ServingBoard in their order; a record made of keywords costs more than all of the above.

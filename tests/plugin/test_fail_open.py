@@ -490,6 +490,32 @@ def test_a_preempted_request_breaks_no_promise_of_a_first_token(
             writer.close()
 
 
+def test_a_prompt_that_is_read_in_several_steps_keeps_the_promise_of_its_first_token(
+    config: Any, node_dir: Path, rank: Any
+) -> None:
+    """After its first chunk it runs, as vLLM counts; it is as late as one that waits."""
+    from vllm_plugin.scheduler import ServingScheduler
+
+    scheduler = harness.build(ServingScheduler, config)
+    assert scheduler.rose is not None
+    try:
+        scheduler.rose._slo_ttft_ns, scheduler.rose._slo_tpot_ns = 10**9, 10**8
+        scheduler.max_num_scheduled_tokens = 16
+        board = NodeDir(node_dir).serving_board()
+        scheduler.add_request(harness.request("long", max_tokens=8))
+        seen = []
+        for _ in range(2):  # 20 tokens: 16, then 4
+            output = scheduler.schedule()
+            scheduler.rose._write_board(busy=True)
+            record = board.read()
+            assert record is not None
+            seen.append((output.total_num_scheduled_tokens, record.waiting, record.ttft_deadline_ns > 0))
+        assert seen == [(16, 0, True), (4, 0, False)]
+    finally:
+        for writer in (scheduler.rose._lease, scheduler.rose._board, scheduler.rose._chunks):
+            writer.close()
+
+
 # --- asynchronous scheduling: the next step is scheduled before the one before it has ended
 
 
