@@ -44,6 +44,8 @@ _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # our ow
 _GUARD = Path(__file__).with_name("proc_guard.py")
 _LOG_TAIL_BYTES = 16384
 _LOOK_EVERY_S = 0.1
+_GUARD_S = 0.1
+"""What a guard needs to kill its tree; then we do it ourselves."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +62,9 @@ class ProcSpec:
         nice: 0 to 19.
         log_path: Receives stdout and stderr, appended, mode 0600; None = thrown away.
         cwd: Working directory; None = ours.
+        before_kill: A program that is run with the pids of the tree behind its arguments, ahead of the tree's first SIGKILL,
+            whoever sends it and why.  Empty = none.
+        before_kill_s: What it gets; then the killing begins.
     """
 
     name: str
@@ -70,6 +75,8 @@ class ProcSpec:
     nice: int = 0
     log_path: Path | None = None
     cwd: Path | None = None
+    before_kill: tuple[str, ...] = ()
+    before_kill_s: float = 0.15
 
 
 class Child:
@@ -120,6 +127,8 @@ class Child:
                     "cgroup": str(share.directory) if share is not None and share.directory else None,
                     # A session is a scheduling group, in which alone the nice value of a process counts.
                     "autogroup_nice": share.autogroup_nice if share is not None else spec.nice or None,
+                    "before_kill": list(spec.before_kill),
+                    "before_kill_s": spec.before_kill_s,
                 }
             )
             log = _open_log(spec)
@@ -306,6 +315,14 @@ class Child:
         """
         self._stopping = True
         until_s = time.monotonic() + timeout_s
+        if self.spec.before_kill and self._guard.poll() is None:
+            # One place runs it, the guard: it is there also when we are not.
+            self._guard.send_signal(signal.SIGUSR2)
+            self._guard.send_signal(signal.SIGCONT)
+            try:
+                self._guard.wait(self.spec.before_kill_s + _GUARD_S)
+            except subprocess.TimeoutExpired:
+                pass
         while True:
             left = self.processes()
             if not left and self._guard.poll() is not None:

@@ -2,7 +2,8 @@
 
 Run as a script by ``rose.proc`` (``python -I -S proc_guard.py SETTINGS argv...``), never imported; standard
 library only, about 10 MB.  ``SETTINGS`` is JSON: ``parent`` pid, ``cores``, ``sched``, ``nice``, ``pid_fd``,
-``cgroup`` (a directory for the child to join, ours to remove; or null), ``autogroup_nice`` (of our session; or null).
+``cgroup`` (a directory for the child to join, ours to remove; or null), ``autogroup_nice`` (of our session; or null),
+``before_kill`` (a program, run with the pids of the tree ahead of its first SIGKILL; or empty) and ``before_kill_s`` (its time).
 
 Why a process of its own: a parent-death signal reaches only the direct child, and an engine has children
 of its own; it fires when the *thread* that forked ends, though the process lives; and it cannot be set
@@ -69,7 +70,7 @@ def main() -> int:
         os._exit(127)
     os.write(settings["pid_fd"], f"{child}\n".encode())
     os.close(settings["pid_fd"])
-    status = watch(child, parent)
+    status = watch(child, parent, settings)
     if settings["cgroup"] is not None:
         try:
             os.rmdir(settings["cgroup"])
@@ -97,21 +98,21 @@ def write(path: str, text: str, attempts: int = 1) -> None:
     os.write(2, f"{path}: {reason}\n".encode())
 
 
-def watch(child: int, parent: int) -> int:
+def watch(child: int, parent: int, settings: dict) -> int:
     while True:
         if os.getppid() != parent:
-            kill_all()
+            kill_all(settings)
             return 1
         match signal.sigwait(HANDLED):
             case signal.SIGCHLD:
                 status = reap(child)
                 if status is not None:
-                    kill_all()
+                    kill_all(settings)
                     return exit_code(status)
             case signal.SIGTERM:
                 os.kill(child, signal.SIGTERM)  # not reaped yet, so the number is still its own
             case signal.SIGUSR2:
-                kill_all()
+                kill_all(settings)
                 return 128 + signal.SIGKILL
             case _:
                 pass  # PARENT_DIED is looked at above: the parent's thread may have died, not the parent
@@ -131,8 +132,11 @@ def reap(child: int) -> int | None:
             found = status
 
 
-def kill_all() -> None:
+def kill_all(settings: dict) -> None:
     """Kill every descendant, also those born meanwhile; orphans come to us, so the list becomes empty."""
+    below = descendants()
+    if below and settings["before_kill"]:
+        announce(settings["before_kill"], below, settings["before_kill_s"])
     while True:
         below = descendants()
         if not below:
@@ -146,6 +150,18 @@ def kill_all() -> None:
             os.waitpid(-1, 0)  # at least one direct child is dying
         except ChildProcessError:
             return
+
+
+def announce(program: list[str], pids: list[int], limit_s: float) -> None:
+    """Run ``program`` with the pids; whatever becomes of it, at most ``limit_s`` later the killing begins."""
+    until_s = time.monotonic() + limit_s
+    try:
+        argv = [*program, *(str(pid) for pid in pids)]
+        runner = os.posix_spawnp(argv[0], argv, os.environ, setsigmask=())
+        while os.waitpid(runner, os.WNOHANG)[0] == 0 and time.monotonic() < until_s:
+            time.sleep(0.001)
+    except OSError as error:
+        os.write(2, f"{program[0]}: {error.strerror}\n".encode())
 
 
 def descendants() -> list[int]:

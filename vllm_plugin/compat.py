@@ -15,6 +15,8 @@ Callers: :mod:`vllm_plugin` (``register``), the scheduler mixins, the worker cla
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -28,7 +30,8 @@ from typing import Any
 from rose.coserve.ledger import NodeDir, Phase, RecordWriter, ServingLease
 from rose.errors import ConfigError, RoseError
 from rose.policy.compat import UNLISTED, Row, Support, judge, row
-from vllm_plugin.features import features
+from rose.units import PAGE_BYTES
+from vllm_plugin.features import Device, features
 
 logger = logging.getLogger("vllm.rose")
 
@@ -36,6 +39,11 @@ SUPPORTED_LINE = "0.32"
 SCHEDULER_FACTORY = "vllm_plugin.scheduler.make_scheduler"
 CPU_WORKER = "vllm_plugin.worker.RoseCPUWorker"
 STOCK_CPU_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
+GPU_WORKER = "vllm_plugin.gpu_worker.RoseGPUWorker"
+STOCK_GPU_WORKER = "vllm.v1.worker.gpu_worker.Worker"
+_WORKERS = {"cpu": (CPU_WORKER, STOCK_CPU_WORKER), "cuda": (GPU_WORKER, STOCK_GPU_WORKER)}
+ENV_ALLOW_UNMEASURED = "ROSE_ALLOW_UNMEASURED"
+"""``1``: also what the compatibility table calls written and not measured."""
 
 RECLAIMED = "rose:kv_reclaimed"
 """``stop_reason`` of a request that lost its KV memory; its tokens so far are valid."""
@@ -44,6 +52,8 @@ TOO_LARGE = "rose:exceeds_budget"
 
 START_WAIT_S = 1.0
 """Longest wait of production's start for memory that the rollout engine still holds: it dies at its deadline anyway."""
+
+OS_PAGE_BYTES = 4096
 
 SPIN_SLEEP_S = 200e-6
 """vLLM's CPU workers spin on ``sched_yield`` for a second after each step.  On a shared core that starves an
@@ -158,15 +168,33 @@ def problems() -> list[str]:
 
 def support_of(config: Any, role: str) -> tuple[Support, Row]:
     """What an engine with this ``VllmConfig`` can share, and the row of the table that says so."""
+    kind = device()
+    stock_worker = _WORKERS[kind][1] if kind in _WORKERS else ""
+    allowed = os.environ.get(ENV_ALLOW_UNMEASURED) == "1"
+    return judge(role, features(config, device=kind, stock_worker=stock_worker), allow_unmeasured=allowed)
+
+
+def device() -> Device:
+    """vLLM's platform."""
     from vllm.platforms import current_platform
 
-    found = features(config, on_cpu=current_platform.is_cpu(), stock_worker=STOCK_CPU_WORKER)
-    return judge(role, found)
+    return "cpu" if current_platform.is_cpu() else "cuda" if current_platform.is_cuda() else "other"
 
 
 def is_elastic(config: Any) -> bool:
     """Does this configuration, as :func:`switch_on` left it, have KV memory that can be given back?"""
-    return config.parallel_config.worker_cls == CPU_WORKER
+    return config.parallel_config.worker_cls in (CPU_WORKER, GPU_WORKER)
+
+
+def row_of(config: Any) -> Row:
+    """The row of the table by which an engine with this configuration, as :func:`switch_on` left it, takes part."""
+    names = {CPU_WORKER: "decoder", GPU_WORKER: "gpu"}
+    return row(names.get(config.parallel_config.worker_cls, "kv_connector"))
+
+
+def piece_bytes(config: Any) -> int:
+    """In which pieces the KV memory of such an engine comes and goes."""
+    return PAGE_BYTES if config.parallel_config.worker_cls == GPU_WORKER else OS_PAGE_BYTES
 
 
 # --------------------------------------------------------------------------- switching on
@@ -289,7 +317,9 @@ def _wrap_config(original: Callable[..., Any], role: str) -> Callable[..., Any]:
             return config
         config.scheduler_config.scheduler_cls = SCHEDULER_FACTORY
         if support is Support.ELASTIC:
-            config.parallel_config.worker_cls = CPU_WORKER
+            config.parallel_config.worker_cls = _WORKERS[device()][0]
+            if row_of(config).unmeasured is not None:
+                logger.warning("ROSE shares what nobody has measured: %s", row_of(config).feature)
         else:
             logger.warning("ROSE shares compute only: %s: %s", because.feature, because.reason)
         return config
@@ -452,6 +482,39 @@ def kv_entries(kv_cache_config: Any) -> tuple[int, int, list[tuple[int, int, int
     return kv_cache_config.num_blocks, sizes.pop(), entries
 
 
+def page_layers(kv_cache_config: Any, piece_bytes: int) -> Any:
+    """The same ``KVCacheConfig`` with every layer at a multiple of ``piece_bytes``, so that a run of blocks is whole pieces.
+
+    Only layouts that give each layer a region of its own need it, and only where the number of blocks does not happen to
+    fit.  The blocks of a layer stay as they were: an attention kernel sees one layer, and no difference.  It costs addresses, and
+    memory for less than a piece per layer.
+
+    Raises:
+        ConfigError: Layers of several groups lie over each other.
+    """
+    tensors = kv_cache_config.kv_cache_tensors
+    apart = [len(tensor.layers) > 1 and tensor.layer_stride > tensor.block_stride for tensor in tensors]
+    strides = [tensor.layer_stride if flag else 0 for tensor, flag in zip(tensors, apart, strict=True)]
+    if not any(stride % piece_bytes for stride in strides) and not any(
+        t.offset % piece_bytes for t in tensors
+    ):
+        return kv_cache_config
+    if not all(apart) or len({tensor.offset for tensor in tensors}) != len(tensors):
+        raise ConfigError("layers lie over each other, or among each other's blocks", field="KV cache")
+    ordered, at = sorted(tensors, key=lambda tensor: tensor.offset), 0
+    moved: dict[int, tuple[int, int]] = {}
+    for tensor in ordered:
+        stride = -(-tensor.layer_stride // piece_bytes) * piece_bytes
+        moved[id(tensor)] = (at, stride)
+        at += stride * len(tensor.layers)
+    paged = copy.copy(kv_cache_config)
+    paged.kv_cache_tensors = [
+        dataclasses.replace(tensor, size=at, offset=moved[id(tensor)][0], layer_stride=moved[id(tensor)][1])
+        for tensor in tensors
+    ]
+    return paged
+
+
 @contextlib.contextmanager
 def kv_allocation(size_bytes: int, make: Callable[[int], Any]) -> Iterator[list[int]]:
     """While it is active, the first int8 ``torch.zeros`` of exactly ``size_bytes`` is ``make(size)``.
@@ -477,6 +540,23 @@ def kv_allocation(size_bytes: int, make: Callable[[int], Any]) -> Iterator[list[
         yield seen
     finally:
         torch.zeros = real  # type: ignore[assignment]
+
+
+def stamp(scheduler_output: Any, step: int) -> None:
+    """Number a step; the number travels with it to every worker."""
+    scheduler_output.rose_step = step
+
+
+def stamp_of(scheduler_output: Any) -> int:
+    """Its number; 0 for a step that nobody numbered."""
+    return getattr(scheduler_output, "rose_step", 0)
+
+
+def compute_stream() -> int:
+    """CUDA: the stream that the calling thread launches steps on, as the driver knows it."""
+    from vllm.utils.torch_utils import current_stream
+
+    return current_stream().cuda_stream
 
 
 # --------------------------------------------------------------------------- scheduler and engine

@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 PLAIN_KV_DTYPES = ("auto", "bfloat16", "float16", "half", "float32")
 ONE_HOST_EXECUTORS = ("mp", "uni", None)
+Device = Literal["cpu", "cuda", "other"]
 
 
 def features(
-    config: Any, *, on_cpu: bool, stock_worker: str, env: Mapping[str, str] | None = None
+    config: Any, *, device: Device, stock_worker: str, env: Mapping[str, str] | None = None
 ) -> list[str]:
     """Names of table rows, the most telling first; always at least one.
 
     Args:
         config: ``VllmConfig``.
-        on_cpu: vLLM's platform is the CPU build.
+        device: vLLM's platform.
         stock_worker: Worker class that vLLM itself would use on this platform.
         env: Environment of the process; None = ours.
     """
@@ -31,7 +32,8 @@ def features(
     parallel, model, cache = config.parallel_config, config.model_config, config.cache_config
     worker_cls, scheduler_cls = parallel.worker_cls, config.scheduler_config.scheduler_cls
     found = {
-        "gpu": not on_cpu,
+        "other_device": device == "other",
+        "gpu": device == "cuda",
         "mig": "MIG-" in env.get("CUDA_VISIBLE_DEVICES", ""),
         "kv_connector": config.kv_transfer_config is not None or cache.kv_offloading_size is not None,
         "encoder_connector": config.ec_transfer_config is not None,
@@ -46,7 +48,7 @@ def features(
         "multimodal": model.is_multimodal_model,
         "pooling": model.runner_type != "generate",
         "fp8_kv": cache.cache_dtype not in PLAIN_KV_DTYPES,
-        "sleep_mode": model.enable_sleep_mode or model.enable_cumem_allocator,
+        "sleep_mode": model.enable_sleep_mode or model.enable_cumem_allocator or _expandable_segments(env),
         "rust_frontend": env.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0", "false", "False"),
         "api_servers": parallel._api_process_count > 1,
         "other_scheduler": scheduler_cls is not None or worker_cls != stock_worker,
@@ -55,6 +57,12 @@ def features(
         "tensor_parallel": parallel.tensor_parallel_size > 1,
     }  # fmt: skip
     return [name for name, present in found.items() if present] or ["decoder"]
+
+
+def _expandable_segments(env: Mapping[str, str]) -> bool:
+    """torch's own use of CUDA's virtual memory."""
+    settings = ",".join(env.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    return "expandable_segments:true" in settings.replace(" ", "").lower()
 
 
 def _unlisted(config: Any) -> bool:

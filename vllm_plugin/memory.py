@@ -5,8 +5,14 @@ speak of the same chunk numbers.  :class:`Pager` lives in each worker: it sleeps
 memory agree with it, and reports in ``<role>.rank<k>``.
 
 The order is the scheduler's duty: a chunk is taken out of the block pool *before* it is unmarked, and
-returned to the pool only *after* every rank reports it mapped.  The pager therefore never touches
-memory that a running step may use, and needs no lock with it.
+returned to the pool only *after* every rank reports it mapped.  Steps that were scheduled before that may still be on their
+way: the pager waits for them (:class:`~vllm_plugin.kv_memory.StepFence`).  It therefore never touches
+memory that a step may use, and needs no lock with it.
+
+A chunk on its way out is reported as such *before* the wish is read once more and the memory goes: an engine core that wants it
+back meanwhile sees that it has to wait, or is seen by the pager.  Nobody uses a chunk that is not reported as mapped.
+
+What the memory is (main memory, a GPU's) is behind :class:`~vllm_plugin.kv_memory.KvMemory`.
 """
 
 from __future__ import annotations
@@ -20,16 +26,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rose.coserve.audit import AUDIT_EVERY_S
-from rose.coserve.ledger import NodeDir, RankState
-from rose.coserve.pages import RESERVE_BYTES, Arena, HostPagePool, KvGeometry, Range
+from rose.coserve.ledger import ChunkState, NodeDir, RankState
+from rose.coserve.pages import KvGeometry, PageArena, Range
 from rose.errors import ConfigError, LedgerError
 from rose.units import NS_PER_S, PAGE_BYTES, format_bytes
 from vllm_plugin import compat
+from vllm_plugin.compat import OS_PAGE_BYTES
+from vllm_plugin.kv_memory import FENCE_S, HostKvMemory, KvMemory, StepFence
 
 logger = logging.getLogger("vllm.rose")
 
-OS_PAGE_BYTES = 4096
 HEARTBEAT_S = 0.25
+UNMAPPED, MAPPED, GOING = 0, 1, 2
+"""What a report says of a chunk.  ``GOING``: still there, and nobody's to use."""
+TRIM_AFTER_S = 5.0
+"""Memory kept for a growth that has not come for so long goes back to the device."""
 MAP_SLICE_CHUNKS = 8
 """Chunks mapped before the report is refreshed: keeps a reclaim from waiting behind a long growth."""
 
@@ -39,6 +50,7 @@ class ChunkPlan:
     """How the KV allocation is cut into chunks.
 
     Attributes:
+        piece_bytes: Every run of a chunk is a multiple of it, and begins at one.
         size_bytes: Of the whole allocation.
         chunk_blocks: Block ids per chunk; chunk ``c`` is blocks ``[c * chunk_blocks, (c+1) * chunk_blocks)``.
         num_chunks: Whole chunks; the blocks behind the last one are never lent.
@@ -55,22 +67,24 @@ class ChunkPlan:
     chunk_pages: int
     tail_bytes: int
     aligned: bool
+    piece_bytes: int = OS_PAGE_BYTES
 
     @classmethod
-    def of(cls, kv_cache_config: Any) -> ChunkPlan:
-        """Plan of a ``KVCacheConfig``.
+    def of(cls, kv_cache_config: Any, piece_bytes: int = OS_PAGE_BYTES) -> ChunkPlan:
+        """Plan of a ``KVCacheConfig``, whose layers are set apart as :func:`compat.page_layers` does.
 
         Raises:
             ConfigError: The cache is too small to be cut into four chunks or more.
         """
+        kv_cache_config = compat.page_layers(kv_cache_config, piece_bytes)
         num_blocks, size_bytes, entries = compat.kv_entries(kv_cache_config)
         geometry = KvGeometry(num_blocks=num_blocks, entries=entries)
         block_bytes = sum(num_layers * page_bytes for _, _, _, num_layers, page_bytes in entries)
         run_bytes = [_run_bytes_per_block(entry) for entry in entries]
-        # Smallest number of blocks whose memory is whole 2 MiB pages in total and whole OS pages in each run.
+        # Smallest number of blocks whose memory is whole 2 MiB pages in total and whole pieces in each run.
         chunk_blocks = PAGE_BYTES // math.gcd(PAGE_BYTES, block_bytes)
         for run in run_bytes:
-            chunk_blocks = math.lcm(chunk_blocks, OS_PAGE_BYTES // math.gcd(OS_PAGE_BYTES, run))
+            chunk_blocks = math.lcm(chunk_blocks, piece_bytes // math.gcd(piece_bytes, run))
         num_chunks = num_blocks // chunk_blocks
         if num_chunks < 4:
             raise ConfigError(
@@ -87,6 +101,7 @@ class ChunkPlan:
             chunk_pages=chunk_blocks * block_bytes // PAGE_BYTES,
             tail_bytes=size_bytes - num_chunks * chunk_blocks * block_bytes,
             aligned=all(chunk_blocks * run % PAGE_BYTES == 0 for run in run_bytes),
+            piece_bytes=piece_bytes,
         )
 
     @property
@@ -110,7 +125,14 @@ class ChunkPlan:
         return found
 
     def tail_ranges(self) -> list[tuple[int, int]]:
-        return self.geometry.ranges(range(self.num_chunks * self.chunk_blocks, self.num_blocks))
+        """Whole pieces that belong to no chunk: blocks behind the last one, and what sets layers apart."""
+        end = -(-self.size_bytes // self.piece_bytes) * self.piece_bytes
+        found, at = [], 0
+        for offset, length in [*self.geometry.ranges(range(self.num_chunks * self.chunk_blocks)), (end, 0)]:
+            if offset > at:
+                found.append((at, offset - at))
+            at = offset + length
+        return found
 
 
 def _run_bytes_per_block(entry: tuple[int, int, int, int, int]) -> int:
@@ -128,7 +150,10 @@ class Pager:
         rank: Of this worker in its engine.
         plan: The chunk plan.
         guard: Make released ranges inaccessible, so that a use after release faults (tests).
-        reserve_bytes: Of the machine, free after every growth.
+        memory: Of the worker's device; None = main memory.
+
+    Attributes:
+        fence: Where the worker notes the steps that it has launched.
     """
 
     def __init__(
@@ -139,18 +164,20 @@ class Pager:
         plan: ChunkPlan,
         *,
         guard: bool,
-        reserve_bytes: int = RESERVE_BYTES,
+        memory: KvMemory | None = None,
     ) -> None:
         self.plan = plan
+        self._memory = memory if memory is not None else HostKvMemory()
+        self.fence = StepFence(self._memory)
         self._role = role
         self._chunks = node_dir.chunks(role, plan.num_chunks)
         self._neighbour = node_dir.rollout_lease()
         self._mapped = bytearray(plan.num_chunks)
-        pool = HostPagePool(huge=plan.aligned, reserve_bytes=reserve_bytes)
-        self.arena: Arena = pool.reserve(plan.size_bytes, guard=guard)
+        self._released_s = time.monotonic()
+        self.arena: PageArena = self._memory.reserve(plan.size_bytes, aligned=plan.aligned, guard=guard)
         try:
-            if plan.tail_bytes:
-                self.arena.map(plan.tail_ranges())
+            if tail := plan.tail_ranges():
+                self.arena.map(tail)
             if role == "serving":
                 self._set(range(plan.num_chunks), mapped=True)
             # Last: a report that has a writer says that the memory is there.
@@ -169,23 +196,29 @@ class Pager:
         self._thread = threading.Thread(target=self._run, name=f"rose-pager-{rank}", daemon=True)
         self._thread.start()
 
+    def tensor(self) -> Any:
+        """The whole allocation as one int8 tensor."""
+        return self._memory.tensor(self.arena, self.plan.size_bytes)
+
     def _set(self, chunks: Any, *, mapped: bool) -> None:
         for chunk in chunks:
-            if bool(self._mapped[chunk]) == mapped:
+            if self._mapped[chunk] == (MAPPED if mapped else UNMAPPED):
                 continue
             if mapped:
                 self.arena.map(self.plan.ranges(chunk))
             else:
                 self.arena.unmap(self.plan.ranges(chunk))
-            self._mapped[chunk] = mapped
+            self._mapped[chunk] = MAPPED if mapped else UNMAPPED
 
     def _publish(self, wake: bool = True) -> None:
         self._report.mend()  # what a stranger made of it is not ours to serve from
         self._report.extra[:] = self._mapped
+        retained = -(-self.arena.retained_bytes // PAGE_BYTES)
         self._report.write(
             replace(
                 self._audited,
-                resident_pages=sum(self._mapped) * self.plan.chunk_pages,
+                resident_pages=sum(map(bool, self._mapped)) * self.plan.chunk_pages + retained,
+                retained_pages=retained,
                 heartbeat_ns=time.monotonic_ns(),
             )
         )
@@ -213,7 +246,9 @@ class Pager:
         try:
             wanted = self._wanted()
             if wanted is not None:
-                self.agree(wanted)
+                self.agree(*wanted)
+            if self.arena.retained_bytes and time.monotonic() - self._released_s > TRIM_AFTER_S:
+                self.arena.trim()
             if self._served and time.monotonic_ns() - self._audited.audited_ns > AUDIT_EVERY_S * NS_PER_S:
                 self.audit()
         finally:
@@ -228,35 +263,71 @@ class Pager:
         except LedgerError:
             return True
 
-    def _wanted(self) -> bytes | None:
-        """What our engine core wants mapped; None: nothing is known, leave everything as it is.
+    def _wanted(self) -> tuple[bytes, int] | None:
+        """What our engine core wants mapped, and the step to wait for; None: nothing is known, leave everything as it is.
 
         Workers start before their engine core writes: until then the file is that of an engine which died, and
         speaks of its loan, not of ours.
         """
-        if self._chunks.alive() and self._chunks.read() is not None:
+        if self._chunks.alive():
             wanted = self._chunks.extra
-            if len(wanted) == self.plan.num_chunks:
+            record: ChunkState | None = self._chunks.read()  # behind the marks: see ChunkState.after_step
+            if record is not None and len(wanted) == self.plan.num_chunks:
                 if not self._served:
                     # vLLM's warm-up comes before there is an engine core, and may have used any of it.
-                    self.arena.unmap(self.plan.run_ranges(self._mapped)[1])
+                    self.arena.wipe(self.plan.run_ranges(self._mapped)[1])
                     self._served = True
-                return wanted
-        return None if self._role == "serving" else bytes(self.plan.num_chunks)
+                return wanted, record.after_step
+        # Our engine core is gone, and with it whoever would send another step: all that were launched are all there are.
+        return None if self._role == "serving" else (bytes(self.plan.num_chunks), 0)
 
-    def agree(self, wanted: bytes) -> None:
-        """Make the memory agree with ``wanted`` (one byte per chunk): releases first, then growth in slices."""
-        released = [c for c in range(self.plan.num_chunks) if self._mapped[c] and not wanted[c]]
-        if released:
-            self._set(released, mapped=False)
-            self._publish()
+    def agree(self, wanted: bytes, after_step: int = 0) -> None:
+        """Make the memory agree with ``wanted`` (one byte per chunk): releases first, then growth in slices.
+
+        Args:
+            after_step: No step up to this one may find its memory gone.
+
+        Raises:
+            LedgerError: Steps in flight do not end (nothing is released; growth goes on), or memory cannot be had.
+        """
+        for chunk in [c for c in range(self.plan.num_chunks) if self._mapped[c] == GOING and wanted[c]]:
+            self._mapped[chunk] = MAPPED
+        going = [c for c in range(self.plan.num_chunks) if self._mapped[c] and not wanted[c]]
+        stuck = self._release(going, after_step, 0.0)
         missing = [c for c in range(self.plan.num_chunks) if wanted[c] and not self._mapped[c]]
         word = self._chunks.word()
         for start in range(0, len(missing), MAP_SLICE_CHUNKS):
             self._set(missing[start : start + MAP_SLICE_CHUNKS], mapped=True)
             self._publish()
             if self._chunks.word() != word:  # the wish has changed: look again before growing further
-                return
+                break
+        if (
+            stuck is not None
+        ):  # behind the growth: what production wants back does not wait for what it gives up
+            stuck = self._release(going, after_step, FENCE_S)
+        if stuck is not None:
+            raise stuck
+
+    def _release(self, chunks: list[int], after_step: int, timeout_s: float) -> LedgerError | None:
+        """Unmap what nobody wants, when no step can touch it any more; the error where that takes longer than ``timeout_s``."""
+        if not chunks:
+            return None
+        for chunk in chunks:
+            self._mapped[chunk] = GOING
+        self._publish(wake=False)
+        try:
+            self.fence.wait(after_step, timeout_s)
+        except LedgerError as error:
+            return error
+        # The report has said that they go; who wants them back since then has seen it, or is seen now.
+        wanted = self._wanted()
+        back = {chunk for chunk in chunks if wanted is not None and wanted[0][chunk]}
+        for chunk in back:
+            self._mapped[chunk] = MAPPED
+        self._set([chunk for chunk in chunks if chunk not in back], mapped=False)
+        self._released_s = time.monotonic()
+        self._publish()
+        return None
 
     def audit(self) -> None:
         """Hold the book against the kernel's word.  On the pager's thread: nothing is on its way in or out meanwhile.
@@ -264,8 +335,7 @@ class Pager:
         A few system calls for each run of chunks in each layer; the interpreter lock is free during each.
         """
         mapped, released = self.plan.run_ranges(self._mapped)
-        if self.plan.tail_bytes:
-            mapped += self.plan.tail_ranges()
+        mapped += self.plan.tail_ranges()
         booked = sum(length for _, length in mapped)
         self._audited = RankState(
             booked_bytes=booked,
@@ -275,7 +345,7 @@ class Pager:
         )
 
     def resident_bytes(self) -> int:
-        """What the kernel says is resident of the KV allocation."""
+        """What is resident of the KV allocation: by the kernel's word on the host, by the books of the driver's calls on a GPU."""
         return self.arena.resident_bytes()
 
     def close(self) -> None:

@@ -140,6 +140,10 @@ class ShardPlan:
         return held == self.tensors[name].num_elements
 
 
+NO_CHECKPOINT = ShardPlan(tensors={}, boxes={}, fallback={}, holes=(), targets=(), digest="none")
+"""Of weights that no checkpoint gave: an update of any tensor is refused."""
+
+
 def checkpoint_tensors(folder: Path | str) -> list[TensorSpec]:
     """Names, shapes and types in the safetensors files of a checkpoint folder; reads headers only.
 

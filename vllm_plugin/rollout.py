@@ -36,7 +36,7 @@ from rose.policy.lending import allowed_pages
 from rose.units import NS_PER_S
 from vllm_plugin import ENV_DIR, compat
 from vllm_plugin.capacity import Balloon
-from vllm_plugin.memory import ChunkPlan
+from vllm_plugin.memory import MAPPED, ChunkPlan
 from vllm_plugin.step_log import StepLog, first_model
 from vllm_plugin.watch import Bell
 
@@ -66,10 +66,21 @@ def demand_of(running: Sequence[Any], waiting: Sequence[Any]) -> Demand:
 class RolloutSide:
     """Everything ROSE does inside a rollout engine.  Arguments as for ``ServingSide``."""
 
-    def __init__(self, scheduler: Any, kv_cache_config: Any, num_ranks: int) -> None:
+    def __init__(
+        self,
+        scheduler: Any,
+        kv_cache_config: Any,
+        num_ranks: int,
+        *,
+        piece_bytes: int = compat.OS_PAGE_BYTES,
+        on_gpu: bool = False,
+    ) -> None:
         self._scheduler = scheduler
         self._engine: Any = None
-        self.plan = ChunkPlan.of(kv_cache_config)
+        self._on_gpu = on_gpu
+        self.ladder: dict[str, Any] | None = None
+        """The rung of the compute ladder that the workers have put in force; None on the host, where the node agent knows it."""
+        self.plan = ChunkPlan.of(kv_cache_config, piece_bytes)
         self._dir = NodeDir(os.environ[ENV_DIR])
         self.balloon = Balloon(compat.block_pool(scheduler), self.plan.chunk_blocks)
         for chunk in range(self.plan.num_chunks):
@@ -81,7 +92,8 @@ class RolloutSide:
         self._mapped: collections.deque[int] = collections.deque()
         self.gate_open = False
         # Written by the engine thread, read by the background thread.
-        self._released: collections.deque[int] = collections.deque()
+        self._released: collections.deque[tuple[int, int]] = collections.deque()
+        """As in ``ServingSide``."""
         self.num_schedules = 0
         self._num_steps = 0
         self._num_tokens = 0
@@ -112,7 +124,7 @@ class RolloutSide:
         self._held: set[int] = set()
         self._growing: set[int] = set()
         self._releasing: set[int] = set()
-        self._generation = 0
+        self._generation = self._after_step = 0
         self._epoch = 0
         self._idle_asked = False
         self._said: tuple[int, ...] = ()
@@ -130,6 +142,8 @@ class RolloutSide:
     def attach(self, engine: Any) -> None:
         """The engine is built and about to enter its loop."""
         self._engine = engine
+        if self._on_gpu:
+            self.ladder = self._common_rung(engine.model_executor.collective_rpc("rose_ladder"))
         watched = [
             ("node", self._dir.node()),
             ("lease", self._dir.serving_lease()),
@@ -141,6 +155,11 @@ class RolloutSide:
         for name, reader in watched:
             self._bell.watch(reader, name)
         self._thread.start()
+
+    def _common_rung(self, rungs: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
+        """One for the whole engine, whose ranks step together: a rank that needs its steps serialised decides for all."""
+        told = [rung for rung in rungs if rung is not None]
+        return next((rung for rung in told if rung["serialise"]), told[0] if told else None)
 
     def gated(self) -> bool:
         """Does vLLM's loop have to believe that there is no work?"""
@@ -195,7 +214,7 @@ class RolloutSide:
             self._cut_ns / 1e6,
             self.reason,
         )
-        self._released.extend(released)
+        self._released.extend((chunk, self.num_schedules) for chunk in released)
         self._bell.ring()
 
     def _holders(self) -> list[tuple[str, int, list[int]]]:
@@ -232,6 +251,7 @@ class RolloutSide:
         self._refuse_oversized(request)
 
     def after_schedule(self, output: Any) -> None:
+        compat.stamp(output, self.num_schedules)
         self._step_started_ns = time.monotonic_ns()
         # Counted in C: a loop over 256 requests here took 50 us of production's step.
         decode = list(output.num_scheduled_tokens.values()).count(1)
@@ -325,14 +345,18 @@ class RolloutSide:
         chunk_pages, marks = self.plan.chunk_pages, self._chunks.extra
         self._mend_files()
         before = bytes(marks)
-        while self._released:
-            chunk = self._released.popleft()
+        released = [self._released.popleft() for _ in range(len(self._released))]
+        self._held.difference_update(chunk for chunk, _ in released)
+        self._releasing.update(chunk for chunk, _ in released)
+        if released:
+            # Before the marks: who sees a chunk unmarked must find the step that may be the last to touch it.
+            self._after_step = max(self._after_step, *(step for _, step in released))
+            self._write_chunks()
+        for chunk in self._releasing:
             marks[chunk] = 0
-            self._held.discard(chunk)
-            self._releasing.add(chunk)
         maps = [reader.extra for reader in self._ranks]
         self._releasing = {c for c in self._releasing if any(m[c] for m in maps)}
-        for chunk in [c for c in self._growing if all(m[c] for m in maps)]:
+        for chunk in [c for c in self._growing if all(m[c] == MAPPED for m in maps)]:
             self._growing.discard(chunk)
             self._held.add(chunk)
             self._mapped.append(chunk)
@@ -365,7 +389,7 @@ class RolloutSide:
             self._publish_lease(0)
         if bytes(marks) != before:
             self._generation += 1
-            self._chunks.write(ChunkState(generation=self._generation, heartbeat_ns=time.monotonic_ns()))
+            self._write_chunks()
             self._chunks.wake()
         if self._mapped or len(self._held) > allowed:
             self._call_when_idle()
@@ -376,6 +400,15 @@ class RolloutSide:
             compat.wake(self._engine)
         elif not fits:
             self.gate_open = False
+
+    def _write_chunks(self) -> None:
+        self._chunks.write(
+            ChunkState(
+                generation=self._generation,
+                after_step=self._after_step,
+                heartbeat_ns=time.monotonic_ns(),
+            )
+        )
 
     def _mend_files(self) -> None:
         """A stranger's write, or a file cut off, must not end the sharing: production would wait for a number for ever."""
@@ -395,7 +428,8 @@ class RolloutSide:
         rule = Rule(node.rule) if node.rule in list(Rule) else Rule.SLACK
         # An agent of before has no such number, and a damaged one is no reason to hurry.
         delay = node.delay_pct / 100 if 0 < node.delay_pct <= 100 else 1.0
-        wanted = (rule, bool(node.serialise), delay)
+        must = self.ladder is not None and bool(self.ladder["serialise"])
+        wanted = (rule, bool(node.serialise) or must, delay)
         if wanted != (
             self.admission_params.rule,
             self.admission_params.serialise,
@@ -504,5 +538,6 @@ class RolloutSide:
             "steps": self._num_steps,
             "reclaim_seq": self._reclaim_seq,
             "cut_requests": self._num_cut_requests,
+            "ladder": self.ladder,
             "patches": sorted(compat.applied()),
         }

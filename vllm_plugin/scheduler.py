@@ -37,9 +37,15 @@ class _Serving:
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         try:
-            world = kwargs["vllm_config"].parallel_config.world_size
-            elastic = compat.is_elastic(kwargs["vllm_config"])
-            self.rose = ServingSide(self, kwargs["kv_cache_config"], world, elastic)
+            config = kwargs["vllm_config"]
+            self.rose = ServingSide(
+                self,
+                kwargs["kv_cache_config"],
+                config.parallel_config.world_size,
+                compat.is_elastic(config),
+                piece_bytes=compat.piece_bytes(config),
+                because=compat.row_of(config),
+            )
         except Exception as error:  # noqa: BLE001  # fail-open
             compat.stay_stock(error)
 
@@ -121,8 +127,14 @@ class _Rollout:
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        world = kwargs["vllm_config"].parallel_config.world_size
-        self.rose = RolloutSide(self, kwargs["kv_cache_config"], world)
+        config = kwargs["vllm_config"]
+        self.rose = RolloutSide(
+            self,
+            kwargs["kv_cache_config"],
+            config.parallel_config.world_size,
+            piece_bytes=compat.piece_bytes(config),
+            on_gpu=compat.row_of(config).name == "gpu",
+        )
         self.rose_prefixes = PrefixKeys(self)
 
     def rose_attach(self, engine: Any) -> None:

@@ -41,12 +41,12 @@ from rose.coserve.ledger import (
     ServingLease,
 )
 from rose.errors import LedgerError
-from rose.policy.compat import Support, row
+from rose.policy.compat import Row, Support, row
 from rose.units import NS_PER_S
 from vllm_plugin import ENV_DIR, compat
 from vllm_plugin.capacity import SLICE_S, Balloon
 from vllm_plugin.ghost import GhostCache
-from vllm_plugin.memory import ChunkPlan
+from vllm_plugin.memory import MAPPED, ChunkPlan
 from vllm_plugin.step_log import first_model
 from vllm_plugin.watch import Bell
 
@@ -73,12 +73,23 @@ class ServingSide:
         kv_cache_config: vLLM's ``KVCacheConfig``.
         num_ranks: Worker processes of the engine.
         elastic: Its KV memory can be given back; else it shares compute only and lends nothing.
+        piece_bytes: In which pieces its memory comes and goes.
+        because: The row of the compatibility table by which it takes part.
     """
 
-    def __init__(self, scheduler: Any, kv_cache_config: Any, num_ranks: int, elastic: bool = True) -> None:
+    def __init__(
+        self,
+        scheduler: Any,
+        kv_cache_config: Any,
+        num_ranks: int,
+        elastic: bool = True,
+        *,
+        piece_bytes: int = compat.OS_PAGE_BYTES,
+        because: Row | None = None,
+    ) -> None:
         self._scheduler = scheduler
         self._engine: Any = None
-        self.plan = ChunkPlan.of(kv_cache_config)
+        self.plan = ChunkPlan.of(kv_cache_config, piece_bytes)
         self._dir = NodeDir(os.environ[ENV_DIR])
         self.balloon = Balloon(compat.block_pool(scheduler), self.plan.chunk_blocks)
         self._block_tokens = scheduler.block_size
@@ -95,7 +106,8 @@ class ServingSide:
         self._reserved_pages = self.plan.total_pages
         self._mapped: collections.deque[int] = collections.deque()
         # Written by the engine thread, read by the background thread.
-        self._released: collections.deque[int] = collections.deque()
+        self._released: collections.deque[tuple[int, int]] = collections.deque()
+        """Chunk, and the last step that was scheduled before it was taken out of the pool."""
         self._claim_chunks = self._claim_told = 0
         self._fixed = False
         self._watched = True
@@ -123,7 +135,7 @@ class ServingSide:
         self._measured: collections.deque[tuple[int, int, float]] = collections.deque(maxlen=64)
         self.model = first_model()
 
-        self.row = row("decoder" if elastic else "kv_connector")
+        self.row = because if because is not None else row("decoder" if elastic else "kv_connector")
         self._elastic = elastic
         with contextlib.ExitStack() as made:  # a file that is kept open here would look like a live engine's
             self._lease = made.enter_context(compat.starting_lease() or self._dir.serving_lease_writer())
@@ -146,7 +158,7 @@ class ServingSide:
         # Chunks by where they are, background thread only.  The balloon holds all of both, plus `_released`.
         self._lent: set[int] = set()
         self._returning: set[int] = set()
-        self._generation = 0
+        self._generation = self._after_step = 0
         self._idle_asked = False
         self._said: tuple[int, ...] = ()
         self._said_ns = 0
@@ -194,7 +206,7 @@ class ServingSide:
                 self.balloon.inflate_free(lend, taken=taken)
             finally:  # also those before an exception: they would be lost to production
                 if taken:
-                    self._released.extend(taken)
+                    self._released.extend((chunk, self._step) for chunk in taken)
                     self._bell.ring()
         self._rests = not (self._claim_chunks or self.ghost.watching)
 
@@ -220,6 +232,8 @@ class ServingSide:
 
     def after_schedule(self, output: Any) -> None:
         """A step starts: publish deadlines.  Nobody needs that between steps unless a rollout engine lives."""
+        # Numbered before it counts: nobody may wait for a step that carries no number.
+        compat.stamp(output, self._step + 1)
         self._step += 1
         scheduled, total = output.num_scheduled_tokens, output.total_num_scheduled_tokens
         decode = len(scheduled)
@@ -425,14 +439,18 @@ class ServingSide:
         chunk_pages = self.plan.chunk_pages
         self._check_own_files()
         before = bytes(self._chunks.extra)
-        while self._released:
-            chunk = self._released.popleft()
+        released = [self._released.popleft() for _ in range(len(self._released))]
+        self._lent.update(chunk for chunk, _ in released)
+        if released:
+            # Before the marks: who sees a chunk unmarked must find the step that may be the last to touch it.
+            self._after_step = max(self._after_step, *(step for _, step in released))
+            self._write_chunks()
+        for chunk, _ in released:
             self._mark(chunk, 0)
-            self._lent.add(chunk)
         maps = [reader.extra for reader in self._ranks]
         if any(len(each) != self.plan.num_chunks for each in maps):
             raise LedgerError("a worker's file is gone", field=str(self._dir.path))
-        for chunk in [c for c in self._returning if all(m[c] for m in maps)]:
+        for chunk in [c for c in self._returning if all(m[c] == MAPPED for m in maps)]:
             self._returning.discard(chunk)
             self._mapped.append(chunk)
         gone = {c for c in self._lent if not any(m[c] for m in maps)}
@@ -448,7 +466,8 @@ class ServingSide:
             self._take_back(chunk)
             back -= 1
         # Reserve first, read the peer's number second: of two that grow at once, one sees the other.
-        self._publish_lease(self.plan.total_pages - (len(gone) - back) * chunk_pages)
+        away = max(0, (len(gone) - back) * chunk_pages - (self._retained_pages() if gone else 0))
+        self._publish_lease(self.plan.total_pages - away)
         if back:
             room = len(gone) - -(-self._peer_pages() // chunk_pages)
             for chunk in sorted(gone)[: max(0, min(back, room))]:
@@ -456,10 +475,22 @@ class ServingSide:
         if self._chunks.extra != before:
             self._check_own_files()  # a stranger's mark must not be written over unseen: a pager may have obeyed it
             self._generation += 1
-            self._chunks.write(ChunkState(generation=self._generation, heartbeat_ns=time.monotonic_ns()))
+            self._write_chunks()
             self._chunks.wake()
         if self._mapped or target > len(self._lent) + len(self._returning):
             self._call_when_idle()
+
+    def _write_chunks(self) -> None:
+        self._chunks.write(
+            ChunkState(
+                generation=self._generation, after_step=self._after_step, heartbeat_ns=time.monotonic_ns()
+            )
+        )
+
+    def _retained_pages(self) -> int:
+        """What a rank keeps of what it has unmapped: nobody else can have it yet."""
+        records = [reader.read() for reader in self._ranks]
+        return max((record.retained_pages for record in records if record is not None), default=0)
 
     def _check_own_files(self) -> None:
         """Notice a stranger's writes; once we are off, undo them, so that they keep no memory from production.

@@ -24,7 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from rose.errors import RoseError, WeightsError
 from rose.weights.version import WeightVersion
-from vllm_plugin.plan import check_contents, checkpoint_tensors, record
+from vllm_plugin.plan import NO_CHECKPOINT, check_contents, checkpoint_tensors, record
 from vllm_plugin.rank_weights import RankWeights
 from vllm_plugin.weights import error_data, initial_version, model_folder
 
@@ -57,11 +57,15 @@ class RoseWeightTransferEngine(WeightTransferEngine[RoseInitInfo, RoseUpdateInfo
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         began_s = time.monotonic()
-        folder = model_folder(vllm_config.model_config.model)
-        with set_current_vllm_config(vllm_config):
-            plan = record(model, checkpoint_tensors(folder))
-        recorded_s = time.monotonic()
-        plan = check_contents(plan, folder)
+        if vllm_config.load_config.load_format == "dummy":
+            # Made up, for measurements: of no checkpoint, so there is nothing an update could be checked against.
+            plan, recorded_s = NO_CHECKPOINT, began_s
+        else:
+            folder = model_folder(vllm_config.model_config.model)
+            with set_current_vllm_config(vllm_config):
+                plan = record(model, checkpoint_tensors(folder))
+            recorded_s = time.monotonic()
+            plan = check_contents(plan, folder)
         checked_s = time.monotonic()
         self.rank_weights = RankWeights(plan, initial_version())
         self._outcome: dict[str, Any] = {"committed": False, "commit_s": 0.0, "failed": None}

@@ -59,6 +59,14 @@ class EngineConfig(Section):
     """Step times of this model on this device, from ``rose profile``; None = learn them while running."""
     start_timeout_s: Positive = 900.0
     stop_grace_s: float = Field(default=10.0, ge=0)
+    allow_unmeasured: bool = False
+    """Also start where the compatibility table says that nobody has measured it: on a GPU."""
+    sm_share: Fraction = 0.5
+    """CUDA: part of the device's SMs that it computes on, where the compute ladder has a rung that splits them."""
+    allow_mps: bool = False
+    """CUDA: be a client of a running MPS daemon, as production is.  A fault in a rollout kernel then ends production too."""
+    mps_pipe_directory: Path | None = None
+    """Of that daemon (CUDA_MPS_PIPE_DIRECTORY); None = our environment's, or CUDA's default."""
     max_restarts: int = Field(default=5, ge=0)
     """Within ``restart_window_s``; then the engine stays down for the window, and ``rose node status`` says so."""
     restart_window_s: Positive = 600.0

@@ -11,22 +11,25 @@ Rules that it keeps, each for a cost or a trap of the driver:
 - one ``cuMemSetAccess`` and one ``cuMemUnmap`` per contiguous run, however many handles it has;
 - released handles are kept for the next ``map`` only up to ``retain_bytes``: creating one costs most of a ``map``, but kept
   memory is memory that the peer does not get, and it counts as resident;
-- ``cuMemUnmap`` is not ordered with streams: ``fence`` must return before it, and a caller on the step path has none to
-  give, so ``map`` and ``unmap`` belong to a background thread;
+- ``cuMemUnmap`` is not ordered with streams: a caller must know that no kernel in flight touches what it unmaps
+  (``vllm_plugin.kv_memory`` does), and ``map`` and ``unmap`` belong to a background thread;
+- zeroing is queued on a stream of the pool's own, run by run, and waited for once per ``map``;
 - ``cuMemSetAccess`` may say NOT_READY under concurrent work: a bounded number of tries;
 - unmapped addresses show one shared *fallback* handle of zeros, so that a stray read of a padded row does not fault; it must
   stay zero (:meth:`CudaArena.fallback_intact`).  With ``guard=True`` they are inaccessible instead.
 
-Callers: vLLM workers on a GPU (not wired yet), ``benchmarks/gpu_check.py``, the tests.
+Callers: vLLM workers on a GPU (``vllm_plugin.kv_memory``), ``benchmarks/gpu_check.py``, the tests.  The driver's calls themselves are in
+``rose.coserve.cuda_driver``.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Any
 
+from rose.coserve.cuda_driver import CudaDriver, Driver, NotReady
 from rose.coserve.pages import Range
 from rose.errors import LedgerError
 from rose.units import PAGE_BYTES, format_bytes
@@ -38,31 +41,6 @@ _ACCESS_TRIES = 20
 _ACCESS_PAUSE_S = 0.0005
 
 
-class NotReady(LedgerError):
-    """The driver asks for patience (CUDA_ERROR_NOT_READY)."""
-
-
-class Driver(Protocol):
-    """The calls that an arena makes, each one of CUDA's; sizes in bytes, a failure is a LedgerError."""
-
-    @property
-    def granularity(self) -> int: ...
-    def reserve(self, size: int) -> int: ...
-    def free_range(self, address: int, size: int) -> None: ...
-    def create(self, size: int) -> Any: ...
-    def release(self, handle: Any) -> None: ...
-    def map(self, address: int, size: int, handle: Any) -> None: ...
-    def unmap(self, address: int, size: int) -> None: ...
-    def allow(self, address: int, size: int) -> None: ...
-    def zero(self, address: int, size: int) -> None: ...
-    def is_zero(self, address: int, size: int) -> bool: ...
-    def free_bytes(self) -> int: ...
-
-
-def _nothing() -> None:
-    """A fence where nobody computes."""
-
-
 class CudaPagePool:
     """Arenas on one device.
 
@@ -71,7 +49,6 @@ class CudaPagePool:
         handle_bytes: Size of one handle; a multiple of the driver's granularity.  Larger means fewer calls and coarser loans.
         retain_bytes: Kept after ``unmap`` for the next ``map``; serving only, 0 in a rollout engine.
         reserve_bytes: Never taken from the device.
-        fence: Returns when no kernel in flight can touch what is about to be unmapped.
     """
 
     def __init__(
@@ -82,7 +59,6 @@ class CudaPagePool:
         handle_bytes: int = PAGE_BYTES,
         retain_bytes: int = 0,
         reserve_bytes: int = DEFAULT_RESERVE_BYTES,
-        fence: Callable[[], None] = _nothing,
     ) -> None:
         self._driver = driver if driver is not None else CudaDriver(device)
         if handle_bytes <= 0 or handle_bytes % self._driver.granularity:
@@ -93,7 +69,6 @@ class CudaPagePool:
         self._handle_bytes = handle_bytes
         self._retain_bytes = retain_bytes
         self._reserve_bytes = reserve_bytes
-        self._fence = fence
 
     def reserve(self, num_bytes: int, guard: bool = False) -> CudaArena:
         """Reserve addresses for ``num_bytes`` (rounded up to a handle); memory only for the fallback handle."""
@@ -107,7 +82,6 @@ class CudaPagePool:
             retain_bytes=self._retain_bytes,
             reserve_bytes=self._reserve_bytes,
             guard=guard,
-            fence=self._fence,
         )
 
 
@@ -129,23 +103,24 @@ class CudaArena:
         retain_bytes: int,
         reserve_bytes: int,
         guard: bool,
-        fence: Callable[[], None],
     ) -> None:
         self._driver, self.size, self.guard = driver, size, guard
         self._bytes, self._retain_bytes, self._reserve_bytes = handle_bytes, retain_bytes, reserve_bytes
-        self._fence = fence
         self._lock = threading.Lock()
         self._mapped: dict[int, Any] = {}
         self._retained: list[Any] = []
         self._fallback: Any = None
+        self._bare = set(range(size // handle_bytes))
+        """Pieces behind which there is nothing at all."""
         self._closed = False
         self.address = driver.reserve(size)
         if not guard:
             try:
                 self._fallback = driver.create(handle_bytes)
                 self._show_fallback(range(size // handle_bytes))
-                driver.zero(self.address, handle_bytes)
+                self._zero([(0, 1)])
             except LedgerError:
+                self._hide_fallback(range(size // handle_bytes))
                 self._give_up()
                 raise
 
@@ -158,46 +133,45 @@ class CudaArena:
                 raise LedgerError(f"handle {twice[0]} is mapped already", field="ranges")
             handles = self._take(len(wanted))
             done: list[int] = []
-            hidden = False
             try:
-                if self._fallback is not None:
-                    self._hide_fallback(wanted)
-                hidden = True
+                self._hide_fallback(wanted)
                 for piece in wanted:
                     self._driver.map(self._at(piece), self._bytes, handles[len(done)])
                     done.append(piece)
                 for first, count in _runs(wanted):
                     self._allow(self._at(first), count * self._bytes)
-                    self._driver.zero(self._at(first), count * self._bytes)
+                self._zero(_runs(wanted))
             except LedgerError:
                 for first, count in _runs(done):
                     self._driver.unmap(self._at(first), count * self._bytes)
                 for handle in handles:
                     self._driver.release(handle)
-                if hidden and self._fallback is not None:
-                    self._show_fallback(wanted)
+                self._show_fallback(piece for piece in wanted if piece in self._bare)
                 raise
             self._mapped.update(zip(wanted, handles, strict=True))
+            self._bare.difference_update(wanted)
 
     def unmap(self, ranges: Iterable[Range]) -> None:
         """Give the memory behind ``ranges`` back to the device (what is above ``retain_bytes``).  Unmapped ranges are fine."""
         with self._lock:
             gone = [piece for piece in self._pieces(ranges) if piece in self._mapped]
-            if not gone:
-                return
-            self._fence()
             for first, count in _runs(gone):
                 self._driver.unmap(self._at(first), count * self._bytes)
                 for piece in range(first, first + count):
                     self._retained.append(self._mapped.pop(piece))
-                if self._fallback is not None:
-                    self._show_fallback(range(first, first + count))
+                self._bare.update(range(first, first + count))
             self._trim(self._retain_bytes)
+            self._show_fallback(gone)
 
     def trim(self) -> None:
-        """Give retained handles back too: the peer asks for memory."""
+        """Give retained handles back too."""
         with self._lock:
             self._trim(0)
+
+    @property
+    def retained_bytes(self) -> int:
+        """Kept for the next ``map``: taken from the device, behind no address."""
+        return len(self._retained) * self._bytes
 
     def resident_bytes(self, ranges: Iterable[Range] | None = None) -> int:
         """Bytes of the device that this arena holds: mapped, retained, and the fallback; of ``ranges`` the mapped ones."""
@@ -212,11 +186,22 @@ class CudaArena:
         self._pieces(released)
         return 0 if self.fallback_intact() else self._bytes
 
+    def wipe(self, released: Iterable[Range]) -> None:
+        """Zeros behind unmapped addresses again."""
+        with self._lock:
+            shown = [
+                piece
+                for piece in self._pieces(released)
+                if piece not in self._bare and piece not in self._mapped
+            ]
+            if self._fallback is not None and shown:
+                self._zero([(shown[0], 1)])
+
     def fallback_intact(self) -> bool:
         """Nobody wrote behind unmapped addresses.  False: something uses memory that it gave back."""
         with self._lock:
             free = next((p for p in range(self.size // self._bytes) if p not in self._mapped), None)
-            if self._fallback is None or free is None:
+            if self._fallback is None or free is None or free in self._bare:
                 return True
             return self._driver.is_zero(self._at(free), self._bytes)
 
@@ -225,9 +210,8 @@ class CudaArena:
         with self._lock:
             if self._closed:
                 return
-            self._fence()
-            pieces = range(self.size // self._bytes) if self._fallback is not None else sorted(self._mapped)
-            for first, count in _runs(pieces):
+            self._hide_fallback(p for p in range(self.size // self._bytes) if p not in self._mapped)
+            for first, count in _runs(sorted(self._mapped)):
                 self._driver.unmap(self._at(first), count * self._bytes)
             self._retained += self._mapped.values()
             self._mapped.clear()
@@ -238,6 +222,7 @@ class CudaArena:
         handles = [*self._mapped.values(), *self._retained]
         assert len({id(handle) for handle in handles}) == len(handles)
         assert all(0 <= piece < self.size // self._bytes for piece in self._mapped)
+        assert not self._bare & self._mapped.keys()
         assert len(self._retained) * self._bytes <= max(self._retain_bytes, 0) or self._closed
 
     # -- helpers; the lock is held ---------------------------------------------------------------------
@@ -271,15 +256,31 @@ class CudaArena:
             self._driver.release(self._retained.pop())
 
     def _show_fallback(self, pieces: Iterable[int]) -> None:
-        listed = list(pieces)
-        for piece in listed:
-            self._driver.map(self._at(piece), self._bytes, self._fallback)
-        for first, count in _runs(listed):
-            self._allow(self._at(first), count * self._bytes)
+        """Put the fallback behind bare pieces.  Where that fails they stay bare, which is the worst that ``guard`` does too."""
+        if self._fallback is None:
+            return
+        shown: list[int] = []
+        try:
+            for piece in pieces:
+                self._driver.map(self._at(piece), self._bytes, self._fallback)
+                self._bare.discard(piece)
+                shown.append(piece)
+        finally:
+            for first, count in _runs(shown):
+                self._allow(self._at(first), count * self._bytes)
 
     def _hide_fallback(self, pieces: Iterable[int]) -> None:
-        for first, count in _runs(pieces):
+        for first, count in _runs([piece for piece in pieces if piece not in self._bare]):
             self._driver.unmap(self._at(first), count * self._bytes)
+            self._bare.update(range(first, first + count))
+
+    def _zero(self, runs: Iterable[tuple[int, int]]) -> None:
+        """Zeros behind mapped pieces.  Returns, also with an error, only when the device writes there no more."""
+        try:
+            for first, count in runs:
+                self._driver.zero(self._at(first), count * self._bytes)
+        finally:
+            self._driver.settle()
 
     def _allow(self, address: int, size: int) -> None:
         for attempt in range(_ACCESS_TRIES):
@@ -321,87 +322,3 @@ def _runs(pieces: Iterable[int]) -> list[tuple[int, int]]:
         else:
             runs.append((piece, 1))
     return runs
-
-
-class CudaDriver:
-    """The real calls, through cuda-bindings.
-
-    Raises:
-        LedgerError: No cuda-bindings, no device, or what the driver answered, by its name.
-    """
-
-    def __init__(self, device: int = 0) -> None:
-        try:
-            from cuda.bindings import driver  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise LedgerError("cuda-bindings is not installed", fix="pip install 'rose-rl[gpu]'") from error
-        self._cuda: Any = driver
-        self._call("cuInit", 0)
-        self._device = self._call("cuDeviceGet", device)
-        # The primary context is the one that torch uses; retaining it twice is counted by the driver.
-        self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
-        self._call("cuCtxSetCurrent", self._context)
-        prop = driver.CUmemAllocationProp()
-        prop.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        prop.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        prop.location.id = device
-        self._prop = prop
-        access = driver.CUmemAccessDesc()
-        access.location = prop.location
-        access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        self._access = access
-        minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        self._granularity = int(self._call("cuMemGetAllocationGranularity", prop, minimum))
-        flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
-        self._stream = self._call("cuStreamCreate", flags)
-        self._thread = threading.get_ident()
-
-    def _call(self, name: str, *arguments: Any) -> Any:
-        """One driver call: its result, or a LedgerError that names call and code."""
-        if name != "cuInit" and getattr(self, "_thread", None) not in (None, threading.get_ident()):
-            self._cuda.cuCtxSetCurrent(self._context)  # a context is current to one thread
-        code, *results = getattr(self._cuda, name)(*arguments)
-        if code == self._cuda.CUresult.CUDA_ERROR_NOT_READY:
-            raise NotReady(f"{name}: not ready")
-        if code != self._cuda.CUresult.CUDA_SUCCESS:
-            raise LedgerError(f"{name} failed: {code.name}")
-        return results[0] if len(results) == 1 else tuple(results)
-
-    @property
-    def granularity(self) -> int:
-        return self._granularity
-
-    def reserve(self, size: int) -> int:
-        return int(self._call("cuMemAddressReserve", size, 0, 0, 0))
-
-    def free_range(self, address: int, size: int) -> None:
-        self._call("cuMemAddressFree", address, size)
-
-    def create(self, size: int) -> Any:
-        return self._call("cuMemCreate", size, self._prop, 0)
-
-    def release(self, handle: Any) -> None:
-        self._call("cuMemRelease", handle)
-
-    def map(self, address: int, size: int, handle: Any) -> None:
-        self._call("cuMemMap", address, size, 0, handle, 0)
-
-    def unmap(self, address: int, size: int) -> None:
-        self._call("cuMemUnmap", address, size)
-
-    def allow(self, address: int, size: int) -> None:
-        self._call("cuMemSetAccess", address, size, [self._access], 1)
-
-    def zero(self, address: int, size: int) -> None:
-        """On a stream of our own; returns when done, so that no step can see another engine's bits."""
-        self._call("cuMemsetD8Async", address, 0, size, self._stream)
-        self._call("cuStreamSynchronize", self._stream)
-
-    def is_zero(self, address: int, size: int) -> bool:
-        data = bytearray(size)
-        self._call("cuMemcpyDtoH", data, address, size)
-        return not any(data)
-
-    def free_bytes(self) -> int:
-        free, _total = self._call("cuMemGetInfo")
-        return int(free)

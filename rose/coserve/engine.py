@@ -26,6 +26,7 @@ import aiohttp
 import psutil
 
 from rose.auth import bearer
+from rose.coserve import mps
 from rose.coserve.config import NodeConfig
 from rose.coserve.step_profile import load_profile
 from rose.errors import ConfigError, EngineError, RequestError, RoseError
@@ -71,6 +72,8 @@ class RolloutEngine:
         self._sentinel: Child | None = None
         self._session: aiohttp.ClientSession | None = None
         self._starts_s: deque[float] = deque(maxlen=config.engine.max_restarts + 1)
+        self._own_ladder: dict[str, Any] | None = None
+        self._mps_control: str | None = None
         self._killing = asyncio.Lock()
         self._hurried = False
         self._warned = False
@@ -96,9 +99,7 @@ class RolloutEngine:
             "state": self.state,
             "sched": self.sched,
             "idle_by": child.share.rung if child is not None and child.share is not None else None,
-            "ladder": asdict(choose(DeviceFacts(cuda=False, idle_share=child.share is not None)))
-            if child is not None
-            else None,
+            "ladder": self._ladder(child) if child is not None else None,
             "url": self.url,
             "pid": child.pid if child is not None else None,
             "incarnation": self.incarnation,
@@ -108,6 +109,12 @@ class RolloutEngine:
             "segments_removed": self.segments.num_removed,
             "error": self.error,
         }
+
+    def _ladder(self, child: Child) -> dict[str, Any]:
+        """The rung in force: on a GPU the engine's own word, for it alone knows its device."""
+        if self._own_ladder is not None:
+            return self._own_ladder
+        return asdict(choose(DeviceFacts(cuda=False, idle_share=child.share is not None)))
 
     async def start(self) -> None:
         """Start it and wait until it answers.
@@ -129,6 +136,10 @@ class RolloutEngine:
         self.num_starts += 1
         self.weights_broken = False
         await asyncio.to_thread(self.segments.begin)
+        self._own_ladder = None
+        self._mps_control = await asyncio.to_thread(mps.find_control, self.config)
+        if engine.allow_mps and self._mps_control is None:
+            logger.warning("engine.allow_mps is set, but no MPS control daemon answers: going on without")
         self._child = child = Child.start(self._spec())
         self._hurried = False
         if self.config.serving is not None:
@@ -226,7 +237,11 @@ class RolloutEngine:
                 "ROSE_DIR": str(config.dir),
                 "ROSE_WEIGHTS_DIR": str(config.weights_dir),
                 "ROSE_RESERVE_BYTES": str(config.device.reserve) if config.device.kind == "host" else None,
+                "ROSE_GPU_RESERVE_BYTES": str(config.device.reserve) if config.device.kind == "gpu" else None,
                 "ROSE_NODE_TOKEN": self.token,
+                "ROSE_ALLOW_UNMEASURED": "1" if engine.allow_unmeasured else None,
+                "ROSE_SM_SHARE": str(engine.sm_share),
+                **mps.environment(config, self._mps_control),
                 "ROSE_STEP_PROFILE": str(engine.profile.resolve()) if engine.profile is not None else None,
                 "ROSE_TOKEN_FILE": None,  # the engine needs none of the fleet's secrets
                 "VLLM_API_KEY": self.token,
@@ -236,6 +251,7 @@ class RolloutEngine:
             sched=sched,
             nice=engine.nice,
             log_path=engine.log_path,
+            before_kill=mps.before_kill(self._mps_control),
         )
 
     def _sentinel_spec(self, guard_pid: int) -> ProcSpec:
@@ -342,6 +358,9 @@ class RolloutEngine:
         self.version = version if isinstance(version, str) and len(version) <= 32 else None
         vocab_size = status.get("vocab_size")
         self.vocab_size = vocab_size if type(vocab_size) is int and 0 < vocab_size < 2**32 else None
+        scheduler = status.get("scheduler")
+        ladder = scheduler.get("ladder") if isinstance(scheduler, dict) else None
+        self._own_ladder = ladder if isinstance(ladder, dict) else None
         max_num_seqs = status.get("max_num_seqs")
         self.max_num_seqs = max_num_seqs if type(max_num_seqs) is int and 0 < max_num_seqs <= 65_536 else None
         return status

@@ -71,6 +71,19 @@ class PageArena(Protocol):
     def unmap(self, ranges: Iterable[Range]) -> None: ...
     def resident_bytes(self, ranges: Iterable[Range] | None = None) -> int: ...
     def touched_bytes(self, released: Iterable[Range]) -> int: ...
+    def wipe(self, released: Iterable[Range]) -> None:
+        """Undo what was done behind ranges that hold nothing, by whoever had a right to."""
+        ...
+
+    @property
+    def retained_bytes(self) -> int:
+        """Taken from the device, behind no address: kept for the next ``map``."""
+        ...
+
+    def trim(self) -> None:
+        """Give what is retained back."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -190,6 +203,18 @@ class Arena:
         ``mincore`` shows both.
         """
         return self.resident_bytes(released)
+
+    def wipe(self, released: Iterable[Range]) -> None:
+        """Undo what was done behind ranges that hold nothing."""
+        self.unmap(released)
+
+    @property
+    def retained_bytes(self) -> int:
+        """The kernel takes back what is unmapped at once."""
+        return 0
+
+    def trim(self) -> None:
+        """Nothing is retained."""
 
     def close(self) -> None:
         """Give all memory back, make every byte inaccessible; the addresses go when the last view goes."""

@@ -127,23 +127,29 @@ class RolloutLease:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkState:
-    """``<role>.chunks``: the engine's wish; one byte per chunk follows, 1 = wanted mapped."""
+    """``<role>.chunks``: the engine's wish; one byte per chunk follows, 1 = wanted mapped.
+
+    ``after_step``: a chunk that is not wanted any more may be touched by steps up to this one; it is published before the marks.
+    """
 
     generation: int = 0
     wanted_pages: int = 0
+    after_step: int = 0
     heartbeat_ns: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankState:
-    """``<role>.rank<k>``: what one worker holds; one byte per chunk follows, 1 = mapped.
+    """``<role>.rank<k>``: what one worker holds; one byte per chunk follows: 1 = mapped, 2 = on its way out.
 
-    ``resident_pages`` is what it mapped and did not unmap.  The kernel's word on that is in the other numbers, of one instant
+    ``resident_pages`` is what it mapped and did not unmap; ``retained_pages`` of these are behind no address, kept for the
+    next growth.  The kernel's word on that is in the other numbers, of one instant
     ``audited_ns`` (0: not looked yet): of ``booked_bytes`` that were mapped then ``missing_bytes`` were not in memory, and
     of all that was not mapped ``touched_bytes`` were used.
     """
 
     resident_pages: int = 0
+    retained_pages: int = 0
     heartbeat_ns: int = 0
     booked_bytes: int = 0
     missing_bytes: int = 0

@@ -62,6 +62,8 @@ SCRUBBED: dict[str, str | None] = dict.fromkeys(
         "ROSE_NODE_TOKEN",
         "ROSE_GUARD",
         "ROSE_RESERVE_BYTES",
+        "ROSE_GPU_RESERVE_BYTES",
+        "ROSE_ALLOW_UNMEASURED",
         "RAY_ADDRESS",
         "VLLM_PLUGINS",
         "CUDA_VISIBLE_DEVICES",

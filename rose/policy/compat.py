@@ -31,7 +31,10 @@ class Support(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One line of the table.  ``rollout`` is what the feature means for a rollout engine; mostly the same."""
+    """One line of the table.  ``rollout`` is what the feature means for a rollout engine; mostly the same.
+
+    ``unmeasured``: what both get where the operator says that they may run what nobody has measured; None: no more than that.
+    """
 
     number: int
     name: str
@@ -39,10 +42,17 @@ class Row:
     serving: Support
     rollout: Support
     reason: str
+    unmeasured: Support | None = None
 
 
 def _row(
-    number: int, name: str, feature: str, serving: Support, reason: str, rollout: Support | None = None
+    number: int,
+    name: str,
+    feature: str,
+    serving: Support,
+    reason: str,
+    rollout: Support | None = None,
+    unmeasured: Support | None = None,
 ) -> Row:
     return Row(
         number=number,
@@ -51,6 +61,7 @@ def _row(
         serving=serving,
         rollout=serving if rollout is None else rollout,
         reason=reason,
+        unmeasured=unmeasured,
     )
 
 
@@ -77,12 +88,13 @@ TABLE: tuple[Row, ...] = (
     _row(16, "api_servers", "several API server processes", _ALL, "only the engine core takes part; a rollout engine keeps weight updates in its API server", _NO),
     _row(17, "rust_frontend", "vLLM's Rust front end", _NO, "it loads no endpoint plugins, and its arrival times are not checked"),
     _row(18, "mig", "a MIG slice", _NO, "driver figures and green contexts mean something else there; not tested"),
-    _row(19, "sleep_mode", "sleep mode, the cumem allocator", _NO, "another allocator owns the KV memory"),
+    _row(19, "sleep_mode", "sleep mode, the cumem allocator, expandable segments", _NO, "another allocator moves the same memory"),
     _row(20, "unknown_version", "a vLLM version outside the supported line, or a hook that changed", _NO, "private names may have moved"),
-    _row(21, "gpu", "CUDA and other accelerators", _NO, "the page pool for CUDA is not wired into a worker yet"),
+    _row(21, "gpu", "CUDA", _NO, "not measured on a GPU: off unless allow_unmeasured = true (production: ROSE_ALLOW_UNMEASURED=1)", unmeasured=_ALL),
     _row(22, "other_scheduler", "another --scheduler-cls or --worker-cls", _NO, "ours takes that place"),
     _row(23, "multi_host", "workers on several hosts, or under Ray", _NO, "the shared files of a device are one host's"),
     _row(24, "small_cache", "a KV cache of fewer than four chunks, or of several allocations", _NO, "nothing could be lent from it"),
+    _row(25, "other_device", "accelerators other than CUDA", _NO, "nobody has tried it"),
 )  # fmt: skip
 _BY_NAME = {row.name: row for row in TABLE}
 _BY_NUMBER = {row.number: row for row in TABLE}
@@ -98,7 +110,7 @@ def row_of_number(number: int) -> Row:
     return _BY_NUMBER.get(number, UNLISTED)
 
 
-def judge(role: str, features: Iterable[str]) -> tuple[Support, Row]:
+def judge(role: str, features: Iterable[str], *, allow_unmeasured: bool = False) -> tuple[Support, Row]:
     """What an engine of ``role`` with these features can share, and the row that says so.
 
     Of several rows that allow equally little the first decides: callers list the most telling first.
@@ -107,6 +119,8 @@ def judge(role: str, features: Iterable[str]) -> tuple[Support, Row]:
     for name in features:
         found = row(name)
         support = found.rollout if role == "rollout" else found.serving
+        if allow_unmeasured and found.unmeasured is not None:
+            support = found.unmeasured
         if support < worst:
             worst, which = support, found
     return worst, which

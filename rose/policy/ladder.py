@@ -4,8 +4,8 @@ The token budget of every rollout step (``rose.policy.admission``) is always the
 rung that it offers:
 
 CPU   an idle share of the cores (``rose.proc_share``), else the token budget alone;
-CUDA  a green context for the rollout engine's stream, where the driver has them and one thread launches everything; else
-      *host gating*: rollout steps are serialised with production's, for without preemption a step that overlaps takes
+CUDA  a green context for the rollout engine's stream, where the driver has them, one thread launches everything and no
+      CUDA graph is replayed (its kernels run where they were captured); else *host gating*: rollout steps are serialised with production's, for without preemption a step that overlaps takes
       time slices from it;
 MPS   only where the operator allows it (``allow_mps``): a fault in a rollout kernel then ends production too.
 
@@ -42,14 +42,15 @@ class DeviceFacts:
     cuda: bool
     idle_share: bool = False
     green_contexts: bool = False
-    """torch offers them."""
+    """The driver's bindings offer them."""
     driver: tuple[int, int] = (0, 0)
     """CUDA version of the driver."""
     one_launching_thread: bool = False
     """A green context is current to one thread; engines with auxiliary launching threads break out of it."""
+    replays_graphs: bool = False
     mig: bool = False
     mps_programs: bool = False
-    """Control daemon and server are installed."""
+    """A control daemon answers."""
     same_user: bool = True
     """Both engines run as one user, as one MPS server demands."""
 
@@ -82,7 +83,7 @@ def _why_no_mps(facts: DeviceFacts) -> str | None:
     if facts.mig:
         return "a MIG slice"
     if not facts.mps_programs:
-        return "nvidia-cuda-mps-control is not installed"
+        return "no MPS control daemon answers"
     return None if facts.same_user else "the engines run as different users"
 
 
@@ -90,7 +91,25 @@ def _why_no_green(facts: DeviceFacts) -> str | None:
     if facts.mig:
         return "no green contexts in a MIG slice"
     if not facts.green_contexts:
-        return "torch offers no green contexts"
+        return "no green contexts on offer"
     if facts.driver < MIN_GREEN_DRIVER:
         return f"the driver speaks CUDA {facts.driver[0]}.{facts.driver[1]}; green contexts need 12.4"
+    if facts.replays_graphs:
+        return (
+            "the engine replays CUDA graphs, which run where they were captured (--enforce-eager would not)"
+        )
     return None if facts.one_launching_thread else "the engine launches kernels from several threads"
+
+
+def green_sms(total: int, share: float, step: int, least: int) -> int:
+    """How many SMs a share is: a multiple of ``step``, at least ``least``, and never all of them.
+
+    Raises:
+        ValueError: The device cannot be split like that.
+    """
+    step = max(1, step)
+    floor = -(-least // step) * step
+    wanted = min(max(round(total * share) // step * step, floor), (total - 1) // step * step)
+    if wanted <= 0 or wanted < floor:
+        raise ValueError(f"{total} SMs cannot be split in multiples of {step}, {least} at least")
+    return wanted

@@ -11,91 +11,14 @@ from typing import Any
 
 import pytest
 
-from rose.coserve.cuda_pages import CudaArena, CudaPagePool, NotReady
+from rose.coserve.cuda_driver import NotReady
+from rose.coserve.cuda_pages import CudaArena, CudaPagePool
 from rose.coserve.pages import HostPagePool
 from rose.errors import LedgerError
 from rose.units import PAGE_BYTES
+from tests.coserve.memory_driver import MemoryDriver, RealMemoryDriver
 
 P = PAGE_BYTES
-
-
-class MemoryDriver:
-    """CUDA's virtual memory calls as bookkeeping; every misuse is an error, as it is there."""
-
-    granularity = P
-
-    def __init__(self, capacity_pages: int = 64) -> None:
-        self.capacity = capacity_pages * P
-        self.handles: dict[object, bool] = {}  # handle -> reads as zeros
-        self.ranges: dict[int, int] = {}
-        self.mappings: dict[int, tuple[int, object]] = {}
-        self.readable: set[int] = set()
-        self.not_ready = 0
-        self.fail_at: dict[str, int] = {}
-        self.calls: dict[str, int] = {}
-
-    def _step(self, name: str) -> None:
-        self.calls[name] = self.calls.get(name, 0) + 1
-        if self.fail_at.get(name) == self.calls[name]:
-            raise LedgerError(f"{name} failed: CUDA_ERROR_OUT_OF_MEMORY")
-
-    def reserve(self, size: int) -> int:
-        self._step("reserve")
-        address = 1 << 40 if not self.ranges else max(self.ranges) + (1 << 36)
-        self.ranges[address] = size
-        return address
-
-    def free_range(self, address: int, size: int) -> None:
-        assert self.ranges.pop(address) == size
-        assert not [at for at in self.mappings if address <= at < address + size], "freed while mapped"
-
-    def create(self, size: int) -> object:
-        self._step("create")
-        if self.free_bytes() < size:
-            raise LedgerError("cuMemCreate failed: CUDA_ERROR_OUT_OF_MEMORY")
-        handle = object()
-        self.handles[handle] = False
-        return handle
-
-    def release(self, handle: object) -> None:
-        assert handle not in [mapped for _, mapped in self.mappings.values()], "released while mapped"
-        del self.handles[handle]
-
-    def map(self, address: int, size: int, handle: object) -> None:
-        self._step("map")
-        assert size == P, "a mapping is a whole handle"
-        assert handle in self.handles
-        assert any(
-            start <= address and address + size <= start + length for start, length in self.ranges.items()
-        )
-        assert address not in self.mappings, "mapped twice"
-        self.mappings[address] = (size, handle)
-
-    def unmap(self, address: int, size: int) -> None:
-        self._step("unmap")
-        for at in range(address, address + size, P):
-            del self.mappings[at]
-            self.readable.discard(at)
-
-    def allow(self, address: int, size: int) -> None:
-        if self.not_ready:
-            self.not_ready -= 1
-            raise NotReady("cuMemSetAccess: not ready")
-        self._step("allow")
-        for at in range(address, address + size, P):
-            assert at in self.mappings
-            self.readable.add(at)
-
-    def zero(self, address: int, size: int) -> None:
-        for at in range(address, address + size, P):
-            assert at in self.readable
-            self.handles[self.mappings[at][1]] = True
-
-    def is_zero(self, address: int, size: int) -> bool:
-        return all(self.handles[self.mappings[at][1]] for at in range(address, address + size, P))
-
-    def free_bytes(self) -> int:
-        return self.capacity - len(self.handles) * P
 
 
 def host() -> Any:
@@ -104,6 +27,10 @@ def host() -> Any:
 
 def cuda_in_memory() -> Any:
     return CudaPagePool(driver=MemoryDriver(), reserve_bytes=0)
+
+
+def cuda_on_real_memory() -> Any:
+    return CudaPagePool(driver=RealMemoryDriver(), reserve_bytes=0)
 
 
 def cuda() -> Any:
@@ -121,6 +48,7 @@ def has_gpu() -> bool:
 POOLS = [
     host,
     cuda_in_memory,
+    cuda_on_real_memory,
     pytest.param(
         cuda, marks=[pytest.mark.gpu, pytest.mark.skipif(not has_gpu(), reason="no NVIDIA GPU here")]
     ),
@@ -224,6 +152,18 @@ def test_mapped_memory_reads_as_zeros_and_so_does_what_is_behind_unmapped_addres
     assert arena.touched_bytes([(P, 7 * P)]) == P
 
 
+def test_what_a_warm_up_wrote_behind_unmapped_addresses_is_wiped(driver: MemoryDriver) -> None:
+    arena = cuda_arena(driver)
+    arena.map([(0, P)])
+    driver.handles[arena._fallback] = False
+    assert arena.touched_bytes([(P, 7 * P)]) == P
+    arena.wipe([(P, 7 * P)])
+    assert arena.touched_bytes([(P, 7 * P)]) == 0
+    guarded = cuda_arena(driver, guard=True)
+    guarded.wipe([(0, 8 * P)])
+    assert driver.calls["zero"] == 3  # of the fallback, of the mapped page, and the wipe
+
+
 def test_guarded_addresses_show_nothing(driver: MemoryDriver) -> None:
     arena = cuda_arena(driver, guard=True)
     assert driver.mappings == {}
@@ -247,14 +187,11 @@ def test_retained_handles_count_as_resident_and_are_used_before_new_ones(driver:
     assert driver.handles == {}
 
 
-def test_the_fence_is_asked_before_memory_is_taken_away(driver: MemoryDriver) -> None:
-    seen: list[int] = []
-    arena = cuda_arena(driver, guard=True, fence=lambda: seen.append(driver.calls.get("unmap", 0)))
-    arena.map([(0, 2 * P)])
-    arena.unmap([(0, P)])
-    assert seen == [0]
-    arena.unmap([(5 * P, P)])  # nothing there: nobody has to wait
-    assert seen == [0]
+def test_zeroing_is_queued_run_by_run_and_waited_for_once_per_map(driver: MemoryDriver) -> None:
+    arena = cuda_arena(driver, guard=True)
+    arena.map([(0, 2 * P), (4 * P, P), (7 * P, P)])
+    assert (driver.calls["zero"], driver.calls["settle"]) == (3, 1)
+    assert all(driver.handles.values())
 
 
 @pytest.mark.parametrize("guard", [False, True])

@@ -14,6 +14,7 @@ import pytest
 import vllm_plugin
 from rose.coserve.ledger import NodeDir, Phase
 from rose.policy.compat import TABLE, UNLISTED, Support, judge, markdown, row, row_of_number
+from rose.units import PAGE_BYTES
 from tests.plugin import harness
 from tests.tiny_model import write_tiny_model
 from vllm_plugin import compat
@@ -38,9 +39,9 @@ def config(stock: Any) -> Any:
 
 
 def answer(
-    config: Any, role: str = "serving", env: dict[str, str] | None = None, on_cpu: bool = True
+    config: Any, role: str = "serving", env: dict[str, str] | None = None, device: Any = "cpu"
 ) -> tuple[str, str]:
-    names = features(config, on_cpu=on_cpu, stock_worker=compat.STOCK_CPU_WORKER, env=env or {})
+    names = features(config, device=device, stock_worker=compat.STOCK_CPU_WORKER, env=env or {})
     support, because = judge(role, names)
     return support.label, because.name
 
@@ -116,21 +117,49 @@ def test_a_configuration_gets_what_its_row_says(
     label, because = answer(config)
     assert label == expected
     assert because == (name if expected != "elastic" else "decoder")
-    assert name in features(config, on_cpu=True, stock_worker=compat.STOCK_CPU_WORKER, env={})
+    assert name in features(config, device="cpu", stock_worker=compat.STOCK_CPU_WORKER, env={})
 
 
 @pytest.mark.parametrize(
-    ("name", "env", "on_cpu"),
+    ("name", "env", "device"),
     [
-        ("gpu", {}, False),
-        ("mig", {"CUDA_VISIBLE_DEVICES": "MIG-4f2a"}, True),
-        ("rust_frontend", {"VLLM_USE_RUST_FRONTEND": "1"}, True),
+        ("gpu", {}, "cuda"),
+        ("other_device", {}, "other"),
+        ("mig", {"CUDA_VISIBLE_DEVICES": "MIG-4f2a"}, "cpu"),
+        ("rust_frontend", {"VLLM_USE_RUST_FRONTEND": "1"}, "cpu"),
+        ("sleep_mode", {"PYTORCH_CUDA_ALLOC_CONF": "backend:native, expandable_segments: True"}, "cpu"),
     ],
 )
 def test_what_the_machine_says_counts_like_the_configuration(
-    config: Any, name: str, env: dict[str, str], on_cpu: bool
+    config: Any, name: str, env: dict[str, str], device: str
 ) -> None:
-    assert answer(config, env=env, on_cpu=on_cpu) == ("refused", name)
+    assert answer(config, env=env, device=device) == ("refused", name)
+
+
+@pytest.mark.parametrize("role", ["serving", "rollout"])
+def test_what_nobody_has_measured_is_shared_only_where_the_operator_says_so(role: str) -> None:
+    assert judge(role, ["gpu"]) == (Support.REFUSED, row("gpu"))
+    assert judge(role, ["gpu"], allow_unmeasured=True)[0] is Support.ELASTIC
+    assert judge(role, ["gpu", "lora"], allow_unmeasured=True) == (Support.REFUSED, row("lora"))
+
+
+@pytest.mark.parametrize(
+    ("given", "worker"),
+    [("1", compat.GPU_WORKER), ("yes", compat.STOCK_GPU_WORKER), ("", compat.STOCK_GPU_WORKER)],
+)
+def test_a_gpu_engine_takes_part_only_with_the_operators_word(
+    config: Any, lease: Any, monkeypatch: pytest.MonkeyPatch, given: str, worker: str
+) -> None:
+    monkeypatch.setattr(compat, "device", lambda: "cuda")
+    monkeypatch.setenv("ROSE_ALLOW_UNMEASURED", given)
+    config.parallel_config.worker_cls = compat.STOCK_GPU_WORKER
+    wrapped(config)
+    assert config.parallel_config.worker_cls == worker
+    assert compat.is_elastic(config) == (given == "1")
+    if given == "1":
+        assert (compat.row_of(config), compat.piece_bytes(config)) == (row("gpu"), PAGE_BYTES)
+    else:
+        assert row_of_number(lease.read().row) == row("gpu")
 
 
 def test_a_rollout_engine_is_refused_where_its_own_routes_would_not_work(config: Any) -> None:
@@ -148,7 +177,7 @@ def test_the_least_that_any_feature_allows_counts(config: Any) -> None:
 
 
 def test_every_row_has_a_test_here() -> None:
-    elsewhere = {"gpu", "mig", "rust_frontend", "unknown_version", "small_cache"}
+    elsewhere = {"gpu", "other_device", "mig", "rust_frontend", "unknown_version", "small_cache"}
     assert {name for name, _, _ in ROWS} | elsewhere == {one.name for one in TABLE}
 
 

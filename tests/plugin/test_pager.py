@@ -14,7 +14,7 @@ from rose.coserve.pages import Arena, HostPagePool, KvGeometry
 from rose.errors import LedgerError
 from rose.units import PAGE_BYTES
 from vllm_plugin import compat
-from vllm_plugin.memory import ChunkPlan, Pager
+from vllm_plugin.memory import GOING, ChunkPlan, Pager
 
 CHUNKS = 8
 PLAN = ChunkPlan(
@@ -100,6 +100,33 @@ def test_a_rollout_worker_gives_everything_back_when_its_engine_core_dies(
         wish(writer, {4, 5}, generation=1)
         until(lambda: mapped(node_dir, "rollout") == {4, 5})
     until(lambda: mapped(node_dir, "rollout") == set())
+
+
+def test_a_chunk_is_reported_as_going_before_the_wish_is_read_again_and_the_memory_goes(
+    node_dir: NodeDir, pagers: list[Pager], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine core that takes a chunk back in that moment would use memory that is just taken away."""
+    with node_dir.chunks_writer("serving", CHUNKS) as writer:
+        wish(writer, set(range(CHUNKS)), generation=1)
+        pagers.append(Pager(node_dir, "serving", 0, PLAN, guard=True))
+        pager, seen = pagers[0], []
+        until(lambda: pager.num_rounds > 0)
+        look = pager._wanted
+
+        def wanted() -> tuple[bytes, int] | None:
+            states = bytes(pager._mapped[:2])
+            if GOING in states and not seen:  # the look before the memory goes
+                reader = node_dir.rank("serving", 0, CHUNKS)
+                seen.append((states, reader.extra[:2]))
+                reader.close()
+                wish(writer, set(range(1, CHUNKS)), generation=3)  # it wants chunk 1 back, now
+            return look()
+
+        monkeypatch.setattr(pager, "_wanted", wanted)
+        wish(writer, set(range(2, CHUNKS)), generation=2)
+        until(lambda: mapped(node_dir, "serving") == set(range(1, CHUNKS)))
+        assert seen == [(bytes([GOING, GOING]), bytes([GOING, GOING]))]
+        assert pager.arena.resident_bytes() == (CHUNKS - 1) * PAGE_BYTES
 
 
 def test_a_pager_survives_a_file_that_cannot_be_read(node_dir: NodeDir, pagers: list[Pager]) -> None:

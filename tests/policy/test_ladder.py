@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from rose.policy.ladder import DeviceFacts, Rung, choose
+from rose.policy.ladder import DeviceFacts, Rung, choose, green_sms
 
 GPU = DeviceFacts(
     cuda=True,
@@ -30,6 +30,7 @@ def test_a_cpu_gets_an_idle_share_where_the_kernel_gives_one(idle_share: bool, r
         ({"green_contexts": False}, "no green contexts"),
         ({"driver": (12, 3)}, "CUDA 12.3"),
         ({"one_launching_thread": False}, "several threads"),
+        ({"replays_graphs": True}, "CUDA graphs"),
         ({"mig": True}, "MIG"),
     ],
 )
@@ -47,3 +48,26 @@ def test_mps_is_taken_only_when_asked_for_and_possible(change: dict[str, object]
     assert choose(GPU).rung is not Rung.MPS
     assert choose(GPU, allow_mps=True).rung is Rung.MPS
     assert choose(dataclasses.replace(GPU, **change), allow_mps=True).rung is not Rung.MPS  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("total", "share", "step", "least", "sms"),
+    [
+        (132, 0.5, 8, 8, 64),
+        (132, 1.0, 8, 8, 128),  # never all of them
+        (132, 0.01, 8, 8, 8),
+        (108, 0.5, 2, 4, 54),
+        (16, 0.9, 8, 8, 8),
+        (40, 0.1, 8, 12, 16),
+    ],
+)
+def test_a_share_of_the_sms_is_what_the_device_can_split_off(
+    total: int, share: float, step: int, least: int, sms: int
+) -> None:
+    assert green_sms(total, share, step, least) == sms
+
+
+@pytest.mark.parametrize(("total", "step", "least"), [(8, 8, 8), (0, 8, 8), (20, 8, 17)])
+def test_a_device_that_cannot_be_split_says_so(total: int, step: int, least: int) -> None:
+    with pytest.raises(ValueError, match="cannot be split"):
+        green_sms(total, 0.5, step, least)

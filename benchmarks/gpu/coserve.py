@@ -1,0 +1,270 @@
+"""Stages with two engines, the 7B production shape and the 8B policy shape, on one GPU: table 1, and activation.
+
+The parts, the traffic and the analysis are those of ``benchmarks/coserve.py``; what differs is what a GPU needs: shapes without
+weights, memory by the device's size, cores of their own for each engine's host side.  One stage is one repeat on the busiest 20 seconds; the
+repeats are put together by ``figures.table_1``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+from rich.console import Console
+
+from benchmarks import coserve
+from benchmarks.gpu import figures, models
+from benchmarks.gpu.common import GIB, TRACE, Figures, keep, torch_on_gpu
+from rose.auth import Tokens, bearer
+from rose.coserve.control import ControlClient
+from rose.demo import parts
+from rose.demo.arrivals import load_trace
+from rose.demo.config import DemoConfig, ProductionSettings, RolloutSettings, TrafficSettings
+from rose.demo.fleet import Fleet, Part
+from rose.demo.measure import read_records, to_samples
+from rose.demo.ui import Stages
+from rose.demo.workplace import Workplace
+from rose.errors import EngineError
+from rose.shared_memory import SharedMemorySweep
+
+ARMS = ("alone_1", "alone_2", "naive", "static", "paper", "rose")
+WINDOW_S = 20.0
+MEAN_RATE_HZ = 4.0
+SLO_TTFT_S, SLO_TPOT_S = 0.5, 0.15
+"""The paper's promises of its 7B production model."""
+MINUTES = 6.5
+NUM_TRAJECTORIES = 48
+ROLLOUT_EXTRA_BYTES = 6 * GIB
+"""Context, activations and graphs of the rollout engine, beside its weights."""
+RESERVE_BYTES = 3 * GIB
+SERVE = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Split:
+    """How one device is planned: fractions for ``--gpu-memory-utilization``, bytes of the rollout engine's KV addresses."""
+
+    production: float
+    rollout: float
+    rollout_kv_bytes: int
+
+    @classmethod
+    def of(cls, total_bytes: int) -> Split:
+        """The rollout engine's weights stay; all the rest but a reserve is production's, to lend."""
+        rollout = models.POLICY.weight_bytes + ROLLOUT_EXTRA_BYTES
+        production = total_bytes - rollout - RESERVE_BYTES
+        kv = production - models.PRODUCTION.weight_bytes - ROLLOUT_EXTRA_BYTES
+        if kv < 4 * GIB:
+            raise EngineError(f"{total_bytes / GIB:.0f} GiB are too few for both engines", field="device")
+        return cls(
+            production=round(production / total_bytes, 3),
+            rollout=round(rollout / total_bytes, 3),
+            rollout_kv_bytes=kv,
+        )
+
+
+def core_lists(cores: list[int]) -> tuple[list[int], list[int], list[int]]:
+    """Cores of production, of the rollout engine, and of everything else: 3/8, 3/8 and the rest, at least one each."""
+    if len(cores) < 3:
+        raise EngineError(f"{len(cores)} cores are too few: 3 are needed", field="machine")
+    each = max(1, len(cores) * 3 // 8)
+    return cores[:each], cores[each : 2 * each], cores[2 * each :]
+
+
+class GpuPlan(coserve.BenchPlan):
+    """The benchmark's parts on a GPU."""
+
+    split: Split
+
+    def make_models(self) -> None:
+        self.production_model = models.write_folder(models.PRODUCTION, self.root / "models" / "production")
+        self.policy_model = models.write_folder(models.POLICY, self.root / "models" / "policy")
+
+    def _engine_env(self) -> dict[str, str]:
+        env = dict(super()._engine_env())
+        for name in ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND"):
+            env.pop(name, None)
+        return {**env, "VLLM_PLUGINS": "rose"}
+
+    def production(self) -> Part:
+        mine, _, _ = core_lists(sorted(os.sched_getaffinity(0)))
+        part = super().production()
+        settings = self.config.production
+        argv = (
+            *SERVE,
+            str(self.production_model),
+            f"--served-model-name={parts.PRODUCTION_MODEL}",
+            "--host=127.0.0.1",
+            f"--port={self.config.port('production')}",
+            "--load-format=dummy",
+            f"--max-model-len={settings.max_model_len}",
+            f"--gpu-memory-utilization={self.split.production}",
+            f"--seed={self.config.seed}",
+        )
+        env = {**part.spec.env, "ROSE_ALLOW_UNMEASURED": "1", "CUDA_VISIBLE_DEVICES": _device()}
+        return replace(part, spec=replace(part.spec, argv=argv, env=env, cores=tuple(mine)))
+
+    def _engine(self, name: str, core: int) -> dict[str, Any]:
+        _, theirs, _ = core_lists(sorted(os.sched_getaffinity(0)))
+        cores = ",".join(map(str, theirs))
+        table = super()._engine(name, core)
+        table |= {
+            "command": ["taskset", "--cpu-list", cores, *SERVE],
+            "allow_unmeasured": True,
+            "env": {**self._engine_env(), "CUDA_VISIBLE_DEVICES": _device()},
+            "args": [
+                "--load-format=dummy",
+                "--enforce-eager",  # green contexts: a graph's kernels run where they were captured
+                f"--gpu-memory-utilization={self.split.rollout}",
+                f"--kv-cache-memory-bytes={self.split.rollout_kv_bytes}",
+                f"--seed={self.config.seed}",
+            ],
+        }
+        return table
+
+
+def _device() -> str:
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+
+
+def repeat(number: int) -> tuple[Figures, dict[str, Any]]:
+    """One repeat of table 1: every arm on the busiest 20 seconds; figures, and the blocks and samples for a pool."""
+    return asyncio.run(_with_engines(number, _table))
+
+
+def activation() -> tuple[Figures, dict[str, Any]]:
+    """A deployed engine that holds nothing: its memory, ``on`` to a first token five times, and what ``off`` leaves."""
+    return asyncio.run(_with_engines(0, _activation))
+
+
+async def _with_engines(number: int, measure: Any) -> tuple[Figures, dict[str, Any]]:
+    torch = torch_on_gpu()
+    stages = Stages(Console(stderr=True))
+    config = DemoConfig(
+        seed=number,
+        base_port=18670,
+        traffic=TrafficSettings(
+            period_s=WINDOW_S, mean_rate_hz=MEAN_RATE_HZ, prompt_median_tokens=1500, prompt_max_tokens=7400,
+            output_median_tokens=24, output_max_tokens=400,
+        ),
+        production=ProductionSettings(max_model_len=8192, slo_ttft_s=SLO_TTFT_S, slo_tpot_s=SLO_TPOT_S),
+        rollout=RolloutSettings(max_model_len=8192, max_num_seqs=256),
+        out=Path("out/gpu_check"),
+        start_timeout_s=200.0,
+    )  # fmt: skip
+    timing = coserve.Timing(traffic_s=WINDOW_S)
+    rows = load_trace(Path(os.environ[TRACE])) if os.environ.get(TRACE) else None
+    workload = "trace" if rows is not None else "generated"
+    segments = coserve.make_segments(workload, config.shape(), timing, 1, number, rows)
+    schedule = coserve.make_schedule(segments, ARMS, timing, number)
+    _, _, rest = core_lists(sorted(os.sched_getaffinity(0)))
+    with SharedMemorySweep(), Workplace(keep=False) as workplace:
+        Tokens.generate().save(workplace.path / parts.TOKEN_FILE)
+        plan = GpuPlan(
+            config=config, cores=(rest[0], rest[-1]), root=workplace.path, logs=config.out / f"logs-{number}"
+        )
+        plan.split = Split.of(torch.cuda.mem_get_info()[1])
+        plan.prepare(schedule.arrivals)
+        plan.write_traffic(schedule)
+        plan.make_models()
+        free = {"empty": torch.cuda.mem_get_info()[0]}
+        async with (
+            coserve.Registry(config.port("scheduler")) as registry,
+            Fleet(lambda _, text: stages.note(text)) as fleet,
+        ):
+            world = coserve.World(config, plan, registry)
+            with stages.stage("Starting both engines on one GPU"):
+                await world.start(fleet, lambda s: stages.update(f"{s:.0f} s"))
+            run = SimpleNamespace(
+                torch=torch, stages=stages, config=config, plan=plan, schedule=schedule, world=world,
+                fleet=fleet, registry=registry, number=number, workload=workload, free=free,
+            )  # fmt: skip
+            return await measure(run)
+
+
+async def _table(run: Any) -> tuple[Figures, dict[str, Any]]:
+    args = SimpleNamespace(run=run.number, minutes=MINUTES)
+    async with coserve.Trajectories(run.registry, NUM_TRAJECTORIES, coserve.VOCAB, run.number) as rollouts:
+        blocks = await coserve._run(args, run.world, run.fleet, run.schedule, run.stages)
+        counts = {"turns": rollouts.turns, "cut": rollouts.cut, "failed": rollouts.failed}
+    measured = {block.number for block in blocks}
+    samples = coserve.label(to_samples(read_records(run.plan.records_path)), run.schedule, measured)
+    arms = [arm for arm in ARMS if any(block.arm == arm for block in blocks)]
+    found = coserve.analyse(samples, blocks, run.config.slo(), arms)
+    details = {
+        "workload": run.workload,
+        "split": asdict(run.plan.split),
+        "rollouts": counts,
+        "ladder": (await _status(run))["engine"]["ladder"],
+        "arms": found["arms"],
+        "blocks": [asdict(block) for block in blocks],
+        "samples": [coserve._pack(sample) for sample in samples],
+    }
+    return found["summary"], details
+
+
+async def _activation(run: Any) -> tuple[Figures, dict[str, Any]]:
+    torch, weights = run.torch, models.POLICY.weight_bytes
+    client = _client(run)
+    await asyncio.to_thread(lambda: client.set(mode="off"))
+    await asyncio.sleep(2.0)
+    off = torch.cuda.mem_get_info()[0]
+    # What production has planned for itself is taken whole at its start; the rest is the deployed engine's.
+    serving = int(run.plan.split.production * torch.cuda.mem_get_info()[1])
+    inactive = run.free["empty"] - off - serving
+    seconds: list[float] = []
+    pages = run.world.total_pages()
+    async with aiohttp.ClientSession() as http:
+        for number in range(5):
+            begun = time.monotonic()
+            await asyncio.to_thread(
+                lambda: client.set(mode="on", policy="static", rule="free", max_lend_pages=pages // 2)
+            )
+            await _first_token(http, run.registry, number)
+            seconds.append(time.monotonic() - begun)
+            await asyncio.to_thread(lambda: client.set(mode="off"))
+            await asyncio.sleep(2.0)
+            left = off - torch.cuda.mem_get_info()[0]
+            keep(figures.activation(inactive, seconds, left))
+    found = figures.activation(inactive, seconds, left)
+    found["inactive_without_weights_gib"] = (inactive - weights) / GIB
+    return found, {"seconds": seconds, "split": asdict(run.plan.split)}
+
+
+async def _first_token(http: aiohttp.ClientSession, registry: Any, number: int) -> None:
+    """Ask until there is one: before there is memory the engine answers at once, with none."""
+    worker = registry.worker
+    body = {
+        "request_id": f"activation-{number}",
+        "token_ids": [5 + number] * 64,
+        "sampling_params": {"max_tokens": 1, "temperature": 1.0, "ignore_eos": True},
+    }
+    until_s = time.monotonic() + 30.0
+    attempt = 0
+    while time.monotonic() < until_s:
+        attempt += 1
+        body["request_id"] = f"activation-{number}-{attempt}"
+        async with http.post(
+            f"{worker['url']}/inference/v1/generate", json=body, headers=bearer(worker["engine_token"])
+        ) as response:
+            answer = await response.json() if response.status == 200 else {}
+        if any(choice.get("token_ids") for choice in answer.get("choices", [])):
+            return
+        await asyncio.sleep(0.005)
+    raise EngineError("no token within 30 s of being switched on", field="activation")
+
+
+def _client(run: Any) -> ControlClient:
+    return ControlClient(run.plan.node_dir, Tokens.load(run.plan.root / parts.TOKEN_FILE))
+
+
+async def _status(run: Any) -> dict[str, Any]:
+    return await asyncio.to_thread(_client(run).status)

@@ -1,0 +1,135 @@
+"""From raw numbers to the figures of a stage, and from stages to what they say together.  Pure: no device, no clock.
+
+Callers: the stages, ``benchmarks/gpu_check.py``, ``tests/benchmarks/test_gpu_figures.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.report import percentile
+from rose.units import PAGE_BYTES
+
+GIB = 1 << 30
+MOONSHOT_USABLE_MS_PER_GIB = 20.0
+MOONSHOT_ACTIVATION_S = 1.0
+MOONSHOT_P99_RATIO = 1.05
+PAPER_P99_RATIO = (1.07, 1.27)
+FREE_LIMIT_S = 0.5
+
+
+def steps(arms: Mapping[str, Sequence[float]], alone: str = "alone", again: str = "again") -> dict[str, Any]:
+    """P50 and P99 of each arm in milliseconds, and P99 over that of ``alone``; ``again`` is the noise."""
+    found: dict[str, Any] = {}
+    for name, values in arms.items():
+        found[f"{name}_p50_ms"] = percentile(values, 0.5)
+        found[f"{name}_p99_ms"] = percentile(values, 0.99)
+    base = found[f"{alone}_p99_ms"]
+    for name in arms:
+        if name == again:
+            found["aa_p99_ratio"] = found[f"{name}_p99_ms"] / base
+        elif name != alone:
+            suffix = "" if len(arms) <= 3 else f"_{name}"
+            found[f"p99_ratio{suffix}"] = found[f"{name}_p99_ms"] / base
+    return found
+
+
+def vmm(rounds: Mapping[tuple[int, str], tuple[Sequence[float], Sequence[float], int]]) -> dict[str, Any]:
+    """Microseconds per 2 MiB page of map and unmap, by handle size in MiB and way of calling.
+
+    Args:
+        rounds: ``(handle MiB, way) -> (map us per call, unmap us per call, bytes per call)``.  The first quarter of each is left
+            out: it creates what a pool with retained handles keeps.
+    """
+    found: dict[str, Any] = {}
+    for (handle_mib, way), (mapped, unmapped, size) in rounds.items():
+        pages = size / PAGE_BYTES
+        for what, values in (("map", mapped), ("unmap", unmapped)):
+            later = [value / pages for value in values[len(values) // 4 :]]
+            key = f"{what}_us_per_page_{handle_mib}mib_{way}"
+            found[f"{key}_p50"], found[f"{key}_p99"] = percentile(later, 0.5), percentile(later, 0.99)
+    return found
+
+
+def handover(rounds: Sequence[tuple[float, float]], size: int) -> dict[str, Any]:
+    """Memory from one process to another: ``(peer's unmap us, our map us)`` of each round, for ``size`` bytes."""
+    per_gib = [(a + b) / 1e3 * GIB / size for a, b in rounds]
+    return {
+        "peer_unmap_ms_per_gib": percentile([a / 1e3 * GIB / size for a, _ in rounds], 0.5),
+        "map_and_zero_ms_per_gib": percentile([b / 1e3 * GIB / size for _, b in rounds], 0.5),
+        "usable_ms_per_gib_p50": percentile(per_gib, 0.5),
+        "usable_ms_per_gib_max": max(per_gib),
+        "moonshot_20_ms_per_gib_met": percentile(per_gib, 0.5) <= MOONSHOT_USABLE_MS_PER_GIB,
+    }
+
+
+def after_kill(seconds: Sequence[float]) -> dict[str, Any]:
+    return {"free_after_kill_s_max": max(seconds), "limit_500_ms_met": max(seconds) <= FREE_LIMIT_S}
+
+
+def lending(
+    free_bytes: Mapping[str, int], lent_pages: int, seconds: Mapping[str, float], same_tokens: bool
+) -> dict[str, Any]:
+    """One engine that lent memory and took it back.
+
+    Args:
+        free_bytes: Of the device: ``before``, ``lent``, ``after``.
+        seconds: ``lend`` and ``take_back``, from the wish to the last rank's word.
+    """
+    lent = lent_pages * PAGE_BYTES
+    return {
+        "lent_pages": lent_pages,
+        "free_rose_share": (free_bytes["lent"] - free_bytes["before"]) / lent if lent else None,
+        "free_came_back_share": (free_bytes["lent"] - free_bytes["after"]) / lent if lent else None,
+        "lend_s": seconds["lend"],
+        "take_back_s": seconds["take_back"],
+        "take_back_ms_per_gib": seconds["take_back"] * 1e3 * GIB / lent if lent else None,
+        "same_tokens": same_tokens,
+    }
+
+
+def activation(inactive_bytes: int, seconds: Sequence[float], left_bytes: int) -> dict[str, Any]:
+    """A deployed engine that holds nothing: what it costs, from ``on`` to a first token, and what ``off`` leaves."""
+    return {
+        "inactive_gib": inactive_bytes / GIB,
+        "first_token_s_p50": percentile(seconds, 0.5),
+        "first_token_s_max": max(seconds),
+        "left_after_off_gib": left_bytes / GIB,
+        "activation_1_s_met": max(seconds) <= MOONSHOT_ACTIVATION_S,
+    }
+
+
+def table_1(repeats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The paper's table 1 from several repeats' summaries: the median of each figure, and their spread for the P99 ratios.
+
+    Args:
+        repeats: ``summary`` of ``coserving.analysis.analyse``, one per repeat.
+    """
+    if not repeats:
+        return {}
+    found: dict[str, Any] = {"repeats": len(repeats)}
+    for key in repeats[0]:
+        values = [one.get(key) for one in repeats]
+        numbers = [float(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
+        if len(numbers) == len(repeats):
+            found[key] = percentile(numbers, 0.5)
+            if key.startswith(("p99_ttft_ratio", "p99_itl_ratio", "aa_")):
+                found[f"{key}_min"], found[f"{key}_max"] = min(numbers), max(numbers)
+    ratios = [found[key] for key in ("p99_ttft_ratio", "p99_itl_ratio") if key in found]
+    if len(ratios) == 2:
+        found["p99_cost_under_5_percent"] = max(ratios) <= MOONSHOT_P99_RATIO
+        found["better_than_the_papers_best"] = max(ratios) < PAPER_P99_RATIO[0]
+    return found
+
+
+def mps(
+    arms: Mapping[str, Sequence[float]], survived: bool, free_s: float, terminated: bool
+) -> dict[str, Any]:
+    """A client beside another, and what its end by ``terminate_client`` with kernels in flight did to that other."""
+    return {
+        **steps(arms),
+        "client_was_terminated": terminated,
+        "other_client_survived": survived,
+        "free_after_kill_s": free_s,
+    }

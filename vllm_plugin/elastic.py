@@ -1,0 +1,118 @@
+"""Elastic KV memory inside a worker of vLLM, whatever its device: what both worker classes of ours add.
+
+A mixin in front of vLLM's worker.  vLLM allocates the whole KV cache with one call; we answer that call with a tensor over
+our own range of addresses, start the pager that maps and unmaps it, and tell the pager which steps have been launched.
+
+Production starts with ordinary memory where anything of this fails; its scheduler then sees no living rank report, and nothing
+is lent.  A rollout engine does not start like that.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from rose.coserve.ledger import NodeDir
+from rose.errors import ConfigError
+from vllm_plugin import ENV_DIR, compat, role
+from vllm_plugin.kv_memory import KvMemory
+from vllm_plugin.memory import ChunkPlan, Pager
+
+logger = logging.getLogger("vllm.rose")
+
+ENV_GUARD = "ROSE_GUARD"
+"""``1``: released KV ranges are inaccessible, so that a use after release faults.  For tests."""
+
+ENV_RESERVE = "ROSE_RESERVE_BYTES"
+"""Set by the node agent for its engine: what stays free of the machine.  Production takes its own memory back below it."""
+ENV_GPU_RESERVE = "ROSE_GPU_RESERVE_BYTES"
+"""The same of a GPU."""
+
+
+class ElasticKv:
+    """In front of vLLM's worker in the order of its classes."""
+
+    rose_pager: Pager | None = None
+    rank: int
+
+    def rose_kv_memory(self) -> KvMemory:
+        """The memory of this worker's device."""
+        raise NotImplementedError
+
+    def rose_stream(self) -> int:
+        """The stream that steps are launched on; 0 where there is none."""
+        return 0
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        made = self._make_pager(kv_cache_config)
+        if made is None:
+            super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
+            return
+        pager, buffer, paged_config = made
+        with compat.kv_allocation(pager.plan.size_bytes, lambda _: buffer) as seen:
+            super().initialize_from_config(paged_config)  # type: ignore[misc]
+        if len(seen) == 1:
+            self.rose_pager = pager
+            return
+        pager.close()  # without a living report the scheduler does not share
+        if not seen:
+            del buffer, made
+            pager.arena.close()
+        self._not_elastic(
+            ConfigError(f"expected one KV allocation of {pager.plan.size_bytes} bytes, saw {len(seen)}")
+        )
+
+    def _make_pager(self, kv_cache_config: Any) -> tuple[Pager, Any, Any] | None:
+        """Elastic memory for the KV cache, all or nothing of it; None: production starts with ordinary memory.
+
+        A function of its own, so that what a failed attempt took is free again before vLLM allocates.
+        """
+        try:
+            memory = self.rose_kv_memory()
+            paged_config = compat.page_layers(kv_cache_config, memory.piece_bytes)
+            pager = Pager(
+                NodeDir(os.environ[ENV_DIR]),
+                str(role()),
+                self.rank,
+                ChunkPlan.of(paged_config, memory.piece_bytes),
+                guard=os.environ.get(ENV_GUARD) == "1",
+                memory=memory,
+            )
+            return pager, pager.tensor(), paged_config
+        except Exception as error:  # noqa: BLE001  # fail-open
+            self._not_elastic(error)
+            return None
+
+    def _not_elastic(self, error: Exception) -> None:
+        """A rollout engine does not start like that; production does, and its scheduler sees no living rank report."""
+        if role() == "rollout":
+            raise error
+        logger.error("ROSE is off, KV memory is not elastic: %s", error)
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        output = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        if self.rose_pager is not None:
+            try:
+                self.rose_pager.fence.launched(compat.stamp_of(scheduler_output), self.rose_stream())
+            except (
+                Exception
+            ) as error:  # fail-open: a step that is not noted only keeps memory from being taken away
+                logger.exception("ROSE: a step could not be noted; nothing is lent from now on: %r", error)
+                self.rose_pager.fence.stop()
+        return output
+
+    def rose_memory(self) -> dict[str, int]:
+        """Truth about this rank's KV memory; collective call."""
+        if self.rose_pager is None:
+            return {"elastic": 0, "resident_bytes": 0, "size_bytes": 0}
+        return {
+            "elastic": 1,
+            "resident_bytes": self.rose_pager.resident_bytes(),
+            "size_bytes": self.rose_pager.plan.size_bytes,
+        }
+
+    def shutdown(self) -> None:
+        if self.rose_pager is not None:
+            self.rose_pager.close()
+        super().shutdown()  # type: ignore[misc]
