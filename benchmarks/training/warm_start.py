@@ -31,13 +31,13 @@ _QUESTION = re.compile(r"What is (.*)\?")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WarmStart:
-    success: float = 0.25
+    success: float = 0.2
     """Sampled episodes that succeed when it ends."""
     batch_size: int = 16
     learning_rate: float = 1e-3
-    look_every: int = 25
+    look_every: int = 5
     """Updates between two looks at the success rate."""
-    num_looked: int = 64
+    num_looked: int = 128
     max_updates: int = 4000
     max_tokens: int = 24
 
