@@ -31,6 +31,8 @@ MAX_ARRIVALS = 100_000
 MAX_TRACE_ROWS = 2_000_000
 """A day of a large fleet; more is a wrong file, and must not eat the machine."""
 MAX_TRACE_TOKENS = 10_000_000
+MAX_TRACE_DAYS = 366
+"""What reads a trace counts its seconds: two rows that lie a thousand years apart must not eat the machine either."""
 
 PROMPT_LOG_STD = 0.99
 OUTPUT_LOG_STD = 0.86
@@ -176,6 +178,12 @@ def load_trace(path: Path | str) -> list[TraceRow]:
                 if rows and at_s < rows[-1].at_s:
                     raise ConfigError(
                         f"time goes back by {rows[-1].at_s - at_s:g} s", field=where, fix="sort by TIMESTAMP"
+                    )
+                if at_s > MAX_TRACE_DAYS * 86400.0:
+                    raise ConfigError(
+                        f"is {at_s / 86400:.0f} days after the first row",
+                        field=where,
+                        fix=f"at most {MAX_TRACE_DAYS} days",
                     )
                 rows.append(TraceRow(at_s=at_s, context_tokens=context, generated_tokens=generated))
     except FileNotFoundError:

@@ -131,8 +131,18 @@ def _from_trace(
     copies = config.requests_per_s * num_engines * span_s / len(rows)
     chosen: list[Ints] = []
     at: list[Floats] = []
+    total = 0
     for loop in range(math.ceil(duration_s / span_s)):
-        count = math.floor(copies) + (rng.random(len(rows)) < copies % 1.0)
+        # Rows after the run's end are left out first (jitter only delays): they may be many.
+        within = times + loop * span_s < duration_s
+        count = (math.floor(copies) + (rng.random(len(rows)) < copies % 1.0)) * within
+        total += int(count.sum())
+        if total > MAX_REQUESTS:
+            raise ConfigError(
+                f"its {len(rows)} rows in {span_s:.3g} s would become more than {MAX_REQUESTS} requests",
+                field=str(config.trace),
+                fix="a trace with more rows, a lower serving.requests_per_s, a shorter run or a smaller fleet",
+            )
         index = np.repeat(np.arange(len(rows)), count)
         first = np.concatenate([[True], index[1:] != index[:-1]]) if len(index) else np.zeros(0, dtype=bool)
         jitter = np.where(first, 0.0, rng.uniform(0.0, 0.5, len(index)))
@@ -156,7 +166,7 @@ def trace_windows(path: Path, length_s: float) -> dict[str, float]:
     """
     times = np.array([row.at_s for row in load_trace(path)])
     span_s = _span_s(times)
-    starts = np.arange(0.0, span_s)
+    starts = np.arange(0.0, span_s, max(1.0, span_s / 1e6))
     twice = np.concatenate([times, times + span_s])
     counts = np.searchsorted(twice, starts + min(length_s, span_s)) - np.searchsorted(twice, starts)
     return {

@@ -148,6 +148,8 @@ def test_models_that_do_not_fit_their_device_are_an_impossible_fleet() -> None:
         ("2023-11-16 18:00:01,five,5\n", 2, "not a whole number"),
         ("2023-11-16 18:00:01,-5,5\n", 2, "outside 0"),
         ("yesterday,5,5\n", 2, "not a time"),
+        ("2023-11-16 18:00:01,5,5\n9999-11-16 18:00:01,5,5\n", 3, "days after the first row"),
+        ("-1,5,5\n", 2, "not a time"),
         ("2023-11-16 18:00:01,5\n", 2, "2 columns"),
     ],
 )
@@ -158,6 +160,16 @@ def test_a_wrong_trace_is_named_with_its_line(tmp_path: Path, rows: str, line: i
     with pytest.raises(ConfigError, match=match) as caught:
         make_arrivals(ServingSection(trace=path), 4, 60.0, 0)
     assert f"{path}:{line}" in str(caught.value)
+
+
+def test_a_trace_of_few_rows_far_apart_is_refused_before_it_is_multiplied(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(HEADER + "2023-01-01 00:00:00,5,5\n2023-01-01 00:00:01,5,5\n2023-12-31 00:00:00,5,5\n")
+
+    with pytest.raises(ConfigError, match=r"its 3 rows in .* would become more than") as caught:
+        make_arrivals(ServingSection(trace=path, requests_per_s=2.0), 64, 60.0, 0)
+    assert str(path) in str(caught.value)
+    assert trace_windows(path, 60.0)["busy"] <= 1.0
 
 
 def test_a_trace_keeps_its_bursts_and_gets_the_wanted_rate(tmp_path: Path) -> None:
