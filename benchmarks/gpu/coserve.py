@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import importlib.util
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -130,6 +132,33 @@ class GpuPlan(coserve.BenchPlan):
         }
         return table
 
+    def _node(self, name: str, directory: Path, table: dict[str, Any]) -> Part:
+        # The reserve is held against the GPU's own figure where NVML can be asked for it.
+        kind = "gpu" if importlib.util.find_spec("pynvml") is not None else "host"
+        device: dict[str, Any] = {"kind": kind}
+        if kind == "gpu" and _device().isdigit():
+            device["gpu"] = int(_device())
+        return super()._node(name, directory, {**table, "device": device})
+
+
+class GpuWorld(coserve.World):
+    """Both engines, with a look at the device between their starts."""
+
+    def __init__(
+        self, config: DemoConfig, plan: GpuPlan, registry: Any, free_bytes: Callable[[], int]
+    ) -> None:
+        super().__init__(config, plan, registry)
+        self._free_bytes = free_bytes
+        self.free_beside_production = 0
+
+    async def start(self, fleet: Fleet, progress: Any) -> None:
+        await fleet.start(self.plan.production(), progress)
+        self.free_beside_production = self._free_bytes()
+        await fleet.start(self.plan.node(), progress)
+        self._client = ControlClient(self.plan.node_dir, Tokens.load(self.plan.root / parts.TOKEN_FILE))
+        while self.registry.worker is None:  # noqa: ASYNC110 - another process registers
+            await asyncio.sleep(0.1)
+
 
 def _device() -> str:
     return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
@@ -175,17 +204,16 @@ async def _with_engines(number: int, measure: Any) -> tuple[Figures, dict[str, A
         plan.prepare(schedule.arrivals)
         plan.write_traffic(schedule)
         plan.make_models()
-        free = {"empty": torch.cuda.mem_get_info()[0]}
         async with (
             coserve.Registry(config.port("scheduler")) as registry,
             Fleet(lambda _, text: stages.note(text)) as fleet,
         ):
-            world = coserve.World(config, plan, registry)
+            world = GpuWorld(config, plan, registry, lambda: torch.cuda.mem_get_info()[0])
             with stages.stage("Starting both engines on one GPU"):
                 await world.start(fleet, lambda s: stages.update(f"{s:.0f} s"))
             run = SimpleNamespace(
                 torch=torch, stages=stages, config=config, plan=plan, schedule=schedule, world=world,
-                fleet=fleet, registry=registry, number=number, workload=workload, free=free,
+                fleet=fleet, registry=registry, number=number, workload=workload,
             )  # fmt: skip
             return await measure(run)
 
@@ -217,9 +245,7 @@ async def _activation(run: Any) -> tuple[Figures, dict[str, Any]]:
     await asyncio.to_thread(lambda: client.set(mode="off"))
     await asyncio.sleep(2.0)
     off = torch.cuda.mem_get_info()[0]
-    # What production has planned for itself is taken whole at its start; the rest is the deployed engine's.
-    serving = int(run.plan.split.production * torch.cuda.mem_get_info()[1])
-    inactive = run.free["empty"] - off - serving
+    inactive = run.world.free_beside_production - off
     seconds: list[float] = []
     pages = run.world.total_pages()
     async with aiohttp.ClientSession() as http:

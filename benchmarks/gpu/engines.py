@@ -20,6 +20,7 @@ from rose.coserve.ledger import NodeDir, NodeState
 from rose.errors import LedgerError
 from rose.policy.compat import Support, row_of_number
 from rose.policy.lending import Mode
+from vllm_plugin.memory import GOING, UNMAPPED
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 32, 512, 128
 LENT_SHARE = 0.25
@@ -181,7 +182,9 @@ def _lend(**settings: Any) -> Figures:
             because = row_of_number(record.row) if record is not None else None
             raise Skip(f"the engine does not share: {because.feature if because else 'no plugin was loaded'}")
         plain = _generate(engine, 2)
-        pages = int(record.total_pages * LENT_SHARE)
+        num_chunks = len(rank.extra)
+        chunk_pages = record.total_pages // num_chunks
+        pages = int(num_chunks * LENT_SHARE) * chunk_pages
         free = {"before": torch.cuda.mem_get_info()[0]}
         seconds: dict[str, float] = {}
         tokens: list[list[list[int]]] = []
@@ -190,28 +193,32 @@ def _lend(**settings: Any) -> Figures:
             tokens.append(_generate(engine, 2))
 
         # Lend while the engine works, take back while it works: its tokens must not change.
-        for name_of, loan in (("lend", pages), ("take_back", 0)):
+        for what, loan in (("lend", pages), ("take_back", 0)):
             worker = threading.Thread(target=load)
             worker.start()
             time.sleep(0.3)
             agent.lend(loan)
             begun = time.monotonic()
-            _until(lambda loan=loan: _lent(lease) == loan and _resident(rank) <= record.total_pages - loan)
-            seconds[name_of] = time.monotonic() - begun
+            _until(lambda loan=loan: _gone(rank) * chunk_pages == loan)
+            seconds[what] = time.monotonic() - begun
             worker.join()
+            _until(
+                lambda: _retained(rank) == 0
+            )  # kept for the first chunks that come back; let go after some seconds
             free["lent" if loan else "after"] = torch.cuda.mem_get_info()[0]
             keep({**seconds})
         return figures.lending(free, pages, seconds, all(one == plain for one in tokens))
 
 
-def _lent(lease: Any) -> int:
-    record = lease.read()
-    return record.lent_pages if record is not None else -1
+def _gone(rank: Any) -> int:
+    """Chunks that the worker reports as unmapped; -1 while one is on its way."""
+    states = rank.extra
+    return -1 if GOING in states else states.count(UNMAPPED)
 
 
-def _resident(rank: Any) -> int:
+def _retained(rank: Any) -> int:
     record = rank.read()
-    return record.resident_pages if record is not None else 1 << 40
+    return record.retained_pages if record is not None else -1
 
 
 def _until(condition: Callable[[], bool]) -> None:

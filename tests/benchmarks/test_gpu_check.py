@@ -281,3 +281,38 @@ def test_each_engines_host_side_has_cores_of_its_own() -> None:
     assert [len(part) for part in core_lists([3, 5, 7])] == [1, 1, 1]
     with pytest.raises(EngineError, match="3 are needed"):
         core_lists([0, 1])
+
+
+def test_the_parts_are_started_as_a_gpu_needs_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.gpu import coserve
+    from rose.config import load_config
+    from rose.coserve.config import NodeConfig
+    from rose.demo.config import DemoConfig
+
+    monkeypatch.setattr(coserve.os, "sched_getaffinity", lambda pid: set(range(16)))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
+    monkeypatch.setattr(coserve.importlib.util, "find_spec", lambda name: object())
+    plan = coserve.GpuPlan(config=DemoConfig(), cores=(12, 15), root=tmp_path, logs=tmp_path / "logs")
+    plan.split = coserve.Split.of(139 * GIB)
+    plan.prepare([])
+    plan.make_models()
+    production = plan.production().spec
+    assert production.argv[1:4] == ("-m", "vllm.entrypoints.cli.main", "serve")
+    assert "--enforce-eager" not in production.argv  # production keeps its graphs
+    assert production.cores == tuple(range(6))
+    assert {
+        production.env[name] for name in ("ROSE_ROLE", "ROSE_ALLOW_UNMEASURED", "CUDA_VISIBLE_DEVICES")
+    } == {
+        "serving",
+        "1",
+        "3",
+    }
+    assert "OMP_NUM_THREADS" not in production.env
+    plan.node()
+    node = load_config(NodeConfig, tmp_path / "harvested.toml")
+    assert node.engine.allow_unmeasured
+    assert (node.device.kind, node.device.gpu) == ("gpu", 3)
+    assert node.engine.command[:3] == ("taskset", "--cpu-list", "6,7,8,9,10,11")
+    assert f"--kv-cache-memory-bytes={plan.split.rollout_kv_bytes}" in node.engine.args
+    assert "--enforce-eager" in node.engine.args
+    assert node.weights is None

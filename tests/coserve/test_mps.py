@@ -19,6 +19,7 @@ import pytest
 
 from rose.coserve import mps
 from rose.coserve.config import NodeConfig
+from rose.coserve.engine import RolloutEngine
 from rose.proc import Child, ProcSpec
 
 ENGINE = """
@@ -233,6 +234,36 @@ def test_with_it_the_engine_is_a_client_below_normal_priority_on_its_share(
         "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "30",
         "ROSE_ALLOW_MPS": "1",
     }
+
+
+def test_an_engine_beside_mps_is_started_as_its_client_and_killed_in_its_order(
+    tmp_path: Path, control: Control
+) -> None:
+    engine = RolloutEngine(node(tmp_path, allow_mps=True, allow_unmeasured=True))
+    engine._mps_control = mps.find_control(engine.config)
+    made = engine._spec()
+    assert made.env["ROSE_ALLOW_MPS"] == made.env["ROSE_ALLOW_UNMEASURED"] == "1"
+    assert made.before_kill[-1] == str(control.program)
+    alone = RolloutEngine(node(tmp_path))._spec()
+    assert alone.before_kill == ()
+    assert alone.env["ROSE_ALLOW_UNMEASURED"] is None
+    assert alone.env["CUDA_MPS_PIPE_DIRECTORY"] == str(tmp_path / "node" / "no-mps")
+
+
+async def test_on_a_gpu_the_rung_in_status_is_the_engines_own_word(
+    tmp_path: Path, engine: Child, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agents = RolloutEngine(node(tmp_path))
+    agents._child = engine
+    assert agents.describe()["ladder"]["rung"] in ("budget", "idle-share")
+    rung = {"rung": "green-context", "reason": "the driver splits its SMs", "serialise": False, "sms": 64}
+
+    async def status(*_: Any) -> dict[str, Any]:
+        return {"scheduler": {"ladder": rung}}
+
+    monkeypatch.setattr(agents, "call", status)
+    await agents.refresh_status()
+    assert agents.describe()["ladder"] == rung
 
 
 @pytest.mark.parametrize("trouble", ["missing", "down"])

@@ -10,6 +10,7 @@ import dataclasses
 import faulthandler
 import itertools
 import os
+import queue
 import resource
 import signal
 import time
@@ -454,6 +455,43 @@ def test_the_step_to_wait_for_is_published_before_the_marks(
         assert [(step, marks.count(0)) for step, marks in written] == [(3, 0), (3, 2)]
     finally:
         for writer in (side._lease, side._board, side._chunks, rank):
+            writer.close()
+
+
+def test_a_rollout_engine_waits_for_the_steps_before_a_cut_and_for_no_later_one(
+    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step that is being scheduled while the cut is published cannot touch it: waiting for it would delay the reclaim."""
+    from vllm_plugin.scheduler import RolloutScheduler
+
+    monkeypatch.setenv("ROSE_DIR", str(tmp_path / "n"))
+    monkeypatch.setenv("ROSE_ROLE", "rollout")
+    rank = harness.write_rank(tmp_path / "n", "rollout", mapped=True)
+    scheduler: Any = harness.build(RolloutScheduler, config)
+    side, written = scheduler.rose, []
+    try:
+        side._engine = harness.engine()
+        side._engine.output_queue = queue.Queue()
+        side._allowed_chunks, chunks = 4, [1, 2, 3, 4]
+        side._held.update(chunks)
+        side._mapped.extend(chunks)
+        for chunk in chunks:
+            side._chunks.extra[chunk] = 1
+        monkeypatch.setattr(side, "_admit", lambda reader: 1000)
+        scheduler.add_request(harness.request("a"))
+        assert [compat.stamp_of(harness.step(scheduler)) for _ in range(2)] == [1, 2]
+        side._allowed_chunks = 0
+        assert compat.stamp_of(harness.step(scheduler)) == 3  # cut at its head
+        write = side._chunks.write
+        monkeypatch.setattr(
+            side._chunks,
+            "write",
+            lambda r: (written.append((r.after_step, bytes(side._chunks.extra).count(1))), write(r)),
+        )
+        side._round(False)
+        assert written == [(2, 4), (2, 0)]
+    finally:
+        for writer in (side._lease, side._chunks, rank):
             writer.close()
 
 
