@@ -137,9 +137,10 @@ class StepFence:
         self._stopped = True
 
     def launched(self, step: int, stream: int) -> None:
-        """Everything of ``step`` (stamps rise) is queued on ``stream``.  Step path: no call, no lock."""
+        """Everything of ``step`` is queued on ``stream``; stamps rise, and 0 is a step of vLLM's own.  Step path: no call, no lock."""
         self._stream = stream  # first: who sees the step must see its stream
-        self._step = step
+        if step:
+            self._step = step
 
     def wait(self, step: int, timeout_s: float) -> None:
         """Return when no step up to ``step`` can touch memory any more.
