@@ -56,7 +56,7 @@ JOBS: dict[str, dict[str, Any]] = {
     },
     "maths": {
         "job": "maths",
-        "num_steps": 50,
+        "num_steps": 65,
         "env": {
             "kind": "math_tools",
             "settings": {"num_tasks": 32, "num_terms": 2, "max_number": 9, "max_turns": 2},
@@ -83,6 +83,7 @@ def main() -> None:
     parser.add_argument("--html", type=Path, help="the curves; beside the other by default")
     parser.add_argument("--tasks", default="frozenlake,maths", help="comma-separated")
     parser.add_argument("--seeds", type=int, default=5, help="pairs of runs per task")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--steps", type=int, help="of each run, instead of the tasks' own numbers")
     args = parser.parse_args()
     names = args.tasks.split(",")
@@ -93,22 +94,25 @@ def main() -> None:
     runs = earlier_runs(args.json)
     started_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
-        for seed in range(args.seeds):
+        for seed in range(args.first, args.first + args.seeds):
             for task in names:
                 job = JOBS[task] | ({} if args.steps is None else {"num_steps": args.steps})
                 for fleet in FLEETS:
                     if find(runs, task, fleet, seed, job) is not None:
                         continue
                     runs.append(one_run(Path(folder), task, fleet, seed, job, report))
-                    summary = summarise(runs, args.steps)
-                    write(
-                        args.json, "learning", summary, {"runs": runs}, seconds=time.monotonic() - started_s
-                    )
+                    save(args.json, runs, args.steps, started_s)
     html = args.html or args.json.with_suffix(".html")
     html.write_text(curves.page([run for run in runs if is_of(run, args.steps)], BAR))
-    summary = summarise(runs, args.steps)
+    summary = save(args.json, runs, args.steps, started_s)
     report.table(("key", "value"), summary.items(), title="learning")
     print(f"wrote {args.json} and {html}")
+
+
+def save(path: Path, runs: Sequence[dict[str, Any]], steps: int | None, started_s: float) -> dict[str, Any]:
+    summary = summarise(runs, steps)
+    write(path, "learning", summary, {"runs": runs}, seconds=time.monotonic() - started_s)
+    return summary
 
 
 def earlier_runs(path: Path) -> list[dict[str, Any]]:

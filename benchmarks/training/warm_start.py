@@ -31,7 +31,7 @@ _QUESTION = re.compile(r"What is (.*)\?")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WarmStart:
-    success: float = 0.2
+    success: float = 0.3
     """Sampled episodes that succeed when it ends."""
     batch_size: int = 16
     learning_rate: float = 1e-3
