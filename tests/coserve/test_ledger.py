@@ -13,6 +13,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -542,7 +543,7 @@ def test_a_write_waits_for_nothing_and_keeps_the_interpreter(node: NodeDir) -> N
                 time.sleep(0)
             before = counted[0], resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
             for number in range(1000):
-                writer.put(number, number)
+                writer.put(*[number] * len(fields(RankState)))
                 writer.wake()
             after = counted[0], resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
     finally:
