@@ -447,8 +447,11 @@ class RecordReader(Generic[R]):
         data = os.pread(self._fd, 4, _WORD_AT)
         return _U32.unpack(data)[0] if len(data) == 4 else 0
 
-    def wait(self, word: int, timeout_s: float) -> bool:
+    def wait(self, word: int, timeout_s: float, missing_s: float = _MISSING_FILE_WAIT_S) -> bool:
         """Sleep in the kernel until the word is no longer ``word`` or the writer calls ``wake``.
+
+        Args:
+            missing_s: Where there is no file there is no futex either: look again so often.
 
         Returns:
             True when woken or changed (also without reason: look again), False when ``timeout_s`` is over.
@@ -461,7 +464,7 @@ class RecordReader(Generic[R]):
             if left_s <= 0:
                 return False
             if self._fd < 0:
-                time.sleep(min(left_s, _MISSING_FILE_WAIT_S))
+                time.sleep(min(left_s, missing_s))
                 continue
             if self._futex is None:
                 self._futex = FutexWord(self._fd, _WORD_AT)

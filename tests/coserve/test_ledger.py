@@ -13,6 +13,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -324,6 +325,15 @@ def test_a_wait_returns_at_once_when_the_word_differs_and_false_at_its_end(node:
     assert reader.wait(word, 30.0)
 
 
+def test_a_missing_file_is_looked_for_as_seldom_as_asked(
+    node: NodeDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("rose.coserve.ledger.time.sleep", slept.append)
+    assert not node.serving_lease().wait(0, 0.02, missing_s=5.0)
+    assert slept[0] > 0.01
+
+
 def test_a_wait_on_a_killed_writer_ends_when_the_file_gets_a_new_one(
     node: NodeDir, writing: subprocess.Popen[str]
 ) -> None:
@@ -533,7 +543,7 @@ def test_a_write_waits_for_nothing_and_keeps_the_interpreter(node: NodeDir) -> N
                 time.sleep(0)
             before = counted[0], resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
             for number in range(1000):
-                writer.put(number, number)
+                writer.put(*[number] * len(fields(RankState)))
                 writer.wake()
             after = counted[0], resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
     finally:
