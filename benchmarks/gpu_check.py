@@ -9,7 +9,7 @@
 A stage ends as ``done`` (with figures), ``skipped`` (what it needs is not there), ``partial`` (cut off; the figures so far) or
 ``failed`` (with the error); the next stage runs all the same.  Each runs in a process of its own, so that a fault in one is no fault
 of the next.  Nothing changes a setting of the device.  ``--allow-mps`` starts an MPS daemon of our own for the stage ``mps``;
-``--trace FILE`` is an Azure LLM inference trace for the stages with two engines.  vLLM is found on the Python path
+``--trace FILE`` is an Azure LLM inference trace for the stages with two engines, ``--rate`` what production gets of it.  vLLM is found on the Python path
 (``docs/gpu.md`` says how where there is no network).  None of this has run on a GPU yet.
 """
 
@@ -31,7 +31,7 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
 from benchmarks.gpu import figures  # noqa: E402
-from benchmarks.gpu.common import ALLOW_MPS, PARTIAL, TRACE, Figures, Skip, be_peer, missing  # noqa: E402
+from benchmarks.gpu.common import ALLOW_MPS, PARTIAL, RATE, TRACE, Figures, Skip, be_peer, missing  # noqa: E402
 from benchmarks.report import write  # noqa: E402
 
 STAGE_LIMIT_S = 480.0
@@ -92,6 +92,8 @@ def main() -> int:
     os.environ[ALLOW_MPS] = "1" if args.allow_mps else "0"
     if args.trace:
         os.environ[TRACE] = str(args.trace.resolve())
+    if args.rate is not None:
+        os.environ[RATE] = str(args.rate)
     if args.peer:
         be_peer(args.peer[0], int(args.peer[1]))
         return 0
@@ -138,6 +140,9 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--trace", type=Path, help="Azure LLM inference trace (CSV); without it bursts are generated"
+    )
+    parser.add_argument(
+        "--rate", type=float, help="production requests per second of the stages with two engines"
     )
     parser.add_argument("--inside", choices=STAGES, help=argparse.SUPPRESS)
     parser.add_argument("--peer", nargs=2, help=argparse.SUPPRESS)

@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PARTIAL = "ROSE_GPU_CHECK_PARTIAL"
 ALLOW_MPS = "ROSE_GPU_CHECK_ALLOW_MPS"
 TRACE = "ROSE_GPU_CHECK_TRACE"
+RATE = "ROSE_GPU_CHECK_RATE"
 MPS_CONTROL = "nvidia-cuda-mps-control"
 Figures = dict[str, Any]
 

@@ -76,6 +76,7 @@ def contract() -> Figures:
         "-m",
         "gpu",
         "tests/coserve/test_page_pools.py",
+        "tests/plugin/test_gpu_device.py",
         "tests/weights/test_device.py",
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
