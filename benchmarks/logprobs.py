@@ -1,7 +1,7 @@
 """How far engine and trainer are apart on the tokens that are trained on: real vLLM engines, the real trainer, equal weights.
 
-    python benchmarks/logprobs.py --json FILE        # about three minutes on one core
-    python benchmarks/logprobs.py --part kept        # one part: float32, bfloat16 or kept
+    python benchmarks/logprobs.py --json FILE                     # about five minutes on one core
+    python benchmarks/logprobs.py --part kept --cache CACHE       # one part now: float32, bfloat16 or kept; go on from CACHE later
 
 ``float32``, ``bfloat16``: two engines of that dtype behind the scheduler.
 
@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import json
 import sys
 import tempfile
 import threading
@@ -33,6 +34,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import torch
 
@@ -41,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from weights_kv import MODES, Pair, running, sample
 
 from benchmarks.report import Report
-from rose.auth import Tokens
+from rose.auth import Tokens, bearer
 from rose.demo.models import POLICY, ensure_model
 from rose.policy.fleet import Duty
 from rose.scheduler.app import Scheduler
@@ -55,6 +57,7 @@ from rose.train.trainer import TorchTrainer, TrainerParams
 from tests.engine_launcher import EngineServer
 from tests.plugin.weights_server import dedicated
 
+PARTS = ("float32", "bfloat16", "kept")
 BAR = 1e-3
 """Of a token's log-prob, in float32 with fresh keys and values."""
 MAX_MODEL_LEN = 512
@@ -127,16 +130,21 @@ async def episodes(scheduler: Scheduler, client: SchedulerClient, model: Path) -
     return traces
 
 
-async def moved(scheduler: Scheduler, client: SchedulerClient) -> list[dict[str, Any]]:
+async def moved(scheduler: Scheduler, client: SchedulerClient, tokens: Tokens) -> list[dict[str, Any]]:
     """Traces of long turns that were moved to and fro."""
-    messages = [{"role": "user", "content": "SFHG\nFHFH\nFFFH\nHFFG"}]
+    rng = np.random.default_rng(2)
+    sampling = {"temperature": 1.0, "max_tokens": LONG_TOKENS, "ignore_eos": True}
 
-    async def long_turn(index: int) -> str:
+    async def long_turn(session: aiohttp.ClientSession, index: int) -> str:
         name = await client.create_trajectory(
             job="moved", group_id=f"m{index}", group_size=1, task={"n": index}
         )
-        words = [{**messages[0], "content": messages[0]["content"][: 8 + index]}]
-        await client.chat(name, 0, model="policy", messages=words, temperature=1.0, max_tokens=LONG_TOKENS)
+        body = {"token_ids": prompt_of(rng), "sampling_params": sampling}
+        headers = {**bearer(tokens.agent), "X-Session-ID": name}
+        url = f"{scheduler.url}/rose/v1/generate"
+        async with session.post(url, json=body, headers=headers) as response:
+            response.raise_for_status()
+            await response.read()
         return name
 
     def live() -> dict[str, list[int]]:
@@ -155,11 +163,13 @@ async def moved(scheduler: Scheduler, client: SchedulerClient) -> list[dict[str,
                 await until(lambda name=name: not live()[name])
                 scheduler.dispatcher.set_duty(name, Duty.ACTIVE)
 
-    mover = asyncio.create_task(move())
-    try:
-        names = await asyncio.gather(*(long_turn(index) for index in range(NUM_LONG)))
-    finally:
-        mover.cancel()
+    async with aiohttp.ClientSession() as session:
+        mover = asyncio.create_task(move())
+        try:
+            names = await asyncio.gather(*(long_turn(session, index) for index in range(NUM_LONG)))
+        finally:
+            if not mover.cancel():
+                mover.result()  # it ends by itself only by an error
     return [{**(await client.get_trajectory(name)), "reward": 0.0} for name in names]
 
 
@@ -192,7 +202,7 @@ async def two_engines(urls: Sequence[str], model: Path, folder: Path) -> list[di
         async with SchedulerClient(
             scheduler.url, agent_token=tokens.agent, trainer_token=tokens.trainer
         ) as client:
-            return await episodes(scheduler, client, model) + await moved(scheduler, client)
+            return await episodes(scheduler, client, model) + await moved(scheduler, client, tokens)
     finally:
         await scheduler.stop()
 
@@ -355,7 +365,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, help="where the result goes")
-    parser.add_argument("--part", choices=["all", "float32", "bfloat16", "kept"], default="all")
+    parser.add_argument("--part", choices=["all", *PARTS], default="all")
+    parser.add_argument("--cache", type=Path, help="keep finished parts here, and take them from here")
     parser.add_argument("--rounds", type=int, default=3, help="commits with each setting")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -363,11 +374,15 @@ def main() -> None:
     report = Report("logprobs")
     model = ensure_model(POLICY, seed=0)
     found: dict[str, Any] = {}
-    for dtype in ("float32", "bfloat16"):
-        if args.part in ("all", dtype):
-            found[dtype] = of_dtype(dtype, model, report)
-    if args.part in ("all", "kept"):
-        found["kept"] = kept(model, args.rounds, report)
+    if args.cache is not None and args.cache.exists():
+        found = json.loads(args.cache.read_text())
+    for part in PARTS if args.part == "all" else (args.part,):
+        if part not in found:
+            found[part] = (
+                kept(model, args.rounds, report) if part == "kept" else of_dtype(part, model, report)
+            )
+            if args.cache is not None:
+                args.cache.write_text(json.dumps(found))
     rows = rows_of(found)
     names = ("num_tokens", "logprob_diff_max", "mismatch_kl", "ratio_p99")
     report.table(

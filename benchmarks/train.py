@@ -42,6 +42,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="of the comparison of staleness rules")
     parser.add_argument("--environments", type=int, default=2000)
     parser.add_argument("--seconds", type=float, default=20.0, help="window of each control-path run")
+    parser.add_argument(
+        "--steps", type=int, help="counted per throughput arm; more for fewer surprises (default 4)"
+    )
     parser.add_argument("--profile", type=Path, help="step times of `rose profile`")
     parser.add_argument("--only", help="throughput arms to run now, comma-separated (NAME or NAME:REPEAT)")
     parser.add_argument("--cache", type=Path, help="keep finished throughput arms here, and go on from them")
@@ -53,6 +56,8 @@ def main() -> None:
         args.environments, args.seconds, args.repeats, args.seeds = 300, 5.0, 1, 1
         rules = dataclasses.replace(rules, num_steps=6)
         setting = dataclasses.replace(setting, num_steps=2, num_groups=4)
+    if args.steps is not None:
+        setting = dataclasses.replace(setting, num_steps=args.steps)
     if args.profile is not None:
         profile = load_profile(args.profile)
         steps = Steps(**{name: getattr(profile, name) for name in COEFFICIENTS})
