@@ -6,7 +6,8 @@
     python benchmarks/run.py --only routing
     python benchmarks/run.py --render         # docs/results.md again, from committed result files; runs nothing
 
-Writes benchmarks/results/<date>-<machine>.json: the machine, its versions and the commit, and each benchmark's summary.
+Writes benchmarks/results/<date>-<machine>.json: the machine, its versions and the commit, and each benchmark's summary and seeds
+(those that its details name; else they are constants of the program at that commit).
 """
 
 from __future__ import annotations
@@ -114,7 +115,28 @@ def run_one(program: Path, limit_s: float, *, quick: bool, resume: bool) -> dict
     if code != 0 or not path.exists():
         return None
     result = json.loads(path.read_text())
-    return {"summary": result["summary"], "seconds": round(time.monotonic() - began, 1)}
+    return {
+        "summary": result["summary"],
+        "seconds": round(time.monotonic() - began, 1),
+        "seeds": seeds_of(result.get("details")),
+    }
+
+
+def seeds_of(details: Any) -> list[int]:
+    """Every number that ``details`` calls a seed, wherever it stands."""
+    found: set[int] = set()
+    if isinstance(details, dict):
+        for name, value in details.items():
+            if name == "seed" and type(value) is int:
+                found.add(value)
+            elif name == "seeds" and isinstance(value, list):  # a number is how many there were
+                found.update(one for one in value if type(one) is int)
+            else:
+                found.update(seeds_of(value))
+    elif isinstance(details, list):
+        for value in details:
+            found.update(seeds_of(value))
+    return sorted(found)
 
 
 def write_result(found: dict[str, Any], quick: bool) -> Path:

@@ -32,6 +32,7 @@ from rose.sim.world import simulate  # noqa: E402
 
 SCENARIOS = ROOT / "examples" / "scenarios"
 PARTS = ("repeat", "error", "fleet", "exact")
+CELL_SEED, TRUTH_SEED = 17, 99
 ERROR_LOADS = (0.3, 0.7)
 """Requests per second and engine at which fleet mode is compared with 64 engines."""
 
@@ -86,12 +87,12 @@ def error(report: Report, quick: bool) -> dict[str, Any]:
     scenario = load_scenario(SCENARIOS / "fleet.toml", changes)
     base, swing = scenario.serving.requests_per_s, scenario.serving.daily_swing
     low, high = base * (1 - swing), base * (1 + swing)
-    cells = [run_cell(scenario, "rose", load, 17) for load in (low, (low + high) / 2, high)]
+    cells = [run_cell(scenario, "rose", load, CELL_SEED) for load in (low, (low + high) / 2, high)]
     found: dict[str, Any] = {}
     worst = 0.0
     for index, load in enumerate(ERROR_LOADS):
         report.progress("error", index, len(ERROR_LOADS))
-        truth = run_cell(scenario, "rose", load, 99, serving=51, dedicated=13)
+        truth = run_cell(scenario, "rose", load, TRUTH_SEED, serving=51, dedicated=13)
         left = max(i for i in (0, 1) if cells[i].load <= load)
         share = (load - cells[left].load) / (cells[left + 1].load - cells[left].load)
         for name, weight in (("dedicated_tokens_s", 13), ("harvested_tokens_s", 51)):
@@ -147,7 +148,10 @@ def main() -> None:
         if not args.part or part in args.part:
             summary = {key: value for key, value in summary.items() if not key.startswith(f"{part}.")}
             summary.update(makers[part](report, args.quick))
-    report.finish(summary, {"quick": args.quick}, args.json)
+    # The scenarios' own, and those of ``error``.
+    scenarios = [load_scenario(SCENARIOS / f"{name}.toml") for name in ("exact_scale", "fleet", "small")]
+    seeds = sorted({CELL_SEED, TRUTH_SEED, *(scenario.seed for scenario in scenarios)})
+    report.finish(summary, {"quick": args.quick, "seeds": seeds}, args.json)
 
 
 if __name__ == "__main__":

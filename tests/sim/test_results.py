@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.run import DOCUMENT, committed_results, render, sections, wrong_rows
+from benchmarks.run import DOCUMENT, committed_results, render, sections, seeds_of, wrong_rows
 from rose.cli import app
 from rose.errors import ConfigError
 from rose.sim.plan import HEADROOMS, Cell, Plan, recommend, write_plan
@@ -54,6 +54,13 @@ def test_a_number_without_its_figure_is_found(tmp_path: Path, row: str, good: bo
     )
 
     assert wrong_rows(text, tmp_path) == ([] if good else [row])
+
+
+def test_the_seeds_of_a_run_are_found_wherever_its_details_name_them() -> None:
+    details = {"settings": {"seed": 3}, "runs": [{"seed": 0}, {"seed": 1, "other": 9}], "seeds": [7, 3]}
+
+    assert seeds_of(details) == [0, 1, 3, 7]
+    assert seeds_of({"seed": "none", "seeds": 20}) == seeds_of(None) == []
 
 
 def test_reports_agree_with_each_other_and_fetch_nothing(tmp_path: Path) -> None:
