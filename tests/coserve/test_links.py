@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import queue
+import re
 import signal
 import stat
 from collections.abc import AsyncIterator
@@ -420,6 +421,7 @@ async def test_the_command_line_shows_sets_and_switches(
     text = await rose_node("status")
     assert "node      n0 (harvested), mode on" in text
     assert "16 reserved, 16 resident" in text
+    assert re.search(r"device    host memory: .*iB free, reserve 512\.0 MiB, 0 breaches", text)
     await rose_node("set", "--floor-pages", "15")
     await until(lambda: device.resident_pages() == 3)
     status = json.loads(await rose_node("status", "--json"))
