@@ -35,7 +35,16 @@ RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENT = ROOT / "docs" / "results.md"
 PARTIAL = ROOT / "out" / "bench"
 
-MINUTES = {"coserve": 15, "train": 12, "weights": 8, "weights_live": 8, "gateway": 8, "sim": 8, "routing": 4}
+MINUTES = {
+    "coserve": 15,
+    "train": 12,
+    "weights": 8,
+    "weights_live": 8,
+    "gateway": 8,
+    "sim": 8,
+    "routing": 4,
+    "activation": 5,
+}
 """Budget of each benchmark in a full `make bench`; twice that and it is stopped."""
 LONG = {"policies": 60, "sim_paper": 60, "sim_maps": 30, "demo": 25}
 """Only in `make bench-full`; they keep what they have found so far."""
