@@ -60,11 +60,11 @@ def end_to_end(num_requests: int, num_rounds: int) -> tuple[dict[str, Any], dict
             env = {"ROSE_DIR": str(_agents_file(folder / name, stack))} if name in ROSE else {}
             role = "serving" if name in ROSE else None
             servers[name] = stack.enter_context(EngineServer(folder / "model", role=role, env=env, args=args))
+            # One that is stopped would not hear that it shall end.
+            stack.callback(_signal, servers[name], signal.SIGCONT)
             print(f"{name} answers after {servers[name].start_s:.0f} s", flush=True)
             _turn(servers[name], num_requests)
             _signal(servers[name], signal.SIGSTOP)
-        for server in servers.values():  # else it would not hear that it shall end
-            stack.callback(_signal, server, signal.SIGCONT)
         names = list(servers)
         for number in range(num_rounds):
             for name in names[number % 4 :] + names[: number % 4]:

@@ -362,6 +362,9 @@ class _Forked:
 
 def _nursery_main() -> None:
     """Import vLLM once, then fork a server per ``start`` line until standard input closes."""
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C is the client's: it ends its servers, then closes our input
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever the imports print must not get between the answers
     _import_engine()
