@@ -7,6 +7,7 @@ repeats are put together by ``figures.table_1``.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import dataclasses
 import importlib.util
@@ -222,7 +223,7 @@ async def _with_engines(number: int, measure: Any) -> tuple[Figures, dict[str, A
 
 
 async def _table(run: Any) -> tuple[Figures, dict[str, Any]]:
-    args = SimpleNamespace(run=run.number, minutes=MINUTES)
+    args = argparse.Namespace(run=run.number, minutes=MINUTES)
     async with coserve.Trajectories(run.registry, NUM_TRAJECTORIES, coserve.VOCAB, run.number) as rollouts:
         blocks = await coserve._run(args, run.world, run.fleet, run.schedule, run.stages)
         counts = {"turns": rollouts.turns, "cut": rollouts.cut, "failed": rollouts.failed}

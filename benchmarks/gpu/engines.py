@@ -32,7 +32,7 @@ def kernels() -> Figures:
     torch = torch_on_gpu()
     import vllm
     import vllm._custom_ops as ops
-    from vllm.vllm_flash_attn import FA3_AVAILABLE, flash_attn_varlen_func
+    from vllm.vllm_flash_attn.flash_attn_interface import FA3_AVAILABLE, flash_attn_varlen_func
 
     found: Figures = {"vllm": vllm.__version__, "fa3": bool(FA3_AVAILABLE)}
     x = torch.randn(16, 4096, device="cuda", dtype=torch.bfloat16)
