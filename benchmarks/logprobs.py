@@ -350,6 +350,7 @@ def rows_of(found: Mapping[str, Any]) -> list[tuple[str, Mapping[str, float]]]:
         for dtype in ("float32", "bfloat16")
         if dtype in found
         for kind in ("fresh", "moved")
+        if kind in found[dtype]  # no turn lasted long enough to be moved
     ]
     for rate, modes in found.get("kept", {}).items():
         rows += [
