@@ -48,7 +48,7 @@ T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9
 JOBS: dict[str, dict[str, Any]] = {
     "frozenlake": {
         "job": "frozenlake",
-        "num_steps": 20,
+        "num_steps": 40,
         "env": {"kind": "frozenlake", "settings": {"num_maps": 8, "max_turns": 10}},
         "rollout": {"mode": "asynchronous", "alpha": 1, "num_groups": 8, "group_size": 16, "max_tokens": 1},
         "trainer": {"learning_rate": 1e-3, "fine_tuning_steps": 0, "keep_checkpoints": 1},
@@ -56,7 +56,7 @@ JOBS: dict[str, dict[str, Any]] = {
     },
     "maths": {
         "job": "maths",
-        "num_steps": 65,
+        "num_steps": 60,
         "env": {
             "kind": "math_tools",
             "settings": {"num_tasks": 32, "num_terms": 2, "max_number": 9, "max_turns": 2},
