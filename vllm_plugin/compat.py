@@ -352,7 +352,12 @@ _spins = False
 def let_spin(on: bool) -> None:
     """Of this process: wait as vLLM does (there is no neighbour on its core), or sleep.  Any thread."""
     global _spins
+    if on == _spins:
+        return
     _spins = on
+    patch = _applied.get("spin")
+    if patch is not None:  # vLLM's own function and nothing around it: a frame more makes each turn of the spin longer
+        setattr(patch.owner, patch.attribute, patch.original if on else patch.replacement)
 
 
 def patch_spin() -> None:
@@ -371,13 +376,12 @@ def patch_spin() -> None:
 
 
 def _wrap_yield(stock: Callable[[], None]) -> Callable[[], None]:
-    def wait() -> None:
-        if _spins:
-            stock()
-        else:
-            time.sleep(SPIN_SLEEP_S)
+    del stock
+    return _sleep
 
-    return wait
+
+def _sleep() -> None:
+    time.sleep(SPIN_SLEEP_S)
 
 
 def stay_eager(config: Any) -> None:

@@ -89,6 +89,7 @@ class ElasticKv:
         if role() == "rollout":
             raise error
         logger.error("ROSE is off, KV memory is not elastic: %s", error)
+        compat.let_spin(True)  # nobody beside it can be helped by its sleeping
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         output = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
