@@ -356,7 +356,8 @@ def let_spin(on: bool) -> None:
         return
     _spins = on
     patch = _applied.get("spin")
-    if patch is not None:  # vLLM's own function and nothing around it: a frame more makes each turn of the spin longer
+    if patch is not None:
+        # vLLM's own function and nothing around it: a frame more makes each turn of the spin longer.
         setattr(patch.owner, patch.attribute, patch.original if on else patch.replacement)
 
 
