@@ -4,7 +4,7 @@
     python benchmarks/train.py --part control               # 2,000 environments: turns per CPU second, memory, event-loop lag
     python benchmarks/train.py --part throughput            # tokens per second on engines that only take time
     python benchmarks/train.py --part stale                 # on_stale = wait, mask, cancel on runs that truly learn
-    python benchmarks/train.py --quick                      # 300 environments, and arms of three steps
+    python benchmarks/train.py --quick                      # 300 environments, and three short arms
     rose profile --config node.toml --out p.json; python benchmarks/train.py --profile p.json    # your engine's step times
 
 In the first two parts no engine computes, and in none a GPU is used: step times come from the model that ``rose profile`` fits, with the coefficients of
@@ -55,7 +55,7 @@ def main() -> None:
     if args.quick:
         args.environments, args.seconds, args.repeats, args.seeds = 300, 5.0, 1, 1
         rules = dataclasses.replace(rules, num_steps=6)
-        setting = dataclasses.replace(setting, num_steps=2, num_groups=4)
+        setting = dataclasses.replace(setting, num_steps=1, num_groups=4)
     if args.steps is not None:
         setting = dataclasses.replace(setting, num_steps=args.steps)
     if args.profile is not None:
@@ -69,7 +69,7 @@ def main() -> None:
                 Path(folder), args.environments, args.seconds, args.repeats, report
             )
     if args.part in ("all", "throughput"):
-        only = args.only.split(",") if args.only else None
+        only = args.only.split(",") if args.only else throughput.GAIN_ARMS if args.quick else None
         told = throughput.measure(setting, args.repeats, only, args.cache, report)
         if told is None:
             print("arms are left; run again without --only for the result")

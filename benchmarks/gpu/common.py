@@ -119,20 +119,17 @@ def us(call: Callable[[], Any]) -> float:
 
 def decode_step(torch: Any) -> Callable[[], None]:
     """What a decode step does to the device: it reads all weights once (36 layers of 8B, a batch of 16)."""
-    weights = [torch.randn(4096, 24576, device="cuda", dtype=torch.bfloat16) for _ in range(36)]
-    batch = torch.randn(16, 4096, device="cuda", dtype=torch.bfloat16)
-
-    def step() -> None:
-        for weight in weights:
-            batch @ weight
-
-    return step
+    return _products(torch, num_layers=36, num_tokens=16)
 
 
 def prefill_step(torch: Any) -> Callable[[], None]:
     """What a chunk of a prompt does to it: it computes (2,048 tokens, 4 layers of 8B)."""
-    weights = [torch.randn(4096, 24576, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
-    batch = torch.randn(2048, 4096, device="cuda", dtype=torch.bfloat16)
+    return _products(torch, num_layers=4, num_tokens=2048)
+
+
+def _products(torch: Any, *, num_layers: int, num_tokens: int) -> Callable[[], None]:
+    weights = [torch.randn(4096, 24576, device="cuda", dtype=torch.bfloat16) for _ in range(num_layers)]
+    batch = torch.randn(num_tokens, 4096, device="cuda", dtype=torch.bfloat16)
 
     def step() -> None:
         for weight in weights:

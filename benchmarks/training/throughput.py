@@ -90,6 +90,10 @@ CASES = [
 ]
 
 
+GAIN_ARMS = tuple(f"asynchronous_{fleet}" for fleet in ("dedicated", "harvested", "both"))
+"""What the gain from harvesting is made of; with stragglers, those of that ending."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
     """What all arms of a run share."""
@@ -284,9 +288,7 @@ class Loop:
 def gain_of(tokens_per_s: Mapping[str, float], stragglers: bool) -> dict[str, float]:
     """The gain from harvesting, and what the pools measured alone would allow."""
     end = "_stragglers" if stragglers else ""
-    dedicated, harvested, both = (
-        tokens_per_s[f"asynchronous_{fleet}{end}"] for fleet in ("dedicated", "harvested", "both")
-    )
+    dedicated, harvested, both = (tokens_per_s[f"{arm}{end}"] for arm in GAIN_ARMS)
     gain, limit = both / dedicated - 1.0, harvested / dedicated
     return {"gain": gain, "limit": limit, "gain_over_limit": gain / limit}
 
@@ -331,8 +333,7 @@ def measure(
 
 def _complete(known: Mapping[tuple[str, int], Any], repeats: int, end: str) -> bool:
     """Whether the arms of a scenario that its gain is made of have been measured."""
-    arms = tuple(f"asynchronous_{fleet}" for fleet in ("dedicated", "harvested", "both"))
-    return all((arm + end, seed) in known for arm in arms for seed in range(repeats))
+    return all((arm + end, seed) in known for arm in GAIN_ARMS for seed in range(repeats))
 
 
 def summarise(
