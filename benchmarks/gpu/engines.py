@@ -19,7 +19,7 @@ from benchmarks.gpu.common import GIB, Figures, Skip, keep, torch_on_gpu
 from rose.coserve.ledger import NodeDir, NodeState
 from rose.errors import LedgerError
 from rose.policy.compat import Support, row_of_number
-from rose.policy.lending import Mode
+from rose.policy.lending_events import Mode
 from vllm_plugin.memory import GOING, UNMAPPED
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 32, 512, 128

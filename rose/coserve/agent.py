@@ -46,17 +46,8 @@ from rose.errors import ConfigError, LedgerError, RequestError, RoseError
 from rose.policy.admission import Rule
 from rose.policy.baselines import POLICIES, make_lending
 from rose.policy.compat import row_of_number
-from rose.policy.lending import (
-    ALL_PAGES,
-    Action,
-    Event,
-    KillRollout,
-    Lending,
-    LendingPolicy,
-    ModeSet,
-    RlStepStarted,
-    SetLend,
-)
+from rose.policy.lending import Lending, LendingPolicy
+from rose.policy.lending_events import ALL_PAGES, Action, Event, KillRollout, ModeSet, RlStepStarted, SetLend
 from rose.policy.watch import Harvestable, SloGuard, StepFloor
 from rose.units import NS_PER_S
 

@@ -9,7 +9,8 @@ from pydantic import Field
 
 from rose.config import Section
 from rose.decisions.config import DecisionConfig
-from rose.policy.lending import ALL_PAGES, DEAD_AFTER_S, LendingParams
+from rose.policy.lending import DEAD_AFTER_S, LendingParams
+from rose.policy.lending_events import ALL_PAGES
 
 Url = Annotated[str, Field(pattern=r"^https?://[^\s/]+[^\s]*$", max_length=512)]
 StoreUrl = Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://[^\s]+$", max_length=512)]

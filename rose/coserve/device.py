@@ -20,7 +20,7 @@ from rose.coserve.ledger import NodeDir, RecordReader, RolloutLease, ServingBoar
 from rose.errors import LedgerError
 from rose.policy.admission import BoardView, slack
 from rose.policy.compat import Support
-from rose.policy.lending import RolloutReported, ServingReported, Tick
+from rose.policy.lending_events import RolloutReported, ServingReported, Tick
 from rose.units import NS_PER_S
 
 logger = logging.getLogger("rose.node")

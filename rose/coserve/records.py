@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rose.policy.lending import ALL_PAGES, Mode, Phase
+from rose.policy.lending_events import ALL_PAGES, Mode, Phase
 
 __all__ = [
     "ChunkState",
@@ -54,7 +54,7 @@ class ServingLease:
 
     ``support`` is a ``rose.policy.compat.Support``, ``row`` the number of the table's row that decided it.
     ``queried_tokens``, ``lost_tokens``, ``cold_pages``: what loans cost its prefix cache
-    (``rose.policy.lending.ServingReported``); running totals since it started.
+    (``rose.policy.lending_events.ServingReported``); running totals since it started.
     """
 
     phase: int = 0

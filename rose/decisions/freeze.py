@@ -28,6 +28,7 @@ from rose.policy import (
     fleet,
     growth,
     lending,
+    lending_events,
     packed,
     placing,
     remaining,
@@ -39,7 +40,7 @@ from rose.policy import (
 )
 
 _MODULES = (
-    *(affinity, baselines, cold_cache, concurrency, fleet, growth, lending, packed),
+    *(affinity, baselines, cold_cache, concurrency, fleet, growth, lending, lending_events, packed),
     *(placing, remaining, routing, speed, turn, turn_events, turns),
 )
 _CLASSES: dict[str, type] = {

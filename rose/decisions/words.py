@@ -15,7 +15,7 @@ from typing import Any, Protocol, get_args
 import msgspec
 
 from rose.errors import LedgerError
-from rose.policy import lending
+from rose.policy import lending, lending_events
 from rose.policy import turn_events as te
 from rose.policy.turns import TurnBook
 
@@ -97,7 +97,11 @@ class Words:
 TURNS = Words("turns", TurnBook, get_args(te.Event), get_args(te.Action), always_check=False)
 """Where a turn goes: the scheduler's."""
 LENDING = Words(
-    "lending", lending.Lending, get_args(lending.Event), get_args(lending.Action), always_check=True
+    "lending",
+    lending.Lending,
+    get_args(lending_events.Event),
+    get_args(lending_events.Action),
+    always_check=True,
 )
 """What a device lends: a node agent's."""
 WORDS = {words.name: words for words in (TURNS, LENDING)}

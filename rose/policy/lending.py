@@ -37,16 +37,27 @@ import math
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass, replace
-from enum import IntEnum
 from operator import attrgetter
 
 from rose.errors import ConfigError, PolicyError
 from rose.policy.cold_cache import ColdCache, ColdCacheParams
 from rose.policy.growth import PeakGrowth, WindowMax
+from rose.policy.lending_events import (
+    ALL_PAGES,
+    Action,
+    Event,
+    KillRollout,
+    Mode,
+    ModeSet,
+    Phase,
+    RlStepStarted,
+    RolloutReported,
+    ServingReported,
+    SetLend,
+    Tick,
+)
 from rose.units import PAGE_BYTES, format_bytes
 
-ALL_PAGES = 1 << 40
-"""More than any device has: the loan on a device without serving."""
 DEAD_AFTER_S = 2.0
 """Silence after which a peer counts as gone; four heartbeats."""
 _MAX_RECLAIM_SAMPLES = 128
@@ -56,99 +67,6 @@ _MAX_PROMISES = 64
 _RESERVE_MARGIN = 0.25
 """Of the reserve, above it, before a loan that was cut for its sake may grow again."""
 
-
-class Mode(IntEnum):
-    """What is asked of a device."""
-
-    OFF = 0
-    """Nothing is lent, no rollout step runs."""
-    OBSERVE = 1
-    """Measure and report what could be harvested; touch nothing."""
-    ON = 2
-
-
-class Phase(IntEnum):
-    """Where an engine is in its life."""
-
-    ABSENT = 0
-    STARTING = 1
-    """Before and while it sizes its memory: the peer must hold nothing."""
-    READY = 2
-    OFF = 3
-    """Alive, but it does not share: fail-open after an error, or switched off."""
-
-
-# --- events ---
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModeSet:
-    """The operator decided, or the agent started."""
-
-    at_s: float
-    mode: int
-    floor_pages: int = 0
-    """Never lent."""
-    max_lend_pages: int = ALL_PAGES
-    has_serving: bool = True
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServingReported:
-    """What ``serving.lease`` and ``serving.board`` say.  ``alive``: lock held and heartbeat fresh."""
-
-    at_s: float
-    alive: bool
-    phase: int
-    total_pages: int
-    reserved_pages: int
-    used_pages: int
-    needed_pages: int = 0
-    pressure_seq: int = 0
-    compute_only: bool = False
-    """It keeps its memory; the rollout engine has a fixed budget of its own, ``max_lend_pages``."""
-    queried_tokens: int = 0
-    """Of all prompts so far, as vLLM counts the queries of its prefix cache; 0 = it does not count."""
-    lost_tokens: int = 0
-    """Of these, how many a cache of the whole device would have had and the one beside the loan had not."""
-    cold_pages: int = 0
-    """How many more pages such a cache would fill now."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutReported:
-    """What ``rollout.lease`` says; ``reserved_pages`` is 0 once the process is dead, whatever it wrote."""
-
-    at_s: float
-    alive: bool
-    phase: int
-    reserved_pages: int
-    wanted_pages: int = 0
-    """What it could use; 0 = it does not say."""
-    reclaim_seq: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RlStepStarted:
-    """A new RL step began.  Only :class:`rose.policy.baselines.PaperLending` cares."""
-
-    at_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tick:
-    """Time has passed, and this is what the device has free by its own word.
-
-    None: it was not asked (no reserve is given either), or it did not answer.
-    """
-
-    at_s: float
-    device_free_bytes: int | None = None
-    device_reserve_bytes: int = 0
-    """What must stay free for what is not KV memory: production's kernels and activations, other programs."""
-
-
-Event = ModeSet | ServingReported | RolloutReported | RlStepStarted | Tick
 
 _COUNTS: dict[type, tuple[str, ...]] = {
     ModeSet: ("floor_pages", "max_lend_pages"),
@@ -164,28 +82,6 @@ _COUNTS: dict[type, tuple[str, ...]] = {
     RolloutReported: ("reserved_pages", "wanted_pages"),
 }
 _COUNTS_OF = {cls: attrgetter(*names) for cls, names in _COUNTS.items()}
-
-# --- actions ---
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SetLend:
-    """The loan is now ``pages``.  A target, so sending it again is safe."""
-
-    pages: int
-    deadline_s: float | None
-    """Until then the rollout engine must hold no more; None when it already holds no more."""
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KillRollout:
-    """A cut was not obeyed in time.  Repeated until the pages are back."""
-
-    reason: str
-
-
-Action = SetLend | KillRollout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from rose.policy import turn_events as te
 from rose.policy.baselines import PaperLending
 from rose.policy.fleet import Duty, FleetParams, Tier
-from rose.policy.lending import (
+from rose.policy.lending import Lending, LendingPolicy
+from rose.policy.lending_events import (
     KillRollout,
-    Lending,
-    LendingPolicy,
     Mode,
     ModeSet,
     Phase,

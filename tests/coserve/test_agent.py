@@ -20,7 +20,7 @@ from rose.coserve.ledger import Mode, NodeDir, Phase
 from rose.errors import ConfigError, EngineError, LedgerError
 from rose.policy.admission import Rule
 from rose.policy.baselines import StaticLending
-from rose.policy.lending import ALL_PAGES
+from rose.policy.lending_events import ALL_PAGES
 from tests.coserve.conftest import TOTAL_PAGES, Device, alive, until
 
 

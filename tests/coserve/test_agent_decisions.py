@@ -14,7 +14,7 @@ from rose.decisions.log import DecisionLog, logs, replay
 from rose.decisions.words import LENDING
 from rose.errors import LedgerError
 from rose.policy.baselines import make_lending
-from rose.policy.lending import Mode, ModeSet, Phase, RolloutReported, ServingReported, Tick
+from rose.policy.lending_events import Mode, ModeSet, Phase, RolloutReported, ServingReported, Tick
 from tests.coserve.conftest import TOTAL_PAGES, Device, alive, until
 
 

@@ -11,7 +11,8 @@ import pytest
 from rose.errors import ConfigError, PolicyError
 from rose.policy.baselines import PaperLending
 from rose.policy.cold_cache import ColdCache, ColdCacheParams
-from rose.policy.lending import Lending, LendingPolicy, Mode, ModeSet
+from rose.policy.lending import Lending, LendingPolicy
+from rose.policy.lending_events import Mode, ModeSet
 from tests.policy.test_lending import PARAMS, World
 
 

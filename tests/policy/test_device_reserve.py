@@ -8,13 +8,11 @@ import pytest
 
 from rose.errors import PolicyError
 from rose.policy.baselines import make_lending
-from rose.policy.lending import (
+from rose.policy.lending import Lending, LendingParams, LendingPolicy
+from rose.policy.lending_events import (
     ALL_PAGES,
     Action,
     KillRollout,
-    Lending,
-    LendingParams,
-    LendingPolicy,
     Mode,
     ModeSet,
     Phase,

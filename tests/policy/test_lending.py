@@ -11,13 +11,11 @@ import pytest
 
 from rose.errors import ConfigError, PolicyError
 from rose.policy.baselines import PaperLending, StaticLending, make_lending
-from rose.policy.lending import (
+from rose.policy.lending import Lending, LendingParams, LendingPolicy, allowed_pages
+from rose.policy.lending_events import (
     ALL_PAGES,
     Action,
     KillRollout,
-    Lending,
-    LendingParams,
-    LendingPolicy,
     Mode,
     ModeSet,
     Phase,
@@ -26,7 +24,6 @@ from rose.policy.lending import (
     ServingReported,
     SetLend,
     Tick,
-    allowed_pages,
 )
 
 TOTAL = 100
