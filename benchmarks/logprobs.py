@@ -29,7 +29,6 @@ import dataclasses
 import json
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from weights_kv import MODES, Pair, running, sample
+from weights_kv import MODES, Pair, over_a_commit, sample
 
 from benchmarks.report import Report
 from rose.auth import Tokens, bearer
@@ -283,23 +282,9 @@ def around_a_commit(pair: Pair, kv: str, rng: np.random.Generator) -> list[tuple
     server, prompts = pair.server, [prompt_of(rng) for _ in range(NUM_TURNS)]
     for prompt in prompts:
         sample(server, prompt, 1, 0)
-    body = pair.stage()
-    turns: list[dict[str, Any]] = []
-    threads = [
-        threading.Thread(
-            target=lambda seed=seed, prompt=prompt: turns.append(
-                sample(server, prompt[:16], FLIGHT_TOKENS, seed)
-            )
-        )
-        for seed, prompt in enumerate(prompts)
-    ]
-    for thread in threads:
-        thread.start()
-    while running(server) < NUM_TURNS and any(thread.is_alive() for thread in threads):
-        pass
-    pair.commit(body, kv)
-    for thread in threads:
-        thread.join()
+    turns = over_a_commit(
+        pair, kv, [(prompt[:16], FLIGHT_TOKENS, seed) for seed, prompt in enumerate(prompts)]
+    )
     in_flight = [
         ("in_flight", sample_from(turn, turn["spans"][1]["start"]))
         for turn in turns

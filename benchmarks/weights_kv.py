@@ -16,8 +16,10 @@ from __future__ import annotations
 import argparse
 import shutil
 import statistics
+import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ import numpy as np
 import torch
 from rl_checkpoints import MODEL, problem
 from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.report import Report, percentile
 from tests.engine_launcher import EngineServer
@@ -107,29 +111,39 @@ def prompts_of(rng: np.random.Generator) -> list[int]:
     return [*first, *answer, *second, *other, *third]
 
 
+def over_a_commit(pair: Pair, kv: str, jobs: Sequence[tuple[list[int], int, int]]) -> list[Turn]:
+    """The turns of ``(prompt, tokens, seed)``, all under way when the pair's next checkpoint is committed."""
+    body = pair.stage()
+    turns: list[Turn] = []
+    threads = [
+        threading.Thread(
+            target=lambda prompt=prompt, count=count, seed=seed: turns.append(
+                sample(pair.server, prompt, count, seed)
+            )
+        )
+        for prompt, count, seed in jobs
+    ]
+    for thread in threads:
+        thread.start()
+    while running(pair.server) < len(jobs) and any(thread.is_alive() for thread in threads):
+        pass
+    pair.commit(body, kv)
+    for thread in threads:
+        thread.join()
+    return turns
+
+
 def round_of(pair: Pair, kv: str, rng: np.random.Generator) -> dict[str, list[float] | int]:
     """One commit with turns in flight, and turns over a cached prompt after it."""
     server, prompts = pair.server, [prompts_of(rng) for _ in range(NUM_TURNS)]
     seeds = [int(seed) for seed in rng.integers(1 << 30, size=2 * NUM_TURNS)]
     for prompt in prompts:
         sample(server, prompt, 1, 0)
-    body = pair.stage()
-    turns: list[Turn] = []
-    threads = [
-        threading.Thread(
-            target=lambda seed=seed, prompt=prompt: turns.append(
-                sample(server, prompt[-16:], TURN_TOKENS, seed)
-            )
-        )
-        for seed, prompt in zip(seeds[:NUM_TURNS], prompts, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    while running(server) < NUM_TURNS and any(thread.is_alive() for thread in threads):
-        pass
-    pair.commit(body, kv)
-    for thread in threads:
-        thread.join()
+    turns = over_a_commit(
+        pair,
+        kv,
+        [(prompt[-16:], TURN_TOKENS, seed) for seed, prompt in zip(seeds[:NUM_TURNS], prompts, strict=True)],
+    )
     later = [
         sample(server, prompt, 12, seed) for prompt, seed in zip(prompts, seeds[NUM_TURNS:], strict=True)
     ]

@@ -358,6 +358,29 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return harness.engine_config(folder)
 
 
+@pytest.fixture
+def engine_of(
+    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str], tuple[Any, Any]]]:
+    """A role's scheduler, whose memory is all mapped, and the worker rank that says so."""
+    from vllm_plugin.scheduler import RolloutScheduler, ServingScheduler
+
+    opened: list[Any] = []
+
+    def build(role: str) -> tuple[Any, Any]:
+        monkeypatch.setenv("ROSE_DIR", str(tmp_path / "n"))
+        monkeypatch.setenv("ROSE_ROLE", role)
+        rank = harness.write_rank(tmp_path / "n", role, mapped=True)
+        scheduler: Any = harness.build(ServingScheduler if role == "serving" else RolloutScheduler, config)
+        side = scheduler.rose
+        opened.extend((side._lease, side._chunks, rank, *((side._board,) if role == "serving" else ())))
+        return scheduler, rank
+
+    yield build
+    for writer in opened:
+        writer.close()
+
+
 def inflate(side: Any, count: int) -> None:
     """Have the engine thread take that many chunks out of the pool; a slice of its time may not be enough."""
     side._target_lent_chunks = count
@@ -365,134 +388,98 @@ def inflate(side: Any, count: int) -> None:
 
 
 def test_production_does_not_count_kept_handles_as_lent(
-    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine_of: Callable[[str], tuple[Any, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The peer may have what production's lease leaves, and a kept handle is not there to be had."""
-    from vllm_plugin.scheduler import ServingScheduler
-
-    monkeypatch.setenv("ROSE_DIR", str(tmp_path / "n"))
-    monkeypatch.setenv("ROSE_ROLE", "serving")
-    rank = harness.write_rank(tmp_path / "n", "serving", mapped=True)
-    scheduler: Any = harness.build(ServingScheduler, config)
+    scheduler, rank = engine_of("serving")
     side = scheduler.rose
-    try:
-        inflate(side, 4)
-        monkeypatch.setattr(side, "_lendable_pages", lambda node: 4)
-        monkeypatch.setattr(side, "_call_when_idle", lambda: None)
-        side._round()
-        away = {c for c, wanted in enumerate(side._chunks.extra) if not wanted}
-        assert len(away) == 4
-        for chunk in away:
-            rank.extra[chunk] = 0
-        rank.write(harness.RankState(resident_pages=15, retained_pages=3))
-        side._round()
-        assert NodeDir(tmp_path / "n").serving_lease().read().lent_pages == 1  # type: ignore[union-attr]
-        rank.write(harness.RankState(resident_pages=12))
-        side._round()
-        assert NodeDir(tmp_path / "n").serving_lease().read().lent_pages == 4  # type: ignore[union-attr]
-    finally:
-        for writer in (side._lease, side._board, side._chunks, rank):
-            writer.close()
+    inflate(side, 4)
+    monkeypatch.setattr(side, "_lendable_pages", lambda node: 4)
+    monkeypatch.setattr(side, "_call_when_idle", lambda: None)
+    side._round()
+    away = {c for c, wanted in enumerate(side._chunks.extra) if not wanted}
+    assert len(away) == 4
+    for chunk in away:
+        rank.extra[chunk] = 0
+    rank.write(harness.RankState(resident_pages=15, retained_pages=3))
+    side._round()
+    assert NodeDir(tmp_path / "n").serving_lease().read().lent_pages == 1  # type: ignore[union-attr]
+    rank.write(harness.RankState(resident_pages=12))
+    side._round()
+    assert NodeDir(tmp_path / "n").serving_lease().read().lent_pages == 4  # type: ignore[union-attr]
 
 
 # --- the stamps
 
 
 def test_production_uses_no_chunk_that_is_on_its_way_out(
-    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine_of: Callable[[str], tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was given up, and taken back before its memory had gone: the pager may be about to take it away."""
-    from vllm_plugin.scheduler import ServingScheduler
-
-    monkeypatch.setenv("ROSE_DIR", str(tmp_path / "n"))
-    monkeypatch.setenv("ROSE_ROLE", "serving")
-    rank = harness.write_rank(tmp_path / "n", "serving", mapped=True)
-    scheduler: Any = harness.build(ServingScheduler, config)
+    scheduler, rank = engine_of("serving")
     side, lendable = scheduler.rose, [1]
-    try:
-        monkeypatch.setattr(side, "_lendable_pages", lambda node: lendable[0])
-        monkeypatch.setattr(side, "_call_when_idle", lambda: None)
-        inflate(side, 1)
+    monkeypatch.setattr(side, "_lendable_pages", lambda node: lendable[0])
+    monkeypatch.setattr(side, "_call_when_idle", lambda: None)
+    inflate(side, 1)
+    side._round()
+    (chunk,) = side._lent
+    lendable[0] = 0
+    side._round()
+    assert side._chunks.extra[chunk] == 1  # wanted back
+    for state, given in ((GOING, []), (MAPPED, [chunk])):
+        rank.extra[chunk] = state
+        rank.write(harness.RankState(resident_pages=16))
         side._round()
-        (chunk,) = side._lent
-        lendable[0] = 0
-        side._round()
-        assert side._chunks.extra[chunk] == 1  # wanted back
-        for state, given in ((GOING, []), (MAPPED, [chunk])):
-            rank.extra[chunk] = state
-            rank.write(harness.RankState(resident_pages=16))
-            side._round()
-            assert list(side._mapped) == given
-    finally:
-        for writer in (side._lease, side._board, side._chunks, rank):
-            writer.close()
+        assert list(side._mapped) == given
 
 
 def test_the_step_to_wait_for_is_published_before_the_marks(
-    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine_of: Callable[[str], tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm_plugin.scheduler import ServingScheduler
-
-    monkeypatch.setenv("ROSE_DIR", str(tmp_path / "n"))
-    monkeypatch.setenv("ROSE_ROLE", "serving")
-    rank = harness.write_rank(tmp_path / "n", "serving", mapped=True)
-    scheduler: Any = harness.build(ServingScheduler, config)
+    scheduler, _ = engine_of("serving")
     side, written = scheduler.rose, []
-    try:
-        scheduler.add_request(harness.request("a"))
-        stamps = [compat.stamp_of(harness.step(scheduler)) for _ in range(3)]
-        assert stamps == [1, 2, 3]
-        inflate(side, 2)  # before the step after the third
-        write = side._chunks.write
-        monkeypatch.setattr(
-            side._chunks,
-            "write",
-            lambda r: (written.append((r.after_step, bytes(side._chunks.extra))), write(r)),
-        )
-        monkeypatch.setattr(side, "_lendable_pages", lambda node: 2)
-        monkeypatch.setattr(side, "_call_when_idle", lambda: None)
-        side._round()
-        assert [(step, marks.count(0)) for step, marks in written] == [(3, 0), (3, 2)]
-    finally:
-        for writer in (side._lease, side._board, side._chunks, rank):
-            writer.close()
+    scheduler.add_request(harness.request("a"))
+    stamps = [compat.stamp_of(harness.step(scheduler)) for _ in range(3)]
+    assert stamps == [1, 2, 3]
+    inflate(side, 2)  # before the step after the third
+    write = side._chunks.write
+    monkeypatch.setattr(
+        side._chunks,
+        "write",
+        lambda r: (written.append((r.after_step, bytes(side._chunks.extra))), write(r)),
+    )
+    monkeypatch.setattr(side, "_lendable_pages", lambda node: 2)
+    monkeypatch.setattr(side, "_call_when_idle", lambda: None)
+    side._round()
+    assert [(step, marks.count(0)) for step, marks in written] == [(3, 0), (3, 2)]
 
 
 def test_a_rollout_engine_waits_for_the_steps_before_a_cut_and_for_no_later_one(
-    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine_of: Callable[[str], tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step that is being scheduled while the cut is published cannot touch it: waiting for it would delay the reclaim."""
-    from vllm_plugin.scheduler import RolloutScheduler
-
-    monkeypatch.setenv("ROSE_DIR", str(tmp_path / "n"))
-    monkeypatch.setenv("ROSE_ROLE", "rollout")
-    rank = harness.write_rank(tmp_path / "n", "rollout", mapped=True)
-    scheduler: Any = harness.build(RolloutScheduler, config)
+    scheduler, _ = engine_of("rollout")
     side, written = scheduler.rose, []
-    try:
-        side._engine = harness.engine()
-        side._engine.output_queue = queue.Queue()
-        side._allowed_chunks, chunks = 4, [1, 2, 3, 4]
-        side._held.update(chunks)
-        side._mapped.extend(chunks)
-        for chunk in chunks:
-            side._chunks.extra[chunk] = 1
-        monkeypatch.setattr(side, "_admit", lambda reader: 1000)
-        scheduler.add_request(harness.request("a"))
-        assert [compat.stamp_of(harness.step(scheduler)) for _ in range(2)] == [1, 2]
-        side._allowed_chunks = 0
-        assert compat.stamp_of(harness.step(scheduler)) == 3  # cut at its head
-        write = side._chunks.write
-        monkeypatch.setattr(
-            side._chunks,
-            "write",
-            lambda r: (written.append((r.after_step, bytes(side._chunks.extra).count(1))), write(r)),
-        )
-        side._round(False)
-        assert written == [(2, 4), (2, 0)]
-    finally:
-        for writer in (side._lease, side._chunks, rank):
-            writer.close()
+    side._engine = harness.engine()
+    side._engine.output_queue = queue.Queue()
+    side._allowed_chunks, chunks = 4, [1, 2, 3, 4]
+    side._held.update(chunks)
+    side._mapped.extend(chunks)
+    for chunk in chunks:
+        side._chunks.extra[chunk] = 1
+    monkeypatch.setattr(side, "_admit", lambda reader: 1000)
+    scheduler.add_request(harness.request("a"))
+    assert [compat.stamp_of(harness.step(scheduler)) for _ in range(2)] == [1, 2]
+    side._allowed_chunks = 0
+    assert compat.stamp_of(harness.step(scheduler)) == 3  # cut at its head
+    write = side._chunks.write
+    monkeypatch.setattr(
+        side._chunks,
+        "write",
+        lambda r: (written.append((r.after_step, bytes(side._chunks.extra).count(1))), write(r)),
+    )
+    side._round(False)
+    assert written == [(2, 4), (2, 0)]
 
 
 def test_a_step_without_a_number_is_nobodys() -> None:
