@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import sys
 import tempfile
@@ -31,7 +30,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.report import Report, write
+from benchmarks.report import Report, mean_interval, write
 from benchmarks.training import curves, small_runs
 from benchmarks.training.warm_start import WarmStart, warm_start
 from rose.demo.models import POLICY, ensure_model
@@ -42,9 +41,6 @@ FLEETS = {"dedicated": 1, "harvested": 2}
 """Engines; the first is dedicated."""
 LAST_STEPS = 5
 BAR = -0.05
-T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
-"""Student's t for a two-sided 95 % interval of the mean, by number of pairs."""
-
 JOBS: dict[str, dict[str, Any]] = {
     "frozenlake": {
         "job": "frozenlake",
@@ -216,10 +212,10 @@ def summarise(runs: Sequence[dict[str, Any]], steps: int | None) -> dict[str, An
             )
             summary[f"{task}_{fleet}_seconds_max"] = max(run["seconds"] for run in mine)
         gaps = [final(pair["harvested"]) - final(pair["dedicated"]) for pair in whole]
-        summary[f"{task}_difference"] = round(statistics.fmean(gaps), 4)
-        if len(gaps) in T_95:
-            half = T_95[len(gaps)] * statistics.stdev(gaps) / math.sqrt(len(gaps))
-            low, high = statistics.fmean(gaps) - half, statistics.fmean(gaps) + half
+        mean, half = mean_interval(gaps)
+        summary[f"{task}_difference"] = round(mean, 4)
+        if len(gaps) > 1:
+            low, high = mean - half, mean + half
             summary[f"{task}_difference_low"], summary[f"{task}_difference_high"] = (
                 round(low, 4),
                 round(high, 4),

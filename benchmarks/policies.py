@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import random
 import statistics
 import sys
@@ -27,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.fluid_world import EngineSpec, Outcome, Workload, World
-from benchmarks.report import Report
+from benchmarks.report import Report, mean_interval
 from rose.policy.fleet import FleetParams, Tier
 from rose.policy.routing import POLICY_NAMES, CostParams, CostPolicy, RoutingPolicy, make_policy
 from rose.scheduler.config import SchedulerConfig
@@ -38,12 +37,6 @@ SAME_CAPS = "paper, same caps"
 """The paper's order under the caps of the other policies: its own 16 per GPU is half of what it does."""
 ROUTERS = (*POLICY_NAMES, SAME_CAPS)
 METRICS = ("mean_s", "p90_s", "recomputed", "idle")
-_T95 = (
-    *(12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23),
-    *(2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10, 2.09),
-)
-"""Two-sided 95 % of Student's t, by degrees of freedom from 1."""
-
 OWN = EngineSpec(tier=Tier.DEDICATED)
 SHARED = EngineSpec(
     tier=Tier.HARVESTED, quiet_share=0.7, busy_share=0.1, quiet_s=25.0, busy_s=8.0, kv_tokens=200_000
@@ -121,14 +114,6 @@ def fleet_params(policy: str) -> FleetParams:
     if policy == "paper":
         return FleetParams(cap_dedicated=16, cap_harvested=16)
     return FleetParams(cap_dedicated=caps.cap_dedicated, cap_harvested=caps.cap_harvested)
-
-
-def interval(values: list[float]) -> tuple[float, float]:
-    """Mean and half of its 95 % interval."""
-    if len(values) < 2:
-        return values[0], math.inf
-    t95 = _T95[len(values) - 2] if len(values) <= len(_T95) + 1 else 2.0
-    return statistics.fmean(values), t95 * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def judge(
@@ -226,7 +211,7 @@ def main() -> None:
         case: dict[str, Any] = {"workload": load, "churn_per_min": churn, "policy": policy}
         cells: list[str] = []
         for metric in METRICS:
-            mean, half = interval([float(getattr(run, metric)) for run in runs])
+            mean, half = mean_interval([float(getattr(run, metric)) for run in runs])
             case[metric], case[f"{metric}_ci95"] = round(mean, 4), round(half, 4)
             cells.append(f"{mean:.3g} ± {half:.2g}")
         case["harvested"] = round(statistics.fmean(run.harvested for run in runs), 3)
@@ -237,7 +222,7 @@ def main() -> None:
             continue
         for metric in METRICS:
             pairs = zip(outcomes[(load, churn, default)], runs, strict=True)
-            worse, half = interval([float(getattr(a, metric) - getattr(b, metric)) for a, b in pairs])
+            worse, half = mean_interval([float(getattr(a, metric) - getattr(b, metric)) for a, b in pairs])
             if worse > half:
                 other = statistics.fmean(getattr(run, metric) for run in runs)
                 losses.append(
