@@ -19,6 +19,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from rose.demo.report import finite
+
 EVERY_S = 2.0
 PACKAGES = (
     "rose-rl",
@@ -79,8 +81,8 @@ def write(
     document = {
         "schema": 1,
         "benchmark": name,
-        "summary": _finite(summary),
-        "details": _finite(details),
+        "summary": finite(summary),
+        "details": finite(details),
         "machine": machine(),
         "seconds": None if seconds is None else round(seconds, 1),
     }
@@ -123,16 +125,6 @@ def percentile(values: Sequence[float], fraction: float) -> float:
     """Smallest value that at least this share of the values does not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)] if ordered else math.nan
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
 
 
 def _cpu_model() -> str:

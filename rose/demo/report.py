@@ -24,21 +24,21 @@ def write_report(result: DemoResult, directory: Path) -> tuple[Path, Path]:
     directory.mkdir(parents=True, exist_ok=True)
     details = asdict(result)
     details["latency"].pop("distributions")
-    document = {"schema": 1, "summary": summarize(result), "details": _finite(details)}
+    document = {"schema": 1, "summary": summarize(result), "details": finite(details)}
     json_path, html_path = directory / "report.json", directory / "report.html"
     _replace(json_path, json.dumps(document, indent=2, allow_nan=False) + "\n")
     _replace(html_path, render_html(result))
     return json_path, html_path
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """The same tree with NaN and infinities as null: JSON has no word for them."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value
 
 

@@ -74,8 +74,27 @@ class _Rendered(msgspec.Struct):
     sampling_params: dict[str, Any]
 
 
-_decode_one = msgspec.json.Decoder(_Rendered).decode
-_decode_many = msgspec.json.Decoder(list[_Rendered]).decode
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """A render route of an engine, and what it answers: one prompt, or a list with one."""
+
+    path: str
+    decode: Callable[[bytes], _Rendered | list[_Rendered]]
+
+    def read(self, answer: bytes) -> _Rendered:
+        try:
+            decoded = self.decode(answer)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise EngineError(f"the render route answered nonsense: {error}") from error
+        if not isinstance(decoded, list):
+            return _checked(decoded)
+        if len(decoded) != 1:
+            raise EngineError(f"the render route made {len(decoded)} prompts of one")
+        return _checked(decoded[0])
+
+
+_CHAT = _Route("/v1/chat/completions/render", msgspec.json.Decoder(_Rendered).decode)
+_COMPLETION = _Route("/v1/completions/render", msgspec.json.Decoder(list[_Rendered]).decode)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,26 +188,13 @@ class Prompts:
         )
 
     async def render_chat(self, body: Mapping[str, Any]) -> _Rendered:
-        payload = {key: value for key, value in body.items() if key not in NOT_RENDERED}
-        # Our own limit is set later, on the ids that are really sent; 1 keeps the engine from refusing a
-        # prompt whose rendered form is longer than what we send, and equal prompts equal in the cache.
-        payload["max_tokens"] = 1
-        data = _encode(payload)
-        key = hashlib.blake2b(data, digest_size=16).digest()
-        found = self._cache.get(key)
-        if found is not None:
-            self._cache.move_to_end(key)
-            self.num_cache_hits += 1
-            return found
-        answer = await self._call("/v1/chat/completions/render", payload.get("model"), data)
-        rendered = _checked(_decode(_decode_one, answer))
-        self._remember(key, rendered)
-        return rendered
+        return await self._rendered(_CHAT, _payload(body))
 
     async def render_completion(self, body: Mapping[str, Any], prompt: str | Sequence[int]) -> _Rendered:
-        payload = {key: value for key, value in body.items() if key not in NOT_RENDERED}
-        payload["prompt"] = prompt
-        payload["max_tokens"] = 1
+        return await self._rendered(_COMPLETION, _payload(body) | {"prompt": prompt})
+
+    async def _rendered(self, route: _Route, payload: Mapping[str, Any]) -> _Rendered:
+        """What an engine makes of ``payload``, or made of its equal before."""
         data = _encode(payload)
         key = hashlib.blake2b(data, digest_size=16).digest()
         found = self._cache.get(key)
@@ -196,10 +202,7 @@ class Prompts:
             self._cache.move_to_end(key)
             self.num_cache_hits += 1
             return found
-        answer = _decode(_decode_many, await self._call("/v1/completions/render", payload.get("model"), data))
-        if len(answer) != 1:
-            raise EngineError(f"the render route made {len(answer)} prompts of one")
-        rendered = _checked(answer[0])
+        rendered = route.read(await self._call(route.path, payload.get("model"), data))
         self._remember(key, rendered)
         return rendered
 
@@ -297,10 +300,8 @@ class Prompts:
         return closing
 
     async def _render_uncached(self, body: Mapping[str, Any]) -> _Rendered:
-        payload = {key: value for key, value in body.items() if key not in NOT_RENDERED}
-        payload["max_tokens"] = 1
-        answer = await self._call("/v1/chat/completions/render", payload.get("model"), _encode(payload))
-        return _checked(_decode(_decode_one, answer))
+        payload = _payload(body)
+        return _CHAT.read(await self._call(_CHAT.path, payload.get("model"), _encode(payload)))
 
     def _remember(self, key: bytes, rendered: _Rendered) -> None:
         if self._cache_entries == 0:
@@ -375,11 +376,13 @@ def _only_index(ids: Sequence[int], part: Sequence[int]) -> int | None:
             found = at
 
 
-def _decode(decoder: Callable[[bytes], Any], answer: bytes) -> Any:
-    try:
-        return decoder(answer)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise EngineError(f"the render route answered nonsense: {error}") from error
+def _payload(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What is asked of a render route.
+
+    Our own limit is set later, on the ids that are really sent; 1 keeps the engine from refusing a prompt whose rendered form is
+    longer than what we send, and equal prompts equal in the cache.
+    """
+    return {key: value for key, value in body.items() if key not in NOT_RENDERED} | {"max_tokens": 1}
 
 
 def _checked(rendered: _Rendered) -> _Rendered:
