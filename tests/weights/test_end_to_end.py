@@ -22,7 +22,7 @@ from rose.weights.stores import open_store
 from rose.weights.subscriber import WeightSubscriber
 from rose.weights.update import read_update
 from rose.weights.version import WeightVersion
-from tests.weights.test_subscriber import apply_update, same
+from tests.weights.subscriber.kit import apply_update, same
 from tests.weights.toy import DEFAULT_LR, ToyTrainer
 
 PARAMS = WeightsParams(fragment_elements=65_536, bucket_bytes=1 << 17, anchor_every=6)

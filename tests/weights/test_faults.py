@@ -3,9 +3,9 @@
 Faults that need no process are tested where they belong:
 
 ======================================  =====================================================================
-corrupt, truncated, missing section      ``test_subscriber``: any section; a short object; a deleted object
+corrupt, truncated, missing section      ``subscriber``: any section; a short object; a deleted object
 duplicated, reordered, left-out section  here (manifests)
-wrong base, stale relay, rollback        ``test_subscriber``; undo: ``plugin/test_weights_rank``, ``.._engine``
+wrong base, stale relay, rollback        ``subscriber``; undo: ``plugin/test_weights_rank``, ``.._engine``
 two trainers, version published twice    ``test_publisher``; with several ranks: ``test_sharded``
 engine killed in stage and commit        ``coserve/test_links``; real: ``plugin/test_weights_versions_engine``, ``.._ranks_..``
 traversal, tokens, bombs                 ``test_stores``, ``test_relay``, ``test_codec``
@@ -38,7 +38,7 @@ from rose.weights.store import FileStore
 from rose.weights.subscriber import WeightSubscriber
 from rose.weights.version import WeightVersion
 from tests.weights.relay_process import RelayProcess
-from tests.weights.test_subscriber import copy_of, same
+from tests.weights.subscriber.kit import copy_of, same
 from tests.weights.toy import ToyTrainer
 
 PARAMS = WeightsParams(fragment_elements=65_536, bucket_bytes=1 << 16, anchor_every=1000)

@@ -17,8 +17,8 @@ from rose.weights.store import MemoryStore
 from rose.weights.subscriber import WeightSubscriber
 from rose.weights.update import read_update
 from rose.weights.version import WeightVersion
+from tests.weights.subscriber.kit import apply_update, same
 from tests.weights.test_publisher import POINTS, FlakyStore
-from tests.weights.test_subscriber import apply_update, same
 
 torch = pytest.importorskip("torch")
 from tests.weights.shards_kit import (  # noqa: E402
