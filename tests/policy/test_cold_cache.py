@@ -13,7 +13,7 @@ from rose.policy.baselines import PaperLending
 from rose.policy.cold_cache import ColdCache, ColdCacheParams
 from rose.policy.lending import Lending, LendingPolicy
 from rose.policy.lending_events import Mode, ModeSet
-from tests.policy.test_lending import PARAMS, World
+from tests.policy.lending_world import PARAMS, World
 
 
 class Engine:

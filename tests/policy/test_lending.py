@@ -1,4 +1,4 @@
-"""LendingPolicy: what it lends, what it takes back, when it kills; and what the rollout engine allows itself."""
+"""LendingPolicy: what it lends, what it takes back, when it kills."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from rose.errors import ConfigError, PolicyError
-from rose.policy.baselines import PaperLending, StaticLending, make_lending
-from rose.policy.lending import Lending, LendingParams, LendingPolicy, allowed_pages
+from rose.errors import PolicyError
+from rose.policy.baselines import PaperLending, StaticLending
+from rose.policy.lending import Lending, LendingPolicy
 from rose.policy.lending_events import (
     ALL_PAGES,
     Action,
@@ -25,64 +25,7 @@ from rose.policy.lending_events import (
     SetLend,
     Tick,
 )
-
-TOTAL = 100
-PARAMS = LendingParams(
-    min_headroom_fraction=0.2,
-    growth_window_s=64.0,
-    use_window_s=1e-6,
-    reclaim_deadline_s=0.1,
-    backstop_s=0.5,
-    period_s=0.05,
-    grow_period_s=1.0,
-    grow_step_fraction=0.3,
-    hysteresis_fraction=0.02,
-    cool_down_s=5.0,
-    max_cuts=3,
-    cut_window_s=60.0,
-    dead_after_s=2.0,
-)
-"""100 pages: headroom 20, watermark 10, steps of 30."""
-
-
-class World:
-    """A policy with both engines reporting; the rollout engine obeys at once unless told otherwise."""
-
-    def __init__(self, policy: Lending) -> None:
-        self.policy = policy
-        self.at_s = 0.0
-        self.used = 0
-        self.held = 0
-        self.obeys = True
-        self.actions: list[Action] = []
-
-    def step(self, at_s: float, **serving: object) -> list[Action]:
-        """Both report at ``at_s``; what the policy did."""
-        self.at_s = at_s
-        report = ServingReported(
-            at_s=at_s,
-            alive=True,
-            phase=Phase.READY,
-            total_pages=TOTAL,
-            reserved_pages=max(0, TOTAL - self.policy.lend_pages),
-            used_pages=self.used,
-        )
-        actions = self.policy.handle(dataclasses.replace(report, **serving))  # type: ignore[arg-type]
-        self.policy.check()
-        if self.obeys:
-            self.held = self.policy.lend_pages
-        actions += self.policy.handle(
-            RolloutReported(at_s=at_s, alive=True, phase=Phase.READY, reserved_pages=self.held)
-        )
-        self.policy.check()
-        if self.obeys:
-            self.held = self.policy.lend_pages
-        self.actions += actions
-        return actions
-
-    def run(self, until_s: float, period_s: float = 0.5) -> None:
-        while self.at_s + period_s <= until_s:
-            self.step(self.at_s + period_s)
+from tests.policy.lending_world import PARAMS, TOTAL, World
 
 
 @pytest.fixture
@@ -625,168 +568,3 @@ def test_invariants_hold_on_any_traffic(make: type[Lending], seed: int) -> None:
             more = policy.handle(Tick(at_s=at_s + PARAMS.backstop_s + 0.01))
             at_s += PARAMS.backstop_s + 0.01
             assert any(isinstance(action, KillRollout) for action in [*actions, *more])
-
-
-# --- the published policy ---
-
-
-@pytest.fixture
-def paper() -> World:
-    world = World(PaperLending(PARAMS, headroom_fraction=0.2))
-    world.policy.handle(ModeSet(at_s=0.0, mode=Mode.ON))
-    return world
-
-
-def test_paper_lends_all_that_headroom_leaves_and_halves_once_per_crossing(paper: World) -> None:
-    paper.step(0.0)
-    assert paper.policy.lend_pages == 80
-    paper.used = 11
-    paper.step(1.0)
-    assert paper.policy.lend_pages == 40
-    paper.step(2.0)
-    assert paper.policy.lend_pages == 40
-    paper.used = 55  # free again above the watermark in between: a new crossing
-    paper.step(3.0)
-    assert paper.policy.lend_pages == 20
-
-
-def test_paper_stays_frozen_until_the_next_rl_step(paper: World) -> None:
-    paper.step(0.0)
-    paper.used = 11
-    paper.step(1.0)
-    paper.used = 0
-    paper.run(1000.0, 1.0)
-    assert paper.policy.lend_pages == 40
-    paper.policy.handle(RlStepStarted(at_s=1000.0))
-    assert paper.policy.lend_pages == 80
-
-
-# --- a fixed split, and changing the policy while it rules ---
-
-
-def test_a_fixed_split_is_lent_at_once_and_ignores_what_serving_uses() -> None:
-    world = World(StaticLending(PARAMS))
-    world.policy.handle(ModeSet(at_s=0.0, mode=Mode.ON, max_lend_pages=50))
-    world.step(0.0)
-    assert world.policy.lend_pages == 50
-    world.used = 99
-    assert world.step(1.0, needed_pages=49) == []
-    assert world.step(2.0, phase=Phase.STARTING)[0] == SetLend(
-        pages=0, deadline_s=pytest.approx(2.1), reason="serving is starting"
-    )
-
-
-def test_a_new_policy_goes_on_from_the_loan_and_cuts_what_it_would_not_lend(paper: World) -> None:
-    paper.step(0.0)
-    paper.step(0.05)  # 80 lent and held
-    paper.used = 15
-    policy = LendingPolicy(PARAMS)
-    policy.take_over(paper.policy)
-    actions = policy.handle(
-        ServingReported(at_s=0.1, alive=True, phase=2, total_pages=100, reserved_pages=20, used_pages=15)
-    )
-    # Left are 5 < watermark 10: back to the full headroom of 20.
-    assert actions == [
-        SetLend(pages=65, deadline_s=pytest.approx(0.2), reason="serving's use crossed the watermark")
-    ]
-    policy.check()
-
-
-def test_compute_only_serving_keeps_its_memory_and_rollouts_get_the_operators_number() -> None:
-    world = World(LendingPolicy(PARAMS))
-    world.policy.handle(ModeSet(at_s=0.0, mode=Mode.ON))
-    world.step(0.0, compute_only=True)
-    assert world.policy.lend_pages == 0  # nobody has said what the device has left
-    world.policy.handle(ModeSet(at_s=1.0, mode=Mode.ON, max_lend_pages=40))
-    world.used = 100
-    world.step(1.0, compute_only=True, needed_pages=7)
-    assert world.policy.lend_pages == 40
-    calm = {**CALM, "lend_pages": 40, "serving_reserved": 100, "serving_needed": 7}
-    assert allowed_pages(**calm, compute_only=True) == (40, "compute only: a fixed budget")  # type: ignore[arg-type]
-
-
-def test_unknown_policy_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="rose, paper, static"):
-        make_lending("half")
-
-
-# --- what the rollout engine allows itself ---
-
-CALM: dict[str, object] = {
-    "mode": Mode.ON,
-    "lend_pages": 30,
-    "has_serving": True,
-    "serving_phase": Phase.READY,
-    "serving_alive": True,
-    "serving_total": 100,
-    "serving_reserved": 60,
-    "serving_needed": 0,
-    "node_age_s": 0.1,
-    "serving_age_s": 0.1,
-    "dead_after_s": 2.0,
-}
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ({}, (30, "the loan")),
-        ({"lend_pages": 50}, (40, "serving still holds them")),
-        ({"serving_needed": 85}, (15, "serving claims pages")),
-        ({"serving_needed": 500}, (0, "serving claims pages")),
-        ({"mode": Mode.OFF}, (0, "mode is off")),
-        ({"mode": Mode.OBSERVE}, (0, "mode is observe")),
-        ({"mode": 77}, (0, "mode is off")),
-        ({"node_age_s": 2.1}, (0, "node agent is silent")),
-        ({"node_age_s": math.inf}, (0, "node agent is silent")),
-        ({"node_age_s": math.nan}, (0, "node agent is silent")),
-        ({"serving_alive": False}, (0, "serving is not there")),
-        ({"serving_phase": Phase.STARTING}, (0, "serving is starting")),
-        ({"serving_phase": Phase.OFF}, (0, "serving does not share")),
-        ({"serving_age_s": 2.1}, (0, "serving is silent")),
-        ({"serving_age_s": math.nan}, (0, "serving is silent")),
-        ({"has_serving": False, "serving_alive": False}, (30, "no serving on this device")),
-        ({"has_serving": False, "node_age_s": 3.0}, (0, "node agent is silent")),
-        ({"lend_pages": -5}, (0, "the loan")),
-        ({"serving_reserved": -1000}, (30, "the loan")),
-        ({"serving_reserved": 1000}, (0, "serving still holds them")),
-        ({"serving_needed": -1000}, (30, "the loan")),
-        ({"serving_needed": 60}, (30, "the loan")),  # it holds them by now: asked for once
-    ],
-)
-def test_allowed_pages(change: dict[str, object], expected: tuple[int, str]) -> None:
-    assert allowed_pages(**{**CALM, **change}) == expected  # type: ignore[arg-type]
-
-
-def test_what_both_engines_may_hold_never_exceeds_the_device() -> None:
-    rng = random.Random(0)
-    for _ in range(2000):
-        total = rng.randint(0, 200)
-        reserved = rng.randint(0, total)
-        pages, _ = allowed_pages(
-            **{
-                **CALM,
-                "serving_total": total,
-                "serving_reserved": reserved,
-                "lend_pages": rng.randint(-10, 300),
-                "serving_needed": rng.randint(-10, 300),
-            }  # type: ignore[arg-type]
-        )
-        assert 0 <= pages <= total - reserved
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("min_headroom_fraction", 0.0),
-        ("grow_step_fraction", 1.5),
-        ("hysteresis_fraction", math.nan),
-        ("reclaim_deadline_s", 0.0),
-        ("cool_down_s", math.inf),
-        ("max_cuts", 0),
-        ("max_hit_rate_loss", 0.0),
-    ],
-)
-def test_parameters_out_of_range_name_their_field(name: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=name):
-        LendingParams(**{name: value})  # type: ignore[arg-type]
