@@ -4,7 +4,7 @@
     python benchmarks/run.py --quick          # those with a short form, under five minutes together
     python benchmarks/run.py --full           # also the long ones; a run that was stopped goes on
     python benchmarks/run.py --only routing
-    python benchmarks/run.py --render         # docs/results.md again, from committed result files; runs nothing
+    python benchmarks/run.py --render         # docs/results.md and docs/figures/ again, from committed result files; runs nothing
 
 Writes benchmarks/results/<date>-<machine>.json: the machine, its versions and the commit, and each benchmark's summary and seeds
 (those that its details name; else they are constants of the program at that commit).
@@ -29,10 +29,12 @@ from rich.console import Console
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.figures import figures  # noqa: E402
 from benchmarks.report import machine  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENT = ROOT / "docs" / "results.md"
+FIGURES = ROOT / "docs" / "figures"
 PARTIAL = ROOT / "out" / "bench"
 
 MINUTES = {
@@ -66,7 +68,12 @@ def main() -> int:
     console = Console(stderr=True)
     if args.render:
         DOCUMENT.write_text(render(committed_results()))
-        console.print(f"wrote {DOCUMENT.relative_to(ROOT)}")
+        for old in FIGURES.glob("*.svg"):
+            old.unlink()
+        FIGURES.mkdir(exist_ok=True)
+        for name, svg in figures(committed_results()).items():
+            (FIGURES / name).write_text(svg)
+        console.print(f"wrote {DOCUMENT.relative_to(ROOT)} and {FIGURES.relative_to(ROOT)}/")
         return 0
     names = QUICK_S if args.quick else {**MINUTES, **(LONG if args.full else {})}
     unknown = [name for name in args.only or [] if name not in {**MINUTES, **LONG}]

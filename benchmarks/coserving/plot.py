@@ -9,6 +9,10 @@ from typing import Any
 
 from rose.demo.charts import linear_axis, log_axis
 
+METRICS = {
+    "ttft": "P99 time to first token, over production alone",
+    "itl": "P99 time between tokens, over production alone",
+}
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 760, 420, 70, 50, 20, 170
 
 
@@ -64,6 +68,7 @@ def pareto_svg(
     body.append(
         f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 8}" text-anchor="end">share of the idle time harvested</text>'
     )
+    body.append(f'<text x="{LEFT}" y="{TOP - 6}">{escape(title)}; lower is better</text>')
     front = on_front(points)
     line = sorted((points[name] for name in front), key=lambda point: point[0])
     if len(line) > 1:
@@ -112,7 +117,7 @@ def page(
     rows = result["arms"]
     plots = "".join(
         f"<h2>{escape(title)}</h2>{pareto_svg(rows, labels, metric, title)}"
-        for metric, title in (("ttft", "P99 time to first token"), ("itl", "P99 time between tokens"))
+        for metric, title in METRICS.items()
     )
     head, *body = table
     cells = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in line) + "</tr>" for line in body)

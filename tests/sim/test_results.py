@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.run import DOCUMENT, committed_results, render, sections, seeds_of, wrong_rows
+from benchmarks.figures import figures
+from benchmarks.run import DOCUMENT, FIGURES, committed_results, render, sections, seeds_of, wrong_rows
 from rose.cli import app
 from rose.errors import ConfigError
 from rose.sim.plan import HEADROOMS, Cell, Plan, recommend, write_plan
@@ -22,6 +23,13 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_results_page_says_what_the_result_files_say() -> None:
     assert DOCUMENT.read_text() == render(committed_results())
+
+
+def test_the_figures_show_what_the_result_files_say() -> None:
+    drawn = figures(committed_results())
+
+    assert {path.name: path.read_text() for path in FIGURES.iterdir()} == drawn
+    assert drawn
 
 
 def test_every_committed_result_file_has_a_summary() -> None:
