@@ -30,10 +30,7 @@ def figures(paths: Iterable[Path]) -> dict[str, str]:
         details, stem = document.get("details"), re.sub(r"-?\d{4}-\d\d-\d\d-?(2core)?", "", path.stem)
         match document.get("benchmark"):
             case "coserve" if len(_shared(details["arms"])) >= MIN_ARMS:
-                for metric, title in (
-                    ("ttft", "P99 time to first token"),
-                    ("itl", "P99 time between tokens"),
-                ):
+                for metric, title in plot.METRICS.items():
                     labels = {name: arm.label for name, arm in ARMS.items()}
                     svg = plot.pareto_svg(details["arms"], labels, metric, title)
                     drawn[f"{stem}-{metric}.svg"] = _alone(svg, plot.STYLE)
