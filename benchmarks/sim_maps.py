@@ -2,7 +2,7 @@
 
     python benchmarks/sim_maps.py --json sim_maps.json [--quick] [--seconds 200]
 
-At a quarter of the paper's 8B GRPO cell, two steps, twenty seeds.  *Ablations*: step time of ROSE without a mechanism over ROSE
+At a quarter of the paper's 8B GRPO cell, two steps, 14 seeds.  *Ablations*: step time of ROSE without a mechanism over ROSE
 with it, in four settings: the cell, bursts that production takes without help, bursts that are too much for it alone, and a
 memory-poor device.  *Maps*: gain of ROSE over the fixed system along one axis at a time, where it pays and where it loses.  Each
 figure is the mean of the seeds' ratios with its 95 % interval (Student's t); where the interval contains 1 the answer is open.
@@ -34,7 +34,7 @@ from rose.sim.world import simulate  # noqa: E402
 
 CELL = ROOT / "examples/scenarios/paper/grpo_8b.toml"
 LIMIT_S = 2400.0
-NUM_SEEDS = 20
+NUM_SEEDS = 14
 ABLATED = (
     "rose-admission",
     "rose-lending",
@@ -189,6 +189,7 @@ def main() -> None:
             done[str(seed)] = run_point(changes, system, seed)
             save(args.json, data)
         print(f"seed {seed}: {time.monotonic() - began:.0f} s", flush=True)
+    save(args.json, data)
     for key, value in conclude(data).items():
         print(f"{key:64} {value}")
 
