@@ -63,6 +63,8 @@ MAX_ABORTS = 4096
 MAX_WAIT_S = 300.0
 PAUSE_TIMEOUT_S = 30.0
 """A pause ends at the next step boundary; a step that takes longer than this is not worth waiting for."""
+ALIVE_EVERY_S = 0.5
+"""How often a call looks whether the engine that should answer it is dead."""
 POLL_FIRST_S, POLL_LAST_S = 0.005, 0.1
 """Asking how staging goes is a collective call, which waits for the step in progress: ask seldom."""
 GENERATE_PREFIX = "generate-tokens-"
@@ -297,13 +299,15 @@ class EngineControl:
         if len(versions) != 1:
             raise ConfigError(f"ranks hold different versions: {sorted(versions)}", field="version")
         version = versions.pop()
-        await self._client.update_weight_version(version)
+        await self._answer(self._client.update_weight_version(version))
         await self._prefixes({"version": version, "kv": "reset"})
 
     async def _prefixes(self, argument: dict[str, str] | None) -> Any:
         """Key prefixes by version, in the scheduler; None when this engine's scheduler cannot."""
         try:
-            return await self._client.engine_core.call_utility_async("rose_call", "prefixes", argument)
+            return await self._answer(
+                self._client.engine_core.call_utility_async("rose_call", "prefixes", argument)
+            )
         except Exception:  # vLLM's own scheduler, or one that is gone: the caller clears the cache instead
             logger.debug("ROSE: prefixes cannot be keyed", exc_info=True)
             return None
@@ -316,7 +320,7 @@ class EngineControl:
         return {
             "role": "rollout",
             "version": versions[0] if len(versions) == 1 else None,
-            "paused": await self._client.is_paused(),
+            "paused": await self._answer(self._client.is_paused()),
             "vocab_size": self._client.model_config.get_vocab_size(),
             "max_num_seqs": self._client.vllm_config.scheduler_config.max_num_seqs,
             "ranks": reports,
@@ -326,7 +330,7 @@ class EngineControl:
     async def _scheduler(self) -> Any:
         """The scheduler's own status; None when this engine's scheduler has none."""
         try:
-            return await self._client.engine_core.call_utility_async("rose_call", "status", {})
+            return await self._answer(self._client.engine_core.call_utility_async("rose_call", "status", {}))
         except Exception:  # a status route answers with what it has
             logger.debug("ROSE: the scheduler gives no status", exc_info=True)
             return None
@@ -388,7 +392,7 @@ class EngineControl:
             judge(reports, target)
             if any(report["session"] for report in reports):
                 raise Conflict("another weight update is in progress", field="version")
-            was_paused = await self._client.is_paused()
+            was_paused = await self._answer(self._client.is_paused())
             began_s = time.monotonic()
             resume = not was_paused
             if kv == "salt" and await self._prefixes(None) is None:
@@ -405,7 +409,7 @@ class EngineControl:
                 raise broken.error from broken
             finally:
                 if resume:
-                    await self._client.resume_generation()
+                    await self._answer(self._client.resume_generation())
             return {
                 "version": str(target),
                 "pause_s": time.monotonic() - began_s,
@@ -417,7 +421,8 @@ class EngineControl:
     async def _pause(self, *, clear_cache: bool) -> None:
         try:
             await asyncio.wait_for(
-                self._client.pause_generation(mode="keep", clear_cache=clear_cache), PAUSE_TIMEOUT_S
+                self._answer(self._client.pause_generation(mode="keep", clear_cache=clear_cache)),
+                PAUSE_TIMEOUT_S,
             )
         except TimeoutError:
             raise RequestError(
@@ -434,8 +439,8 @@ class EngineControl:
             update_info={"attempt": target.attempt, "version": target.version}
         )
         try:
-            await self._client.start_weight_update()
-            await self._client.update_weights(request)
+            await self._answer(self._client.start_weight_update())
+            await self._answer(self._client.update_weights(request))
             outcomes = await self._ranks("rose_weights_outcome")
         except Exception as error:
             # Not a refusal (those come as outcomes): the executor itself failed.  Leave nothing half done.
@@ -448,7 +453,7 @@ class EngineControl:
             "weights"}) for rank, each in enumerate(outcomes) if not each["committed"]
         ]  # fmt: skip
         if not failed:
-            await self._client.finish_weight_update(str(target))
+            await self._answer(self._client.finish_weight_update(str(target)))
             return max(each["commit_s"] for each in outcomes)
         error = RankError(*failed[0])
         if not await self._undone():
@@ -460,7 +465,7 @@ class EngineControl:
         """Take the change back on all ranks and close vLLM's session; False when the old weights are not proved."""
         try:
             await self._ranks("rose_weights_undo", check=False)
-            await self._client.finish_weight_update()
+            await self._answer(self._client.finish_weight_update())
             reports = await self._ranks("rose_weights_staged")
         except Exception:
             logger.exception("ROSE: an update could not be taken back")
@@ -469,11 +474,27 @@ class EngineControl:
 
     async def _ranks(self, method: str, *args: Any, check: bool = True) -> list[dict[str, Any]]:
         """One collective call; raises the first rank's error after all ranks have answered."""
-        answers = await self._client.collective_rpc(method, args=args)
+        answers = await self._answer(self._client.collective_rpc(method, args=args))
         for rank, answer in enumerate(answers):
             if check and not answer["ok"]:
                 raise RankError(rank, answer["error"])
         return answers
+
+    async def _answer(self, call: Awaitable[Any]) -> Any:
+        """What vLLM answers; its own error once the engine is dead.
+
+        A utility call that was under way when the engine died may never be answered: the caller would wait, and with it the
+        server, which ends only when its connections are closed.
+        """
+        task = asyncio.ensure_future(call)
+        try:
+            while not task.done():
+                await asyncio.wait((task,), timeout=ALIVE_EVERY_S)
+                if not task.done() and self._client.errored:
+                    raise self._client.dead_error
+            return task.result()
+        finally:
+            task.cancel()
 
     def _exclusive(self) -> _Exclusive:
         return _Exclusive(self._busy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ class Client:
         self.engine_core = self
         self.calls: list[str] = []
         self.phase = "staged"
+        self.errored = False
+        self.dead_error = ConnectionError("the engine is dead")
 
     def _call(self, name: str) -> None:
         self.calls.append(name)
@@ -76,3 +79,19 @@ async def test_where_the_undo_fails_too_the_engine_stays_paused_and_says_so(also
         await EngineControl(client).commit(TARGET, "reset")
     assert caught.value.code == "weights_broken"
     assert "resume_generation" not in client.calls
+
+
+async def test_a_call_that_a_dead_engine_leaves_open_ends_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the server, which waits for its open connections, would not end either."""
+    client = Client()
+
+    async def dies(_: Any) -> None:
+        client.errored = True
+        client._fails = ("rose_weights_undo",)
+        await asyncio.Event().wait()
+
+    client.update_weights = dies  # type: ignore[attr-defined]
+    monkeypatch.setattr("vllm_plugin.endpoints.ALIVE_EVERY_S", 0.01)
+    with pytest.raises(RequestError) as caught:
+        await EngineControl(client).commit(TARGET, "reset")
+    assert caught.value.code == "weights_broken"

@@ -94,7 +94,7 @@ def test_a_rank_that_dies_in_a_commit_ends_its_engine_and_no_turn_runs_on_half_a
     policy.rpc("die_at_commit", 1)
     try:
         assert policy.commit(body).status_code >= 500
-    except httpx.TransportError:
-        pass  # the whole server is gone already
+    except (httpx.NetworkError, httpx.RemoteProtocolError):
+        pass  # the whole server is gone already; but no time-out: the commit is answered
     with pytest.raises((httpx.TransportError, httpx.HTTPStatusError)):
         policy.server.generate([7, 30, 99], max_tokens=2)
