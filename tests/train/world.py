@@ -126,7 +126,7 @@ class World:
         config = SchedulerConfig(port=0)
         self.scheduler = Scheduler(config, self.tokens, self.root / "journal")
         await self.scheduler.start()
-        self._stack.push_async_callback(self.scheduler.stop)
+        self._stack.push_async_callback(self.scheduler.stop, drain_s=0.0)
         self.url = self.scheduler.url
         session = await self._stack.enter_async_context(aiohttp.ClientSession())
         for index, engine in enumerate(self.engines):
