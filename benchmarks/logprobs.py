@@ -154,13 +154,16 @@ async def moved(scheduler: Scheduler, client: SchedulerClient, tokens: Tokens) -
                 found[turn.worker.worker_id].append(len(turn.token_ids) - turn.attempt_start)
         return found
 
+    def ripe() -> list[str]:
+        return [name for name, counts in live().items() if min(counts, default=0) >= MOVE_EVERY]
+
     async def move() -> None:
         while True:
-            for name in ("a", "b"):
-                await until(lambda name=name: min(live()[name], default=0) >= MOVE_EVERY)
-                scheduler.dispatcher.set_duty(name, Duty.DRAINING)
-                await until(lambda name=name: not live()[name])
-                scheduler.dispatcher.set_duty(name, Duty.ACTIVE)
+            await until(lambda: bool(ripe()))  # either: the first turns may all be at one engine
+            name = ripe()[0]
+            scheduler.dispatcher.set_duty(name, Duty.DRAINING)
+            await until(lambda: not live()[name])
+            scheduler.dispatcher.set_duty(name, Duty.ACTIVE)
 
     async with aiohttp.ClientSession() as session:
         mover = asyncio.create_task(move())

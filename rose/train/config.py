@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,6 +175,11 @@ class TrainerSettings(Section):
     algorithm: Literal["grpo", "dapo", "rloo"] = "grpo"
     """Sets what is not set here: ``dapo`` means dynamic sampling and the loss by tokens, ``rloo`` another baseline."""
     learning_rate: float = Field(default=1e-3, gt=0, le=1)
+    """After the warm-up, before the decay."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """The first steps, over which the rate rises in equal parts."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """How the rate falls towards 0 between warm-up and fine-tuning."""
     fine_tuning_learning_rate: float = Field(default=5e-6, gt=0, le=1)
     fine_tuning_steps: int = Field(default=3, ge=0)
     """The last steps are as in real fine-tuning, one update at a small rate: most bf16 weights do not change."""
@@ -314,5 +320,13 @@ class TrainConfig(Section):
         return step >= self.num_steps - self.trainer.fine_tuning_steps
 
     def learning_rate_at(self, step: int) -> float:
+        """Of step ``step`` (0-based); above 0 in every one."""
         settings = self.trainer
-        return settings.fine_tuning_learning_rate if self.is_fine_tuning(step) else settings.learning_rate
+        if self.is_fine_tuning(step):
+            return settings.fine_tuning_learning_rate
+        if step < settings.warmup_steps:
+            return settings.learning_rate * (step + 1) / settings.warmup_steps
+        num_decaying = self.num_steps - settings.fine_tuning_steps - settings.warmup_steps
+        done = (step - settings.warmup_steps) / num_decaying
+        share = {"constant": 1.0, "linear": 1.0 - done, "cosine": (1.0 + math.cos(math.pi * done)) / 2}
+        return settings.learning_rate * share[settings.decay]
