@@ -162,7 +162,7 @@ async def moved(scheduler: Scheduler, client: SchedulerClient, tokens: Tokens) -
             await until(lambda: bool(ripe()))  # either: the first turns may all be at one engine
             name = ripe()[0]
             scheduler.dispatcher.set_duty(name, Duty.DRAINING)
-            await until(lambda: not live()[name])
+            await until(lambda name=name: not live()[name])
             scheduler.dispatcher.set_duty(name, Duty.ACTIVE)
 
     async with aiohttp.ClientSession() as session:
