@@ -47,7 +47,7 @@ JOBS: dict[str, dict[str, Any]] = {
         "num_steps": 40,
         "env": {"kind": "frozenlake", "settings": {"num_maps": 8, "max_turns": 10}},
         "rollout": {"mode": "asynchronous", "alpha": 1, "num_groups": 8, "group_size": 16, "max_tokens": 1},
-        "trainer": {"learning_rate": 1e-3, "decay": "linear", "fine_tuning_steps": 0, "keep_checkpoints": 1},
+        "trainer": {"learning_rate": 1e-3, "fine_tuning_steps": 0, "keep_checkpoints": 1},
         "eval": {"at_end": True, "num_tasks": 32},
     },
     "maths": {
