@@ -77,13 +77,14 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, default=Path("out/demo-seeds"), help="one folder per seed goes there"
     )
+    parser.add_argument("--resume", action="store_true", help="leave out seeds whose report is there already")
     parser.add_argument("--reports", type=Path, nargs="+", help="folders with a report.json each")
     parser.add_argument("--commit", help="of the code that made them")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     report = Report("demo")
     found: dict[int, dict[str, Any]] = {}
-    for folder in args.reports or run(args.out, [int(seed) for seed in args.seeds.split(",")]):
+    for folder in args.reports or run(args.out, [int(seed) for seed in args.seeds.split(",")], args.resume):
         document = json.loads((folder / "report.json").read_text())
         summary, details = document["summary"], document["details"]
         summary["success_rise"] = summary["success_rate_last"] - summary["success_rate_first"]
@@ -103,10 +104,13 @@ def main() -> int:
     return 0
 
 
-def run(out: Path, seeds: Sequence[int]) -> Iterator[Path]:
+def run(out: Path, seeds: Sequence[int], resume: bool) -> Iterator[Path]:
     """Run the demo with each seed; the folders of their reports."""
     for seed in seeds:
         folder = out / f"seed{seed}"
+        if resume and (folder / "report.json").exists():
+            yield folder
+            continue
         command = [sys.executable, "-m", "rose.cli", "demo", "--seed", str(seed), "--out", str(folder)]
         subprocess.run(command, check=True, cwd=Path(__file__).parents[1])
         yield folder

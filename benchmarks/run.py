@@ -17,6 +17,7 @@ import datetime
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -48,8 +49,21 @@ MINUTES = {
     "activation": 5,
 }
 """Budget of each benchmark in a full `make bench`; twice that and it is stopped."""
-LONG = {"policies": 60, "sim_paper": 60, "sim_maps": 30, "demo": 25}
-"""Only in `make bench-full`; they keep what they have found so far."""
+LONG = {
+    "policies": 60,
+    "sim_paper": 60,
+    "sim_maps": 30,
+    "demo": 25,
+    "learning": 150,
+    "production_restart": 12,
+}
+"""Only in `make bench-full`.  It goes on where it was stopped: with the first benchmark that has not ended, and this one, where
+it can, with what it had found."""
+CACHES = {
+    "policies": ("--cache", PARTIAL / "policies.jsonl"),
+    "demo": ("--resume", "--out", PARTIAL / "demo-seeds"),
+}
+"""For those that do not go on from their result itself: options, the last of them where they keep it."""
 QUICK_S = {"gateway": 30, "routing": 10, "sim": 70, "train": 130}
 """Those of ``--quick``, and about how long each takes on two quiet cores.  The others need minutes to say anything: run them
 by name."""
@@ -80,40 +94,84 @@ def main() -> int:
     if unknown:
         parser.error(f"no benchmark '{unknown[0]}'; known: {', '.join({**MINUTES, **LONG})}")
     chosen = [name for name in {**MINUTES, **LONG} if name in (args.only or names)]
-    found: dict[str, Any] = {}
     failed: list[str] = []
+    done = Done(PARTIAL / "full.json", machine()["commit"]) if args.full else None
+    path: Path | None = None
     began = time.monotonic()
     for index, name in enumerate(chosen):
         program = ROOT / "benchmarks" / f"{name}.py"
-        if not program.exists():
-            console.print(f"[dim]{name}: not there, left out[/]")
-            continue
         if args.quick and "--quick" not in program.read_text():
             console.print(f"[dim]{name}: has no quick form, left out[/]")
+            continue
+        if done is not None and name in done.names:
+            console.print(f"[dim]{name}: ended before this run was stopped, left out[/]")
             continue
         limit_s = {**MINUTES, **LONG}[name] * 60.0 * 2
         if args.quick and not args.only:
             limit_s = max(1.0, QUICK_TOTAL_S - (time.monotonic() - began))
         console.print(f"[bold]{index + 1} of {len(chosen)}: {name}[/], at most {limit_s / 60:.1f} min")
-        result = run_one(program, limit_s, quick=args.quick, resume=args.full and name in LONG)
+        result = run_one(program, limit_s, quick=args.quick, resume=args.full)
         if result is None:
             failed.append(name)
             console.print(f"[red]{name}: failed, see above; its figures are left out[/]")
         else:
-            found[name] = result
-    if found:
-        path = write_result(found, args.quick)
-        console.print(f"wrote {path.relative_to(ROOT)}; commit it, then: python benchmarks/run.py --render")
-    return 1 if failed or not found else 0
+            path = write_result({name: result}, args.quick)  # at once: a later one may be stopped
+            if done is not None:
+                done.add(name)
+    minutes = (time.monotonic() - began) / 60
+    if done is not None and not failed:
+        done.forget()
+    if path is not None:
+        console.print(
+            f"wrote {path.relative_to(ROOT)} in {minutes:.1f} min; commit it, then: python benchmarks/run.py --render"
+        )
+    if failed:
+        console.print(f"[red]failed: {', '.join(failed)}[/]")
+    return 1 if failed else 0
+
+
+class Done:
+    """Names of the benchmarks that have ended in a `--full` run of one commit, kept in a file until all have.
+
+    A run of another commit begins anew: what the long ones had found is removed.
+    """
+
+    def __init__(self, path: Path, commit: str | None) -> None:
+        self._path, self._commit = path, commit
+        kept = json.loads(path.read_text()) if path.exists() else {}
+        self.names: list[str] = kept.get("names", [])
+        if not kept or kept["commit"] != commit:
+            self.names = []
+            for name in LONG:
+                (PARTIAL / f"{name}.json").unlink(missing_ok=True)
+            for *_, cache in CACHES.values():
+                shutil.rmtree(cache) if cache.is_dir() else cache.unlink(missing_ok=True)
+            self._keep()
+
+    def add(self, name: str) -> None:
+        self.names.append(name)
+        self._keep()
+
+    def forget(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+    def _keep(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self._path.with_suffix(".new")
+        temporary.write_text(json.dumps({"commit": self._commit, "names": self.names}))
+        os.replace(temporary, self._path)
 
 
 def run_one(program: Path, limit_s: float, *, quick: bool, resume: bool) -> dict[str, Any] | None:
     """Run one benchmark in a process group of its own; its result, or None when it failed or took too long."""
     PARTIAL.mkdir(parents=True, exist_ok=True)
     path = PARTIAL / f"{program.stem}.json"
+    resume = resume and program.stem in LONG
     if not resume:
         path.unlink(missing_ok=True)
     command = [sys.executable, str(program), "--json", str(path), *(["--quick"] if quick else [])]
+    if resume and program.stem in CACHES:
+        command += map(str, CACHES[program.stem])
     began = time.monotonic()
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
     try:
