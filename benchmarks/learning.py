@@ -3,6 +3,8 @@
     python benchmarks/learning.py --json FILE                     # five seeds, both tasks: about two hours on two cores
     python benchmarks/learning.py --json FILE --tasks frozenlake  # one of them
     python benchmarks/learning.py --json FILE --steps 2 --seeds 1 # to see that it runs
+    python benchmarks/learning.py --json FILE --tasks frozenlake --fleets dedicated,uncut,harvested --evaluate-every 4
+                                                                  # is it cuts or a second engine that makes a difference?
 
 Each pair of runs has one seed, and so one start, one set of tasks and one job; one run has a dedicated engine alone, the other a
 harvested one beside it, whose requests are cut every second.  FrozenLake begins with random weights, the arithmetic task with a
@@ -37,8 +39,8 @@ from rose.demo.models import POLICY, ensure_model
 from rose.train.config import JobTask, TrainConfig
 from rose.train.workers import family_of
 
-FLEETS = {"dedicated": 1, "harvested": 2}
-"""Engines; the first is dedicated."""
+FLEETS = {"dedicated": (1, False), "harvested": (2, True), "uncut": (2, False)}
+"""Engines, the first of which is dedicated, and whether the other's requests are cut.  The last is a control, run if asked for."""
 LAST_STEPS = 5
 BAR = -0.05
 JOBS: dict[str, dict[str, Any]] = {
@@ -81,11 +83,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5, help="pairs of runs per task")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--steps", type=int, help="of each run, instead of the tasks' own numbers")
+    parser.add_argument("--fleets", default="dedicated,harvested", help="comma-separated")
+    parser.add_argument(
+        "--evaluate-every", type=int, help="steps; held-out tasks are else played at the end alone"
+    )
     args = parser.parse_args()
-    names = args.tasks.split(",")
-    for name in names:
-        if name not in JOBS:
-            parser.error(f"--tasks: '{name}' is not one of {', '.join(JOBS)}")
+    names, fleets = args.tasks.split(","), args.fleets.split(",")
+    for option, given, known in (("--tasks", names, JOBS), ("--fleets", fleets, FLEETS)):
+        for name in given:
+            if name not in known:
+                parser.error(f"{option}: '{name}' is not one of {', '.join(known)}")
     report = Report("learning")
     runs = earlier_runs(args.json)
     started_s = time.monotonic()
@@ -93,7 +100,9 @@ def main() -> None:
         for seed in range(args.first, args.first + args.seeds):
             for task in names:
                 job = JOBS[task] | ({} if args.steps is None else {"num_steps": args.steps})
-                for fleet in FLEETS:
+                if args.evaluate_every is not None:
+                    job |= {"eval": {**job["eval"], "every_steps": args.evaluate_every}}
+                for fleet in fleets:
                     if find(runs, task, fleet, seed, job) is not None:
                         continue
                     runs.append(one_run(Path(folder), task, fleet, seed, job, report))
@@ -141,12 +150,14 @@ def one_run(
     def progress(record: Mapping[str, Any]) -> None:
         report.progress(f"{task}, {fleet}, seed {seed}", record["step"] + 1, job["num_steps"])
 
+    num_engines, cut = FLEETS[fleet]
     found = small_runs.train(
         root / f"{task}-{fleet}-{seed}",
         model,
         {**job, "env": env},
-        num_engines=FLEETS[fleet],
+        num_engines=num_engines,
         seed=seed,
+        cut=cut,
         progress=progress,
     )
     records = found["records"]
@@ -163,9 +174,16 @@ def one_run(
         "warm_start": warm,
         "success": [round(record["sampled_success_rate"], 4) for record in records],
         "success_held_out": records[-1]["eval"]["success_rate"],
+        "held_out": {
+            record["step"]: record["eval"]["success_rate"] for record in records if "eval" in record
+        },
         "harvested_share": round(statistics.fmean(shares), 3),
         "num_cuts": found["num_cuts"],
         "lag_max": max(record["lag_max"] for record in records),
+        **{
+            f"{name}_mean": round(statistics.fmean(record[name] for record in records), 5)
+            for name in ("lag_mean", "entropy", "ess", "clip_fraction", "mismatch_kl")
+        },
         "seconds": round(found["seconds"], 1),
     }
     print(
@@ -197,11 +215,11 @@ def summarise(runs: Sequence[dict[str, Any]], steps: int | None) -> dict[str, An
         for run in runs:
             if run["task"] == task and is_of(run, steps):
                 pairs.setdefault(run["seed"], {})[run["fleet"]] = run
-        whole = [pair for pair in pairs.values() if len(pair) == len(FLEETS)]
+        whole = [pair for pair in pairs.values() if {"dedicated", "harvested"} <= set(pair)]
         if not whole:
             continue
         summary[f"{task}_pairs"] = len(whole)
-        for fleet in FLEETS:
+        for fleet in [name for name in FLEETS if all(name in pair for pair in whole)]:
             mine = [pair[fleet] for pair in whole]
             summary[f"{task}_{fleet}_success_first"] = round(
                 statistics.fmean(run["success"][0] for run in mine), 3
@@ -211,6 +229,7 @@ def summarise(runs: Sequence[dict[str, Any]], steps: int | None) -> dict[str, An
                 statistics.fmean(run["success_held_out"] for run in mine), 3
             )
             summary[f"{task}_{fleet}_seconds_max"] = max(run["seconds"] for run in mine)
+            summary |= held_out_gap(f"{task}_{fleet}", whole, fleet)
         gaps = [final(pair["harvested"]) - final(pair["dedicated"]) for pair in whole]
         mean, half = mean_interval(gaps)
         summary[f"{task}_difference"] = round(mean, 4)
@@ -222,6 +241,27 @@ def summarise(runs: Sequence[dict[str, Any]], steps: int | None) -> dict[str, An
             )
             summary[f"{task}_meets_bar"] = low > BAR
     return summary
+
+
+def held_out(run: Mapping[str, Any]) -> float:
+    """Mean success over the evaluations of the second half of a run: one policy's is noisy, from step to step."""
+    values = [rate for step, rate in run["held_out"].items() if 2 * int(step) >= run["job"]["num_steps"]]
+    return statistics.fmean(values)
+
+
+def held_out_gap(name: str, pairs: Sequence[Mapping[str, Mapping[str, Any]]], fleet: str) -> dict[str, float]:
+    """Of a fleet less the dedicated one, where runs were evaluated more than once."""
+    if any(len(run.get("held_out", ())) < 2 for pair in pairs for run in pair.values()):
+        return {}
+    found = {f"{name}_held_out_mean": round(statistics.fmean(held_out(pair[fleet]) for pair in pairs), 3)}
+    if fleet != "dedicated" and len(pairs) > 1:
+        mean, half = mean_interval([held_out(pair[fleet]) - held_out(pair["dedicated"]) for pair in pairs])
+        found |= {
+            f"{name}_held_out_difference": round(mean, 4),
+            f"{name}_held_out_difference_low": round(mean - half, 4),
+            f"{name}_held_out_difference_high": round(mean + half, 4),
+        }
+    return found
 
 
 if __name__ == "__main__":

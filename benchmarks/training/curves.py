@@ -11,18 +11,24 @@ from rose.demo.charts import Axis, Series, legend, line_chart
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2430; --muted: #66707e; --grid: #d9dee5; --page: #fff;
-  --dedicated: #2563a8; --harvested: #c2571a; }
+  --dedicated: #2563a8; --harvested: #c2571a; --uncut: #3f7f4f; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6eaf0; --muted: #9aa5b3; --grid: #333c48; --page: #14181d;
-  --dedicated: #6fa8e6; --harvested: #f0935a; } }
+  --dedicated: #6fa8e6; --harvested: #f0935a; --uncut: #7fc28f; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); max-width: 64rem; margin: 2rem auto; padding: 0 1rem; }
 svg { width: 100%; height: auto; }
-.s-dedicated { --c: var(--dedicated); } .s-harvested { --c: var(--harvested); }
+.s-dedicated { --c: var(--dedicated); } .s-harvested { --c: var(--harvested); } .s-uncut { --c: var(--uncut); }
 .line { fill: none; stroke: var(--c); stroke-width: 1; opacity: .45; }
 .line.mean { stroke-width: 3; opacity: 1; }
 .grid { stroke: var(--grid); fill: none; } .tick { fill: var(--muted); font-size: 11px; }
 .key { display: inline-block; width: 1.2em; height: 3px; background: var(--c); margin: 0 .4em .25em 1em; }
 p { color: var(--muted); }
 """
+
+FLEETS = {
+    "dedicated": "dedicated engine alone",
+    "harvested": "with a harvested engine",
+    "uncut": "the same, never cut",
+}
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Learning with and without harvested engines</title>
@@ -43,7 +49,7 @@ def page(runs: Sequence[Mapping[str, Any]], bar: float) -> str:
         seeds = len({run["seed"] for run in mine})
         parts.append(
             f"<h2>{escape(task)}</h2><p>{len(mine)} runs of {seeds} seeds; the bar for the paired difference at the end is {bar:+.2f}.</p>"
-            + legend([("dedicated", "dedicated engine alone"), ("harvested", "with a harvested engine")])
+            + legend([(name, FLEETS[name]) for name in FLEETS if any(run["fleet"] == name for run in mine)])
             + chart
         )
     return _PAGE.format(style=STYLE, body="\n".join(parts))
@@ -56,7 +62,7 @@ def charts(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         mine = [run for run in runs if run["task"] == task]
         length = max(len(run["success"]) for run in mine)
         series: list[Series] = []
-        for fleet in ("dedicated", "harvested"):
+        for fleet in FLEETS:
             own = [run for run in mine if run["fleet"] == fleet]
             series += [
                 Series(name=f"{fleet}, seed {run['seed']}", css=fleet, points=_points(run["success"]))

@@ -40,6 +40,7 @@ def train(
     *,
     num_engines: int,
     seed: int,
+    cut: bool = True,
     progress: Callable[[Mapping[str, Any]], None] = lambda record: None,
 ) -> dict[str, Any]:
     """Run a job to its end.
@@ -47,6 +48,7 @@ def train(
     Args:
         job: As in a job file, without what says where scheduler, weights and output are.
         num_engines: One dedicated engine, the others harvested.
+        cut: Whether requests of harvested engines are cut.
         progress: Called with each step's metrics.
 
     Returns:
@@ -75,11 +77,12 @@ def train(
         # All steps' ids, for what was trained on and what was not.
         assert config.num_steps < checkpoints.CONSUMED_STEPS
         started_s = time.monotonic()
-        cutting = asyncio.run_coroutine_threadsafe(_cut(world, seed), world.loop)
+        cutting = asyncio.run_coroutine_threadsafe(_cut(world, seed), world.loop) if cut else None
         try:
             asyncio.run(_run(world, config, told))
         finally:
-            cutting.cancel()
+            if cutting is not None:
+                cutting.cancel()
         seconds = time.monotonic() - started_s
         return {
             "records": [dict(record) for record in records],

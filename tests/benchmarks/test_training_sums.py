@@ -47,7 +47,7 @@ def test_a_run_counts_as_taken_only_with_the_very_same_job() -> None:
 def test_the_page_has_a_line_per_run_and_a_mean_per_fleet() -> None:
     runs = [run_of(fleet, seed, 0.8) for fleet in learning.FLEETS for seed in range(2)]
     page = curves.page(runs, learning.BAR)
-    assert page.count('class="line s-') == 6
+    assert page.count('class="line s-') == 9
     assert page.count(" mean") >= 2
 
 
@@ -72,3 +72,28 @@ def test_shares_by_quarter_split_equal_lengths_evenly() -> None:
 def test_pools_that_add_up_gain_all_that_is_possible() -> None:
     rates = {"asynchronous_dedicated": 100.0, "asynchronous_harvested": 50.0, "asynchronous_both": 140.0}
     assert gain_of(rates, False)["gain_over_limit"] == pytest.approx(0.8)
+
+
+def test_held_out_success_is_that_of_a_run_s_second_half() -> None:
+    run = {"job": {"num_steps": 4}, "held_out": {"0": 0.9, "1": 0.8, "2": 0.5, "3": 0.1}}
+
+    assert learning.held_out(run) == pytest.approx(0.3)
+
+
+def test_held_out_gaps_are_told_only_of_runs_that_were_evaluated_on_the_way() -> None:
+    def pair(dedicated: dict[str, float], harvested: dict[str, float]) -> dict[str, dict[str, object]]:
+        return {
+            name: {"job": {"num_steps": 2}, "held_out": rates}
+            for name, rates in (("dedicated", dedicated), ("harvested", harvested))
+        }
+
+    often = [
+        pair({"0": 0.0, "1": 0.5}, {"0": 1.0, "1": 0.25}),
+        pair({"0": 0.0, "1": 0.5}, {"0": 1.0, "1": 0.75}),
+    ]
+
+    assert learning.held_out_gap("x", [*often, pair({"1": 0.5}, {"1": 0.5})], "harvested") == {}
+    found = learning.held_out_gap("x", often, "harvested")
+    assert found["x_held_out_mean"] == 0.5
+    assert found["x_held_out_difference"] == 0.0
+    assert found["x_held_out_difference_low"] < -1  # two pairs say little
