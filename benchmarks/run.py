@@ -49,6 +49,14 @@ MINUTES = {
     "activation": 5,
 }
 """Budget of each benchmark in a full `make bench`; twice that and it is stopped."""
+WHOLE = {
+    "coserve": ("--segments", "6"),
+    "train": (
+        *("--only", "asynchronous_dedicated,asynchronous_harvested,asynchronous_both"),
+        *("--steps", "8", "--seeds", "1"),
+    ),
+}
+"""Options with which a benchmark fills its budget here, where by itself it is a short look, or takes longer."""
 LONG = {
     "policies": 60,
     "sim_paper": 60,
@@ -169,7 +177,13 @@ def run_one(program: Path, limit_s: float, *, quick: bool, resume: bool) -> dict
     resume = resume and program.stem in LONG
     if not resume:
         path.unlink(missing_ok=True)
-    command = [sys.executable, str(program), "--json", str(path), *(["--quick"] if quick else [])]
+    command = [
+        sys.executable,
+        str(program),
+        "--json",
+        str(path),
+        *(["--quick"] if quick else WHOLE.get(program.stem, ())),
+    ]
     if resume and program.stem in CACHES:
         command += map(str, CACHES[program.stem])
     began = time.monotonic()

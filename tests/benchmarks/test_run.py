@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from benchmarks import run
 def partial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the runs keep what they have found, with something of a long one."""
     monkeypatch.setattr(run, "PARTIAL", tmp_path)
+    monkeypatch.setattr(run, "WHOLE", {"coserve": ("--segments", "6")})
     monkeypatch.setattr(run, "CACHES", {"policies": ("--cache", tmp_path / "policies.jsonl")})
     for name in ("policies.json", "policies.jsonl", "coserve.json"):
         (tmp_path / name).write_text("{}")
@@ -45,8 +48,17 @@ def test_a_run_that_ended_leaves_nothing_to_go_on_from(partial: Path) -> None:
     assert run.Done(partial / "full.json", "abc").names == []
 
 
-@pytest.mark.parametrize(("name", "kept"), [("policies", True), ("coserve", False)])
-def test_only_long_benchmarks_are_given_what_they_had(partial: Path, name: str, kept: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "quick", "kept", "args"),
+    [
+        ("policies", False, True, ["--cache", "{}/policies.jsonl"]),
+        ("coserve", False, False, ["--segments", "6"]),
+        ("coserve", True, False, ["--quick"]),
+    ],
+)
+def test_a_program_is_given_what_it_had_only_where_it_is_long(
+    partial: Path, name: str, quick: bool, kept: bool, args: list[str]
+) -> None:
     program = partial / f"{name}.py"
     program.write_text(
         "import json, pathlib, sys\n"
@@ -54,8 +66,18 @@ def test_only_long_benchmarks_are_given_what_they_had(partial: Path, name: str, 
         "path.write_text(json.dumps({'summary': {'kept': path.exists(), 'args': sys.argv[3:]}}))\n"
     )
 
-    found = run.run_one(program, limit_s=60, quick=False, resume=True)
+    found = run.run_one(program, limit_s=60, quick=quick, resume=True)
 
     assert found is not None
-    args = ["--cache", str(partial / "policies.jsonl")] if kept else []
-    assert found["summary"] == {"kept": kept, "args": args}
+    assert found["summary"] == {"kept": kept, "args": [one.format(partial) for one in args]}
+
+
+@pytest.mark.parametrize("name", sorted({*run.WHOLE, *run.CACHES}))
+def test_programs_have_the_options_that_they_are_given(name: str) -> None:
+    program = run.ROOT / "benchmarks" / f"{name}.py"
+    told = subprocess.run(
+        [sys.executable, str(program), "--help"], capture_output=True, text=True, check=True
+    )
+    given = [str(part) for part in (*run.WHOLE.get(name, ()), *run.CACHES.get(name, ()))]
+
+    assert all(f"{option} " in told.stdout for option in given if option.startswith("--"))
