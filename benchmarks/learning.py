@@ -182,7 +182,15 @@ def one_run(
         "lag_max": max(record["lag_max"] for record in records),
         **{
             f"{name}_mean": round(statistics.fmean(record[name] for record in records), 5)
-            for name in ("lag_mean", "entropy", "ess", "clip_fraction", "mismatch_kl")
+            for name in (
+                "lag_mean",
+                "num_stale",
+                "num_stale_groups",
+                "entropy",
+                "ess",
+                "clip_fraction",
+                "mismatch_kl",
+            )
         },
         "seconds": round(found["seconds"], 1),
     }
