@@ -40,9 +40,9 @@ PARTIAL = ROOT / "out" / "bench"
 
 MINUTES = {
     "coserve": 15,
-    "train": 12,
+    "train": 17,
     "weights": 8,
-    "weights_live": 8,
+    "weights_live": 12,
     "gateway": 8,
     "sim": 8,
     "routing": 4,
@@ -53,7 +53,7 @@ WHOLE = {
     "coserve": ("--segments", "6"),
     "train": (
         *("--only", "asynchronous_dedicated,asynchronous_harvested,asynchronous_both"),
-        *("--steps", "8", "--seeds", "1"),
+        *("--steps", "12", "--seeds", "1"),
     ),
 }
 """Options with which a benchmark fills its budget here, where by itself it is a short look, or takes longer."""
