@@ -207,6 +207,7 @@ def run_one(program: Path, limit_s: float, *, quick: bool, resume: bool) -> dict
         "summary": result["summary"],
         "seconds": round(time.monotonic() - began, 1),
         "seeds": seeds_of(result.get("details")),
+        "commit": machine()["commit"],  # the file's own is that of whatever was run last
     }
 
 
