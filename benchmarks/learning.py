@@ -54,7 +54,7 @@ JOBS: dict[str, dict[str, Any]] = {
     },
     "maths": {
         "job": "maths",
-        "num_steps": 60,
+        "num_steps": 100,
         "env": {
             "kind": "math_tools",
             "settings": {"num_tasks": 32, "num_terms": 2, "max_number": 9, "max_turns": 2},

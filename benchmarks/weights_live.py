@@ -42,6 +42,7 @@ from weights_nodes import PHASES, RUN, Run, Sampler, row_of, timed_publish
 from weights_parts import measure_large, measure_recovery
 
 from benchmarks.report import Report, write
+from rose.shared_memory import SharedMemorySweep
 from rose.train.batch import Sample
 from rose.train.trainer import TorchTrainer, TrainerParams
 from rose.weights import statehash
@@ -315,7 +316,7 @@ def main() -> int:
     if args.json and args.json.exists():
         details = json.loads(args.json.read_text())["details"]
     for part in args.parts:
-        with tempfile.TemporaryDirectory(prefix="rose-weights-live-") as folder:
+        with SharedMemorySweep(), tempfile.TemporaryDirectory(prefix="rose-weights-live-") as folder:
             found, details[part] = PARTS[part](args, report, Path(folder))
         details[part]["summary"] = found
         if "rows" in details[part]:

@@ -1,10 +1,16 @@
-"""Tests marked ``gpu`` are skipped where there is no NVIDIA GPU, and listed by name at the end of the run."""
+"""Tests marked ``gpu`` are skipped where there is no NVIDIA GPU, and listed by name at the end of the run.
+
+What engines that tests kill leave in shared memory goes with the run.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from rose.shared_memory import SharedMemorySweep
 
 _SKIPPED = pytest.StashKey[list[str]]()
 
@@ -12,6 +18,12 @@ _SKIPPED = pytest.StashKey[list[str]]()
 def has_gpu() -> bool:
     """The driver's control device: asking CUDA itself would cost every run an import of torch."""
     return Path("/dev/nvidiactl").exists()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_memory_sweep() -> Iterator[None]:
+    with SharedMemorySweep():
+        yield
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -53,7 +53,7 @@ def train(
 
     Returns:
         ``records`` (the steps' metrics), ``seconds``, ``num_cuts``, and ``trajectories``: one entry for each that ended, with its
-        number of turns and whether it was trained on.
+        number of turns and whether it was trained on; None after more steps than a checkpoint keeps the ids of.
     """
     records: list[Mapping[str, Any]] = []
 
@@ -74,8 +74,6 @@ def train(
                 "log": {"tensorboard": False},
             }
         )
-        # All steps' ids, for what was trained on and what was not.
-        assert config.num_steps < checkpoints.CONSUMED_STEPS
         started_s = time.monotonic()
         cutting = asyncio.run_coroutine_threadsafe(_cut(world, seed), world.loop) if cut else None
         try:
@@ -88,7 +86,7 @@ def train(
             "records": [dict(record) for record in records],
             "seconds": seconds,
             "num_cuts": sum(node.reclaim_seq for node in world.nodes),
-            "trajectories": _ended(world, config),
+            "trajectories": _ended(world, config) if config.num_steps < checkpoints.CONSUMED_STEPS else None,
         }
 
 
