@@ -187,6 +187,8 @@ class TrainerSettings(Section):
     minibatch_sequences: int = Field(default=16, ge=1)
     max_grad_norm: float = Field(default=1.0, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
+    adam_beta2: float = Field(default=0.95, gt=0, lt=1)
+    """How long AdamW remembers the size of gradients: 0.95 about 20 updates, 0.999 about 1,000."""
     scale_advantages: bool = True
     """GRPO's division by the group's standard deviation."""
     aggregation: Literal["token", "sequence"] = "token"

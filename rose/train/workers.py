@@ -573,6 +573,7 @@ def torch_trainer(config: TrainConfig) -> Any:
             max_part_tokens=settings.max_part_tokens,
             max_grad_norm=settings.max_grad_norm,
             weight_decay=settings.weight_decay,
+            adam_beta2=settings.adam_beta2,
             estimator="rloo" if settings.algorithm == "rloo" else "grpo",
             scale_advantages=settings.scale_advantages,
             loss=LossParams(

@@ -12,7 +12,9 @@ import torch
 from rose.errors import ConfigError, TrainError
 from rose.train import checkpoint as checkpoints
 from rose.train.batch import Sample, samples_of
+from rose.train.config import TrainConfig
 from rose.train.trainer import TorchTrainer, TrainerParams
+from rose.train.workers import torch_trainer
 from tests.train.traces import random_batch
 
 
@@ -264,3 +266,46 @@ def test_a_checkpoint_holds_no_pickle(trainer: TorchTrainer, tmp_path: Path) -> 
 def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a model folder"):
         TorchTrainer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "where"),
+    [
+        ("learning_rate", 0.5, "learning_rate"),
+        ("num_epochs", 7, "num_epochs"),
+        ("minibatch_sequences", 7, "minibatch_sequences"),
+        ("max_part_tokens", 7, "max_part_tokens"),
+        ("max_grad_norm", 0.5, "max_grad_norm"),
+        ("weight_decay", 0.5, "weight_decay"),
+        ("adam_beta2", 0.5, "adam_beta2"),
+        ("algorithm", "rloo", "estimator"),
+        ("scale_advantages", False, "scale_advantages"),
+        ("policy_dtype", "float32", "policy_dtype"),
+        ("compute_dtype", "bfloat16", "compute_dtype"),
+        ("activation_checkpointing", True, "activation_checkpointing"),
+        ("clip_low", 0.5, "loss.clip_low"),
+        ("clip_high", 0.5, "loss.clip_high"),
+        ("truncation", 7.0, "loss.truncation"),
+        ("entropy_weight", 0.5, "loss.entropy_weight"),
+        ("aggregation", "sequence", "loss.aggregation"),
+        ("kl_weight", 0.5, "loss.kl_weight"),
+        ("kl_kind", "reward", "loss.kl_kind"),
+        ("overlong", {"max_tokens": 7}, "overlong.max_tokens"),
+        ("overlong", {"max_tokens": 7, "buffer_tokens": 3}, "overlong.buffer_tokens"),
+        ("overlong", {"weight": 0.5}, "overlong.weight"),
+    ],
+)
+def test_a_jobs_settings_reach_its_trainer(policy_model: Path, setting: str, value: Any, where: str) -> None:
+    job = {
+        "job": "j",
+        "model": str(policy_model),
+        "weights": {"directory": "w"},
+        "env": {"kind": "frozenlake"},
+        "trainer": {setting: value},
+    }
+    found: Any = torch_trainer(TrainConfig.model_validate(job))
+    expected = value
+    for name in ("params", *where.split(".")):
+        found = getattr(found, name)
+        expected = expected[name] if isinstance(expected, dict) and name in expected else expected
+    assert found == expected
