@@ -51,7 +51,8 @@ from rose.train.batch import Sample, samples_of
 from rose.train.client import SchedulerClient
 from rose.train.env import FrozenLakeFamily, FrozenLakeParams
 from rose.train.loss import mismatch
-from rose.train.rollout import EpisodeParams, EpisodeRunner, GroupPlan, single_token_ids
+from rose.train.plan import GroupPlan
+from rose.train.rollout import EpisodeParams, EpisodeRunner, single_token_ids
 from rose.train.trainer import TorchTrainer, TrainerParams
 from tests.engine_launcher import EngineServer
 from tests.plugin.weights_server import dedicated

@@ -6,8 +6,9 @@ log-probs and weight versions of every turn, and a trainer leases them in whole 
 
     python examples/bring_your_own_agent.py --url http://127.0.0.1:8800 --job own --groups 4 --size 8
 
-The role ``agent`` of the token file is enough for this; training itself needs ``trainer`` (``rose train``, or
-``POST /rose/v1/batches/lease`` from a framework of your own).
+The role ``agent`` of the token file is enough for this; training itself needs ``trainer``: ``POST /rose/v1/batches/lease`` from a
+framework of your own (docs/training.md).  ``rose train`` plays the episodes of its job itself, and cancels those that others play
+under the same name: it is not for this.
 """
 
 from __future__ import annotations

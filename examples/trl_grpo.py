@@ -7,7 +7,7 @@ lets no engine below them take a turn, so the next rollout runs on them::
 
     pip install 'rose-rl[trl]'
     rose-scheduler & rose relay --directory /dev/shm/weights & ...           # and at least one rollout engine
-    python examples/trl_grpo.py --model PATH --store http://127.0.0.1:8801 --steps 100
+    python examples/trl_grpo.py --model PATH --store http://127.0.0.1:8470 --steps 100
 
 The prompts are the first observations of a ROSE environment (``--env``, by default arithmetic with a calculator), and the rewards
 are its own.  TRL normalises over the whole vocabulary, so the environment must take free text: one with a short list of allowed
@@ -185,7 +185,7 @@ def main() -> None:
     )
     parser.add_argument("--url", default="http://127.0.0.1:8800", help="of rose-scheduler")
     parser.add_argument(
-        "--store", default="http://127.0.0.1:8801", help="where versions go: a relay or any store"
+        "--store", default="http://127.0.0.1:8470", help="where versions go: a relay or any store"
     )
     parser.add_argument(
         "--model", required=True, type=Path, help="Hugging Face folder, as the engines serve it"

@@ -27,7 +27,7 @@ from rose.scheduler.app import Scheduler
 from rose.scheduler.cli import YOUNG_OBJECTS
 from rose.scheduler.config import SchedulerConfig
 from rose.train.config import TrainConfig
-from rose.train.rollout import GroupPlan
+from rose.train.plan import GroupPlan
 from rose.train.workers import EnvManager
 
 

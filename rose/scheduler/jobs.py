@@ -263,7 +263,11 @@ class Jobs:
         """Start one turn of a job."""
         wish, trajectory = job.wish, job.wish.trajectory
         if trajectory is not None and len(trajectory.turns) >= self.max_turns:
-            raise RequestError(f"a trajectory has at most {self.max_turns} turns", field="X-Session-ID")
+            raise RequestError(
+                f"a trajectory has at most {self.max_turns} turns",
+                field="X-Session-ID",
+                code="too_many_turns",
+            )
         now_s = self.dispatcher.now_s()
         floors = [v for v in (wish.min_version, trajectory.newest if trajectory else None) if v is not None]
         spec = te.TurnSubmitted(

@@ -25,7 +25,8 @@ from typing import Any
 from rose.errors import TrainError
 from rose.train.config import TrainConfig
 from rose.train.crew import ActorDied, Crew
-from rose.train.rollout import GroupPlan, RolloutReport, plan_groups, plan_of
+from rose.train.plan import GroupPlan, plan_groups, plan_of
+from rose.train.rollout import RolloutReport
 
 
 class Pump:
@@ -151,9 +152,11 @@ class Pump:
                 self._num_retries += report.num_retries
                 self._num_stale_groups += report.num_stale_groups
                 self._causes += Counter(report.causes)
-                for _, why in report.failures:
+                for name, why in report.failures:
                     self._num_failed += 1
-                    self._lost.append(plan)  # its finished episodes are worth another try
+                    self._crew.given_up[name] += 1
+                    if self._crew.may_begin_again(name):
+                        self._lost.append(plan)
                     if self._num_failed > self._config.env.max_failed_groups:
                         raise TrainError(f"{self._num_failed} groups failed, the last: {why}", field="env")
         return death

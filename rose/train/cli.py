@@ -105,6 +105,8 @@ def _line(record: Mapping[str, Any], num_steps: int) -> str:
     shares = ", ".join(f"{tier} {counts['turns']}" for tier, counts in tiers.items())
     update = record["update"]
     held_out = f"  held-out {record['eval']['success_rate']:.2f}" if "eval" in record else ""
+    if "eval_error" in record:
+        held_out = f"  held-out failed: {record['eval_error']}"
     by_task = (record.get("tasks") or {}).items()
     tasks = "".join(f"  {name} {one['success_rate']:.2f}" for name, one in by_task)
     lag = f"  lag {record['lag_max']}" if record["lag_max"] else ""

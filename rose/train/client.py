@@ -4,7 +4,8 @@ trainer), one method per route of ``docs/architecture.md``.
 Answers are checked for shape here; what is inside a trajectory is checked by ``rose.train.batch``.
 
 Retries: a scheduler that cannot be reached, be it for a proxy's 502 or 504, is asked again for ``retry_s``, because it
-may be restarting and loses nothing when it does; one that says 429 or 503, for as long as the call may take.  Each repeated call is safe: a turn carries its number and its
+may be restarting and loses nothing when it does; one that says 429 or 503, for as long as the call may take.  A turn that has no
+answer after ``turn_timeout_s`` has run out of time (504), whoever it waited for.  Each repeated call is safe: a turn carries its number and its
 retry count, so the scheduler joins or replays it; finishing, acknowledging, publishing and resuming are
 idempotent; a trajectory created twice leaves one that nobody finishes, and the group drops it when it is complete.
 A lease is the exception (a lost answer may have leased a batch), so its retry first calls ``resume``,
@@ -61,7 +62,7 @@ class SchedulerClient:
     url: Base URL of the scheduler.
     agent_token: For trajectories and turns.
     trainer_token: For batches and versions; None where only episodes are run.
-    turn_timeout_s: Longest wait for one turn.
+    turn_timeout_s: Longest wait for one turn, in line or at an engine.
     retry_s: How long an unreachable scheduler is tried again.
     """
 
@@ -135,7 +136,11 @@ class SchedulerClient:
         max_tokens: int,
         allowed_token_ids: Sequence[int] | None = None,
     ) -> str:
-        """Sample the answer of turn ``turn`` and return its text."""
+        """Sample the answer of turn ``turn`` and return its text.
+
+        Raises:
+            CapacityError: With status 504: no answer within ``turn_timeout_s``.  Else: the scheduler is away.
+        """
         body: dict[str, Any] = {
             "model": model,
             "messages": list(messages),
@@ -153,6 +158,7 @@ class SchedulerClient:
             body,
             headers=headers,
             timeout_s=self._turn_timeout_s,
+            has_deadline=True,
         )
         choices = _field(answer, "choices", list)
         if not choices or not isinstance(choices[0], dict):
@@ -299,8 +305,12 @@ class SchedulerClient:
         params: Mapping[str, str] | None = None,
         timeout_s: float = CALL_TIMEOUT_S,
         before_retry: Callable[[], Awaitable[None]] | None = None,
+        has_deadline: bool = False,
     ) -> Any:
-        """One request with retries; the parsed answer, None for 204."""
+        """One request with retries; the parsed answer, None for 204.
+
+        ``has_deadline``: ``timeout_s`` is all the time that the answer is good for, and its end no sign that the scheduler is away.
+        """
         if token is None:
             raise TrainError("this client has no trainer token", field="trainer_token")
         session = self._open()
@@ -337,11 +347,19 @@ class SchedulerClient:
             except CapacityError as error:
                 # The call's own time counts here: a turn that waits for a worker may wait as long as any turn.
                 waited_s = time.monotonic() - started_s
-                if error.retry_after_s is None or waited_s >= max(self._retry_s, timeout_s):
+                if error.retry_after_s is None:
+                    raise
+                if waited_s >= max(self._retry_s, timeout_s):
+                    if has_deadline:
+                        raise _late(timeout_s) from error
                     raise
                 delay_s = max(delay_s, min(error.retry_after_s, MAX_DELAY_S))
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 now_s = time.monotonic()
+                if (
+                    has_deadline and type(error) is TimeoutError
+                ):  # aiohttp names those of connecting otherwise
+                    raise _late(timeout_s) from error
                 # Counted from the first failure: a connection may break after minutes of waiting.
                 unreachable_since_s = now_s if unreachable_since_s is None else unreachable_since_s
                 if now_s - unreachable_since_s >= self._retry_s:
@@ -354,6 +372,12 @@ class SchedulerClient:
             num_retries += 1
             if before_retry is not None:
                 await before_retry()
+
+
+def _late(timeout_s: float) -> CapacityError:
+    return CapacityError(
+        f"no answer within {timeout_s:g} s", status=504, retry_after_s=None, field="scheduler.turn_timeout_s"
+    )
 
 
 def error_of(status: int, answer: Any, retry_after: str | None = None) -> RoseError:

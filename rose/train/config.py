@@ -6,15 +6,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from rose.config import Section
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
 URL = r"^https?://[^\s]+$"
 STORE_URL = r"^[a-z][a-z0-9+.-]*://[^\s]+$"
+AbsolutePath = Annotated[Path, AfterValidator(Path.absolute)]
+"""Relative ones are to where the job is started: an actor has a folder of its own."""
 
 
 class SchedulerSettings(Section):
@@ -24,7 +26,8 @@ class SchedulerSettings(Section):
     model: str = Field(default="policy", min_length=1, max_length=256)
     """The name under which the rollout engines serve the policy."""
     turn_timeout_s: float = Field(default=600.0, gt=0)
-    """One turn, waiting for a worker included.  The scheduler holds turns while engines change weights."""
+    """One turn, waiting for a worker included; then its episode begins anew.  The scheduler holds turns while engines change
+    weights, and while production has them all."""
     retry_s: float = Field(default=60.0, ge=0)
     """How long to go on trying while the scheduler cannot be reached: it may be restarting."""
     lease_ttl_s: float = Field(default=1800.0, gt=0)
@@ -36,7 +39,7 @@ class WeightSettings(Section):
 
     relay_url: str | None = Field(default=None, pattern=STORE_URL, max_length=512)
     """A relay, or any store that ``rose.weights.stores`` opens."""
-    directory: Path | None = None
+    directory: AbsolutePath | None = None
     run_id: str | None = Field(default=None, pattern=NAME)
     """Name of the lineage in the relay; None = the job's name."""
     patience_s: float = Field(default=600.0, ge=0)
@@ -64,10 +67,12 @@ class EnvSettings(Section):
     num_managers: int = Field(default=1, ge=1, le=1024)
     """Ray actors; each runs hundreds of environments."""
     concurrency: int = Field(default=512, ge=1, le=65536)
-    """Episodes in flight per manager."""
+    """Training episodes in flight per manager; held-out ones have as many places of their own."""
     step_timeout_s: float = Field(default=60.0, gt=0)
     max_retries: int = Field(default=3, ge=0, le=100)
     """New starts of an episode whose environment or reward failed; then its group is given up for this time."""
+    retry_pause_s: float = Field(default=1.0, ge=0, le=60)
+    """Before the first new start, give or take a half; four times as long before each further one, a minute at most."""
     max_failed_groups: int = Field(default=16, ge=0)
     """Groups given up without a finished step between them; one more ends the run."""
     reward_range: tuple[float, float] = (-1e6, 1e6)
@@ -140,7 +145,7 @@ class RolloutSettings(Section):
     """Whether episodes go on while the trainer trains."""
     alpha: int | None = Field(default=None, ge=0, le=64)
     """Versions a token may lie behind the step that trains on it.  None = 1 for answers of one token, 4 for all others.  A
-    synchronous run is always at 0, but for what a restart left behind."""
+    synchronous run is at 0, but for what a restart or a refill of dynamic sampling left over."""
     on_stale: Literal["wait", "mask", "cancel"] | None = None
     """What becomes of a group with a token older than ``alpha`` versions: ``cancel`` drops it before it is leased, ``mask`` keeps
     its old trajectories out of the update, ``wait`` holds the trainer so that there is none.  None = as the scheduler is
@@ -252,9 +257,9 @@ class TrainConfig(Section):
     job: str = Field(default="rose", pattern=NAME)
     seed: int = Field(default=0, ge=0, lt=2**31)
     num_steps: int = Field(default=20, ge=1)
-    model: Path
+    model: AbsolutePath
     """Hugging Face folder: where training starts, and whose tokenizer names the allowed answers."""
-    output_dir: Path = Path("out/train")
+    output_dir: AbsolutePath = Field(default=Path("out/train"), validate_default=True)
     """``metrics.jsonl`` and ``checkpoints/``.  A job that finds checkpoints here goes on from them."""
     token_file: Path | None = None
     """None = the file named by ``ROSE_TOKEN_FILE``."""
@@ -276,7 +281,10 @@ class TrainConfig(Section):
     def _one_way_to_name_environments(self) -> Self:
         if len({task.name for task in self.tasks}) < len(self.tasks):
             raise ValueError("tasks need different names")
-        for section, names in (("env", {"kind", "settings", "latency"}), ("reward", {"kind", "settings"})):
+        for section, names in (
+            ("env", {"kind", "settings", "latency"}),
+            ("reward", set(RewardSettings.model_fields)),
+        ):
             doubled = sorted(getattr(self, section).model_fields_set & names) if self.tasks else []
             if doubled:
                 raise ValueError(f"{section}.{doubled[0]} is each task's own where there are tasks")
@@ -311,7 +319,10 @@ class TrainConfig(Section):
 
     @property
     def has_dynamic_sampling(self) -> bool:
-        return self.trainer.dynamic_sampling.enabled or self.trainer.algorithm == "dapo"
+        sampling = self.trainer.dynamic_sampling
+        return sampling.enabled or (
+            self.trainer.algorithm == "dapo" and "enabled" not in sampling.model_fields_set
+        )
 
     @property
     def run_id(self) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from rose.errors import RoseError, TrainError
 from rose.train.config import RewardSettings, TrainConfig
 from rose.train.env import Task
 from rose.train.mix import TaskMix, TaskShapes
-from rose.train.rollout import GroupPlan, GroupState, RolloutReport, Score
+from rose.train.plan import GroupPlan, GroupState
+from rose.train.rollout import RolloutReport, Score
 from rose.train.workers import EnvManager, Parts, TrainWorker, eval_job, family_of, torch_trainer
 
 logger = logging.getLogger(__name__)
@@ -30,8 +32,16 @@ STOP_TIMEOUT_S = 15.0
 """Longer than a manager waits for a scheduler that does not answer."""
 
 
+MAX_GIVEN_UP = 2
+"""Times that a group is begun whose episodes fail: what it has finished is worth another try, but not one after the other."""
+
+
 class ActorDied(Exception):
     """An actor is gone; its replacement goes on from durable state."""
+
+
+class EvaluationFailed(TrainError):
+    """Held-out episodes failed too often.  The step before them stands."""
 
 
 class Crew:
@@ -40,6 +50,7 @@ class Crew:
     Attributes:
         step: The next to take.
         num_deaths_in_a_row: Without a finished step between them.
+        given_up: How often the group's episodes have failed.
         last_death: Why the last step was broken off; :meth:`ensure` finds out whose death it was.
     """
 
@@ -62,6 +73,8 @@ class Crew:
         self.num_restarts = 0
         self.num_deaths_in_a_row = 0
         self.last_death: str | None = None
+        self.given_up: Counter[str] = Counter()
+        """By group."""
         self._tokens = tokens
         self._parts = parts
         self._managers: list[Any] = [None] * config.env.num_managers
@@ -72,6 +85,10 @@ class Crew:
     @property
     def num_managers(self) -> int:
         return len(self._managers)
+
+    def may_begin_again(self, group_id: str) -> bool:
+        """Whether a group that was begun before is worth it."""
+        return self.given_up[group_id] < MAX_GIVEN_UP
 
     async def ensure(self) -> list[dict[str, Any]]:
         """Have every actor alive; what happened on the way, for the progress callback.
@@ -92,6 +109,12 @@ class Crew:
         else:
             self._make_trainer()
             started = await answer_of(self._trainer.start.remote())
+            if self.step and not started["step"] and not started["passed_over"]:
+                raise TrainError(
+                    f"the trainer came back and found no checkpoint, where {self.step} steps had been taken",
+                    field="output_dir",
+                    fix="put it on storage that all nodes share",
+                )
             self.step, self.attempt = started["step"], started["attempt"]
             events.append({"event": "attempt", **started})
         return events
@@ -216,17 +239,21 @@ class Crew:
         """Play the held-out tasks on the current weights; their mean, and the versions that played.
 
         Raises:
+            EvaluationFailed: Episodes failed too often.
             TrainError: An episode was played by other weights than those that it was pinned to.
         """
         version = await answer_of(self._trainer.pin.remote(eval_job(self.config)))
         parts = [self.held_out[index :: self.num_managers] for index in range(self.num_managers)]
-        found = await asyncio.gather(
-            *(
-                answer_of(manager.evaluate.remote(part))
-                for manager, part in zip(self._managers, parts, strict=True)
-                if part
+        try:
+            found = await asyncio.gather(
+                *(
+                    answer_of(manager.evaluate.remote(part))
+                    for manager, part in zip(self._managers, parts, strict=True)
+                    if part
+                )
             )
-        )
+        except RoseError as error:
+            raise EvaluationFailed(error.message, field=error.field, fix=error.fix) from error
         scores: list[Score] = [score for part in found for score in part]
         played = sorted({one for score in scores for one in score.versions})
         if played and played != [version]:

@@ -1,7 +1,7 @@
 """The train loop: rollouts, one optimiser step, the next version; on Ray.
 
 Read :func:`train_with` and its :func:`_steps` first, then one of the two ways to take a step: :func:`_synchronous_step` here, in which the episodes
-of step ``s`` run on version ``s`` and no other, or ``rose.train.async_loop``, in which they go on while the trainer
+of step ``s`` run on version ``s`` (what a restart or a refill left over, on one before), or ``rose.train.async_loop``, in which they go on while the trainer
 trains and may lie ``alpha`` versions behind.
 
 Ray holds no durable state.  What must survive is in two places, the scheduler's journal (finished episodes, leases) and
@@ -38,10 +38,11 @@ from rose.errors import ConfigError, RunInterrupted, TrainError
 from rose.train.async_loop import Pump
 from rose.train.cluster import private_ray, ray_died
 from rose.train.config import TrainConfig
-from rose.train.crew import ActorDied, Crew
+from rose.train.crew import ActorDied, Crew, EvaluationFailed
 from rose.train.logs import open_logs
+from rose.train.plan import plan_groups, split_plans
 from rose.train.rewards import make_reward
-from rose.train.rollout import plan_groups, single_token_ids, split_plans
+from rose.train.rollout import single_token_ids
 from rose.train.workers import Parts, family_of
 
 logger = logging.getLogger(__name__)
@@ -160,6 +161,8 @@ async def _steps(crew: Crew, pump: Pump | None, progress: Progress, watch_s: flo
                     record["eval_s"] = time.monotonic() - end_s
                 except ActorDied as death:
                     crew.last_death = str(death)  # the step stands; its evaluation is lost
+                except EvaluationFailed as error:
+                    record["eval_error"] = str(error)
             curve.append(record["sampled_success_rate"])
             logs.write(record)
             progress(record)
@@ -182,7 +185,7 @@ async def _synchronous_step(config: TrainConfig, crew: Crew) -> dict[str, Any]:
     wanted, launched = config.rollout.num_groups, 0
     for round_index in range(MAX_ROUNDS + config.trainer.dynamic_sampling.max_rounds):
         started_s = time.monotonic()
-        waiting = await crew.survey()
+        waiting = [group for group in await crew.survey() if crew.may_begin_again(group.group_id)]
         plans = plan_groups(
             waiting=waiting,
             mix=crew.mix,
@@ -202,6 +205,7 @@ async def _synchronous_step(config: TrainConfig, crew: Crew) -> dict[str, Any]:
             num_retries += report.num_retries
             causes += Counter(report.causes)
             num_failed += len(report.failures)
+            crew.given_up.update(name for name, _ in report.failures)
             last_failure = report.failures[-1][1] if report.failures else last_failure
         if num_failed > config.env.max_failed_groups:
             raise TrainError(f"{num_failed} groups failed in one step, the last: {last_failure}", field="env")

@@ -43,7 +43,7 @@ class PolicyModel:
         activation_checkpointing: Recompute each layer in the backward pass instead of keeping its activations.
 
     Raises:
-        ConfigError: The folder holds no model that can be loaded.
+        ConfigError: The folder holds no model that can be loaded, or one that does more with its logits than its output layer.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class PolicyModel:
         self.computing: Any = computing
         """The model as the engine holds it."""
         self._policy: Any = _Policy(computing)
+        _check_output_layer(self._policy, model_path)
         masters: Any = self.module
         if self.world_size > 1:
             masters = copy.deepcopy(self.module)
@@ -180,6 +181,27 @@ class _Policy(torch.nn.Module):
     def forward(self, input_ids_BT: Tensor, rows_N: Tensor, columns_N: Tensor) -> Tensor:
         hidden_BTD = self.model.base_model(input_ids=input_ids_BT, use_cache=False).last_hidden_state
         return self.model.get_output_embeddings()(hidden_BTD[rows_N, columns_N])
+
+
+@torch.no_grad()
+def _check_output_layer(policy: _Policy, model_path: Path) -> None:
+    """Some families scale or cap what the output layer gives (Gemma 2, Granite, Cohere); without it we would train another policy
+    than the engines sample from.
+
+    Raises:
+        ConfigError: ``model_path`` is of such a family.
+    """
+    model: Any = policy.model
+    ids_BT = torch.arange(2, 6).unsqueeze(0) % model.config.vocab_size
+    columns_N = torch.arange(ids_BT.shape[1])
+    ours_NV = policy(ids_BT, torch.zeros_like(columns_N), columns_N).float()
+    whole_NV = model(input_ids=ids_BT, use_cache=False).logits[0].float()
+    if not torch.allclose(ours_NV, whole_NV, rtol=1e-3, atol=1e-3 * float(whole_NV.abs().max())):
+        raise ConfigError(
+            f"{model_path} ({model.config.model_type}) scales or caps its logits, which ROSE's trainer does not",
+            field="model",
+            fix="train a model of another family, or bring your own trainer (rose.train.workers.Parts)",
+        )
 
 
 def load_module(model_path: Path) -> Any:

@@ -7,8 +7,10 @@ records them, and the trainer leases them.
 One failing environment is one failing episode: its trajectory is cancelled (so that no half of it is ever
 trained on) and the episode starts again, ``max_retries`` times.  Then its group is given up and named in the report;
 the other groups go on.  A reward that failed, is not finite or is out of range is such a failure; it is never
-reported as 0.  So is a turn that the engines failed, or that ran out of time, and a trajectory that the scheduler cancelled or
-has forgotten.  Each is counted by its cause (:class:`Cause`).  Only a scheduler that cannot be reached, or refuses us, ends the run.
+reported as 0.  So is a turn that the engines failed, or that ran out of time, a trajectory that the scheduler cancelled or
+has forgotten, and a request that it refuses for what is in it.  Each is counted by its cause (:class:`Cause`).  Before a new try an
+episode pauses, longer each time: what fails for all of them at once should be back before they have spent their tries.  Only a
+scheduler that cannot be reached, or that does not know our token, ends the run.
 
 A conversation that outgrows the engines' context ends there: with the reward of its last observation (or the
 rewarder's), no success, and ``truncated`` in its info.
@@ -16,10 +18,6 @@ rewarder's), no success, and ``truncated`` in its info.
 *Redundant* episodes (``GroupPlan.num_redundant``) race with the others of their group: the scheduler takes the first
 ``group_size`` that finish and drops the rest, so a straggler costs nobody time.  Fast episodes are short ones, which
 biases what is trained on; it is off unless asked for.
-
-:func:`plan_groups` decides which episodes a step still needs, from what the scheduler has.  It makes a step
-repeatable: after the death of an actor, the driver or the scheduler, finished episodes are kept, those
-that nobody runs any more are cancelled, and only the rest is started.  Pure.
 
 Whoever ends episodes early calls :meth:`EpisodeRunner.stop`: it returns when the scheduler has been told of each, so that no engine
 goes on for nobody.
@@ -33,6 +31,7 @@ import asyncio
 import json
 import logging
 import math
+import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence, Set
 from contextlib import suppress
@@ -51,17 +50,20 @@ from rose.errors import (
     RequestError,
     RoseError,
     TrainError,
+    Unauthorized,
 )
 from rose.train.client import SchedulerClient
 from rose.train.env import Environment, Family, Message, Observation, Task
-from rose.train.mix import TaskMix
+from rose.train.plan import GroupPlan
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 MAX_CONVERSATION_TURNS = 10_000
-"""Backstop against an environment that never ends."""
+"""Backstop against an environment that never ends; the scheduler's own limit is lower."""
+PAUSE_FACTOR, MAX_PAUSE_S = 4.0, 60.0
+"""Of the pauses before new tries of an episode."""
 CLOSE_TIMEOUT_S = 10.0
 """How long the end of a run waits for a scheduler that does not answer."""
 
@@ -77,33 +79,8 @@ class Cause(StrEnum):
     """504: a turn took longer than the scheduler lets it."""
     CANCELLED = "cancelled"
     """410, 404, 409, 422: the scheduler has given the trajectory up, or does not take it."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GroupState:
-    """A group in the scheduler that no trainer has taken yet."""
-
-    group_id: str
-    group_size: int
-    task: Task
-    num_finished: int
-    task_kind: str = ""
-    """Name of its task in a job of several."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GroupPlan:
-    """Episodes that one group still needs."""
-
-    group_id: str
-    group_size: int
-    task: Task
-    num_missing: int
-    num_redundant: int = 0
-    """Episodes beyond those, of which the slowest are dropped."""
-    task_kind: str = ""
-    prefill_per_decode: float | None = None
-    """As measured of this task; for the scheduler."""
+    REFUSED = "refused"
+    """400, 413: the scheduler does not take what the environment said, its answers or their size."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,6 +94,8 @@ class EpisodeParams:
     concurrency: int
     step_timeout_s: float
     max_retries: int
+    retry_pause_s: float = 0.0
+    """Before the first new try, give or take a half; four times as long before each further one."""
     reward_range: tuple[float, float] = (-1e6, 1e6)
     task_kind: str = ""
 
@@ -169,78 +148,6 @@ class Rewarder(Protocol):
     async def score(self, task: Task, messages: Sequence[Message], final: Observation) -> float:
         """Raises any error: the episode is then played again, and its group given up in the end."""
         ...
-
-
-def plan_groups(
-    *,
-    waiting: Sequence[GroupState],
-    mix: TaskMix,
-    step: int,
-    first_task: int,
-    attempt: int,
-    num_groups: int,
-    group_size: int,
-    num_redundant: int = 0,
-    first_index: int = 0,
-    ratios: Mapping[str, float] | None = None,
-) -> list[GroupPlan]:
-    """Episodes to start so that ``num_groups`` groups are complete.
-
-    Args:
-        waiting: Groups that no trainer has taken, complete or not.
-        mix: The tasks of the job; steps walk through them in order.
-        first_task: Where in ``mix`` this step begins.
-        num_groups: Groups wanted now, complete ones among ``waiting`` included.
-        first_index: Groups that this step has launched before (a refill launches new ones).
-        ratios: New prompt tokens per sampled one, by task.
-
-    Groups begun before come first, or their finished episodes would be lost.  A new group's name holds
-    the attempt, because a step that is repeated after a roll-back must not meet its earlier groups.
-    """
-    ratios = ratios or {}
-    plans = [
-        replace(plan_of(group), num_redundant=num_redundant, prefill_per_decode=ratios.get(group.task_kind))
-        for group in waiting
-        if group.num_finished < group.group_size
-    ]
-    num_begun = len(waiting)
-    names = {group.group_id for group in waiting}
-    index = first_index
-    while num_begun < num_groups:
-        group_id = f"{attempt}-{step:06d}-{index:04d}"
-        if group_id not in names:
-            task_kind, task = mix.at(first_task + index)
-            plans.append(
-                GroupPlan(
-                    group_id=group_id,
-                    group_size=group_size,
-                    task=task,
-                    num_missing=group_size,
-                    num_redundant=num_redundant,
-                    task_kind=task_kind,
-                    prefill_per_decode=ratios.get(task_kind),
-                )
-            )
-            num_begun += 1
-        index += 1
-    return plans
-
-
-def plan_of(group: GroupState) -> GroupPlan:
-    """What a group that was begun still needs."""
-    return GroupPlan(
-        group_id=group.group_id,
-        group_size=group.group_size,
-        task=group.task,
-        num_missing=group.group_size - group.num_finished,
-        task_kind=group.task_kind,
-    )
-
-
-def split_plans(plans: Sequence[GroupPlan], num_managers: int) -> list[list[GroupPlan]]:
-    """Whole groups to managers in turn, the largest first."""
-    ordered = sorted(plans, key=lambda plan: -plan.num_missing)
-    return [list(ordered[start::num_managers]) for start in range(num_managers)]
 
 
 def single_token_ids(model_path: Path, texts: Sequence[str]) -> list[int]:
@@ -377,6 +284,7 @@ class EpisodeRunner:
         """
         async with self._slots:
             for retry in range(self._params.max_retries + 1):
+                await self._pause(retry)
                 trajectory_id = ""
                 try:
                     trajectory_id = await self._client.create_trajectory(
@@ -388,9 +296,10 @@ class EpisodeRunner:
                     )
                     final, num_turns = await self._play(trajectory_id, task)
                     return final, num_turns, await self._client.get_trajectory(trajectory_id)
-                except (_EpisodeFailed, Gone, NotFound, Conflict) as failure:
+                except (_EpisodeFailed, RequestError) as error:
+                    failure = _failure_of(error)
                     if retry == self._params.max_retries:
-                        raise TrainError(f"an episode of {job} failed: {failure}", field="env") from failure
+                        raise TrainError(f"an episode of {job} failed: {failure}", field="env") from error
                 finally:
                     if trajectory_id:
                         await self._let_go(trajectory_id)  # scored or not, nobody is to train on it
@@ -454,6 +363,7 @@ class EpisodeRunner:
         for retry in range(self._params.max_retries + 1):
             trajectory_id = ""
             try:
+                await self._pause(retry)
                 trajectory_id = await self._client.create_trajectory(
                     job=self._params.job,
                     group_id=plan.group_id,
@@ -469,20 +379,18 @@ class EpisodeRunner:
                 )
                 group.finished(num_turns)
                 return
-            except (_EpisodeFailed, Gone, NotFound, Conflict) as error:
+            except (_EpisodeFailed, RequestError) as error:
                 if isinstance(error, Gone) and error.reason == "stale":
                     group.grew_stale()  # as a whole; another is played in its place
                     return
                 if plan.num_redundant and isinstance(error, Gone | Conflict):
                     group.num_dropped += 1  # the group is complete without us
                     return
-                failure = (
-                    error if isinstance(error, _EpisodeFailed) else _EpisodeFailed(Cause.CANCELLED, error)
-                )
-                logger.warning("episode %s of group %s failed: %s", trajectory_id, plan.group_id, failure)
-                group.causes[failure.cause] += 1
                 if trajectory_id:
                     await self._let_go(trajectory_id)
+                failure = _failure_of(error)
+                logger.warning("episode %s of group %s failed: %s", trajectory_id, plan.group_id, failure)
+                group.causes[failure.cause] += 1
                 if retry == self._params.max_retries:
                     group.give_up(f"{failure.cause} failed {retry + 1} times: {failure}")
                     return
@@ -499,6 +407,12 @@ class EpisodeRunner:
                 if trajectory_id:
                     await self._let_go(trajectory_id)
                 raise
+
+    async def _pause(self, retry: int) -> None:
+        """Before new try ``retry`` (the first is 1); no two episodes come back at the same moment."""
+        if retry and self._params.retry_pause_s:
+            pause_s = min(self._params.retry_pause_s * PAUSE_FACTOR ** (retry - 1), MAX_PAUSE_S)
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
 
     async def _play(self, trajectory_id: str, task: Task) -> tuple[Observation, int]:
         """The final observation, with the reward that counts, and the number of turns."""
@@ -526,9 +440,7 @@ class EpisodeRunner:
                 except EngineError as error:
                     raise _EpisodeFailed(Cause.ENGINE, error) from error
                 except RequestError as error:
-                    if isinstance(error, CapacityError) and error.status == 504:
-                        raise _EpisodeFailed(Cause.DEADLINE, error) from error
-                    if error.code != "context_length_exceeded":
+                    if error.code not in ("context_length_exceeded", "too_many_turns"):
                         raise
                     if turn == 0:
                         text = f"the first prompt does not fit: {error}"
@@ -580,6 +492,22 @@ class _EpisodeFailed(Exception):
     def __init__(self, cause: Cause, why: object) -> None:
         super().__init__(str(why))
         self.cause = cause
+
+
+def _failure_of(error: _EpisodeFailed | RequestError) -> _EpisodeFailed:
+    """What an answer of the scheduler means for the episode that got it.
+
+    Raises:
+        RequestError: It is none of the episode's business: the scheduler does not know us, or is away.
+    """
+    if isinstance(error, _EpisodeFailed):
+        return error
+    if isinstance(error, CapacityError) and error.status == 504:
+        return _EpisodeFailed(Cause.DEADLINE, error)
+    if isinstance(error, CapacityError | Unauthorized):
+        raise error
+    lost = isinstance(error, Gone | NotFound | Conflict)
+    return _EpisodeFailed(Cause.CANCELLED if lost else Cause.REFUSED, error)
 
 
 def _checked(final: Observation, reward_range: tuple[float, float]) -> Observation:

@@ -30,22 +30,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rose.auth import Tokens
-from rose.errors import CapacityError, ConfigError, RoseError, TrainError
+from rose.errors import CapacityError, ConfigError, Gone, RoseError, TrainError
 from rose.train.client import SchedulerClient
 from rose.train.collect import Acceptance, Collected, CollectParams
 from rose.train.config import JobTask, RewardSettings, TrainConfig
 from rose.train.env import Family, Latency, Task, make_family
 from rose.train.metrics import lengths_by_quantile, success_rate, trajectory_metrics
+from rose.train.plan import GroupPlan, GroupState
 from rose.train.rewards import PoolParams, RewardPool
-from rose.train.rollout import (
-    EpisodeParams,
-    EpisodeRunner,
-    GroupPlan,
-    GroupState,
-    RolloutReport,
-    Score,
-    single_token_ids,
-)
+from rose.train.rollout import EpisodeParams, EpisodeRunner, RolloutReport, Score, single_token_ids
 
 if TYPE_CHECKING:
     from rose.weights.store import Store
@@ -116,6 +109,8 @@ class EnvManager:
         self._spawn = spawn_reward_worker
         self._pools: dict[str, RewardPool] = {}
         self._slots = asyncio.Semaphore(config.env.concurrency)
+        # Of their own: the trainer waits for an evaluation, and in line behind every episode begun it would wait for steps.
+        self._held_out_slots = asyncio.Semaphore(config.env.concurrency)
         self._runners: dict[str, EpisodeRunner] = {}
         self._evaluators: dict[str, EpisodeRunner] = {}
 
@@ -179,7 +174,8 @@ class EnvManager:
             by_task.setdefault(name, []).append(task)
         for name in by_task:
             if name not in self._evaluators:
-                self._evaluators[name] = self._make_runner(name, self._config.eval.temperature)
+                temperature = self._config.eval.temperature
+                self._evaluators[name] = self._make_runner(name, temperature, self._held_out_slots)
         found = await _all(
             self._evaluators[name].evaluate(part, job=job, episodes_per_task=count)
             for name, part in by_task.items()
@@ -204,10 +200,10 @@ class EnvManager:
 
     def _runner(self, name: str) -> EpisodeRunner:
         if name not in self._runners:
-            self._runners[name] = self._make_runner(name, self._config.rollout.temperature)
+            self._runners[name] = self._make_runner(name, self._config.rollout.temperature, self._slots)
         return self._runners[name]
 
-    def _make_runner(self, name: str, temperature: float) -> EpisodeRunner:
+    def _make_runner(self, name: str, temperature: float, slots: asyncio.Semaphore) -> EpisodeRunner:
         config, task, family = self._config, self._tasks[name], self._families[name]
         allowed = family.allowed_texts
         return EpisodeRunner(
@@ -221,12 +217,13 @@ class EnvManager:
                 concurrency=config.env.concurrency,
                 step_timeout_s=task.step_timeout_s,
                 max_retries=config.env.max_retries,
+                retry_pause_s=config.env.retry_pause_s,
                 reward_range=task.reward_range,
                 task_kind=name,
             ),
             None if allowed is None else single_token_ids(config.model, allowed),
             self._rewarder(task),
-            self._slots,
+            slots,
         )
 
     def _rewarder(self, task: JobTask) -> RewardPool | None:
@@ -313,6 +310,8 @@ class TrainWorker:
         self._acceptance = Acceptance()
         self._samples: dict[str, list[Any]] = {}
         """Of what is leased, by trajectory."""
+        self._busy = asyncio.Lock()
+        """Held by a step.  A driver that lost touch with one in progress begins another while the first still runs."""
         self._trainer: Any = None
         self._publisher: Publisher | None = None
 
@@ -378,9 +377,18 @@ class TrainWorker:
         """
         if self._trainer is None:
             raise TrainError("train() before start()", field="trainer")
+        async with self._busy:
+            return await self._train(learning_rate, single_update)
+
+    async def _train(self, learning_rate: float, single_update: bool) -> dict[str, Any]:
         await self._lease()
         if missing := self._collected.num_missing:
-            return {"missing": missing, "launch": self._acceptance.to_launch(missing)}
+            # What a synchronous step with alpha = 0 has too much of, no step may use.
+            exact = self._config.alpha == 0 and self._config.rollout.mode == "synchronous"
+            return {
+                "missing": missing,
+                "launch": missing if exact else self._acceptance.to_launch(missing),
+            }
         trainer, step = self._trainer, self._trainer.step_index
         trajectories, batch_ids = self._collected.trajectories, list(self._collected.batch_ids)
         filtered = [] if not self._collected.kept else list(self._collected.filtered.values())
@@ -395,8 +403,13 @@ class TrainWorker:
         self._forget()
         await self._save()
         saved_s = time.monotonic()
-        for batch_id in batch_ids:
-            await self._client.ack(batch_id, step=step, attempt=self._attempt)
+        try:
+            for batch_id in batch_ids:
+                await self._client.ack(batch_id, step=step, attempt=self._attempt)
+        except Gone:
+            # A lease ran out on the way, and what it held may be ready again.  It is applied and in the checkpoint: say so.
+            logger.warning("a lease of step %d ran out: raise scheduler.lease_ttl_s", step)
+            await self._resume()
         publish_started_s = time.monotonic()
         update = await self._publish(learning_rate)
         return {
@@ -441,9 +454,10 @@ class TrainWorker:
 
     async def release(self) -> None:
         """Hand back what was leased for a step that will be begun again."""
-        if self._collected.batch_ids:
-            self._forget()
-            await self._resume()
+        async with self._busy:  # not of a step that is being trained on
+            if self._collected.batch_ids:
+                self._forget()
+                await self._resume()
 
     async def export(self, target: Path) -> None:
         """Write the weights as a Hugging Face checkpoint."""
@@ -603,7 +617,9 @@ def make_publisher(config: TrainConfig, tokens: Tokens, module: Any, attempt: in
     from rose.weights.params import WeightsParams
     from rose.weights.publisher import WeightPublisher
 
-    return WeightPublisher(module, weight_store(config, tokens), config.run_id, attempt, WeightsParams())
+    # What the engines hold: the same as the trainer computes with.
+    params = WeightsParams(cast={"bfloat16": "BF16", "float32": "F32"}[config.trainer.policy_dtype])
+    return WeightPublisher(module, weight_store(config, tokens), config.run_id, attempt, params)
 
 
 def weight_store(config: TrainConfig, tokens: Tokens) -> Store:

@@ -23,7 +23,8 @@ from rose.scheduler.config import SchedulerConfig, StaticWorker
 from rose.train.batch import samples_of
 from rose.train.client import SchedulerClient
 from rose.train.env import FrozenLakeFamily, FrozenLakeParams
-from rose.train.rollout import EpisodeParams, EpisodeRunner, GroupPlan, single_token_ids
+from rose.train.plan import GroupPlan
+from rose.train.rollout import EpisodeParams, EpisodeRunner, single_token_ids
 from rose.train.trainer import TorchTrainer, TrainerParams
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(240)]

@@ -18,15 +18,8 @@ from rose.train.batch import samples_of
 from rose.train.client import SchedulerClient, error_of
 from rose.train.env import FrozenLakeFamily, FrozenLakeParams, Observation
 from rose.train.mix import TaskMix
-from rose.train.rollout import (
-    EpisodeParams,
-    EpisodeRunner,
-    GroupPlan,
-    GroupState,
-    plan_groups,
-    single_token_ids,
-    split_plans,
-)
+from rose.train.plan import GroupPlan, GroupState, plan_groups, split_plans
+from rose.train.rollout import EpisodeParams, EpisodeRunner, single_token_ids
 from tests.train.world import World, running_world
 
 TASKS: list[dict[str, Any]] = [{"n": 0}, {"n": 1}, {"n": 2}]

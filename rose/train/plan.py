@@ -1,0 +1,114 @@
+"""Which episodes a step still needs, from what the scheduler has.
+
+It makes a step repeatable: after the death of an actor, the driver or the scheduler, finished episodes are kept, those that nobody
+runs any more are cancelled, and only the rest is started.
+
+Pure.  Callers: ``rose.train.loop``, ``rose.train.async_loop``, ``rose.train.workers``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rose.train.env import Task
+from rose.train.mix import TaskMix
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupState:
+    """A group in the scheduler that no trainer has taken yet."""
+
+    group_id: str
+    group_size: int
+    task: Task
+    num_finished: int
+    task_kind: str = ""
+    """Name of its task in a job of several."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupPlan:
+    """Episodes that one group still needs."""
+
+    group_id: str
+    group_size: int
+    task: Task
+    num_missing: int
+    num_redundant: int = 0
+    """Episodes beyond those, of which the slowest are dropped."""
+    task_kind: str = ""
+    prefill_per_decode: float | None = None
+    """As measured of this task; for the scheduler."""
+
+
+def plan_groups(
+    *,
+    waiting: Sequence[GroupState],
+    mix: TaskMix,
+    step: int,
+    first_task: int,
+    attempt: int,
+    num_groups: int,
+    group_size: int,
+    num_redundant: int = 0,
+    first_index: int = 0,
+    ratios: Mapping[str, float] | None = None,
+) -> list[GroupPlan]:
+    """Episodes to start so that ``num_groups`` groups are complete.
+
+    Args:
+        waiting: Groups that no trainer has taken, complete or not.
+        mix: The tasks of the job; steps walk through them in order.
+        first_task: Where in ``mix`` this step begins.
+        num_groups: Groups wanted now, complete ones among ``waiting`` included.
+        first_index: Groups that this step has launched before (a refill launches new ones).
+        ratios: New prompt tokens per sampled one, by task.
+
+    Groups begun before come first, or their finished episodes would be lost.  A new group's name holds
+    the attempt, because a step that is repeated after a roll-back must not meet its earlier groups.
+    """
+    ratios = ratios or {}
+    plans = [
+        replace(plan_of(group), num_redundant=num_redundant, prefill_per_decode=ratios.get(group.task_kind))
+        for group in waiting
+        if group.num_finished < group.group_size
+    ]
+    num_begun = len(waiting)
+    names = {group.group_id for group in waiting}
+    index = first_index
+    while num_begun < num_groups:
+        group_id = f"{attempt}-{step:06d}-{index:04d}"
+        if group_id not in names:
+            task_kind, task = mix.at(first_task + index)
+            plans.append(
+                GroupPlan(
+                    group_id=group_id,
+                    group_size=group_size,
+                    task=task,
+                    num_missing=group_size,
+                    num_redundant=num_redundant,
+                    task_kind=task_kind,
+                    prefill_per_decode=ratios.get(task_kind),
+                )
+            )
+            num_begun += 1
+        index += 1
+    return plans
+
+
+def plan_of(group: GroupState) -> GroupPlan:
+    """What a group that was begun still needs."""
+    return GroupPlan(
+        group_id=group.group_id,
+        group_size=group.group_size,
+        task=group.task,
+        num_missing=group.group_size - group.num_finished,
+        task_kind=group.task_kind,
+    )
+
+
+def split_plans(plans: Sequence[GroupPlan], num_managers: int) -> list[list[GroupPlan]]:
+    """Whole groups to managers in turn, the largest first."""
+    ordered = sorted(plans, key=lambda plan: -plan.num_missing)
+    return [list(ordered[start::num_managers]) for start in range(num_managers)]
