@@ -62,6 +62,7 @@ T = TypeVar("T")
 
 MAX_CONVERSATION_TURNS = 10_000
 """Backstop against an environment that never ends; the scheduler's own limit is lower."""
+_sleep = asyncio.sleep
 PAUSE_FACTOR, MAX_PAUSE_S = 4.0, 60.0
 """Of the pauses before new tries of an episode."""
 CLOSE_TIMEOUT_S = 10.0
@@ -412,7 +413,7 @@ class EpisodeRunner:
         """Before new try ``retry`` (the first is 1); no two episodes come back at the same moment."""
         if retry and self._params.retry_pause_s:
             pause_s = min(self._params.retry_pause_s * PAUSE_FACTOR ** (retry - 1), MAX_PAUSE_S)
-            await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
+            await _sleep(pause_s * random.uniform(0.5, 1.5))
 
     async def _play(self, trajectory_id: str, task: Task) -> tuple[Observation, int]:
         """The final observation, with the reward that counts, and the number of turns."""

@@ -182,6 +182,50 @@ def all_over() -> Over:
     return family
 
 
+class Failing(FrozenLakeFamily):
+    """FrozenLake in which some tasks have no environment, but for every fourth episode, which is over when it begins."""
+
+    num_made = 0
+
+    def make(self) -> Any:
+        inner, is_broken = super().make(), self.is_broken
+        self.num_made += 1
+        is_over = self.num_made % 4 == 0
+
+        class Episode:
+            async def reset(self, task: Any) -> Observation:
+                if is_broken(task):
+                    if is_over:
+                        return Observation(done=True, reward=0.5)
+                    await asyncio.sleep(0.2)  # so that the other has ended
+                    raise ConnectionError("its sandbox does not start")
+                return await inner.reset(task)
+
+            async def step(self, text: str) -> Observation:
+                return await inner.step(text)
+
+            async def close(self) -> None:
+                await inner.close()
+
+        return Episode()
+
+    def is_broken(self, task: Any) -> bool:
+        return task == self.tasks()[0]
+
+
+class HeldOutFailing(Failing):
+    def is_broken(self, task: Any) -> bool:
+        return task not in self.tasks()
+
+
+def first_task_fails() -> Failing:
+    return Failing(FrozenLakeParams(num_maps=4))
+
+
+def held_out_fails() -> HeldOutFailing:
+    return HeldOutFailing(FrozenLakeParams(num_maps=4))
+
+
 def main(table: str, tokens: str) -> None:
     config = TrainConfig.model_validate(json.loads(Path(table).read_text()))
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from pydantic import ValidationError
 
 from rose.auth import Tokens
 from rose.config import load_config
@@ -144,7 +145,7 @@ def test_bad_settings_are_refused_with_their_field(override: str, message: str) 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "nowhere"}, "model: nowhere is not a model folder"),
+        ({"model": "nowhere"}, "model: .*/nowhere is not a model folder"),
         ({"env": {"kind": "chess"}}, "unknown environment 'chess'"),
         ({"env": {"settings": {"num_maps": 0}}}, "num_maps"),
         ({"trainer": {"backend": "nccl"}}, "trainer.backend: .*computes on CPUs"),
@@ -163,6 +164,49 @@ def test_a_job_that_cannot_run_is_refused_before_anything_starts(
     table = {"model": policy_model, "weights": {"directory": "x"}} | changes
     with pytest.raises(ConfigError, match=message):
         check_job(TrainConfig.model_validate(table))
+
+
+TASK = {"name": "a", "kind": "frozenlake"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tasks": [TASK], "reward": {"timeout_s": 120.0}}, r"reward\.timeout_s is each task's own"),
+        ({"tasks": [TASK], "reward": {"max_workers": 32}}, r"reward\.max_workers is each task's own"),
+        ({"tasks": [TASK], "env": {"kind": "frozenlake"}}, r"env\.kind is each task's own"),
+    ],
+)
+def test_what_each_task_says_itself_is_not_read_elsewhere_and_so_refused(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValidationError, match=message):
+        TrainConfig.model_validate({"model": "x", "weights": {"directory": "x"}} | changes)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "expected"),
+    [
+        ({}, False),
+        ({"algorithm": "dapo"}, True),
+        ({"algorithm": "dapo", "dynamic_sampling": {"enabled": False}}, False),
+        ({"algorithm": "dapo", "dynamic_sampling": {"max_rounds": 2}}, True),
+        ({"dynamic_sampling": {"enabled": True}}, True),
+    ],
+)
+def test_an_algorithm_sets_only_what_is_not_set(trainer: dict[str, Any], expected: bool) -> None:
+    table = {"model": "x", "weights": {"directory": "x"}, "trainer": trainer}
+    assert TrainConfig.model_validate(table).has_dynamic_sampling is expected
+
+
+def test_paths_are_those_of_where_the_job_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = TrainConfig.model_validate({"model": "m", "weights": {"directory": "w"}})
+    monkeypatch.chdir("/")
+    assert (config.model, config.output_dir) == (tmp_path / "m", tmp_path / "out/train")
+    assert config.weights.directory == tmp_path / "w"
 
 
 def test_turns_are_counted_where_they_ended_and_tokens_where_they_were_sampled() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,81 +15,21 @@ import torch
 from rose.auth import Tokens
 from rose.errors import CapacityError, TrainError
 from rose.policy.staleness import lag, parse_version
-from rose.train import checkpoint as checkpoints
 from rose.train.cli import _line
 from rose.train.client import SchedulerClient
 from rose.train.config import TrainConfig
-from rose.train.loop import train_with
 from rose.train.workers import Parts, TrainWorker, make_publisher
 from tests.train.local_crew import LocalCrew
-from tests.train.ray_world import job_table
+from tests.train.local_run import SMALL, assert_applied_once, consumed_of, run
 from tests.train.world import World, file_publisher, running_world
 
 pytestmark = pytest.mark.timeout(300)
-
-SMALL = {"num_groups": 2, "group_size": 4}
-QUIET = {"tensorboard": False}
 
 
 @pytest.fixture
 def world(tmp_path: Path, policy_model: Path) -> Iterator[World]:
     with running_world(tmp_path, policy_model) as world:
         yield world
-
-
-class Script:
-    """Progress callback that does something once when a step is done."""
-
-    def __init__(self, crew: LocalCrew, deeds: Mapping[int, str]) -> None:
-        self._crew, self._deeds = crew, dict(deeds)
-        self.records: list[dict[str, Any]] = []
-        self.events: list[str] = []
-
-    def __call__(self, record: Mapping[str, Any]) -> None:
-        if "event" in record:
-            self.events.append(str(record["event"]))
-            return
-        self.records.append(dict(record))
-        deed = self._deeds.pop(record["step"], None)
-        if deed is not None:
-            getattr(self._crew, deed)()
-
-
-async def run(
-    world: World,
-    deeds: Mapping[int, str],
-    *,
-    parts: Parts | None = None,
-    prepare: Callable[[LocalCrew], None] = lambda crew: None,
-    **changes: Any,
-) -> tuple[Script, TrainConfig, Any]:
-    table = {"log": QUIET, "rollout": SMALL, "env": {"settings": {"num_maps": 4}}} | changes
-    config = TrainConfig.model_validate(job_table(world, **table))
-    crew = LocalCrew(config, world.tokens, parts or Parts(make_publisher=file_publisher))
-    prepare(crew)
-    script = Script(crew, deeds)
-    before = asyncio.all_tasks()
-    try:
-        result = await train_with(crew, script)
-    finally:
-        await crew.close()
-        assert asyncio.all_tasks() == before  # whoever started something has waited for it
-    return script, config, result
-
-
-def consumed_of(config: TrainConfig) -> dict[int, tuple[str, ...]]:
-    newest, _ = checkpoints.load_latest(config.output_dir / "checkpoints")
-    assert newest is not None
-    return dict(newest.consumed)
-
-
-def assert_applied_once(world: World, config: TrainConfig) -> None:
-    assert world.scheduler is not None
-    ids = [name for step in consumed_of(config).values() for name in step]
-    assert len(ids) == len(set(ids))
-    counts = world.scheduler.store.book.counts(config.job)
-    assert counts["consumed"] == len(ids)
-    assert counts["leased"] == 0
 
 
 @pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 
-from rose.errors import CapacityError, ConfigError, EngineError, NotFound, TrainError, Unauthorized
+from rose.errors import ConfigError, NotFound, TrainError, Unauthorized
 from rose.scheduler.fake_engine import Fault
 from rose.train.batch import samples_of
-from rose.train.client import SchedulerClient, error_of
+from rose.train.client import SchedulerClient
 from rose.train.env import FrozenLakeFamily, FrozenLakeParams, Observation
 from rose.train.mix import TaskMix
 from rose.train.plan import GroupPlan, GroupState, plan_groups, split_plans
@@ -318,6 +317,97 @@ async def test_a_reward_that_is_no_number_gives_its_group_up_and_is_never_report
         assert await client.list_trajectories(job=f"poor-{reward}", state="finished") == []
 
 
+async def test_what_the_scheduler_refuses_costs_its_episode_and_not_the_others(world: World) -> None:
+    class Undecodable(FrozenLakeFamily):
+        """Its first episode says something that is no UTF-8: the output of a tool, read as such output is read."""
+
+        num_made = 0
+
+        def make(self) -> Any:
+            self.num_made += 1
+            inner, is_odd = super().make(), self.num_made == 1
+
+            class Episode:
+                async def reset(self, task: Any) -> Observation:
+                    said = await inner.reset(task)
+                    text = os.fsdecode(b"\x80")
+                    return Observation(messages=({"role": "user", "content": text},)) if is_odd else said
+
+                async def step(self, text: str) -> Observation:
+                    return await inner.step(text)
+
+                async def close(self) -> None:
+                    await inner.close()
+
+            return Episode()
+
+    family = Undecodable(FrozenLakeParams())
+    async with client_of(world) as client:
+        report = await runner_of(world, client, family, job="undecodable").run([group(family, size=3)])
+        assert len(await client.list_trajectories(job="undecodable", state="cancelled")) == 1
+    assert (report.num_episodes, report.num_retries, report.failures) == (3, 1, ())
+    assert report.causes == {"refused": 1}
+
+
+async def test_an_info_that_is_too_large_gives_its_group_up_and_not_the_run(world: World) -> None:
+    class Verbose(FrozenLakeFamily):
+        def make(self) -> Any:
+            return self
+
+        async def reset(self, task: Any) -> Observation:
+            return Observation(done=True, reward=1.0, info={"log": "x" * 2**20})
+
+        async def close(self) -> None:
+            pass
+
+    family = Verbose(FrozenLakeParams())
+    async with client_of(world) as client:
+        report = await runner_of(world, client, family, job="verbose").run([group(family, size=1)])
+    assert report.causes == {"refused": 2}
+    assert "info" in report.failures[0][1]
+
+
+async def test_an_episode_that_takes_more_turns_than_the_scheduler_records_ends_there(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Long(FrozenLakeFamily):
+        def make(self) -> Any:
+            return Talker(1)
+
+    assert world.scheduler is not None
+    monkeypatch.setattr(world.scheduler.jobs, "max_turns", 3)
+    family = Long(FrozenLakeParams())
+    async with client_of(world) as client:
+        report = await runner_of(world, client, family, job="endless").run([group(family, size=1)])
+        leased = await client.lease(job="endless", num_groups=1, attempt=0, version=0, ttl_s=60, wait_s=0)
+    assert (report.num_episodes, report.causes) == (1, {})
+    assert leased is not None
+    assert [(len(one["turns"]), one["info"]["truncated"]) for one in leased[1]] == [(3, True)]
+
+
+async def test_pauses_before_new_tries_grow(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that an outage of seconds does not spend all tries of all episodes at once."""
+
+    class Away(FrozenLakeFamily):
+        def make(self) -> Any:
+            raise ConnectionError("no sandbox is free")
+
+    pauses: list[float] = []
+
+    async def sleep(pause_s: float) -> None:
+        pauses.append(pause_s)
+
+    family = Away(FrozenLakeParams())
+    async with client_of(world) as client:
+        runner = runner_of(world, client, family, job="pausing", max_retries=4, retry_pause_s=1.0)
+        monkeypatch.setattr("rose.train.rollout._sleep", sleep)
+        report = await runner.run([group(family, size=1)])
+    assert report.causes == {"environment": 5}
+    assert len(pauses) == 4
+    for pause_s, middle_s in zip(pauses, (1.0, 4.0, 16.0, 60.0), strict=True):
+        assert middle_s / 2 <= pause_s <= 1.5 * middle_s
+
+
 async def test_an_environment_that_hangs_is_given_up(world: World) -> None:
     class Hanging(FrozenLakeFamily):
         def make(self) -> Any:
@@ -479,34 +569,6 @@ async def test_a_turn_that_the_engines_failed_costs_its_episode_and_not_the_run(
     assert report.num_retries >= 1
 
 
-@asynccontextmanager
-async def answering(handle: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AsyncIterator[str]:
-    """The URL of a server that gives every GET to ``handle``: a scheduler that misbehaves as the real one cannot be made to."""
-    app = web.Application()
-    app.router.add_get("/{path:.*}", handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
-
-
-@pytest.mark.parametrize("status", [502, 503, 504])
-async def test_a_proxy_that_has_lost_the_scheduler_for_a_moment_is_asked_again(status: int) -> None:
-    answers = [web.Response(status=status, text="<html>bad gateway</html>", content_type="text/html")]
-    answers.append(web.json_response({"trajectories": [], "versions": {"j": "7.3"}}))
-
-    async def handle(request: web.Request) -> web.Response:
-        return answers.pop(0)
-
-    async with answering(handle) as url:
-        async with SchedulerClient(url, agent_token="x" * 20, retry_s=5.0) as client:
-            assert await client.latest_attempt("j") == 7
-        assert answers == []
-
-
 async def test_held_out_episodes_are_scored_and_left_to_no_trainer(world: World) -> None:
     family = FrozenLakeFamily(FrozenLakeParams(num_maps=2))
     tasks = family.held_out_tasks(3)
@@ -573,76 +635,6 @@ async def test_errors_of_the_scheduler_keep_their_names(world: World) -> None:
         assert "x" * 20 not in str(refused.value)
         with pytest.raises(TrainError, match="no trainer token"):
             await stranger.ack("b", step=0, attempt=0)
-
-
-async def test_a_scheduler_that_cannot_be_reached_is_named_after_the_retries() -> None:
-    async with SchedulerClient("http://127.0.0.1:9", agent_token="x" * 20, retry_s=0.0) as client:
-        with pytest.raises(CapacityError, match=r"http://127\.0\.0\.1:9 did not answer"):
-            await client.list_trajectories(job="j", state="running")
-
-
-async def test_an_answer_that_never_arrives_whole_is_given_up() -> None:
-    """Its headers do arrive, every time: that is no sign that the next try will do better."""
-    num_asked = 0
-
-    async def handle(request: web.Request) -> web.StreamResponse:
-        nonlocal num_asked
-        num_asked += 1
-        response = web.StreamResponse(headers={"Content-Length": "1000"})
-        await response.prepare(request)
-        await response.write(b'{"trajectories": [')
-        assert request.transport is not None
-        request.transport.abort()
-        return response
-
-    async with (
-        answering(handle) as url,
-        SchedulerClient(url, agent_token="a" * 16, retry_s=0.3) as client,
-    ):
-        with pytest.raises(CapacityError, match="did not answer"):
-            async with asyncio.timeout(10):
-                await client.list_trajectories(job="j", state="running")
-    assert num_asked > 1
-
-
-async def test_a_lost_lease_is_handed_back_before_it_is_asked_for_again() -> None:
-    """The answer was lost on the way: without the resume that batch would be locked until its lease ran out."""
-    calls: list[str] = []
-
-    async def handle(request: web.Request) -> web.Response:
-        calls.append(request.path)
-        if calls == ["/rose/v1/batches/lease"]:
-            assert request.transport is not None
-            request.transport.abort()
-        return web.json_response({"batch_id": "b", "trajectories": []})
-
-    app = web.Application()
-    app.router.add_post("/{path:.*}", handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        async with SchedulerClient(url, agent_token="a" * 16, trainer_token="t" * 16, retry_s=5.0) as client:
-            assert await client.lease(job="j", num_groups=1, attempt=1, version=0, ttl_s=60, wait_s=0) == (
-                "b",
-                [],
-            )
-    finally:
-        await runner.cleanup()
-    assert calls == ["/rose/v1/batches/lease", "/rose/v1/jobs/j/resume", "/rose/v1/batches/lease"]
-
-
-def test_http_errors_become_ours_with_field_and_retry() -> None:
-    busy = error_of(503, {"error": {"message": "full", "code": "no_capacity"}}, "7")
-    assert isinstance(busy, CapacityError)
-    assert busy.retry_after_s == 7.0
-    late = error_of(504, {"error": {"message": "late"}})
-    assert isinstance(late, CapacityError)
-    assert late.retry_after_s is None
-    assert isinstance(error_of(502, None), EngineError)
-    assert error_of(400, {"error": {"message": "bad", "param": "reward"}}).field == "reward"
 
 
 def test_answers_must_be_single_tokens_of_the_model(policy_model: Path, tmp_path: Path) -> None:

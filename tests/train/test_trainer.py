@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from rose.auth import Tokens
 from rose.errors import ConfigError, TrainError
 from rose.train import checkpoint as checkpoints
 from rose.train.batch import Sample, samples_of
 from rose.train.config import TrainConfig
 from rose.train.trainer import TorchTrainer, TrainerParams
-from rose.train.workers import torch_trainer
+from rose.train.workers import make_publisher, torch_trainer
 from tests.train.traces import random_batch
 
 
@@ -309,3 +310,34 @@ def test_a_jobs_settings_reach_its_trainer(policy_model: Path, setting: str, val
         found = getattr(found, name)
         expected = expected[name] if isinstance(expected, dict) and name in expected else expected
     assert found == expected
+
+
+@pytest.mark.parametrize("family", ["granite", "gemma2", "cohere"])
+def test_a_model_that_does_more_with_its_logits_is_refused(tmp_path: Path, family: str) -> None:
+    """The trainer applies the output layer itself: it would train another policy than the engines sample from."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model(
+        family, vocab_size=64, num_key_value_heads=2, head_dim=16, pad_token_id=0, **shape
+    )
+    if family == "granite":
+        config.logits_scaling = 8.0
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.mul_(20.0)  # logits of the size that a trained model has
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=rf"model: .*\({family}\) scales or caps its logits"):
+        TorchTrainer(tmp_path, TrainerParams())
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float32", 4)])
+def test_weights_are_published_as_the_trainer_computes_with_them(
+    policy_model: Path, tmp_path: Path, dtype: str, size: int
+) -> None:
+    job = {"model": policy_model, "weights": {"directory": tmp_path}, "trainer": {"policy_dtype": dtype}}
+    config = TrainConfig.model_validate(job)
+    module = TorchTrainer(policy_model, TrainerParams()).module
+    report = make_publisher(config, Tokens.generate(), module, 1).publish(0)
+    assert report.bytes_dense == size * sum(tensor.numel() for tensor in module.parameters())

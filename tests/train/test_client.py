@@ -1,0 +1,136 @@
+"""The training side's client, against servers that behave as no real scheduler can be made to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import web
+
+from rose.errors import CapacityError, EngineError
+from rose.train.client import SchedulerClient, error_of
+
+
+@asynccontextmanager
+async def answering(handle: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AsyncIterator[str]:
+    """The URL of a server that gives every request to ``handle``: a scheduler that misbehaves as the real one cannot be made to."""
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handle)
+    runner = web.AppRunner(app, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize("status", [502, 503, 504])
+async def test_a_proxy_that_has_lost_the_scheduler_for_a_moment_is_asked_again(status: int) -> None:
+    answers = [web.Response(status=status, text="<html>bad gateway</html>", content_type="text/html")]
+    answers.append(web.json_response({"trajectories": [], "versions": {"j": "7.3"}}))
+
+    async def handle(request: web.Request) -> web.Response:
+        return answers.pop(0)
+
+    async with answering(handle) as url:
+        async with SchedulerClient(url, agent_token="x" * 20, retry_s=5.0) as client:
+            assert await client.latest_attempt("j") == 7
+        assert answers == []
+
+
+async def test_a_scheduler_that_cannot_be_reached_is_named_after_the_retries() -> None:
+    async with SchedulerClient("http://127.0.0.1:9", agent_token="x" * 20, retry_s=0.0) as client:
+        with pytest.raises(CapacityError, match=r"http://127\.0\.0\.1:9 did not answer"):
+            await client.list_trajectories(job="j", state="running")
+
+
+async def test_an_answer_that_never_arrives_whole_is_given_up() -> None:
+    """Its headers do arrive, every time: that is no sign that the next try will do better."""
+    num_asked = 0
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        nonlocal num_asked
+        num_asked += 1
+        response = web.StreamResponse(headers={"Content-Length": "1000"})
+        await response.prepare(request)
+        await response.write(b'{"trajectories": [')
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+    async with (
+        answering(handle) as url,
+        SchedulerClient(url, agent_token="a" * 16, retry_s=0.3) as client,
+    ):
+        with pytest.raises(CapacityError, match="did not answer"):
+            async with asyncio.timeout(10):
+                await client.list_trajectories(job="j", state="running")
+    assert num_asked > 1
+
+
+async def test_a_turn_without_an_answer_has_run_out_of_time_and_the_scheduler_is_not_away() -> None:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(3600)  # its connection's end ends it
+        raise AssertionError
+
+    async with (
+        answering(handle) as url,
+        SchedulerClient(url, agent_token="a" * 16, retry_s=0.0, turn_timeout_s=0.2) as client,
+    ):
+        with pytest.raises(
+            CapacityError, match=r"scheduler\.turn_timeout_s: no answer within 0\.2 s"
+        ) as caught:
+            await client.chat("t", 0, model="m", messages=[], temperature=1.0, max_tokens=1)
+    assert caught.value.status == 504
+
+
+async def test_a_turn_that_finds_no_worker_waits_in_line_until_its_time_is_over() -> None:
+    num_asked = 0
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        nonlocal num_asked
+        num_asked += 1
+        error = {"error": {"message": "no worker could take the turn", "code": "no_capacity"}}
+        return web.json_response(error, status=503, headers={"Retry-After": "0"})
+
+    async with (
+        answering(handle) as url,
+        SchedulerClient(url, agent_token="a" * 16, retry_s=0.0, turn_timeout_s=0.5) as client,
+    ):
+        with pytest.raises(CapacityError, match="no answer within") as late:
+            await client.chat("t", 0, model="m", messages=[], temperature=1.0, max_tokens=1)
+    assert (late.value.status, num_asked > 1) == (504, True)
+
+
+async def test_a_lost_lease_is_handed_back_before_it_is_asked_for_again() -> None:
+    """The answer was lost on the way: without the resume that batch would be locked until its lease ran out."""
+    calls: list[str] = []
+
+    async def handle(request: web.Request) -> web.Response:
+        calls.append(request.path)
+        if calls == ["/rose/v1/batches/lease"]:
+            assert request.transport is not None
+            request.transport.abort()
+        return web.json_response({"batch_id": "b", "trajectories": []})
+
+    async with (
+        answering(handle) as url,
+        SchedulerClient(url, agent_token="a" * 16, trainer_token="t" * 16, retry_s=5.0) as client,
+    ):
+        leased = await client.lease(job="j", num_groups=1, attempt=1, version=0, ttl_s=60, wait_s=0)
+    assert leased == ("b", [])
+    assert calls == ["/rose/v1/batches/lease", "/rose/v1/jobs/j/resume", "/rose/v1/batches/lease"]
+
+
+def test_http_errors_become_ours_with_field_and_retry() -> None:
+    busy = error_of(503, {"error": {"message": "full", "code": "no_capacity"}}, "7")
+    assert isinstance(busy, CapacityError)
+    assert busy.retry_after_s == 7.0
+    late = error_of(504, {"error": {"message": "late"}})
+    assert isinstance(late, CapacityError)
+    assert late.retry_after_s is None
+    assert isinstance(error_of(502, None), EngineError)
+    assert error_of(400, {"error": {"message": "bad", "param": "reward"}}).field == "reward"

@@ -1,0 +1,156 @@
+"""What a run of weeks meets and must not end of, on the real scheduler and engines that run the policy, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rose.errors import TrainError
+from rose.train.config import TrainConfig
+from rose.train.trainer import TorchTrainer
+from rose.train.workers import Parts
+from tests.train.local_crew import LocalCrew
+from tests.train.local_run import SMALL, assert_applied_once, run
+from tests.train.ray_world import job_table
+from tests.train.world import World, file_publisher, running_world
+
+pytestmark = pytest.mark.timeout(300)
+
+FAILS_AT_ONCE = {"max_retries": 0}
+
+
+@pytest.fixture
+def world(tmp_path: Path, policy_model: Path) -> Iterator[World]:
+    with running_world(tmp_path, policy_model) as world:
+        yield world
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
+async def test_a_task_that_always_fails_is_begun_twice_at_most_and_costs_only_itself(
+    world: World, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    monkeypatch.setattr("rose.train.workers.LEASE_WAIT_S", 0.1)
+    crews: list[LocalCrew] = []
+    env = {"kind": "tests.train.ray_world:first_task_fails", **FAILS_AT_ONCE, "max_failed_groups": 6}
+    script, config, _ = await run(
+        world, {}, prepare=crews.append, num_steps=8, env=env, rollout={**SMALL, "mode": mode, "alpha": 2}
+    )
+    assert [record["step"] for record in script.records] == list(range(8))
+    failed = crews[0].given_up
+    assert len(failed) >= 2  # the task came round again, under other names
+    assert max(failed.values()) <= 2
+    assert sum(record["num_failed_groups"] for record in script.records) <= sum(failed.values())
+    assert_applied_once(world, config)
+
+
+async def test_held_out_episodes_that_fail_cost_their_evaluation_alone(world: World) -> None:
+    env = {"kind": "tests.train.ray_world:held_out_fails", **FAILS_AT_ONCE}
+    script, _, result = await run(
+        world, {}, num_steps=2, env=env, eval={"every_steps": 1, "at_end": True, "num_tasks": 2}
+    )
+    assert [("eval" in record, record["step"]) for record in script.records] == [(False, 0), (False, 1)]
+    assert all("its sandbox does not start" in record["eval_error"] for record in script.records)
+    assert (result.num_steps, result.num_restarts, result.success_held_out) == (2, 0, None)
+
+
+async def test_leases_that_run_out_before_the_acknowledgement_apply_nothing_twice(world: World) -> None:
+    scheduler = {"url": world.url, "retry_s": 20.0, "lease_ttl_s": 0.01}
+    trainer = {
+        "algorithm": "dapo",
+        "keep_checkpoints": 100,
+    }  # later leases of a step find out that earlier ones are over
+    script, config, result = await run(world, {}, num_steps=3, scheduler=scheduler, trainer=trainer)
+    assert max(record["num_leases"] for record in script.records) > 1
+    assert (result.num_steps, result.num_restarts) == (3, 0)
+    assert_applied_once(world, config)
+
+
+class SlowTrainer(TorchTrainer):
+    """Its first step waits to be let go on."""
+
+    may_go_on, has_begun = threading.Event(), threading.Event()
+
+    def step(self, *arguments: Any, **named: Any) -> Any:
+        type(self).has_begun.set()
+        assert type(self).may_go_on.wait(60)
+        return super().step(*arguments, **named)
+
+
+def slow_trainer(config: TrainConfig) -> SlowTrainer:
+    return SlowTrainer(config.model)
+
+
+async def test_a_step_that_its_driver_lost_touch_with_ends_before_the_next_begins(world: World) -> None:
+    config = TrainConfig.model_validate(job_table(world, rollout=SMALL, log={"tensorboard": False}))
+    crew = LocalCrew(config, world.tokens, Parts(make_trainer=slow_trainer, make_publisher=file_publisher))
+    SlowTrainer.may_go_on.clear()
+    SlowTrainer.has_begun.clear()
+    try:
+        await crew.ensure()
+        for _ in range(2):  # enough for two steps
+            await _play(crew, config)
+        lost = asyncio.create_task(crew.train())
+        await asyncio.to_thread(SlowTrainer.has_begun.wait, 60)
+        handed_back = asyncio.create_task(crew.ensure())
+        again = asyncio.create_task(crew.train())
+        for _ in range(100):  # neither may get anywhere
+            await asyncio.sleep(0)
+        assert not handed_back.done()
+        SlowTrainer.may_go_on.set()
+        await handed_back
+        records = [await lost, await again]
+        assert [record["step"] for record in records] == [0, 1]
+    finally:
+        SlowTrainer.may_go_on.set()
+        await crew.stop_episodes()
+        await crew.close()
+    assert_applied_once(world, config)
+
+
+async def _play(crew: LocalCrew, config: TrainConfig) -> None:
+    from rose.train.plan import plan_groups
+
+    num_ready = await crew.num_ready()
+    plans = plan_groups(
+        waiting=(),
+        mix=crew.mix,
+        step=0,
+        first_task=num_ready,
+        attempt=crew.attempt,
+        num_groups=config.rollout.num_groups,
+        group_size=config.rollout.group_size,
+        first_index=num_ready,
+    )
+    await crew.run([plans])
+
+
+async def test_a_trainer_that_comes_back_to_an_empty_folder_does_not_begin_anew(world: World) -> None:
+    """Restarted on a node that does not share the folder: three steps would be gone without a word."""
+
+    def prepare(crew: LocalCrew) -> None:
+        kill = crew.kill_trainer
+
+        def kill_and_wipe() -> None:
+            kill()
+            shutil.rmtree(crew.config.output_dir / "checkpoints")
+
+        crew.kill_trainer = kill_and_wipe  # type: ignore[method-assign]
+
+    with pytest.raises(TrainError, match=r"output_dir: .*no checkpoint, where 3 steps had been taken"):
+        await run(world, {2: "kill_trainer"}, prepare=prepare, num_steps=5)
+
+
+async def test_a_synchronous_refill_leaves_nothing_over_where_nothing_old_may_be_used(world: World) -> None:
+    rollout = {"num_groups": 3, "group_size": 4, "alpha": 0}
+    script, config, _ = await run(
+        world, {}, num_steps=4, rollout=rollout, trainer={"algorithm": "dapo", "keep_checkpoints": 100}
+    )
+    assert sum(record["num_leases"] for record in script.records) > 4  # there were refills
+    assert [record["lag_max"] for record in script.records] == [0] * 4
+    assert_applied_once(world, config)
