@@ -166,7 +166,10 @@ class ControlRoutes:
         ttl_s = fields.number("ttl_s", default=600.0, least=0.001, most=self._config.batches.max_ttl_s)
         wait_s = fields.number("wait_s", default=0.0, least=0, most=1e9)
         alpha, on_stale = _staleness(fields)
+        prompts = fields.text("prompts", default="whole")
         fields.done()
+        if prompts not in ("whole", "suffix"):
+            raise RequestError("is 'whole' or 'suffix'", field="prompts")
         deadline_s = self._dispatcher.now_s() + min(wait_s, self._config.timeouts.max_wait_s)
         while True:
             changed = self._group_ready
@@ -185,7 +188,9 @@ class ControlRoutes:
                 self._timeline.on_leased(
                     version[1] - old[1] for old in oldest if old is not None and old[0] == version[0]
                 )
-                return json_response({"batch_id": leased.batch_id, "trajectories": self._traces(leased)})
+                return json_response(
+                    {"batch_id": leased.batch_id, "trajectories": self._traces(leased, prompts)}
+                )
             left_s = deadline_s - self._dispatcher.now_s()
             if left_s <= 0 or self._dispatcher.draining:
                 return web.Response(status=204)
@@ -194,9 +199,10 @@ class ControlRoutes:
             except TimeoutError:
                 pass
 
-    def _traces(self, leased: sp.Leased) -> list[dict[str, Any]]:
+    def _traces(self, leased: sp.Leased, prompts: str) -> list[dict[str, Any]]:
         return [
-            self._store.trajectories[name].trace(*self._store.state(name)) for name in leased.trajectory_ids
+            self._store.trajectories[name].trace(*self._store.state(name), whole_prompts=prompts == "whole")
+            for name in leased.trajectory_ids
         ]
 
     async def ack(self, request: web.Request) -> web.Response:

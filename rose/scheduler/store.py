@@ -115,15 +115,33 @@ class Trajectory:
             position += count
         return spans
 
-    def trace_turn(self, record: TurnRecord) -> dict[str, Any]:
-        """A turn as the wire has it."""
-        prompt_ids = self.prompt_ids(record.turn)
+    def num_prompt_tokens(self, record: TurnRecord) -> int:
+        count = len(record.suffix_ids) // 4
+        while record.parent is not None:
+            record = self.turns[record.parent]
+            count += (len(record.suffix_ids) + len(record.token_ids)) // 4
+        return count
+
+    def trace_turn(self, record: TurnRecord, *, whole_prompts: bool = True) -> dict[str, Any]:
+        """A turn as the wire has it.
+
+        Args:
+            whole_prompts: Else only what its parent does not hold: of n turns the prompts together grow with n squared.
+        """
+        prompt: dict[str, Any]
+        if whole_prompts:
+            prompt = {"prompt_token_ids": self.prompt_ids(record.turn), "sampled": self.sampled(record.turn)}
+        else:
+            prompt = {
+                "suffix_token_ids": unpack_ids(record.suffix_ids),
+                "num_prompt_tokens": self.num_prompt_tokens(record),
+            }
         return {
             "turn": record.turn,
             "kind": record.kind,
             "parent": record.parent,
             "fork": record.fork,
-            "prompt_token_ids": prompt_ids,
+            **prompt,
             "token_ids": unpack_ids(record.token_ids),
             "logprobs": unpack_logprobs(record.logprobs),
             "finish_reason": record.finish_reason,
@@ -134,10 +152,9 @@ class Trajectory:
             "usage": record.usage,
             "timing": record.timing,
             "sampling": record.sampling,
-            "sampled": self.sampled(record.turn),
         }
 
-    def trace(self, state: str, reason: str = "") -> dict[str, Any]:
+    def trace(self, state: str, reason: str = "", *, whole_prompts: bool = True) -> dict[str, Any]:
         created, finish = self.created, self.finish
         return {
             "id": created.id,
@@ -154,7 +171,7 @@ class Trajectory:
             "reward": None if finish is None else finish.reward,
             "success": None if finish is None else finish.success,
             "info": None if finish is None else finish.info,
-            "turns": [self.trace_turn(record) for record in self.turns],
+            "turns": [self.trace_turn(record, whole_prompts=whole_prompts) for record in self.turns],
             "branches": [record.turn for record in self.turns if record.turn not in self.parents],
         }
 

@@ -96,12 +96,24 @@ def samples_of(trajectory: Mapping[str, Any], *, vocab_size: int, max_tokens: in
     if not isinstance(turns, list):
         raise TrainError(f"trajectory {trajectory_id} has no list of turns", field="turns")
     chains: list[_Chain] = []
+    ends: dict[int, list[int]] = {}
+    """By turn: its prompt, and what it sampled."""
     for index, turn in enumerate(turns):
         where = f"trajectories[{trajectory_id}].turns[{index}]"
         if not isinstance(turn, Mapping):
             raise TrainError("is not an object", field=where)
-        prompt = _ids(turn, "prompt_token_ids", vocab_size, max_tokens, where)
         sampled = _ids(turn, "token_ids", vocab_size, max_tokens, where)
+        if "suffix_token_ids" in turn:
+            prompt = _ids(turn, "suffix_token_ids", vocab_size, max_tokens, where)
+            parent = turn.get("parent")
+            if parent is not None:
+                if not isinstance(parent, int) or parent not in ends:
+                    raise TrainError(f"no turn {parent!r:.40} before it", field=f"{where}.parent")
+                prompt = ends[parent] + prompt
+        else:
+            prompt = _ids(turn, "prompt_token_ids", vocab_size, max_tokens, where)
+        if isinstance(number := turn.get("turn"), int):
+            ends[number] = prompt + sampled
         if not sampled:
             continue
         if not prompt:

@@ -42,8 +42,9 @@ from rose.errors import (
 from rose.policy.staleness import parse_version
 from rose.train.env import Message, Task
 
-MAX_ANSWER_BYTES = 256 * 1024 * 1024
-"""A leased batch of a thousand long trajectories stays below this; anything larger is a mistake."""
+MAX_ANSWER_BYTES = 2**26
+MAX_BATCH_BYTES = 2**30
+"""Of a leased batch: two thousand trajectories of 16,000 sampled tokens, of which each takes 27 bytes; anything larger is a mistake."""
 CALL_TIMEOUT_S = 60.0
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 2.0
 
@@ -224,6 +225,7 @@ class SchedulerClient:
             "version": [attempt, version],
             "ttl_s": ttl_s,
             "wait_s": wait_s,
+            "prompts": "suffix",
         }
         body |= _staleness(alpha, on_stale)
 
@@ -236,6 +238,7 @@ class SchedulerClient:
             self._trainer,
             body,
             timeout_s=CALL_TIMEOUT_S + wait_s,
+            max_bytes=MAX_BATCH_BYTES,
             before_retry=before_retry or hand_back,
         )
         if answer is None:
@@ -306,6 +309,7 @@ class SchedulerClient:
         timeout_s: float = CALL_TIMEOUT_S,
         before_retry: Callable[[], Awaitable[None]] | None = None,
         has_deadline: bool = False,
+        max_bytes: int = MAX_ANSWER_BYTES,
     ) -> Any:
         """One request with retries; the parsed answer, None for 204.
 
@@ -334,8 +338,8 @@ class SchedulerClient:
                     raw = bytearray()
                     async for piece in response.content.iter_any():
                         raw += piece
-                        if len(raw) > MAX_ANSWER_BYTES:
-                            raise EngineError(f"the answer exceeds {MAX_ANSWER_BYTES} bytes", field=path)
+                        if len(raw) > max_bytes:
+                            raise EngineError(f"the answer exceeds {max_bytes} bytes", field=path)
                     if response.status in _PROXY_STATUSES and not _is_ours(raw):
                         # Something between us and the scheduler, which may be restarting behind it.
                         raise aiohttp.ClientConnectionError(f"HTTP {response.status}")

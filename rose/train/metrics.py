@@ -40,7 +40,7 @@ def trajectory_metrics(trajectories: Sequence[Mapping[str, Any]], *, version: Ve
             # A turn of one token always ends at its limit.
             sampled = turn.get("token_ids") or ()
             num_cut += turn.get("finish_reason") == "length" and len(sampled) > 1
-            num_prompt_tokens += len(turn.get("prompt_token_ids") or ())
+            num_prompt_tokens += num_prompt(turn)
             segments = _tables(turn.get("segments"))
             num_resumed += len(segments) > 1
             for segment in segments:
@@ -111,15 +111,17 @@ def prefill_per_decode(trajectories: Sequence[Mapping[str, Any]]) -> float:
     num_new = 0
     for trajectory in trajectories:
         turns = _tables(trajectory.get("turns"))
-        ends = {
-            turn.get("turn"): len(turn.get("prompt_token_ids") or ()) + len(turn.get("token_ids") or ())
-            for turn in turns
-        }
+        ends = {turn.get("turn"): num_prompt(turn) + len(turn.get("token_ids") or ()) for turn in turns}
         for turn in turns:
             held = 0 if turn.get("parent") is None else ends.get(turn["parent"], 0)
-            num_new += max(0, len(turn.get("prompt_token_ids") or ()) - held)
+            num_new += max(0, num_prompt(turn) - held)
     sampled = sum(map(num_sampled, trajectories))
     return num_new / sampled if sampled else 0.0
+
+
+def num_prompt(turn: Mapping[str, Any]) -> int:
+    """Tokens of its prompt, which a leased turn holds as a number and without those that its parent holds."""
+    return _whole(turn.get("num_prompt_tokens")) or len(turn.get("prompt_token_ids") or ())
 
 
 def num_sampled(trajectory: Mapping[str, Any]) -> int:

@@ -288,7 +288,7 @@ class EpisodeRunner:
                 await self._pause(retry)
                 trajectory_id = ""
                 try:
-                    trajectory_id = await self._client.create_trajectory(
+                    trajectory_id = await self._create(
                         job=job,
                         group_id=group_id,
                         group_size=4096,
@@ -336,9 +336,26 @@ class EpisodeRunner:
         task.add_done_callback(self._episodes.discard)
         return task
 
+    async def _create(self, **what: Any) -> str:
+        """A new trajectory.  Where the caller is cancelled before it hears the name, it is let go all the same."""
+        creating = asyncio.create_task(self._client.create_trajectory(**what))
+        try:
+            return await asyncio.shield(creating)
+        except asyncio.CancelledError:
+
+            async def abandon() -> None:
+                await self._client.cancel(await creating)
+
+            with suppress(RoseError):
+                await self._leave(abandon())
+            raise
+
     async def _let_go(self, trajectory_id: str) -> None:
+        await self._leave(self._client.cancel(trajectory_id))
+
+    async def _leave(self, cancelling: Coroutine[Any, Any, None]) -> None:
         """Cancel a trajectory; goes on where its caller is cancelled meanwhile, even twice, and :meth:`stop` waits for it."""
-        task = asyncio.create_task(self._client.cancel(trajectory_id))
+        task = asyncio.create_task(cancelling)
         self._leaving.add(task)
         task.add_done_callback(self._left)
         await asyncio.shield(task)
@@ -365,7 +382,7 @@ class EpisodeRunner:
             trajectory_id = ""
             try:
                 await self._pause(retry)
-                trajectory_id = await self._client.create_trajectory(
+                trajectory_id = await self._create(
                     job=self._params.job,
                     group_id=plan.group_id,
                     group_size=plan.group_size,

@@ -53,6 +53,8 @@ LEASE_WAIT_S = 5.0
 
 PUBLISH_PAUSE_S = 1.0
 """Before a publish that failed is tried again."""
+RESUMED_STEPS = 4
+"""Whose ids a resume names.  One would do: a step is acknowledged before the next begins."""
 MAX_NAMED = 8
 """Trajectories of a step that are named in its metrics for being malformed."""
 
@@ -520,7 +522,8 @@ class TrainWorker:
         self._samples.clear()
 
     async def _resume(self) -> None:
-        consumed = [name for step in sorted(self._consumed) for name in self._consumed[step]]
+        newest = sorted(self._consumed)[-RESUMED_STEPS:]
+        consumed = [name for step in newest for name in self._consumed[step]]
         await self._client.resume(job=self._config.job, attempt=self._attempt, consumed=consumed)
 
     async def close(self) -> None:

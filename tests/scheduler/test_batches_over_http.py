@@ -37,6 +37,35 @@ async def test_a_group_goes_to_the_trainer_once(world: World) -> None:
     assert status["trajectories"] == {"consumed": 2}
 
 
+async def test_prompts_may_come_without_what_their_parents_hold(world: World) -> None:
+    await world.start()
+    await world.add("a")
+    name = await world.trajectory()
+    messages = [user("x")]
+    for _ in range(3):
+        answer = await world.chat(name, messages, max_tokens=4)
+        messages += [answer["choices"][0]["message"], user("y")]
+    await world.chat(name, [user("another beginning")], max_tokens=4)
+    await world.ok("POST", f"/rose/v1/trajectories/{name}/finish", {"reward": 1})
+    lease = {"job": "job", "num_groups": 1, "version": [1, 0], "ttl_s": 60, "prompts": "suffix"}
+    batch = await world.ok("POST", "/rose/v1/batches/lease", lease, role="trainer")
+    whole = (await world.ok("GET", f"/rose/v1/trajectories/{name}"))["turns"]
+    turns = batch["trajectories"][0]["turns"]
+    assert [turn["parent"] for turn in turns] == [None, 0, 1, None]
+    for turn, expected in zip(turns, whole, strict=True):
+        before = [] if turn["parent"] is None else whole[turn["parent"]]
+        held = before["prompt_token_ids"] + before["token_ids"] if before else []
+        assert held + turn["suffix_token_ids"] == expected["prompt_token_ids"]
+        assert turn["num_prompt_tokens"] == len(expected["prompt_token_ids"])
+        same = turn.keys() - {"suffix_token_ids", "num_prompt_tokens"}
+        assert {key: turn[key] for key in same} == {key: expected[key] for key in same}
+        assert expected.keys() - same == {"prompt_token_ids", "sampled"}
+    status, refused = await world.call(
+        "POST", "/rose/v1/batches/lease", lease | {"prompts": "no"}, role="trainer"
+    )
+    assert (status, refused["error"]["param"]) == (400, "prompts")
+
+
 async def test_a_lease_waits_for_a_group(world: World) -> None:
     await world.start()
     await world.add("a")

@@ -68,7 +68,7 @@ async def record(
             await EpisodeRunner(client, family, params, allowed).run(plans)
             leased = await client.lease(job="j", num_groups=GROUPS, attempt=1, version=0, ttl_s=60, wait_s=5)
             assert leased is not None
-            return leased[1]
+            return [await client.get_trajectory(one["id"]) for one in leased[1]]
     finally:
         await scheduler.stop()
 

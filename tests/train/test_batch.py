@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 
 from rose.errors import TrainError
 from rose.train.batch import MIN_PART_SEQUENCES, make_minibatch, samples_of, split_by_length
+from rose.train.metrics import trajectory_metrics
 from tests.train.traces import trajectory, turn
 
 LIMITS: dict[str, Any] = {"vocab_size": 320, "max_tokens": 64}
@@ -44,6 +46,47 @@ def test_a_branch_from_the_middle_does_not_train_the_shared_part_again() -> None
 
     trained = [[sample.token_ids[position] for position in sample.positions] for sample in samples]
     assert trained == [[1, 2], [3]]
+
+
+def without_what_parents_hold(whole: dict[str, Any], parents: list[int | None]) -> dict[str, Any]:
+    """As a batch is leased."""
+    turns: list[dict[str, Any]] = []
+    for number, (one, parent) in enumerate(zip(whole["turns"], parents, strict=True)):
+        prompt = one["prompt_token_ids"]
+        held = 0
+        if parent is not None:
+            before = whole["turns"][parent]
+            held = len(before["prompt_token_ids"]) + len(before["token_ids"])
+        rest = {name: value for name, value in one.items() if name != "prompt_token_ids"}
+        suffix = {"suffix_token_ids": prompt[held:], "num_prompt_tokens": len(prompt)}
+        turns.append({**rest, **suffix, "turn": number, "parent": parent})
+    return whole | {"turns": turns}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_prompts_without_what_their_parents_hold_make_the_same_sequences(seed: int) -> None:
+    rng = random.Random(seed)
+    turns: list[dict[str, Any]] = []
+    parents: list[int | None] = []
+    for number in range(rng.randint(1, 6)):
+        parent = rng.choice([None, *range(number)])
+        before = [] if parent is None else turns[parent]["prompt_token_ids"] + turns[parent]["token_ids"]
+        suffix = [rng.randrange(300) for _ in range(rng.randint(0 if before else 1, 3))]
+        sampled = [rng.randrange(300) for _ in range(rng.randint(0, 2))]
+        turns.append(turn(before + suffix, sampled, turn=number, parent=parent))
+        parents.append(parent)
+    whole = trajectory(turns)
+    leased = without_what_parents_hold(whole, parents)
+    assert samples_of(leased, **LIMITS) == samples_of(whole, **LIMITS)
+    assert trajectory_metrics([leased], version=(1, 0)) == trajectory_metrics([whole], version=(1, 0))
+
+
+@pytest.mark.parametrize("parent", [1, 7, -1, "0", [0]])
+def test_a_turn_whose_parent_is_none_before_it_is_refused(parent: Any) -> None:
+    leased = without_what_parents_hold(trajectory([turn([10], [1]), turn([10, 1, 11], [2])]), [None, 0])
+    leased["turns"][1]["parent"] = parent
+    with pytest.raises(TrainError, match=r"turns\[1\]\.parent: no turn .* before it"):
+        samples_of(leased, **LIMITS)
 
 
 def test_minibatch_points_every_target_at_the_position_before_it() -> None:

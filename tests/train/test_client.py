@@ -125,6 +125,20 @@ async def test_a_lost_lease_is_handed_back_before_it_is_asked_for_again() -> Non
     assert calls == ["/rose/v1/batches/lease", "/rose/v1/jobs/j/resume", "/rose/v1/batches/lease"]
 
 
+async def test_a_batch_beyond_all_bounds_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rose.train.client.MAX_BATCH_BYTES", 1000)
+
+    async def handle(request: web.Request) -> web.Response:
+        return web.json_response({"batch_id": "b", "trajectories": [{"id": "x" * 1000}]})
+
+    async with (
+        answering(handle) as url,
+        SchedulerClient(url, agent_token="a" * 16, trainer_token="t" * 16, retry_s=0.0) as client,
+    ):
+        with pytest.raises(EngineError, match="the answer exceeds 1000 bytes"):
+            await client.lease(job="j", num_groups=1, attempt=1, version=0, ttl_s=60, wait_s=0)
+
+
 def test_http_errors_become_ours_with_field_and_retry() -> None:
     busy = error_of(503, {"error": {"message": "full", "code": "no_capacity"}}, "7")
     assert isinstance(busy, CapacityError)
