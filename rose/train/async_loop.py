@@ -154,7 +154,7 @@ class Pump:
                 self._causes += Counter(report.causes)
                 for name, why in report.failures:
                     self._num_failed += 1
-                    self._crew.given_up[name] += 1
+                    self._crew.gave_up(name)
                     if self._crew.may_begin_again(name):
                         self._lost.append(plan)
                     if self._num_failed > self._config.env.max_failed_groups:

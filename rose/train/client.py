@@ -42,7 +42,7 @@ from rose.errors import (
 from rose.policy.staleness import parse_version
 from rose.train.env import Message, Task
 
-MAX_ANSWER_BYTES = 2**26
+MAX_ANSWER_BYTES = 2**28
 MAX_BATCH_BYTES = 2**30
 """Of a leased batch: two thousand trajectories of 16,000 sampled tokens, of which each takes 27 bytes; anything larger is a mistake."""
 CALL_TIMEOUT_S = 60.0
@@ -359,11 +359,11 @@ class SchedulerClient:
                     raise
                 delay_s = max(delay_s, min(error.retry_after_s, MAX_DELAY_S))
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                now_s = time.monotonic()
-                if (
-                    has_deadline and type(error) is TimeoutError
-                ):  # aiohttp names those of connecting otherwise
+                # aiohttp has names of its own for what takes too long in connecting.
+                ran_out = type(error) is TimeoutError
+                if has_deadline and ran_out:
                     raise _late(timeout_s) from error
+                now_s = time.monotonic()
                 # Counted from the first failure: a connection may break after minutes of waiting.
                 unreachable_since_s = now_s if unreachable_since_s is None else unreachable_since_s
                 if now_s - unreachable_since_s >= self._retry_s:

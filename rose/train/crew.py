@@ -34,6 +34,8 @@ STOP_TIMEOUT_S = 15.0
 
 MAX_GIVEN_UP = 2
 """Times that a group is begun whose episodes fail: what it has finished is worth another try, but not one after the other."""
+MAX_REMEMBERED = 10_000
+"""Groups that are known to have failed."""
 
 
 class ActorDied(Exception):
@@ -50,7 +52,7 @@ class Crew:
     Attributes:
         step: The next to take.
         num_deaths_in_a_row: Without a finished step between them.
-        given_up: How often the group's episodes have failed.
+        given_up: How often each group's episodes have failed, the newest groups last.
         last_death: Why the last step was broken off; :meth:`ensure` finds out whose death it was.
     """
 
@@ -74,7 +76,6 @@ class Crew:
         self.num_deaths_in_a_row = 0
         self.last_death: str | None = None
         self.given_up: Counter[str] = Counter()
-        """By group."""
         self._tokens = tokens
         self._parts = parts
         self._managers: list[Any] = [None] * config.env.num_managers
@@ -85,6 +86,12 @@ class Crew:
     @property
     def num_managers(self) -> int:
         return len(self._managers)
+
+    def gave_up(self, group_id: str) -> None:
+        """A group's episodes kept failing."""
+        self.given_up[group_id] += 1
+        if len(self.given_up) > MAX_REMEMBERED:
+            del self.given_up[next(iter(self.given_up))]
 
     def may_begin_again(self, group_id: str) -> bool:
         """Whether a group that was begun before is worth it."""

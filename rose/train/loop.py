@@ -205,7 +205,8 @@ async def _synchronous_step(config: TrainConfig, crew: Crew) -> dict[str, Any]:
             num_retries += report.num_retries
             causes += Counter(report.causes)
             num_failed += len(report.failures)
-            crew.given_up.update(name for name, _ in report.failures)
+            for name, _ in report.failures:
+                crew.gave_up(name)
             last_failure = report.failures[-1][1] if report.failures else last_failure
         if num_failed > config.env.max_failed_groups:
             raise TrainError(f"{num_failed} groups failed in one step, the last: {last_failure}", field="env")

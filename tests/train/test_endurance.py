@@ -49,6 +49,14 @@ async def test_a_task_that_always_fails_is_begun_twice_at_most_and_costs_only_it
     assert_applied_once(world, config)
 
 
+def test_failed_groups_of_long_ago_are_forgotten(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rose.train.crew.MAX_REMEMBERED", 2)
+    crew = LocalCrew(TrainConfig.model_validate(job_table(world)), world.tokens, None)
+    for name in ("a", "a", "b", "c"):
+        crew.gave_up(name)
+    assert dict(crew.given_up) == {"b": 1, "c": 1}
+
+
 async def test_held_out_episodes_that_fail_cost_their_evaluation_alone(world: World) -> None:
     env = {"kind": "tests.train.ray_world:held_out_fails", **FAILS_AT_ONCE}
     script, _, result = await run(
