@@ -5,6 +5,8 @@
     python benchmarks/learning.py --json FILE --steps 2 --seeds 1 # to see that it runs
     python benchmarks/learning.py --json FILE --tasks frozenlake --fleets dedicated,uncut,harvested --evaluate-every 4
                                                                   # is it cuts or a second engine that makes a difference?
+    python benchmarks/learning.py --json FILE --tasks frozenlake --set trainer.decay=linear
+                                                                  # another job, in a file of its own
 
 Each pair of runs has one seed, and so one start, one set of tasks and one job; one run has a dedicated engine alone, the other a
 harvested one beside it, whose requests are cut every second.  FrozenLake begins with random weights, the arithmetic task with a
@@ -21,6 +23,7 @@ Keys, by task: mean success of the first step, and of the last five, of both fle
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import statistics
 import sys
@@ -35,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.report import Report, mean_interval, write
 from benchmarks.training import curves, small_runs
 from benchmarks.training.warm_start import WarmStart, warm_start
+from rose.config import apply_override
 from rose.demo.models import POLICY, ensure_model
 from rose.train.config import JobTask, TrainConfig
 from rose.train.workers import family_of
@@ -87,6 +91,9 @@ def main() -> None:
     parser.add_argument(
         "--evaluate-every", type=int, help="steps; held-out tasks are else played at the end alone"
     )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="of the job, as rose train"
+    )
     args = parser.parse_args()
     names, fleets = args.tasks.split(","), args.fleets.split(",")
     for option, given, known in (("--tasks", names, JOBS), ("--fleets", fleets, FLEETS)):
@@ -102,6 +109,9 @@ def main() -> None:
                 job = JOBS[task] | ({} if args.steps is None else {"num_steps": args.steps})
                 if args.evaluate_every is not None:
                     job |= {"eval": {**job["eval"], "every_steps": args.evaluate_every}}
+                job = copy.deepcopy(job)
+                for override in args.set:
+                    apply_override(job, override)
                 for fleet in fleets:
                     if find(runs, task, fleet, seed, job) is not None:
                         continue

@@ -45,7 +45,7 @@ def load_config(cls: type[S], path: Path | str | None = None, overrides: Iterabl
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{path} is not TOML: {error}", field="config") from error
     for override in overrides:
-        _apply_override(table, override)
+        apply_override(table, override)
     return validate(cls, table)
 
 
@@ -70,7 +70,12 @@ def validate(cls: type[S], table: Mapping[str, Any]) -> S:
         raise ConfigError(f"{first['msg'].lower()}, got {given}", field=name) from None
 
 
-def _apply_override(table: dict[str, Any], override: str) -> None:
+def apply_override(table: dict[str, Any], override: str) -> None:
+    """Set ``key.path=toml-value`` in ``table``, in place.
+
+    Raises:
+        ConfigError: It is not of that form, or the path leads through a value.
+    """
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
