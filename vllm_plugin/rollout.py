@@ -332,11 +332,13 @@ class RolloutSide:
                 self._round(rung)
             except LedgerError as error:
                 self._allow(0, f"shared files: {error}")
+                self._call_when_idle()  # with the gate closed nothing else would give back what is held
             except Exception as error:  # dead-man, see the module docstring
                 if self._trouble != repr(error):  # one traceback, not ten a second
                     self._trouble = repr(error)
                     logger.exception("ROSE rollout side")
                 self._allow(0, "internal error, see the log")
+                self._call_when_idle()
                 time.sleep(HEARTBEAT_S)
             rung = self._bell.wait(HEARTBEAT_S)
 
@@ -362,7 +364,7 @@ class RolloutSide:
             self._mapped.append(chunk)
 
         self._step_log.flush()
-        pages, reason = self._allowed_pages()
+        pages, reason = self._permitted_pages()
         allowed = min(pages // chunk_pages, self.plan.num_chunks)
         # Chunks on their way in that are no longer allowed go straight out again.
         while self._growing and len(self._held) + len(self._growing) > allowed:
@@ -374,7 +376,7 @@ class RolloutSide:
         # Reserve first, read serving's number second: serving keeps its reservation, we step back.
         self._publish_lease(max(0, grow))
         if grow > 0:
-            pages, _ = self._allowed_pages()
+            pages, _ = self._permitted_pages()
             grow = min(
                 grow, pages // chunk_pages - len(self._held) - len(self._growing) - len(self._releasing)
             )
@@ -416,6 +418,13 @@ class RolloutSide:
             if writer.mend() and writer.path not in self._mended:
                 self._mended.add(writer.path)
                 logger.warning("ROSE: %s was written by another process, or cut off; mended", writer.path)
+
+    def _permitted_pages(self) -> tuple[int, str]:
+        """None where another's file cannot be read; the round goes on, for what is held must go back."""
+        try:
+            return self._allowed_pages()
+        except LedgerError as error:
+            return 0, f"shared files: {error}"
 
     def _allowed_pages(self) -> tuple[int, str]:
         """What this engine may hold by what the shared files say now."""

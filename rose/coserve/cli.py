@@ -20,9 +20,12 @@ from rose.config import load_config
 from rose.coserve.config import NodeConfig
 from rose.coserve.control import ControlClient
 from rose.errors import ConfigError, EngineError
+from rose.open_files import raise_limit
 from rose.units import PAGE_BYTES, format_bytes, format_s
 
 ENV_DIR = "ROSE_DIR"
+OPEN_FILES = 16_384
+"""A version of a large model is thousands of objects, all of them mapped while it is staged."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -48,6 +51,7 @@ def run(
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     settings = load_config(NodeConfig, config, overrides or [])
+    raise_limit(OPEN_FILES)
     asyncio.run(_run(NodeAgent, settings))
 
 

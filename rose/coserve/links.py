@@ -179,17 +179,31 @@ class WeightLoop:
         failures = 0
         while True:
             try:
-                newest = await asyncio.to_thread(self._source.poll, self._poll_s())
-                if newest is not None:
-                    self.newest = newest
-                if await self._catch_up():
+                unpolled = await self._poll()
+                if await self._catch_up():  # also without the relay: what the node holds is good
                     self.num_commits += 1
+                if unpolled is not None:
+                    raise unpolled
                 failures = 0
                 self._note("")
-            except RoseError as error:
+            except (
+                Exception
+            ) as error:  # a link never ends the node: a full disk, say, or no more file descriptors
+                if not isinstance(error, RoseError):
+                    logger.exception("weights")
                 failures += 1
-                self._note(str(error))
+                self._note(str(error) or type(error).__name__)
                 await asyncio.sleep(_BACK_OFF_S[min(failures, len(_BACK_OFF_S)) - 1])
+
+    async def _poll(self) -> Exception | None:
+        """Look for news; why that was not possible."""
+        try:
+            newest = await asyncio.to_thread(self._source.poll, self._poll_s())
+        except Exception as error:  # noqa: BLE001 - raised later, by our caller
+            return error
+        if newest is not None:
+            self.newest = newest
+        return None
 
     def _poll_s(self) -> float:
         # An engine that is starting may become ready during a long poll, and must not wait for its end.

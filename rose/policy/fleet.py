@@ -315,6 +315,11 @@ class Fleet:
             worker.rests_until_s = at_s + rest_s
             self.table.sync(worker)
 
+    def unreachable(self, worker: Worker, at_s: float) -> None:
+        """It takes no connections.  Its node may well go on saying that all is well."""
+        worker.failures_in_a_row = max(worker.failures_in_a_row, self.params.rest_after_failures - 1)
+        self.failed(worker, at_s)
+
     def answered(self, worker: Worker) -> None:
         """A request came to its end, or as far as production let it."""
         if worker.failures_in_a_row:

@@ -369,7 +369,12 @@ class SampleBook:
         job = event.job
         waiting = list(self.ready.get(job, ()))
         if params.order == "submitted":
-            unready = [group.number for group in self.groups.values() if group.job == job and not group.ready]
+            # One that nobody plays any more would hold up all that came after it.
+            unready = [
+                group.number
+                for group in self.groups.values()
+                if group.job == job and self._is_played(group, event.at_s)
+            ]
             first = min(unready, default=self._num_groups + 1)
             numbers = {group_id: self.groups[(job, group_id)].number for group_id in waiting}
             waiting = sorted((name for name in waiting if numbers[name] < first), key=numbers.__getitem__)

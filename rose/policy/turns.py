@@ -463,6 +463,8 @@ class TurnBook:
     def _lost(self, event: WorkerLost) -> list[Action]:
         actions: list[Action] = []
         for item in self.fleet.lost(event.worker_id, event.incarnation, event.reason):
+            if not event.forget:
+                self.fleet.unreachable(self.fleet.workers[item.worker_id], event.at_s)
             actions.extend(self._evacuate(item.worker_id, item.reason, event.at_s))
         if event.forget:
             self.fleet.forget(event.worker_id)

@@ -381,6 +381,9 @@ class Scheduler:
                     self.guard.sweep(self._runner.server.connections)
             except RoseError as error:
                 log.error("tick: %s", error)
+            except Exception:
+                # Deadlines, leases and liveness hang on the next one.
+                log.exception("tick")
 
     async def _probe(self, settings: StaticWorker) -> None:
         """Stand in for the node agent of a plain ``vllm serve``: probe it, and report what is seen."""

@@ -18,6 +18,7 @@ import uvloop
 from rose.auth import Tokens
 from rose.config import load_config
 from rose.errors import RoseError
+from rose.open_files import raise_limit
 from rose.scheduler.app import Scheduler
 from rose.scheduler.config import SchedulerConfig
 
@@ -93,6 +94,7 @@ def serve(
     try:
         settings = load_config(SchedulerConfig, config, overrides)
         tokens = Tokens.load(token_file)
+        raise_limit(settings.limits.max_connections)
         uvloop.run(_serve(settings, tokens, journal))
     except RoseError as error:
         typer.echo(f"rose-scheduler: {error}", err=True)

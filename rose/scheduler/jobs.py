@@ -115,6 +115,12 @@ class Job:
         if self.num_attached == 0:
             for handle in self.handles:
                 self._dispatcher.detach(handle)
+        self.drop_ended()
+
+    def drop_ended(self) -> None:
+        """Ended, and nobody is left to hear how: an error's traceback refers to us, and would keep all that the turns held."""
+        if self.num_attached == 0 and self.task is not None and self.task.done():
+            self.task = None
 
     async def wait(self) -> bytes:
         """The answer, on behalf of one attached client.
@@ -242,11 +248,13 @@ class Jobs:
                 del self._by_key[key]
         job.let_go()
         if task.cancelled():
+            job.drop_ended()
             return
         if task.exception() is not None:
             log.debug("a job ended with %s", type(task.exception()).__name__)
         elif job.wish.idempotency_key:
             self._keep(job.keys[0], job.wish.digest, task.result())
+        job.drop_ended()
 
     def _keep(self, key: str, digest: str, answer: bytes) -> None:
         self._answers[key] = (digest, answer)

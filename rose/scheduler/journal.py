@@ -125,6 +125,12 @@ class AckedRecord(msgspec.Struct, tag="acked", frozen=True, gc=False):
     batches: list[tuple[str, int, int]]
 
 
+class ExpiredRecord(msgspec.Struct, tag="expired", frozen=True, gc=False):
+    """Batches whose time ran out before a compaction, ``(batch_id, job, group_ids, ttl_s)``: they may still be acknowledged."""
+
+    batches: list[tuple[str, str, list[str], float]]
+
+
 class ResumeRecord(msgspec.Struct, tag="resume", frozen=True, gc=False):
     job: str
     attempt: int
@@ -146,6 +152,7 @@ Record = (
     | ExpireRecord
     | AckRecord
     | AckedRecord
+    | ExpiredRecord
     | ResumeRecord
     | VersionRecord
 )
@@ -313,9 +320,13 @@ class Journal:
                 await self._flush(file)  # nearly all of it, while others may still commit
                 ended = self._syncing = asyncio.create_task(self._end_compaction(file, self._syncing))
                 error = await asyncio.shield(ended)
+        except OSError:
+            self.path.with_suffix(".new").unlink(missing_ok=True)  # a full disk needs the room for what comes
+            raise
         finally:
             self._tail = None
         if error is not None:
+            self.path.with_suffix(".new").unlink(missing_ok=True)
             raise error
 
     async def _end_compaction(self, file: BinaryIO, syncing: asyncio.Task[Any] | None) -> OSError | None:

@@ -332,9 +332,12 @@ def continuation(trajectory: Trajectory, token_ids: Sequence[int]) -> tuple[int 
     """The turn whose prompt and output ``token_ids`` extends furthest, and how many ids that is."""
     best: tuple[int | None, int] = (None, 0)
     for record in reversed(trajectory.turns):
-        full = trajectory.full_ids(record.turn)
-        if best[1] < len(full) <= len(token_ids) and list(token_ids[: len(full)]) == full:
-            best = (record.turn, len(full))
+        length = trajectory.lengths[record.turn]
+        # The newest turn is nearly always the one: no other is unpacked then.
+        if best[1] < length <= len(token_ids) and list(token_ids[:length]) == trajectory.full_ids(
+            record.turn
+        ):
+            best = (record.turn, length)
     return best
 
 

@@ -32,6 +32,7 @@ from rose.scheduler.journal import (
     AckRecord,
     CancelRecord,
     CreateRecord,
+    ExpiredRecord,
     ExpireRecord,
     FinishRecord,
     Journal,
@@ -51,6 +52,7 @@ class Trajectory:
     __slots__ = (
         "created",
         "finish",
+        "lengths",
         "newest",
         "num_tokens",
         "oldest",
@@ -63,6 +65,8 @@ class Trajectory:
     def __init__(self, created: CreateRecord) -> None:
         self.created = created
         self.turns: list[TurnRecord] = []
+        self.lengths: list[int] = []
+        """Of each turn's prompt and output together, in tokens."""
         self.tips: dict[bytes, int] = {}
         """Message list that ends with our answer -> the turn that answered."""
         self.finish: FinishRecord | None = None
@@ -79,6 +83,8 @@ class Trajectory:
         return self.created.id
 
     def add(self, record: TurnRecord) -> None:
+        held = 0 if record.parent is None else self.lengths[record.parent]
+        self.lengths.append(held + (len(record.suffix_ids) + len(record.token_ids)) // 4)
         self.turns.append(record)
         self.num_tokens += len(record.token_ids) // 4
         if record.tip:
@@ -116,11 +122,7 @@ class Trajectory:
         return spans
 
     def num_prompt_tokens(self, record: TurnRecord) -> int:
-        count = len(record.suffix_ids) // 4
-        while record.parent is not None:
-            record = self.turns[record.parent]
-            count += (len(record.suffix_ids) + len(record.token_ids)) // 4
-        return count
+        return self.lengths[record.turn] - len(record.token_ids) // 4
 
     def trace_turn(self, record: TurnRecord, *, whole_prompts: bool = True) -> dict[str, Any]:
         """A turn as the wire has it.
@@ -549,6 +551,16 @@ class Store:
                 for batch_id, step, attempt in record.batches:
                     self.book.acked[batch_id] = (step, attempt)
                 return []
+            case ExpiredRecord():
+                for batch_id, job, group_ids, ttl_s in record.batches:
+                    self.book.expired[batch_id] = sp.Batch(
+                        batch_id=batch_id,
+                        job=job,
+                        group_ids=tuple(group_ids),
+                        expires_at_s=time.monotonic(),
+                        ttl_s=ttl_s,
+                    )
+                return []
             case VersionRecord():
                 self.versions[record.job] = (record.attempt, record.version)
                 return []
@@ -612,6 +624,14 @@ class Store:
                 ttl_s=batch.ttl_s,
             )
             for batch in self.book.batches.values()
+        )
+        found.append(
+            ExpiredRecord(
+                batches=[
+                    (batch.batch_id, batch.job, list(batch.group_ids), batch.ttl_s)
+                    for batch in self.book.expired.values()
+                ]
+            )
         )
         return found
 

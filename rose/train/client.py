@@ -147,7 +147,6 @@ class SchedulerClient:
             "messages": list(messages),
             "temperature": temperature,
             "max_tokens": max_tokens,
-            "logprobs": True,
         }
         if allowed_token_ids is not None:
             body["allowed_token_ids"] = list(allowed_token_ids)

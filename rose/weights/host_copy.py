@@ -105,12 +105,14 @@ class HostCopy:
         total = len(header) + sum(spec.nbytes for spec in ordered)
         temporary = self.directory / ".weights.tmp"
         try:
+            # First: of no use any more, and the directory need not hold three models.
+            self.begin()
+            self._unmap()
+            self.path.unlink(missing_ok=True)
             with temporary.open("wb") as file:
                 # Reserved, not sparse: a full disk must fail here, not as SIGBUS in a later write to the mapping.
                 os.posix_fallocate(file.fileno(), 0, total)
                 file.write(header)
-            self.begin()
-            self._unmap()
             os.replace(temporary, self.path)
         except OSError as error:
             raise CapacityError(

@@ -121,6 +121,8 @@ class WeightSubscriber:
         self._told: WeightVersion | None = None
         self._failed: Manifest | None = None  # the step that did not work
         self._given_up: WeightVersion | None = None  # the version whose anchor did not help
+        self._handed_out: list[Path] = []
+        """Update files, the newest last."""
         self._leased: WeightVersion | None = None
         self._leased_at_s = 0.0
 
@@ -268,8 +270,11 @@ class WeightSubscriber:
             if isinstance(error, SectionCorrupt) and _contains(whole, self._failed):
                 raise  # the damaged piece is needed either way
             _log.warning("%s; taking the anchor %s instead", error, whole[0].identity)
-            self._given_up = newest.identity  # a full copy is pulled once per version, not at every poll
-            self._follow(whole)
+            try:
+                self._follow(whole)
+            except (SectionCorrupt, WrongBase):
+                self._given_up = newest.identity  # a full copy is pulled once per version, not at every poll
+                raise
         self._given_up = None
 
     def _route(self, held: WeightVersion | None, newest: Manifest) -> list[Manifest]:
@@ -525,10 +530,15 @@ class WeightSubscriber:
 
     def _trim_updates(self, newest: Path) -> None:
         """Drop old update files; an engine that has one open keeps reading it."""
-        os.utime(newest)
-        files = sorted(self._updates.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        # In memory, not as the file's time: an engine that is asked again tells by that that it is the same file.
+        self._handed_out = [path for path in self._handed_out if path != newest] + [newest]
+        order = {path: number for number, path in enumerate(self._handed_out)}
+        files = sorted(
+            self._updates.iterdir(), key=lambda path: (order.get(path, -1), path.stat().st_mtime_ns)
+        )
         for path in files[:-_KEPT_UPDATES]:
             path.unlink(missing_ok=True)
+        self._handed_out = self._handed_out[-_KEPT_UPDATES:]
 
 
 def _contains(steps: list[Manifest], wanted: Manifest | None) -> bool:

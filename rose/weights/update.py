@@ -22,6 +22,7 @@ Callers: ``rose.weights.subscriber`` writes; the plugin's weight updater reads.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -146,7 +147,10 @@ def write_update(path: Path | str, update: Update) -> int:
     )
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        save_file(arrays, temporary, metadata={"rose": msgspec.json.encode(header).decode()})
+        try:
+            save_file(arrays, temporary, metadata={"rose": msgspec.json.encode(header).decode()})
+        except SafetensorError as error:  # how the library says that the disk is full
+            raise OSError(errno.EIO, str(error)) from error
         descriptor = os.open(temporary, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -210,12 +210,15 @@ class Source:
         self.published: queue.Queue[WeightVersion] = queue.Queue()
         self.fetched: list[tuple[str, str | None]] = []
         self.failures: list[Exception] = []
+        self.away: Exception | None = None
         self.claimed_base: str | None = None
         self.outside = False
         self.fault = ""
         self.closed = False
 
     def poll(self, timeout_s: float) -> WeightVersion | None:
+        if self.away is not None:
+            raise self.away
         try:
             return self.published.get(timeout=timeout_s)
         except queue.Empty:
@@ -274,6 +277,27 @@ async def test_a_restarted_engine_is_brought_to_the_newest_version_again(device:
     await until(lambda: agent.engine.version is None)
     await until(lambda: agent.engine.version == "1.1")
     assert source.fetched == [("1.1", "0.0"), ("1.1", "0.0")]
+
+
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), SectionCorrupt("checksum")])
+async def test_without_news_a_restarted_engine_gets_what_the_node_holds_and_the_node_goes_on(
+    device: Device, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr("rose.coserve.links._BACK_OFF_S", (0.05,))
+    agent, source = updated(device)
+    source.claimed_base = "0.0"
+    source.published.put(WeightVersion(1, 1))
+    await until(lambda: agent.engine.version == "1.1")
+    source.away = error
+    await until(lambda: str(error) in agent.status()["weights"]["error"])
+    os.kill(device.report()["pid"], signal.SIGKILL)
+    await until(lambda: agent.engine.version is None)
+    await until(lambda: agent.engine.version == "1.1")
+    source.away = None
+    source.claimed_base = "1.1"
+    source.published.put(WeightVersion(1, 2))
+    await until(lambda: agent.engine.version == "1.2")
+    await until(lambda: agent.status()["weights"]["error"] == "")
 
 
 async def test_an_update_for_another_base_is_replaced_by_the_whole_version(device: Device) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from rose.coserve import ledger
 from rose.coserve.ledger import Mode
 from tests.engine_launcher import EngineServer
 from tests.plugin.stand_in import Host, S, eventually
@@ -218,6 +219,28 @@ def test_silent_production_is_dead_production(server: EngineServer, host: Host) 
     host.silence(serving=True)
 
     settled(server, 0)
+
+
+@pytest.mark.parametrize("name", ["serving.lease", "serving.board"])
+def test_where_a_file_of_production_cannot_be_read_everything_is_given_back(
+    server: EngineServer, host: Host, node_dir: Path, name: str
+) -> None:
+    """Production of another build, say.  A turn is under way, and ends with its tokens."""
+    turn = Turn(server, PROMPT, 4000)
+    eventually(lambda: status(server)["running"] == 1, "the turn runs")
+    host.silence(serving=True)
+    path = node_dir / name
+    content = path.read_bytes()
+    with path.open("r+b") as file:  # its records, and not what says how they are laid out
+        file.seek(ledger._HEADER_BYTES)
+        file.write(b"\xff" * (ledger._WORD_AT - ledger._HEADER_BYTES))
+    try:
+        settled(server, 0)
+        assert turn.choice()["finish_reason"] == "abort"
+        assert "shared files" in status(server)["reason"]
+    finally:
+        with path.open("r+b") as file:
+            file.write(content)
 
 
 def test_starting_production_gets_everything(server: EngineServer, host: Host) -> None:

@@ -212,6 +212,7 @@ async def test_a_compaction_without_room_leaves_the_file(
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="No space left"):
         await journal.compact_beside([record(2)])
+    assert list(written.parent.glob("*.new")) + list(written.glob("*.new")) == []
     journal.append(record(3))
     await journal.commit()
     journal.close()

@@ -72,6 +72,29 @@ async def cut(world: World, number: int) -> None:
         engine.faults.clear()
 
 
+async def cancelled(world: World, number: int) -> None:
+    """The turn under way ends in an error, and its client hears of it."""
+    for engine in world.engines.values():
+        engine.hold = asyncio.Event()
+    name = await world.trajectory()
+    asked = asyncio.create_task(
+        world.call(
+            "POST",
+            "/v1/chat/completions",
+            {"messages": [user(f"z{number}")], "max_tokens": 4},
+            headers={"X-Session-ID": name},
+        )
+    )
+    await world.until(lambda: any(engine._running for engine in world.engines.values()))
+    await world.call("DELETE", f"/rose/v1/trajectories/{name}")
+    assert (await asked)[0] == 410
+    for engine in world.engines.values():
+        assert engine.hold is not None
+        engine.hold.set()
+        engine.hold = None
+    await world.until(lambda: not any(engine._running for engine in world.engines.values()))
+
+
 async def heartbeat(world: World, number: int) -> None:
     await world.nodes["a"].beat()
 
@@ -92,6 +115,23 @@ async def test_a_request_leaves_no_cycle(world: World, collector: Collector, ask
     await world.until(lambda: not world.scheduler.jobs._running)
     found = collector.found()
     assert sum(found.values()) < NUM_REQUESTS, found  # less than one object for each
+
+
+async def test_a_turn_that_is_cancelled_keeps_nothing_of_what_it_held(
+    world: World, collector: Collector
+) -> None:
+    """Its connection to the engine is cut, which leaves a cycle of the event loop's own; its tokens are not in it."""
+    await world.start()
+    await world.add("a")
+    await cancelled(world, 0)
+    collector.begin()
+    for number in range(NUM_REQUESTS):
+        await cancelled(world, 1 + number)
+    await world.until(lambda: not world.scheduler.jobs._running)
+    found = collector.found()
+    assert not found.keys() & {"Job", "TurnHandle", "Turn", "Prompt", "Wish", "Gone", "traceback", "frame"}, (
+        found
+    )
 
 
 async def test_a_client_that_leaves_costs_little_until_a_collection(

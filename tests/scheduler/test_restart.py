@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -265,6 +266,34 @@ def test_replay_reaches_the_state_that_was_live(tmp_path: Path) -> None:
         again.book.attempts,
         sorted(again.trajectories),
     )
+    again.journal.close()
+
+
+async def test_an_acknowledgement_that_comes_after_the_lease_and_a_compaction_survives_a_restart(
+    tmp_path: Path,
+) -> None:
+    def store() -> Store:
+        return Store(
+            Journal(tmp_path), sp.SampleParams(), max_trajectories=9, retained_finals=9, compact_bytes=2**30
+        )
+
+    live = store()
+    names = [
+        live.create(job="j", group_id=group_id, group_size=1, task=None, sampling={}) for group_id in "ab"
+    ]
+    for name in names:
+        live.add_turn(turn_of(name, "1.0"))
+        live.finish(FinishRecord(id=name, reward=1.0))
+    leased, _ = live.lease(job="j", num_groups=1, version=(1, 0), ttl_s=0.0)
+    assert leased is not None
+    live.expire(time.monotonic() + 1.0)
+    await live.compact()
+    live.ack(leased.batch_id, 0, 1)
+    live.journal.close()
+    again = store()
+    assert again.book.counts() == live.book.counts()
+    assert again.book.ready == live.book.ready == {"j": ["b"]}
+    again.ack(leased.batch_id, 0, 1)  # said twice
     again.journal.close()
 
 

@@ -274,6 +274,17 @@ def test_in_submission_order_no_later_group_overtakes() -> None:
     assert leased(lease(book, "b3")) == ("r0", "r1")  # what was given up blocks nobody
 
 
+def test_in_submission_order_a_group_that_nobody_completes_holds_up_the_others_for_a_while_only() -> None:
+    book = sp.SampleBook(params=sp.SampleParams(order="submitted", abandoned_s=60.0))
+    create(book, "done", "half", 2)
+    create(book, "dead", "half", 2)
+    finish(book, "done")
+    book.handle(sp.TrajectoryCancelled(trajectory_id="dead", reason="env"))
+    fill(book, "q")
+    assert leased(lease(book, "b1", at_s=1.0)) == ()
+    assert leased(lease(book, "b2", at_s=62.0)) == ("q0", "q1")
+
+
 def waiting_book() -> sp.SampleBook:
     """alpha 1; one group ready that would be too old for nobody."""
     book = sp.SampleBook(params=sp.SampleParams(alpha=1, on_stale="wait"))

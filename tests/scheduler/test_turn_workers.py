@@ -174,6 +174,24 @@ def test_an_engine_that_fails_every_request_is_left_alone_however_well_it_says_i
     book.check()
 
 
+def test_an_engine_that_takes_no_connection_is_left_alone_however_well_its_node_says_it_is() -> None:
+    book = book_of(fleet=FleetParams(rest_after_failures=3, rest_s=2.0))
+    join(book, "d", Tier.DEDICATED)
+    submit(book, "x", at_s=0.1)
+    book.handle(te.WorkerLost(at_s=0.1, worker_id="d", reason="lost"))
+    hear(book, "d", 0.6)
+    assert not dispatches(book.handle(te.ClockTicked(at_s=0.7)))
+    hear(book, "d", 2.0)
+    (again,) = dispatches(book.handle(te.ClockTicked(at_s=2.2)))
+    assert again.turn_id == "x"
+    book.handle(te.WorkerLost(at_s=2.3, worker_id="d", reason="lost"))  # still: twice as long
+    hear(book, "d", 4.0)
+    assert not dispatches(book.handle(te.ClockTicked(at_s=4.4)))
+    hear(book, "d", 6.0)
+    assert dispatches(book.handle(te.ClockTicked(at_s=6.4)))
+    book.check()
+
+
 def test_failures_between_answers_and_refused_requests_are_no_row() -> None:
     book = book_of(fleet=FleetParams(rest_after_failures=2), backoff_s=0.0)
     join(book, "d", Tier.DEDICATED)

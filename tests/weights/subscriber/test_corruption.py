@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 
 from rose.errors import CapacityError, SectionCorrupt, WrongBase
 from rose.weights import codec, manifest, retention
@@ -406,6 +408,47 @@ def test_a_duplicated_or_older_head_is_no_news(
     assert stale is not None
     reader._advance(stale)
     assert reader.version == V("1.1")
+
+
+def test_a_full_disk_is_named_where_the_library_has_an_error_of_its_own(
+    publisher: WeightPublisher, reader: WeightSubscriber, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher.publish(0)
+    version = reader.poll(0)
+    assert version is not None
+
+    def no_room(*arguments: Any, **named: Any) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rose.weights.update.save_file", no_room)
+        with pytest.raises(CapacityError, match="No space left") as caught:
+            reader.fetch(version, None)
+    assert caught.value.status == 507
+    assert reader.fetch(version, None).exists()
+
+
+def test_a_copy_that_is_of_no_use_any_more_makes_room_first(
+    publisher: WeightPublisher,
+    reader: WeightSubscriber,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Killed in the middle of a commit: the file is there, and of no version."""
+    publisher.publish(0)
+    reader.poll(0)
+    host = reader._host
+    host.begin()
+    host._unmap()
+    assert host.path.exists()
+    reserve = os.posix_fallocate
+
+    def reserved(*arguments: Any) -> None:
+        assert not host.path.exists()
+        reserve(*arguments)
+
+    monkeypatch.setattr("os.posix_fallocate", reserved)
+    reader.poll(0)
+    assert reader.version == V("1.0")
 
 
 def test_a_full_disk_changes_nothing(

@@ -42,6 +42,16 @@ def test_an_engine_fed_by_updates_equals_one_loaded_whole(
         at = newest
 
 
+def test_asking_again_gives_the_very_same_file(publisher: WeightPublisher, reader: WeightSubscriber) -> None:
+    """An engine that still stages it tells by its identity that it need not begin anew."""
+    publisher.publish(0)
+    version = reader.poll(0)
+    assert version is not None
+    first = reader.fetch(version, None).stat()
+    again = reader.fetch(version, None).stat()
+    assert (again.st_ino, again.st_mtime_ns) == (first.st_ino, first.st_mtime_ns)
+
+
 def test_a_chain_is_merged_into_one_step(
     publisher: WeightPublisher, trainer: ToyTrainer, reader: WeightSubscriber
 ) -> None:
