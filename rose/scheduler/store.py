@@ -625,14 +625,13 @@ class Store:
             )
             for batch in self.book.batches.values()
         )
-        found.append(
-            ExpiredRecord(
-                batches=[
-                    (batch.batch_id, batch.job, list(batch.group_ids), batch.ttl_s)
-                    for batch in self.book.expired.values()
-                ]
+        if self.book.expired:
+            late = self.book.expired.values()
+            found.append(
+                ExpiredRecord(
+                    batches=[(one.batch_id, one.job, list(one.group_ids), one.ttl_s) for one in late]
+                )
             )
-        )
         return found
 
 
