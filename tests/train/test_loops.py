@@ -277,7 +277,10 @@ async def test_an_evaluation_reports_the_version_it_was_pinned_to(world: World) 
 
 
 @pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
-async def test_an_environment_that_always_fails_ends_the_run_by_name(world: World, mode: str) -> None:
+async def test_an_environment_that_always_fails_ends_the_run_by_name(
+    world: World, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    monkeypatch.setattr("rose.train.workers.LEASE_WAIT_S", 0.1)
     with pytest.raises(TrainError, match=r"outside env\.reward_range") as caught:
         await run(
             world,
