@@ -24,6 +24,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -331,14 +332,12 @@ class RolloutSide:
             try:
                 self._round(rung)
             except LedgerError as error:
-                self._allow(0, f"shared files: {error}")
-                self._call_when_idle()  # with the gate closed nothing else would give back what is held
+                self._fail_closed(f"shared files: {error}")
             except Exception as error:  # dead-man, see the module docstring
                 if self._trouble != repr(error):  # one traceback, not ten a second
                     self._trouble = repr(error)
                     logger.exception("ROSE rollout side")
-                self._allow(0, "internal error, see the log")
-                self._call_when_idle()
+                self._fail_closed("internal error, see the log")
                 time.sleep(HEARTBEAT_S)
             rung = self._bell.wait(HEARTBEAT_S)
 
@@ -469,6 +468,13 @@ class RolloutSide:
         self._allowed_chunks = chunks
         if chunks == 0:
             self.gate_open = False
+
+    def _fail_closed(self, reason: str) -> None:
+        """Nothing may be held.  Never raises: the thread that gives memory back must not end."""
+        self._allow(0, reason)
+        if self._held and self._engine is not None:
+            with suppress(Exception):
+                self._call_when_idle()  # with the gate closed nothing else would give back what is held
 
     def _call_when_idle(self) -> None:
         """A gated or idle engine calls no ``schedule``: have it run our hook once."""

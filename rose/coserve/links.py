@@ -186,9 +186,8 @@ class WeightLoop:
                     raise unpolled
                 failures = 0
                 self._note("")
-            except (
-                Exception
-            ) as error:  # a link never ends the node: a full disk, say, or no more file descriptors
+            except Exception as error:
+                # A link never ends the node: a full disk, say, or no more file descriptors.
                 if not isinstance(error, RoseError):
                     logger.exception("weights")
                 failures += 1

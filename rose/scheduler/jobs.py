@@ -247,14 +247,13 @@ class Jobs:
             if self._by_key.get(key) is job:
                 del self._by_key[key]
         job.let_go()
+        job.drop_ended()
         if task.cancelled():
-            job.drop_ended()
             return
         if task.exception() is not None:
             log.debug("a job ended with %s", type(task.exception()).__name__)
         elif job.wish.idempotency_key:
             self._keep(job.keys[0], job.wish.digest, task.result())
-        job.drop_ended()
 
     def _keep(self, key: str, digest: str, answer: bytes) -> None:
         self._answers[key] = (digest, answer)

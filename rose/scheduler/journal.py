@@ -320,14 +320,13 @@ class Journal:
                 await self._flush(file)  # nearly all of it, while others may still commit
                 ended = self._syncing = asyncio.create_task(self._end_compaction(file, self._syncing))
                 error = await asyncio.shield(ended)
+            if error is not None:
+                raise error
         except OSError:
             self.path.with_suffix(".new").unlink(missing_ok=True)  # a full disk needs the room for what comes
             raise
         finally:
             self._tail = None
-        if error is not None:
-            self.path.with_suffix(".new").unlink(missing_ok=True)
-            raise error
 
     async def _end_compaction(self, file: BinaryIO, syncing: asyncio.Task[Any] | None) -> OSError | None:
         """Commits wait for this: whatever comes while the disk works was promised to nobody yet."""

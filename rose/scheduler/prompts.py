@@ -333,10 +333,9 @@ def continuation(trajectory: Trajectory, token_ids: Sequence[int]) -> tuple[int 
     best: tuple[int | None, int] = (None, 0)
     for record in reversed(trajectory.turns):
         length = trajectory.lengths[record.turn]
-        # The newest turn is nearly always the one: no other is unpacked then.
-        if best[1] < length <= len(token_ids) and list(token_ids[:length]) == trajectory.full_ids(
-            record.turn
-        ):
+        if not best[1] < length <= len(token_ids):
+            continue  # the newest turn is nearly always the one: no other is unpacked then
+        if list(token_ids[:length]) == trajectory.full_ids(record.turn):
             best = (record.turn, length)
     return best
 

@@ -30,8 +30,6 @@ PING_TIMEOUT_S = 60.0
 """Longer than an actor takes to start on one busy core."""
 STOP_TIMEOUT_S = 15.0
 """Longer than a manager waits for a scheduler that does not answer."""
-
-
 MAX_GIVEN_UP = 2
 """Times that a group is begun whose episodes fail: what it has finished is worth another try, but not one after the other."""
 MAX_REMEMBERED = 10_000

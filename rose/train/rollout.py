@@ -62,7 +62,6 @@ T = TypeVar("T")
 
 MAX_CONVERSATION_TURNS = 10_000
 """Backstop against an environment that never ends; the scheduler's own limit is lower."""
-_sleep = asyncio.sleep
 PAUSE_FACTOR, MAX_PAUSE_S = 4.0, 60.0
 """Of the pauses before new tries of an episode."""
 CLOSE_TIMEOUT_S = 10.0
@@ -427,10 +426,8 @@ class EpisodeRunner:
                 raise
 
     async def _pause(self, retry: int) -> None:
-        """Before new try ``retry`` (the first is 1); no two episodes come back at the same moment."""
-        if retry and self._params.retry_pause_s:
-            pause_s = min(self._params.retry_pause_s * PAUSE_FACTOR ** (retry - 1), MAX_PAUSE_S)
-            await _sleep(pause_s * random.uniform(0.5, 1.5))
+        if retry:
+            await asyncio.sleep(pause_before(retry, self._params.retry_pause_s, random.uniform(0.5, 1.5)))
 
     async def _play(self, trajectory_id: str, task: Task) -> tuple[Observation, int]:
         """The final observation, with the reward that counts, and the number of turns."""
@@ -510,6 +507,11 @@ class _EpisodeFailed(Exception):
     def __init__(self, cause: Cause, why: object) -> None:
         super().__init__(str(why))
         self.cause = cause
+
+
+def pause_before(retry: int, first_s: float, jitter: float) -> float:
+    """Seconds before new try ``retry`` (the first is 1); ``jitter`` so that no two episodes come back at the same moment."""
+    return min(first_s * PAUSE_FACTOR ** (retry - 1), MAX_PAUSE_S) * jitter
 
 
 def _failure_of(error: _EpisodeFailed | RequestError) -> _EpisodeFailed:

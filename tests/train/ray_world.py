@@ -100,23 +100,33 @@ async def constant_reward(task: Any, messages: Any, info: Any) -> float:
     return 0.25
 
 
+class Wrapper:
+    """An environment that does as ``inner``, but for what a subclass changes."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    async def reset(self, task: Any) -> Observation:
+        return await self.inner.reset(task)
+
+    async def step(self, text: str) -> Observation:
+        return await self.inner.step(text)
+
+    async def close(self) -> None:
+        await self.inner.close()
+
+
 class HalfEndless(FrozenLakeFamily):
     """FrozenLake on which every other task never answers."""
 
     def make(self) -> Any:
         inner, tasks = super().make(), list(self.tasks())
 
-        class Episode:
+        class Episode(Wrapper):
             async def reset(self, task: Any) -> Observation:
                 return await (asyncio.Future() if tasks.index(task) % 2 else inner.reset(task))
 
-            async def step(self, text: str) -> Observation:
-                return await inner.step(text)
-
-            async def close(self) -> None:
-                await inner.close()
-
-        return Episode()
+        return Episode(inner)
 
 
 def half_endless() -> HalfEndless:
@@ -132,17 +142,11 @@ class OneStuck(FrozenLakeFamily):
         self.num_made += 1
         inner, is_stuck = super().make(), self.num_made == 1
 
-        class Episode:
-            async def reset(self, task: Any) -> Observation:
-                return await inner.reset(task)
-
+        class Episode(Wrapper):
             async def step(self, text: str) -> Observation:
                 return await (asyncio.Future() if is_stuck else inner.step(text))
 
-            async def close(self) -> None:
-                await inner.close()
-
-        return Episode()
+        return Episode(inner)
 
 
 def one_stuck() -> OneStuck:
@@ -157,19 +161,13 @@ class Over(FrozenLakeFamily):
     def make(self) -> Any:
         inner, tasks, every = super().make(), list(self.tasks()), self.every
 
-        class Episode:
+        class Episode(Wrapper):
             async def reset(self, task: Any) -> Observation:
                 if tasks.index(task) % every == 0:
                     return Observation(done=True, reward=0.5)
                 return await inner.reset(task)
 
-            async def step(self, text: str) -> Observation:
-                return await inner.step(text)
-
-            async def close(self) -> None:
-                await inner.close()
-
-        return Episode()
+        return Episode(inner)
 
 
 def half_over() -> Over:
@@ -192,7 +190,7 @@ class Failing(FrozenLakeFamily):
         self.num_made += 1
         is_over = self.num_made % 4 == 0
 
-        class Episode:
+        class Episode(Wrapper):
             async def reset(self, task: Any) -> Observation:
                 if is_broken(task):
                     if is_over:
@@ -201,13 +199,7 @@ class Failing(FrozenLakeFamily):
                     raise ConnectionError("its sandbox does not start")
                 return await inner.reset(task)
 
-            async def step(self, text: str) -> Observation:
-                return await inner.step(text)
-
-            async def close(self) -> None:
-                await inner.close()
-
-        return Episode()
+        return Episode(inner)
 
     def is_broken(self, task: Any) -> bool:
         return task == self.tasks()[0]

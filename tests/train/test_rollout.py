@@ -16,54 +16,9 @@ from rose.scheduler.fake_engine import Fault
 from rose.train.batch import samples_of
 from rose.train.client import SchedulerClient
 from rose.train.env import FrozenLakeFamily, FrozenLakeParams, Observation
-from rose.train.mix import TaskMix
-from rose.train.plan import GroupPlan, GroupState, plan_groups, split_plans
-from rose.train.rollout import EpisodeParams, EpisodeRunner, single_token_ids
+from rose.train.plan import GroupPlan
+from rose.train.rollout import EpisodeParams, EpisodeRunner, pause_before, single_token_ids
 from tests.train.world import World, running_world
-
-TASKS: list[dict[str, Any]] = [{"n": 0}, {"n": 1}, {"n": 2}]
-
-
-def plan(waiting: list[GroupState], *, step: int = 4, num_groups: int = 3) -> list[GroupPlan]:
-    return plan_groups(
-        waiting=waiting,
-        mix=TaskMix({"": TASKS}),
-        step=step,
-        first_task=step * num_groups,
-        attempt=2,
-        num_groups=num_groups,
-        group_size=8,
-    )
-
-
-def test_an_undisturbed_step_starts_all_groups_and_walks_through_the_tasks() -> None:
-    first, second = plan([], step=0, num_groups=2), plan([], step=1, num_groups=2)
-    assert [(one.task["n"], one.num_missing) for one in first + second] == [(0, 8), (1, 8), (2, 8), (0, 8)]
-    assert len({one.group_id for one in first + second}) == 4
-
-
-def test_groups_begun_before_are_completed_first_and_ready_ones_count() -> None:
-    ready = GroupState(group_id="1-000004-0000", group_size=8, task=TASKS[0], num_finished=8)
-    begun = GroupState(group_id="2-000004-0001", group_size=8, task=TASKS[1], num_finished=5)
-
-    plans = plan([ready, begun])
-
-    assert [(one.group_id, one.num_missing) for one in plans] == [("2-000004-0001", 3), ("2-000004-0000", 8)]
-
-
-def test_a_full_house_starts_nothing_but_what_is_half_done() -> None:
-    waiting = [
-        GroupState(group_id=f"g{index}", group_size=8, task=TASKS[0], num_finished=finished)
-        for index, finished in enumerate([8, 8, 8, 2])
-    ]
-    assert [(one.group_id, one.num_missing) for one in plan(waiting)] == [("g3", 6)]
-
-
-def test_groups_are_split_whole_and_none_is_lost() -> None:
-    plans = plan([], num_groups=7)
-    parts = split_plans(plans, 3)
-    assert sorted(len(part) for part in parts) == [2, 2, 3]
-    assert sorted(one.group_id for part in parts for one in part) == sorted(one.group_id for one in plans)
 
 
 @pytest.fixture(scope="module")
@@ -385,27 +340,32 @@ async def test_an_episode_that_takes_more_turns_than_the_scheduler_records_ends_
     assert [(len(one["turns"]), one["info"]["truncated"]) for one in leased[1]] == [(3, True)]
 
 
-async def test_pauses_before_new_tries_grow(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pauses_grow_up_to_a_minute() -> None:
+    assert [pause_before(retry, 1.0, 1.0) for retry in range(1, 6)] == [1.0, 4.0, 16.0, 60.0, 60.0]
+    assert pause_before(2, 1.0, 0.5) == 2.0
+
+
+async def test_an_episode_pauses_before_each_new_try(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that an outage of seconds does not spend all tries of all episodes at once."""
 
     class Away(FrozenLakeFamily):
         def make(self) -> Any:
             raise ConnectionError("no sandbox is free")
 
-    pauses: list[float] = []
+    asked: list[tuple[int, float]] = []
 
-    async def sleep(pause_s: float) -> None:
-        pauses.append(pause_s)
+    def pause(retry: int, first_s: float, jitter: float) -> float:
+        asked.append((retry, first_s))
+        assert 0.5 <= jitter <= 1.5
+        return 0.0
 
+    monkeypatch.setattr("rose.train.rollout.pause_before", pause)
     family = Away(FrozenLakeParams())
     async with client_of(world) as client:
-        runner = runner_of(world, client, family, job="pausing", max_retries=4, retry_pause_s=1.0)
-        monkeypatch.setattr("rose.train.rollout._sleep", sleep)
+        runner = runner_of(world, client, family, job="pausing", max_retries=4, retry_pause_s=7.0)
         report = await runner.run([group(family, size=1)])
     assert report.causes == {"environment": 5}
-    assert len(pauses) == 4
-    for pause_s, middle_s in zip(pauses, (1.0, 4.0, 16.0, 60.0), strict=True):
-        assert middle_s / 2 <= pause_s <= 1.5 * middle_s
+    assert asked == [(1, 7.0), (2, 7.0), (3, 7.0), (4, 7.0)]
 
 
 async def test_an_environment_that_hangs_is_given_up(world: World) -> None:
