@@ -18,6 +18,7 @@ from rose.train.client import SchedulerClient
 from rose.train.env import FrozenLakeFamily, FrozenLakeParams, Observation
 from rose.train.plan import GroupPlan
 from rose.train.rollout import EpisodeParams, EpisodeRunner, pause_before, single_token_ids
+from tests.train.ray_world import Wrapper
 from tests.train.world import World, running_world
 
 
@@ -282,19 +283,13 @@ async def test_what_the_scheduler_refuses_costs_its_episode_and_not_the_others(w
             self.num_made += 1
             inner, is_odd = super().make(), self.num_made == 1
 
-            class Episode:
+            class Episode(Wrapper):
                 async def reset(self, task: Any) -> Observation:
                     said = await inner.reset(task)
                     text = os.fsdecode(b"\x80")
                     return Observation(messages=({"role": "user", "content": text},)) if is_odd else said
 
-                async def step(self, text: str) -> Observation:
-                    return await inner.step(text)
-
-                async def close(self) -> None:
-                    await inner.close()
-
-            return Episode()
+            return Episode(inner)
 
     family = Undecodable(FrozenLakeParams())
     async with client_of(world) as client:
@@ -392,19 +387,13 @@ async def test_one_group_that_fails_leaves_the_others_alone(world: World) -> Non
         def make(self) -> Any:
             outer = super().make()
 
-            class One:
+            class One(Wrapper):
                 async def reset(self, task: Any) -> Observation:
                     if task.get("broken"):
                         raise ConnectionError("sandbox is gone")
                     return await outer.reset(task)
 
-                async def step(self, text: str) -> Observation:
-                    return await outer.step(text)
-
-                async def close(self) -> None:
-                    await outer.close()
-
-            return One()
+            return One(outer)
 
     family = HalfBroken(FrozenLakeParams())
     good = group(family)
