@@ -186,6 +186,8 @@ class FakeEngine:
         params = body["sampling_params"]
         if len(body["token_ids"]) + params.get("max_tokens", 16) > self.max_model_len:
             return _error(400, f"exceeds the maximum context length of {self.max_model_len} tokens")
+        if (params.get("min_tokens") or 0) > params.get("max_tokens", 16):
+            return _least_above_most(params)
         fault = self.faults.popleft() if self.faults else None
         if fault is not None and fault.kind == "error":
             return _error(fault.status, "told to fail")
@@ -341,6 +343,8 @@ class FakeEngine:
     ) -> web.Response:
         if len(token_ids) + body.get("max_tokens", 1) > self.max_model_len:
             return _error(400, f"exceeds the maximum context length of {self.max_model_len} tokens")
+        if (body.get("min_tokens") or 0) > body.get("max_tokens", 16):
+            return _least_above_most(body)
         stop = body.get("stop")
         params = {
             "n": 1,
@@ -558,6 +562,11 @@ def _json(value: Any) -> web.Response:
 def _error(status: int, message: str) -> web.Response:
     body = {"error": {"message": message, "type": "BadRequestError", "param": None, "code": status}}
     return web.Response(body=encode(body), status=status, content_type="application/json")
+
+
+def _least_above_most(params: Mapping[str, Any]) -> web.Response:
+    most, least = params.get("max_tokens", 16), params["min_tokens"]
+    return _error(400, f"min_tokens must be less than or equal to max_tokens={most}, got {least}.")
 
 
 async def serve_engine(engine: FakeEngine, port: int = 0) -> tuple[web.AppRunner, str]:

@@ -478,7 +478,15 @@ class OpenAIRoutes:
         params = dict(rendered)
         params.pop("max_completion_tokens", None)
         params["n"] = 1
-        params["max_tokens"] = room if asked is None else min(asked, room)
+        most = params["max_tokens"] = room if asked is None else min(asked, room)
+        least = body.get("min_tokens")
+        if least is not None:
+            if type(least) is not int or not 0 <= least <= most:
+                raise RequestError(
+                    f"must be a whole number from 0 to max_tokens, here at most {most}",
+                    field=prefix + "min_tokens",
+                )
+            params["min_tokens"] = least
         logprobs = params.get("logprobs")
         params["logprobs"] = logprobs if type(logprobs) is int and logprobs > 0 else 0
         check_storable(params, field=prefix.rstrip(".") or "body")

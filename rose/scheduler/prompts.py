@@ -59,6 +59,7 @@ NOT_RENDERED = (
     "request_id",
     "max_tokens",
     "max_completion_tokens",
+    "min_tokens",  # above the one token that a prompt is rendered with; set on what is sent
     "nvext",
     "cache_salt",
     "priority",

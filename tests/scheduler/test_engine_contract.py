@@ -184,6 +184,15 @@ async def test_rendered_sampling_parameters_are_accepted_by_generate(
     assert 1 <= len(output.token_ids) <= 4
 
 
+async def test_a_least_length_above_the_limit_is_refused(client: EngineClient, engine: Endpoint) -> None:
+    model, _ = await model_of(engine)
+    body = {"model": model, "messages": [user("w10")], "max_tokens": 1, "min_tokens": 2}
+    with pytest.raises(EngineFailure, match="min_tokens"):
+        await client.call(engine, "/v1/chat/completions/render", body)
+    with pytest.raises(EngineFailure, match="min_tokens"):
+        await run(client, engine, PROMPT, sampling={"max_tokens": 1, "min_tokens": 2})
+
+
 async def test_derendering_pieces_equals_derendering_the_whole(
     client: EngineClient, engine: Endpoint
 ) -> None:
@@ -284,6 +293,34 @@ async def test_a_conversation_through_the_daemon(daemon: Scheduler, engine: Endp
     for turn in (1, 2):
         history = trajectory.full_ids(turn - 1)
         assert trajectory.prompt_ids(turn)[: len(history)] == history
+
+
+async def test_a_least_length_holds_for_both_routes_and_for_streams(
+    daemon: Scheduler, engine: Endpoint, tokens: Tokens
+) -> None:
+    model, limit = await model_of(engine)
+    async with openai.AsyncOpenAI(base_url=f"{daemon.url}/v1", api_key=tokens.agent) as api:
+        kwargs: dict[str, Any] = {"model": model, "max_tokens": 60, "extra_body": {"min_tokens": 60}}
+        chat = await api.chat.completions.create(**kwargs, messages=[user("w10")])
+        text = await api.completions.create(**kwargs, prompt=PROMPT)
+        for answer in (chat, text):
+            assert answer.usage is not None
+            assert answer.usage.completion_tokens == 60
+        usage = None
+        options = {"include_usage": True}
+        stream = await api.chat.completions.create(
+            **kwargs, messages=[user("w10")], stream=True, stream_options=options
+        )
+        async for chunk in stream:
+            usage = chunk.usage or usage
+        assert usage.completion_tokens == 60
+        # More than there may be, because the request says so or because the context ends.
+        for most, least in ((2, 3), (limit, limit - 1), (4, -1), (4, "2")):
+            with pytest.raises(openai.BadRequestError, match="max_tokens") as refused:
+                await api.chat.completions.create(
+                    model=model, messages=[user("w10")], max_tokens=most, extra_body={"min_tokens": least}
+                )
+            assert refused.value.param == "min_tokens"
 
 
 async def test_first_answers_equal_the_engines_own(
