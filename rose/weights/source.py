@@ -37,11 +37,12 @@ _TORCH_NAMES = {
     "torch.int32": "I32", "torch.uint32": "U32", "torch.int64": "I64", "torch.uint64": "U64",
     "torch.float16": "F16", "torch.bfloat16": "BF16", "torch.float32": "F32", "torch.float64": "F64",
     "torch.float8_e4m3fn": "F8_E4M3", "torch.float8_e5m2": "F8_E5M2", "torch.float8_e8m0fnu": "F8_E8M0",
+    "torch.float8_e4m3fnuz": "F8_E4M3FNUZ", "torch.float8_e5m2fnuz": "F8_E5M2FNUZ", "torch.complex64": "C64",
 }  # fmt: skip
 _NUMPY_NAMES = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "int32": "I32",
     "uint32": "U32", "int64": "I64", "uint64": "U64", "float16": "F16", "float32": "F32", "float64": "F64",
-    "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+    "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "complex64": "C64",
 }  # fmt: skip
 _WIDE_FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
 Read = Callable[[int, int], NDArray[Any]]
@@ -222,7 +223,7 @@ def _numpy_reader(name: str, array: NDArray[Any], cast: str, kept: bool) -> tupl
         raise WeightsError(f"numpy type {array.dtype} cannot travel", field=name)
     target = cast if own in _WIDE_FLOATS and not kept else own
     bits_dtype = np.dtype(f"<u{DTYPE_BYTES[target]}")
-    flat = np.ascontiguousarray(array).reshape(-1)
+    flat = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1)
 
     def read(start: int, stop: int) -> NDArray[Any]:
         part = flat[start:stop]
@@ -245,7 +246,8 @@ def _torch_reader(name: str, value: Any, cast: str, kept: bool) -> tuple[str, Re
     torch = sys.modules["torch"]
     dtype = getattr(torch, _TORCH_OF[target]) if own != target else value.dtype
     unsigned = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width_bytes]
-    flat = value.detach().reshape(-1)  # a view of a contiguous tensor, a copy of any other
+    # A view of a contiguous tensor, a copy of any other; a conjugate that torch has only noted is made first.
+    flat = value.detach().resolve_conj().resolve_neg().reshape(-1)
 
     def read(start: int, stop: int) -> NDArray[Any]:
         part = flat[start:stop].to(dtype).cpu().contiguous()  # cast first: half the bytes leave the device

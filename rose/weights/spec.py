@@ -22,15 +22,14 @@ import numpy as np
 from rose.errors import WeightsError
 
 DTYPE_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+    "BOOL": 1, "U8": 1, "I8": 1,
+    "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1,
     "BF16": 2, "F16": 2, "I16": 2, "U16": 2,
     "F32": 4, "I32": 4, "U32": 4,
-    "F64": 8, "I64": 8, "U64": 8,
+    "F64": 8, "I64": 8, "U64": 8, "C64": 8,
 }  # fmt: skip
-"""Bytes per element, by safetensors' name of the type."""
-
-FLOATS_16 = frozenset({"BF16", "F16"})
-FLOATS_8 = frozenset({"F8_E4M3", "F8_E5M2"})
+"""Bytes per element, by safetensors' name of the type.  Types of less than a byte (F4, F6) are refused: checkpoints hold
+such codes packed in U8, and so they travel."""
 
 MAX_TENSORS = 1_000_000
 MAX_NAME_CHARS = 512

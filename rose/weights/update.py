@@ -123,7 +123,8 @@ def write_update(path: Path | str, update: Update) -> int:
             raise WeightsError(f"is filed under '{name}'", field=tensor.spec.name)
         _check(tensor, update.base)
         if tensor.dense is not None:
-            arrays[f"dense/{name}"] = np.ascontiguousarray(tensor.dense)
+            # Not ascontiguousarray, which makes one axis of none: a scale of shape () would become another tensor.
+            arrays[f"dense/{name}"] = np.asarray(tensor.dense, order="C")
         elif tensor.idx is not None and tensor.val is not None:
             arrays[f"idx/{name}"] = np.ascontiguousarray(tensor.idx)
             arrays[f"val/{name}"] = np.ascontiguousarray(tensor.val)

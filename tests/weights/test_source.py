@@ -157,8 +157,8 @@ def test_a_compiled_module_keeps_its_own_names() -> None:
         (3, r"^tensors: needs a torch module"),
         (lambda: [1], r"^tensors: gave list"),
         (lambda: {"x": "text"}, r"^x: is a str"),
-        (lambda: {"x": np.zeros(2, np.complex64)}, r"^x: numpy type complex64"),
-        (lambda: {"x": torch.zeros(2, dtype=torch.complex64)}, r"^x: type torch\.complex64"),
+        (lambda: {"x": np.zeros(2, np.complex128)}, r"^x: numpy type complex128"),
+        (lambda: {"x": torch.zeros(2, dtype=torch.complex128)}, r"^x: type torch\.complex128"),
         (lambda: {"x": []}, r"^tensors\.x: needs a list of one or more Shard"),
         (lambda: {"x": [np.zeros(2)]}, r"^tensors\.x: needs a list of one or more Shard"),
         (lambda: {"x": Shard(np.zeros((2, 2)), (4, 2), (3, 0))}, r"^tensors\.x: \(2, 2\) at \(3, 0\) is not"),
@@ -177,3 +177,15 @@ def test_raw_bits_of_another_width_are_refused_when_read() -> None:
     tensor = by_name(lambda: {"x": RawBits(np.zeros(2, np.uint32), "BF16")})["x"]
     with pytest.raises(WeightsError, match=r"^x: changed its type or size"):
         bits(tensor)
+
+
+def test_numpy_arrays_of_the_other_byte_order_travel_as_little_endian() -> None:
+    values = np.array([1.5, -2.25, 0.0], ">f4")
+    found = by_name(lambda: {"w": values}, keep=("*",))["w"]
+    assert np.array_equal(bits(found), values.astype("<f4").view("<u4"))
+
+
+def test_a_conjugate_that_torch_has_not_made_yet_travels_as_its_values() -> None:
+    values = torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex64)
+    found = by_name(lambda: {"w": values.conj()}, keep=("*",))["w"]
+    assert np.array_equal(bits(found), values.conj().resolve_conj().numpy().view("<u8"))

@@ -47,6 +47,22 @@ def make_update() -> Update:
     )
 
 
+def test_a_tensor_without_axes_stays_one(tmp_path: Path) -> None:
+    spec = TensorSpec("scale", "F32", ())
+    tensor = TensorUpdate(spec=spec, h_before=None, h_after=1, dense=np.array(7, np.uint32))
+    update = Update(
+        run_id="run",
+        target=WeightVersion(1, 0),
+        base=None,
+        model=model_digest([spec]),
+        tensors={"scale": tensor},
+    )
+    write_update(tmp_path / "update", update)
+    read = read_update(tmp_path / "update").tensors["scale"].dense
+    assert read is not None
+    assert (read.shape, read.dtype, int(read)) == ((), np.dtype("<u4"), 7)
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     path = tmp_path / "update.safetensors"
