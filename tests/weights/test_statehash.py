@@ -51,7 +51,7 @@ def test_four_column_shards_sum_to_the_whole_tensor() -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.integers(1, 300), st.sampled_from(["u1", "u2", "u4"]))
+@given(st.integers(0, 2**32 - 1), st.integers(1, 300), st.sampled_from(["u1", "u2", "u4", "u8"]))
 def test_incremental_equals_full_scan(seed: int, size: int, dtype: str) -> None:
     old, new = random_bits(seed, size, dtype), random_bits(seed + 1, size, dtype)
     index = np.flatnonzero(old != new)
@@ -90,6 +90,20 @@ def test_plus_and_minus_zero_differ() -> None:
 def test_64_bit_elements_hash_as_two_halves() -> None:
     values = np.array([1 << 40, 7], np.int64)
     assert statehash.hash_bits(values) == slow_hash(values.view(np.uint32))
+
+
+def test_a_piece_of_64_bit_elements_hashes_as_its_halves_lie_in_the_whole() -> None:
+    values = random_bits(6, 50, "u8")
+    halves = values.view(np.uint32)
+    assert statehash.hash_bits(values[7:], start=7) == slow_hash(halves[14:], 14)
+    index = np.array([0, 3, 9], np.uint32)
+    expected = [slow_hash(halves[2 * i + 14 : 2 * i + 16], 2 * i + 14) for i in index.tolist()]
+    assert statehash.hash_at(index, values[7 + index], start=7) == sum(expected) % 2**64
+
+
+def test_64_bit_elements_beyond_31_bits_of_index_count_in_full() -> None:
+    index, values = np.array([2**32 - 1], np.uint32), np.array([5], np.uint64)
+    assert statehash.hash_at(index, values) == statehash.hash_bits(values, start=2**32 - 1)
 
 
 def test_read_only_arrays_hash_alike() -> None:
