@@ -77,7 +77,7 @@ class CudaDriver:
 
     def __init__(self, device: int = 0) -> None:
         try:
-            from cuda.bindings import driver  # pyright: ignore[reportMissingImports]
+            from cuda.bindings import driver  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
         except ImportError as error:
             raise LedgerError("cuda-bindings is not installed", fix="pip install 'rose-rl[gpu]'") from error
         self._cuda: Any = driver
