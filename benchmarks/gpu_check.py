@@ -1,14 +1,16 @@
 #!/usr/bin/env python
-"""What only a GPU can say, in stages of at most eight minutes, each written down as soon as it is done.
+"""What only a GPU can say, in the minutes that there are: stages, most telling first, each written down as soon as it has ended.
 
     python benchmarks/gpu_check.py --list
     python benchmarks/gpu_check.py --dry-run                          # what would run here, and why not
-    python benchmarks/gpu_check.py --stage vmm --json out/gpu_check.json
-    python benchmarks/gpu_check.py --json out/gpu_check.json          # every stage that the file does not have yet
+    python benchmarks/gpu_check.py --until 570 --out out/gpu_check    # all that fit into 570 s; once more: all that are left
+    python benchmarks/gpu_check.py --stage vmm --out out/gpu_check    # this one, also if the folder has it
+    python benchmarks/gpu_check.py --rehearse --until 900 --out out/gpu_rehearsal    # without a GPU (docs/gpu.md)
 
-A stage ends as ``done`` (with figures), ``skipped`` (what it needs is not there), ``partial`` (cut off; the figures so far) or
-``failed`` (with the error); the next stage runs all the same.  Each runs in a process of its own, so that a fault in one is no fault
-of the next.  Nothing changes a setting of the device.  ``--allow-mps`` starts an MPS daemon of our own for the stage ``mps``;
+A stage is not started when the seconds that it needs are not left.  It runs in a session of its own and ends as ``done`` (with figures), ``skipped`` (what
+it needs is not there), ``partial`` (cut off; the figures so far) or ``failed`` (with the reason and the end of its log); the next one
+runs all the same.  The folder keeps the attempts of all calls and all that they printed: take it along, and the next call goes on.
+Nothing changes a setting of the device, and nothing asks a network.  ``--allow-mps`` starts an MPS daemon of our own for the stage ``mps``;
 ``--trace FILE`` is an Azure LLM inference trace for the stages with two engines, ``--rate`` what production gets of it.  vLLM is found on the Python path
 (``docs/gpu.md`` says how where there is no network).  None of this has run on a GPU yet.
 """
@@ -16,80 +18,43 @@ of the next.  Nothing changes a setting of the device.  ``--allow-mps`` starts a
 from __future__ import annotations
 
 import argparse
-import json
+import faulthandler
 import os
-import subprocess
+import signal
 import sys
-import tempfile
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
-from benchmarks.gpu import figures  # noqa: E402
-from benchmarks.gpu.common import ALLOW_MPS, PARTIAL, RATE, TRACE, Figures, Skip, be_peer, missing  # noqa: E402
-from benchmarks.report import write  # noqa: E402
+from benchmarks.gpu import stages  # noqa: E402
+from benchmarks.gpu.common import (  # noqa: E402
+    ALLOW_MPS,
+    PARTIAL,
+    RATE,
+    REHEARSE,
+    ROOT,
+    TRACE,
+    Skip,
+    be_peer,
+    missing,
+)
+from benchmarks.gpu.record import FILE, Record, put  # noqa: E402
+from benchmarks.gpu.runner import Runner  # noqa: E402
 
-STAGE_LIMIT_S = 480.0
-REPEATS = ("table_1", "table_2", "table_3")
-Found = tuple[Figures, dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Stage:
-    """``call`` is a function by module and name: a machine without a GPU imports none of them."""
-
-    module: str
-    name: str
-    what: str
-    needs: tuple[str, ...]
-    argument: int | None = None
-
-    def call(self) -> Found:
-        import importlib
-
-        function: Callable[..., Any] = getattr(
-            importlib.import_module(f"benchmarks.gpu.{self.module}"), self.name
-        )
-        found = function() if self.argument is None else function(self.argument)
-        return found if isinstance(found, tuple) else (found, {})
-
-
-_DEVICE = ("gpu", "bindings", "torch")
-_ENGINE = (*_DEVICE, "vllm")
-STAGES: dict[str, Stage] = {
-    "machine": Stage("device", "machine", "driver, device, and the rung of the compute ladder", _DEVICE),
-    "contract": Stage("device", "contract", "the tests marked gpu", _DEVICE),
-    "vmm": Stage("device", "vmm", "map and unmap by size of handle: single, ranged, retained", _DEVICE),
-    "fallback": Stage("device", "fallback", "what the shared page behind unmapped addresses costs", _DEVICE),
-    "step_self": Stage("device", "step_self", "P99 of a step while this process moves 1 GiB/s", _DEVICE),
-    "step_peer": Stage("device", "step_peer", "P99 of a step while another process moves 1 GiB/s", _DEVICE),
-    "fence": Stage("device", "fence", "P99 of a step with an event behind each, and how long a fence waits", _DEVICE),
-    "handover": Stage("device", "handover", "memory from a peer to us, per GiB", _DEVICE),
-    "kill": Stage("device", "kill", "until the memory of a killed process is free", _DEVICE),
-    "green": Stage("device", "green", "steps on part of the SMs; P99 beside a peer on all and on half of them", _DEVICE),
-    "mps": Stage("device", "mps", "a low-priority client, and its end by terminate_client with kernels in flight", (*_DEVICE, "mps")),
-    "kernels": Stage("engines", "kernels", "the kernels a dense bf16 model needs", _ENGINE),
-    "engine": Stage("engines", "eager", "one engine of the 8B shape, eager", _ENGINE),
-    "engine_v1": Stage("engines", "old_runner", "the same with the first model runner", _ENGINE),
-    "engine_graphs": Stage("engines", "graphs", "the same with CUDA graphs", _ENGINE),
-    "lend": Stage("engines", "lend", "an engine lends a quarter of its cache and takes it back, eager", _ENGINE),
-    "lend_graphs": Stage("engines", "lend_graphs", "the same with CUDA graphs", _ENGINE),
-    "activation": Stage("coserve", "activation", "a deployed engine: memory, on to a first token, off", _ENGINE),
-    **{
-        name: Stage("coserve", "repeat", f"two engines on the busiest 20 s, repeat {number}", _ENGINE, number)
-        for number, name in enumerate(REPEATS, start=1)
-    },
-}  # fmt: skip
+UNTIL_S = 570.0
+"""Where a command is ended after ten minutes."""
+CLOSE_S = 5.0
+"""Of the time, to end a stage and write it down."""
 
 
 def main() -> int:
+    began_s = time.monotonic()
     args = _arguments()
     os.environ[ALLOW_MPS] = "1" if args.allow_mps else "0"
+    os.environ[REHEARSE] = "1" if args.rehearse else "0"
     if args.trace:
         os.environ[TRACE] = str(args.trace.resolve())
     if args.rate is not None:
@@ -97,135 +62,169 @@ def main() -> int:
     if args.peer:
         be_peer(args.peer[0], int(args.peer[1]))
         return 0
+    table = stages.table(args.rehearse)
     if args.inside:
-        print(json.dumps(_inside(args.inside)))
+        return _inside(table[args.inside], args.answer)
+    blocked = {name: reason for name in table if (reason := _why_not(table[name], args.rehearse)) is not None}
+    if args.list or args.dry_run:
+        for name, stage in table.items():
+            told = blocked.get(name, "would run") if args.dry_run else stage.what
+            print(f"{name:14} {stage.needs_s:4.0f} s  {told}")
         return 0
-    if args.list:
-        for name, stage in STAGES.items():
-            print(f"{name:14} {stage.what}")
-        return 0
-    no_gpu = missing(("gpu",))
-    if args.dry_run:
-        for name, stage in STAGES.items():
-            print(f"{name:14} {missing(stage.needs) or 'would run'}")
-    if args.dry_run or no_gpu is not None:
-        print(f"Nothing was measured and nothing was written: {no_gpu or 'this was a dry run'}.")
-        return 0 if args.dry_run else 3
-    stages = _saved(args.json)
-    for name in [args.stage] if args.stage else _left(stages):
-        print(f"{name} ...", flush=True)
-        stages[name] = _run(name)
-        print(
-            f"  {stages[name]['state']}: {stages[name].get('reason') or stages[name].get('figures')}",
-            flush=True,
-        )
-        write(args.json, "gpu_check", summary(stages), {"stages": stages})
-    return 0
+    no_gpu = None if args.rehearse else missing(("gpu",))
+    if no_gpu is not None:
+        print(f"Nothing was measured and nothing was written: {no_gpu}.")
+        return 3
+    unknown = [name for name in args.stage or [] if name not in table]
+    if unknown:
+        raise SystemExit(f"no stage '{unknown[0]}'; --list names them")
+    record = Record(args.out, rehearsal=args.rehearse)
+    record.begin(args.until, blocked)
+    runner = Runner()
+    tried = _run_all(args, table, blocked, record, runner, began_s)
+    _what_next(args, table, blocked, record)
+    if runner.stopping:
+        return 130
+    best = record.best()
+    return int(any(best[name]["state"] not in (table[name].ends, "skipped") for name in tried))
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--json", type=Path, default=Path("out/gpu_check.json"), help="what has been measured so far"
+    add = parser.add_argument
+    add("--until", type=float, default=UNTIL_S, metavar="SECONDS", help="be done by then, counted from now")
+    add(
+        "--out",
+        type=Path,
+        default=Path("out/gpu_check"),
+        help="folder of all results so far, and of new ones",
     )
-    parser.add_argument("--stage", choices=STAGES, help="only this one, again if the file has it already")
-    parser.add_argument("--list", action="store_true", help="the stages, one line each")
-    parser.add_argument("--dry-run", action="store_true", help="say of each stage whether it would run here")
-    parser.add_argument(
+    add(
+        "--stage",
+        action="append",
+        metavar="NAME",
+        help="only this one, again if it is there; may be repeated",
+    )
+    add("--list", action="store_true", help="the stages, and the seconds that each needs")
+    add("--dry-run", action="store_true", help="say of each stage whether it would run here")
+    add("--rehearse", action="store_true", help="on the CPU and a stand-in for the driver; measures nothing")
+    add(
         "--allow-mps",
         action="store_true",
         help="also the stage that puts two processes into one fault domain",
     )
-    parser.add_argument(
-        "--trace", type=Path, help="Azure LLM inference trace (CSV); without it bursts are generated"
-    )
-    parser.add_argument(
-        "--rate", type=float, help="production requests per second of the stages with two engines"
-    )
-    parser.add_argument("--inside", choices=STAGES, help=argparse.SUPPRESS)
-    parser.add_argument("--peer", nargs=2, help=argparse.SUPPRESS)
+    add("--trace", type=Path, help="Azure LLM inference trace (CSV); without it bursts are generated")
+    add("--rate", type=float, help="production requests per second of the stages with two engines")
+    for name, extra in (("--inside", {}), ("--answer", {"type": Path}), ("--peer", {"nargs": 2})):
+        add(name, help=argparse.SUPPRESS, **extra)
     return parser.parse_args()
 
 
-def _left(stages: dict[str, Any]) -> list[str]:
-    """Stages without a whole result, in their order."""
-    return [name for name in STAGES if stages.get(name, {}).get("state") != "done"]
+def _why_not(stage: stages.Stage, rehearse: bool) -> str | None:
+    if rehearse and stage.rehearse_s is None:
+        return "only a real device can be asked"
+    return missing(stage.needs)
 
 
-def summary(stages: dict[str, Any]) -> dict[str, Any]:
-    """Everything flat, ``stage.figure``; the repeats of the table also put together, as ``table.figure``."""
-    flat = {f"{n}.{key}": value for n, one in stages.items() for key, value in one.get("figures", {}).items()}
-    flat |= {f"{n}.state": one["state"] for n, one in stages.items()}
-    repeats = [stages[n]["figures"] for n in REPEATS if stages.get(n, {}).get("state") == "done"]
-    return flat | {f"table.{key}": value for key, value in figures.table_1(repeats).items()}
+def _run_all(
+    args: argparse.Namespace,
+    table: dict[str, stages.Stage],
+    blocked: dict[str, str],
+    record: Record,
+    runner: Runner,
+    began_s: float,
+) -> list[str]:
+    """Every stage that is left, can run here and fits; their names."""
+    tried: list[str] = []
+    for name in args.stage or _order(table, record):
+        if name in blocked:
+            print(f"{name}: skipped: {blocked[name]}", flush=True)
+            continue
+        left_s = args.until - CLOSE_S - (time.monotonic() - began_s)
+        needs_s = _needs_s(table[name], args.rehearse)
+        if needs_s > left_s:
+            print(f"{name}: not now: it needs {needs_s:.0f} s, {max(0.0, left_s):.0f} s are left", flush=True)
+            continue
+        print(f"{name} ...", flush=True)
+        running = record.start(name)
+        flags = ["--rehearse"] if args.rehearse else []
+        flags += ["--allow-mps"] if args.allow_mps else []
+        command = [
+            sys.executable,
+            __file__,
+            "--inside",
+            name,
+            "--answer",
+            str(running / "answer.json"),
+            *flags,
+        ]
+        env = {**os.environ, PARTIAL: str(running / "partial.json"), "PYTHONUNBUFFERED": "1"}
+        found = runner.run(command, running, env, min(table[name].limit_s, left_s))
+        record.end({"stage": name, **found})
+        tried.append(name)
+        print(
+            f"  {found['state']} after {found['seconds']} s: {found.get('reason') or found['figures']}",
+            flush=True,
+        )
+        if runner.stopping:
+            break
+    return tried
 
 
-def _saved(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
+def _order(table: dict[str, stages.Stage], record: Record) -> list[str]:
+    """Stages that are left: those that were never tried, then those that were tried in vain."""
+    left = [name for name in table if record.is_left(name)]
+    return sorted(left, key=lambda name: record.tries(name) > 0)
+
+
+def _needs_s(stage: stages.Stage, rehearse: bool) -> float:
+    return stage.rehearse_s if rehearse and stage.rehearse_s is not None else stage.needs_s
+
+
+def _what_next(
+    args: argparse.Namespace, table: dict[str, stages.Stage], blocked: dict[str, str], record: Record
+) -> None:
+    best = record.best()
+    for state in ("done", "partial", "failed", "skipped"):
+        names = [name for name in table if best.get(name, {}).get("state") == state]
+        if names:
+            print(f"{state}: {', '.join(names)}")
+    left = [name for name in _order(table, record) if name not in blocked]
+    print(f"written: {args.out}/{FILE} and log-*.txt")
+    if not left:
+        print("Nothing is left to run here.")
+        return
+    print("left: " + ", ".join(f"{name} ({_needs_s(table[name], args.rehearse):.0f} s)" for name in left))
+    flags = " --rehearse" if args.rehearse else ""
+    flags += " --allow-mps" if args.allow_mps else ""
+    print(f"Next: python benchmarks/gpu_check.py{flags} --until {args.until:.0f} --out {args.out}")
+
+
+def _inside(stage: stages.Stage, answer: Path) -> int:
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    found = _answer(stage)
+    put(answer, found)
+    print(f"answered: {found['state']}", flush=True)
+    return 0
+
+
+def _answer(stage: stages.Stage) -> dict[str, Any]:
     try:
-        return dict(json.loads(path.read_text())["details"]["stages"])
-    except (ValueError, KeyError, TypeError):
-        raise SystemExit(f"{path} is no result of this program; move it away") from None
-
-
-def _run(name: str, limit_s: float = STAGE_LIMIT_S) -> dict[str, Any]:
-    """One stage in its own process; what it printed last, or what it had when it was cut off, or why there is nothing."""
-    reason = missing(STAGES[name].needs)
-    if reason is not None:
-        return {"state": "skipped", "reason": reason}
-    begun = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        partial = Path(folder) / "partial.json"
-        answer = _ask(name, {**os.environ, PARTIAL: str(partial)}, limit_s)
-        if answer["state"] == "failed" and partial.exists():
-            answer |= {"state": "partial", "figures": json.loads(partial.read_text())}
-    return {**answer, "seconds": round(time.monotonic() - begun, 1)}
-
-
-def _ask(name: str, env: dict[str, str], limit_s: float) -> dict[str, Any]:
-    flags = ["--allow-mps"] if env.get(ALLOW_MPS) == "1" else []
-    process = subprocess.Popen(
-        [sys.executable, __file__, "--inside", name, *flags],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True,
-    )  # fmt: skip
-    try:
-        out, err = process.communicate(timeout=limit_s)
-        return dict(json.loads(out.strip().splitlines()[-1]))
-    except subprocess.TimeoutExpired:
-        return {"state": "failed", "reason": f"not done after {limit_s:.0f} s"}
-    except (ValueError, IndexError):
-        return {"state": "failed", "reason": f"ended with {process.returncode}: {err[-400:]}"}
-    finally:
-        _end(process)
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """Also what a stage has started: engines, peers.  Its session is its own."""
-    for process_group in (process.pid,):
-        try:
-            os.killpg(process_group, 9)
-        except ProcessLookupError:
-            pass
-    process.wait()
-    for stream in (process.stdout, process.stderr):
-        if stream is not None:
-            stream.close()
-
-
-def _inside(name: str) -> dict[str, Any]:
-    try:
-        found, details = STAGES[name].call()
+        found, details = stage.call()
         return {"state": "done", "figures": found, "details": details}
     except Skip as reason:
-        return {"state": "skipped", "reason": str(reason)}
+        return {"state": "skipped", "reason": str(reason), "figures": {}}
     except Exception as error:  # noqa: BLE001 - whatever it is, the next stage runs
+        traceback.print_exc()
         return {
             "state": "failed",
             "reason": f"{type(error).__name__}: {error}",
-            "trace": traceback.format_exc()[-2000:],
+            "trace": traceback.format_exc()[-4000:],
+            "figures": {},
         }
 
 

@@ -9,10 +9,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from benchmarks import gpu_check
-from benchmarks.gpu import common, figures, models
+from benchmarks.gpu import common, figures, models, stages
+from benchmarks.gpu.record import Record
 from rose.units import PAGE_BYTES
 
 GIB = 1 << 30
@@ -22,92 +24,212 @@ WITHOUT_GPU = pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this m
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=100, check=False
     )
 
 
 @WITHOUT_GPU
-def test_a_dry_run_names_every_stage_and_ends_with_one_clear_line(tmp_path: Path) -> None:
-    done = run("--dry-run", "--json", str(tmp_path / "r.json"))
-    *stages, last = done.stdout.splitlines()
-    assert [line.split()[0] for line in stages] == list(gpu_check.STAGES)
-    assert last == "Nothing was measured and nothing was written: no NVIDIA GPU here."
+def test_a_dry_run_says_of_every_stage_why_it_would_not_run_and_writes_nothing(tmp_path: Path) -> None:
+    done = run("--dry-run", "--out", str(tmp_path / "out"))
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == list(stages.STAGES)
+    assert all(line.endswith("no NVIDIA GPU here") for line in lines)
     assert (done.returncode, list(tmp_path.iterdir())) == (0, [])
 
 
 @WITHOUT_GPU
 def test_a_run_that_measured_nothing_is_no_success(tmp_path: Path) -> None:
-    done = run("--stage", "vmm", "--json", str(tmp_path / "r.json"))
+    done = run("--stage", "vmm", "--out", str(tmp_path / "out"))
     assert done.returncode == 3
-    assert len(done.stdout.splitlines()) == 1
+    assert done.stdout == "Nothing was measured and nothing was written: no NVIDIA GPU here.\n"
     assert list(tmp_path.iterdir()) == []
 
 
 def test_every_stage_is_listed_and_is_a_function_with_a_contract() -> None:
     import importlib
 
-    assert all(stage.what for stage in gpu_check.STAGES.values())
-    for stage in gpu_check.STAGES.values():
+    for stage in stages.table(rehearse=True).values():
         module = importlib.import_module(f"benchmarks.gpu.{stage.module}")
         assert getattr(module, stage.name).__doc__
+        assert stage.what
+        assert stage.needs_s <= stage.limit_s
 
 
-@WITHOUT_GPU
-def test_a_stage_that_finds_no_device_is_skipped_with_the_reason_in_a_process_of_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(gpu_check, "missing", lambda needs: None)
-    answer = gpu_check._run("vmm")
-    assert answer["state"] == "skipped"
-    assert "cuda" in answer["reason"].lower()
-    assert answer["seconds"] >= 0
+def test_each_call_of_ten_minutes_has_room_for_the_longest_stage() -> None:
+    assert max(stage.needs_s for stage in stages.STAGES.values()) <= gpu_check.UNTIL_S - gpu_check.CLOSE_S
 
 
-def test_a_stage_that_is_cut_off_leaves_the_figures_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    def cut_off(name: str, env: dict[str, str], limit_s: float) -> dict[str, Any]:
-        monkeypatch.setenv(common.PARTIAL, env[common.PARTIAL])
-        common.keep({"start_s": 61.5})
-        return {"state": "failed", "reason": f"not done after {limit_s:.0f} s"}
-
-    monkeypatch.setattr(gpu_check, "missing", lambda needs: None)
-    monkeypatch.setattr(gpu_check, "_ask", cut_off)
-    answer = gpu_check._run("engine")
-    assert (answer["state"], answer["figures"]) == ("partial", {"start_s": 61.5})
-    assert "480 s" in answer["reason"]
+# --- bad stages, through the program itself
 
 
-def test_a_stage_over_its_limit_is_ended_with_everything_below_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    script = tmp_path / "stage.py"
-    script.write_text(
-        "import pathlib, subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-        f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(child.pid))\n"
-        "time.sleep(600)\n"
+class Rehearsal:
+    """One call with the three stages that go wrong, and a second one on the same folder."""
+
+    def __init__(self, folder: Path) -> None:
+        names = ("hangs", "dies", "prints")
+        self.folder = folder
+        self.first = run(
+            "--rehearse", "--until", "60", "--out", str(folder), *(f"--stage={name}" for name in names)
+        )
+        self.document = json.loads((folder / gpu_check.FILE).read_text())
+        self.log = (folder / "log-01.txt").read_text()
+        self.second = run("--rehearse", "--until", "9", "--out", str(folder), "--stage", "dies")
+
+    def attempt(self, stage: str) -> dict[str, Any]:
+        (found,) = (one for one in self.document["details"]["attempts"] if one["stage"] == stage)
+        return found
+
+
+@pytest.fixture(scope="module")
+def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> Rehearsal:
+    return Rehearsal(tmp_path_factory.mktemp("rehearsal") / "out")
+
+
+def test_a_stage_that_hangs_keeps_its_figures_and_says_where_it_stood(rehearsal: Rehearsal) -> None:
+    found = rehearsal.attempt("hangs")
+    assert (found["state"], found["reason"]) == ("partial", "not done after 3 s")
+    assert "rehearsal.py" in found["tail"]
+    assert "in hangs" in found["tail"]
+
+
+def test_nothing_of_a_stage_that_hangs_is_left_whatever_its_session(rehearsal: Rehearsal) -> None:
+    assert not psutil.pid_exists(rehearsal.attempt("hangs")["figures"]["child"])
+
+
+def test_a_stage_that_dies_keeps_its_figures_its_reason_and_what_it_printed(rehearsal: Rehearsal) -> None:
+    found = rehearsal.attempt("dies")
+    assert (found["state"], found["figures"], found["reason"]) == ("partial", {"steps": 7}, "died of SIGSEGV")
+    assert "the reason is on stdout" in found["tail"]
+    assert "the reason is on stdout" in rehearsal.log
+
+
+def test_a_stage_that_prints_behind_its_answer_and_does_not_end_loses_nothing(rehearsal: Rehearsal) -> None:
+    found = rehearsal.attempt("prints")
+    assert (found["state"], found["figures"]) == ("done", {"answer": 42})
+    assert found["process"] == "was ended by us"
+    assert "a log line that looks like an answer" in rehearsal.log
+
+
+def test_a_rehearsal_whose_bad_stages_ended_as_they_should_is_a_success(rehearsal: Rehearsal) -> None:
+    assert rehearsal.first.returncode == 0, rehearsal.first.stdout + rehearsal.first.stderr
+
+
+def test_what_to_run_next_is_said(rehearsal: Rehearsal) -> None:
+    assert rehearsal.first.stdout.splitlines()[-1] == (
+        f"Next: python benchmarks/gpu_check.py --rehearse --until 60 --out {rehearsal.folder}"
     )
-    monkeypatch.setattr(gpu_check, "__file__", str(script))
-    answer = gpu_check._ask("vmm", {"PATH": "/usr/bin"}, 3.0)
-    assert "not done after 3 s" in answer["reason"]
-    child, until_s = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat"), time.monotonic() + 20
-    while child.exists() and child.read_text().rpartition(")")[2].split()[0] not in "ZX":
-        assert time.monotonic() < until_s, "it lives on"
-        time.sleep(0.01)
 
 
-def test_what_is_done_is_not_done_again() -> None:
-    stages = {"machine": {"state": "done"}, "vmm": {"state": "partial"}, "kill": {"state": "skipped"}}
-    left = gpu_check._left(stages)
-    assert "machine" not in left
-    assert {"vmm", "kill", "table_3"} <= set(left)
-    assert left == [name for name in gpu_check.STAGES if name != "machine"]
+def test_a_later_call_adds_to_what_is_there(rehearsal: Rehearsal) -> None:
+    later = json.loads((rehearsal.folder / gpu_check.FILE).read_text())["details"]
+    before = rehearsal.document["details"]
+    assert later["attempts"][:-1] == before["attempts"]
+    assert (later["attempts"][-1]["stage"], later["attempts"][-1]["call"]) == ("dies", 2)
+    assert [call["number"] for call in later["calls"]] == [1, 2]
+    assert (rehearsal.folder / "log-01.txt").read_text() == rehearsal.log
+    assert "the reason is on stdout" in (rehearsal.folder / "log-02.txt").read_text()
+
+
+def test_a_rehearsal_is_never_put_among_measurements(rehearsal: Rehearsal) -> None:
+    with pytest.raises(SystemExit, match="holds a rehearsal"):
+        Record(rehearsal.folder, rehearsal=False)
+
+
+def test_a_stage_that_does_not_fit_is_not_started(tmp_path: Path) -> None:
+    done = run("--rehearse", "--until", "7", "--out", str(tmp_path / "out"), "--stage", "hangs")
+    assert "hangs: not now: it needs 3 s" in done.stdout
+    assert json.loads((tmp_path / "out" / gpu_check.FILE).read_text())["details"]["attempts"] == []
+
+
+def test_a_call_that_is_ended_from_outside_ends_its_stage_and_writes_it_down(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--rehearse", "--out", str(tmp_path / "out"), "--stage", "prints"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        answer = tmp_path / "out" / "running" / "answer.json"
+        until_s = time.monotonic() + 60
+        while not answer.exists() and time.monotonic() < until_s:
+            time.sleep(0.01)
+        process.terminate()
+        assert process.wait(60) == 130
+    (found,) = json.loads((tmp_path / "out" / gpu_check.FILE).read_text())["details"]["attempts"]
+    assert (found["stage"], found["figures"]) == ("prints", {"answer": 42})
+
+
+# --- the folder
+
+
+def attempt(stage: str, state: str = "done", **figures: Any) -> dict[str, Any]:
+    return {"stage": stage, "state": state, "figures": figures}
+
+
+def recorded(folder: Path, *attempts: dict[str, Any]) -> Record:
+    record = Record(folder, rehearsal=False)
+    record.begin(60.0, {})
+    for one in attempts:
+        record.start(one["stage"])
+        record.end(one)
+    return record
+
+
+def test_what_is_done_is_not_done_again_and_what_was_tried_in_vain_comes_last(tmp_path: Path) -> None:
+    recorded(tmp_path, attempt("machine"), attempt("vmm", "failed"), attempt("kill", "skipped"))
+    order = gpu_check._order(stages.STAGES, Record(tmp_path, rehearsal=False))
+    assert {"machine", "kill"}.isdisjoint(order)
+    assert order[-1] == "vmm"
+    assert set(order) | {"machine", "kill"} == set(stages.STAGES)
+
+
+def test_a_stage_is_not_tried_for_ever(tmp_path: Path) -> None:
+    record = recorded(tmp_path, attempt("vmm", "failed"), attempt("vmm", "partial", x=1))
+    assert not record.is_left("vmm")
+
+
+def test_a_later_attempt_in_vain_does_not_hide_an_earlier_result(tmp_path: Path) -> None:
+    record = recorded(
+        tmp_path, attempt("vmm", x=1), attempt("vmm", "failed"), attempt("kill", "partial", y=2), attempt("kill", "failed")
+    )  # fmt: skip
+    assert record.best()["vmm"]["figures"] == {"x": 1}
+    assert record.best()["kill"]["figures"] == {"y": 2}
+
+
+def test_what_a_call_that_was_killed_left_is_taken_over_with_its_log(tmp_path: Path) -> None:
+    record = recorded(tmp_path)
+    running = record.start("engine")
+    (running / "partial.json").write_text('{"start_s": 61.5}')
+    (running / "log.txt").write_text("INFO engine is up")
+    found = Record(tmp_path, rehearsal=False)
+    (one,) = found.attempts
+    assert (one["stage"], one["state"], one["figures"]) == ("engine", "partial", {"start_s": 61.5})
+    assert one["reason"] == "the call was cut off"
+    assert "INFO engine is up" in (tmp_path / "log-01.txt").read_text()
+    assert not running.exists()
+
+
+def test_an_answer_that_a_call_had_no_time_to_write_down_counts(tmp_path: Path) -> None:
+    record = recorded(tmp_path)
+    (record.start("kill") / "answer.json").write_text('{"state": "done", "figures": {"z": 3}}')
+    assert Record(tmp_path, rehearsal=False).best()["kill"]["figures"] == {"z": 3}
+
+
+def test_a_log_without_end_keeps_its_beginning_and_its_end(tmp_path: Path) -> None:
+    record = recorded(tmp_path)
+    (record.start("engine") / "log.txt").write_bytes(b"first" + bytes(3 << 20) + b"last")
+    record.end(attempt("engine", "failed"))
+    text = (tmp_path / "log-01.txt").read_bytes()
+    assert b"first" in text
+    assert b"last" in text
+    assert b"bytes left out" in text
+    assert len(text) < 2.1 * (1 << 20)
+
+
+def test_folders_stay_few_files(tmp_path: Path) -> None:
+    recorded(tmp_path, *(attempt(name) for name in stages.STAGES))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu_check.json", "log-01.txt"]
 
 
 def test_another_programs_file_is_not_written_over(tmp_path: Path) -> None:
-    path = tmp_path / "r.json"
-    path.write_text('{"summary": {}}')
+    (tmp_path / gpu_check.FILE).write_text('{"summary": {}}')
     with pytest.raises(SystemExit, match="no result of this program"):
-        gpu_check._saved(path)
+        Record(tmp_path, rehearsal=False)
 
 
 @pytest.mark.parametrize(
@@ -222,16 +344,17 @@ def test_a_figure_that_one_repeat_lacks_is_left_out_and_no_repeat_is_no_table() 
     assert figures.table_1([]) == {}
 
 
-def test_the_summary_holds_every_figure_flat_and_the_table_of_whole_repeats_only() -> None:
-    stages = {
-        "vmm": {"state": "partial", "figures": {"x": 1.0}},
-        "table_1": {"state": "done", "figures": repeat(1.0, 1.0)},
-        "table_2": {"state": "partial", "figures": repeat(9.0, 9.0)},
-    }
-    flat = gpu_check.summary(stages)
+def test_the_summary_holds_every_figure_flat_and_the_table_of_whole_repeats_only(tmp_path: Path) -> None:
+    record = recorded(
+        tmp_path,
+        attempt("vmm", "partial", x=1.0),
+        attempt("table_1", **repeat(1.0, 1.0)),
+        attempt("table_2", "partial", **repeat(9.0, 9.0)),
+    )
+    flat = record.summary()
     assert (flat["vmm.x"], flat["vmm.state"], flat["table_2.p99_ttft_ratio"]) == (1.0, "partial", 9.0)
     assert (flat["table.repeats"], flat["table.p99_ttft_ratio"]) == (1, 1.0)
-    assert json.dumps(flat)
+    assert json.loads((tmp_path / gpu_check.FILE).read_text())["summary"] == flat
 
 
 # --- shapes and how a device is planned

@@ -1,0 +1,189 @@
+"""What the calls of ``benchmarks/gpu_check.py`` have found so far: one folder that travels as it is, in few files.
+
+``gpu_check.json``  every attempt of every call, and the figures of the best of each stage; replaced whole after every stage
+``log-NN.txt``      all that the stages of call NN printed, in the order of their ends
+``running/``        the stage under way: its log, its figures so far, its answer.  What a call that was cut off left there is
+                    taken over by the next one as a partial attempt.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import figures
+from benchmarks.gpu.stages import REPEATS
+from benchmarks.report import machine, write
+
+FILE = "gpu_check.json"
+LOG_BYTES = 2 << 20
+"""Of one stage, most of it from the end: the reason is there."""
+TAIL_CHARS = 3000
+MOST_TRIES = 2
+"""Of a stage that failed or was cut off; named with ``--stage`` it runs once more."""
+Attempt = dict[str, Any]
+
+
+class Record:
+    """One ``--out`` folder.
+
+    Raises:
+        SystemExit: It holds something else, or a rehearsal where a measurement is wanted, or the other way round.
+    """
+
+    def __init__(self, folder: Path, *, rehearsal: bool) -> None:
+        folder = folder.resolve()
+        self.folder, self.running = folder, folder / "running"
+        self.attempts: list[Attempt] = []
+        self.calls: list[dict[str, Any]] = []
+        self.rehearsal = rehearsal
+        path = folder / FILE
+        if path.exists():
+            self._load(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.running.exists():
+            self._take_over()
+
+    def begin(self, until_s: float, blocked: Mapping[str, str]) -> None:
+        """A call begins; ``blocked`` says which stages cannot run here, and why."""
+        self.calls.append(
+            {"number": self._number(), "began": _now(), "until_s": until_s, "blocked": dict(blocked), "machine": machine()}
+        )  # fmt: skip
+        self.save()
+
+    def start(self, stage: str) -> Path:
+        """The folder of a stage that is about to run."""
+        self.running.mkdir()
+        (self.running / "stage.json").write_text(json.dumps({"stage": stage, "began": _now()}))
+        return self.running
+
+    def end(self, attempt: Attempt) -> None:
+        """Write down what became of it; its log goes behind those of this call."""
+        self.attempts.append(
+            {**attempt, "call": self.calls[-1]["number"] if self.calls else 0, "ended": _now()}
+        )
+        self._keep_log(attempt)
+        self.save()
+        shutil.rmtree(self.running)
+
+    def save(self) -> None:
+        write(
+            self.folder / FILE,
+            "gpu_check",
+            self.summary(),
+            {"rehearsal": self.rehearsal, "calls": self.calls, "attempts": self.attempts},
+        )
+
+    # -- what there is
+
+    def best(self) -> dict[str, Attempt]:
+        """Of each stage that was tried: the last attempt that is done; else the last with figures; else the last."""
+        found: dict[str, Attempt] = {}
+        for one in self.attempts:
+            before = found.get(one["stage"])
+            if before is None or _rank(one) >= _rank(before):
+                found[one["stage"]] = one
+        return found
+
+    def tries(self, stage: str) -> int:
+        return sum(one["stage"] == stage for one in self.attempts)
+
+    def is_left(self, stage: str) -> bool:
+        """Is it worth a run: never tried, or tried in vain less than ``MOST_TRIES`` times?"""
+        best = self.best().get(stage)
+        return best is None or (best["state"] not in ("done", "skipped") and self.tries(stage) < MOST_TRIES)
+
+    def summary(self) -> dict[str, Any]:
+        """Everything flat, ``stage.figure``; the repeats of the table also put together, as ``table.figure``."""
+        best = self.best()
+        flat = {
+            f"{n}.{key}": value for n, one in best.items() for key, value in one.get("figures", {}).items()
+        }
+        flat |= {f"{n}.state": one["state"] for n, one in best.items()}
+        repeats = [best[n]["figures"] for n in REPEATS if best.get(n, {}).get("state") == "done"]
+        return flat | {f"table.{key}": value for key, value in figures.table_1(repeats).items()}
+
+    # -- files
+
+    def _load(self, path: Path) -> None:
+        try:
+            details = json.loads(path.read_text())["details"]
+            self.attempts, self.calls = list(details["attempts"]), list(details["calls"])
+            rehearsal = bool(details["rehearsal"])
+        except (ValueError, KeyError, TypeError):
+            raise SystemExit(f"{path} is no result of this program; move it away") from None
+        if rehearsal != self.rehearsal:
+            what = "a rehearsal" if rehearsal else "measurements"
+            raise SystemExit(f"{path} holds {what}; take another --out")
+
+    def _take_over(self) -> None:
+        """A call was cut off in the middle of a stage."""
+        told = _read(self.running / "stage.json") or {"stage": "unknown"}
+        attempt = read_answer(self.running) or cut_off(self.running, "the call was cut off")
+        self.end({"stage": told["stage"], "began": told.get("began"), **attempt})
+
+    def _keep_log(self, attempt: Attempt) -> None:
+        text = read_log(self.running)
+        if len(text) > LOG_BYTES:
+            left_out = f"\n... {len(text) - LOG_BYTES} bytes left out ...\n".encode()
+            text = text[: LOG_BYTES // 4] + left_out + text[-(LOG_BYTES * 3 // 4) :]
+        number = self.calls[-1]["number"] if self.calls else 0
+        with (self.folder / f"log-{number:02}.txt").open("ab") as file:
+            file.write(
+                f"\n=== {attempt['stage']}: {attempt['state']} after {attempt.get('seconds')} s\n".encode()
+            )
+            file.write(text)
+
+    def _number(self) -> int:
+        """One more than any call here has: files of two folders can be put into one."""
+        logs = [int(path.stem[4:]) for path in self.folder.glob("log-[0-9][0-9].txt")]
+        return 1 + max([*logs, *(call["number"] for call in self.calls), 0])
+
+
+def cut_off(running: Path, reason: str) -> Attempt:
+    """A stage that ended without what was asked: its figures so far, and the end of what it said."""
+    found = _read(running / "partial.json")
+    tail = read_log(running)[-TAIL_CHARS:].decode(errors="replace")
+    return {"state": "partial" if found else "failed", "figures": found or {}, "reason": reason, "tail": tail}
+
+
+def read_answer(running: Path) -> Attempt | None:
+    """What the stage has answered, an answer that it failed with what it had until then; None when it has not."""
+    answer = _read(running / "answer.json")
+    if answer is None or answer["state"] != "failed":
+        return answer
+    return {**answer, **cut_off(running, answer["reason"])}
+
+
+def read_log(running: Path) -> bytes:
+    try:
+        return (running / "log.txt").read_bytes()
+    except OSError:
+        return b""
+
+
+def put(path: Path, value: Any) -> None:
+    """Write JSON so that a reader sees all of it or none."""
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_text(json.dumps(value, default=str))
+    os.replace(temporary, path)
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _rank(attempt: Attempt) -> int:
+    return 2 if attempt["state"] == "done" else 1 if attempt.get("figures") else 0
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -1,0 +1,85 @@
+"""The stages of ``benchmarks/gpu_check.py``: what each asks, what it needs, how many seconds, and in which order they are worth them.
+
+The order is by what a minute of a GPU tells: what everything else rests on, then what decides whether ROSE works there, then repeats.
+A stage is a function by module and name, so a machine without a GPU imports none of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.gpu.common import Figures
+
+Found = tuple[Figures, dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One question.
+
+    Attributes:
+        needs_s: Seconds it takes, the start of its processes included: with fewer left it is not started.
+        limit_s: Seconds after which it is ended with everything below it.
+        rehearse_s: ``needs_s`` of a rehearsal; None: only a real device can be asked.
+        ends: The state that a rehearsal of it has to end in.
+    """
+
+    module: str
+    name: str
+    what: str
+    needs: tuple[str, ...]
+    needs_s: float
+    limit_s: float
+    rehearse_s: float | None = None
+    argument: Any = None
+    ends: str = "done"
+
+    def call(self) -> Found:
+        function: Callable[..., Any] = getattr(
+            importlib.import_module(f"benchmarks.gpu.{self.module}"), self.name
+        )
+        found = function() if self.argument is None else function(self.argument)
+        return found if isinstance(found, tuple) else (found, {})
+
+
+_DEVICE = ("gpu", "bindings", "torch")
+_ENGINE = (*_DEVICE, "vllm")
+STAGES: dict[str, Stage] = {
+    "machine": Stage("device", "machine", "driver, device, and the rung of the compute ladder", _DEVICE, 20, 60),
+    "contract": Stage("device", "contract", "the tests marked gpu", _DEVICE, 60, 120),
+    "vmm": Stage("device", "vmm", "map and unmap by size of handle: single, ranged, retained", _DEVICE, 30, 60),
+    "handover": Stage("device", "handover", "memory from a peer to us, per GiB", _DEVICE, 40, 80),
+    "step_self": Stage("device", "step_self", "P99 of a step while this process moves 1 GiB/s", _DEVICE, 40, 80),
+    "step_peer": Stage("device", "step_peer", "P99 of a step while another process moves 1 GiB/s", _DEVICE, 45, 90),
+    "kill": Stage("device", "kill", "until the memory of a killed process is free", _DEVICE, 40, 80),
+    "kernels": Stage("engines", "kernels", "the kernels a dense bf16 model needs", _ENGINE, 30, 60),
+    "engine": Stage("engines", "eager", "one engine of the 8B shape, eager", _ENGINE, 100, 150),
+    "lend": Stage("engines", "lend", "an engine lends a quarter of its cache and takes it back, eager", _ENGINE, 150, 220),
+    "table_1": Stage("coserve", "repeat", "two engines on the busiest 20 s, repeat 1", _ENGINE, 500, 560, None, 1),
+    "lend_graphs": Stage("engines", "lend_graphs", "the same with CUDA graphs", _ENGINE, 200, 280),
+    "activation": Stage("coserve", "activation", "a deployed engine: memory, on to a first token, off", _ENGINE, 150, 220),
+    "fence": Stage("device", "fence", "P99 of a step with an event behind each, and how long a fence waits", _DEVICE, 35, 70),
+    "green": Stage("device", "green", "steps on part of the SMs; P99 beside a peer on all and on half of them", _DEVICE, 60, 120),
+    "fallback": Stage("device", "fallback", "what the shared page behind unmapped addresses costs", _DEVICE, 20, 40),
+    "engine_graphs": Stage("engines", "graphs", "the same with CUDA graphs", _ENGINE, 150, 220),
+    "engine_v1": Stage("engines", "old_runner", "the same with the first model runner", _ENGINE, 100, 150),
+    "mps": Stage("device", "mps", "a low-priority client, and its end by terminate_client with kernels in flight", (*_DEVICE, "mps"), 60, 120),
+    "table_2": Stage("coserve", "repeat", "two engines on the busiest 20 s, repeat 2", _ENGINE, 500, 560, None, 2),
+    "table_3": Stage("coserve", "repeat", "two engines on the busiest 20 s, repeat 3", _ENGINE, 500, 560, None, 3),
+}  # fmt: skip
+REPEATS = tuple(name for name in STAGES if name.startswith("table_"))
+
+BAD: dict[str, Stage] = {
+    "hangs": Stage("rehearsal", "hangs", "hangs, and so does what it started", (), 3, 3, 3, None, "partial"),
+    "dies": Stage("rehearsal", "dies", "dies of a signal", (), 3, 20, 3, None, "partial"),
+    "prints": Stage("rehearsal", "prints", "prints behind its answer, and does not end", (), 3, 40, 12),
+}  # fmt: skip
+"""What goes wrong on a machine that cannot be looked at: part of a rehearsal, and of nothing else."""
+
+
+def table(rehearse: bool) -> dict[str, Stage]:
+    """The stages of a real run, or of a rehearsal."""
+    return {**BAD, **STAGES} if rehearse else STAGES
