@@ -30,6 +30,11 @@ def unpack_logprobs(data: bytes) -> list[float]:
     return _array("d", data).tolist()
 
 
+def split(data: bytes, size: int) -> list[bytes]:
+    """Packed values of ``size`` bytes each."""
+    return [data[at : at + size] for at in range(0, len(data), size)]
+
+
 def _bytes(values: array) -> bytes:
     if sys.byteorder == "big":  # pragma: no cover
         values.byteswap()

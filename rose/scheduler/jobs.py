@@ -30,6 +30,7 @@ from rose.policy.staleness import Version, format_version
 from rose.scheduler.dispatch import Dispatcher, TurnHandle, turn_error
 from rose.scheduler.ids import pack_ids, pack_logprobs
 from rose.scheduler.journal import TurnRecord
+from rose.scheduler.messages import tips
 from rose.scheduler.prompts import Prompt
 from rose.scheduler.store import Store, Trajectory
 
@@ -372,6 +373,13 @@ class Jobs:
                     for name in action.trajectory_ids:
                         self.dispatcher.cancel_trajectory(name, action.reason)
         self.on_finished(done, job.wish)
+
+    def delivers(self, job: Job, handle: TurnHandle, answer: Mapping[str, Any]) -> None:
+        """A stream is about to end: ``answer`` is the message that its client put together."""
+        trajectory = job.wish.trajectory
+        done = next(item for item in job.finished if item.handle is handle)
+        if trajectory is not None and done.turn is not None and done.prompt.tip_base:
+            self.store.add_form(trajectory, done.turn, tips(done.prompt.tip_base, answer))
 
     async def drain(self, timeout_s: float) -> int:
         """Let running jobs end; returns how many did not."""

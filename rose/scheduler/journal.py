@@ -43,8 +43,8 @@ class TurnRecord(msgspec.Struct, tag="turn", frozen=True, gc=False, omit_default
     """A finished turn.
 
     ``suffix_ids`` are the prompt ids after the parent's prompt and output (the whole prompt when ``parent``
-    is None); all ids are little-endian u32, log-probs little-endian f64.  ``tip`` names the message list
-    that ends with this turn's answer; ``digest`` the request, for a client that asks again.
+    is None); all ids are little-endian u32, log-probs little-endian f64.  ``tip`` names the message lists
+    that end with this turn's answer, 16 bytes each; ``digest`` the request, for a client that asks again.
     """
 
     trajectory_id: str
@@ -69,6 +69,14 @@ class TurnRecord(msgspec.Struct, tag="turn", frozen=True, gc=False, omit_default
     answer: bytes = b""
     kv_mixed: bool | None = None
     """Its context held keys and values of other weights than its newest tokens; None: an engine did not say."""
+
+
+class FormRecord(msgspec.Struct, tag="form", frozen=True, gc=False):
+    """A turn's answer was delivered in another form, too: a stream's."""
+
+    trajectory_id: str
+    turn: int
+    tip: bytes
 
 
 class CreateRecord(msgspec.Struct, tag="create", frozen=True, gc=False, omit_defaults=True):
@@ -145,6 +153,7 @@ class VersionRecord(msgspec.Struct, tag="version", frozen=True, gc=False):
 
 Record = (
     TurnRecord
+    | FormRecord
     | CreateRecord
     | FinishRecord
     | CancelRecord

@@ -7,7 +7,11 @@ it extend what we answered" is one dictionary look-up per message and works for 
 
 Not equal, on purpose: any other text, role, tool, template argument or system prompt.  Those are forks.
 
-Callers: ``rose.scheduler.prompts``.
+An answer has a name (a *tip*) for each form in which it was delivered: a stream of it says other words than the whole
+(:class:`Deltas`).  Clients trim white space at its ends, so each form has a *loose* name, too, which is asked for where
+the exact one is not known.
+
+Callers: ``rose.scheduler.prompts``, ``rose.scheduler.openai_api``, ``rose.scheduler.streams``.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ CONTEXT_FIELDS = (
 out of
 the context hash below: they change what may be sampled, not the history."""
 
+TIP_BYTES = 16
 _NOT_HISTORY = ("tool_choice", "response_format")
 
 
@@ -77,6 +82,39 @@ def chain(context: bytes, messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
 def extend(previous: bytes, message: Mapping[str, Any]) -> bytes:
     payload = canonical_json(canonical_message(message))
     return hashlib.blake2b(previous + payload, digest_size=16).digest()
+
+
+def tips(base: bytes, answer: Mapping[str, Any]) -> bytes:
+    """Two names, ``TIP_BYTES`` each, of the message list that ``base`` and this answer make: exact and loose."""
+    return extend(base, answer) + loose(base, answer)
+
+
+def loose(base: bytes, answer: Mapping[str, Any]) -> bytes:
+    """A name that says nothing of white space at the ends of the answer's text."""
+    content = _content(answer.get("content"))
+    text = content.strip() if isinstance(content, str) else content
+    return extend(b"loose" + base, {**answer, "content": text})
+
+
+class Deltas:
+    """An answer put together from the pieces of a stream, the way clients do it."""
+
+    def __init__(self) -> None:
+        self._content: list[str] = []
+        self._calls: dict[int, dict[str, Any]] = {}
+
+    def add(self, delta: Mapping[str, Any]) -> None:
+        """A ``delta`` as it is sent."""
+        self._content.append(delta.get("content") or "")
+        for piece in delta.get("tool_calls") or ():
+            call = self._calls.setdefault(piece.get("index", 0), {"name": "", "arguments": ""})
+            for field, text in (piece.get("function") or {}).items():
+                if isinstance(text, str):
+                    call[field] = call.get(field, "") + text
+
+    def message(self) -> dict[str, Any]:
+        calls = [{"function": self._calls[index]} for index in sorted(self._calls)]
+        return {"role": "assistant", "content": "".join(self._content), "tool_calls": calls}
 
 
 def _content(content: Any) -> Any:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import functools
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -42,7 +43,7 @@ from rose.scheduler.http import (
 )
 from rose.scheduler.ids import unpack_ids
 from rose.scheduler.jobs import Finished, Job, Jobs, Wish
-from rose.scheduler.messages import extend
+from rose.scheduler.messages import tips
 from rose.scheduler.prompts import NOT_RENDERED, Prompt, Prompts, continuation
 from rose.scheduler.renderer import Renderer
 from rose.scheduler.stops import cut_at_stop, visible_ids
@@ -121,7 +122,7 @@ class OpenAIRoutes:
             self._jobs.next_turns(job, done)
             answer = self._answer(body, done, choices, "chat.completion")
             for item, choice in zip(done, choices, strict=True):
-                tip = extend(prompt.tip_base, choice["message"]) if prompt.tip_base else b""
+                tip = tips(prompt.tip_base, choice["message"]) if prompt.tip_base else b""
                 self._jobs.record(job, item, kind="chat", tip=tip, answer=answer)
             return answer
 
@@ -243,6 +244,7 @@ class OpenAIRoutes:
                     chat=chat,
                     renderer=self._renderer,
                     dispatcher=self._dispatcher,
+                    on_delivery=functools.partial(self._jobs.delivers, job),
                     keepalive_s=self._config.timeouts.keepalive_s,
                 )
             return json_response(await job.wait(), headers=_headers(job.finished))

@@ -38,7 +38,7 @@ import msgspec
 
 from rose.errors import EngineError, RequestError
 from rose.scheduler.ids import MAX_TOKEN_ID
-from rose.scheduler.messages import chain, context_digest
+from rose.scheduler.messages import chain, context_digest, loose
 from rose.scheduler.store import Trajectory
 
 CallEngine = Callable[[str, str | None, bytes], Awaitable[bytes]]
@@ -155,9 +155,14 @@ class Prompts:
         hashes = chain(context, messages)
         base, parent = 0, None
         for at in range(len(hashes), 0, -1):
-            if hashes[at - 1] in trajectory.tips and messages[at - 1].get("role") == "assistant":
-                base, parent = at, trajectory.tips[hashes[at - 1]]
-                break
+            if messages[at - 1].get("role") == "assistant":
+                before = hashes[at - 2] if at > 1 else context
+                parent = trajectory.tips.get(hashes[at - 1])
+                if parent is None:
+                    parent = trajectory.tips.get(loose(before, messages[at - 1]))
+                if parent is not None:
+                    base = at
+                    break
         fork: str | None = None
         if parent is not None:
             bridged = await self._bridge(trajectory, parent, body, base, context)

@@ -26,7 +26,7 @@ import msgspec
 from rose.errors import CapacityError, Conflict, Gone, NotFound, PolicyError
 from rose.policy import samples as sp
 from rose.policy.staleness import Version, format_version, parse_version
-from rose.scheduler.ids import unpack_ids, unpack_logprobs
+from rose.scheduler.ids import split, unpack_ids, unpack_logprobs
 from rose.scheduler.journal import (
     AckedRecord,
     AckRecord,
@@ -35,6 +35,7 @@ from rose.scheduler.journal import (
     ExpiredRecord,
     ExpireRecord,
     FinishRecord,
+    FormRecord,
     Journal,
     LeaseRecord,
     Record,
@@ -42,6 +43,7 @@ from rose.scheduler.journal import (
     TurnRecord,
     VersionRecord,
 )
+from rose.scheduler.messages import TIP_BYTES
 
 log = logging.getLogger("rose.scheduler")
 
@@ -68,7 +70,7 @@ class Trajectory:
         self.lengths: list[int] = []
         """Of each turn's prompt and output together, in tokens."""
         self.tips: dict[bytes, int] = {}
-        """Message list that ends with our answer -> the turn that answered."""
+        """Message list that ends with our answer, in a form in which it was delivered -> the turn that answered."""
         self.finish: FinishRecord | None = None
         self.stale = False
         self.parents: set[int] = set()
@@ -87,14 +89,22 @@ class Trajectory:
         self.lengths.append(held + (len(record.suffix_ids) + len(record.token_ids)) // 4)
         self.turns.append(record)
         self.num_tokens += len(record.token_ids) // 4
-        if record.tip:
-            self.tips[record.tip] = record.turn
+        for tip in split(record.tip, TIP_BYTES):
+            self.tips[tip] = record.turn
         if record.parent is not None:
             self.parents.add(record.parent)
         for text, _, _ in record.versions:
             version = parse_version(text)
             self.oldest = version if self.oldest is None else min(self.oldest, version)
             self.newest = version if self.newest is None else max(self.newest, version)
+
+    def add_form(self, turn: int, tip: bytes) -> None:
+        """More names of this turn's answer."""
+        record = self.turns[turn]
+        fresh = [name for name in split(tip, TIP_BYTES) if name not in split(record.tip, TIP_BYTES)]
+        for name in fresh:
+            self.tips[name] = turn
+        self.turns[turn] = msgspec.structs.replace(record, tip=b"".join([record.tip, *fresh]))
 
     def full_ids(self, turn: int) -> list[int]:
         """Prompt and output of ``turn``: what a continuation starts with."""
@@ -350,6 +360,11 @@ class Store:
             self._after(actions)
         return actions
 
+    def add_form(self, trajectory: Trajectory, turn: int, tip: bytes) -> None:
+        """An answer is about to be delivered in a form with these names: remembered before its last piece leaves."""
+        if any(trajectory.tips.get(name) != turn for name in split(tip, TIP_BYTES)):
+            self._write(FormRecord(trajectory_id=trajectory.id, turn=turn, tip=tip))
+
     def finish(self, record: FinishRecord) -> list[sp.Action]:
         """Idempotent: the same reward again is no error."""
         trajectory = self.trajectories.get(record.id)
@@ -496,6 +511,11 @@ class Store:
                         )
                     )
                 return []
+            case FormRecord():
+                trajectory = self.trajectories.get(record.trajectory_id)
+                if trajectory is not None and record.turn < len(trajectory.turns):
+                    trajectory.add_form(record.turn, record.tip)
+                return []
             case CreateRecord():
                 actions = self.book.handle(
                     sp.TrajectoryCreated(
@@ -596,7 +616,8 @@ class Store:
             ResumeRecord(job=job, attempt=attempt, consumed=[]) for job, attempt in self.book.attempts.items()
         )
         live = [name for name, sample in self.book.samples.items() if sample.state not in sp.FINAL]
-        # Turns are only ever added, and records never change: to know how many there are now is enough.
+        # Turns are only ever added: to know how many there are now is enough.  One that gets another form meanwhile has it
+        # in a record of its own, and to add it twice changes nothing.
         turns = [(self.trajectories[name], len(self.trajectories[name].turns)) for name in live]
         return chain(head, _records(turns), self._outcomes(live))
 

@@ -28,6 +28,7 @@ from rose.scheduler.dispatch import Dispatcher, TurnHandle, turn_error
 from rose.scheduler.engine import TokenLogprob
 from rose.scheduler.http import REQUEST_ID, encode, error_body
 from rose.scheduler.jobs import Job, is_resumable
+from rose.scheduler.messages import Deltas
 from rose.scheduler.renderer import Renderer
 from rose.scheduler.stops import StopMatcher, visible_ids
 
@@ -76,9 +77,13 @@ async def stream_job(
     chat: bool,
     renderer: Renderer,
     dispatcher: Dispatcher,
+    on_delivery: Callable[[TurnHandle, dict[str, Any]], None],
     keepalive_s: float,
 ) -> web.StreamResponse:
     """Stream a job to one client.
+
+    Args:
+        on_delivery: Told of each choice, before its last piece leaves, as which message its client has it.
 
     Raises:
         RoseError: Before the stream began.
@@ -118,6 +123,10 @@ async def stream_job(
         ]
         await asyncio.gather(*(choice.run() for choice in choices))
         answer = msgspec.json.decode(await job.wait())
+        for choice in choices:
+            choice.end()
+            if chat:
+                on_delivery(choice.handle, choice.said.message())
         for choice in choices:
             finish_reason = answer["choices"][choice.index].get("finish_reason")
             await choice.send_last(finish_reason, answer["rose"])
@@ -222,8 +231,10 @@ class _Choice:
         keepalive_s: float,
     ) -> None:
         self.index = index
+        self.handle = handle
+        self.said = Deltas()
         self._job = job
-        self._handle = handle
+        self._last: dict[str, Any] = {}
         self._base = base
         self._body = body
         self._chat = chat
@@ -240,7 +251,7 @@ class _Choice:
 
     async def run(self) -> None:
         """Send all text; the finish is left to :meth:`send_last`."""
-        handle = self._handle
+        handle = self.handle
         want_entries = wants_logprobs(self._body)
         sent = 0
         progress = _progress(self._job, handle, self._events, self._keepalive_s)
@@ -254,7 +265,7 @@ class _Choice:
                     await self._piece(token_ids, entries, done=done)
 
     async def _piece(self, token_ids: list[int], entries: list[TokenLogprob] | None, *, done: bool) -> None:
-        handle = self._handle
+        handle = self.handle
         ended = handle.done.result() if done else None
         if ended is not None:
             token_ids = visible_ids(token_ids, ended.reason, ended.stop_reason, keep=self._keep)
@@ -278,13 +289,14 @@ class _Choice:
             content = delta.get("content")
             if isinstance(content, str):
                 delta["content"] = self._stops.feed(content)
-            out: dict[str, Any] = {"delta": {k: v for k, v in delta.items() if v not in (None, "", [])}}
+            out: dict[str, Any] = {"delta": _said(delta)}
             if out["delta"].get("role"):
                 if self._role_sent:
                     out["delta"].pop("role")
                 else:
                     out["delta"].setdefault("content", "")
                 self._role_sent = True
+            self.said.add(out["delta"])
             empty = not out["delta"]
         else:
             text = choice.get("text")
@@ -295,20 +307,41 @@ class _Choice:
         if self._stops.matched is not None and before is None and not done:
             self._dispatcher.stop(handle.turn_id, self._stops.matched)
 
-    async def send_last(self, finish_reason: str | None, rose: Any) -> None:
+    def end(self) -> None:
+        """Settle what :meth:`send_last` says."""
         held = self._stops.flush()
         payload: dict[str, Any] = (
             {"delta": {"content": held} if held else {}} if self._chat else {"text": held}
         )
         if self._chat and not self._role_sent:
             payload["delta"] = {"role": "assistant", "content": held}
-        await self._chunk({**payload, "logprobs": None, "finish_reason": finish_reason}, rose=rose)
+        self.said.add(payload.get("delta", {}))
+        self._last = payload
+
+    async def send_last(self, finish_reason: str | None, rose: Any) -> None:
+        await self._chunk({**self._last, "logprobs": None, "finish_reason": finish_reason}, rose=rose)
 
     async def _chunk(self, choice: dict[str, Any], rose: Any = None) -> None:
         value = {**self._base, "choices": [{"index": self.index, **choice}]}
         if rose is not None:
             value["rose"] = rose
         await self._events.event(value)
+
+
+def _said(delta: Mapping[str, Any]) -> dict[str, Any]:
+    """``delta`` without what it does not say: a null in a piece of a call would overwrite what an earlier piece said."""
+    said = {field: value for field, value in delta.items() if value not in (None, "", [])}
+    if "tool_calls" in said:
+        said["tool_calls"] = [_without_nulls(call) for call in said["tool_calls"]]
+    return said
+
+
+def _without_nulls(value: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        field: _without_nulls(part) if isinstance(part, dict) else part
+        for field, part in value.items()
+        if part is not None
+    }
 
 
 def wants_logprobs(body: Mapping[str, Any]) -> bool:

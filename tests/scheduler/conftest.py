@@ -50,7 +50,8 @@ class World:
     async def add(self, name: str, *, tier: str = "dedicated", **engine: Any) -> FakeEngine:
         """An engine with a node that beats; ready for turns when this returns."""
         token = engine.pop("token", None)
-        made = FakeEngine(token=token, **engine)
+        kind = engine.pop("kind", FakeEngine)
+        made = kind(token=token, **engine)
         self.runners[name], url = await serve_engine(made)
         node = FakeNode(
             self.session,

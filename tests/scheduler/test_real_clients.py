@@ -20,6 +20,7 @@ import httpx
 import openai
 import pytest
 from aiohttp import web
+from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from rose.auth import Tokens
 from rose.scheduler.app import Scheduler
@@ -302,17 +303,32 @@ async def test_completions_equal_vllms_own(gateway: Gateway) -> None:
     assert answers[0].usage.total_tokens == answers[1].usage.total_tokens  # type: ignore[union-attr]
 
 
-async def test_an_agent_loop_over_moves_keeps_one_line_of_tokens(gateway: Gateway) -> None:
+async def message_of(api: openai.AsyncOpenAI, *, streamed: bool, **request: Any) -> Any:
+    if not streamed:
+        return (await api.chat.completions.create(**request)).choices[0].message
+    state = ChatCompletionStreamState()
+    async for chunk in await api.chat.completions.create(**request, stream=True):
+        state.handle_chunk(chunk)
+    return state.current_completion_snapshot.choices[0].message
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+async def test_an_agent_loop_over_moves_keeps_one_line_of_tokens(gateway: Gateway, streamed: bool) -> None:
     store = gateway.scheduler.store
     name = store.create(job="j", group_id=None, group_size=1, task=None, sampling={})
     messages: list[Any] = [QUESTION]
     async with gateway.ours(f"/s/{name}") as api:
         for round_ in range(4):
             gateway.cut(3)
-            answer = await api.chat.completions.create(
-                model="gpt-4o", messages=messages, tools=[WEATHER], temperature=0.0, max_tokens=80
+            message = await message_of(
+                api,
+                streamed=streamed,
+                model="gpt-4o",
+                messages=messages,
+                tools=[WEATHER],
+                temperature=0.0,
+                max_tokens=80,
             )
-            message = answer.choices[0].message
             messages.append(message.model_dump(exclude={"reasoning"}))
             if message.tool_calls:
                 call = message.tool_calls[0]
