@@ -328,7 +328,10 @@ class FakeEngine:
         except Exception as error:  # noqa: BLE001 - a template may raise anything; the client wrote the input
             return _error(400, f"cannot render: {error}")
         return self._rendered(
-            body, token_ids, logprobs=body.get("top_logprobs") if body.get("logprobs") else None
+            body,
+            token_ids,
+            logprobs=body.get("top_logprobs") if body.get("logprobs") else None,
+            features=_features(body, token_ids),
         )
 
     async def _render_completion(self, request: web.Request) -> web.Response:
@@ -339,7 +342,13 @@ class FakeEngine:
         return self._rendered(body, token_ids, logprobs=body.get("logprobs"), many=True)
 
     def _rendered(
-        self, body: dict[str, Any], token_ids: list[int], *, logprobs: int | None, many: bool = False
+        self,
+        body: dict[str, Any],
+        token_ids: list[int],
+        *,
+        logprobs: int | None,
+        features: dict[str, Any] | None = None,
+        many: bool = False,
     ) -> web.Response:
         if len(token_ids) + body.get("max_tokens", 1) > self.max_model_len:
             return _error(400, f"exceeds the maximum context length of {self.max_model_len} tokens")
@@ -363,6 +372,7 @@ class FakeEngine:
         rendered = {
             "request_id": "rendered",
             "token_ids": token_ids,
+            "features": features,
             "sampling_params": params,
             "model": self.model,
         }
@@ -562,6 +572,21 @@ def _json(value: Any) -> web.Response:
 def _error(status: int, message: str) -> web.Response:
     body = {"error": {"message": message, "type": "BadRequestError", "param": None, "code": status}}
     return web.Response(body=encode(body), status=status, content_type="application/json")
+
+
+def _features(body: Mapping[str, Any], token_ids: Sequence[int]) -> dict[str, Any] | None:
+    """What a multimodal model's render route says of the images in a prompt."""
+    contents = [message.get("content") for message in body["messages"]]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    count = sum(part.get("type") == "image_url" for part in parts)
+    if not count:
+        return None
+    where = [{"offset": len(token_ids) - 1 - at, "length": 1} for at in range(count)]
+    return {
+        "mm_hashes": {"image": [f"h{at}" for at in range(count)]},
+        "mm_placeholders": {"image": where},
+        "kwargs_data": {"image": ["AAAA"] * count},
+    }
 
 
 def _least_above_most(params: Mapping[str, Any]) -> web.Response:

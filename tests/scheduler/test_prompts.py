@@ -363,3 +363,29 @@ def test_overlap_is_the_longest(output: list[int], after: list[int]) -> None:
     found = overlap(output, after)
     sizes = [n for n in range(1, min(len(output), len(after)) + 1) if output[-n:] == after[:n]]
     assert found == max(sizes, default=0)
+
+
+# What vLLM 0.32 renders of a message with an image (its own classes wrote this).
+WITH_IMAGE = (
+    b'{"request_id":"r","token_ids":[5,9,9,6],"token_offsets":null,"features":{"mm_hashes":{"image":["a1"]},'
+    b'"mm_placeholders":{"image":[{"offset":1,"length":2}]},"kwargs_data":{"image":["AAAA"]},"mm_metadata":null},'
+    b'"content_parts":null,"sampling_params":{"stop":[],"stop_token_ids":[],"max_tokens":1,"bad_words":[],'
+    b'"skip_reading_prefix_cache":false},"model":null}'
+)
+
+
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+async def test_a_prompt_that_is_not_all_tokens_is_refused_by_name(kind: str) -> None:
+    async def call(path: str, model: str | None, body: bytes) -> bytes:
+        return WITH_IMAGE if kind == "chat" else b"[" + WITH_IMAGE + b"]"
+
+    prompts = Prompts(call)
+    made = (
+        prompts.chat(None, {"messages": [user("see")]})
+        if kind == "chat"
+        else prompts.render_completion({}, "see")
+    )
+    with pytest.raises(RequestError, match=r"image.*text") as refused:
+        await made
+    assert (refused.value.status, refused.value.code) == (400, "multimodal_unsupported")
+    assert refused.value.field == ("messages" if kind == "chat" else "prompt")

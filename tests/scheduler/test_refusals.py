@@ -144,3 +144,19 @@ async def test_no_token_is_401_and_request_ids_are_echoed(world: World) -> None:
     async with world.session.get(f"{world.url}/v1/models", headers=bad) as response:
         assert response.status == 401
         assert response.headers["X-Request-Id"] != "x y;z"
+
+
+async def test_an_image_is_refused_and_not_left_out(world: World) -> None:
+    await world.start()
+    engine = await world.add("a")
+    session = await world.trajectory()
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    text = {"type": "text", "text": "what is this?"}
+    headers = {"X-Session-ID": session}
+    for stream in (False, True):
+        body = {"messages": [{"role": "user", "content": [text, picture]}], "stream": stream}
+        status, answer = await world.call("POST", "/v1/chat/completions", body, headers=headers)
+        assert (status, answer["error"]["code"]) == (400, "multimodal_unsupported")
+        assert answer["error"]["param"] == "messages"
+    assert not engine.requests
+    await world.chat(session, [{"role": "user", "content": [text]}], max_tokens=2)
