@@ -8,18 +8,51 @@ Callers: ``rose.coserve.cuda_pages``, ``vllm_plugin.kv_memory``, ``benchmarks/gp
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
-from typing import Any, Protocol
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
 
 from rose.errors import LedgerError
+
+logger = logging.getLogger("rose.coserve")
 
 DLPACK_CPU, DLPACK_CUDA = 1, 2
 """Device types in DLPack's numbers."""
 _SM_STEP = 8
+_PATIENT_TRIES = 20
+_PATIENT_PAUSE_S = 0.0005
 
 
 class NotReady(LedgerError):
     """The driver asks for patience (CUDA_ERROR_NOT_READY)."""
+
+
+def patiently(call: Callable[[int, int], None], address: int, size: int) -> None:
+    """Make a call that may ask for patience, and be patient for a bounded time."""
+    for attempt in range(_PATIENT_TRIES):
+        try:
+            call(address, size)
+            return
+        except NotReady:
+            if attempt == _PATIENT_TRIES - 1:
+                raise
+            time.sleep(_PATIENT_PAUSE_S)
+
+
+class Spans(NamedTuple):
+    """Which calls take a contiguous run of several mappings at once.
+
+    CUDA's documentation wants ranges of whole mappings and does not say how many; NVIDIA's sample ``vectorAddMMAP`` spans several with both
+    calls, and nothing shows several mappings of one handle.
+    """
+
+    access: bool
+    access_shared: bool
+    """Of mappings that all show one handle."""
+    unmap: bool
 
 
 class Driver(Protocol):
@@ -39,6 +72,10 @@ class Driver(Protocol):
     def map(self, address: int, size: int, handle: Any) -> None: ...
     def unmap(self, address: int, size: int) -> None: ...
     def allow(self, address: int, size: int) -> None: ...
+    def spans(self) -> Spans:
+        """What :meth:`allow` and :meth:`unmap` take at once."""
+        ...
+
     def zero(self, address: int, size: int) -> None:
         """Queued; done when :meth:`settle` returns."""
         ...
@@ -47,7 +84,7 @@ class Driver(Protocol):
     def is_zero(self, address: int, size: int) -> bool: ...
     def free_bytes(self) -> int: ...
     def record(self, stream: int) -> Any:
-        """An event behind everything that is queued on ``stream`` now."""
+        """An event behind everything that is queued on ``stream`` now, whichever context that belongs to."""
         ...
 
     def passed(self, event: Any) -> bool:
@@ -106,6 +143,7 @@ class CudaDriver:
         self._granularity = int(self._call("cuMemGetAllocationGranularity", prop, minimum))
         flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
         self._stream = self._call("cuStreamCreate", flags)
+        self._spans: Spans | None = None
 
     def _call(self, name: str, *arguments: Any) -> Any:
         """One driver call: its result, or a LedgerError that names call and code."""
@@ -151,6 +189,46 @@ class CudaDriver:
     def allow(self, address: int, size: int) -> None:
         self._call("cuMemSetAccess", address, size, [self._access], 1)
 
+    def spans(self) -> Spans:
+        """Asks the device, once: two pages for a moment."""
+        if self._spans is None:
+            self._spans = self._ask_spans()
+            if not all(self._spans):
+                logger.warning("ROSE: the driver takes its mappings one by one: %s", self._spans)
+        return self._spans
+
+    def _ask_spans(self) -> Spans:
+        size = self._granularity
+        with contextlib.ExitStack() as undo:
+            address = self.reserve(4 * size)
+            undo.callback(self.free_range, address, 4 * size)
+            handles = []
+            for _ in range(2):
+                handles.append(self.create(size))
+                undo.callback(self.release, handles[-1])
+            mapped: set[int] = set()
+            undo.callback(lambda: [self.unmap(at, size) for at in sorted(mapped)])
+            # Two handles side by side, then one of them twice.
+            for place, handle in enumerate([*handles, handles[0], handles[0]]):
+                self.map(address + place * size, size, handle)
+                mapped.add(address + place * size)
+            access = self._takes_two(self.allow, address)
+            shared = self._takes_two(self.allow, address + 2 * size)
+            unmap = self._takes_two(self.unmap, address)
+            mapped -= {address, address + size}
+            return Spans(access, shared, unmap)
+
+    def _takes_two(self, call: Callable[[int, int], None], address: int) -> bool:
+        """Does it span two mappings?  Done either way."""
+        size = self._granularity
+        try:
+            patiently(call, address, 2 * size)
+            return True
+        except LedgerError:
+            for at in (address, address + size):
+                patiently(call, at, size)
+            return False
+
     def zero(self, address: int, size: int) -> None:
         """On a stream of our own, beside whatever the engine computes."""
         self._call("cuMemsetD8Async", address, 0, size, self._stream)
@@ -168,13 +246,27 @@ class CudaDriver:
         return int(free)
 
     def record(self, stream: int) -> Any:
-        event = self._call("cuEventCreate", self._cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        """Event and stream have to be of one context, and a green context's stream is of another than ours."""
+        with self._current(self._call("cuStreamGetCtx", stream)):
+            event = self._call("cuEventCreate", self._cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+            try:
+                self._call("cuEventRecord", event, stream)
+            except LedgerError:
+                self.drop(event)
+                raise
+            return event
+
+    @contextlib.contextmanager
+    def _current(self, context: Any) -> Iterator[None]:
+        """``context`` is this thread's meanwhile."""
+        if int(context) == int(self._context):
+            yield
+            return
+        self._call("cuCtxSetCurrent", context)
         try:
-            self._call("cuEventRecord", event, stream)
-        except LedgerError:
-            self.drop(event)
-            raise
-        return event
+            yield
+        finally:
+            self._call("cuCtxSetCurrent", self._context)
 
     def passed(self, event: Any) -> bool:
         try:

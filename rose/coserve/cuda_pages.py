@@ -8,7 +8,8 @@ in memory that enforces CUDA's rules, and the tests marked ``gpu`` put the same 
 Rules that it keeps, each for a cost or a trap of the driver:
 
 - memory comes in *handles* of one size; a mapping is a whole handle (``cuMemMap`` takes offset 0 only);
-- one ``cuMemSetAccess`` and one ``cuMemUnmap`` per contiguous run, however many handles it has;
+- one ``cuMemSetAccess`` and one ``cuMemUnmap`` per contiguous run, however many handles it has, where the driver takes that
+  (:class:`~rose.coserve.cuda_driver.Spans`); else one per mapping;
 - released handles are kept for the next ``map`` only up to ``retain_bytes``: creating one costs most of a ``map``, but kept
   memory is memory that the peer does not get, and it counts as resident;
 - ``cuMemUnmap`` is not ordered with streams: a caller must know that no kernel in flight touches what it unmaps
@@ -18,18 +19,21 @@ Rules that it keeps, each for a cost or a trap of the driver:
 - unmapped addresses show one shared *fallback* handle of zeros, so that a stray read of a padded row does not fault; it must
   stay zero (:meth:`CudaArena.fallback_intact`).  With ``guard=True`` they are inaccessible instead.
 
+The books follow each call, so that they are right whichever fails: memory whose ``unmap`` was refused stays booked, and addresses
+that could not be shown the fallback are shown it by the next call, or by :meth:`CudaArena.mend`.
+
 Callers: vLLM workers on a GPU (``vllm_plugin.kv_memory``), ``benchmarks/gpu_check.py``, the tests.  The driver's calls themselves are in
 ``rose.coserve.cuda_driver``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
-import time
 from collections.abc import Iterable
 from typing import Any
 
-from rose.coserve.cuda_driver import CudaDriver, Driver, NotReady
+from rose.coserve.cuda_driver import CudaDriver, Driver, patiently
 from rose.coserve.pages import Range
 from rose.errors import LedgerError
 from rose.units import PAGE_BYTES, format_bytes
@@ -37,8 +41,6 @@ from rose.units import PAGE_BYTES, format_bytes
 DEFAULT_RESERVE_BYTES = 2 << 30
 """Free on the device after every ``map``: production's lazy kernels, activations and communication buffers (also
 ``rose.coserve.config.GPU_RESERVE_BYTES``)."""
-_ACCESS_TRIES = 20
-_ACCESS_PAUSE_S = 0.0005
 
 
 class CudaPagePool:
@@ -89,7 +91,7 @@ class CudaArena:
     """One reserved range.  Made by :meth:`CudaPagePool.reserve`.
 
     Invariants (:meth:`check`): every handle is mapped or retained, none is both; every address shows exactly one
-    handle, its own or the fallback (with ``guard``: its own or none).
+    handle, its own or the fallback (with ``guard``: its own or none), but for those that :meth:`mend` still has to do.
 
     Thread-safe: one lock around every change.  Never call it from a step path.
     """
@@ -107,61 +109,72 @@ class CudaArena:
         self._driver, self.size, self.guard = driver, size, guard
         self._bytes, self._retain_bytes, self._reserve_bytes = handle_bytes, retain_bytes, reserve_bytes
         self._lock = threading.Lock()
+        self._spans = driver.spans()
         self._mapped: dict[int, Any] = {}
         self._retained: list[Any] = []
         self._fallback: Any = None
         self._bare = set(range(size // handle_bytes))
         """Pieces behind which there is nothing at all."""
+        self._dark: set[int] = set()
+        """Pieces behind which the fallback is, without access to it yet."""
+        self._writing = False
         self._closed = False
         self.address = driver.reserve(size)
         if not guard:
             try:
                 self._fallback = driver.create(handle_bytes)
-                self._show_fallback(range(size // handle_bytes))
+                self._show_fallback()
                 self._zero([(0, 1)])
             except LedgerError:
-                self._hide_fallback(range(size // handle_bytes))
-                self._give_up()
+                with contextlib.suppress(LedgerError):  # the first one says why
+                    self._hide_fallback(range(size // handle_bytes))
+                    self._give_up()
                 raise
 
     def map(self, ranges: Iterable[Range]) -> None:
-        """Put zeroed memory behind ``ranges``, which must be unmapped.  All of them, or none and an error."""
+        """Put zeroed memory behind ``ranges``, which must be unmapped.  All of them, or none and an error.
+
+        What the driver then refuses to take away again stays booked as mapped, and an :meth:`unmap` is due.
+        """
         with self._lock:
             wanted = self._pieces(ranges)
             twice = [piece for piece in wanted if piece in self._mapped]
             if twice:
                 raise LedgerError(f"handle {twice[0]} is mapped already", field="ranges")
             handles = self._take(len(wanted))
-            done: list[int] = []
             try:
                 self._hide_fallback(wanted)
                 for piece in wanted:
-                    self._driver.map(self._at(piece), self._bytes, handles[len(done)])
-                    done.append(piece)
-                for first, count in _runs(wanted):
-                    self._allow(self._at(first), count * self._bytes)
+                    self._driver.map(self._at(piece), self._bytes, handles[-1])
+                    self._mapped[piece] = handles.pop()
+                    self._bare.discard(piece)
+                for first, count in _calls(wanted, self._spans.access):
+                    self._allow(first, count)
                 self._zero(_runs(wanted))
             except LedgerError:
-                for first, count in _runs(done):
-                    self._driver.unmap(self._at(first), count * self._bytes)
-                for handle in handles:
-                    self._driver.release(handle)
-                self._show_fallback(piece for piece in wanted if piece in self._bare)
+                self._retained += handles
+                with contextlib.suppress(LedgerError):  # the first one says why
+                    self._take_away([piece for piece in wanted if piece in self._mapped])
                 raise
-            self._mapped.update(zip(wanted, handles, strict=True))
-            self._bare.difference_update(wanted)
 
     def unmap(self, ranges: Iterable[Range]) -> None:
-        """Give the memory behind ``ranges`` back to the device (what is above ``retain_bytes``).  Unmapped ranges are fine."""
+        """Give the memory behind ``ranges`` back to the device (what is above ``retain_bytes``).  Unmapped ranges are fine.
+
+        Raises:
+            LedgerError: The driver refused some of it, which stays mapped.
+        """
         with self._lock:
-            gone = [piece for piece in self._pieces(ranges) if piece in self._mapped]
-            for first, count in _runs(gone):
-                self._driver.unmap(self._at(first), count * self._bytes)
-                for piece in range(first, first + count):
-                    self._retained.append(self._mapped.pop(piece))
-                self._bare.update(range(first, first + count))
-            self._trim(self._retain_bytes)
-            self._show_fallback(gone)
+            self._take_away([piece for piece in self._pieces(ranges) if piece in self._mapped])
+
+    def mend(self) -> None:
+        """Show the fallback where an earlier call could not.
+
+        Raises:
+            LedgerError: The driver still refuses.
+        """
+        with self._lock:
+            if not self._closed:
+                self._show_fallback()
 
     def trim(self) -> None:
         """Give retained handles back too."""
@@ -189,32 +202,27 @@ class CudaArena:
     def wipe(self, released: Iterable[Range]) -> None:
         """Zeros behind unmapped addresses again."""
         with self._lock:
-            shown = [
-                piece
-                for piece in self._pieces(released)
-                if piece not in self._bare and piece not in self._mapped
-            ]
-            if self._fallback is not None and shown:
-                self._zero([(shown[0], 1)])
+            shown = self._first_shown(self._pieces(released))
+            if shown is not None:
+                self._zero([(shown, 1)])
 
     def fallback_intact(self) -> bool:
         """Nobody wrote behind unmapped addresses.  False: something uses memory that it gave back."""
         with self._lock:
-            free = next((p for p in range(self.size // self._bytes) if p not in self._mapped), None)
-            if self._fallback is None or free is None or free in self._bare:
-                return True
-            return self._driver.is_zero(self._at(free), self._bytes)
+            shown = self._first_shown(range(self.size // self._bytes))
+            return shown is None or self._driver.is_zero(self._at(shown), self._bytes)
 
     def close(self) -> None:
-        """Give everything back, addresses included: the caller must hold no view of it any more."""
+        """Give everything back, addresses included: the caller must hold no view of it any more.
+
+        Raises:
+            LedgerError: The driver refused a part; call it again.
+        """
         with self._lock:
             if self._closed:
                 return
-            self._hide_fallback(p for p in range(self.size // self._bytes) if p not in self._mapped)
-            for first, count in _runs(sorted(self._mapped)):
-                self._driver.unmap(self._at(first), count * self._bytes)
-            self._retained += self._mapped.values()
-            self._mapped.clear()
+            self._take_away(sorted(self._mapped), cover=False)
+            self._hide_fallback(range(self.size // self._bytes))
             self._give_up()
 
     def check(self) -> None:
@@ -222,7 +230,8 @@ class CudaArena:
         handles = [*self._mapped.values(), *self._retained]
         assert len({id(handle) for handle in handles}) == len(handles)
         assert all(0 <= piece < self.size // self._bytes for piece in self._mapped)
-        assert not self._bare & self._mapped.keys()
+        assert not (self._bare | self._dark) & self._mapped.keys()
+        assert not self._bare & self._dark
         assert len(self._retained) * self._bytes <= max(self._retain_bytes, 0) or self._closed
 
     # -- helpers; the lock is held ---------------------------------------------------------------------
@@ -253,44 +262,76 @@ class CudaArena:
 
     def _trim(self, keep_bytes: int) -> None:
         while len(self._retained) * self._bytes > keep_bytes:
-            self._driver.release(self._retained.pop())
+            self._driver.release(self._retained[-1])
+            self._retained.pop()
 
-    def _show_fallback(self, pieces: Iterable[int]) -> None:
-        """Put the fallback behind bare pieces.  Where that fails they stay bare, which is the worst that ``guard`` does too."""
+    def _take_away(self, pieces: list[int], cover: bool = True) -> None:
+        """Unmap pieces of our own: all that the driver lets go of, then the error where it did not."""
+        self._settle()
+        refused: LedgerError | None = None
+        for first, count in _calls(pieces, self._spans.unmap):
+            try:
+                self._driver.unmap(self._at(first), count * self._bytes)
+            except LedgerError as error:
+                refused = refused or error
+                continue
+            gone = range(first, first + count)
+            self._retained += [self._mapped.pop(piece) for piece in gone]
+            self._bare.update(gone)
+        try:
+            self._trim(self._retain_bytes)
+        except LedgerError as error:
+            refused = refused or error
+        if cover:
+            with contextlib.suppress(LedgerError):  # the memory has gone all the same; :meth:`mend` goes on
+                self._show_fallback()
+        if refused is not None:
+            raise refused
+
+    def _show_fallback(self) -> None:
+        """Put the fallback behind all bare pieces.  Where that fails they stay as they are, which is the worst that ``guard`` does too."""
         if self._fallback is None:
             return
-        shown: list[int] = []
         try:
-            for piece in pieces:
+            for piece in sorted(self._bare):
                 self._driver.map(self._at(piece), self._bytes, self._fallback)
                 self._bare.discard(piece)
-                shown.append(piece)
+                self._dark.add(piece)
         finally:
-            for first, count in _runs(shown):
-                self._allow(self._at(first), count * self._bytes)
+            for first, count in _calls(sorted(self._dark), self._spans.access_shared):
+                self._allow(first, count)
+                self._dark.difference_update(range(first, first + count))
 
     def _hide_fallback(self, pieces: Iterable[int]) -> None:
-        for first, count in _runs([piece for piece in pieces if piece not in self._bare]):
+        self._settle()
+        shown = [piece for piece in pieces if piece not in self._bare and piece not in self._mapped]
+        for first, count in _calls(shown, self._spans.unmap):
             self._driver.unmap(self._at(first), count * self._bytes)
             self._bare.update(range(first, first + count))
+            self._dark.difference_update(range(first, first + count))
+
+    def _first_shown(self, pieces: Iterable[int]) -> int | None:
+        """One of ``pieces`` that shows the fallback: they all show the same."""
+        if self._fallback is None:
+            return None
+        hidden = (self._mapped, self._bare, self._dark)
+        return next((piece for piece in pieces if not any(piece in each for each in hidden)), None)
 
     def _zero(self, runs: Iterable[tuple[int, int]]) -> None:
-        """Zeros behind mapped pieces.  Returns, also with an error, only when the device writes there no more."""
-        try:
-            for first, count in runs:
-                self._driver.zero(self._at(first), count * self._bytes)
-        finally:
-            self._driver.settle()
+        """Zeros behind mapped pieces, when it returns; with an error the device may still write there."""
+        self._writing = True
+        for first, count in runs:
+            self._driver.zero(self._at(first), count * self._bytes)
+        self._settle()
 
-    def _allow(self, address: int, size: int) -> None:
-        for attempt in range(_ACCESS_TRIES):
-            try:
-                self._driver.allow(address, size)
-                return
-            except NotReady:
-                if attempt == _ACCESS_TRIES - 1:
-                    raise
-                time.sleep(_ACCESS_PAUSE_S)
+    def _settle(self) -> None:
+        """Nothing of ours is under way on the device any more: nothing is unmapped before."""
+        if self._writing:
+            self._driver.settle()
+            self._writing = False
+
+    def _allow(self, first: int, count: int) -> None:
+        patiently(self._driver.allow, self._at(first), count * self._bytes)
 
     def _give_up(self) -> None:
         self._trim(0)
@@ -311,6 +352,11 @@ class CudaArena:
                 raise LedgerError(f"[{offset}, +{length}) is not page-aligned", field="ranges")
             pieces += range(offset // self._bytes, (offset + length) // self._bytes)
         return sorted(set(pieces))
+
+
+def _calls(pieces: Iterable[int], spans: bool) -> list[tuple[int, int]]:
+    """``(first, count)`` of each call that sorted pieces take: one per contiguous run, or per piece where a call spans no more."""
+    return _runs(pieces) if spans else [(piece, 1) for piece in pieces]
 
 
 def _runs(pieces: Iterable[int]) -> list[tuple[int, int]]:

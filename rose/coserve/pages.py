@@ -84,6 +84,10 @@ class PageArena(Protocol):
         """Give what is retained back."""
         ...
 
+    def mend(self) -> None:
+        """Finish what an earlier call could not."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -215,6 +219,9 @@ class Arena:
 
     def trim(self) -> None:
         """Nothing is retained."""
+
+    def mend(self) -> None:
+        """Nothing is left undone: the kernel fills in what is touched."""
 
     def close(self) -> None:
         """Give all memory back, make every byte inaccessible; the addresses go when the last view goes."""

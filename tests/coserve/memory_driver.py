@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rose.coserve.cuda_driver import DLPACK_CPU, NotReady
+from rose.coserve.cuda_driver import DLPACK_CPU, NotReady, Spans
 from rose.coserve.pages import Arena, HostPagePool
 from rose.errors import LedgerError
 from rose.units import PAGE_BYTES
@@ -82,6 +82,9 @@ class MemoryDriver:
         assert num_sms % step == 0
         self.green.append(num_sms)
         return 1000 + len(self.green), num_sms
+
+    def spans(self) -> Spans:
+        return Spans(access=True, access_shared=True, unmap=True)
 
     def _step(self, name: str) -> None:
         self.calls[name] = self.calls.get(name, 0) + 1

@@ -1,4 +1,4 @@
-"""One contract for every page pool: the host's, CUDA's against a driver in memory, and CUDA's own where there is a GPU.
+"""One contract for every page pool: the host's, CUDA's against a driver in memory and on the stand-in for its library, and on a GPU.
 
 The driver in memory keeps CUDA's rules and refuses what the real one refuses; the gpu run asks both the same questions.
 """
@@ -6,7 +6,8 @@ The driver in memory keeps CUDA's rules and refuses what the real one refuses; t
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from rose.coserve.cuda_pages import CudaArena, CudaPagePool
 from rose.coserve.pages import HostPagePool
 from rose.errors import LedgerError
 from rose.units import PAGE_BYTES
+from tests.coserve import fakecuda
 from tests.coserve.memory_driver import MemoryDriver, RealMemoryDriver
 
 P = PAGE_BYTES
@@ -55,10 +57,15 @@ POOLS = [
 ]
 
 
-@pytest.fixture(params=POOLS)
-def pool(request: pytest.FixtureRequest) -> Any:
+@pytest.fixture(params=[*POOLS, pytest.param("stand-in", marks=fakecuda.ONLY_WITHOUT_A_GPU)])
+def pool(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
+    if request.param == "stand-in":
+        with fakecuda.Device(tmp_path).plugged() as gpu:
+            yield CudaPagePool(reserve_bytes=0)
+            assert gpu.count("handles") == gpu.count("reservations") == 0
+        return
     make: Callable[[], Any] = request.param
-    return make()
+    yield make()
 
 
 @pytest.fixture(params=[False, True], ids=["open", "guarded"])
@@ -215,7 +222,7 @@ def test_a_failure_in_the_middle_of_a_map_leaves_nothing_of_it(
 def test_not_ready_is_tried_again_but_not_for_ever(
     driver: MemoryDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rose.coserve.cuda_pages._ACCESS_PAUSE_S", 0.0)
+    monkeypatch.setattr("rose.coserve.cuda_driver._PATIENT_PAUSE_S", 0.0)
     arena = cuda_arena(driver, guard=True)
     driver.not_ready = 5
     arena.map([(0, P)])
