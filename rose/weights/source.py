@@ -6,7 +6,9 @@ tensor parallelism) say themselves which slice that is, :class:`Shard` says it f
 even, exactly as torch's ``.to(torch.bfloat16)`` does; what the engine holds in another type is left alone.
 
 Tied tensors travel once, under the name the checkpoint uses: of the names that share memory, the one that the
-model does not declare as tied (``_tied_weights_keys``), else the first.
+module does not declare as tied (``_tied_weights_keys``), else the first that it registered.  A function declares
+nothing and its order means nothing: it returns such a tensor once.  ``torch.compile``, of the whole or of any layer,
+changes no name.
 
 torch is never imported here: a tensor is recognised by what it can do, and its module is loaded already.  Nothing
 is copied but what a cast or a device-to-host transfer must; :meth:`Piece.bits` does that for a range at a time,
@@ -45,6 +47,8 @@ _NUMPY_NAMES = {
     "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "complex64": "C64",
 }  # fmt: skip
 _WIDE_FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
+_COMPILED = "_orig_mod"
+"""What torch.compile's wrapper calls the module inside it."""
 Read = Callable[[int, int], NDArray[Any]]
 _TORCH_OF = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
@@ -113,29 +117,17 @@ def collect(source: Any, *, cast: str = "BF16", keep: tuple[str, ...] = ()) -> l
         keep: Name patterns (``*`` and ``?``) of tensors that keep their own type.
 
     Raises:
-        ConfigError: Not such a thing, or a DTensor that is no box.
+        ConfigError: Not such a thing, a DTensor that is no box, or a function that returns one tensor under two names.
         WeightsError: A tensor of a type that cannot travel.
     """
-    source = getattr(source, "_orig_mod", source)  # torch.compile's wrapper would prefix every name
-    tied: frozenset[str] = frozenset()
-    if callable(getattr(source, "state_dict", None)):
-        table: Any = source.state_dict()
-        tied = frozenset(getattr(source, "_tied_weights_keys", None) or ())  # a list, or a mapping by name
-    elif callable(source):
-        table = source()
-    else:
+    source = getattr(source, _COMPILED, source)
+    is_module = callable(getattr(source, "state_dict", None))
+    if not is_module and not callable(source):
         raise ConfigError("needs a torch module or a function that returns tensors by name", field="tensors")
-    if not isinstance(table, Mapping):
-        raise ConfigError(
-            f"gave {type(table).__name__}, needs a mapping of names to tensors", field="tensors"
-        )
-    chosen: dict[Any, str] = {}
-    for name, value in table.items():
-        identity = _memory_of(value) or name
-        holder = chosen.get(identity)
-        if holder is None or (holder in tied and name not in tied):
-            chosen[identity] = name
-    names = set(chosen.values())
+    table = _plain_names(source.state_dict() if is_module else source())
+    # A list, or a mapping by name.
+    tied = frozenset(getattr(source, "_tied_weights_keys", None) or ()) if is_module else None
+    names = _chosen(table, tied)
     found: list[Piece] = []
     for name, value in table.items():
         if name in names:
@@ -143,6 +135,39 @@ def collect(source: Any, *, cast: str = "BF16", keep: tuple[str, ...] = ()) -> l
             for shard in _shards(name, value):
                 found += _pieces(name, shard, cast, kept)
     return found
+
+
+def _plain_names(table: Any) -> dict[str, Any]:
+    """The table by checkpoint name: without the level that torch.compile puts between a module and its own."""
+    if not isinstance(table, Mapping):
+        raise ConfigError(
+            f"gave {type(table).__name__}, needs a mapping of names to tensors", field="tensors"
+        )
+    found: dict[str, Any] = {}
+    for name, value in table.items():
+        plain = ".".join(part for part in str(name).split(".") if part != _COMPILED)
+        if plain in found:
+            raise ConfigError("is there twice, compiled and not", field=f"tensors.{plain}")
+        found[plain] = value
+    return found
+
+
+def _chosen(table: Mapping[str, Any], tied: frozenset[str] | None) -> set[str]:
+    """Of every tensor one name; ``tied``: the names that a module declares as second ones, None of a function."""
+    chosen: dict[Any, str] = {}
+    for name, value in table.items():
+        identity = _memory_of(value) or name
+        holder = chosen.get(identity)
+        if holder is not None and tied is None:
+            first, second = sorted((holder, name))
+            raise ConfigError(
+                f"is {first} too: one tensor in memory",
+                field=f"tensors.{second}",
+                fix="return it once, under the name that the engine's checkpoint has",
+            )
+        if holder is None or (tied is not None and holder in tied and name not in tied):
+            chosen[identity] = name
+    return set(chosen.values())
 
 
 def _shards(name: str, value: Any) -> list[Shard]:

@@ -135,20 +135,41 @@ def test_tied_tensors_travel_once_under_the_checkpoints_name(declared: Any, name
 
 def test_views_of_one_memory_with_another_shape_or_order_are_different_tensors() -> None:
     array = np.ones((4, 4), np.float32)
-    table = {"a": array, "order": array.T, "width": array[:, :2], "height": array[:2], "same": array[:]}
+    table = {"a": array, "order": array.T, "width": array[:, :2], "height": array[:2]}
     assert list(by_name(lambda: table)) == ["a", "order", "width", "height"]
 
 
-class Compiled(torch.nn.Module):
-    """The shape of what torch.compile returns: the module one level down (the real one imports for seconds)."""
-
-    def __init__(self, module: Any) -> None:
-        super().__init__()
-        self._orig_mod = module
+def test_of_two_names_for_one_tensor_a_function_must_choose_whatever_their_order() -> None:
+    weight = torch.ones(3, 2)
+    for names in (("lm_head.weight", "embed.weight"), ("embed.weight", "lm_head.weight")):
+        with pytest.raises(ConfigError, match=r"^tensors\.lm_head\.weight: is embed\.weight too") as caught:
+            collect(lambda names=names: dict.fromkeys(names, weight))
+        assert caught.value.fix == "return it once, under the name that the engine's checkpoint has"
 
 
 def test_a_compiled_module_keeps_its_own_names() -> None:
-    assert list(by_name(Compiled(torch.nn.Linear(2, 2)))) == ["weight", "bias"]
+    assert list(by_name(torch.compile(torch.nn.Linear(2, 2)))) == ["weight", "bias"]
+
+
+def test_compiled_layers_inside_a_module_keep_the_checkpoints_names() -> None:
+    module = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.Linear(2, 2))
+    plain = list(by_name(module))
+    module[0][0] = torch.compile(module[0][0])
+    module[0] = torch.compile(module[0])
+    assert list(by_name(module)) == plain
+    assert list(by_name(lambda: dict(module.named_parameters()))) == plain
+
+
+def test_a_compiled_layer_with_a_tied_tensor_is_still_declared_as_tied() -> None:
+    module = Tied(["lm_head.weight"])
+    module.lm_head = torch.compile(module.lm_head)
+    assert list(by_name(module)) == ["embed.weight"]
+
+
+def test_a_tensor_that_is_there_compiled_and_not_is_refused() -> None:
+    table = {"a._orig_mod.w": np.zeros(2, np.float32), "a.w": np.ones(2, np.float32)}
+    with pytest.raises(ConfigError, match=r"^tensors\.a\.w: is there twice"):
+        collect(lambda: table)
 
 
 @pytest.mark.parametrize(
