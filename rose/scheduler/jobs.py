@@ -19,7 +19,7 @@ import functools
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ from rose.policy.staleness import Version, format_version
 from rose.scheduler.dispatch import Dispatcher, TurnHandle, turn_error
 from rose.scheduler.ids import pack_ids, pack_logprobs
 from rose.scheduler.journal import TurnRecord
-from rose.scheduler.messages import tips
+from rose.scheduler.messages import thought, tips
 from rose.scheduler.prompts import Prompt
 from rose.scheduler.store import Store, Trajectory
 
@@ -332,8 +332,36 @@ class Jobs:
             for offset, item in enumerate(done):
                 item.turn = len(trajectory.turns) + offset
 
-    def record(self, job: Job, done: Finished, *, kind: str, tip: bytes = b"", answer: bytes = b"") -> None:
-        """Journal a finished turn with the answer that its client gets."""
+    def record(
+        self,
+        job: Job,
+        choices: Sequence[Finished],
+        *,
+        kind: str,
+        answer: bytes,
+        messages: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """Journal the finished turns of a request with the answer that its client gets.
+
+        Args:
+            messages: What each says, of a chat.
+        """
+        for index, done in enumerate(choices):
+            tip = mark = b""
+            if messages and done.prompt.tip_base:
+                tip, mark = tips(done.prompt.tip_base, messages[index]), thought(messages[index])
+            self._record(
+                job,
+                done,
+                kind=kind,
+                answer=answer,
+                choice=index,
+                num_choices=len(choices),
+                tip=tip,
+                thoughts=mark,
+            )
+
+    def _record(self, job: Job, done: Finished, *, kind: str, answer: bytes, **fields: Any) -> None:
         trajectory, result = job.wish.trajectory, done.ended.result
         if trajectory is not None and done.turn is not None:
             params, prompt = done.handle.sampling_params, done.prompt
@@ -360,12 +388,13 @@ class Jobs:
                     usage=done.summary["usage"],
                     timing=done.summary["timing"],
                     sampling={k: params[k] for k in RECORDED_SAMPLING if params.get(k) is not None},
-                    tip=tip,
                     context=prompt.context,
                     digest=job.wish.digest,
                     turn_key=job.wish.turn_key,
                     answer=answer,
                     kv_mixed=result.kv_mixed,
+                    id=result.turn_id,
+                    **fields,
                 )
             )
             for action in actions:
@@ -379,7 +408,7 @@ class Jobs:
         trajectory = job.wish.trajectory
         done = next(item for item in job.finished if item.handle is handle)
         if trajectory is not None and done.turn is not None and done.prompt.tip_base:
-            self.store.add_form(trajectory, done.turn, tips(done.prompt.tip_base, answer))
+            self.store.add_form(trajectory, done.turn, tips(done.prompt.tip_base, answer), thought(answer))
 
     async def drain(self, timeout_s: float) -> int:
         """Let running jobs end; returns how many did not."""

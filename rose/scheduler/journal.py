@@ -44,7 +44,8 @@ class TurnRecord(msgspec.Struct, tag="turn", frozen=True, gc=False, omit_default
 
     ``suffix_ids`` are the prompt ids after the parent's prompt and output (the whole prompt when ``parent``
     is None); all ids are little-endian u32, log-probs little-endian f64.  ``tip`` names the message lists
-    that end with this turn's answer, 16 bytes each; ``digest`` the request, for a client that asks again.
+    that end with this turn's answer, ``thoughts`` its reasoning, 16 bytes for each form in which it was delivered;
+    ``digest`` the request, for a client that asks again.
     """
 
     trajectory_id: str
@@ -69,6 +70,12 @@ class TurnRecord(msgspec.Struct, tag="turn", frozen=True, gc=False, omit_default
     answer: bytes = b""
     kv_mixed: bool | None = None
     """Its context held keys and values of other weights than its newest tokens; None: an engine did not say."""
+    id: str = ""
+    """Of this answer alone, on the wire."""
+    choice: int = 0
+    num_choices: int = 1
+    """Of its request: turns one after the other."""
+    thoughts: bytes = b""
 
 
 class FormRecord(msgspec.Struct, tag="form", frozen=True, gc=False):
@@ -77,6 +84,7 @@ class FormRecord(msgspec.Struct, tag="form", frozen=True, gc=False):
     trajectory_id: str
     turn: int
     tip: bytes
+    thoughts: bytes = b""
 
 
 class CreateRecord(msgspec.Struct, tag="create", frozen=True, gc=False, omit_defaults=True):

@@ -17,6 +17,7 @@ Callers: ``rose.scheduler.prompts``, ``rose.scheduler.openai_api``, ``rose.sched
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,6 +38,9 @@ out of
 the context hash below: they change what may be sampled, not the history."""
 
 TIP_BYTES = 16
+_REASONING = ("reasoning", "reasoning_content")
+_DRAWN = re.compile(r"(?:chatcmpl-tool-|call_)?[0-9a-f]{16,32}\Z")
+_DRAWN_SHORT = re.compile(r"[0-9A-Za-z]{9}\Z")
 _NOT_HISTORY = ("tool_choice", "response_format")
 
 
@@ -96,16 +100,44 @@ def loose(base: bytes, answer: Mapping[str, Any]) -> bytes:
     return extend(b"loose" + base, {**answer, "content": text})
 
 
+def thought(message: Mapping[str, Any]) -> bytes:
+    """Names a message's reasoning; empty where it has none."""
+    for field in _REASONING:
+        text = message.get(field)
+        if isinstance(text, str) and text.strip():
+            return hashlib.blake2b(
+                text.strip().encode(errors="surrogatepass"), digest_size=TIP_BYTES
+            ).digest()
+    return b""
+
+
+def call_id(turn_id: str, index: int, drawn: str) -> str:
+    """The id of a turn's ``index``-th tool call.
+
+    A parser draws one at random each time it reads the call; ours follows from the turn, so that each form of an answer
+    and each repeat has the same, and it tells answers that are otherwise equal apart.  Ids that a model chose stay.
+    """
+    if _DRAWN.match(drawn):
+        size, prefix = 16, "chatcmpl-tool-"
+    elif _DRAWN_SHORT.match(drawn):
+        size, prefix = 9, ""
+    else:
+        return drawn
+    return prefix + hashlib.blake2b(f"{turn_id}:{index}".encode(), digest_size=16).hexdigest()[:size]
+
+
 class Deltas:
     """An answer put together from the pieces of a stream, the way clients do it."""
 
     def __init__(self) -> None:
         self._content: list[str] = []
+        self._reasoning: list[str] = []
         self._calls: dict[int, dict[str, Any]] = {}
 
     def add(self, delta: Mapping[str, Any]) -> None:
         """A ``delta`` as it is sent."""
         self._content.append(delta.get("content") or "")
+        self._reasoning.append(next((delta[field] for field in _REASONING if delta.get(field)), ""))
         for piece in delta.get("tool_calls") or ():
             call = self._calls.setdefault(piece.get("index", 0), {"name": "", "arguments": ""})
             for field, text in (piece.get("function") or {}).items():
@@ -114,7 +146,12 @@ class Deltas:
 
     def message(self) -> dict[str, Any]:
         calls = [{"function": self._calls[index]} for index in sorted(self._calls)]
-        return {"role": "assistant", "content": "".join(self._content), "tool_calls": calls}
+        return {
+            "role": "assistant",
+            "content": "".join(self._content),
+            "reasoning": "".join(self._reasoning),
+            "tool_calls": calls,
+        }
 
 
 def _content(content: Any) -> Any:

@@ -43,7 +43,7 @@ from rose.scheduler.http import (
 )
 from rose.scheduler.ids import unpack_ids
 from rose.scheduler.jobs import Finished, Job, Jobs, Wish
-from rose.scheduler.messages import tips
+from rose.scheduler.messages import call_id
 from rose.scheduler.prompts import NOT_RENDERED, Prompt, Prompts, continuation
 from rose.scheduler.renderer import Renderer
 from rose.scheduler.stops import cut_at_stop, visible_ids
@@ -121,9 +121,8 @@ class OpenAIRoutes:
             choices = [await self._chat_choice(body, item, entries=want) for item in done]
             self._jobs.next_turns(job, done)
             answer = self._answer(body, done, choices, "chat.completion")
-            for item, choice in zip(done, choices, strict=True):
-                tip = tips(prompt.tip_base, choice["message"]) if prompt.tip_base else b""
-                self._jobs.record(job, item, kind="chat", tip=tip, answer=answer)
+            messages = [choice["message"] for choice in choices]
+            self._jobs.record(job, done, kind="chat", answer=answer, messages=messages)
             return answer
 
         return await self._serve(request, body, wish, work, chat=True)
@@ -157,8 +156,7 @@ class OpenAIRoutes:
             choices = [await self._completion_choice(body, item, entries=want) for item in done]
             self._jobs.next_turns(job, done)
             answer = self._answer(body, done, choices, "text_completion")
-            for item in done:
-                self._jobs.record(job, item, kind="completion", answer=answer)
+            self._jobs.record(job, done, kind="completion", answer=answer)
             return answer
 
         return await self._serve(request, body, wish, work, chat=False)
@@ -204,7 +202,7 @@ class OpenAIRoutes:
                     **done.summary,
                 }
             )
-            self._jobs.record(job, done, kind="generate", answer=answer)
+            self._jobs.record(job, [done], kind="generate", answer=answer)
             return answer
 
         job = self._jobs.start(wish, work)
@@ -300,6 +298,8 @@ class OpenAIRoutes:
         message = choice.get("message")
         if not isinstance(message, dict):
             raise EngineError("the derender route answered no message")
+        for at, call in enumerate(message.get("tool_calls") or ()):
+            call["id"] = call_id(result.turn_id, at, call["id"])
         if message.get("tool_calls") and choice.get("finish_reason") == "stop":
             choice["finish_reason"] = "tool_calls"
         stop = done.ended.stop_reason
@@ -547,6 +547,7 @@ def rose_object(done: list[Finished]) -> dict[str, Any]:
     return {
         "turn": first.turn,
         "turns": [item.turn for item in done],
+        "ids": [item.ended.result.turn_id for item in done],
         "worker": first.handle.worker_id,
         "tier": first.handle.tier,
         "fork": first.prompt.fork,

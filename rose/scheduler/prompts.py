@@ -17,8 +17,8 @@ A template that refuses an answer without its tool calls is bridged by its own g
 history, which ends as every answer of this template ends, is a prefix of the render of the whole.  Otherwise the turn *forks*:
 it is rendered afresh and starts a branch of its own.  Reasons: ``context`` (tools, template arguments or
 model changed), ``history`` (messages rewritten, truncated or reordered), ``branch`` (an answer continued a
-second time), ``unbridgeable``, ``template`` (``history = template`` and the template strips what was
-sampled), ``prompt`` (raw prompts).
+second time), ``ambiguous`` (answers of several turns that nothing in the messages tells apart), ``unbridgeable``,
+``template`` (``history = template`` and the template strips what was sampled), ``prompt`` (raw prompts).
 
 Invariant: the ids of a continued turn start with its parent's prompt and output.
 Callers: the OpenAI routes.  Tested against real chat templates in ``tests/scheduler/test_prompts.py``.
@@ -38,7 +38,8 @@ import msgspec
 
 from rose.errors import EngineError, RequestError
 from rose.scheduler.ids import MAX_TOKEN_ID
-from rose.scheduler.messages import chain, context_digest, loose
+from rose.scheduler.lineage import continued
+from rose.scheduler.messages import chain, context_digest
 from rose.scheduler.store import Trajectory
 
 CallEngine = Callable[[str, str | None, bytes], Awaitable[bytes]]
@@ -161,16 +162,8 @@ class Prompts:
             )
         context = context_digest(body)
         hashes = chain(context, messages)
-        base, parent = 0, None
-        for at in range(len(hashes), 0, -1):
-            if messages[at - 1].get("role") == "assistant":
-                before = hashes[at - 2] if at > 1 else context
-                parent = trajectory.tips.get(hashes[at - 1])
-                if parent is None:
-                    parent = trajectory.tips.get(loose(before, messages[at - 1]))
-                if parent is not None:
-                    base = at
-                    break
+        found = continued(trajectory, context, hashes, messages)
+        base, parent = found.num_messages, found.turns[0] if len(found.turns) == 1 else None
         fork: str | None = None
         if parent is not None:
             bridged = await self._bridge(trajectory, parent, body, base, context)
@@ -186,6 +179,8 @@ class Prompts:
                     context=context,
                 )
             fork = "template" if self._history == "template" else "unbridgeable"
+        elif found.turns:
+            fork = "ambiguous"
         elif trajectory.turns:
             known = any(record.context == context for record in trajectory.turns)
             fork = "history" if known else "context"

@@ -69,8 +69,8 @@ class Trajectory:
         self.turns: list[TurnRecord] = []
         self.lengths: list[int] = []
         """Of each turn's prompt and output together, in tokens."""
-        self.tips: dict[bytes, int] = {}
-        """Message list that ends with our answer, in a form in which it was delivered -> the turn that answered."""
+        self.tips: dict[bytes, tuple[int, ...]] = {}
+        """Message list that ends with our answer, in a form in which it was delivered -> the turns that answered so."""
         self.finish: FinishRecord | None = None
         self.stale = False
         self.parents: set[int] = set()
@@ -89,8 +89,7 @@ class Trajectory:
         self.lengths.append(held + (len(record.suffix_ids) + len(record.token_ids)) // 4)
         self.turns.append(record)
         self.num_tokens += len(record.token_ids) // 4
-        for tip in split(record.tip, TIP_BYTES):
-            self.tips[tip] = record.turn
+        self._add_tips(record.turn, record.tip)
         if record.parent is not None:
             self.parents.add(record.parent)
         for text, _, _ in record.versions:
@@ -98,17 +97,23 @@ class Trajectory:
             self.oldest = version if self.oldest is None else min(self.oldest, version)
             self.newest = version if self.newest is None else max(self.newest, version)
 
-    def add_form(self, turn: int, tip: bytes) -> None:
-        """More names of this turn's answer."""
+    def add_form(self, turn: int, tip: bytes, thoughts: bytes) -> None:
+        """More names of this turn's answer and of its reasoning."""
         record = self.turns[turn]
-        fresh = [name for name in split(tip, TIP_BYTES) if name not in split(record.tip, TIP_BYTES)]
-        for name in fresh:
-            self.tips[name] = turn
-        self.turns[turn] = msgspec.structs.replace(record, tip=b"".join([record.tip, *fresh]))
+        self._add_tips(turn, tip)
+        self.turns[turn] = msgspec.structs.replace(
+            record, tip=_joined(record.tip, tip), thoughts=_joined(record.thoughts, thoughts)
+        )
+
+    def _add_tips(self, turn: int, tip: bytes) -> None:
+        for name in split(tip, TIP_BYTES):
+            turns = self.tips.get(name, ())
+            if turn not in turns:
+                self.tips[name] = (*turns, turn)
 
     def full_ids(self, turn: int) -> list[int]:
         """Prompt and output of ``turn``: what a continuation starts with."""
-        return unpack_ids(self._packed(turn))
+        return unpack_ids(self.packed_ids(turn))
 
     def prompt_ids(self, turn: int) -> list[int]:
         record = self.turns[turn]
@@ -187,7 +192,7 @@ class Trajectory:
             "branches": [record.turn for record in self.turns if record.turn not in self.parents],
         }
 
-    def _packed(self, turn: int) -> bytes:
+    def packed_ids(self, turn: int) -> bytes:
         record = self.turns[turn]
         return self._packed_prompt(record) + record.token_ids
 
@@ -360,10 +365,11 @@ class Store:
             self._after(actions)
         return actions
 
-    def add_form(self, trajectory: Trajectory, turn: int, tip: bytes) -> None:
+    def add_form(self, trajectory: Trajectory, turn: int, tip: bytes, thoughts: bytes) -> None:
         """An answer is about to be delivered in a form with these names: remembered before its last piece leaves."""
-        if any(trajectory.tips.get(name) != turn for name in split(tip, TIP_BYTES)):
-            self._write(FormRecord(trajectory_id=trajectory.id, turn=turn, tip=tip))
+        known = trajectory.turns[turn]
+        if _joined(known.tip, tip) != known.tip or _joined(known.thoughts, thoughts) != known.thoughts:
+            self._write(FormRecord(trajectory_id=trajectory.id, turn=turn, tip=tip, thoughts=thoughts))
 
     def finish(self, record: FinishRecord) -> list[sp.Action]:
         """Idempotent: the same reward again is no error."""
@@ -514,7 +520,7 @@ class Store:
             case FormRecord():
                 trajectory = self.trajectories.get(record.trajectory_id)
                 if trajectory is not None and record.turn < len(trajectory.turns):
-                    trajectory.add_form(record.turn, record.tip)
+                    trajectory.add_form(record.turn, record.tip, record.thoughts)
                 return []
             case CreateRecord():
                 actions = self.book.handle(
@@ -654,6 +660,12 @@ class Store:
                 )
             )
         return found
+
+
+def _joined(known: bytes, more: bytes) -> bytes:
+    """``known`` and the names in ``more`` that are not in it."""
+    have = split(known, TIP_BYTES)
+    return b"".join([known, *(name for name in split(more, TIP_BYTES) if name not in have)])
 
 
 def _records(turns: list[tuple[Trajectory, int]]) -> Iterator[Record]:

@@ -28,7 +28,7 @@ from rose.scheduler.dispatch import Dispatcher, TurnHandle, turn_error
 from rose.scheduler.engine import TokenLogprob
 from rose.scheduler.http import REQUEST_ID, encode, error_body
 from rose.scheduler.jobs import Job, is_resumable
-from rose.scheduler.messages import Deltas
+from rose.scheduler.messages import Deltas, call_id
 from rose.scheduler.renderer import Renderer
 from rose.scheduler.stops import StopMatcher, visible_ids
 
@@ -296,6 +296,9 @@ class _Choice:
                 else:
                     out["delta"].setdefault("content", "")
                 self._role_sent = True
+            for call in out["delta"].get("tool_calls", ()):
+                if "id" in call:
+                    call["id"] = call_id(handle.turn_id, call["index"], call["id"])
             self.said.add(out["delta"])
             empty = not out["delta"]
         else:
