@@ -58,7 +58,7 @@ OS_PAGE_BYTES = 4096
 SPIN_SLEEP_S = 200e-6
 """vLLM's CPU workers spin on ``sched_yield`` for a second after each step.  On a shared core that starves an
 idle-class neighbour although nothing is computed; this sleep brought such a worker from 93 % to 48 % of the core
-with TTFT and inter-token latency unchanged within the noise.  Production sleeps only while there is such a neighbour
+with TTFT and inter-token latency unchanged within the noise.  Production sleeps only while such a neighbour may run
 (:func:`let_spin`): on cores of its own a sleep makes each message later."""
 
 
@@ -362,7 +362,7 @@ def let_spin(on: bool) -> None:
 
 
 def patch_spin() -> None:
-    """CPU only: let the message queue sleep instead of spinning; see :data:`SPIN_SLEEP_S`.
+    """CPU only: make it possible to let the message queue sleep instead of spinning; see :data:`SPIN_SLEEP_S`.
 
     Never raises: it saves time, nothing hangs on it, and production calls it before it serves.
     """
@@ -372,6 +372,8 @@ def patch_spin() -> None:
 
         if current_platform.is_cpu():
             _patch("spin", shm_broadcast, "sched_yield", _wrap_yield)
+            # Production's queue is vLLM's until a rollout engine may run beside it.
+            let_spin(os.environ.get("ROSE_ROLE") == "serving")
     except Exception as error:  # noqa: BLE001  # see above
         logger.warning("ROSE: vLLM's message queue spins on: %r", error)
 

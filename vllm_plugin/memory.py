@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rose.coserve.audit import AUDIT_EVERY_S
-from rose.coserve.ledger import ChunkState, NodeDir, RankState
+from rose.coserve.ledger import ChunkState, Mode, NodeDir, RankState
 from rose.coserve.pages import KvGeometry, PageArena, Range
 from rose.errors import ConfigError, LedgerError
 from rose.units import NS_PER_S, PAGE_BYTES, format_bytes
@@ -171,7 +171,7 @@ class Pager:
         self.fence = StepFence(self._memory)
         self._role = role
         self._chunks = node_dir.chunks(role, plan.num_chunks)
-        self._neighbour = node_dir.rollout_lease()
+        self._node, self._neighbour = node_dir.node(), node_dir.rollout_lease()
         self._mapped = bytearray(plan.num_chunks)
         self._released_s = time.monotonic()
         self.arena: PageArena = self._memory.reserve(plan.size_bytes, aligned=plan.aligned, guard=guard)
@@ -257,9 +257,13 @@ class Pager:
         self._chunks.wait(word, HEARTBEAT_S)
 
     def _has_neighbour(self) -> bool:
-        """Is there a rollout engine on the device?  Unreadable counts as one."""
+        """May a rollout engine run on the device, or owe it memory?  Unreadable counts as one."""
         try:
-            return self._neighbour.alive()
+            if not self._neighbour.alive():
+                return False
+            node, lease = self._node.read(), self._neighbour.read()
+            may_run = node is not None and node.mode == Mode.ON
+            return may_run or (lease is not None and lease.reserved_pages > 0)
         except LedgerError:
             return True
 

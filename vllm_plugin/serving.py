@@ -525,8 +525,8 @@ class ServingSide:
         """
         may_run = node is not None and node.mode == Mode.ON
         lives = self._peer_lives()
-        compat.let_spin(not lives or self.failed is not None)
         watched = lives and (may_run or bool(self._lent or self._returning))
+        compat.let_spin(not watched or self.failed is not None)
         if not self._watched and self._board_given == self._board_asked and self.failed is None:
             self._publish_board()
         if watched == self._watched:

@@ -95,15 +95,23 @@ def test_a_rollout_engine_that_may_run_is_told_of_every_step(device: Device) -> 
     assert device.told(3) == 3
 
 
-def test_the_engine_core_spins_as_vllm_does_unless_a_rollout_engine_lives_beside_it(
-    device: Device, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("peer", "mode", "spins"),
+    [
+        (False, Mode.ON, True),
+        (True, Mode.ON, False),
+        (True, Mode.OBSERVE, True),
+        (True, Mode.OFF, True),
+    ],
+)
+def test_the_engine_core_spins_as_vllm_does_unless_a_rollout_engine_may_run_beside_it(
+    device: Device, monkeypatch: pytest.MonkeyPatch, peer: bool, mode: Mode, spins: bool
 ) -> None:
-    monkeypatch.setattr(compat, "_spins", False)
+    monkeypatch.setattr(compat, "_spins", not spins)
+    device.peer(peer)
+    device.mode(mode)
     device.side._round()
-    assert compat._spins
-    device.peer(True)
-    device.side._round()
-    assert not compat._spins
+    assert compat._spins == spins
 
 
 @pytest.mark.parametrize(("peer", "mode"), [(False, Mode.ON), (True, Mode.OBSERVE), (True, Mode.OFF)])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rose.coserve.ledger import ChunkState, NodeDir, RecordWriter
+from rose.coserve.ledger import ChunkState, Mode, NodeDir, NodeState, Phase, RecordWriter, RolloutLease
 from rose.coserve.pages import Arena, HostPagePool, KvGeometry
 from rose.errors import LedgerError
 from rose.units import PAGE_BYTES
@@ -184,13 +184,23 @@ def test_a_report_cut_off_under_the_pager_is_put_back_and_the_worker_lives(
     assert mapped(node_dir, "serving") == set(range(CHUNKS))
 
 
-def test_productions_worker_spins_as_vllm_does_until_a_rollout_engine_lives_beside_it(
+def test_productions_worker_spins_as_vllm_does_unless_a_rollout_engine_may_run_beside_it(
     node_dir: NodeDir, pagers: list[Pager], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compat, "_spins", False)
     pagers.append(Pager(node_dir, "serving", 0, PLAN, guard=False))
     until(lambda: compat._spins)
-    peer = node_dir.rollout_lease_writer()
+    peer, agent = node_dir.rollout_lease_writer(), node_dir.node_writer()
+    peer.write(RolloutLease(phase=Phase.READY))
+    agent.write(NodeState(mode=Mode.OBSERVE))
+    rounds(pagers[0], 2)
+    assert compat._spins
+    agent.write(NodeState(mode=Mode.ON))
+    until(lambda: not compat._spins)
+    agent.write(NodeState(mode=Mode.OFF))
+    until(lambda: compat._spins)
+    peer.write(RolloutLease(phase=Phase.READY, reserved_pages=3))  # production may be waiting for them
     until(lambda: not compat._spins)
     peer.close()
     until(lambda: compat._spins)
+    agent.close()
