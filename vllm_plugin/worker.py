@@ -31,5 +31,14 @@ class RoseCPUWorker(ElasticKv, WeightWorkerMixin, CPUWorker):
         if role() == "rollout":
             compat.stay_eager(self.vllm_config)
 
+    def determine_available_memory(self) -> int:
+        explicit_bytes = self.cache_config.kv_cache_memory_bytes
+        if role() != "rollout" or explicit_bytes is None:
+            return super().determine_available_memory()
+        # A range of addresses, of which what is lent will be backed: production may well hold nearly all of it now.
+        if self._should_warm_up_model():
+            self.model_runner.warming_up_model()
+        return explicit_bytes
+
     def rose_kv_memory(self) -> KvMemory:
         return HostKvMemory(int(os.environ.get(ENV_RESERVE) or RESERVE_BYTES))

@@ -60,7 +60,7 @@ class BenchPlan(parts.Plan):
 
     def node(self) -> Part:
         """The node agent beside production: no relay, and a scheduler that only registers."""
-        engine = {**self._engine("harvested", core=self.cores[0]), "sched": "idle"}
+        engine = {**self._engine("harvested", core=self.cores[0]), "sched": "idle", "warm": True}
         production = self.config.production
         table = {
             "mode": "off",

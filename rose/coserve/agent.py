@@ -5,7 +5,8 @@ What it does, all on one event loop:
 - owns ``node.state``: mode, loan, deadlines; written every period, so that its heartbeat is its liveness;
 - runs the lending policy (``rose.policy.lending``) every period on what the shared files say, and carries out
   its actions: a new loan is published and woken, a kill is a SIGKILL for the engine's whole tree;
-- keeps the rollout engine running: not before serving is ready, with bounded restarts;
+- keeps the rollout engine running while the mode is on: not before serving is ready, with bounded restarts; mode observe
+  leaves nothing of it, mode off what is there;
 - links it to rose-scheduler and to the relay (``rose.coserve.links``);
 - answers ``rose node on|off|set|status`` (``rose.coserve.control``, ``rose.coserve.report``).
 
@@ -36,6 +37,7 @@ from rose.coserve.config import NodeConfig
 from rose.coserve.control import ControlServer
 from rose.coserve.device import DeviceView, FreeFigure, age_s
 from rose.coserve.engine import RolloutEngine
+from rose.coserve.engine_args import says_kv_size, says_memory_share, weights_bytes
 from rose.coserve.free_memory import GpuMemory
 from rose.coserve.latency import ServingLatency
 from rose.coserve.ledger import Mode, NodeDir, NodeState, Phase
@@ -45,11 +47,12 @@ from rose.decisions.words import LENDING
 from rose.errors import ConfigError, LedgerError, RequestError, RoseError
 from rose.policy.admission import Rule
 from rose.policy.baselines import POLICIES, make_lending
-from rose.policy.compat import row_of_number
+from rose.policy.compat import Support, row_of_number
+from rose.policy.engine_start import EngineSize, kv_pages, memory_share
 from rose.policy.lending import Lending, LendingPolicy
 from rose.policy.lending_events import ALL_PAGES, Action, Event, KillRollout, ModeSet, RlStepStarted, SetLend
 from rose.policy.watch import Harvestable, SloGuard, StepFloor
-from rose.units import NS_PER_S
+from rose.units import NS_PER_S, PAGE_BYTES, format_bytes, format_s
 
 logger = logging.getLogger("rose.node")
 DECISIONS_EVERY_S = 1.0
@@ -59,7 +62,6 @@ STATUS_EVERY_S = 2.0
 HURRIED_PERIOD_S = 0.005
 TAKE_OVER_S = 600.0
 """How long the settings of an agent that was killed outlive it."""
-_RESTART_PAUSE_S = 1.0
 
 
 class NodeAgent:
@@ -184,7 +186,7 @@ class NodeAgent:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
         jobs: list[Coroutine[Any, Any, None]] = [self._govern(), self._keep_engine(), self._watch_status()]
-        jobs += [self.engine.watch_segments(), self._watch_books()]
+        jobs += [self.engine.watch_segments(), self._watch_books(), self._end_unwanted_engine()]
         jobs += [link.run() for link in (self.uplink, self.weights, self.latency) if link is not None]
         tasks = [asyncio.create_task(job) for job in jobs]
         stopped = asyncio.create_task(self._stop.wait())
@@ -225,40 +227,108 @@ class NodeAgent:
         self._stop.set()
 
     async def _keep_engine(self) -> None:
-        """Start the engine when serving is ready, and again when it ended."""
+        """Start the engine when it may be, and again when it ended."""
+        engine = self.engine
         while True:
-            if not self.want_engine or self.waits_for() is not None:
+            if self.waits_for() is not None:
                 await asyncio.sleep(0.1)
                 continue
-            if not self.engine.may_start:
-                self.engine.give_up()
+            if engine.restarts.exhausted(time.monotonic()):
+                engine.give_up()
                 await asyncio.sleep(0.1)
                 continue
-            first = self.engine.num_starts == 0
+            first = engine.num_starts == 0
             try:
-                await self.engine.start()
-                await self.engine.wait_exit()
+                await engine.start(self._engine_size())
+                await engine.wait_exit()
             except ConfigError as error:
                 if first:
                     raise  # wrong from the beginning: say so and end
-                self.engine.error = str(error)  # it ran before: what is wrong now may pass
+                engine.error = str(error)  # it ran before: what is wrong now may pass
                 logger.error("rollout engine: %s", error)
             except RoseError as error:
                 logger.error("rollout engine: %s", error)
-            await self.engine.stop(grace_s=0.0)
-            await asyncio.sleep(_RESTART_PAUSE_S)
+            await engine.stop(grace_s=0.0)
+            if self._wants_engine:
+                engine.restarts.ended(time.monotonic())
+
+    async def _end_unwanted_engine(self) -> None:
+        """Mode observe touches nothing of production's device: what runs there gives its memory back, and ends."""
+        while True:
+            await asyncio.sleep(0.1)
+            if self.mode != Mode.OBSERVE or not self.engine.running:
+                continue
+            try:
+                await self.wait_given_back(self.config.lending.reclaim_deadline_s)
+                if self.mode == Mode.OBSERVE:
+                    await self.engine.stop()
+            except RoseError as error:
+                self.errors["engine"] = str(error)
+                logger.error("%s", error)
+
+    @property
+    def _wants_engine(self) -> bool:
+        """Should its process be there?  Mode off leaves one that is, and starts none."""
+        warm = self.mode == Mode.OFF and self.config.engine.warm
+        return self.want_engine and (self.mode == Mode.ON or warm)
 
     def waits_for(self) -> str | None:
-        """Why the engine may not be started now: serving sizes its memory first."""
-        if self.config.serving is None:
-            return None
-        lease = self.device.lease
+        """Why the engine may not be started now: it takes nothing of the device before an operator says ``on``, and serving
+        sizes its memory first."""
+        if not self._wants_engine:
+            return f"mode is {self.mode.name.lower()}" if self.want_engine else "an operator stopped it"
+        if self.config.serving is not None and (reason := self._waits_for_serving()) is not None:
+            return reason
+        left_s = self.engine.restarts.next_start_s - time.monotonic()
+        return f"a pause of {format_s(left_s)} before it is started again" if left_s > 0 else None
+
+    def _waits_for_serving(self) -> str | None:
+        lease, engine = self.device.lease, self.config.engine
         if lease is None or not self.device.serving_alive():
             return "serving is not there"
         if lease.phase == Phase.OFF:
             because = row_of_number(lease.row)
             return f"serving does not share: {because.feature}: {because.reason}"
-        return None if lease.phase == Phase.READY else "serving is not ready"
+        if lease.phase != Phase.READY:
+            return "serving is not ready"
+        if self._could_lend_pages is None and not says_kv_size(engine):
+            return "compute only: lending.max_lend_pages is not set, and nobody else knows what the device has left"
+        free_bytes, num_bytes = self.free.num_bytes, weights_bytes(engine.model)
+        if (
+            free_bytes is not None
+            and num_bytes is not None
+            and free_bytes - self.free.reserve_bytes < num_bytes
+        ):
+            left = max(0, free_bytes - self.free.reserve_bytes)
+            return f"the device has {format_bytes(left)} beside its reserve, the policy's weights are {format_bytes(num_bytes)}"
+        return None
+
+    @property
+    def _could_lend_pages(self) -> int | None:
+        lease = self.device.lease
+        if lease is None:
+            return None
+        compute_only = lease.support == Support.COMPUTE_ONLY
+        return kv_pages(
+            total_pages=lease.total_pages, compute_only=compute_only, max_lend_pages=self.max_lend_pages
+        )
+
+    def _engine_size(self) -> EngineSize | None:
+        """What the engine may take beside production; None on a dedicated device.
+
+        Raises:
+            ConfigError: A policy that does not fit beside production, or of unknown size, on a GPU.
+        """
+        if self.config.serving is None:
+            return None
+        memory, engine, share = self.free.memory, self.config.engine, None
+        if isinstance(memory, GpuMemory) and not says_memory_share(engine):
+            share = memory_share(
+                weights_bytes=weights_bytes(engine.model),
+                device_bytes=memory.total_bytes(),
+                free_bytes=memory.free_bytes() - self.free.reserve_bytes,
+            )
+        return EngineSize(kv_bytes=(self._could_lend_pages or 0) * PAGE_BYTES, memory_share=share)
 
     async def set_engine(self, wanted: bool) -> None:
         """Start or stop the engine process itself, apart from what it may hold."""
@@ -463,6 +533,7 @@ class NodeAgent:
             self._slo_guard.forgive()
             if mode != self.mode:
                 self.observed.clear()
+                self.engine.forgive()
         self.mode = self.mode if mode is None else mode
         self.floor_pages = self.floor_pages if floor_pages is None else floor_pages
         self.max_lend_pages = self.max_lend_pages if max_lend_pages is None else max_lend_pages

@@ -61,7 +61,7 @@ async def _run(agent_type: Any, settings: NodeConfig) -> None:
 
 @app.command()
 def on(directory: Dir = None, token_file: TokenFile = None) -> None:
-    """Lend again; starts the engine if it was stopped."""
+    """Lend; the first one starts the rollout engine (half a minute or more, see engine.warm)."""
     client = _client(directory, token_file)
     _show(client.set(mode="on", engine=True), False)
 
@@ -100,7 +100,10 @@ def off(
 def set_(
     directory: Dir = None,
     token_file: TokenFile = None,
-    mode: Annotated[str | None, typer.Option(help="off, observe or on.")] = None,
+    mode: Annotated[
+        str | None,
+        typer.Option(help="off (an engine that runs stays, holding nothing), observe (no engine) or on."),
+    ] = None,
     floor_pages: Annotated[int | None, typer.Option(help="Pages of 2 MiB that are never lent.")] = None,
     max_lend_pages: Annotated[int | None, typer.Option(help="Never lend more.")] = None,
     slo_ttft_ms: Annotated[float | None, typer.Option(help="Production's time to first token.")] = None,

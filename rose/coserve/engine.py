@@ -17,7 +17,6 @@ import logging
 import secrets
 import sys
 import time
-from collections import deque
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -28,8 +27,10 @@ import psutil
 from rose.auth import bearer
 from rose.coserve import mps
 from rose.coserve.config import NodeConfig
+from rose.coserve.engine_args import derived_args
 from rose.coserve.step_profile import load_profile
 from rose.errors import ConfigError, EngineError, RequestError, RoseError
+from rose.policy.engine_start import EngineSize, Restarts
 from rose.policy.ladder import DeviceFacts, choose
 from rose.proc import Child, ProcSpec, require_free_port
 from rose.shared_memory import EngineSegments
@@ -71,7 +72,9 @@ class RolloutEngine:
         self._child: Child | None = None
         self._sentinel: Child | None = None
         self._session: aiohttp.ClientSession | None = None
-        self._starts_s: deque[float] = deque(maxlen=config.engine.max_restarts + 1)
+        engine = config.engine
+        self.restarts = Restarts(engine.max_restarts, engine.restart_window_s, engine.restart_pause_s)
+        self._size: EngineSize | None = None
         self._own_ladder: dict[str, Any] | None = None
         self._mps_control: str | None = None
         self._killing = asyncio.Lock()
@@ -85,12 +88,6 @@ class RolloutEngine:
     def running(self) -> bool:
         """Is the process there?"""
         return self._child is not None and self._child.returncode() is None
-
-    @property
-    def may_start(self) -> bool:
-        """False once it was restarted too often lately."""
-        limit, window_s = self.config.engine.max_restarts + 1, self.config.engine.restart_window_s
-        return len(self._starts_s) < limit or time.monotonic() - self._starts_s[0] > window_s
 
     def describe(self) -> dict[str, Any]:
         """For ``rose node status``."""
@@ -116,14 +113,19 @@ class RolloutEngine:
             return self._own_ladder
         return asdict(choose(DeviceFacts(cuda=False, idle_share=child.share is not None)))
 
-    async def start(self) -> None:
+    async def start(self, size: EngineSize | None = None) -> None:
         """Start it and wait until it answers.
+
+        Args:
+            size: What it may take beside production; None: the device is its own.
 
         Raises:
             ConfigError: It cannot be started at all: no such program or model, port taken.
             EngineError: It died or was not ready in time; nothing of it is left.
         """
         engine = self.config.engine
+        self._size = size
+        self.restarts.started(time.monotonic())
         if engine.profile is not None:
             load_profile(
                 engine.profile
@@ -132,7 +134,6 @@ class RolloutEngine:
         require_free_port(engine.port, "engine.port", engine.host)
         self.incarnation, self.token, self.version = secrets.token_hex(8), secrets.token_urlsafe(24), None
         self.state, self.error = "starting", ""
-        self._starts_s.append(time.monotonic())
         self.num_starts += 1
         self.weights_broken = False
         await asyncio.to_thread(self.segments.begin)
@@ -156,6 +157,7 @@ class RolloutEngine:
             await self.stop(grace_s=0.0)
             raise
         self.state = "ready"
+        self.restarts.came_up()
         logger.info("rollout engine ready after %.1f s, version %s", took_s, self.version)
 
     @property
@@ -229,6 +231,7 @@ class RolloutEngine:
                 "--enable-scale-out",
                 *("--weight-transfer-config", json.dumps({"backend": "rose"}, separators=(",", ":"))),
                 *("--logprobs-mode", "processed_logprobs"),
+                *derived_args(engine, self._size),
                 *engine.args,
             ),
             env={
@@ -339,7 +342,7 @@ class RolloutEngine:
 
     def forgive(self) -> None:
         """Forget the restarts so far."""
-        self._starts_s.clear()
+        self.restarts.forgive()
 
     def rss_bytes(self) -> int:
         """Resident memory of the whole tree."""

@@ -68,6 +68,10 @@ class GpuMemory:
     def free_bytes(self) -> int:
         return int(self._call("device", self._nvml.nvmlDeviceGetMemoryInfo, self._device).free)
 
+    def total_bytes(self) -> int:
+        """Of the whole GPU."""
+        return int(self._call("device", self._nvml.nvmlDeviceGetMemoryInfo, self._device).total)
+
     def _call(self, field: str, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return function(*arguments)

@@ -30,6 +30,7 @@ logger = logging.getLogger("rose.node")
 
 _MAX_ANSWER_BYTES = 1 << 16
 _BACK_OFF_S = (0.5, 1.0, 2.0, 5.0)
+_NO_ENGINE_S = 0.1
 
 
 class SchedulerUplink:
@@ -178,6 +179,11 @@ class WeightLoop:
     async def _follow(self) -> None:
         failures = 0
         while True:
+            if (
+                not self._engine.running
+            ):  # nobody would take them, and what production runs on is not ours to use
+                await asyncio.sleep(_NO_ENGINE_S)
+                continue
             try:
                 unpolled = await self._poll()
                 if await self._catch_up():  # also without the relay: what the node holds is good

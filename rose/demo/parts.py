@@ -245,7 +245,7 @@ class Plan:
 
     def harvested(self) -> Part:
         """The node agent of production's host, switched off: deployed, and holding nothing."""
-        engine = {**self._engine("harvested", core=self.cores[0]), "sched": "idle"}
+        engine = {**self._engine("harvested", core=self.cores[0]), "sched": "idle", "warm": True}
         production = self.config.production
         serving = {
             "slo_ttft_ms": production.slo_ttft_s * 1e3,

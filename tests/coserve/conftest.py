@@ -19,6 +19,7 @@ from rose.coserve.agent import NodeAgent
 from rose.coserve.config import NodeConfig
 from rose.coserve.ledger import NodeDir, Phase, ServingBoard, ServingLease
 from rose.coserve.links import WeightSource
+from rose.policy.compat import Support
 from rose.proc import free_port
 
 FAKE_ENGINE = Path(__file__).with_name("fake_engine.py")
@@ -26,8 +27,9 @@ TOTAL_PAGES = 20
 """With a minimum headroom of 10 %: at most 18 lent, of which the fake engine uses 16."""
 
 
-async def until(condition: Callable[[], bool], what: str = "condition", timeout_s: float = 20.0) -> None:
-    """Other processes have no event to wait for; this looks until they got there."""
+async def until(condition: Callable[[], bool], what: str = "condition", timeout_s: float = 50.0) -> None:
+    """Other processes have no event to wait for; this looks until they got there.  An engine of the idle class takes its time
+    on a machine that others keep busy."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, f"{what} did not come true"
@@ -50,6 +52,7 @@ class Production:
         self._board = self._dir.serving_board_writer()
         self._node, self._peer = self._dir.node(), self._dir.rollout_lease()
         self.phase = Phase.READY
+        self.support = Support.ELASTIC
         self.used = 0
         self.needed = 0
         self.overdrawn = 0
@@ -67,7 +70,11 @@ class Production:
         now_ns = time.monotonic_ns()
         self._lease.write(
             ServingLease(
-                phase=self.phase, total_pages=TOTAL_PAGES, reserved_pages=reserved, heartbeat_ns=now_ns
+                phase=self.phase,
+                support=self.support,
+                total_pages=TOTAL_PAGES,
+                reserved_pages=reserved,
+                heartbeat_ns=now_ns,
             )
         )
         self._board.write(ServingBoard(used_pages=self.used, needed_pages=self.needed, written_ns=now_ns))
@@ -99,16 +106,17 @@ class Device:
         self.production: Production | None = None
         self.agents: list[tuple[NodeAgent, asyncio.Task[None]]] = []
 
-    def table(self, mode: str = "", **change: Any) -> dict[str, Any]:
+    def table(self, fake: str = "", **change: Any) -> dict[str, Any]:
         """Settings of the node agent, as in its TOML file."""
         engine = {
             "model": "policy",
             "command": [sys.executable, str(FAKE_ENGINE)],
             "port": free_port(),
             "max_model_len": 256,
-            "env": {"FAKE_MODE": mode, "FAKE_REPORT": str(self.report_path)},
+            "env": {"FAKE_MODE": fake, "FAKE_REPORT": str(self.report_path)},
             "log_path": str(self.log_path),
             "stop_grace_s": 0.2,
+            "restart_pause_s": 0.001,
             **change.pop("engine", {}),
         }
         lending = {
@@ -130,9 +138,9 @@ class Device:
             **change,
         }
 
-    def agent(self, mode: str = "", source: WeightSource | None = None, **change: Any) -> NodeAgent:
+    def agent(self, fake: str = "", source: WeightSource | None = None, **change: Any) -> NodeAgent:
         """Run a node agent on this loop until the test ends."""
-        table = {k: v for k, v in self.table(mode, **change).items() if v is not None}
+        table = {k: v for k, v in self.table(fake, **change).items() if v is not None}
         agent = NodeAgent(validate(NodeConfig, table), self.tokens, source)
         self.agents.append((agent, asyncio.create_task(agent.run())))
         return agent
@@ -164,8 +172,7 @@ class Device:
 
 
 @pytest.fixture
-async def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Device]:
-    monkeypatch.setattr("rose.coserve.agent._RESTART_PAUSE_S", 0.0)
+async def device(tmp_path: Path) -> AsyncIterator[Device]:
     device = Device(tmp_path)
     yield device
     await device.close()

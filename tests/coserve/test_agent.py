@@ -20,7 +20,9 @@ from rose.coserve.ledger import Mode, NodeDir, Phase
 from rose.errors import ConfigError, EngineError, LedgerError
 from rose.policy.admission import Rule
 from rose.policy.baselines import StaticLending
+from rose.policy.compat import Support
 from rose.policy.lending_events import ALL_PAGES
+from rose.units import PAGE_BYTES
 from tests.coserve.conftest import TOTAL_PAGES, Device, alive, until
 
 
@@ -43,7 +45,7 @@ async def test_the_engine_gets_its_role_its_class_and_its_flags_and_no_secret_in
     assert argv == (
         f"policy --host 127.0.0.1 --port {agent.config.engine.port} --served-model-name policy "
         '--max-model-len 256 --enable-scale-out --weight-transfer-config {"backend":"rose"} '
-        "--logprobs-mode processed_logprobs --num-gpu-blocks-override 64"
+        "--logprobs-mode processed_logprobs --enforce-eager --num-gpu-blocks-override 64"
     )
     env = report["env"]
     assert env["ROSE_ROLE"] == "rollout"
@@ -55,6 +57,43 @@ async def test_the_engine_gets_its_role_its_class_and_its_flags_and_no_secret_in
     secrets = {agent.engine.token, device.tokens.node, device.tokens.relay}
     seen = argv + device.log_path.read_text() + repr(agent.config) + repr(agent.status())
     assert not [secret for secret in secrets if secret in seen]
+
+
+async def test_beside_production_its_cache_is_as_large_as_what_could_ever_be_lent(device: Device) -> None:
+    device.produce()
+    agent = device.agent(serving={"floor_pages": 5})
+    await ready(device, agent)
+    argv = device.report()["argv"]
+    assert argv[argv.index("--kv-cache-memory-bytes") + 1] == str(TOTAL_PAGES * PAGE_BYTES)
+    assert "--enforce-eager" in argv
+
+
+async def test_an_engine_that_shares_compute_only_waits_until_somebody_says_what_it_may_take(
+    device: Device,
+) -> None:
+    production = device.produce()
+    production.support = Support.COMPUTE_ONLY
+    agent = device.agent()
+    await until(lambda: "lending.max_lend_pages is not set" in (agent.waits_for() or ""))
+    assert agent.engine.num_starts == 0
+    agent.change(max_lend_pages=7)
+    await ready(device, agent)
+    argv = device.report()["argv"]
+    assert argv[argv.index("--kv-cache-memory-bytes") + 1] == str(7 * PAGE_BYTES)
+
+
+async def test_a_policy_that_does_not_fit_beside_production_is_not_started(
+    device: Device, tmp_path: Path
+) -> None:
+    device.produce()
+    model = tmp_path / "policy"
+    model.mkdir()
+    (model / "config.json").touch()
+    with (model / "model.safetensors").open("wb") as file:
+        file.truncate(1 << 42)  # no machine has 4 TiB to spare
+    agent = device.agent(engine={"model": str(model)})
+    await until(lambda: "the policy's weights are 4.0 TiB" in (agent.waits_for() or ""))
+    assert agent.engine.num_starts == 0
 
 
 async def test_the_engine_is_not_started_before_serving_is_ready(device: Device) -> None:
@@ -242,17 +281,50 @@ async def test_memory_of_a_worker_is_not_given_back_because_its_engines_file_is_
     assert agent.device.held_pages() == 16
 
 
-async def test_mode_observe_lends_nothing_but_says_what_it_could(device: Device) -> None:
+async def test_mode_observe_starts_nothing_but_says_what_could_be_lent(device: Device) -> None:
     device.produce()
-    agent = device.agent(mode="", engine={}, lending={})
-    agent.mode = Mode.OBSERVE
-    await ready(device, agent)
+    agent = device.agent(mode="observe")
     await until(lambda: agent.status()["lending"]["harvestable_pages"] == 18)
-    assert agent.policy.lend_pages == 0
-    assert device.resident_pages() == 0
+    assert agent.engine.num_starts == 0
+    assert agent.waits_for() == "mode is observe"
+    assert sorted(path.name for path in device.dir.iterdir()) == [
+        *("agent.sock", "node.state", "serving.board", "serving.lease")
+    ]
     state = NodeDir(device.dir).node().read()
     assert state is not None
     assert (state.mode, state.lend_pages) == (Mode.OBSERVE, 0)
+
+
+async def test_back_to_observe_ends_the_engine_and_off_does_not_start_it(device: Device) -> None:
+    device.produce()
+    agent = device.agent(mode="observe")
+    await until(lambda: agent.status()["lending"]["harvestable_pages"] == 18)
+    agent.change(mode=Mode.ON)
+    await lent(device, 16)
+    pid = device.report()["pid"]
+    agent.change(mode=Mode.OBSERVE)
+    await until(lambda: agent.engine.state == "down")
+    assert not alive(pid)
+    assert agent.engine.num_kills == 0
+    agent.change(mode=Mode.OFF)
+    await until(lambda: agent.waits_for() == "mode is off")
+    assert agent.engine.num_starts == 1
+    assert not agent.engine.running
+
+
+async def test_off_leaves_an_engine_that_runs_and_starts_one_only_where_it_shall_be_kept_warm(
+    device: Device,
+) -> None:
+    device.produce()
+    agent = device.agent(mode="off", engine={"warm": True})
+    await ready(device, agent)
+    assert device.resident_pages() == 0
+    agent.change(mode=Mode.ON)
+    await lent(device, 16)
+    agent.change(mode=Mode.OFF)
+    await lent(device, 0)
+    assert agent.engine.running
+    assert agent.engine.num_starts == 1
 
 
 async def test_a_dedicated_device_lends_everything_and_runs_in_the_normal_class(device: Device) -> None:
@@ -336,9 +408,9 @@ async def test_a_model_folder_that_is_not_there_is_said_before_anything_starts(
     assert agent.engine.num_starts == 0
 
 
-async def start_program(device: Device, mode: str = "", **change: Any) -> asyncio.subprocess.Process:
+async def start_program(device: Device, fake: str = "", **change: Any) -> asyncio.subprocess.Process:
     """``rose node run`` as a process of its own."""
-    lines = [f"{key} = {_toml(value)}" for key, value in _flat(device.table(mode, **change))]
+    lines = [f"{key} = {_toml(value)}" for key, value in _flat(device.table(fake, **change))]
     path = device.path / "node.toml"
     path.write_text("\n".join(lines))
     return await asyncio.create_subprocess_exec(
@@ -399,7 +471,7 @@ async def test_the_next_agent_of_a_killed_one_keeps_what_the_operator_had_set(de
         await process.wait()
 
     agent = device.agent()
-    await ready(device, agent)
+    await until(lambda: agent.waits_for() == "mode is off")
     assert (agent.mode, agent.floor_pages, agent.slo_ttft_ms) == (Mode.OFF, 3, 123.0)
     assert (agent.rule, agent.serialise, agent.max_lend_pages) == (Rule.PAPER, True, 7)
     assert (agent.policy_name, type(agent.policy)) == ("static", StaticLending)

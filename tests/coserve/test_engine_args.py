@@ -1,0 +1,60 @@
+"""What is added to the command line of an engine beside production, and when the operator has the last word."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rose.coserve.config import EngineConfig
+from rose.coserve.engine_args import derived_args, says_kv_size, weights_bytes
+from rose.policy.engine_start import EngineSize
+
+SIZE = EngineSize(kv_bytes=4096, memory_share=0.25)
+
+
+def engine(*args: str, **env: str) -> EngineConfig:
+    return EngineConfig(model="policy", max_model_len=64, args=args, env=env)
+
+
+def test_all_of_it_where_the_operator_said_nothing() -> None:
+    assert derived_args(engine("--seed=1"), SIZE) == (
+        *("--kv-cache-memory-bytes", "4096", "--enforce-eager"),
+        *("--gpu-memory-utilization", "0.25"),
+    )
+
+
+def test_nothing_on_a_device_that_the_engine_has_to_itself() -> None:
+    assert derived_args(engine(), None) == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "left_out"),
+    [
+        (("--kv-cache-memory-bytes", "1"), "--kv-cache-memory-bytes"),
+        (("--kv_cache_memory_bytes=1",), "--kv-cache-memory-bytes"),
+        (("--num-gpu-blocks-override=9",), "--kv-cache-memory-bytes"),
+        (("--no-enforce-eager",), "--enforce-eager"),
+        (("-O0",), "--enforce-eager"),
+        (("--compilation_config={}",), "--enforce-eager"),
+        (("--gpu-memory-utilization", "0.9"), "--gpu-memory-utilization"),
+    ],
+)
+def test_what_the_operator_gives_is_not_given_again(given: tuple[str, ...], left_out: str) -> None:
+    found = derived_args(engine(*given), SIZE)
+    assert left_out not in found
+    assert len([arg for arg in found if arg.startswith("--")]) == 2
+
+
+def test_vllms_own_variable_for_the_size_counts() -> None:
+    assert says_kv_size(engine(VLLM_CPU_KVCACHE_SPACE="4"), {})
+    assert says_kv_size(engine(), {"VLLM_CPU_KVCACHE_SPACE": "4"})
+    assert not says_kv_size(engine(), {})
+
+
+def test_the_weights_are_what_lies_in_the_folder(tmp_path: Path) -> None:
+    assert weights_bytes("some/name") is None
+    (tmp_path / "a.safetensors").write_bytes(b"123")
+    (tmp_path / "b.safetensors").write_bytes(b"45")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"the same again")
+    assert weights_bytes(str(tmp_path)) == 5

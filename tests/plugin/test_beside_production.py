@@ -1,0 +1,43 @@
+"""What the plugin leaves alone in production, and what a rollout engine does otherwise, on the CPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_plugin import compat
+
+
+@pytest.mark.parametrize(("role", "stock"), [("serving", True), ("rollout", False)])
+def test_productions_message_queue_is_vllms_own_until_somebody_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, role: str, stock: bool
+) -> None:
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    before = shm_broadcast.sched_yield
+    monkeypatch.setattr(shm_broadcast, "sched_yield", before)  # taken back at the end
+    monkeypatch.setattr(compat, "_applied", {})
+    monkeypatch.setattr(compat, "_spins", False)
+    monkeypatch.setenv("ROSE_ROLE", role)
+    compat.patch_spin()
+    assert (shm_broadcast.sched_yield is before) == stock
+
+
+@pytest.mark.parametrize("role", ["serving", "rollout"])
+def test_a_rollout_engines_cache_may_be_larger_than_what_is_free_now(
+    monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    from vllm.config import CompilationMode
+
+    from vllm_plugin.worker import RoseCPUWorker
+
+    monkeypatch.setenv("ROSE_ROLE", role)
+    worker = object.__new__(RoseCPUWorker)
+    worker.cache_config = SimpleNamespace(kv_cache_memory_bytes=1 << 50)  # type: ignore[assignment]
+    worker.compilation_config = SimpleNamespace(mode=CompilationMode.NONE)  # type: ignore[assignment]
+    if role == "rollout":
+        assert worker.determine_available_memory() == 1 << 50
+    else:  # production backs all of it at once
+        with pytest.raises(ValueError, match="less than requested memory"):
+            worker.determine_available_memory()
