@@ -15,8 +15,6 @@ Callers: :mod:`vllm_plugin` (``register``), the scheduler mixins, the worker cla
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
 import functools
 import inspect
 import itertools
@@ -31,7 +29,8 @@ from rose.coserve.ledger import NodeDir, Phase, RecordWriter, ServingLease
 from rose.errors import ConfigError, RoseError
 from rose.policy.compat import UNLISTED, Row, Support, judge, row
 from rose.units import PAGE_BYTES
-from vllm_plugin.features import Device, features
+from vllm_plugin.features import Device, findings, kv_findings
+from vllm_plugin.kv_layout import CountedCache
 
 logger = logging.getLogger("vllm.rose")
 
@@ -166,12 +165,52 @@ def problems() -> list[str]:
     return found
 
 
-def support_of(config: Any, role: str) -> tuple[Support, Row]:
-    """What an engine with this ``VllmConfig`` can share, and the row of the table that says so."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """What an engine can share, the row of the table that says so, and what of its configuration the row was found by."""
+
+    support: Support
+    row: Row
+    found: str = ""
+
+    def __str__(self) -> str:
+        found = f" ({self.found})" if self.found else ""
+        return f"{self.row.feature}{found}: {self.row.reason}"
+
+
+def standing_of(config: Any, role: str, kv_cache_config: Any = None) -> Standing:
+    """How an engine stands by its ``VllmConfig``, and by its ``KVCacheConfig`` too where that is known already.
+
+    Raises:
+        Exception: Something of the configuration is not what it was: no engine that we know.
+    """
     kind = device()
-    stock_worker = _WORKERS[kind][1] if kind in _WORKERS else ""
+    worker, stock_worker = _WORKERS.get(kind, ("", ""))
+    found = findings(config, device=kind, stock_worker=stock_worker, ours=(SCHEDULER_FACTORY, worker))
+    if kv_cache_config is not None:
+        found |= kv_findings(kv_cache_config, piece_bytes(config))
     allowed = os.environ.get(ENV_ALLOW_UNMEASURED) == "1"
-    return judge(role, features(config, device=kind, stock_worker=stock_worker), allow_unmeasured=allowed)
+    support, because = judge(role, found or ("decoder",), allow_unmeasured=allowed)
+    if support is Support.ELASTIC and kind == "cuda":
+        because = row("gpu")  # the row by which it takes part: nobody has measured it
+    return Standing(support=support, row=because, found=found.get(because.name, ""))
+
+
+def require_elastic(kv_cache_config: Any, piece_bytes: int) -> None:
+    """In a worker: raise where the memory of such a cache must not be taken away.
+
+    Raises:
+        ConfigError: Of several groups, of another kind, or of a geometry that does not add up.
+    """
+    found = kv_findings(kv_cache_config, piece_bytes)
+    support, because = judge("serving", found)
+    if support is not Support.ELASTIC:
+        raise ConfigError(str(Standing(support=support, row=because, found=found[because.name])))
+
+
+def counted(kv_cache_config: Any) -> CountedCache:
+    """What the books need to know of a KV cache whose memory stays where it is."""
+    return CountedCache.of(kv_cache_config)
 
 
 def device() -> Device:
@@ -186,15 +225,13 @@ def is_elastic(config: Any) -> bool:
     return config.parallel_config.worker_cls in (CPU_WORKER, GPU_WORKER)
 
 
-def row_of(config: Any) -> Row:
-    """The row of the table by which an engine with this configuration, as :func:`switch_on` left it, takes part."""
-    names = {CPU_WORKER: "decoder", GPU_WORKER: "gpu"}
-    return row(names.get(config.parallel_config.worker_cls, "kv_connector"))
+def is_on_gpu(config: Any) -> bool:
+    return config.parallel_config.worker_cls == GPU_WORKER
 
 
 def piece_bytes(config: Any) -> int:
     """In which pieces the KV memory of such an engine comes and goes."""
-    return PAGE_BYTES if config.parallel_config.worker_cls == GPU_WORKER else OS_PAGE_BYTES
+    return PAGE_BYTES if is_on_gpu(config) else OS_PAGE_BYTES
 
 
 # --------------------------------------------------------------------------- switching on
@@ -279,8 +316,11 @@ _refusal: Any = None
 """Writer of ``serving.lease`` while production runs without us: it is how ``rose node status`` knows why."""
 
 
-def stay_stock(error: Exception) -> None:
+def stay_stock(error: Exception | Standing) -> None:
     """Production's scheduler could not be made to share: say why in the lease.  Never raises."""
+    if isinstance(error, Standing):
+        _give_up("serving", str(error), error.row)
+        return
     because = row("small_cache") if isinstance(error, ConfigError) else UNLISTED
     _give_up("serving", f"{type(error).__name__}: {error}", because)
 
@@ -308,20 +348,20 @@ def _wrap_config(original: Callable[..., Any], role: str) -> Callable[..., Any]:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = original(self, *args, **kwargs)
         try:
-            support, because = support_of(config, role)
+            standing = standing_of(config, role)
         except Exception as error:  # noqa: BLE001  # an attribute that moved must not stop production
             _give_up(role, f"the configuration could not be read: {error!r}", row("unknown_version"))
             return config
-        if support is Support.REFUSED:
-            _give_up(role, f"{because.feature}: {because.reason}", because)
+        if standing.support is Support.REFUSED:
+            _give_up(role, str(standing), standing.row)
             return config
         config.scheduler_config.scheduler_cls = SCHEDULER_FACTORY
-        if support is Support.ELASTIC:
+        if standing.support is Support.ELASTIC:
             config.parallel_config.worker_cls = _WORKERS[device()][0]
-            if row_of(config).unmeasured is not None:
-                logger.warning("ROSE shares what nobody has measured: %s", row_of(config).feature)
+            if standing.row.unmeasured is not None:
+                logger.warning("ROSE shares what nobody has measured: %s", standing.row.feature)
         else:
-            logger.warning("ROSE shares compute only: %s: %s", because.feature, because.reason)
+            logger.warning("ROSE shares compute only: %s", standing)
         return config
 
     return create_engine_config
@@ -469,57 +509,6 @@ def patch_cpu_experts() -> None:
 
 
 # --------------------------------------------------------------------------- KV memory
-
-
-def kv_entries(kv_cache_config: Any) -> tuple[int, int, list[tuple[int, int, int, int, int]]]:
-    """Geometry of the KV allocation: ``(num_blocks, size_bytes, entries)``.
-
-    An entry is ``(offset, block_stride, layer_stride, num_layers, page_bytes)``: layer ``l`` of block ``b`` is
-    ``page_bytes`` at ``offset + l * layer_stride + b * block_stride``.
-    """
-    sizes = {tensor.size for tensor in kv_cache_config.kv_cache_tensors}
-    if len(sizes) != 1:
-        raise ConfigError(f"KV cache of {len(sizes)} allocations; one is expected")
-    entries = []
-    for tensor in kv_cache_config.kv_cache_tensors:
-        num_layers = len(tensor.layers)
-        # Layer-outermost: a block's pages are block_stride apart.  Block-outermost: layer_stride is the page.
-        page_bytes = min(tensor.layer_stride, tensor.block_stride) if num_layers > 1 else tensor.block_stride
-        entries.append((tensor.offset, tensor.block_stride, tensor.layer_stride, num_layers, page_bytes))
-    return kv_cache_config.num_blocks, sizes.pop(), entries
-
-
-def page_layers(kv_cache_config: Any, piece_bytes: int) -> Any:
-    """The same ``KVCacheConfig`` with every layer at a multiple of ``piece_bytes``, so that a run of blocks is whole pieces.
-
-    Only layouts that give each layer a region of its own need it, and only where the number of blocks does not happen to
-    fit.  The blocks of a layer stay as they were: an attention kernel sees one layer, and no difference.  It costs addresses, and
-    memory for less than a piece per layer.
-
-    Raises:
-        ConfigError: Layers of several groups lie over each other.
-    """
-    tensors = kv_cache_config.kv_cache_tensors
-    apart = [len(tensor.layers) > 1 and tensor.layer_stride > tensor.block_stride for tensor in tensors]
-    strides = [tensor.layer_stride if flag else 0 for tensor, flag in zip(tensors, apart, strict=True)]
-    if not any(stride % piece_bytes for stride in strides) and not any(
-        t.offset % piece_bytes for t in tensors
-    ):
-        return kv_cache_config
-    if not all(apart) or len({tensor.offset for tensor in tensors}) != len(tensors):
-        raise ConfigError("layers lie over each other, or among each other's blocks", field="KV cache")
-    ordered, at = sorted(tensors, key=lambda tensor: tensor.offset), 0
-    moved: dict[int, tuple[int, int]] = {}
-    for tensor in ordered:
-        stride = -(-tensor.layer_stride // piece_bytes) * piece_bytes
-        moved[id(tensor)] = (at, stride)
-        at += stride * len(tensor.layers)
-    paged = copy.copy(kv_cache_config)
-    paged.kv_cache_tensors = [
-        dataclasses.replace(tensor, size=at, offset=moved[id(tensor)][0], layer_stride=moved[id(tensor)][1])
-        for tensor in tensors
-    ]
-    return paged
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from typing import Any
 from rose.coserve.ledger import NodeDir
 from rose.errors import ConfigError
 from vllm_plugin import ENV_DIR, compat, role
+from vllm_plugin.kv_layout import page_layers
 from vllm_plugin.kv_memory import KvMemory
 from vllm_plugin.memory import ChunkPlan, Pager
 
@@ -70,16 +71,16 @@ class ElasticKv:
         """
         try:
             memory = self.rose_kv_memory()
-            paged_config = compat.page_layers(kv_cache_config, memory.piece_bytes)
+            compat.require_elastic(kv_cache_config, memory.piece_bytes)
             pager = Pager(
                 NodeDir(os.environ[ENV_DIR]),
                 str(role()),
                 self.rank,
-                ChunkPlan.of(paged_config, memory.piece_bytes),
+                ChunkPlan.of(kv_cache_config, memory.piece_bytes),
                 guard=os.environ.get(ENV_GUARD) == "1",
                 memory=memory,
             )
-            return pager, pager.tensor(), paged_config
+            return pager, pager.tensor(), page_layers(kv_cache_config, memory.piece_bytes)
         except Exception as error:  # noqa: BLE001  # fail-open
             self._not_elastic(error)
             return None
@@ -88,7 +89,7 @@ class ElasticKv:
         """A rollout engine does not start like that; production does, and its scheduler sees no living rank report."""
         if role() == "rollout":
             raise error
-        logger.error("ROSE is off, KV memory is not elastic: %s", error)
+        logger.warning("ROSE: the KV cache keeps the memory that vLLM gives it: %s", error)
         compat.let_spin(True)  # nobody beside it can be helped by its sleeping
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:

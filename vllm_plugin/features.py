@@ -1,79 +1,183 @@
 """Which rows of the compatibility table (``rose.policy.compat``) an engine's configuration touches.
 
-Reads a ``VllmConfig`` and the environment, changes nothing.  A field that is gone or new enough to be unknown must end in
-a refusal, not in a guess: missing attributes raise, and the caller refuses.
+Walks every field of a ``VllmConfig`` (:func:`findings`) and, when vLLM has sized its cache, of a ``KVCacheConfig``
+(:func:`kv_findings`), and looks each up in the allowlist (``rose.policy.engine_fields``).  Reads, changes nothing.  A field that is
+not there is named and refused; an object that is not what it was raises, and the caller refuses.
 
 Callers: :mod:`vllm_plugin.compat`, tests.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from functools import cached_property
+from pathlib import PurePath
 from typing import Any, Literal
 
-PLAIN_KV_DTYPES = ("auto", "bfloat16", "float16", "half", "float32")
-ONE_HOST_EXECUTORS = ("mp", "uni", None)
+from rose.errors import ConfigError
+from rose.policy.compat import row
+from rose.policy.engine_fields import KV_KINDS, Value, is_section, row_of_field
+from vllm_plugin.kv_layout import kv_entries
+
 Device = Literal["cpu", "cuda", "other"]
+Findings = dict[str, str]
+"""Name of a row -> what was found: ``field = value``, or words.  Of several fields of a row the first."""
+
+_ASKED = ("is_", "has_", "use_", "uses_", "requires_")
+"""A model answers with properties of these names what it is; vLLM has no list of them."""
+_ASKED_TOO = ("runner_type", "rswa_window", "attn_type")
+_LONGEST = 80
 
 
-def features(
-    config: Any, *, device: Device, stock_worker: str, env: Mapping[str, str] | None = None
-) -> list[str]:
-    """Names of table rows, the most telling first; always at least one.
+def findings(
+    config: Any,
+    *,
+    device: Device,
+    stock_worker: str,
+    ours: tuple[str, ...] = (),
+    env: Mapping[str, str] | None = None,
+) -> Findings:
+    """Rows that a configuration touches, those with the smallest numbers first and ``unlisted`` last; none for a plain decoder.
 
     Args:
         config: ``VllmConfig``.
         device: vLLM's platform.
         stock_worker: Worker class that vLLM itself would use on this platform.
+        ours: Scheduler and worker classes that the plugin puts in their places.
         env: Environment of the process; None = ours.
     """
     env = os.environ if env is None else env
-    parallel, model, cache = config.parallel_config, config.model_config, config.cache_config
-    worker_cls, scheduler_cls = parallel.worker_cls, config.scheduler_config.scheduler_cls
-    found = {
-        "other_device": device == "other",
-        "gpu": device == "cuda",
-        "mig": "MIG-" in env.get("CUDA_VISIBLE_DEVICES", ""),
-        "kv_connector": config.kv_transfer_config is not None or cache.kv_offloading_size is not None,
-        "encoder_connector": config.ec_transfer_config is not None,
-        "data_parallel": parallel.data_parallel_size > 1,
-        "expert_parallel": parallel.enable_expert_parallel or parallel.enable_eplb,
-        "pipeline_parallel": parallel.pipeline_parallel_size > 1,
-        "context_parallel": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
-        "speculative": config.speculative_config is not None,
-        "lora": config.lora_config is not None,
-        "hybrid": model.is_hybrid or model.is_attention_free,
-        "encoder_decoder": model.is_encoder_decoder,
-        "multimodal": model.is_multimodal_model,
-        "pooling": model.runner_type != "generate",
-        "fp8_kv": cache.cache_dtype not in PLAIN_KV_DTYPES,
-        "sleep_mode": model.enable_sleep_mode or model.enable_cumem_allocator or _expandable_segments(env),
-        "rust_frontend": env.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0", "false", "False"),
-        "api_servers": parallel._api_process_count > 1,
-        "other_scheduler": scheduler_cls is not None or worker_cls != stock_worker,
-        "multi_host": parallel.nnodes > 1 or parallel.distributed_executor_backend not in ONE_HOST_EXECUTORS,
-        "unlisted": _unlisted(config),
-        "tensor_parallel": parallel.tensor_parallel_size > 1,
-    }  # fmt: skip
-    return [name for name, present in found.items() if present] or ["decoder"]
+    found: list[tuple[str, str]] = [
+        (name, says)
+        for name, says, present in (
+            ("other_device", "the platform", device == "other"),
+            ("gpu", "the platform", device == "cuda"),
+            ("mig", "CUDA_VISIBLE_DEVICES", "MIG-" in env.get("CUDA_VISIBLE_DEVICES", "")),
+            ("sleep_mode", "PYTORCH_ALLOC_CONF", _expandable_segments(env)),
+            ("rust_frontend", "VLLM_USE_RUST_FRONTEND", _is_on(env.get("VLLM_USE_RUST_FRONTEND", "0"))),
+        )
+        if present
+    ]
+    places: dict[str, tuple[Value, ...]] = {
+        "parallel_config.worker_cls": (stock_worker, *ours),
+        "scheduler_config.scheduler_cls": ours,
+    }
+    found += _look(config, "", places)
+    found += _model(config.model_config)
+    return _ordered(found)
+
+
+def kv_findings(kv_cache_config: Any, piece_bytes: int) -> Findings:
+    """The same of a ``KVCacheConfig``: rows that only the real cache can answer for; none for one group that fills its allocation.
+
+    ``piece_bytes``: in which pieces its memory would come and go.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    found = list(_look(kv_cache_config, "kv_cache_config", {}))
+    for tensor in kv_cache_config.kv_cache_tensors:
+        found += _look(tensor, "kv_cache_tensor", {})
+    for group in groups:
+        found += _look(group, "kv_cache_group", {})
+        spec = group.kv_cache_spec
+        kind = type(spec).__name__
+        because = KV_KINDS.get(kind, "unlisted")
+        if because is not None:
+            found.append((because, f"a group of {kind}"))
+        else:
+            found += _look(spec, "kv_cache_spec", {})
+    if len(groups) != 1:
+        found.append(("kv_groups", f"{len(groups)} groups: {_kinds(groups)}"))
+    elif not found:
+        hashed = kv_cache_config.hash_block_size
+        if hashed is not None and hashed != groups[0].kv_cache_spec.block_size:
+            found.append(("kv_option", f"kv_cache_config.hash_block_size = {hashed}"))
+        try:
+            kv_entries(kv_cache_config, piece_bytes)
+        except ConfigError as error:
+            found.append(("kv_layout", str(error)))
+    return _ordered(found)
+
+
+def _kinds(groups: Any) -> str:
+    names = [type(group.kv_cache_spec).__name__ for group in groups]
+    return ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
+
+
+def _look(
+    config: Any, section: str, also_tried: Mapping[str, tuple[Value, ...]]
+) -> Iterator[tuple[str, str]]:
+    """``(row, field = value)`` of every field below ``config`` whose value was not tried.
+
+    Raises:
+        TypeError: A configuration is not a dataclass any more.
+    """
+    for field in dataclasses.fields(config):
+        path = f"{section}.{field.name}" if section else field.name
+        value = getattr(config, field.name)
+        if is_section(path) and value is not None and not isinstance(value, list):
+            yield from _look(value, path, also_tried)
+            continue
+        because = row_of_field(path, plain(value), also_tried.get(path, ()))
+        if because is not None:
+            yield because, f"{path} = {shown(value)}"
+
+
+def _model(model: Any) -> Iterator[tuple[str, str]]:
+    """The same of what the model says of itself."""
+    for name in dir(type(model)):
+        if name not in _ASKED_TOO and not name.startswith(_ASKED):
+            continue
+        if not isinstance(getattr(type(model), name), (property, cached_property)) and name not in _ASKED_TOO:
+            continue
+        path = f"model.{name}"
+        if row_of_field(path, "<any>") is None:
+            continue
+        value = getattr(model, name)
+        because = row_of_field(path, plain(value))
+        if because is not None and not (because == "unlisted" and not value):
+            yield because, f"{path} = {shown(value)}"
+
+
+def plain(value: Any) -> Value:
+    """A field's value as the allowlist speaks of it."""
+    if isinstance(value, Enum):
+        return value.name
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, (dict, list, set, tuple)) and not value:
+        return None
+    if type(value).__name__ == "dtype":
+        return str(value).removeprefix("torch.")
+    return f"<{type(value).__name__}>"
+
+
+def shown(value: Any) -> str:
+    """For a person, short: a log line and a file that others read."""
+    made = plain(value)
+    text = repr(made) if isinstance(made, str) and not made.startswith("<") else str(made)
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+
+
+def _ordered(found: list[tuple[str, str]]) -> Findings:
+    order = sorted(
+        found, key=lambda one: row(one[0]).number or 1 << 30
+    )  # stable: of one row the first stays first
+    first: Findings = {}
+    for name, says in order:
+        first.setdefault(name, says)
+    return first
+
+
+def _is_on(text: str) -> bool:
+    return text not in ("", "0", "false", "False")
 
 
 def _expandable_segments(env: Mapping[str, str]) -> bool:
     """torch's own use of CUDA's virtual memory."""
     settings = ",".join(env.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
     return "expandable_segments:true" in settings.replace(" ", "").lower()
-
-
-def _unlisted(config: Any) -> bool:
-    """Features that vLLM can switch on and the table does not speak of."""
-    parallel, model = config.parallel_config, config.model_config
-    return bool(
-        model.is_diffusion
-        or parallel.enable_dbo
-        or parallel.enable_elastic_ep
-        or config.cache_config.kv_sharing_fast_prefill
-        or config.diffusion_config is not None
-        or config.engram_config is not None
-        or config.watermark_config is not None
-    )

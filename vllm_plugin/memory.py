@@ -32,6 +32,7 @@ from rose.errors import ConfigError, LedgerError
 from rose.units import NS_PER_S, PAGE_BYTES, format_bytes
 from vllm_plugin import compat
 from vllm_plugin.compat import OS_PAGE_BYTES
+from vllm_plugin.kv_layout import CountedCache, kv_entries
 from vllm_plugin.kv_memory import FENCE_S, HostKvMemory, KvMemory, StepFence
 
 logger = logging.getLogger("vllm.rose")
@@ -71,13 +72,14 @@ class ChunkPlan:
 
     @classmethod
     def of(cls, kv_cache_config: Any, piece_bytes: int = OS_PAGE_BYTES) -> ChunkPlan:
-        """Plan of a ``KVCacheConfig``, whose layers are set apart as :func:`compat.page_layers` does.
+        """Plan of a ``KVCacheConfig``, whose layers are set apart as :func:`kv_layout.page_layers` does, or of a ``CountedCache``.
 
         Raises:
-            ConfigError: The cache is too small to be cut into four chunks or more.
+            ConfigError: Its layers are not one group's that fills one allocation, or it is too small to be cut into four chunks.
         """
-        kv_cache_config = compat.page_layers(kv_cache_config, piece_bytes)
-        num_blocks, size_bytes, entries = compat.kv_entries(kv_cache_config)
+        if isinstance(kv_cache_config, CountedCache):
+            return cls._counted(kv_cache_config)
+        num_blocks, size_bytes, entries = kv_entries(kv_cache_config, piece_bytes)
         geometry = KvGeometry(num_blocks=num_blocks, entries=entries)
         block_bytes = sum(num_layers * page_bytes for _, _, _, num_layers, page_bytes in entries)
         run_bytes = [_run_bytes_per_block(entry) for entry in entries]
@@ -102,6 +104,24 @@ class ChunkPlan:
             tail_bytes=size_bytes - num_chunks * chunk_blocks * block_bytes,
             aligned=all(chunk_blocks * run % PAGE_BYTES == 0 for run in run_bytes),
             piece_bytes=piece_bytes,
+        )
+
+    @classmethod
+    def _counted(cls, cache: CountedCache) -> ChunkPlan:
+        """One chunk of everything: the null block is in it, so it is never lent."""
+        block_bytes = cache.size_bytes // cache.num_blocks
+        chunk_pages = cache.size_bytes // PAGE_BYTES
+        return cls(
+            geometry=KvGeometry(
+                num_blocks=cache.num_blocks, entries=[(0, block_bytes, block_bytes, 1, block_bytes)]
+            ),
+            num_blocks=cache.num_blocks,
+            size_bytes=cache.size_bytes,
+            chunk_blocks=cache.num_blocks,
+            num_chunks=1,
+            chunk_pages=chunk_pages,
+            tail_bytes=cache.size_bytes - chunk_pages * PAGE_BYTES,
+            aligned=False,
         )
 
     @property

@@ -9,16 +9,21 @@ vLLM.  On the rollout side exceptions propagate: the engine dies and its node ag
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from rose.errors import ConfigError
+from rose.policy.compat import Support
 from vllm_plugin import compat, role
 from vllm_plugin.prefix import PrefixKeys
 from vllm_plugin.rollout import RolloutSide
 from vllm_plugin.serving import ServingSide
+
+logger = logging.getLogger("vllm.rose")
 
 
 def make_scheduler(**kwargs: Any) -> Scheduler:
@@ -37,14 +42,23 @@ class _Serving:
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         try:
-            config = kwargs["vllm_config"]
+            config, kv_cache_config = kwargs["vllm_config"], kwargs["kv_cache_config"]
+            standing = compat.standing_of(config, "serving", kv_cache_config)
+            if standing.support is Support.REFUSED:
+                compat.stay_stock(standing)
+                return
+            elastic = standing.support is Support.ELASTIC and compat.is_elastic(config)
+            if not elastic and compat.is_elastic(
+                config
+            ):  # only the cache has told, and the workers have seen it too
+                logger.warning("ROSE shares compute only: %s", standing)
             self.rose = ServingSide(
                 self,
-                kwargs["kv_cache_config"],
+                kv_cache_config if elastic else compat.counted(kv_cache_config),
                 config.parallel_config.world_size,
-                compat.is_elastic(config),
+                elastic,
                 piece_bytes=compat.piece_bytes(config),
-                because=compat.row_of(config),
+                because=standing.row,
             )
         except Exception as error:  # noqa: BLE001  # fail-open
             compat.stay_stock(error)
@@ -127,13 +141,16 @@ class _Rollout:
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        config = kwargs["vllm_config"]
+        config, kv_cache_config = kwargs["vllm_config"], kwargs["kv_cache_config"]
+        standing = compat.standing_of(config, "rollout", kv_cache_config)
+        if standing.support is not Support.ELASTIC:
+            raise ConfigError(str(standing), field="ROSE_ROLE=rollout")
         self.rose = RolloutSide(
             self,
-            kwargs["kv_cache_config"],
+            kv_cache_config,
             config.parallel_config.world_size,
             piece_bytes=compat.piece_bytes(config),
-            on_gpu=compat.row_of(config).name == "gpu",
+            on_gpu=compat.is_on_gpu(config),
         )
         self.rose_prefixes = PrefixKeys(self)
 

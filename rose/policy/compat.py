@@ -5,7 +5,8 @@ KV memory is never unmapped; rollouts get a fixed budget of their own), or ``ref
 vLLM).  The least that any feature of a configuration allows is what that engine gets.
 
 **Not listed is refused**: :func:`judge` answers for a name that the table does not know.  The plugin finds the names
-(``vllm_plugin.features``); the number of the row travels in ``serving.lease``, so numbers are never given out twice.
+(``vllm_plugin.features``, by the allowlist of ``rose.policy.engine_fields``); the number of the row travels in ``serving.lease``,
+so numbers are never given out twice.
 
 Pure.  Callers: the plugin, the node agent, the tests; ``docs/compatibility.md`` is :func:`markdown`.
 """
@@ -70,7 +71,7 @@ UNLISTED = _row(0, "unlisted", "anything that is not in this table", _NO, "nobod
 
 TABLE: tuple[Row, ...] = (
     UNLISTED,
-    _row(1, "decoder", "decoder-only text model, one KV cache group", _ALL, "tested on the CPU build"),
+    _row(1, "decoder", "decoder-only text model, dense or mixture of experts, with one KV cache group of full attention", _ALL, "tested on the CPU build"),
     _row(2, "tensor_parallel", "tensor parallelism on one host", _ALL, "one lease per engine; usable is the minimum over ranks"),
     _row(3, "kv_connector", "KV connector, KV offload, prefill/decode disaggregation", _COMPUTE, "its KV memory is registered with the transport and must not be unmapped", _NO),
     _row(4, "encoder_connector", "encoder-cache connector", _NO, "nobody has tried it"),
@@ -93,8 +94,18 @@ TABLE: tuple[Row, ...] = (
     _row(21, "gpu", "CUDA", _NO, "not measured on a GPU: off unless allow_unmeasured = true (production: ROSE_ALLOW_UNMEASURED=1)", unmeasured=_ALL),
     _row(22, "other_scheduler", "another --scheduler-cls or --worker-cls", _NO, "ours takes that place"),
     _row(23, "multi_host", "workers on several hosts, or under Ray", _NO, "the shared files of a device are one host's"),
-    _row(24, "small_cache", "a KV cache of fewer than four chunks, or of several allocations", _NO, "nothing could be lent from it"),
+    _row(24, "small_cache", "a KV cache of fewer than four chunks", _NO, "nothing could be lent from it"),
     _row(25, "other_device", "accelerators other than CUDA", _NO, "nobody has tried it"),
+    _row(26, "kv_groups", "several KV cache groups (sliding window and full attention, as in Gemma 3 and gpt-oss)", _COMPUTE, "layers of several groups lie over the same bytes, and the books count one group", _NO),
+    _row(27, "kv_kind", "a KV cache of another kind than full attention (MLA, sliding window, chunked, sinks)", _COMPUTE, "no loan of such blocks was tried", _NO),
+    _row(28, "kv_layout", "a KV cache whose layers do not fill one allocation exactly", _COMPUTE, "nobody can say what a chunk of it takes", _NO),
+    _row(29, "kv_option", "an option of the KV cache, of offload or of attention with a value that was not tried", _COMPUTE, "its memory may be used, or waited for, in another way", _NO),
+    _row(30, "attention_backend", "an attention backend that was asked for by name", _COMPUTE, "it may read memory that is on loan; not tried", _NO, unmeasured=_ALL),
+    _row(31, "quantized_weights", "quantised weights", _COMPUTE, "no loan was tried beside them, and a weight update has no unquantised weight to write to", _NO),
+    _row(32, "priority", "priority scheduling", _NO, "the oldest request is not the next one: the deadlines would be another request's"),
+    _row(33, "prompt_embeds", "prompts as embeddings", _ALL, "a rollout's trace has token ids only", _NO),
+    _row(34, "logits_processors", "logits processors of the operator's", _ALL, "a rollout's log-probs would not be those of what was sampled", _NO),
+    _row(35, "other_option", "an option with a value that was not tried", _NO, "nobody has tried it"),
 )  # fmt: skip
 _BY_NAME = {row.name: row for row in TABLE}
 _BY_NUMBER = {row.number: row for row in TABLE}

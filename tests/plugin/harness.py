@@ -66,13 +66,13 @@ def write_rank(node_dir: Path, role: str, *, mapped: bool, num_chunks: int = 16)
     return writer
 
 
-def build(cls: Any, config: Any) -> Any:
-    """A scheduler of class ``cls`` as ``EngineCore`` builds it."""
+def build(cls: Any, config: Any, cache: Any = None) -> Any:
+    """A scheduler of class ``cls`` as ``EngineCore`` builds it; ``cache``: another ``KVCacheConfig``."""
     from vllm.v1.structured_output import StructuredOutputManager
 
     return cls(
         vllm_config=config,
-        kv_cache_config=kv_cache_config(config),
+        kv_cache_config=kv_cache_config(config) if cache is None else cache,
         structured_output_manager=StructuredOutputManager(config),
         include_finished_set=False,
         log_stats=True,

@@ -13,12 +13,13 @@ import pytest
 
 import vllm_plugin
 from rose.coserve.ledger import NodeDir, Phase
+from rose.policy import engine_fields
 from rose.policy.compat import TABLE, UNLISTED, Support, judge, markdown, row, row_of_number
 from rose.units import PAGE_BYTES
 from tests.plugin import harness
 from tests.tiny_model import write_tiny_model
 from vllm_plugin import compat
-from vllm_plugin.features import features
+from vllm_plugin.features import findings
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -38,74 +39,90 @@ def config(stock: Any) -> Any:
     return copy.deepcopy(stock)
 
 
+def found_in(config: Any, env: dict[str, str] | None = None, device: Any = "cpu") -> dict[str, str]:
+    return findings(
+        config,
+        device=device,
+        stock_worker=compat.STOCK_CPU_WORKER,
+        ours=(compat.SCHEDULER_FACTORY,),
+        env=env or {},
+    )
+
+
 def answer(
     config: Any, role: str = "serving", env: dict[str, str] | None = None, device: Any = "cpu"
 ) -> tuple[str, str]:
-    names = features(config, device=device, stock_worker=compat.STOCK_CPU_WORKER, env=env or {})
-    support, because = judge(role, names)
+    support, because = judge(role, found_in(config, env, device))
     return support.label, because.name
 
 
-class Model:
-    """vLLM's ModelConfig with some answers changed: some of them are properties of the architecture."""
-
-    def __init__(self, original: Any, **change: Any) -> None:
-        self._original, self._change = original, change
-
-    def __getattr__(self, name: str) -> Any:
-        return self._change[name] if name in self._change else getattr(self._original, name)
+Change = Callable[[Any], None]
 
 
-def parallel(**change: Any) -> Callable[[Any], None]:
-    return lambda config: (
-        [setattr(config.parallel_config, name, value) for name, value in change.items()] and None
-    )
+def put(path: str, value: Any) -> Change:
+    """Set a field by its path in the configuration."""
+
+    def change(config: Any) -> None:
+        *sections, name = path.split(".")
+        for section in sections:
+            config = getattr(config, section)
+        object.__setattr__(config, name, value)
+
+    return change
 
 
-def model(**change: Any) -> Callable[[Any], None]:
-    return lambda config: setattr(config, "model_config", Model(config.model_config, **change))
+def says(name: str, value: Any) -> Change:
+    """Another answer of vLLM's ModelConfig, where it is a property of the architecture."""
+
+    def change(config: Any) -> None:
+        kind = type(config.model_config)
+        config.model_config.__class__ = type(kind.__name__, (kind,), {name: property(lambda _: value)})
+
+    return change
 
 
-def cache(**change: Any) -> Callable[[Any], None]:
-    return lambda config: (
-        [setattr(config.cache_config, name, value) for name, value in change.items()] and None
-    )
+THING = SimpleNamespace()
 
-
-def section(name: str) -> Callable[[Any], None]:
-    return lambda config: setattr(config, name, SimpleNamespace())
-
-
-ROWS: list[tuple[str, Callable[[Any], None], str]] = [
+ROWS: list[tuple[str, Change, str]] = [
     ("decoder", lambda config: None, "elastic"),
-    ("tensor_parallel", parallel(tensor_parallel_size=2), "elastic"),
-    ("kv_connector", section("kv_transfer_config"), "compute-only"),
-    ("kv_connector", cache(kv_offloading_size=4.0), "compute-only"),
-    ("encoder_connector", section("ec_transfer_config"), "refused"),
-    ("data_parallel", parallel(data_parallel_size=2), "refused"),
-    ("expert_parallel", parallel(enable_expert_parallel=True), "refused"),
-    ("expert_parallel", parallel(enable_eplb=True), "refused"),
-    ("pipeline_parallel", parallel(pipeline_parallel_size=2), "refused"),
-    ("context_parallel", parallel(decode_context_parallel_size=2), "refused"),
-    ("context_parallel", parallel(prefill_context_parallel_size=2), "refused"),
-    ("lora", section("lora_config"), "refused"),
-    ("speculative", section("speculative_config"), "refused"),
-    ("hybrid", model(is_hybrid=True), "refused"),
-    ("hybrid", model(is_attention_free=True), "refused"),
-    ("encoder_decoder", model(is_encoder_decoder=True), "refused"),
-    ("multimodal", model(is_multimodal_model=True), "refused"),
-    ("pooling", model(runner_type="pooling"), "refused"),
-    ("fp8_kv", cache(cache_dtype="fp8"), "refused"),
-    ("api_servers", parallel(_api_process_count=2), "elastic"),
-    ("sleep_mode", model(enable_sleep_mode=True), "refused"),
-    ("sleep_mode", model(enable_cumem_allocator=True), "refused"),
-    ("other_scheduler", lambda c: setattr(c.scheduler_config, "scheduler_cls", "mine.Scheduler"), "refused"),
-    ("other_scheduler", parallel(worker_cls="mine.Worker"), "refused"),
-    ("multi_host", parallel(nnodes=2), "refused"),
-    ("multi_host", parallel(distributed_executor_backend="ray"), "refused"),
-    ("unlisted", model(is_diffusion=True), "refused"),
-    ("unlisted", parallel(enable_elastic_ep=True), "refused"),
-    ("unlisted", section("watermark_config"), "refused"),
+    ("tensor_parallel", put("parallel_config.tensor_parallel_size", 2), "elastic"),
+    ("kv_connector", put("kv_transfer_config", THING), "compute-only"),
+    ("kv_connector", put("cache_config.kv_offloading_size", 4.0), "compute-only"),
+    ("encoder_connector", put("ec_transfer_config", THING), "refused"),
+    ("data_parallel", put("parallel_config.data_parallel_size", 2), "refused"),
+    ("expert_parallel", put("parallel_config.enable_expert_parallel", True), "refused"),
+    ("expert_parallel", put("parallel_config.enable_eplb", True), "refused"),
+    ("pipeline_parallel", put("parallel_config.pipeline_parallel_size", 2), "refused"),
+    ("context_parallel", put("parallel_config.decode_context_parallel_size", 2), "refused"),
+    ("context_parallel", put("parallel_config.prefill_context_parallel_size", 2), "refused"),
+    ("lora", put("lora_config", THING), "refused"),
+    ("speculative", put("speculative_config", THING), "refused"),
+    ("hybrid", says("is_hybrid", True), "refused"),
+    ("hybrid", says("is_attention_free", True), "refused"),
+    ("encoder_decoder", says("is_encoder_decoder", True), "refused"),
+    ("multimodal", says("is_multimodal_model", True), "refused"),
+    ("pooling", put("model_config.runner", "pooling"), "refused"),
+    ("fp8_kv", put("cache_config.cache_dtype", "fp8"), "refused"),
+    ("api_servers", put("parallel_config._api_process_count", 2), "elastic"),
+    ("sleep_mode", put("model_config.enable_sleep_mode", True), "refused"),
+    ("sleep_mode", put("model_config.enable_cumem_allocator", True), "refused"),
+    ("other_scheduler", put("scheduler_config.scheduler_cls", "mine.Scheduler"), "refused"),
+    ("other_scheduler", put("parallel_config.worker_cls", "mine.Worker"), "refused"),
+    ("multi_host", put("parallel_config.nnodes", 2), "refused"),
+    ("multi_host", put("parallel_config.distributed_executor_backend", "ray"), "refused"),
+    ("kv_kind", says("use_mla", True), "compute-only"),
+    ("kv_option", put("cache_config.kv_sharing_fast_prefill", True), "compute-only"),
+    ("kv_option", put("scheduler_config.watermark", 0.3), "compute-only"),
+    ("kv_option", put("offload_config.uva.cpu_offload_gb", 4.0), "compute-only"),
+    ("attention_backend", put("attention_config.backend_per_kind", {"full": "X"}), "compute-only"),
+    ("quantized_weights", put("model_config.quantization", "awq"), "compute-only"),
+    ("priority", put("scheduler_config.policy", "priority"), "refused"),
+    ("prompt_embeds", put("model_config.enable_prompt_embeds", True), "elastic"),
+    ("logits_processors", put("model_config.logits_processors", ["mine.Processor"]), "elastic"),
+    ("other_option", says("is_diffusion", True), "refused"),
+    ("other_option", put("watermark_config", THING), "refused"),
+    ("other_option", put("parallel_config.enable_fault_tolerance", True), "refused"),
+    ("unlisted", says("is_quantum", True), "refused"),
 ]
 
 
@@ -117,7 +134,7 @@ def test_a_configuration_gets_what_its_row_says(
     label, because = answer(config)
     assert label == expected
     assert because == (name if expected != "elastic" else "decoder")
-    assert name in features(config, device="cpu", stock_worker=compat.STOCK_CPU_WORKER, env={})
+    assert name == "decoder" or name in found_in(config)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +174,8 @@ def test_a_gpu_engine_takes_part_only_with_the_operators_word(
     assert config.parallel_config.worker_cls == worker
     assert compat.is_elastic(config) == (given == "1")
     if given == "1":
-        assert (compat.row_of(config), compat.piece_bytes(config)) == (row("gpu"), PAGE_BYTES)
+        standing = compat.standing_of(config, "serving")
+        assert (standing.row, compat.piece_bytes(config)) == (row("gpu"), PAGE_BYTES)
     else:
         assert row_of_number(lease.read().row) == row("gpu")
 
@@ -166,18 +184,19 @@ def test_a_rollout_engine_is_refused_where_its_own_routes_would_not_work(config:
     config.parallel_config._api_process_count = 2
     assert answer(config, role="rollout") == ("refused", "api_servers")
     config.parallel_config._api_process_count = 1
-    config.kv_transfer_config = SimpleNamespace()
+    config.kv_transfer_config = THING
     assert answer(config, role="rollout") == ("refused", "kv_connector")
 
 
 def test_the_least_that_any_feature_allows_counts(config: Any) -> None:
-    config.kv_transfer_config = SimpleNamespace()
-    config.lora_config = SimpleNamespace()
+    config.kv_transfer_config = THING
+    config.lora_config = THING
     assert answer(config) == ("refused", "lora")
 
 
 def test_every_row_has_a_test_here() -> None:
     elsewhere = {"gpu", "other_device", "mig", "rust_frontend", "unknown_version", "small_cache"}
+    elsewhere |= {"kv_groups", "kv_layout"}  # test_kv_cache_table.py
     assert {name for name, _, _ in ROWS} | elsewhere == {one.name for one in TABLE}
 
 
@@ -193,6 +212,8 @@ def test_numbers_and_names_are_given_once() -> None:
 def test_the_documentation_shows_this_table() -> None:
     text = (ROOT / "docs" / "compatibility.md").read_text()
     assert markdown() in text, "put rose.policy.compat.markdown() into docs/compatibility.md"
+    fields = engine_fields.markdown()
+    assert fields in text, "put rose.policy.engine_fields.markdown() into docs/compatibility.md"
 
 
 # --- what is in force after the answer
@@ -216,7 +237,7 @@ def wrapped(config: Any) -> Any:
 
 
 def test_a_refused_engine_stays_stock_and_says_why_in_its_lease(config: Any, lease: Any) -> None:
-    config.lora_config = SimpleNamespace()
+    config.lora_config = THING
     assert wrapped(config).scheduler_config.scheduler_cls is None
     assert config.parallel_config.worker_cls == compat.STOCK_CPU_WORKER
     record = lease.read()
@@ -233,7 +254,7 @@ def test_a_configuration_that_cannot_be_read_is_refused(config: Any, lease: Any)
 
 
 def test_compute_only_keeps_vllms_own_worker(config: Any, lease: Any) -> None:
-    config.kv_transfer_config = SimpleNamespace()
+    config.kv_transfer_config = THING
     wrapped(config)
     assert config.scheduler_config.scheduler_cls == compat.SCHEDULER_FACTORY
     assert config.parallel_config.worker_cls == compat.STOCK_CPU_WORKER

@@ -30,6 +30,7 @@ from rose.units import PAGE_BYTES
 from tests.coserve.memory_driver import RealMemoryDriver
 from tests.plugin import harness
 from vllm_plugin import compat, kv_memory
+from vllm_plugin.kv_layout import page_layers
 from vllm_plugin.kv_memory import CudaKvMemory, HostKvMemory, StepFence, tensor_over
 from vllm_plugin.memory import GOING, MAPPED, ChunkPlan, Pager
 
@@ -517,8 +518,8 @@ def test_a_tensor_can_be_made_over_addresses_without_memory() -> None:
 
 def test_a_cache_whose_layers_are_whole_pieces_apart_is_left_as_it_is() -> None:
     config = config_of()
-    assert compat.page_layers(config, PAGE_BYTES) is config
-    assert compat.page_layers(config_of(530), 4096).kv_cache_tensors[0].size == 2 * 530 * 65536
+    assert page_layers(config, PAGE_BYTES) is config
+    assert page_layers(config_of(530), 4096).kv_cache_tensors[0].size == 2 * 530 * 65536
 
 
 def test_groups_of_layers_behind_each_other_stay_so_and_those_over_each_other_are_refused() -> None:
@@ -527,12 +528,12 @@ def test_groups_of_layers_behind_each_other_stay_so_and_those_over_each_other_ar
     region = tensor.layer_stride
     behind = dataclasses.replace(tensor, layers=["layer.2", "layer.3"], offset=2 * region)
     config.kv_cache_tensors = [behind, tensor]
-    paged = compat.page_layers(config, PAGE_BYTES).kv_cache_tensors
+    paged = page_layers(config, PAGE_BYTES).kv_cache_tensors
     assert [one.offset // PAGE_BYTES for one in paged] == [34, 0]
     assert {one.size // PAGE_BYTES for one in paged} == {68}
     config.kv_cache_tensors = [tensor, dataclasses.replace(tensor, layers=["layer.2", "layer.3"])]
     with pytest.raises(ConfigError, match="over each other"):
-        compat.page_layers(config, PAGE_BYTES)
+        page_layers(config, PAGE_BYTES)
 
 
 def test_a_plan_cuts_memory_into_whole_pieces_of_its_device() -> None:

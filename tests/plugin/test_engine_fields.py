@@ -1,0 +1,284 @@
+"""The allowlist of configuration fields, on vLLM's own objects: complete, no false refusal, and new fields refused by name."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rose.policy.compat import TABLE, judge
+from rose.policy.engine_fields import HARMLESS, KV_KINDS, RESTRICTED, is_section, row_of_field
+from tests.tiny_shapes import write_shape
+from vllm_plugin import compat
+from vllm_plugin.features import findings, plain
+
+KV = {"kv_cache_memory_bytes": 48 << 20}
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("shapes")
+
+
+def config_of(shapes: Path, name: str = "qwen3", **args: Any) -> Any:
+    """The ``VllmConfig`` that vLLM makes of a command, on the CPU build."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    folder = shapes / name
+    if not folder.exists():
+        write_shape(folder, name)
+        words = (folder / "tokenizer.json").read_text()  # two for the reasoning parser
+        (folder / "tokenizer.json").write_text(
+            words.replace('"w0"', '"<think>"').replace('"w1"', '"</think>"')
+        )
+    return EngineArgs(model=str(folder), load_format="dummy", **KV | args).create_engine_config()
+
+
+def found_in(config: Any) -> dict[str, str]:
+    return findings(config, device="cpu", stock_worker=compat.STOCK_CPU_WORKER, env={})
+
+
+def answer(config: Any, role: str = "serving") -> tuple[str, str]:
+    support, because = judge(role, found_in(config))
+    return support.label, because.name
+
+
+# --- shapes of models, as far as the configuration alone tells
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ("llama", ("elastic", "decoder")),
+        ("qwen3", ("elastic", "decoder")),
+        ("moe", ("elastic", "decoder")),
+        # Several groups, or another kind: their cache says so, when vLLM has sized it.
+        ("gemma3", ("elastic", "decoder")),
+        ("gpt_oss", ("elastic", "decoder")),
+        ("sliding", ("elastic", "decoder")),
+        ("chunked", ("elastic", "decoder")),
+        ("mla", ("compute-only", "kv_kind")),
+        ("hybrid", ("refused", "hybrid")),
+        ("mamba", ("refused", "hybrid")),
+        ("encoder_decoder", ("refused", "encoder_decoder")),
+        ("multimodal", ("refused", "multimodal")),
+        ("pooling", ("refused", "pooling")),
+    ],
+)
+def test_a_model_of_every_shape_gets_its_row(shapes: Path, shape: str, expected: tuple[str, str]) -> None:
+    assert answer(config_of(shapes, shape)) == expected
+
+
+# --- options that operators set
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {},
+        {"enable_prefix_caching": False},
+        {"enable_chunked_prefill": False, "max_num_batched_tokens": 4096},
+        {"async_scheduling": True},
+        {"max_num_seqs": 256, "max_num_batched_tokens": 8192},
+        {"dtype": "float32"},
+        {"dtype": "float16", "kv_cache_dtype": "float16"},
+        {"enforce_eager": True},
+        {"num_gpu_blocks_override": 100},
+        {"block_size": 32},
+        {"gpu_memory_utilization": 0.5},
+        {"kv_cache_memory_bytes": None},
+        {"max_logprobs": -1, "logprobs_mode": "processed_logprobs"},
+        {"structured_outputs_config": {"backend": "xgrammar"}},
+        {"reasoning_parser": "deepseek_r1"},
+        {"kv_cache_metrics": True, "otlp_traces_endpoint": None, "show_hidden_metrics_for_version": "0.31"},
+        {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "zmq"}},
+        {"compilation_config": {"cudagraph_mode": "none"}},
+        {"optimization_level": 0},
+        {"served_model_name": ["a", "b"], "tokenizer_mode": "hf", "seed": 5, "revision": None},
+        {"generation_config": "vllm", "override_generation_config": {"temperature": 0.5}},
+        {"stream_interval": 4, "max_num_queued_reqs": 100},
+        {"disable_log_stats": True, "shutdown_timeout": 5},
+        {"weight_transfer_config": {"backend": "nccl"}},
+        {"worker_extension_cls": "tests.plugin.pager_faults.HeldPager"},
+        {"enable_prompt_embeds": True},
+        {"logits_processors": ["tests.plugin.test_engine_fields.Processor"]},
+    ],
+    ids=lambda args: ",".join(args) or "defaults",
+)
+def test_what_operators_really_set_stays_elastic(shapes: Path, args: dict[str, Any]) -> None:
+    assert answer(config_of(shapes, **args)) == ("elastic", "decoder")
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ({"scheduling_policy": "priority"}, ("refused", "priority")),
+        ({"kv_cache_dtype": "fp8"}, ("refused", "fp8_kv")),
+        ({"quantization": "fp8"}, ("compute-only", "quantized_weights")),
+        ({"enable_lora": True}, ("refused", "lora")),
+        ({"watermark": 0.2}, ("compute-only", "kv_option")),
+        ({"model_impl": "transformers"}, ("refused", "other_option")),
+        ({"additional_config": {"mine": 1}}, ("refused", "other_option")),
+    ],
+    ids=str,
+)
+def test_an_option_that_was_not_tried_gets_its_row(
+    shapes: Path, args: dict[str, Any], expected: tuple[str, str]
+) -> None:
+    assert answer(config_of(shapes, **args)) == expected
+
+
+@pytest.mark.parametrize("args", [{"enable_prompt_embeds": True}, {"logits_processors": ["mine.Processor"]}])
+def test_what_a_rollouts_trace_cannot_tell_is_refused_to_it(shapes: Path, args: dict[str, Any]) -> None:
+    assert answer(config_of(shapes, **args), role="rollout")[0] == "refused"
+
+
+# --- the allowlist itself
+
+
+def sections(config: Any) -> Iterator[tuple[str, Any]]:
+    """Every configuration below a ``VllmConfig`` that the allowlist looks into, by its path."""
+
+    def below(one: Any, path: str) -> Iterator[tuple[str, Any]]:
+        yield path, one
+        for field in dataclasses.fields(one):
+            inner = f"{path}.{field.name}" if path else field.name
+            value = getattr(one, field.name)
+            if is_section(inner) and value is not None:
+                yield from below(value, inner)
+
+    yield from below(config, "")
+
+
+@pytest.fixture(scope="module")
+def full(shapes: Path) -> Any:
+    """A configuration with every optional section that is allowed."""
+    return config_of(
+        shapes,
+        kv_events_config={"enable_kv_cache_events": True, "publisher": "zmq"},
+        reasoning_parser="deepseek_r1",
+        weight_transfer_config={"backend": "nccl"},
+    )
+
+
+def test_every_field_of_vllm_is_placed_and_every_placed_field_is_vllms(full: Any) -> None:
+    theirs = {
+        f"{path}.{field.name}".lstrip(".")
+        for path, one in sections(full)
+        for field in dataclasses.fields(one)
+    }
+    ours = {f"{path}.{name}".lstrip(".") for path, names in HARMLESS.items() for name in names.split()}
+    ours |= {field.path for field in RESTRICTED}
+    ours = {path for path in ours if not path.startswith(("kv_cache_config.", "kv_cache_tensor."))}
+    ours = {path for path in ours if not path.startswith(("kv_cache_group.", "kv_cache_spec.", "model."))}
+    assert theirs == ours
+
+
+def test_every_cache_field_of_vllm_is_placed() -> None:
+    from vllm.v1 import kv_cache_interface as theirs
+
+    for path, kind in [
+        ("kv_cache_config", theirs.KVCacheConfig),
+        ("kv_cache_tensor", theirs.KVCacheTensor),
+        ("kv_cache_group", theirs.KVCacheGroupSpec),
+        ("kv_cache_spec", theirs.FullAttentionSpec),
+    ]:
+        names = {field.name for field in dataclasses.fields(kind)}
+        placed = set(HARMLESS[path].split())
+        placed |= {f.path.rpartition(".")[2] for f in RESTRICTED if f.path.startswith(f"{path}.")}
+        assert placed == names, path
+
+
+def test_every_kind_of_cache_is_placed() -> None:
+    from vllm.v1 import kv_cache_interface as theirs
+
+    def kinds(one: type) -> set[str]:
+        return {one.__name__}.union(*(kinds(each) for each in one.__subclasses__()))
+
+    abstract = {"KVCacheSpec", "AttentionSpec"}
+    assert kinds(theirs.KVCacheSpec) - abstract <= KV_KINDS.keys()
+
+
+def test_what_a_dataclass_of_vllm_has_by_default_was_tried(full: Any) -> None:
+    """Also where this platform never shows it: CUDA's commands start from the same defaults."""
+    wrong = []
+    for path, one in sections(full):
+        for field in dataclasses.fields(one):
+            default = field.default
+            if hasattr(default, "default"):  # pydantic's own description of the field
+                default = default.default  # type: ignore[union-attr]
+            made = plain(default)
+            if isinstance(made, str) and made.startswith("<"):
+                continue  # no default, or one that is made anew each time: those are in the configurations above
+            where = f"{path}.{field.name}".lstrip(".")
+            because = row_of_field(where, made, ("auto",) if field.name == "worker_cls" else ())
+            if because is not None:
+                wrong.append((where, made, because))
+    assert wrong == []
+
+
+def test_rows_of_fields_are_rows_of_the_table() -> None:
+    names = {one.name for one in TABLE}
+    assert {field.row for field in RESTRICTED} <= names
+    assert {row for row in KV_KINDS.values() if row is not None} <= names
+    paths = [field.path for field in RESTRICTED]
+    assert len(paths) == len(set(paths))
+
+
+@pytest.mark.parametrize(
+    "section", ["", "cache_config", "scheduler_config", "compilation_config.pass_config"]
+)
+def test_a_field_that_vllm_adds_tomorrow_is_refused_by_its_name(full: Any, section: str) -> None:
+    config = copy.deepcopy(full)
+    one = dict(sections(config))[section]
+    new = dataclasses.make_dataclass(
+        type(one).__name__, [("entangled", bool, dataclasses.field(default=False))], bases=(_fields_of(one),)
+    )()
+    owner, _, name = section.rpartition(".")
+    if section:
+        object.__setattr__(dict(sections(config))[owner], name, new)
+    else:
+        config = new
+    assert found_in(config) == {"unlisted": f"{section}.entangled = False".lstrip(".")}
+    assert answer(config) == ("refused", "unlisted")
+
+
+def _fields_of(one: Any) -> type:
+    """A plain dataclass with the fields and values of ``one``: vLLM's own check what they are given."""
+    values = {field.name: getattr(one, field.name) for field in dataclasses.fields(one)}
+    fields = [
+        (name, Any, dataclasses.field(default_factory=lambda name=name: values[name])) for name in values
+    ]
+    return dataclasses.make_dataclass(type(one).__name__, fields)
+
+
+@pytest.mark.parametrize("value", [True, 1, "x"])
+def test_a_kind_of_model_that_vllm_adds_tomorrow_is_refused_by_its_name(full: Any, value: Any) -> None:
+    config = copy.deepcopy(full)
+    kind = type(config.model_config)
+    config.model_config.__class__ = type("ModelConfig", (kind,), {"is_quantum": property(lambda _: value)})
+    assert found_in(config) == {"unlisted": f"model.is_quantum = {value!r}"}
+
+
+def test_a_row_says_which_field_had_which_value(shapes: Path) -> None:
+    found = found_in(config_of(shapes, enable_lora=True, scheduling_policy="priority"))
+    assert found == {
+        "lora": "lora_config = <LoRAConfig>",
+        "priority": "scheduler_config.policy = 'priority'",
+    }
+
+
+def test_no_value_is_shown_at_length(shapes: Path) -> None:
+    config = config_of(shapes)
+    object.__setattr__(config.scheduler_config, "policy", "p" * 10_000)
+    assert all(len(says) < 200 for says in found_in(config).values())
+
+
+def test_true_is_not_one_and_nothing_is_not_zero() -> None:
+    assert row_of_field("parallel_config.nnodes", True) == "multi_host"
+    assert row_of_field("parallel_config.nnodes", None) == "multi_host"
+    assert row_of_field("model_config.enable_sleep_mode", 0) == "sleep_mode"
