@@ -36,6 +36,18 @@ def json_response(body: Any, *, status: int = 200, headers: dict[str, str] | Non
     return web.Response(body=data, status=status, content_type="application/json", headers=headers)
 
 
+async def send_whole(request: web.Request, response: web.Response) -> web.Response:
+    """Hand all of ``response`` to the network; whoever asked may still lose it.
+
+    Raises:
+        ConnectionError: The client has gone.
+    """
+    response.headers["X-Request-Id"] = request[REQUEST_ID]
+    await response.prepare(request)
+    await response.write_eof()
+    return response
+
+
 def error_body(error: RoseError) -> dict[str, Any]:
     kind = "invalid_request_error" if 400 <= error.status < 500 else "server_error"
     message = error.message if error.fix is None else f"{error.message} ({error.fix})"

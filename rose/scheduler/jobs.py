@@ -1,13 +1,18 @@
 """One client request: prompt, turns, parsed answer, journal; and what happens when the client asks again.
 
 A :class:`Job` runs apart from the connection that asked for it.  A client that goes away and comes back
-joins it; one that comes back after the end gets the stored answer: from the trajectory's turns, or, under an
-``Idempotency-Key``, from the last few answers.  So an equal request is answered by one generation, once.
+joins it; one that comes back after the end gets its answer: from the trajectory's turns, or, under an
+``Idempotency-Key``, from the last few answers.
 
-Keys, first match: ``Idempotency-Key``; (trajectory, ``X-ROSE-Turn``); (trajectory, digest of the body).
-The digest counts only for a declared retry (``x-stainless-retry-count``) or when nobody waits for the
-earlier job any more: otherwise an equal body is a new turn, since an agent may sample one prompt twice on
-purpose.
+A name that the client gave its request decides: ``Idempotency-Key``, else ``X-ROSE-Turn``.  Without one an equal body is a
+new turn, since an agent may sample one prompt several times on purpose, unless nobody waits for the job that it equals, or
+it is a declared retry (``rose.scheduler.deliveries``).  Such a retry stands for one request of several, so it takes one
+answer, which no other retry gets then; the first of these that is there:
+
+1. a job that nobody waits for any more; an answer that did not leave whole;
+2. none, a new turn, for each equal request that was refused with "try again";
+3. a job whose client said to have asked less often: its connection may be broken, and we not know;
+4. an answer that left whole for such a client, and may have been lost on the way: closed connections first.
 
 Invariant: a turn of a trajectory is in the journal before its answer leaves.
 """
@@ -15,11 +20,12 @@ Invariant: a turn of a trajectory is in the journal before its answer leaves.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,12 +33,13 @@ from rose.errors import CapacityError, RequestError
 from rose.policy import samples as sp
 from rose.policy import turn_events as te
 from rose.policy.staleness import Version, format_version
+from rose.scheduler.deliveries import Connections
 from rose.scheduler.dispatch import Dispatcher, TurnHandle, turn_error
 from rose.scheduler.ids import pack_ids, pack_logprobs
 from rose.scheduler.journal import TurnRecord
 from rose.scheduler.messages import thought, tips
 from rose.scheduler.prompts import Prompt
-from rose.scheduler.store import Store, Trajectory
+from rose.scheduler.store import Store, Trajectory, request_name
 
 log = logging.getLogger("rose.scheduler")
 
@@ -63,12 +70,18 @@ class Wish:
     digest: str
     turn_key: str = ""
     idempotency_key: str = ""
-    is_retry: bool = False
+    retry: int = 0
+    """How often the client says to have asked before."""
     dedicated_only: bool = False
     min_version: Version | None = None
     deadline_s: float | None = None
     trace_headers: Mapping[str, str] = field(default_factory=dict)
     """W3C trace context for the engine."""
+
+    @property
+    def name(self) -> str:
+        """What the client calls this request; turns have names in their trajectory only."""
+        return request_name(self.idempotency_key, self.turn_key if self.trajectory is not None else "")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -83,17 +96,20 @@ class Finished:
 
 
 class Job:
-    """A request in progress.  ``answer`` resolves to the body of a non-streamed answer."""
+    """A request in progress.  ``task`` gives the body of a non-streamed answer."""
 
-    def __init__(self, dispatcher: Dispatcher, wish: Wish, keys: list[str]) -> None:
+    def __init__(self, dispatcher: Dispatcher, wish: Wish, key: str) -> None:
         self.wish = wish
-        self.keys = keys
+        self.key = key
+        self.retry = wish.retry
+        """Of the last client that joined."""
         self.handles: list[TurnHandle] = []
         self.started: asyncio.Event = asyncio.Event()
         """All turns are submitted (or the job has failed): a stream may begin to watch them."""
         self.task: asyncio.Task[bytes] | None = None
         self.num_attached = 0
         self.finished: list[Finished] = []
+        self.is_recorded = False
         self._dispatcher = dispatcher
         self.is_waiting_too_long = False
         self._waiters: list[asyncio.Future[None]] = []
@@ -158,6 +174,16 @@ class Job:
                 waiter.set_result(None)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replay:
+    """An answer that was given before; of a trajectory, named by its first turn."""
+
+    answer: bytes
+    trajectory: Trajectory | None = None
+    turn: int = 0
+    retry: int = 0
+
+
 @dataclass(kw_only=True, slots=True)
 class Jobs:
     """All jobs of this process.
@@ -177,28 +203,36 @@ class Jobs:
     on_duplicate: Callable[[], None] = lambda: None
     on_fork: Callable[[str], None] = lambda reason: None
     on_finished: Callable[[Finished, Wish], None] = lambda finished, wish: None
-    _by_key: dict[str, Job] = field(default_factory=dict)
-    """Running jobs."""
+    _named: dict[str, Job] = field(default_factory=dict)
+    """Running jobs whose requests have names."""
+    _alike: dict[str, list[Job]] = field(default_factory=dict)
+    """The others, by what they ask, oldest first."""
+    _refused: OrderedDict[str, int] = field(default_factory=OrderedDict)
+    """What was asked -> how often it was refused with "try again"."""
     _answers: OrderedDict[str, tuple[str, bytes]] = field(default_factory=OrderedDict)
-    """Idempotency key of an ended job -> (digest of the request, answer)."""
+    """Idempotency key of an ended job without a trajectory -> (digest of the request, answer)."""
     _answer_bytes: int = 0
     _running: set[asyncio.Task[bytes]] = field(default_factory=set)
+    _connections: Connections = field(default_factory=Connections)
 
-    def start(self, wish: Wish, work: Callable[[Job], Awaitable[bytes]]) -> Job | bytes:
-        """Join the job this request repeats, replay its stored answer, or start a new one.
+    def start(self, wish: Wish, work: Callable[[Job], Awaitable[bytes]]) -> Job | Replay:
+        """Join the job this request repeats, find its answer, or start a new job.
+
+        What comes is to be given to :meth:`delivering`.
 
         Raises:
-            RequestError: 422, the same key with another body.
+            RequestError: 422, the same name with another body.
             CapacityError: 429, too many requests.
         """
-        keys = _keys(wish)
-        again = self._repeated(wish, keys)
+        key = _key(wish)
+        again = self._named_before(wish, key) if wish.name else self._asked_before(wish, key)
         if again is not None:
             self.on_duplicate()
             return again
         if len(self._running) >= self.max_running:
+            self._refuse(wish, key)
             raise CapacityError("too many requests are running", status=429, code="queue_full")
-        job = Job(self.dispatcher, wish, keys)
+        job = Job(self.dispatcher, wish, key)
 
         async def run() -> bytes:
             try:
@@ -211,50 +245,143 @@ class Jobs:
         job.task = asyncio.create_task(run())
         self._running.add(job.task)
         job.task.add_done_callback(functools.partial(self._reap, job))
-        for key in job.keys:
-            self._by_key[key] = job
+        if wish.name:
+            self._named[key] = job
+        else:
+            self._alike.setdefault(key, []).append(job)
         return job
 
-    def _repeated(self, wish: Wish, keys: list[str]) -> Job | bytes | None:
-        for key in keys:
-            by_digest = key.startswith("d:")
-            field = "Idempotency-Key" if key.startswith("i:") else "X-ROSE-Turn"
-            ended = self._answers.get(key)
-            if ended is not None:
-                _check_same(ended[0], wish, field)
-                return ended[1]
-            job = self._by_key.get(key)
-            if job is None or job.task is None or job.task.done():
-                continue
+    def _named_before(self, wish: Wish, key: str) -> Job | Replay | None:
+        field = "Idempotency-Key" if wish.idempotency_key else "X-ROSE-Turn"
+        job = self._named.get(key)
+        if job is not None and job.task is not None and not job.task.done():
             _check_same(job.wish.digest, wish, field)
-            if by_digest and not (wish.is_retry or job.num_attached == 0):
-                continue
-            if by_digest and wish.trajectory is None and job.num_attached > 0:
-                continue  # may well be another client's equal prompt
             return job
-        if wish.trajectory is not None and (wish.is_retry or wish.turn_key):
-            # The answer that the client may not have seen is in the journal.
-            for record in reversed(wish.trajectory.turns):
-                if wish.turn_key and record.turn_key == wish.turn_key:
-                    _check_same(record.digest, wish, "X-ROSE-Turn")
-                    return record.answer
-                if wish.is_retry and record.digest == wish.digest and record.answer:
-                    return record.answer
-        return None
+        if wish.trajectory is None:
+            ended = self._answers.get(key)
+            if ended is None:
+                return None
+            _check_same(ended[0], wish, field)
+            return Replay(answer=ended[1])
+        turn = wish.trajectory.named.get(wish.name)
+        if turn is None:
+            return None
+        _check_same(wish.trajectory.turns[turn].digest, wish, field)
+        return self._replay(wish, wish.trajectory, turn)
+
+    def _asked_before(self, wish: Wish, key: str) -> Job | Replay | None:
+        running = [job for job in self._alike.get(key, ()) if job.task is not None and not job.task.done()]
+        for job in running:
+            if job.num_attached == 0:
+                return job
+        trajectory, retry = wish.trajectory, wish.retry
+        if trajectory is None or not retry:
+            return None
+        deliveries = trajectory.deliveries
+        for turn in trajectory.answers_to(wish.digest):
+            if deliveries.is_free(turn):
+                return self._replay(wish, trajectory, turn)
+        if key in self._refused:
+            self._refused[key] -= 1
+            if not self._refused[key]:
+                del self._refused[key]
+            return None
+        for job in running:
+            if job.retry < retry:
+                return job
+        lost = [
+            turn
+            for turn in trajectory.answers_to(wish.digest)
+            if not deliveries.is_open(turn) and deliveries.retry(turn) < retry
+        ]
+        if not lost:
+            return None
+        return self._replay(
+            wish,
+            trajectory,
+            max(lost, key=lambda turn: (self._connections.is_closed(trajectory.id, turn), turn)),
+        )
+
+    def _replay(self, wish: Wish, trajectory: Trajectory, turn: int) -> Replay:
+        return Replay(
+            answer=trajectory.turns[turn].answer, trajectory=trajectory, turn=turn, retry=wish.retry
+        )
+
+    def _refuse(self, wish: Wish, key: str) -> None:
+        """Its client will ask again, and not for an answer that others got."""
+        if wish.trajectory is not None and not wish.name:
+            self._refused[key] = self._refused.get(key, 0) + 1
+            self._refused.move_to_end(key)
+            if len(self._refused) > _MAX_ANSWERS:
+                self._refused.popitem(last=False)
+
+    @contextlib.contextmanager
+    def delivering(
+        self, wish: Wish, found: Job | Replay
+    ) -> Iterator[Callable[[asyncio.BaseTransport | None], None]]:
+        """Around the sending of an answer; to be told when it left whole, and over which connection."""
+        retry, delivered = wish.retry, False
+
+        def sent(transport: asyncio.BaseTransport | None) -> None:
+            nonlocal delivered
+            delivered = True
+            answer = self._answer_of(found)
+            if answer is not None:
+                trajectory, turn = answer
+                self._connections.add(trajectory.id, turn, transport)
+                self.store.delivered(trajectory, turn, retry)
+
+        if isinstance(found, Job):
+            found.attach()
+            found.retry = max(found.retry, retry)
+        elif found.trajectory is not None:
+            found.trajectory.deliveries.begin(found.turn, retry)
+        try:
+            yield sent
+        except CapacityError as error:
+            if (
+                error.retry_after_s is not None
+                and isinstance(found, Job)
+                and found.task is not None
+                and found.task.done()
+            ):
+                self._refuse(wish, found.key)
+            raise
+        finally:
+            if isinstance(found, Job):
+                found.detach()
+            answer = self._answer_of(found)
+            if answer is not None and not delivered and not (isinstance(found, Job) and found.num_attached):
+                trajectory, turn = answer
+                trajectory.deliveries.fail(turn)
+
+    def _answer_of(self, found: Job | Replay) -> tuple[Trajectory, int] | None:
+        """What it is named by, once it is recorded."""
+        if isinstance(found, Replay):
+            return None if found.trajectory is None else (found.trajectory, found.turn)
+        turns = [item.turn for item in found.finished if item.turn is not None]
+        if found.wish.trajectory is None or not found.is_recorded:
+            return None
+        return found.wish.trajectory, min(turns)
 
     def _reap(self, job: Job, task: asyncio.Task[bytes]) -> None:
         self._running.discard(task)
-        for key in job.keys:
-            if self._by_key.get(key) is job:
-                del self._by_key[key]
+        if job.wish.name:
+            if self._named.get(job.key) is job:
+                del self._named[job.key]
+        else:
+            alike = self._alike[job.key]
+            alike.remove(job)
+            if not alike:
+                del self._alike[job.key]
         job.let_go()
         job.drop_ended()
         if task.cancelled():
             return
         if task.exception() is not None:
             log.debug("a job ended with %s", type(task.exception()).__name__)
-        elif job.wish.idempotency_key:
-            self._keep(job.keys[0], job.wish.digest, task.result())
+        elif job.wish.idempotency_key and job.wish.trajectory is None:
+            self._keep(job.key, job.wish.digest, task.result())
 
     def _keep(self, key: str, digest: str, answer: bytes) -> None:
         self._answers[key] = (digest, answer)
@@ -360,6 +487,10 @@ class Jobs:
                 tip=tip,
                 thoughts=mark,
             )
+        if job.wish.trajectory is not None:
+            job.is_recorded = True
+            if job.num_attached:
+                job.wish.trajectory.deliveries.begin(min(done.turn or 0 for done in choices), job.retry)
 
     def _record(self, job: Job, done: Finished, *, kind: str, answer: bytes, **fields: Any) -> None:
         trajectory, result = job.wish.trajectory, done.ended.result
@@ -391,6 +522,8 @@ class Jobs:
                     context=prompt.context,
                     digest=job.wish.digest,
                     turn_key=job.wish.turn_key,
+                    key=job.wish.idempotency_key,
+                    retry=job.retry,
                     answer=answer,
                     kv_mixed=result.kv_mixed,
                     id=result.turn_id,
@@ -462,14 +595,10 @@ def _check_same(digest: str, wish: Wish, field: str) -> None:
         )
 
 
-def _keys(wish: Wish) -> list[str]:
+def _key(wish: Wish) -> str:
     scope = "" if wish.trajectory is None else wish.trajectory.id
-    keys = [f"d:{scope}:{wish.digest}"]
-    if wish.turn_key and scope:
-        keys.insert(0, f"t:{scope}:{wish.turn_key}")
-    if wish.idempotency_key:
-        keys.insert(0, f"i:{scope}:{wish.idempotency_key}")
-    return keys
+    name = wish.name
+    return f"{name[:2]}{scope}:{name[2:]}" if name else f"d:{scope}:{wish.digest}"
 
 
 def _summary(result: te.TurnResult, handle: TurnHandle, prompt: Prompt) -> dict[str, Any]:

@@ -76,6 +76,10 @@ class TurnRecord(msgspec.Struct, tag="turn", frozen=True, gc=False, omit_default
     num_choices: int = 1
     """Of its request: turns one after the other."""
     thoughts: bytes = b""
+    key: str = ""
+    """``Idempotency-Key`` of its request."""
+    retry: int = 0
+    """How often its client said to have asked before."""
 
 
 class FormRecord(msgspec.Struct, tag="form", frozen=True, gc=False):
@@ -85,6 +89,13 @@ class FormRecord(msgspec.Struct, tag="form", frozen=True, gc=False):
     turn: int
     tip: bytes
     thoughts: bytes = b""
+
+
+class DeliveredRecord(msgspec.Struct, tag="delivered", frozen=True, gc=False):
+    """Answers that left whole: ``(first turn, retry that it was sent to)``."""
+
+    trajectory_id: str
+    answers: list[tuple[int, int]]
 
 
 class CreateRecord(msgspec.Struct, tag="create", frozen=True, gc=False, omit_defaults=True):
@@ -162,6 +173,7 @@ class VersionRecord(msgspec.Struct, tag="version", frozen=True, gc=False):
 Record = (
     TurnRecord
     | FormRecord
+    | DeliveredRecord
     | CreateRecord
     | FinishRecord
     | CancelRecord

@@ -28,6 +28,7 @@ from aiohttp import web
 from rose.errors import CapacityError, EngineError, NotFound, RequestError, RoseError
 from rose.policy.staleness import parse_version
 from rose.scheduler.config import SchedulerConfig
+from rose.scheduler.deliveries import retry_count
 from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.http import (
     REQUEST_ID,
@@ -39,10 +40,11 @@ from rose.scheduler.http import (
     read_body,
     read_object,
     read_struct,
+    send_whole,
     trace_context,
 )
 from rose.scheduler.ids import unpack_ids
-from rose.scheduler.jobs import Finished, Job, Jobs, Wish
+from rose.scheduler.jobs import Finished, Job, Jobs, Replay, Wish
 from rose.scheduler.messages import call_id
 from rose.scheduler.prompts import NOT_RENDERED, Prompt, Prompts, continuation
 from rose.scheduler.renderer import Renderer
@@ -205,16 +207,16 @@ class OpenAIRoutes:
             self._jobs.record(job, [done], kind="generate", answer=answer)
             return answer
 
-        job = self._jobs.start(wish, work)
-        if isinstance(job, bytes):
-            return await replay_tokens(request, job) if body.stream else json_response(job)
-        job.attach()
-        try:
-            if body.stream:
-                return await stream_tokens(request, job, keepalive_s=self._config.timeouts.keepalive_s)
-            return json_response(await job.wait(), headers=_headers(job.finished))
-        finally:
-            job.detach()
+        found = self._jobs.start(wish, work)
+        with self._jobs.delivering(wish, found) as sent:
+            if not body.stream:
+                response = await self._whole(request, found)
+            elif isinstance(found, Replay):
+                response = await replay_tokens(request, found.answer)
+            else:
+                response = await stream_tokens(request, found, keepalive_s=self._config.timeouts.keepalive_s)
+            sent(request.transport)
+            return response
 
     # --- running ---------------------------------------------------------------------------------------
 
@@ -227,27 +229,33 @@ class OpenAIRoutes:
         *,
         chat: bool,
     ) -> web.StreamResponse:
-        streamed = bool(body.get("stream"))
-        job = self._jobs.start(wish, work)
-        if isinstance(job, bytes):
-            return await replay_stream(request, job, chat=chat) if streamed else json_response(job)
-        job.attach()
-        try:
-            if streamed:
-                return await stream_job(
+        found = self._jobs.start(wish, work)
+        with self._jobs.delivering(wish, found) as sent:
+            if not body.get("stream"):
+                response = await self._whole(request, found)
+            elif isinstance(found, Replay):
+                response = await replay_stream(request, found.answer, chat=chat)
+            else:
+                response = await stream_job(
                     request,
-                    job,
+                    found,
                     body=_engine_request(body),
                     include_usage=bool((body.get("stream_options") or {}).get("include_usage")),
                     chat=chat,
                     renderer=self._renderer,
                     dispatcher=self._dispatcher,
-                    on_delivery=functools.partial(self._jobs.delivers, job),
+                    on_delivery=functools.partial(self._jobs.delivers, found),
                     keepalive_s=self._config.timeouts.keepalive_s,
                 )
-            return json_response(await job.wait(), headers=_headers(job.finished))
-        finally:
-            job.detach()
+            sent(request.transport)
+            return response
+
+    async def _whole(self, request: web.Request, found: Job | Replay) -> web.StreamResponse:
+        """Send an answer that is no stream."""
+        if isinstance(found, Replay):
+            return await send_whole(request, json_response(found.answer))
+        answer = await found.wait()
+        return await send_whole(request, json_response(answer, headers=_headers(found.finished)))
 
     async def _run(
         self, job: Job, plan: list[tuple[Prompt, dict[str, Any]]], body: Mapping[str, Any], model: str
@@ -369,7 +377,6 @@ class OpenAIRoutes:
     def _wish(self, request: web.Request, said: bytes, trajectory: Trajectory | None) -> Wish:
         """``said`` is what a retry repeats byte for byte."""
         headers = request.headers
-        retry_count = headers.get("x-stainless-retry-count", "0")
         deadline_ms = headers.get("X-ROSE-Deadline-Ms")
         minimum = headers.get("X-ROSE-Min-Version")
         tier = headers.get("X-ROSE-Tier", "any")
@@ -393,7 +400,7 @@ class OpenAIRoutes:
             digest=named.hexdigest()[:32],
             turn_key=keys["X-ROSE-Turn"],
             idempotency_key=keys["Idempotency-Key"],
-            is_retry=retry_count.isascii() and retry_count.isdigit() and int(retry_count) > 0,
+            retry=retry_count(headers),
             dedicated_only=tier == "dedicated",
             min_version=None if minimum is None else parse_version(minimum, "X-ROSE-Min-Version"),
             deadline_s=None if deadline_ms is None else int(deadline_ms) / 1e3,

@@ -26,12 +26,14 @@ import msgspec
 from rose.errors import CapacityError, Conflict, Gone, NotFound, PolicyError
 from rose.policy import samples as sp
 from rose.policy.staleness import Version, format_version, parse_version
+from rose.scheduler.deliveries import Deliveries
 from rose.scheduler.ids import split, unpack_ids, unpack_logprobs
 from rose.scheduler.journal import (
     AckedRecord,
     AckRecord,
     CancelRecord,
     CreateRecord,
+    DeliveredRecord,
     ExpiredRecord,
     ExpireRecord,
     FinishRecord,
@@ -53,8 +55,10 @@ class Trajectory:
 
     __slots__ = (
         "created",
+        "deliveries",
         "finish",
         "lengths",
+        "named",
         "newest",
         "num_tokens",
         "oldest",
@@ -71,6 +75,9 @@ class Trajectory:
         """Of each turn's prompt and output together, in tokens."""
         self.tips: dict[bytes, tuple[int, ...]] = {}
         """Message list that ends with our answer, in a form in which it was delivered -> the turns that answered so."""
+        self.named: dict[str, int] = {}
+        """Name that a client gave its request -> the first turn of its answer."""
+        self.deliveries = Deliveries()
         self.finish: FinishRecord | None = None
         self.stale = False
         self.parents: set[int] = set()
@@ -90,12 +97,25 @@ class Trajectory:
         self.turns.append(record)
         self.num_tokens += len(record.token_ids) // 4
         self._add_tips(record.turn, record.tip)
+        if record.choice == 0:
+            self.deliveries.add(record.turn, record.retry)
+            if name := request_name(record.key, record.turn_key):
+                self.named[name] = record.turn
         if record.parent is not None:
             self.parents.add(record.parent)
         for text, _, _ in record.versions:
             version = parse_version(text)
             self.oldest = version if self.oldest is None else min(self.oldest, version)
             self.newest = version if self.newest is None else max(self.newest, version)
+
+    def answers_to(self, digest: str) -> Iterator[int]:
+        """First turns of the answers to a request that was given no name, newest first, but for those that another turn
+        continues: they have arrived."""
+        for record in reversed(self.turns):
+            if record.digest == digest and record.choice == 0 and not (record.key or record.turn_key):
+                group = range(record.turn, record.turn + record.num_choices)
+                if group.stop <= len(self.turns) and self.parents.isdisjoint(group):
+                    yield record.turn
 
     def add_form(self, turn: int, tip: bytes, thoughts: bytes) -> None:
         """More names of this turn's answer and of its reasoning."""
@@ -371,6 +391,12 @@ class Store:
         if _joined(known.tip, tip) != known.tip or _joined(known.thoughts, thoughts) != known.thoughts:
             self._write(FormRecord(trajectory_id=trajectory.id, turn=turn, tip=tip, thoughts=thoughts))
 
+    def delivered(self, trajectory: Trajectory, turn: int, retry: int) -> None:
+        """The answer that begins with ``turn`` left whole."""
+        deliveries = trajectory.deliveries
+        if deliveries.is_open(turn) or retry > deliveries.retry(turn):
+            self._write(DeliveredRecord(trajectory_id=trajectory.id, answers=[(turn, retry)]))
+
     def finish(self, record: FinishRecord) -> list[sp.Action]:
         """Idempotent: the same reward again is no error."""
         trajectory = self.trajectories.get(record.id)
@@ -522,6 +548,12 @@ class Store:
                 if trajectory is not None and record.turn < len(trajectory.turns):
                     trajectory.add_form(record.turn, record.tip, record.thoughts)
                 return []
+            case DeliveredRecord():
+                trajectory = self.trajectories.get(record.trajectory_id)
+                if trajectory is not None:
+                    for turn, retry in record.answers:
+                        trajectory.deliveries.end(turn, retry)
+                return []
             case CreateRecord():
                 actions = self.book.handle(
                     sp.TrajectoryCreated(
@@ -662,6 +694,11 @@ class Store:
         return found
 
 
+def request_name(key: str, turn_key: str) -> str:
+    """What a client calls a request, so that it can ask again: ``Idempotency-Key``, else ``X-ROSE-Turn``; else empty."""
+    return f"i:{key}" if key else f"t:{turn_key}" if turn_key else ""
+
+
 def _joined(known: bytes, more: bytes) -> bytes:
     """``known`` and the names in ``more`` that are not in it."""
     have = split(known, TIP_BYTES)
@@ -672,3 +709,8 @@ def _records(turns: list[tuple[Trajectory, int]]) -> Iterator[Record]:
     for trajectory, count in turns:
         yield trajectory.created
         yield from islice(trajectory.turns, count)
+        answers = trajectory.deliveries.ended(
+            record.turn for record in islice(trajectory.turns, count) if record.choice == 0
+        )
+        if answers:
+            yield DeliveredRecord(trajectory_id=trajectory.id, answers=answers)

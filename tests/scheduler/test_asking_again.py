@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import re
+from collections.abc import Awaitable, Sequence
+from typing import Any
 
+import aiohttp
+import pytest
+
+from rose.auth import bearer
 from tests.scheduler.conftest import World, user
 
 
@@ -64,3 +72,216 @@ async def test_one_turn_number_with_two_bodies_is_a_conflict(world: World) -> No
     body["max_tokens"] = 9
     status, answer = await world.call("POST", "/v1/chat/completions", body, headers=headers)
     assert (status, answer["error"]["code"]) == (422, "turn_conflict")
+
+
+def ask(world: World, session: str, *, retry: int = 0, **extra: str) -> asyncio.Task[Any]:
+    body = {"model": "policy", "messages": [user("x")], "max_tokens": 8}
+    headers = {"X-Session-ID": session, **extra}
+    if retry:
+        headers["x-stainless-retry-count"] = str(retry)
+    return asyncio.create_task(world.call("POST", "/v1/chat/completions", body, headers=headers))
+
+
+async def turns_of(asked: Sequence[Awaitable[Any]]) -> list[int]:
+    answers = await asyncio.gather(*asked)
+    assert all(status == 200 for status, _ in answers), answers
+    return [answer["rose"]["turn"] for _, answer in answers]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_equal_samples_that_were_all_asked_again_stay_samples(world: World, at_once: bool) -> None:
+    """Their first tries never came through."""
+    await world.start()
+    await world.add("a")
+    session = await world.trajectory()
+    if at_once:
+        turns = await turns_of([ask(world, session, retry=1) for _ in range(5)])
+    else:
+        turns = [(await turns_of([ask(world, session, retry=1)]))[0] for _ in range(5)]
+    assert sorted(turns) == [0, 1, 2, 3, 4]
+
+
+async def test_samples_that_were_refused_at_first_are_samples(world: World) -> None:
+    await world.start(limits={"max_running": 3})
+    engine = await world.add("a")
+    engine.hold = asyncio.Event()
+    session = await world.trajectory()
+    first = [ask(world, session) for _ in range(3)]
+    await world.until(lambda: engine.num_running == 3)
+    for _ in range(2):
+        assert (await ask(world, session))[0] == 429
+    engine.hold.set()
+    done = await turns_of(first)
+    again = await turns_of([ask(world, session, retry=1) for _ in range(2)])
+    assert sorted([*done, *again]) == [0, 1, 2, 3, 4]
+
+
+async def test_a_retry_of_a_sample_that_still_runs_joins_it_once(world: World) -> None:
+    """Its connection broke, and we cannot tell yet."""
+    await world.start()
+    engine = await world.add("a")
+    engine.hold = asyncio.Event()
+    session = await world.trajectory()
+    asked = [ask(world, session) for _ in range(2)]
+    await world.until(lambda: engine.num_running == 2)
+    asked += [ask(world, session, retry=1) for _ in range(3)]
+    await world.until(lambda: engine.num_running == 3)
+    engine.hold.set()
+    assert sorted(await turns_of(asked)) == [0, 0, 1, 1, 2]
+
+
+async def test_an_idempotency_key_decides_where_there_is_one(world: World) -> None:
+    await world.start()
+    await world.add("a")
+    session = await world.trajectory()
+    keys = [{"Idempotency-Key": name} for name in ("one", "two", "one", "two", "three")]
+    turns = [(await turns_of([ask(world, session, retry=1, **key)]))[0] for key in keys]
+    assert turns == [0, 1, 0, 1, 2]
+    # One without a key takes nothing from those that have one.
+    assert await turns_of([ask(world, session, retry=1)]) == [3]
+
+
+async def test_an_idempotency_key_holds_over_a_restart(world: World) -> None:
+    await world.start()
+    await world.add("a")
+    session = await world.trajectory()
+    key = {"Idempotency-Key": "one"}
+    first = (await ask(world, session, **key))[1]
+    await world.scheduler.stop(drain_s=0)
+    await world.start()
+    await rejoin(world)
+    assert (await ask(world, session, **key))[1] == first
+    status, answer = await world.call(
+        "POST",
+        "/v1/chat/completions",
+        {"model": "policy", "messages": [user("y")], "max_tokens": 8},
+        headers={"X-Session-ID": session, **key},
+    )
+    assert (status, answer["error"]["param"]) == (422, "Idempotency-Key")
+
+
+@pytest.mark.parametrize("compact_bytes", [1, 2**30])
+async def test_a_retry_after_a_restart_takes_what_was_never_delivered(
+    world: World, compact_bytes: int
+) -> None:
+    await world.start(timeouts={"detach_s": 60.0})
+    engine = await world.add("a")
+    session = await world.trajectory()
+    assert await turns_of([ask(world, session)]) == [0]
+    engine.hold = asyncio.Event()
+    lost = ask(world, session)
+    await world.until(lambda: engine.num_running == 1)
+    lost.cancel()
+    await world.until(lambda: all(t.detached_at_s is not None for t in world.scheduler.book.turns.values()))
+    after = ask(world, session)  # joins the one that nobody waits for
+    await world.until(lambda: world.scheduler.status.num_duplicates == 1)
+    after.cancel()
+    await world.until(lambda: all(t.detached_at_s is not None for t in world.scheduler.book.turns.values()))
+    engine.hold.set()
+    await world.until(lambda: len(world.scheduler.store.trajectories[session].turns) == 2)
+    engine.hold = None
+    assert await turns_of([ask(world, session)]) == [2]
+    for _ in range(2):
+        await world.scheduler.stop(drain_s=0)
+        await world.start(journal={"compact_bytes": compact_bytes})
+    await rejoin(world)
+    assert await turns_of([ask(world, session, retry=1)]) == [1]
+
+
+async def test_an_answer_that_was_continued_has_arrived(world: World) -> None:
+    await world.start()
+    await world.add("a")
+    session = await world.trajectory()
+    first = (await ask(world, session))[1]
+    await world.chat(session, [user("x"), first["choices"][0]["message"], user("y")], max_tokens=8)
+    assert await turns_of([ask(world, session, retry=1)]) == [2]
+
+
+class Lossy:
+    """A proxy that loses the last bytes of answers, and the connection with them."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self.lose = 0
+        """Answers to come whose ends are lost."""
+
+    async def start(self) -> str:
+        self.server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        return f"http://127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        onward = asyncio.create_task(self._requests(reader, far_writer))
+        try:
+            while data := await far_reader.read(2**20):
+                if self.lose and (
+                    data.endswith(b"}") or data.endswith(b"[DONE]\n\n") or b"\r\n0\r\n" in data
+                ):
+                    self.lose -= 1
+                    writer.write(data[: len(data) // 2])
+                    await writer.drain()
+                    break
+                writer.write(data)
+                await writer.drain()
+        finally:
+            onward.cancel()
+            for end in (writer, far_writer):
+                end.close()
+
+    async def _requests(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            writer.write(data)
+            await writer.drain()
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("lost", [(0,), (1,), (0, 2), (0, 1, 2)])
+async def test_the_answer_whose_last_bytes_were_lost_is_the_one_that_is_said_again(
+    world: World, streamed: bool, lost: tuple[int, ...]
+) -> None:
+    await world.start()
+    await world.add("a")
+    session = await world.trajectory()
+    proxy = Lossy(int(world.url.rsplit(":", 1)[-1]))
+    url = await proxy.start()
+    body = {"model": "policy", "messages": [user("x")], "max_tokens": 8, "stream": streamed}
+    headers = {"X-Session-ID": session, **bearer(world.tokens.agent)}
+
+    async def asked(client: aiohttp.ClientSession, **more: str) -> bytes:
+        async with client.post(
+            f"{url}/v1/chat/completions", json=body, headers={**headers, **more}
+        ) as response:
+            assert response.status == 200
+            return await response.read()
+
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(aiohttp.ClientSession()) for _ in range(3)]
+        for at, client in enumerate(clients):
+            proxy.lose = int(at in lost)
+            if at in lost:
+                with pytest.raises(aiohttp.ClientError):
+                    await asked(client)
+            else:
+                await asked(client)
+        proxy.lose = 0
+        again = [await asked(clients[at], **{"x-stainless-retry-count": "1"}) for at in lost]
+    turns = [int(re.findall(rb'"turn":(\d+)', answer)[0]) for answer in again]
+    assert sorted(turns) == list(lost)
+    assert len(world.scheduler.store.trajectories[session].turns) == 3
+    proxy.server.close()
+
+
+async def test_a_repeat_that_was_lost_is_said_again_too(world: World) -> None:
+    await world.start()
+    await world.add("a")
+    session = await world.trajectory()
+    for retry in range(4):
+        assert await turns_of([ask(world, session, retry=retry)]) == [0]
+
+
+async def rejoin(world: World) -> None:
+    """The engine's node finds the scheduler at its new port."""
+    node = world.nodes["a"]
+    node._url = world.url
+    await node.register()
+    await node.beat()

@@ -201,7 +201,7 @@ async def test_an_idempotency_key_replays_its_answer_without_a_trajectory(
     assert world.scheduler.jobs._answer_bytes == sum(
         len(answer) for _, answer in world.scheduler.jobs._answers.values()
     )
-    assert not world.scheduler.jobs._by_key  # ended requests leave nothing else
+    assert not world.scheduler.jobs._named  # ended requests leave nothing else
 
 
 async def test_creating_with_one_key_twice_gives_one_trajectory(world: World) -> None:
