@@ -37,3 +37,14 @@ def test_the_units_name_programs_and_directories_that_belong_together() -> None:
     directory = load_config(NodeConfig, DEPLOY / "node.toml", []).dir
     assert f"ROSE_DIR={directory}" in drop_in
     assert f"d {directory} 0700" in (DEPLOY / "tmpfiles.conf").read_text()
+
+
+def test_the_policys_weights_lie_on_a_disk_in_both_examples() -> None:
+    config = load_config(NodeConfig, DEPLOY / "node.toml", [])
+    assert not config.weights_dir.is_relative_to(config.dir)
+    assert "CacheDirectory=rose\n" in (DEPLOY / "rose-node@.service").read_text()
+    pod = yaml.safe_load((DEPLOY / "sidecar.yaml").read_text())["spec"]
+    node = next(one for one in pod["containers"] if one["name"] == "rose-node")
+    cache = next(one["value"] for one in node["env"] if one["name"] == "XDG_CACHE_HOME")
+    volume = next(m["name"] for m in node["volumeMounts"] if m["mountPath"] == cache)
+    assert "medium" not in next(v["emptyDir"] for v in pod["volumes"] if v["name"] == volume)

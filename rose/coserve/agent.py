@@ -24,7 +24,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import shutil
 import signal
 import time
 from collections.abc import Coroutine
@@ -127,14 +126,11 @@ class NodeAgent:
         config = self.config
         self._take_over()
         self._state = self.dir.node_writer()  # first: it proves that we are the only one
-        made_weights = not config.weights_dir.exists() and config.weights_dir.is_relative_to(config.dir)
         try:
             await self._run()
         finally:
             config.socket_path.unlink(missing_ok=True)
             self._decisions.close()
-            if made_weights:
-                shutil.rmtree(config.weights_dir, ignore_errors=True)
             self._state.close()
             self.dir.remove()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -152,7 +154,9 @@ class WeightsLink(Section):
     """A relay, or any store that ``rose.weights.stores`` opens."""
     run_id: str = Field(min_length=1, max_length=128)
     directory: Path | None = None
-    """Host copy and update files; None = ``weights`` in the node directory."""
+    """Host copy and update files, on a disk: 2.2 times the model, and once more for each update that takes it whole.  None =
+    ``/var/cache/rose/NODE_ID`` as root, ``rose/NODE_ID`` in $XDG_CACHE_HOME (or ``~/.cache``) as another user, and below a systemd
+    unit's CacheDirectory; never in the node directory, which is memory."""
     poll_s: Positive = 2.0
     """Longest wait of one long poll; the node ends no sooner than the poll in progress."""
     timeout_s: Positive = 300.0
@@ -199,4 +203,15 @@ class NodeConfig(Section):
     def weights_dir(self) -> Path:
         if self.weights is not None and self.weights.directory is not None:
             return self.weights.directory
-        return self.dir / "weights"
+        return cache_directory() / self.node_id
+
+
+def cache_directory(env: Mapping[str, str] | None = None, uid: int | None = None) -> Path:
+    """Where this user's programs keep what can be fetched again.  ``env``, ``uid``: None = ours."""
+    env, uid = os.environ if env is None else env, os.geteuid() if uid is None else uid
+    given, home = env.get("CACHE_DIRECTORY", "").partition(":")[0], env.get("XDG_CACHE_HOME", "")
+    if given.startswith("/"):
+        return Path(given)  # systemd's: made for this unit, and of its user
+    if uid == 0:
+        return Path("/var/cache/rose")
+    return (Path(home) if home.startswith("/") else Path(env.get("HOME", "/nonexistent")) / ".cache") / "rose"

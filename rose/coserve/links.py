@@ -280,7 +280,11 @@ def open_weight_source(config: NodeConfig, link: WeightsLink, tokens: Tokens) ->
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{directory}: {error.strerror}", field="weights.directory") from error
+        raise ConfigError(
+            f"{directory}: {error.strerror}",
+            field="weights.directory",
+            fix="name a directory on a disk of yours",
+        ) from error
     store = open_store(link.relay_url, tokens.relay)
     params = WeightsParams(num_threads=link.threads)
     return WeightSubscriber(store, link.run_id, directory, params, owns_store=True)

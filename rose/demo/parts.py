@@ -340,7 +340,11 @@ class Plan:
             "node_id": name,
             "dir": directory,
             "scheduler": {"url": self.config.url("scheduler")},
-            "weights": {"relay_url": self.config.url("relay"), "run_id": RUN_ID},
+            "weights": {
+                "relay_url": self.config.url("relay"),
+                "run_id": RUN_ID,
+                "directory": self.root / "weights" / name,
+            },
             "decisions": {"directory": self.root / "decisions"},
             **table,
         }

@@ -48,6 +48,7 @@ from rose.errors import (
     WeightsError,
     WrongBase,
 )
+from rose.units import format_bytes
 from rose.weights import boxes, codec, manifest, retention, statehash
 from rose.weights.host_copy import HostCopy
 from rose.weights.manifest import MAX_MANIFEST_BYTES, Head, Kind, Manifest, ObjectRef, Section
@@ -140,7 +141,7 @@ class WeightSubscriber:
         Raises:
             SectionCorrupt, WrongBase: The newest version cannot be had intact, or lies behind the copy; the copy is
                 what it was (or an intermediate version).  Worth another call after a pause.
-            CapacityError: The store cannot be reached, or the disk is full.
+            CapacityError: The store cannot be reached, or the directory has less room than the version takes.
         """
         held = self.version
         fresh = held is not None and held != self._told  # restored from disk: tell at once
@@ -169,7 +170,7 @@ class WeightSubscriber:
         Raises:
             Gone: The host copy is not at ``version`` (any more); poll tells where it is.
             SectionCorrupt: The host copy was damaged in memory; the next poll starts from an anchor.
-            CapacityError: The disk is full.
+            CapacityError: The disk is full, or has less room than the file takes.
         """
         with self._lock:
             if self.version is None or version != self.version:
@@ -178,6 +179,8 @@ class WeightSubscriber:
             base = engine_version if steps else None
             path = self._updates / f"{version}-from-{base or 'any'}.safetensors"
             if not path.exists():
+                if not steps:  # every tensor whole
+                    self._require_room(self._host.nbytes)
                 tensors = self._tensor_updates(steps)
                 update = Update(
                     run_id=self._run_id, target=version, base=base, model=self._host.model, tensors=tensors
@@ -292,6 +295,7 @@ class WeightSubscriber:
     def _follow(self, steps: list[Manifest]) -> None:
         # First: on a full disk, what is left of a version that is now passed over would keep all others out.
         self._clear_spool([*self._steps, *steps])
+        self._require_room(self._bytes_to_pull(steps))
         for step in steps:
             self._failed = step
             self._check_base(step)
@@ -378,6 +382,29 @@ class WeightSubscriber:
         self._told = None  # what was handed out may be damaged too: the repaired copy is news
 
     # -- spool
+
+    def _bytes_to_pull(self, steps: Sequence[Manifest]) -> int:
+        """What following ``steps`` adds to the directory: their objects, and a host copy where there is none of this model."""
+        held = {path.name: path.stat().st_size for path in self._spool.glob("*/*")}
+        num_bytes = 0
+        for step in steps:
+            for reference in step.objects:
+                name = Path(reference.key).name
+                num_bytes += max(0, reference.nbytes - held.get(name, held.get(f"{name}.part", 0)))
+        if steps and steps[0].base is None and steps[0].model != self._host.model:
+            num_bytes += max(0, steps[0].bytes_dense - self._host.nbytes)  # the other model's goes first
+        return num_bytes
+
+    def _require_room(self, num_bytes: int) -> None:
+        """Before the first byte is written: a full disk is also other programs' trouble, a full tmpfs is the machine's memory."""
+        free_bytes = shutil.disk_usage(self._host.directory).free
+        if num_bytes > free_bytes:
+            raise CapacityError(
+                f"{self._host.directory} has {format_bytes(free_bytes)} left, the next version needs {format_bytes(num_bytes)}; "
+                "name a directory on a larger disk: 2.2 times the model, and once more for each update that takes it whole",
+                status=507,
+                field="weights.directory",
+            )
 
     def _pull(self, step: Manifest, reference: ObjectRef) -> mmap.mmap | bytes:
         """An object in the spool, whole and checked, as a mapping."""

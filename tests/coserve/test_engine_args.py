@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rose.coserve.config import EngineConfig
+from rose.coserve.config import EngineConfig, cache_directory
 from rose.coserve.engine_args import derived_args, says_kv_size, weights_bytes
 from rose.policy.engine_start import EngineSize
 
@@ -50,6 +50,22 @@ def test_vllms_own_variable_for_the_size_counts() -> None:
     assert says_kv_size(engine(VLLM_CPU_KVCACHE_SPACE="4"), {})
     assert says_kv_size(engine(), {"VLLM_CPU_KVCACHE_SPACE": "4"})
     assert not says_kv_size(engine(), {})
+
+
+@pytest.mark.parametrize(
+    ("env", "uid", "directory"),
+    [
+        ({"HOME": "/root"}, 0, "/var/cache/rose"),
+        ({"HOME": "/home/a"}, 7, "/home/a/.cache/rose"),
+        ({"HOME": "/home/a", "XDG_CACHE_HOME": "/c"}, 7, "/c/rose"),
+        ({"HOME": "/home/a", "XDG_CACHE_HOME": "relative"}, 7, "/home/a/.cache/rose"),
+        ({"HOME": "/home/a", "CACHE_DIRECTORY": "/var/cache/unit:/var/cache/two"}, 7, "/var/cache/unit"),
+    ],
+)
+def test_weights_lie_in_the_users_cache_by_default_and_never_among_the_shared_files(
+    env: dict[str, str], uid: int, directory: str
+) -> None:
+    assert cache_directory(env, uid) == Path(directory)
 
 
 def test_the_weights_are_what_lies_in_the_folder(tmp_path: Path) -> None:

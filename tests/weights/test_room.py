@@ -1,0 +1,84 @@
+"""A subscriber looks at the room before it writes, and says which setting gives it more."""
+
+from __future__ import annotations
+
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from rose.errors import CapacityError
+from rose.weights.publisher import WeightPublisher
+from rose.weights.subscriber import WeightSubscriber
+from rose.weights.version import WeightVersion
+from tests.weights.test_faults import PARAMS, FileStore, ToyTrainer, copy_of, same
+
+Usage = namedtuple("Usage", "total used free")
+
+
+class Disk:
+    """What the file system says it has left."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.free = 1 << 40
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 40, 0, self.free))
+
+
+def written(folder: Path) -> list[str]:
+    return sorted(
+        str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.stat().st_size
+    )
+
+
+def test_a_version_that_does_not_fit_is_refused_before_its_first_byte_and_taken_when_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, trainer = Disk(monkeypatch), ToyTrainer(1)
+    model_bytes = sum(bits.nbytes for bits in trainer.bits().values())
+    store = FileStore(tmp_path / "store", durable=False)
+    WeightPublisher(trainer.tensors, store, "run", 1, PARAMS).publish(0)
+    reader = WeightSubscriber(store, "run", tmp_path / "reader")
+    disk.free = 2 * model_bytes - 1  # what arrives, and the host copy
+    with pytest.raises(CapacityError, match=r"^weights\.directory: .*left, the next version needs") as caught:
+        reader.poll(0)
+    assert caught.value.status == 507
+    assert written(tmp_path / "reader") == []
+
+    disk.free = 3 * model_bytes
+    assert reader.poll(0) == WeightVersion(1, 0)
+    assert same(copy_of(reader), trainer.bits())
+    reader.close()
+
+
+def test_an_update_file_that_does_not_fit_is_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, trainer = Disk(monkeypatch), ToyTrainer(1)
+    store = FileStore(tmp_path / "store", durable=False)
+    publisher = WeightPublisher(trainer.tensors, store, "run", 1, PARAMS)
+    publisher.publish(0)
+    reader = WeightSubscriber(store, "run", tmp_path / "reader")
+    reader.poll(0)
+    before = written(tmp_path / "reader")
+    disk.free = sum(bits.nbytes for bits in trainer.bits().values()) - 1
+    with pytest.raises(CapacityError, match=r"weights\.directory"):
+        reader.fetch(WeightVersion(1, 0), None)
+    assert written(tmp_path / "reader") == before
+    reader.close()
+
+
+def test_a_delta_needs_no_more_room_than_it_has_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, trainer = Disk(monkeypatch), ToyTrainer(1)
+    store = FileStore(tmp_path / "store", durable=False)
+    publisher = WeightPublisher(trainer.tensors, store, "run", 1, PARAMS)
+    publisher.publish(0)
+    reader = WeightSubscriber(store, "run", tmp_path / "reader")
+    reader.poll(0)
+    trainer.step()
+    publisher.publish(1)
+    disk.free = sum(bits.nbytes for bits in trainer.bits().values()) // 2
+    assert reader.poll(0) == WeightVersion(1, 1)
+    reader.close()
