@@ -1,7 +1,7 @@
 """How a rollout worker on a GPU shares its SMs: the rung of the compute ladder, and putting it in force.
 
-The policy (:mod:`rose.policy.ladder`) chooses from facts; this module finds the facts, and makes the green context's stream the one that
-the worker launches on.  A green context that cannot be had after all is the next rung: steps serialised by the gate.
+The policy (:mod:`rose.policy.ladder`) chooses from facts and from what the operator asks for; this module finds the facts, and makes a green
+context's stream the one that the worker launches on where that is the choice.  A green context that cannot be had after all is the next rung: steps serialised by the gate.
 **Nothing here has run on a GPU yet**; the tests run it on a driver in memory.
 
 The stream is made by ``cuGreenCtxStreamCreate`` and belongs to its context wherever it is used: no context is made current to a thread.
@@ -20,11 +20,12 @@ from typing import Any
 
 from rose.coserve.cuda_driver import Driver
 from rose.errors import LedgerError
-from rose.policy.ladder import Choice, DeviceFacts, Rung, choose, green_sms
+from rose.policy.ladder import FORCED, Choice, DeviceFacts, Rung, choose, green_sms
 
 logger = logging.getLogger("vllm.rose")
 
 DEFAULT_SHARE = 0.5
+ENV_RUNG = "ROSE_COMPUTE_RUNG"
 
 
 def facts(
@@ -59,7 +60,7 @@ def enforce(
         use_stream: Makes a stream of the driver the one that this thread launches on.
     """
     env = os.environ if env is None else env
-    choice = choose(found, allow_mps=env.get("ROSE_ALLOW_MPS") == "1")
+    choice = choose(found, allow_mps=env.get("ROSE_ALLOW_MPS") == "1", force=forced(env))
     sms: int | None = None
     if choice.rung is Rung.GREEN_CONTEXT:
         try:
@@ -86,6 +87,12 @@ def cap_torch_memory(share: float, device: Any) -> None:
     import torch
 
     torch.cuda.set_per_process_memory_fraction(share, device)
+
+
+def forced(env: Mapping[str, str]) -> Rung | None:
+    """``ROSE_COMPUTE_RUNG``: the rung that the operator asks for; a value that is none asks for nothing."""
+    text = env.get(ENV_RUNG, "")
+    return Rung(text) if text in FORCED else None
 
 
 def share_of(env: Mapping[str, str]) -> float:

@@ -70,6 +70,9 @@ class EngineConfig(Section):
     """Also start where the compatibility table says that nobody has measured it: on a GPU."""
     sm_share: Fraction = 0.5
     """CUDA: part of the device's SMs that it computes on, where the compute ladder has a rung that splits them."""
+    compute_rung: Literal["host-gate", "green-context", "mps"] | None = None
+    """CUDA: a rung of the compute ladder instead of the one it would choose, so that each can be measured.  ``mps`` needs ``allow_mps``;
+    a green context without MPS shares no step's time: both engines still take time slices from each other."""
     allow_mps: bool = False
     """CUDA: be a client of a running MPS daemon, as production is.  A fault in a rollout kernel then ends production too."""
     mps_pipe_directory: Path | None = None

@@ -244,6 +244,7 @@ class RolloutEngine:
                 "ROSE_NODE_TOKEN": self.token,
                 "ROSE_ALLOW_UNMEASURED": "1" if engine.allow_unmeasured else None,
                 "ROSE_SM_SHARE": str(engine.sm_share),
+                "ROSE_COMPUTE_RUNG": engine.compute_rung,
                 **mps.environment(config, self._mps_control),
                 "ROSE_STEP_PROFILE": str(engine.profile.resolve()) if engine.profile is not None else None,
                 "ROSE_TOKEN_FILE": None,  # the engine needs none of the fleet's secrets

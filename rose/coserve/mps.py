@@ -46,10 +46,13 @@ def environment(config: NodeConfig, control: str | None) -> dict[str, str | None
     """What the engine is told: a client below normal priority on a part of the SMs, or no client at all."""
     if control is None:
         return {_PIPE_DIRECTORY: str(config.dir / "no-mps"), "ROSE_ALLOW_MPS": None}
+    share = config.engine.sm_share
+    if config.engine.compute_rung == "green-context":
+        share = 1.0  # the green context takes its share of what a client has
     return {
         **_where(config),
         "CUDA_MPS_CLIENT_PRIORITY": "1",
-        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(max(1, round(100 * config.engine.sm_share))),
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(max(1, round(100 * share))),
         "ROSE_ALLOW_MPS": "1",
     }
 

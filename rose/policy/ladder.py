@@ -4,10 +4,13 @@ The token budget of every rollout step (``rose.policy.admission``) is always the
 rung that it offers:
 
 CPU   an idle share of the cores (``rose.proc_share``), else the token budget alone;
-CUDA  a green context for the rollout engine's stream, where the driver has them, one thread launches everything and no
-      CUDA graph is replayed (its kernels run where they were captured); else *host gating*: rollout steps are serialised with production's, for without preemption a step that overlaps takes
-      time slices from it;
-MPS   only where the operator allows it (``allow_mps``): a fault in a rollout kernel then ends production too.
+CUDA  *host gating*: rollout steps are serialised with production's.  Without MPS the kernels of two processes take turns in
+      time slices on the whole device, so a step that overlaps takes slices from production, whatever part of the SMs a
+      green context gives it: green contexts divide one process, or the clients of one MPS server;
+MPS   only where the operator allows it (``allow_mps``): a fault in a rollout kernel then ends production too.  Rollouts are a client
+      below normal priority on a share of the SMs, or, where it is asked for, launch on a green context.
+
+A rung can be asked for (``engine.compute_rung``), so that each can be measured; one that the device does not give is the host gate.
 
 Pure: facts in, choice out.  Nothing of the CUDA rungs has been measured yet; ``benchmarks/gpu_check.py`` is how.
 """
@@ -28,7 +31,7 @@ class Rung(StrEnum):
     IDLE_SHARE = "idle-share"
     """CPU: the kernel gives the rollout engine what is left."""
     GREEN_CONTEXT = "green-context"
-    """CUDA: the rollout engine's kernels run on a part of the SMs."""
+    """CUDA: the rollout engine's kernels run on a part of the SMs, beside production's under MPS."""
     HOST_GATE = "host-gate"
     """CUDA: no rollout step beside a serving step."""
     MPS = "mps"
@@ -63,20 +66,37 @@ class Choice:
     """``AdmissionParams.serialise`` of the rollout engine."""
 
 
-def choose(facts: DeviceFacts, *, allow_mps: bool = False) -> Choice:
-    """The rung for this device, and why no better one."""
+FORCED = (Rung.HOST_GATE, Rung.GREEN_CONTEXT, Rung.MPS)
+"""What can be asked for on a GPU."""
+
+
+def choose(facts: DeviceFacts, *, allow_mps: bool = False, force: Rung | None = None) -> Choice:
+    """The rung for this device, and why no better one.
+
+    Args:
+        force: The rung that the operator asks for, of :data:`FORCED`.  A green context without MPS is in force when it is asked for,
+            and its reason says what it is not; nothing forces MPS where it is not allowed.
+    """
     if not facts.cuda:
         if facts.idle_share:
             return Choice(rung=Rung.IDLE_SHARE, reason="the kernel gives rollouts an idle share of the cores")
         return Choice(rung=Rung.BUDGET, reason="the kernel offers no idle share")
-    if allow_mps:
-        blocked = _why_no_mps(facts)
-        if blocked is None:
-            return Choice(rung=Rung.MPS, reason="the operator allows MPS: one fault domain with production")
-    blocked = _why_no_green(facts)
-    if blocked is None:
-        return Choice(rung=Rung.GREEN_CONTEXT, reason="the driver splits its SMs")
-    return Choice(rung=Rung.HOST_GATE, reason=blocked, serialise=True)
+    no_mps = _why_no_mps(facts) if allow_mps else "MPS is not allowed"
+    if force is Rung.GREEN_CONTEXT:
+        blocked = _why_no_green(facts)
+        if blocked is not None:
+            return _gate(f"a green context was asked for: {blocked}")
+        told = "" if no_mps is None else f"; {no_mps}, so both engines still take time slices from each other"
+        return Choice(rung=Rung.GREEN_CONTEXT, reason=f"it was asked for{told}")
+    if force is Rung.HOST_GATE:
+        return _gate("it was asked for")
+    if no_mps is not None:
+        return _gate(f"{no_mps}; without it two engines take time slices from each other")
+    return Choice(rung=Rung.MPS, reason="the operator allows MPS: one fault domain with production")
+
+
+def _gate(reason: str) -> Choice:
+    return Choice(rung=Rung.HOST_GATE, reason=reason, serialise=True)
 
 
 def _why_no_mps(facts: DeviceFacts) -> str | None:

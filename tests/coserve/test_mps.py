@@ -236,6 +236,16 @@ def test_with_it_the_engine_is_a_client_below_normal_priority_on_its_share(
     }
 
 
+def test_a_green_context_that_was_asked_for_takes_its_share_of_the_whole_device(
+    tmp_path: Path, control: Control
+) -> None:
+    config = node(tmp_path, allow_mps=True, sm_share=0.3, compute_rung="green-context")
+    environment = mps.environment(config, mps.find_control(config))
+    assert environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "100"
+    spec = RolloutEngine(config)._spec()
+    assert (spec.env["ROSE_COMPUTE_RUNG"], spec.env["ROSE_SM_SHARE"]) == ("green-context", "0.3")
+
+
 def test_an_engine_beside_mps_is_started_as_its_client_and_killed_in_its_order(
     tmp_path: Path, control: Control
 ) -> None:

@@ -15,6 +15,7 @@ from tests.plugin import harness
 from vllm_plugin import compute
 
 ENV = {"ROSE_SM_SHARE": "0.25"}
+GREEN = {**ENV, "ROSE_COMPUTE_RUNG": "green-context"}
 
 
 def put_in_force(
@@ -25,9 +26,17 @@ def put_in_force(
     return compute.enforce(driver, found, used.append, env=env), used
 
 
+@pytest.mark.parametrize("asked", ["", "host-gate", "nonsense", "budget"])
+def test_without_mps_steps_are_serialised_and_no_stream_is_made(asked: str) -> None:
+    driver = MemoryDriver()
+    rung, used = put_in_force(driver, {**ENV, "ROSE_COMPUTE_RUNG": asked})
+    assert (rung["rung"], rung["serialise"], rung["sms"]) == ("host-gate", True, None)
+    assert (driver.green, used) == ([], [])
+
+
 def test_steps_are_launched_on_a_stream_of_the_share_that_was_asked_for() -> None:
     driver = MemoryDriver()
-    rung, used = put_in_force(driver, ENV)
+    rung, used = put_in_force(driver, GREEN)
     assert (rung["rung"], rung["sms"], rung["serialise"]) == ("green-context", 32, False)
     assert driver.green == [32]
     assert used == [1001]
@@ -37,11 +46,11 @@ def test_steps_are_launched_on_a_stream_of_the_share_that_was_asked_for() -> Non
     ("engine", "reason"),
     [({"eager": False}, "CUDA graphs"), ({"world_size": 2}, "several threads")],
 )
-def test_without_a_green_context_steps_are_serialised_and_no_stream_is_made(
+def test_where_no_green_context_can_be_had_steps_are_serialised_and_no_stream_is_made(
     engine: dict[str, Any], reason: str
 ) -> None:
     driver = MemoryDriver()
-    rung, used = put_in_force(driver, ENV, **engine)
+    rung, used = put_in_force(driver, GREEN, **engine)
     assert (rung["rung"], rung["serialise"], rung["sms"]) == ("host-gate", True, None)
     assert reason in rung["reason"]
     assert (driver.green, used) == ([], [])
@@ -50,27 +59,32 @@ def test_without_a_green_context_steps_are_serialised_and_no_stream_is_made(
 def test_an_old_driver_has_none() -> None:
     driver = MemoryDriver()
     driver.speaks = (12, 2)
-    assert "12.2" in put_in_force(driver, ENV)[0]["reason"]
+    assert "12.2" in put_in_force(driver, GREEN)[0]["reason"]
     driver.fail_at = {"sm_split": 1}
     driver.calls.clear()
-    assert "on offer" in put_in_force(driver, ENV)[0]["reason"]
+    assert "on offer" in put_in_force(driver, GREEN)[0]["reason"]
 
 
 def test_a_green_context_that_cannot_be_had_after_all_is_the_next_rung() -> None:
     driver = MemoryDriver()
     driver.fail_at = {"green_stream": 1}
-    rung, used = put_in_force(driver, ENV)
+    rung, used = put_in_force(driver, GREEN)
     assert (rung["rung"], rung["serialise"], used) == ("host-gate", True, [])
     assert "OUT_OF_MEMORY" in rung["reason"]
     driver.sms = (8, 8, 8)
-    assert "cannot be split" in put_in_force(driver, ENV)[0]["reason"]
+    assert "cannot be split" in put_in_force(driver, GREEN)[0]["reason"]
 
 
 def test_mps_only_with_the_agents_word() -> None:
     driver = MemoryDriver()
-    assert put_in_force(driver, ENV)[0]["rung"] == "green-context"
     rung, used = put_in_force(driver, {**ENV, "ROSE_ALLOW_MPS": "1"})
     assert (rung["rung"], used) == ("mps", [])
+    assert put_in_force(driver, {**ENV, "ROSE_COMPUTE_RUNG": "mps"})[0]["rung"] == "host-gate"
+
+
+def test_a_green_context_under_mps_is_one_too() -> None:
+    rung, used = put_in_force(MemoryDriver(), {**GREEN, "ROSE_ALLOW_MPS": "1"})
+    assert (rung["rung"], rung["serialise"], len(used)) == ("green-context", False, 1)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,38 @@ def test_a_cpu_gets_an_idle_share_where_the_kernel_gives_one(idle_share: bool, r
     assert (choice.rung, choice.serialise) == (rung, False)
 
 
+def test_without_mps_steps_are_serialised_however_well_the_device_splits() -> None:
+    choice = choose(GPU)
+    assert (choice.rung, choice.serialise) == (Rung.HOST_GATE, True)
+    assert "MPS is not allowed" in choice.reason
+    assert "time slices" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"mig": True}, "MIG"),
+        ({"mps_programs": False}, "no MPS control daemon"),
+        ({"same_user": False}, "different users"),
+    ],
+)
+def test_mps_is_taken_only_where_allowed_and_possible(change: dict[str, object], reason: str) -> None:
+    allowed = choose(GPU, allow_mps=True)
+    assert (allowed.rung, allowed.serialise) == (Rung.MPS, False)
+    choice = choose(dataclasses.replace(GPU, **change), allow_mps=True)  # type: ignore[arg-type]
+    assert (choice.rung, choice.serialise) == (Rung.HOST_GATE, True)
+    assert reason in choice.reason
+
+
+def test_a_green_context_is_in_force_only_when_asked_for() -> None:
+    under_mps = choose(GPU, allow_mps=True, force=Rung.GREEN_CONTEXT)
+    assert (under_mps.rung, under_mps.serialise) == (Rung.GREEN_CONTEXT, False)
+    assert "time slices" not in under_mps.reason
+    without = choose(GPU, force=Rung.GREEN_CONTEXT)
+    assert (without.rung, without.serialise) == (Rung.GREEN_CONTEXT, False)
+    assert "time slices" in without.reason
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -34,20 +66,23 @@ def test_a_cpu_gets_an_idle_share_where_the_kernel_gives_one(idle_share: bool, r
         ({"mig": True}, "MIG"),
     ],
 )
-def test_without_green_contexts_steps_are_serialised_and_the_reason_is_said(
+def test_a_green_context_that_cannot_be_had_is_the_host_gate_and_the_reason_is_said(
     change: dict[str, object], reason: str
 ) -> None:
-    assert choose(GPU).rung is Rung.GREEN_CONTEXT
-    choice = choose(dataclasses.replace(GPU, **change))  # type: ignore[arg-type]
+    facts = dataclasses.replace(GPU, **change)  # type: ignore[arg-type]
+    choice = choose(facts, allow_mps=True, force=Rung.GREEN_CONTEXT)
     assert (choice.rung, choice.serialise) == (Rung.HOST_GATE, True)
     assert reason in choice.reason
 
 
-@pytest.mark.parametrize("change", [{"mig": True}, {"mps_programs": False}, {"same_user": False}])
-def test_mps_is_taken_only_when_asked_for_and_possible(change: dict[str, object]) -> None:
-    assert choose(GPU).rung is not Rung.MPS
-    assert choose(GPU, allow_mps=True).rung is Rung.MPS
-    assert choose(dataclasses.replace(GPU, **change), allow_mps=True).rung is not Rung.MPS  # type: ignore[arg-type]
+def test_the_host_gate_can_be_asked_for_under_mps() -> None:
+    choice = choose(GPU, allow_mps=True, force=Rung.HOST_GATE)
+    assert (choice.rung, choice.serialise) == (Rung.HOST_GATE, True)
+
+
+def test_nobody_forces_mps_where_it_is_not_allowed() -> None:
+    assert choose(GPU, force=Rung.MPS).rung is Rung.HOST_GATE
+    assert choose(GPU, allow_mps=True, force=Rung.MPS).rung is Rung.MPS
 
 
 @pytest.mark.parametrize(
