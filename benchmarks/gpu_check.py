@@ -22,6 +22,7 @@ import faulthandler
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -42,6 +43,7 @@ from benchmarks.gpu.common import (  # noqa: E402
     missing,
 )
 from benchmarks.gpu.record import FILE, Record, put  # noqa: E402
+from benchmarks.gpu.rehearsal import StandIn  # noqa: E402
 from benchmarks.gpu.runner import Runner  # noqa: E402
 
 UNTIL_S = 570.0
@@ -81,7 +83,9 @@ def main() -> int:
     record = Record(args.out, rehearsal=args.rehearse)
     record.begin(args.until, blocked)
     runner = Runner()
-    tried = _run_all(args, table, blocked, record, runner, began_s)
+    with tempfile.TemporaryDirectory() as folder:
+        stand_in = StandIn(Path(folder)) if args.rehearse and missing(("driver",)) is None else None
+        tried = _run_all(args, table, blocked, record, runner, stand_in, began_s)
     _what_next(args, table, blocked, record)
     if runner.stopping:
         return 130
@@ -134,6 +138,7 @@ def _run_all(
     blocked: dict[str, str],
     record: Record,
     runner: Runner,
+    stand_in: StandIn | None,
     began_s: float,
 ) -> list[str]:
     """Every stage that is left, can run here and fits; their names."""
@@ -161,7 +166,15 @@ def _run_all(
             *flags,
         ]
         env = {**os.environ, PARTIAL: str(running / "partial.json"), "PYTHONUNBUFFERED": "1"}
+        env |= stand_in.env() if stand_in is not None and "driver" in table[name].needs else {}
         found = runner.run(command, running, env, min(table[name].limit_s, left_s))
+        broken = stand_in.broken_rules() if stand_in is not None else []
+        if broken:
+            found |= {
+                "state": "failed",
+                "reason": f"rules of the driver were broken: {broken[0]}",
+                "broken": broken[:50],
+            }
         record.end({"stage": name, **found})
         tried.append(name)
         print(

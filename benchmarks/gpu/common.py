@@ -5,6 +5,7 @@ torch and vLLM are imported inside functions: a machine without a GPU lists the 
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -13,8 +14,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,10 @@ RATE = "ROSE_GPU_CHECK_RATE"
 REHEARSE = "ROSE_GPU_CHECK_REHEARSE"
 MPS_CONTROL = "nvidia-cuda-mps-control"
 Figures = dict[str, Any]
+START_S = 30.0
+"""Longest wait for a load to begin."""
+REHEARSAL_PAGES = 2048
+"""Of the driver's stand-in: 4 GiB, of which only what is used is taken from this machine."""
 
 
 class Skip(Exception):
@@ -49,8 +55,32 @@ def _installed(module: str, what: str) -> str | None:
     return None if found else f"{what} is not installed"
 
 
+def rehearsing() -> bool:
+    """Is this the rehearsal: a CPU engine, and a stand-in for the driver?"""
+    return os.environ.get(REHEARSE) == "1"
+
+
 def _gpu() -> str | None:
+    if rehearsing():
+        return None
     return None if Path("/dev/nvidiactl").exists() else "no NVIDIA GPU here"
+
+
+def _driver() -> str | None:
+    if not rehearsing():
+        return _gpu()
+    if importlib.util.find_spec("tests.coserve.fakecuda") is None:
+        return "no stand-in for the driver here"
+    return None if shutil.which("gcc") else "gcc, which compiles the driver's stand-in, is not on PATH"
+
+
+def _kernels() -> str | None:
+    return "the driver's stand-in runs no kernels" if rehearsing() else _gpu()
+
+
+def _plugin() -> str | None:
+    names = {entry.name for entry in importlib.metadata.entry_points(group="vllm.general_plugins")}
+    return None if "rose" in names else "ROSE is not installed: vLLM would not load its plugin"
 
 
 def _mps() -> str | None:
@@ -61,9 +91,14 @@ def _mps() -> str | None:
 
 NEEDS: Mapping[str, Callable[[], str | None]] = {
     "gpu": _gpu,
+    "driver": _driver,
+    "kernels": _kernels,
     "torch": lambda: _installed("torch", "torch"),
+    "triton": lambda: _installed("triton", "triton"),
     "bindings": lambda: _installed("cuda.bindings", "cuda-bindings"),
     "vllm": lambda: _installed("vllm", "vLLM"),
+    "plugin": _plugin,
+    "zstandard": lambda: _installed("zstandard", "zstandard"),
     "mps": _mps,
 }
 
@@ -86,6 +121,57 @@ def keep(figures: Figures) -> None:
 
 
 # --- the device
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The device, or what stands for it in a rehearsal.
+
+    Attributes:
+        device: ``cuda`` or ``cpu``.
+        gib: Bytes that a stage takes where it speaks of a GiB.
+        steps: Steps of an arm.
+    """
+
+    torch: Any
+    device: str
+    gib: int
+    steps: int
+
+    def free_bytes(self) -> int:
+        return int(self.torch.cuda.mem_get_info()[0]) if self.device == "cuda" else driver().free_bytes()
+
+    def settle(self) -> None:
+        """Wait for what this thread has launched."""
+        if self.device == "cuda":
+            self.torch.cuda.current_stream().synchronize()
+
+    def stream(self) -> int:
+        """That this thread launches on."""
+        return int(self.torch.cuda.current_stream().cuda_stream) if self.device == "cuda" else 0
+
+    @contextmanager
+    def on_stream(self, stream: int) -> Iterator[None]:
+        """Launch on a stream of the driver's meanwhile."""
+        if self.device != "cuda":
+            yield
+            return
+        with self.torch.cuda.stream(self.torch.cuda.ExternalStream(stream)):
+            yield
+
+
+def place() -> Place:
+    """Where the stages run.
+
+    Raises:
+        Skip: torch sees no device, and this is no rehearsal.
+    """
+    if not rehearsing():
+        return Place(torch_on_gpu(), "cuda", GIB, 500)
+    import torch
+
+    torch.set_num_threads(1)
+    return Place(torch, "cpu", 64 << 20, 40)
 
 
 def torch_on_gpu() -> Any:
@@ -118,19 +204,21 @@ def us(call: Callable[[], Any]) -> float:
     return (time.perf_counter_ns() - begun) / 1e3
 
 
-def decode_step(torch: Any) -> Callable[[], None]:
+def decode_step(here: Place) -> Callable[[], None]:
     """What a decode step does to the device: it reads all weights once (36 layers of 8B, a batch of 16)."""
-    return _products(torch, num_layers=36, num_tokens=16)
+    return _products(here, num_layers=36, num_tokens=16)
 
 
-def prefill_step(torch: Any) -> Callable[[], None]:
+def prefill_step(here: Place) -> Callable[[], None]:
     """What a chunk of a prompt does to it: it computes (2,048 tokens, 4 layers of 8B)."""
-    return _products(torch, num_layers=4, num_tokens=2048)
+    return _products(here, num_layers=4, num_tokens=2048)
 
 
-def _products(torch: Any, *, num_layers: int, num_tokens: int) -> Callable[[], None]:
-    weights = [torch.randn(4096, 24576, device="cuda", dtype=torch.bfloat16) for _ in range(num_layers)]
-    batch = torch.randn(num_tokens, 4096, device="cuda", dtype=torch.bfloat16)
+def _products(here: Place, *, num_layers: int, num_tokens: int) -> Callable[[], None]:
+    torch, on = here.torch, here.device
+    wide, deep = (24576, 4096) if on == "cuda" else (512, 128)
+    weights = [torch.randn(deep, wide, device=on, dtype=torch.bfloat16) for _ in range(num_layers)]
+    batch = torch.randn(num_tokens, deep, device=on, dtype=torch.bfloat16)
 
     def step() -> None:
         for weight in weights:
@@ -139,43 +227,111 @@ def _products(torch: Any, *, num_layers: int, num_tokens: int) -> Callable[[], N
     return step
 
 
-def step_times(torch: Any, step: Callable[[], None], count: int) -> list[float]:
+def step_times(here: Place, step: Callable[[], None], count: int) -> list[float]:
     """Milliseconds of each step, the host's wait included."""
     found: list[float] = []
     for _ in range(count):
         begun = time.perf_counter()
         step()
-        torch.cuda.current_stream().synchronize()
+        here.settle()
         found.append((time.perf_counter() - begun) * 1e3)
     return found
 
 
-def move(size: int, stop: Callable[[], bool], rate_bytes_s: float = GIB) -> None:
-    """Map and unmap ``rate_bytes_s`` in pieces of 64 MiB until told to stop."""
-    piece = 64 << 20
-    arena = pool(handle_bytes=PAGE_BYTES).reserve(size, guard=True)
-    index = moved = 0
-    begun = time.monotonic()
-    while not stop():
-        offset = index % (size // piece) * piece
-        arena.map([(offset, piece)])
-        arena.unmap([(offset, piece)])
-        index, moved = index + 1, moved + piece
-        time.sleep(max(0.0, begun + moved / rate_bytes_s - time.monotonic()))
-    arena.close()
+# --- work beside the steps, that is known to have been done
+
+
+class Background(threading.Thread):
+    """A thread whose error is the stage's."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        super().__init__(daemon=True)
+        self._work = work
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:  # noqa: BLE001 - raised where it is waited for
+            self._error = error
+
+    def check(self) -> None:
+        """Raises what it died of."""
+        if self._error is not None:
+            raise self._error
+
+    def finish(self) -> None:
+        """Wait for its end; raises what it died of."""
+        self.join()
+        self.check()
+
+
+class Mover:
+    """Maps and unmaps memory at a rate, in pieces of a sixteenth of a GiB.
+
+    Attributes:
+        moved_bytes: So far.
+    """
+
+    def __init__(self, size: int, rate_bytes_s: float) -> None:
+        self._size, self._rate = size, rate_bytes_s
+        self.moved_bytes = 0
+        self.stopping = threading.Event()
+
+    def run(self) -> None:
+        piece = int(self._rate) // 16
+        arena = pool(handle_bytes=PAGE_BYTES).reserve(self._size, guard=True)
+        index, begun = 0, time.monotonic()
+        while not self.stopping.is_set():
+            offset = index % (self._size // piece) * piece
+            arena.map([(offset, piece)])
+            arena.unmap([(offset, piece)])
+            index, self.moved_bytes = index + 1, self.moved_bytes + piece
+            self.stopping.wait(max(0.0, begun + self.moved_bytes / self._rate - time.monotonic()))
+        arena.close()
 
 
 @contextmanager
-def moving_here(size: int) -> Any:
-    """Memory is mapped and unmapped by a thread of this process meanwhile."""
-    stopping = threading.Event()
-    mover = threading.Thread(target=move, args=(size, stopping.is_set))
-    mover.start()
+def moving_here(here: Place) -> Iterator[Callable[[], int]]:
+    """A thread of this process maps and unmaps one GiB a second; yields what tells the bytes so far.
+
+    Raises:
+        LedgerError: It could not, or not to the end.
+    """
+    mover = Mover(2 * here.gib, here.gib)
+    thread = Background(mover.run)
+    thread.start()
     try:
-        yield
+        _first(lambda: mover.moved_bytes, thread)
+        yield lambda: mover.moved_bytes
+        thread.check()
     finally:
-        stopping.set()
-        mover.join()
+        mover.stopping.set()
+        thread.join()
+    thread.check()
+
+
+def _first(count: Callable[[], int], thread: Background) -> None:
+    until_s = time.monotonic() + START_S
+    while not count():
+        thread.check()
+        if time.monotonic() > until_s:
+            raise LedgerError(f"nothing was moved within {START_S:.0f} s")
+        time.sleep(0.001)
+
+
+def beside(count: Callable[[], int], steps: Callable[[], list[float]]) -> tuple[list[float], float]:
+    """Step times, and what ``count`` rose by a second meanwhile.
+
+    Raises:
+        LedgerError: By nothing: there was no load.
+    """
+    begun_s, before = time.monotonic(), count()
+    found = steps()
+    rate = (count() - before) / (time.monotonic() - begun_s)
+    if rate <= 0:
+        raise LedgerError("nothing ran beside the steps")
+    return found, rate
 
 
 # --- another process on the same device
@@ -186,12 +342,17 @@ class Peer:
 
     Args:
         what: ``hold``, ``traffic``, ``decode`` or ``prefill``.
-        size: Bytes that it holds, or moves.
+        size: Bytes that it holds, or moves in a second.
+
+    Raises:
+        LedgerError: It did not start; it died before its ``with`` block ended, or before an answer.  Why is in the stage's log.
     """
 
     def __init__(self, what: str, size: int = 0, env: Mapping[str, str] | None = None) -> None:
+        self._what, self._killed = what, False
         self._process = subprocess.Popen(
-            [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--peer", what, str(size)],
+            [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--peer", what, str(size)]
+            + (["--rehearse"] if rehearsing() else []),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -199,7 +360,7 @@ class Peer:
         )
         if self._line() != "up":
             self.kill()
-            raise LedgerError(f"the peer '{what}' did not start")
+            raise LedgerError(f"the peer '{what}' did not start; its error is in the log")
 
     @property
     def pid(self) -> int:
@@ -208,14 +369,25 @@ class Peer:
     def ask(self, what: str) -> str:
         """Say a word; its answer."""
         assert self._process.stdin is not None
-        self._process.stdin.write(what + "\n")
-        self._process.stdin.flush()
-        return self._line()
+        try:
+            self._process.stdin.write(what + "\n")
+            self._process.stdin.flush()
+            answer = self._line()
+        except BrokenPipeError:
+            answer = ""
+        if not answer:
+            raise LedgerError(f"the peer '{self._what}' has died; its error is in the log")
+        return answer
+
+    def count(self) -> int:
+        """Bytes that it has moved, or steps that it has made."""
+        return int(self.ask("count"))
 
     def alive(self) -> bool:
         return self._process.poll() is None
 
     def kill(self) -> None:
+        self._killed = True
         self._process.kill()
         self._process.wait()
 
@@ -226,8 +398,11 @@ class Peer:
     def __enter__(self) -> Peer:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        died = not self._killed and not self.alive()
         self.kill()
+        if died and kind is None:
+            raise LedgerError(f"the peer '{self._what}' has died; its error is in the log")
 
 
 def be_peer(what: str, size: int) -> None:
@@ -241,25 +416,33 @@ def be_peer(what: str, size: int) -> None:
                 took_us = us(lambda: arena.unmap([(0, size)]))
                 print(f"{took_us:.1f}", flush=True)
         return
-    stopped = threading.Event()
+    if what == "traffic":
+        mover = Mover(2 * size, size)
+        _listen(lambda: mover.moved_bytes, mover.stopping)
+        mover.run()
+        return
+    here = place()
+    step = decode_step(here) if what == "decode" else prefill_step(here)
+    share = os.environ.get("ROSE_GPU_CHECK_SMS")
+    steps, stopped = 0, threading.Event()
+    stream = driver().green_stream(int(share))[0] if share else here.stream()
+    with here.on_stream(stream):
+        step_times(here, step, 5)
+        _listen(lambda: steps, stopped, at_once=True)
+        while not stopped.is_set():
+            step_times(here, step, 1)
+            steps += 1
+
+
+def _listen(count: Callable[[], int], stopped: threading.Event, *, at_once: bool = False) -> None:
+    """Say ``up`` when there is something to count, then answer with the count until our starter is gone."""
 
     def listen() -> None:
-        sys.stdin.read()
+        while not at_once and not count():
+            time.sleep(0.001)
+        print("up", flush=True)
+        for _ in sys.stdin:
+            print(count(), flush=True)
         stopped.set()
 
-    if what == "traffic":
-        print("up", flush=True)
-        threading.Thread(target=listen, daemon=True).start()
-        move(size, stopped.is_set)
-        return
-    torch = torch_on_gpu()
-    step = decode_step(torch) if what == "decode" else prefill_step(torch)
-    share = os.environ.get("ROSE_GPU_CHECK_SMS")
-    if share:
-        stream, _ = driver().green_stream(int(share))
-        torch.cuda.set_stream(torch.cuda.ExternalStream(stream))
-    step_times(torch, step, 5)
-    print("up", flush=True)
     threading.Thread(target=listen, daemon=True).start()
-    while not stopped.is_set():
-        step_times(torch, step, 20)

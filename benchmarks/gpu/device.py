@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,16 +17,20 @@ from benchmarks.gpu.common import (
     GIB,
     MPS_CONTROL,
     ROOT,
+    Background,
     Figures,
     Peer,
+    Place,
     Skip,
+    beside,
     decode_step,
     driver,
     keep,
     moving_here,
+    place,
     pool,
+    rehearsing,
     step_times,
-    torch_on_gpu,
     us,
 )
 from rose.coserve import mps_stop
@@ -37,17 +40,23 @@ from rose.policy.ladder import green_sms as sms_of_share
 from vllm_plugin import compute
 
 ROUNDS = 4
-STEPS = 500
+PYTEST_INI = Path(__file__).with_name("pytest.ini")
+"""The project's own asks for plugins that a machine without a network may lack."""
+CONTRACT = (
+    "tests/coserve/test_page_pools.py",
+    "tests/plugin/test_gpu_device.py",
+    "tests/weights/test_device.py",
+)
 
 
 def machine() -> Figures:
     """Driver, device, and what the compute ladder would choose for a rollout engine, eager and with CUDA graphs."""
-    torch = torch_on_gpu()
-    cuda = driver()
+    here, cuda = place(), driver()
+    torch, on_gpu = here.torch, here.device == "cuda"
     total_sms, step, least = cuda.sm_split()
-    free, total = torch.cuda.mem_get_info()
+    free, total = torch.cuda.mem_get_info() if on_gpu else (cuda.free_bytes(), 0)
     found: Figures = {
-        "device": torch.cuda.get_device_name(0),
+        "device": torch.cuda.get_device_name(0) if on_gpu else "stand-in",
         "sms": total_sms,
         "sms_split_by": step,
         "sms_split_from": least,
@@ -68,33 +77,40 @@ def machine() -> Figures:
 def contract() -> Figures:
     """The tests marked ``gpu``: the page pool's contract and the weight codec on this device."""
     driver()
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-m",
-        "gpu",
-        "tests/coserve/test_page_pools.py",
-        "tests/plugin/test_gpu_device.py",
-        "tests/weights/test_device.py",
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise LedgerError(f"pytest ended with {done.returncode}: {done.stdout[-600:]}")
-    return {"summary": done.stdout.strip().splitlines()[-1]}
+    files = CONTRACT[:1] if rehearsing() else CONTRACT  # the others launch kernels
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "junit.xml"
+        command = [
+            *(
+                sys.executable,
+                "-m",
+                "pytest",
+                "-v",
+                "-m",
+                "gpu",
+                "-c",
+                str(PYTEST_INI),
+                "--rootdir",
+                str(ROOT),
+            ),
+            *(f"--junitxml={report}", *files),
+        ]
+        done = subprocess.run(command, cwd=ROOT, check=False, env={**os.environ, "ROSE_TEST_GPU": "1"})
+        if not report.exists():
+            raise LedgerError(f"pytest ended with {done.returncode} and no report; its words are in the log")
+        return figures.contract(report.read_text(), files)
 
 
 def vmm() -> Figures:
     """Microseconds per 2 MiB of CUDA's virtual memory calls by size of handle: one by one, by range, with retained handles."""
-    driver()
+    gib = place().gib
     rounds: dict[tuple[int, str], tuple[list[float], list[float], int]] = {}
     for handle_mib in (2, 16, 64):
         size = handle_mib << 20
-        for way, batch, retain in (("single", 1, 0), ("ranged", 16, 0), ("retained", 16, 4 * GIB)):
-            arena = pool(handle_bytes=size, retain_bytes=retain).reserve(GIB, guard=True)
-            batch = min(batch, GIB // size)
-            ranges = [(start * size, batch * size) for start in range(0, GIB // size, batch)]
+        for way, batch, retain in (("single", 1, 0), ("ranged", 16, 0), ("retained", 16, 4 * gib)):
+            arena = pool(handle_bytes=size, retain_bytes=retain).reserve(gib, guard=True)
+            batch = min(batch, gib // size)
+            ranges = [(start * size, batch * size) for start in range(0, gib // size, batch)]
             mapped: list[float] = []
             unmapped: list[float] = []
             for _ in range(ROUNDS):
@@ -108,10 +124,10 @@ def vmm() -> Figures:
 
 def fallback() -> Figures:
     """What the shared fallback page costs on top: map and unmap of 1 GiB of 2 MiB handles without a guard."""
-    driver()
-    arena = pool().reserve(GIB)
+    gib = place().gib
+    arena = pool().reserve(gib)
     size = 32 << 20
-    ranges = [(start, size) for start in range(0, GIB, size)]
+    ranges = [(start, size) for start in range(0, gib, size)]
     mapped: list[float] = []
     unmapped: list[float] = []
     for _ in range(ROUNDS):
@@ -123,26 +139,25 @@ def fallback() -> Figures:
 
 
 def step_self() -> Figures:
-    """P99 of a decode-like step while this process maps and unmaps 1 GiB/s."""
-    torch, step, arms = _alone_twice()
-    with moving_here(2 * GIB):
-        arms["loaded"] = step_times(torch, step, STEPS)
-    return figures.steps(arms)
+    """P99 of a decode-like step while this process maps and unmaps 1 GiB/s, and what it really moved."""
+    here, step, arms = _alone_twice()
+    with moving_here(here) as moved:
+        arms["loaded"], rate = beside(moved, lambda: step_times(here, step, here.steps))
+    return {**figures.steps(arms), **figures.load(rate, here.gib)}
 
 
 def step_peer() -> Figures:
-    """P99 of a decode-like step while another process maps and unmaps 1 GiB/s."""
-    torch, step, arms = _alone_twice()
-    with Peer("traffic", 2 * GIB):
-        arms["loaded"] = step_times(torch, step, STEPS)
-    return figures.steps(arms)
+    """P99 of a decode-like step while another process maps and unmaps 1 GiB/s, and what it really moved."""
+    here, step, arms = _alone_twice()
+    with Peer("traffic", here.gib) as peer:
+        arms["loaded"], rate = beside(peer.count, lambda: step_times(here, step, here.steps))
+    return {**figures.steps(arms), **figures.load(rate, here.gib)}
 
 
 def fence() -> Figures:
     """What the fence's event and its polling cost a step, and how long it waits: an event behind every step."""
-    torch, step, arms = _alone_twice()
-    cuda, waits = driver(), []
-    stream = torch.cuda.current_stream().cuda_stream
+    here, step, arms = _alone_twice()
+    cuda, waits, stream = driver(), [], here.stream()
     stopping = False
 
     def watch() -> None:
@@ -155,14 +170,15 @@ def fence() -> Figures:
             waits.append((time.perf_counter() - begun) * 1e3)
             time.sleep(0.002)
 
-    watcher = threading.Thread(target=watch)
+    watcher = Background(watch)
     watcher.start()
     try:
-        arms["loaded"] = step_times(torch, step, STEPS)
+        arms["loaded"], rate = beside(lambda: len(waits), lambda: step_times(here, step, here.steps))
     finally:
         stopping = True
-        watcher.join()
+        watcher.finish()
     return {
+        "fences_per_s": rate,
         **figures.steps(arms),
         "wait_p50_ms": figures.percentile(waits, 0.5),
         "wait_p99_ms": figures.percentile(waits, 0.99),
@@ -171,8 +187,7 @@ def fence() -> Figures:
 
 def handover() -> Figures:
     """Memory from a peer to us: its unmap, then our map and zeroing, per GiB; the driver's part of watermark to usable."""
-    torch_on_gpu()
-    size = 4 * GIB
+    size = 4 * place().gib
     rounds: list[tuple[float, float]] = []
     for _ in range(5):
         with Peer("hold", size) as peer:
@@ -187,38 +202,38 @@ def handover() -> Figures:
 
 def kill() -> Figures:
     """Seconds until the memory of a SIGKILLed process with 8 GiB mapped is free."""
-    torch = torch_on_gpu()
+    here = place()
     late: list[float] = []
     for _ in range(3):
-        before, _total = torch.cuda.mem_get_info()
-        peer = Peer("hold", 8 * GIB)
-        held, _total = torch.cuda.mem_get_info()
-        if before - held < 7 * GIB:
+        before = here.free_bytes()
+        peer = Peer("hold", 8 * here.gib)
+        held = here.free_bytes()
+        if before - held < 7 * here.gib:
             peer.kill()
             raise LedgerError("the peer did not hold its memory")
-        late.append(_free_after(torch, peer.kill, held + 7 * GIB))
+        late.append(_free_after(here, peer.kill, held + 7 * here.gib))
         keep(figures.after_kill(late))
     return figures.after_kill(late)
 
 
 def green() -> Figures:
     """A decode-like step on part of the SMs, by their number; and P99 of ours beside a peer's prefill: on all SMs, and on its share."""
-    torch = torch_on_gpu()
-    cuda = driver()
+    here, cuda = place(), driver()
     total, by, least = cuda.sm_split()
-    step = decode_step(torch)
-    whole = figures.percentile(step_times(torch, step, 200), 0.5)
+    step, few = decode_step(here), max(20, here.steps * 2 // 5)
+    whole = figures.percentile(step_times(here, step, few), 0.5)
     found: Figures = {"whole_device_ms": whole}
     for share in (0.25, 0.5, 0.75):
         stream, sms = cuda.green_stream(sms_of_share(total, share, by, least))
-        with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
-            found[f"slowdown_{sms}_sms"] = figures.percentile(step_times(torch, step, 200), 0.5) / whole
+        with here.on_stream(stream):
+            found[f"slowdown_{sms}_sms"] = figures.percentile(step_times(here, step, few), 0.5) / whole
         keep(found)
-    arms = {"alone": step_times(torch, step, STEPS), "again": step_times(torch, step, STEPS)}
+    arms = {"alone": step_times(here, step, here.steps), "again": step_times(here, step, here.steps)}
     half = sms_of_share(total, 0.5, by, least)
     for name, env in (("peer_on_all", {}), ("peer_on_half", {"ROSE_GPU_CHECK_SMS": str(half)})):
-        with Peer("prefill", env=env):
-            arms[name] = step_times(torch, step, STEPS)
+        with Peer("prefill", env=env) as peer:
+            arms[name], rate = beside(peer.count, lambda: step_times(here, step, here.steps))
+        found[f"{name}_steps_per_s"] = rate
         keep({**found, **figures.steps(arms)})
     return {**found, **figures.steps(arms)}
 
@@ -242,36 +257,36 @@ def mps() -> Figures:
 
 
 def _beside_a_client(control: str) -> Figures:
-    torch, step, arms = _alone_twice()
+    here, step, arms = _alone_twice()
     low = {"CUDA_MPS_CLIENT_PRIORITY": "1", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "50"}
-    free, _total = torch.cuda.mem_get_info()
+    free = here.free_bytes()
     with Peer("prefill", env=low) as peer:
-        arms["loaded"] = step_times(torch, step, STEPS)
+        arms["loaded"], rate = beside(peer.count, lambda: step_times(here, step, here.steps))
         servers = mps_stop.ask(control, "get_server_list")
         clients = mps_stop.ask(control, f"get_client_list {servers[0]}") if servers else []
         seen = str(peer.pid) in clients
         subprocess.run(
             [sys.executable, "-IS", mps_stop.__file__, control, str(peer.pid)], timeout=10, check=False
         )
-        free_s = _free_after(torch, peer.kill, free - GIB)
+        free_s = _free_after(here, peer.kill, free - GIB)
     try:
-        survived = len(step_times(torch, step, 50)) == 50
+        survived = len(step_times(here, step, 50)) == 50
     except RuntimeError:  # torch's word for a CUDA error
         survived = False
-    return figures.mps(arms, survived, free_s, seen)
+    return {**figures.mps(arms, survived, free_s, seen), "client_steps_per_s": rate}
 
 
-def _alone_twice() -> tuple[Any, Any, dict[str, list[float]]]:
-    torch = torch_on_gpu()
-    step = decode_step(torch)
-    step_times(torch, step, 50)
-    return torch, step, {"alone": step_times(torch, step, STEPS), "again": step_times(torch, step, STEPS)}
+def _alone_twice() -> tuple[Place, Any, dict[str, list[float]]]:
+    here = place()
+    step = decode_step(here)
+    step_times(here, step, here.steps // 10)
+    return here, step, {name: step_times(here, step, here.steps) for name in ("alone", "again")}
 
 
-def _free_after(torch: Any, end: Any, free_bytes: int) -> float:
+def _free_after(here: Place, end: Any, free_bytes: int) -> float:
     """Seconds from ``end`` until that much of the device is free; at most 30."""
     begun = time.monotonic()
     end()
-    while torch.cuda.mem_get_info()[0] < free_bytes and time.monotonic() - begun < 30:
+    while here.free_bytes() < free_bytes and time.monotonic() - begun < 30:
         time.sleep(0.001)
     return time.monotonic() - begun

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+from xml.etree import ElementTree
 
 from benchmarks.report import percentile
+from rose.errors import LedgerError
 from rose.units import PAGE_BYTES
 
 GIB = 1 << 30
@@ -17,6 +19,8 @@ MOONSHOT_ACTIVATION_S = 1.0
 MOONSHOT_P99_RATIO = 1.05
 PAPER_P99_RATIO = (1.07, 1.27)
 FREE_LIMIT_S = 0.5
+LOAD_SHARE = 0.9
+"""Of the load that an arm asks for: with less its ratio says too little."""
 
 
 def steps(arms: Mapping[str, Sequence[float]], alone: str = "alone", again: str = "again") -> dict[str, Any]:
@@ -33,6 +37,38 @@ def steps(arms: Mapping[str, Sequence[float]], alone: str = "alone", again: str 
             suffix = "" if len(arms) <= 3 else f"_{name}"
             found[f"p99_ratio{suffix}"] = found[f"{name}_p99_ms"] / base
     return found
+
+
+def load(rate_bytes_s: float, wanted_bytes_s: float) -> dict[str, Any]:
+    """What really ran beside the loaded arm."""
+    share = rate_bytes_s / wanted_bytes_s
+    return {"load_gib_s": rate_bytes_s / GIB, "load_share_of_wanted": share, "load_met": share >= LOAD_SHARE}
+
+
+def contract(junit: str, files: Sequence[str]) -> dict[str, Any]:
+    """What pytest's report says of ``files``.
+
+    Raises:
+        LedgerError: A test failed, or a file had none that ran.
+    """
+    passed: dict[str, int] = dict.fromkeys(files, 0)
+    skipped: list[str] = []
+    failed: list[str] = []
+    for case in ElementTree.fromstring(junit).iter("testcase"):
+        name = f"{case.get('classname')}::{case.get('name')}"
+        if case.find("failure") is not None or case.find("error") is not None:
+            failed.append(name)
+        elif case.find("skipped") is not None:
+            skipped.append(name)
+        else:
+            for file in files:
+                passed[file] += name.startswith(file.removesuffix(".py").replace("/", ".") + "::")
+    if failed:
+        raise LedgerError(f"{len(failed)} tests failed: {', '.join(failed)[:500]}")
+    idle = [file for file, count in passed.items() if not count]
+    if idle:
+        raise LedgerError(f"no test ran of {', '.join(idle)}")
+    return {"passed": sum(passed.values()), "skipped": len(skipped), "skipped_names": skipped}
 
 
 def vmm(rounds: Mapping[tuple[int, str], tuple[Sequence[float], Sequence[float], int]]) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Three stages that go wrong as stages do on a machine that nobody can look at: part of every rehearsal of ``gpu_check.py``."""
+"""What a rehearsal of ``gpu_check.py`` has in place of a GPU: a stand-in for the driver, and three stages that go wrong as stages do
+on a machine that nobody can look at."""
 
 from __future__ import annotations
 
@@ -8,8 +9,33 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
-from benchmarks.gpu.common import Figures, keep
+from benchmarks.gpu.common import REHEARSAL_PAGES, Figures, keep
+
+
+class StandIn:
+    """One device of the driver's stand-in, for the stages and the peers of a rehearsal.
+
+    Args:
+        folder: Of its memory's books and its log; of this call alone.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from tests.coserve.fakecuda import Device
+
+        self._device = Device(folder, pages=REHEARSAL_PAGES)
+        self._env = self._device.env()
+
+    def env(self) -> dict[str, str]:
+        """What a process needs to find it."""
+        return self._env
+
+    def broken_rules(self) -> list[str]:
+        """Rules of the driver that a process has broken since the last look."""
+        broken = self._device.broken_rules()
+        self._device.log.unlink(missing_ok=True)
+        return broken
 
 
 def hangs() -> Figures:

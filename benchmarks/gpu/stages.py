@@ -45,30 +45,31 @@ class Stage:
         return found if isinstance(found, tuple) else (found, {})
 
 
-_DEVICE = ("gpu", "bindings", "torch")
-_ENGINE = (*_DEVICE, "vllm")
+_DEVICE = ("driver", "bindings", "torch")
+_ENGINE = ("gpu", "bindings", "torch", "vllm")
+_ROSE = (*_ENGINE, "plugin")
 STAGES: dict[str, Stage] = {
-    "machine": Stage("device", "machine", "driver, device, and the rung of the compute ladder", _DEVICE, 20, 60),
-    "contract": Stage("device", "contract", "the tests marked gpu", _DEVICE, 60, 120),
-    "vmm": Stage("device", "vmm", "map and unmap by size of handle: single, ranged, retained", _DEVICE, 30, 60),
-    "handover": Stage("device", "handover", "memory from a peer to us, per GiB", _DEVICE, 40, 80),
-    "step_self": Stage("device", "step_self", "P99 of a step while this process moves 1 GiB/s", _DEVICE, 40, 80),
-    "step_peer": Stage("device", "step_peer", "P99 of a step while another process moves 1 GiB/s", _DEVICE, 45, 90),
-    "kill": Stage("device", "kill", "until the memory of a killed process is free", _DEVICE, 40, 80),
-    "kernels": Stage("engines", "kernels", "the kernels a dense bf16 model needs", _ENGINE, 30, 60),
-    "engine": Stage("engines", "eager", "one engine of the 8B shape, eager", _ENGINE, 100, 150),
-    "lend": Stage("engines", "lend", "an engine lends a quarter of its cache and takes it back, eager", _ENGINE, 150, 220),
-    "table_1": Stage("coserve", "repeat", "two engines on the busiest 20 s, repeat 1", _ENGINE, 500, 560, None, 1),
-    "lend_graphs": Stage("engines", "lend_graphs", "the same with CUDA graphs", _ENGINE, 200, 280),
-    "activation": Stage("coserve", "activation", "a deployed engine: memory, on to a first token, off", _ENGINE, 150, 220),
-    "fence": Stage("device", "fence", "P99 of a step with an event behind each, and how long a fence waits", _DEVICE, 35, 70),
-    "green": Stage("device", "green", "steps on part of the SMs; P99 beside a peer on all and on half of them", _DEVICE, 60, 120),
-    "fallback": Stage("device", "fallback", "what the shared page behind unmapped addresses costs", _DEVICE, 20, 40),
-    "engine_graphs": Stage("engines", "graphs", "the same with CUDA graphs", _ENGINE, 150, 220),
-    "engine_v1": Stage("engines", "old_runner", "the same with the first model runner", _ENGINE, 100, 150),
-    "mps": Stage("device", "mps", "a low-priority client, and its end by terminate_client with kernels in flight", (*_DEVICE, "mps"), 60, 120),
-    "table_2": Stage("coserve", "repeat", "two engines on the busiest 20 s, repeat 2", _ENGINE, 500, 560, None, 2),
-    "table_3": Stage("coserve", "repeat", "two engines on the busiest 20 s, repeat 3", _ENGINE, 500, 560, None, 3),
+    "machine": Stage("device", "machine", "driver, device, and the rung of the compute ladder", _DEVICE, 20, 60, 10),
+    "contract": Stage("device", "contract", "the tests marked gpu", _DEVICE, 60, 120, 20),
+    "vmm": Stage("device", "vmm", "map and unmap by size of handle: single, ranged, retained", _DEVICE, 30, 60, 20),
+    "handover": Stage("device", "handover", "memory from a peer to us, per GiB", _DEVICE, 40, 80, 25),
+    "step_self": Stage("device", "step_self", "P99 of a step while this process moves 1 GiB/s", _DEVICE, 40, 80, 15),
+    "step_peer": Stage("device", "step_peer", "P99 of a step while another process moves 1 GiB/s", _DEVICE, 45, 90, 20),
+    "kill": Stage("device", "kill", "until the memory of a killed process is free", _DEVICE, 40, 80, 25),
+    "kernels": Stage("engines", "kernels", "the kernels a dense bf16 model needs", (*_ENGINE, "kernels"), 30, 60),
+    "engine": Stage("engines", "eager", "one engine of the 8B shape, eager", _ENGINE, 100, 150, 60),
+    "lend": Stage("engines", "lend", "an engine lends a quarter of its cache and takes it back, eager", _ROSE, 150, 220, 90),
+    "table_1": Stage("coserve", "repeat", "two engines on the busiest 20 s, repeat 1", _ROSE, 500, 560, None, 1),
+    "lend_graphs": Stage("engines", "lend_graphs", "the same with CUDA graphs", (*_ROSE, "kernels"), 200, 280),
+    "activation": Stage("coserve", "activation", "a deployed engine: memory, on to a first token, off", _ROSE, 150, 220),
+    "fence": Stage("device", "fence", "P99 of a step with an event behind each, and how long a fence waits", _DEVICE, 35, 70, 15),
+    "green": Stage("device", "green", "steps on part of the SMs; P99 beside a peer on all and on half of them", _DEVICE, 60, 120, 30),
+    "fallback": Stage("device", "fallback", "what the shared page behind unmapped addresses costs", _DEVICE, 20, 40, 15),
+    "engine_graphs": Stage("engines", "graphs", "the same with CUDA graphs", (*_ENGINE, "kernels"), 150, 220),
+    "engine_v1": Stage("engines", "old_runner", "the same with the first model runner", (*_ENGINE, "kernels"), 100, 150),
+    "mps": Stage("device", "mps", "a low-priority client, and its end by terminate_client with kernels in flight", (*_DEVICE, "kernels", "mps"), 60, 120),
+    "table_2": Stage("coserve", "repeat", "two engines on the busiest 20 s, repeat 2", _ROSE, 500, 560, None, 2),
+    "table_3": Stage("coserve", "repeat", "two engines on the busiest 20 s, repeat 3", _ROSE, 500, 560, None, 3),
 }  # fmt: skip
 REPEATS = tuple(name for name in STAGES if name.startswith("table_"))
 
