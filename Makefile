@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench bench-quick bench-full clean
+.PHONY: help setup demo test lint bench bench-quick bench-full gpu-rehearse clean
 
 help:            ## show this help
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -27,6 +27,10 @@ bench-quick: setup  ## the same at a tenth of the size, under five minutes
 
 bench-full: setup  ## also the long ones; goes on where it was stopped
 	@$(BIN)/python benchmarks/run.py --full $(ARGS)
+
+gpu-rehearse: setup  ## rehearse the minutes on a GPU: CPU engines, and a stand-in for the driver (under 15 minutes)
+	@rm -rf out/gpu_rehearsal
+	@$(BIN)/python benchmarks/gpu_check.py --rehearse --until 900 --out out/gpu_rehearsal $(ARGS)
 
 lint: setup      ## ruff, pyright, import-linter
 	@$(BIN)/ruff check .

@@ -85,9 +85,14 @@ def core_lists(cores: list[int]) -> tuple[list[int], list[int], list[int]]:
 
 
 class GpuPlan(coserve.BenchPlan):
-    """The benchmark's parts on a GPU."""
+    """The benchmark's parts on a GPU.
+
+    Attributes:
+        rung: Of the compute ladder, to be asked for; None: the one that it chooses.
+    """
 
     split: Split
+    rung: str | None = None
 
     def make_models(self) -> None:
         self.production_model = models.write_folder(models.PRODUCTION, self.root / "models" / "production")
@@ -124,10 +129,11 @@ class GpuPlan(coserve.BenchPlan):
         table |= {
             "command": ["taskset", "--cpu-list", cores, *SERVE],
             "allow_unmeasured": True,
+            **({"compute_rung": self.rung} if self.rung is not None else {}),
             "env": {**self._engine_env(), "CUDA_VISIBLE_DEVICES": _device()},
             "args": [
                 "--load-format=dummy",
-                "--enforce-eager",  # green contexts: a graph's kernels run where they were captured
+                "--enforce-eager",  # as a green context needs it: every rung on the same engine
                 f"--gpu-memory-utilization={self.split.rollout}",
                 f"--kv-cache-memory-bytes={self.split.rollout_kv_bytes}",
                 f"--seed={self.config.seed}",
@@ -172,12 +178,17 @@ def repeat(number: int) -> tuple[Figures, dict[str, Any]]:
     return asyncio.run(_with_engines(number, _table))
 
 
+def on_rung(rung: str) -> tuple[Figures, dict[str, Any]]:
+    """The same on a rung of the compute ladder that is asked for; fails where another one is in force."""
+    return asyncio.run(_with_engines(1, _table, rung))
+
+
 def activation() -> tuple[Figures, dict[str, Any]]:
     """A deployed engine that holds nothing: its memory, ``on`` to a first token five times, and what ``off`` leaves."""
     return asyncio.run(_with_engines(0, _activation))
 
 
-async def _with_engines(number: int, measure: Any) -> tuple[Figures, dict[str, Any]]:
+async def _with_engines(number: int, measure: Any, rung: str | None = None) -> tuple[Figures, dict[str, Any]]:
     torch = torch_on_gpu()
     stages = Stages(Console(stderr=True))
     rows = load_trace(Path(os.environ[TRACE])) if os.environ.get(TRACE) else None
@@ -204,7 +215,7 @@ async def _with_engines(number: int, measure: Any) -> tuple[Figures, dict[str, A
         plan = GpuPlan(
             config=config, cores=(rest[0], rest[-1]), root=workplace.path, logs=config.out / f"logs-{number}"
         )
-        plan.split = Split.of(torch.cuda.mem_get_info()[1])
+        plan.split, plan.rung = Split.of(torch.cuda.mem_get_info()[1]), rung
         plan.prepare(schedule.arrivals)
         plan.write_traffic(schedule)
         plan.make_models()
@@ -223,6 +234,11 @@ async def _with_engines(number: int, measure: Any) -> tuple[Figures, dict[str, A
 
 
 async def _table(run: Any) -> tuple[Figures, dict[str, Any]]:
+    ladder = (await _status(run))["engine"]["ladder"]
+    if run.plan.rung not in (None, ladder["rung"]):
+        raise EngineError(
+            f"{run.plan.rung} was asked for, {ladder['rung']} is in force: {ladder['reason']}", field="rung"
+        )
     args = argparse.Namespace(run=run.number, minutes=MINUTES)
     async with coserve.Trajectories(run.registry, NUM_TRAJECTORIES, coserve.VOCAB, run.number) as rollouts:
         blocks = await coserve._run(args, run.world, run.fleet, run.schedule, run.stages)
@@ -236,12 +252,12 @@ async def _table(run: Any) -> tuple[Figures, dict[str, Any]]:
         "rate_hz": run.config.traffic.mean_rate_hz,
         "split": asdict(run.plan.split),
         "rollouts": counts,
-        "ladder": (await _status(run))["engine"]["ladder"],
+        "ladder": ladder,
         "arms": found["arms"],
         "blocks": [asdict(block) for block in blocks],
         "samples": [coserve._pack(sample) for sample in samples],
     }
-    return found["summary"], details
+    return {**found["summary"], "rung": ladder["rung"]}, details
 
 
 async def _activation(run: Any) -> tuple[Figures, dict[str, Any]]:

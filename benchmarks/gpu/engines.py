@@ -1,4 +1,4 @@
-"""Stages with one vLLM engine of the 8B shape and dummy weights: does it run here, and does its KV memory come and go.
+"""Stages with one vLLM engine of the 8B shape, without a checkpoint: does it run here, and does its KV memory come and go.
 
 Each in a process of its own, with the engine in a process below it.
 """
@@ -14,17 +14,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.gpu import figures, models
-from benchmarks.gpu.common import GIB, Figures, Skip, keep, torch_on_gpu
+from benchmarks.gpu.common import GIB, Background, Figures, Skip, keep, place, rehearsing, torch_on_gpu
 from rose.coserve.ledger import NodeDir, NodeState
+from rose.demo.parts import ENGINE_ENV
 from rose.errors import LedgerError
 from rose.policy.compat import Support, row_of_number
 from rose.policy.lending_events import Mode
 from vllm_plugin.memory import GOING, UNMAPPED
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 32, 512, 128
+SINGLE_REQUESTS, SINGLE_TOKENS = 8, 64
+"""Of a pass of ``lend``: one after the other, so that no answer depends on what else is in its batch."""
 LENT_SHARE = 0.25
 WAIT_S = 30.0
+SEED = 7
+SEEDED = "benchmarks.gpu.seeded.SeededWeights"
 
 
 def kernels() -> Figures:
@@ -85,42 +92,51 @@ def lend_graphs() -> Figures:
 def _engine(folder: Path, **settings: Any) -> Any:
     from vllm import LLM
 
-    return LLM(
-        model=str(models.write_folder(models.POLICY, folder)), load_format="dummy", max_model_len=4096,
-        **{"gpu_memory_utilization": 0.5, **settings},
-    )  # fmt: skip
+    if rehearsing():
+        shape, own = (
+            models.TINY,
+            {"max_model_len": 512, "kv_cache_memory_bytes": 64 << 20, "enforce_eager": True},
+        )
+        os.environ.update(ENGINE_ENV)
+    else:
+        shape, own = models.POLICY, {"max_model_len": 4096, "gpu_memory_utilization": 0.5}
+    settings = {**own, **settings}
+    return LLM(model=str(models.write_folder(shape, folder)), load_format="dummy", **settings)
 
 
-def _generate(engine: Any, salt: int) -> list[list[int]]:
-    """Tokens of every request, greedy; other ``salt``, other prompts (no prefix is found again)."""
+def _prompts(count: int, salt: int) -> list[Any]:
+    """Other ``salt``, other prompts (no prefix is found again)."""
+    length = PROMPT_TOKENS // 8 if rehearsing() else PROMPT_TOKENS
+    return [
+        {"prompt_token_ids": [7 + (salt * 1000 + i + j) % 5000 for j in range(length)]} for i in range(count)
+    ]
+
+
+def _generate(engine: Any, prompts: list[Any], new_tokens: int) -> list[list[int]]:
+    """Tokens of every request, greedy."""
     from vllm import SamplingParams
 
-    sampling = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False, temperature=0.0)
-    prompts: Any = [
-        {"prompt_token_ids": [7 + (salt * 1000 + i + j) % 5000 for j in range(PROMPT_TOKENS)]}
-        for i in range(PROMPTS)
-    ]
+    new_tokens = new_tokens // 4 if rehearsing() else new_tokens
+    sampling = SamplingParams(max_tokens=new_tokens, ignore_eos=True, detokenize=False, temperature=0.0)
     answers = engine.generate(prompts, sampling, use_tqdm=False)
     return [list(answer.outputs[0].token_ids) for answer in answers]
 
 
 def _speed(**settings: Any) -> Figures:
-    torch = torch_on_gpu()
-    free, _total = torch.cuda.mem_get_info()
+    here = None if rehearsing() else place()
+    free = here.free_bytes() if here is not None else 0
     with tempfile.TemporaryDirectory() as folder:
         begun = time.monotonic()
         engine = _engine(Path(folder), **settings)
         found: Figures = {"start_s": time.monotonic() - begun}
         keep(found)
-        _generate(engine, 0)
+        _generate(engine, _prompts(PROMPTS, 0), NEW_TOKENS)
         begun = time.monotonic()
-        _generate(engine, 1)
+        num_tokens = sum(map(len, _generate(engine, _prompts(PROMPTS, 1), NEW_TOKENS)))
         took_s = time.monotonic() - begun
-    return {
-        **found,
-        "tokens_per_s": PROMPTS * NEW_TOKENS / took_s,
-        "used_gib": (free - torch.cuda.mem_get_info()[0]) / GIB,
-    }
+        if here is not None:
+            found["used_gib"] = (free - here.free_bytes()) / GIB
+    return {**found, "tokens_per_s": num_tokens / took_s}
 
 
 class _Agent:
@@ -163,6 +179,9 @@ def _serving(folder: Path) -> Any:
         "ROSE_ROLE": "serving",
         "ROSE_DIR": str(folder / "node"),
         "ROSE_ALLOW_UNMEASURED": "1",
+        "ROSE_GUARD": os.environ.get(
+            "ROSE_GUARD", "1"
+        ),  # a use after release is a fault, not a read of zeros
         "VLLM_PLUGINS": "rose",
     }
     agent = _Agent(node_dir)
@@ -173,41 +192,56 @@ def _serving(folder: Path) -> Any:
 
 
 def _lend(**settings: Any) -> Figures:
-    torch = torch_on_gpu()
+    if not rehearsing():
+        torch_on_gpu()
     with tempfile.TemporaryDirectory() as name, _serving(Path(name)) as (node_dir, agent):
-        engine = _engine(Path(name) / "model", **settings)
+        engine = _engine(
+            Path(name) / "model", enable_prefix_caching=False, worker_extension_cls=SEEDED, **settings
+        )
+        engine.collective_rpc("gpu_check_fill_weights", args=(SEED,))
         lease, rank = node_dir.serving_lease(), node_dir.rank("serving", 0)
         record = lease.read()
         if record is None or record.support != Support.ELASTIC:
             because = row_of_number(record.row) if record is not None else None
             raise Skip(f"the engine does not share: {because.feature if because else 'no plugin was loaded'}")
-        plain = _generate(engine, 2)
         num_chunks = len(rank.extra)
         chunk_pages = record.total_pages // num_chunks
         pages = int(num_chunks * LENT_SHARE) * chunk_pages
-        free = {"before": torch.cuda.mem_get_info()[0]}
+        prompts = _prompts(SINGLE_REQUESTS, 2)
+        tokens: dict[str, list[list[int]]] = {}
         seconds: dict[str, float] = {}
-        tokens: list[list[list[int]]] = []
 
-        def load() -> None:
-            tokens.append(_generate(engine, 2))
+        def answer(name: str, first: threading.Event) -> None:
+            tokens[name] = []
+            for prompt in prompts:
+                tokens[name] += _generate(engine, [prompt], SINGLE_TOKENS)
+                first.set()
 
+        # Twice with all of its memory: what differs between these two is not of our making.
+        for name in ("alone", "again"):
+            answer(name, threading.Event())
+        free = {"before": _free_bytes()}
+        keep({"control_same_tokens": tokens["alone"] == tokens["again"]})
         # Lend while the engine works, take back while it works: its tokens must not change.
-        for what, loan in (("lend", pages), ("take_back", 0)):
-            worker = threading.Thread(target=load)
-            worker.start()
-            time.sleep(0.3)
+        for name, loan in (("lend", pages), ("take_back", 0)):
+            first = threading.Event()
+            work = Background(lambda name=name, first=first: answer(name, first))
+            work.start()
+            _until(first.is_set, work)
             agent.lend(loan)
             begun = time.monotonic()
-            _until(lambda loan=loan: _gone(rank) * chunk_pages == loan)
-            seconds[what] = time.monotonic() - begun
-            worker.join()
-            _until(
-                lambda: _retained(rank) == 0
-            )  # kept for the first chunks that come back; let go after some seconds
-            free["lent" if loan else "after"] = torch.cuda.mem_get_info()[0]
-            keep({**seconds})
-        return figures.lending(free, pages, seconds, all(one == plain for one in tokens))
+            _until(lambda loan=loan: _gone(rank) * chunk_pages == loan, work)
+            seconds[name] = time.monotonic() - begun
+            work.finish()
+            # Handles are kept for the first chunks that come back; they are let go after some seconds.
+            _until(lambda: _retained(rank) == 0, work)
+            free["lent" if loan else "after"] = _free_bytes()
+            keep({f"{key}_s": value for key, value in seconds.items()})
+        return figures.lending(free, pages, seconds, tokens)
+
+
+def _free_bytes() -> int:
+    return psutil.virtual_memory().available if rehearsing() else place().free_bytes()
 
 
 def _gone(rank: Any) -> int:
@@ -221,9 +255,10 @@ def _retained(rank: Any) -> int:
     return record.retained_pages if record is not None else -1
 
 
-def _until(condition: Callable[[], bool]) -> None:
+def _until(condition: Callable[[], bool], work: Background) -> None:
     until_s = time.monotonic() + WAIT_S
     while not condition():
+        work.check()
         if time.monotonic() > until_s:
             raise LedgerError(f"not within {WAIT_S:.0f} s")
         time.sleep(0.002)

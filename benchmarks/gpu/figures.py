@@ -105,15 +105,18 @@ def after_kill(seconds: Sequence[float]) -> dict[str, Any]:
 
 
 def lending(
-    free_bytes: Mapping[str, int], lent_pages: int, seconds: Mapping[str, float], same_tokens: bool
+    free_bytes: Mapping[str, int], lent_pages: int, seconds: Mapping[str, float], tokens: Mapping[str, Any]
 ) -> dict[str, Any]:
     """One engine that lent memory and took it back.
 
     Args:
         free_bytes: Of the device: ``before``, ``lent``, ``after``.
         seconds: ``lend`` and ``take_back``, from the wish to the last rank's word.
+        tokens: Answers to the same requests: ``alone``, ``again`` (nothing was lent either time: the control), ``lend``, ``take_back``.
     """
     lent = lent_pages * PAGE_BYTES
+    control = tokens["again"] == tokens["alone"]
+    same = all(tokens[name] == tokens["alone"] for name in ("lend", "take_back"))
     return {
         "lent_pages": lent_pages,
         "free_rose_share": (free_bytes["lent"] - free_bytes["before"]) / lent if lent else None,
@@ -121,7 +124,52 @@ def lending(
         "lend_s": seconds["lend"],
         "take_back_s": seconds["take_back"],
         "take_back_ms_per_gib": seconds["take_back"] * 1e3 * GIB / lent if lent else None,
-        "same_tokens": same_tokens,
+        "control_same_tokens": control,
+        "same_tokens": same if control else None,
+        "distinct_answers": len({tuple(one) for one in tokens["alone"]}),
+        "requests": len(tokens["alone"]),
+    }
+
+
+def updates(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Versions that an engine took over: the first is whole, the others are deltas.
+
+    Args:
+        rows: Of each: ``kind``, ``bytes_sent``, ``bytes_dense``, ``proved``, and its phases in seconds.
+    """
+    found: dict[str, Any] = {"versions": len(rows), "all_proved": all(row["proved"] for row in rows)}
+    for name, chosen in (("whole", rows[:1]), ("delta", rows[1:])):
+        for key in chosen[0] if chosen else ():
+            if key.endswith("_s"):
+                found[f"{name}_{key}"] = percentile([row[key] for row in chosen], 0.5)
+        if chosen:
+            found[f"{name}_bytes_sent"] = percentile([row["bytes_sent"] for row in chosen], 0.5)
+            found[f"{name}_acknowledged_s_per_gb"] = (
+                found[f"{name}_acknowledged_s"] / rows[0]["bytes_dense"] * 1e9
+            )
+    return found
+
+
+def codec(
+    name: str,
+    size: int,
+    num_bytes: int,
+    num_changed: int,
+    encode_s: float,
+    apply_s: float,
+    cpu_encode_s: float,
+) -> dict[str, Any]:
+    """One case of the codec's kernels; ``size`` elements of 2 bytes.
+
+    ``encode_gb_s`` is of new weights, the way of the payload to the host included.
+    """
+    return {
+        f"{name}_encode_gb_s": 2e-9 * size / encode_s,
+        f"{name}_apply_gb_s": 2e-9 * size / apply_s,
+        f"{name}_apply_changes_per_us": num_changed / apply_s / 1e6,
+        f"{name}_cpu_encode_gb_s": 2e-9 * size / cpu_encode_s,
+        f"{name}_payload_bits": 8 * num_bytes,
+        f"{name}_over_2_31_bits": 8 * num_bytes > 2**31,
     }
 
 

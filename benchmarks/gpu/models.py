@@ -1,4 +1,4 @@
-"""Model folders with the shapes of real models and no weights: ``--load-format dummy`` makes them up.
+"""Model folders with the shapes of real models, without weights (``--load-format dummy`` makes them up) or with seeded ones.
 
 The tokenizer is a word per token id, so that every id an engine can produce has a text: the completions route detokenises.
 """
@@ -48,6 +48,16 @@ POLICY = Shape(
     name="qwen3-8b", family="qwen3", hidden_size=4096, intermediate_size=12288, num_layers=36,
     num_heads=32, num_kv_heads=8, head_size=128, vocab_size=151936,
 )  # fmt: skip
+SMALL = Shape(
+    name="qwen3-0.6b", family="qwen3", hidden_size=1024, intermediate_size=3072, num_layers=28,
+    num_heads=16, num_kv_heads=8, head_size=128, vocab_size=151936,
+)  # fmt: skip
+"""Of the stage that loads a checkpoint; untied, so 1.5 GB."""
+TINY = Shape(
+    name="tiny", family="qwen3", hidden_size=96, intermediate_size=160, num_layers=2,
+    num_heads=4, num_kv_heads=2, head_size=32, vocab_size=6000,
+)  # fmt: skip
+"""Of rehearsals."""
 _CLASSES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
@@ -101,3 +111,40 @@ def write_folder(shape: Shape, folder: Path) -> Path:
     for name, content in (("config", config), ("tokenizer", tokenizer), ("tokenizer_config", settings)):
         (folder / f"{name}.json").write_text(json.dumps(content))
     return folder
+
+
+def write_checkpoint(shape: Shape, folder: Path, *, seed: int) -> dict[str, Any]:
+    """As :func:`write_folder`, with weights by ``seed`` (qwen3 only); the tensors by their names in the checkpoint, bf16."""
+    import torch
+    from safetensors.torch import save_file
+
+    from benchmarks.gpu.seeded import fill
+
+    write_folder(shape, folder)
+    weights: dict[str, Any] = {}
+    for index, (name, size) in enumerate(_tensors(shape).items()):
+        weights[name] = torch.empty(size, dtype=torch.bfloat16)
+        fill(name, weights[name], seed, index)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return weights
+
+
+def _tensors(shape: Shape) -> dict[str, tuple[int, ...]]:
+    hidden, head = shape.hidden_size, shape.head_size
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab_size, hidden)}
+    for layer in range(shape.num_layers):
+        name = f"model.layers.{layer}."
+        found |= {
+            f"{name}input_layernorm.weight": (hidden,),
+            f"{name}self_attn.q_proj.weight": (shape.num_heads * head, hidden),
+            f"{name}self_attn.k_proj.weight": (shape.num_kv_heads * head, hidden),
+            f"{name}self_attn.v_proj.weight": (shape.num_kv_heads * head, hidden),
+            f"{name}self_attn.o_proj.weight": (hidden, shape.num_heads * head),
+            f"{name}self_attn.q_norm.weight": (head,),
+            f"{name}self_attn.k_norm.weight": (head,),
+            f"{name}post_attention_layernorm.weight": (hidden,),
+            f"{name}mlp.gate_proj.weight": (shape.intermediate_size, hidden),
+            f"{name}mlp.up_proj.weight": (shape.intermediate_size, hidden),
+            f"{name}mlp.down_proj.weight": (hidden, shape.intermediate_size),
+        }
+    return found | {"model.norm.weight": (hidden,), "lm_head.weight": (shape.vocab_size, hidden)}

@@ -61,6 +61,10 @@ def test_every_stage_is_listed_and_is_a_function_with_a_contract() -> None:
         assert stage.needs_s <= stage.limit_s
 
 
+def test_the_parts_of_a_table_are_its_repeats_on_the_rung_that_is_chosen() -> None:
+    assert [stages.STAGES[name].argument for name in stages.REPEATS] == [1, 2, 3]
+
+
 def test_each_call_of_ten_minutes_has_room_for_the_longest_stage() -> None:
     assert max(stage.needs_s for stage in stages.STAGES.values()) <= gpu_check.UNTIL_S - gpu_check.CLOSE_S
 
@@ -294,15 +298,64 @@ def test_the_slowest_kill_decides() -> None:
     assert figures.after_kill([0.2, 0.51]) == {"free_after_kill_s_max": 0.51, "limit_500_ms_met": False}
 
 
-def test_lending_is_what_the_device_says_was_free() -> None:
-    found = figures.lending(
+ANSWERS = [[5, 6], [7, 8]]
+
+
+def lent(**answers: Any) -> dict[str, Any]:
+    tokens = dict.fromkeys(("alone", "again", "lend", "take_back"), ANSWERS)
+    return figures.lending(
         {"before": 10 * GIB, "lent": 14 * GIB, "after": 10 * GIB},
         4 * GIB // PAGE_BYTES,
         {"lend": 0.5, "take_back": 0.2},
-        True,
+        {**tokens, **answers},
     )
+
+
+def test_lending_is_what_the_device_says_was_free() -> None:
+    found = lent()
     assert (found["free_rose_share"], found["free_came_back_share"]) == (1.0, 1.0)
     assert found["take_back_ms_per_gib"] == pytest.approx(50.0)
+    assert (found["control_same_tokens"], found["same_tokens"]) == (True, True)
+    assert (found["requests"], found["distinct_answers"]) == (2, 2)
+
+
+@pytest.mark.parametrize("which", ["lend", "take_back"])
+def test_tokens_that_differ_while_memory_moved_are_told(which: str) -> None:
+    assert lent(**{which: [[5, 6], [7, 9]]})["same_tokens"] is False
+
+
+def test_an_engine_that_differs_from_itself_proves_nothing_about_lending() -> None:
+    found = lent(again=[[5, 6], [7, 9]], lend=[[5, 6], [7, 9]])
+    assert (found["control_same_tokens"], found["same_tokens"]) == (False, None)
+
+
+def test_updates_are_told_by_kind_and_not_proved_by_one_that_was_not() -> None:
+    def row(kind: str, seconds: float, proved: bool = True) -> dict[str, Any]:
+        return {
+            "kind": kind, "bytes_sent": 10, "bytes_dense": 2_000_000_000, "pause_s": seconds / 10, "acknowledged_s": seconds,
+            "proved": proved,
+        }  # fmt: skip
+
+    found = figures.updates([row("anchor", 4.0), row("delta", 1.0), row("delta", 3.0), row("delta", 2.0)])
+    assert (found["versions"], found["all_proved"]) == (4, True)
+    assert (found["whole_acknowledged_s"], found["delta_acknowledged_s"], found["delta_pause_s"]) == (
+        4.0,
+        2.0,
+        0.2,
+    )
+    assert found["whole_acknowledged_s_per_gb"] == 2.0
+    assert not figures.updates([row("anchor", 1.0), row("delta", 1.0, proved=False)])["all_proved"]
+
+
+def test_the_codecs_speed_is_of_new_weights_and_its_payload_is_counted_in_bits() -> None:
+    found = figures.codec("dense", 500_000_000, 2**28 + 1, 7_000_000, 0.5, 0.25, 2.0)
+    assert (found["dense_encode_gb_s"], found["dense_apply_gb_s"], found["dense_cpu_encode_gb_s"]) == (
+        2.0,
+        4.0,
+        0.5,
+    )
+    assert found["dense_over_2_31_bits"]
+    assert not figures.codec("x", 1, 2**28, 1, 1.0, 1.0, 1.0)["x_over_2_31_bits"]
 
 
 def test_activation_counts_its_slowest_time() -> None:
@@ -563,7 +616,7 @@ def test_the_parts_are_started_as_a_gpu_needs_them(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
     monkeypatch.setattr(coserve.importlib.util, "find_spec", lambda name: object())
     plan = coserve.GpuPlan(config=DemoConfig(), cores=(12, 15), root=tmp_path, logs=tmp_path / "logs")
-    plan.split = coserve.Split.of(139 * GIB)
+    plan.split, plan.rung = coserve.Split.of(139 * GIB), "green-context"
     plan.prepare([])
     plan.make_models()
     production = plan.production().spec
@@ -581,6 +634,7 @@ def test_the_parts_are_started_as_a_gpu_needs_them(tmp_path: Path, monkeypatch: 
     plan.node()
     node = load_config(NodeConfig, tmp_path / "harvested.toml")
     assert node.engine.allow_unmeasured
+    assert node.engine.compute_rung == "green-context"
     assert (node.device.kind, node.device.gpu) == ("gpu", 3)
     assert node.engine.command[:3] == ("taskset", "--cpu-list", "6,7,8,9,10,11")
     assert f"--kv-cache-memory-bytes={plan.split.rollout_kv_bytes}" in node.engine.args
