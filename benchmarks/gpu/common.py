@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -118,6 +119,14 @@ def keep(figures: Figures) -> None:
         temporary = Path(path + ".new")
         temporary.write_text(json.dumps(figures))
         os.replace(temporary, path)
+
+
+def logs_folder() -> Path:
+    """Where what a stage starts may write ``*.log``: their ends go behind the stage's own log, however it ended."""
+    path = os.environ.get(PARTIAL)
+    folder = Path(path).parent / "logs" if path else Path(tempfile.mkdtemp(prefix="rose-gpu-check-"))
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 # --- the device

@@ -21,11 +21,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
+import psutil
 from rich.console import Console
 
 from benchmarks import coserve
 from benchmarks.gpu import figures, models
-from benchmarks.gpu.common import GIB, RATE, TRACE, Figures, keep, torch_on_gpu
+from benchmarks.gpu.common import GIB, RATE, TRACE, Figures, keep, logs_folder, rehearsing, torch_on_gpu
 from rose.auth import Tokens, bearer
 from rose.coserve.control import ControlClient
 from rose.demo import parts
@@ -189,12 +190,37 @@ def activation() -> tuple[Figures, dict[str, Any]]:
 
 
 async def _with_engines(number: int, measure: Any, rung: str | None = None) -> tuple[Figures, dict[str, Any]]:
-    torch = torch_on_gpu()
     stages = Stages(Console(stderr=True))
     rows = load_trace(Path(os.environ[TRACE])) if os.environ.get(TRACE) else None
     workload = "burst" if rows is not None else "generated"
     rate_hz = float(os.environ.get(RATE) or RATES_HZ[workload])
-    config = DemoConfig(
+    config, window_s = _rehearsal_config(number) if rehearsing() else (_config(number, rate_hz), WINDOW_S)
+    free_bytes = _free_bytes()
+    timing = coserve.Timing(traffic_s=window_s)
+    segments = coserve.make_segments(workload, config.shape(), timing, 1, number, rows)
+    schedule = coserve.make_schedule(segments, ARMS, timing, number)
+    with SharedMemorySweep(), Workplace(keep=False) as workplace:
+        Tokens.generate().save(workplace.path / parts.TOKEN_FILE)
+        plan = _plan(config, workplace.path, logs_folder(), rung)
+        plan.prepare(schedule.arrivals)
+        plan.write_traffic(schedule)
+        plan.make_models()
+        async with (
+            coserve.Registry(config.port("scheduler")) as registry,
+            Fleet(lambda _, text: stages.note(text)) as fleet,
+        ):
+            world = GpuWorld(config, plan, registry, free_bytes)
+            with stages.stage("Starting both engines on one GPU"):
+                await world.start(fleet, lambda s: stages.update(f"{s:.0f} s"))
+            run = SimpleNamespace(
+                stages=stages, config=config, plan=plan, schedule=schedule, world=world, fleet=fleet,
+                registry=registry, number=number, workload=workload, free_bytes=free_bytes, rung=rung,
+            )  # fmt: skip
+            return await measure(run)
+
+
+def _config(number: int, rate_hz: float) -> DemoConfig:
+    return DemoConfig(
         seed=number,
         base_port=18670,
         traffic=TrafficSettings(
@@ -203,41 +229,46 @@ async def _with_engines(number: int, measure: Any, rung: str | None = None) -> t
         ),
         production=ProductionSettings(max_model_len=8192, slo_ttft_s=SLO_TTFT_S, slo_tpot_s=SLO_TPOT_S),
         rollout=RolloutSettings(max_model_len=8192, max_num_seqs=256),
-        out=Path("out/gpu_check"),
         start_timeout_s=200.0,
     )  # fmt: skip
-    timing = coserve.Timing(traffic_s=WINDOW_S)
-    segments = coserve.make_segments(workload, config.shape(), timing, 1, number, rows)
-    schedule = coserve.make_schedule(segments, ARMS, timing, number)
+
+
+def _rehearsal_config(number: int) -> tuple[DemoConfig, float]:
+    """What ``benchmarks/coserve.py`` measures on two cores, and short windows."""
+    config = DemoConfig(
+        seed=number,
+        base_port=18770,
+        traffic=TrafficSettings(
+            mean_rate_hz=1.5, output_median_tokens=8, output_max_tokens=16, prompt_max_tokens=200
+        ),
+        production=ProductionSettings(kv_cache_bytes=coserve.KV_CACHE_BYTES),
+        rollout=RolloutSettings(kv_cache_bytes=coserve.KV_CACHE_BYTES),
+        start_timeout_s=200.0,
+    )  # fmt: skip
+    return config, 4.5
+
+
+def _plan(config: DemoConfig, root: Path, logs: Path, rung: str | None) -> coserve.BenchPlan:
+    if rehearsing():
+        return coserve.BenchPlan(config=config, cores=config.cores(), root=root, logs=logs)
     _, _, rest = core_lists(sorted(os.sched_getaffinity(0)))
-    with SharedMemorySweep(), Workplace(keep=False) as workplace:
-        Tokens.generate().save(workplace.path / parts.TOKEN_FILE)
-        plan = GpuPlan(
-            config=config, cores=(rest[0], rest[-1]), root=workplace.path, logs=config.out / f"logs-{number}"
-        )
-        plan.split, plan.rung = Split.of(torch.cuda.mem_get_info()[1]), rung
-        plan.prepare(schedule.arrivals)
-        plan.write_traffic(schedule)
-        plan.make_models()
-        async with (
-            coserve.Registry(config.port("scheduler")) as registry,
-            Fleet(lambda _, text: stages.note(text)) as fleet,
-        ):
-            world = GpuWorld(config, plan, registry, lambda: torch.cuda.mem_get_info()[0])
-            with stages.stage("Starting both engines on one GPU"):
-                await world.start(fleet, lambda s: stages.update(f"{s:.0f} s"))
-            run = SimpleNamespace(
-                torch=torch, stages=stages, config=config, plan=plan, schedule=schedule, world=world,
-                fleet=fleet, registry=registry, number=number, workload=workload,
-            )  # fmt: skip
-            return await measure(run)
+    plan = GpuPlan(config=config, cores=(rest[0], rest[-1]), root=root, logs=logs)
+    plan.split, plan.rung = Split.of(torch_on_gpu().cuda.mem_get_info()[1]), rung
+    return plan
+
+
+def _free_bytes() -> Callable[[], int]:
+    if rehearsing():
+        return lambda: psutil.virtual_memory().available
+    torch = torch_on_gpu()
+    return lambda: int(torch.cuda.mem_get_info()[0])
 
 
 async def _table(run: Any) -> tuple[Figures, dict[str, Any]]:
     ladder = (await _status(run))["engine"]["ladder"]
-    if run.plan.rung not in (None, ladder["rung"]):
+    if run.rung not in (None, ladder["rung"]):
         raise EngineError(
-            f"{run.plan.rung} was asked for, {ladder['rung']} is in force: {ladder['reason']}", field="rung"
+            f"{run.rung} was asked for, {ladder['rung']} is in force: {ladder['reason']}", field="rung"
         )
     args = argparse.Namespace(run=run.number, minutes=MINUTES)
     async with coserve.Trajectories(run.registry, NUM_TRAJECTORIES, coserve.VOCAB, run.number) as rollouts:
@@ -250,7 +281,7 @@ async def _table(run: Any) -> tuple[Figures, dict[str, Any]]:
     details = {
         "workload": run.workload,
         "rate_hz": run.config.traffic.mean_rate_hz,
-        "split": asdict(run.plan.split),
+        "split": _split(run.plan),
         "rollouts": counts,
         "ladder": ladder,
         "arms": found["arms"],
@@ -261,11 +292,10 @@ async def _table(run: Any) -> tuple[Figures, dict[str, Any]]:
 
 
 async def _activation(run: Any) -> tuple[Figures, dict[str, Any]]:
-    torch, weights = run.torch, models.POLICY.weight_bytes
     client = _client(run)
     await asyncio.to_thread(lambda: client.set(mode="off"))
     await asyncio.sleep(2.0)
-    off = torch.cuda.mem_get_info()[0]
+    off = run.free_bytes()
     inactive = run.world.free_beside_production - off
     seconds: list[float] = []
     pages = run.world.total_pages()
@@ -279,11 +309,16 @@ async def _activation(run: Any) -> tuple[Figures, dict[str, Any]]:
             seconds.append(time.monotonic() - begun)
             await asyncio.to_thread(lambda: client.set(mode="off"))
             await asyncio.sleep(2.0)
-            left = off - torch.cuda.mem_get_info()[0]
+            left = off - run.free_bytes()
             keep(figures.activation(inactive, seconds, left))
     found = figures.activation(inactive, seconds, left)
-    found["inactive_without_weights_gib"] = (inactive - weights) / GIB
-    return found, {"seconds": seconds, "split": asdict(run.plan.split)}
+    if isinstance(run.plan, GpuPlan):
+        found["inactive_without_weights_gib"] = (inactive - models.POLICY.weight_bytes) / GIB
+    return found, {"seconds": seconds, "split": _split(run.plan)}
+
+
+def _split(plan: coserve.BenchPlan) -> dict[str, Any] | None:
+    return asdict(plan.split) if isinstance(plan, GpuPlan) else None
 
 
 async def _first_token(http: aiohttp.ClientSession, registry: Any, number: int) -> None:

@@ -2,7 +2,7 @@
 
 ``gpu_check.json``  every attempt of every call, and the figures of the best of each stage; replaced whole after every stage
 ``log-NN.txt``      all that the stages of call NN printed, in the order of their ends
-``running/``        the stage under way: its log, its figures so far, its answer.  What a call that was cut off left there is
+``running/``        the stage under way: its log and those of what it started, its figures so far, its answer.  What a call that was cut off left there is
                     taken over by the next one as a partial attempt.
 """
 
@@ -22,7 +22,7 @@ from benchmarks.report import machine, write
 
 FILE = "gpu_check.json"
 LOG_BYTES = 2 << 20
-"""Of one stage, most of it from the end: the reason is there."""
+"""Of one stage, most of it from the end: the reason is there.  Of each program that it starts, an eighth."""
 TAIL_CHARS = 3000
 MOST_TRIES = 2
 """Of a stage that failed or was cut off; named with ``--stage`` it runs once more."""
@@ -128,16 +128,15 @@ class Record:
         self.end({"stage": told["stage"], "began": told.get("began"), **attempt})
 
     def _keep_log(self, attempt: Attempt) -> None:
-        text = read_log(self.running)
-        if len(text) > LOG_BYTES:
-            left_out = f"\n... {len(text) - LOG_BYTES} bytes left out ...\n".encode()
-            text = text[: LOG_BYTES // 4] + left_out + text[-(LOG_BYTES * 3 // 4) :]
+        texts = [_shortened(read_log(self.running), LOG_BYTES)]
+        for path in sorted((self.running / "logs").rglob("*.log")):
+            texts += [f"\n--- {path.name}\n".encode(), _shortened(path.read_bytes(), LOG_BYTES // 8)]
         number = self.calls[-1]["number"] if self.calls else 0
         with (self.folder / f"log-{number:02}.txt").open("ab") as file:
             file.write(
                 f"\n=== {attempt['stage']}: {attempt['state']} after {attempt.get('seconds')} s\n".encode()
             )
-            file.write(text)
+            file.writelines(texts)
 
     def _number(self) -> int:
         """One more than any call here has: files of two folders can be put into one."""
@@ -165,6 +164,14 @@ def read_log(running: Path) -> bytes:
         return (running / "log.txt").read_bytes()
     except OSError:
         return b""
+
+
+def _shortened(text: bytes, limit: int) -> bytes:
+    """At most about ``limit`` bytes of it: a quarter from its beginning, the rest from its end."""
+    if len(text) <= limit:
+        return text
+    left_out = f"\n... {len(text) - limit} bytes left out ...\n".encode()
+    return text[: limit // 4] + left_out + text[-(limit * 3 // 4) :]
 
 
 def put(path: Path, value: Any) -> None:

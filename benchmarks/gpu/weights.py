@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu import figures, models
-from benchmarks.gpu.common import GIB, Figures, keep, place, rehearsing
+from benchmarks.gpu.common import GIB, Figures, keep, logs_folder, place, rehearsing
 from rose.auth import Tokens
 from rose.config import validate
 from rose.coserve.agent import NodeAgent
@@ -89,7 +89,6 @@ async def _follow(device: str, folder: Path, weights: dict[str, Any]) -> tuple[F
         agent.stop()
         await asyncio.gather(running, return_exceptions=True)
         publisher.close()
-        print((folder / "engine.log").read_text(errors="replace"))  # what a stage prints is kept
 
 
 async def _until(
@@ -150,7 +149,7 @@ def _node(device: str, folder: Path) -> dict[str, Any]:
             "port": free_port(),
             "max_model_len": 512,
             "allow_unmeasured": True,
-            "log_path": str(folder / "engine.log"),
+            "log_path": str(logs_folder() / "engine.log"),
         },
         "weights": {"relay_url": f"file://{folder / 'store'}", "run_id": RUN, "poll_s": 0.1},
     }

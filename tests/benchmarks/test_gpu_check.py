@@ -25,12 +25,13 @@ from tests.coserve.memory_driver import MemoryDriver
 
 GIB = 1 << 30
 SCRIPT = Path(gpu_check.__file__)
+pytestmark = pytest.mark.timeout(300)  # four processes after the other; 20 s of a core that is free
 WITHOUT_GPU = pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a GPU")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=200, check=False
     )
 
 
@@ -73,17 +74,17 @@ def test_each_call_of_ten_minutes_has_room_for_the_longest_stage() -> None:
 
 
 class Rehearsal:
-    """One call with the three stages that go wrong, and a second one on the same folder."""
+    """One call with the three stages that go wrong and a good one, and a second call on the same folder."""
 
     def __init__(self, folder: Path) -> None:
-        names = ("hangs", "dies", "prints")
+        names = ("hangs", "dies", "prints", "vmm")
         self.folder = folder
         self.first = run(
-            "--rehearse", "--until", "60", "--out", str(folder), *(f"--stage={name}" for name in names)
+            "--rehearse", "--until", "90", "--out", str(folder), *(f"--stage={name}" for name in names)
         )
         self.document = json.loads((folder / gpu_check.FILE).read_text())
         self.log = (folder / "log-01.txt").read_text()
-        self.second = run("--rehearse", "--until", "9", "--out", str(folder), "--stage", "dies")
+        self.second = run("--rehearse", "--until", "90", "--out", str(folder), "--stage", "dies")
 
     def attempt(self, stage: str) -> dict[str, Any]:
         (found,) = (one for one in self.document["details"]["attempts"] if one["stage"] == stage)
@@ -120,13 +121,20 @@ def test_a_stage_that_prints_behind_its_answer_and_does_not_end_loses_nothing(re
     assert "a log line that looks like an answer" in rehearsal.log
 
 
+@WITHOUT_GPU
+def test_a_good_stage_behind_them_has_its_figures_from_the_drivers_stand_in(rehearsal: Rehearsal) -> None:
+    found = rehearsal.attempt("vmm")
+    assert (found["state"], found.get("broken")) == ("done", None), found
+    assert found["figures"]["map_us_per_page_2mib_ranged_p50"] > 0
+
+
 def test_a_rehearsal_whose_bad_stages_ended_as_they_should_is_a_success(rehearsal: Rehearsal) -> None:
     assert rehearsal.first.returncode == 0, rehearsal.first.stdout + rehearsal.first.stderr
 
 
 def test_what_to_run_next_is_said(rehearsal: Rehearsal) -> None:
     assert rehearsal.first.stdout.splitlines()[-1] == (
-        f"Next: python benchmarks/gpu_check.py --rehearse --until 60 --out {rehearsal.folder}"
+        f"Next: python benchmarks/gpu_check.py --rehearse --until 90 --out {rehearsal.folder}"
     )
 
 
@@ -229,6 +237,20 @@ def test_a_log_without_end_keeps_its_beginning_and_its_end(tmp_path: Path) -> No
     assert b"last" in text
     assert b"bytes left out" in text
     assert len(text) < 2.1 * (1 << 20)
+
+
+def test_the_logs_of_what_a_stage_started_go_behind_its_own_however_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = recorded(tmp_path)
+    running = record.start("table_1")
+    monkeypatch.setenv(common.PARTIAL, str(running / "partial.json"))
+    (common.logs_folder() / "production.log").write_bytes(b"begin" + bytes(1 << 20) + b"CUDA error")
+    record.end(attempt("table_1", "failed"))
+    text = (tmp_path / "log-01.txt").read_bytes()
+    assert b"--- production.log\nbegin" in text
+    assert text.endswith(b"CUDA error")
+    assert len(text) < 0.3 * (1 << 20)
 
 
 def test_folders_stay_few_files(tmp_path: Path) -> None:
