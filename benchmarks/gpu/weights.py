@@ -7,6 +7,7 @@ started.  What the engine holds is proved by its own scan.
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import sys
 import tempfile
@@ -127,7 +128,9 @@ def _change(weights: dict[str, Any], *, seed: int, density: float) -> None:
 
 def _node(device: str, folder: Path) -> dict[str, Any]:
     """Settings of a node without production: everything is the engine's."""
+    kind = "host"
     if device == "cuda":
+        kind = "gpu" if importlib.util.find_spec("pynvml") is not None else "host"
         env = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
         args = ["--enforce-eager", "--gpu-memory-utilization=0.4", f"--kv-cache-memory-bytes={4 * GIB}"]
     else:
@@ -141,6 +144,7 @@ def _node(device: str, folder: Path) -> dict[str, Any]:
     return {
         "node_id": "gpu-check",
         "dir": str(folder / "node"),
+        "device": {"kind": kind},
         "engine": {
             "model": str(folder / "model"),
             "command": list(SERVE),
