@@ -50,11 +50,14 @@ class Runner:
             Its answer, or what it had when it was cut off, with ``seconds`` and ``process``: how that ended.
         """
         began_s = time.monotonic()
-        with (running / "log.txt").open("ab") as log:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=dict(env), cwd=ROOT,
-                start_new_session=True,
-            )  # fmt: skip
+        try:
+            with (running / "log.txt").open("ab") as log:
+                process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=dict(env), cwd=ROOT,
+                    start_new_session=True,
+                )  # fmt: skip
+        except OSError as error:
+            return {**cut_off(running, f"could not be started: {error}"), "seconds": 0.0, "limit_s": limit_s}
         try:
             ended = self._wait(process, running, began_s + limit_s)
         finally:

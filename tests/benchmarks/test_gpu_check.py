@@ -183,6 +183,15 @@ def test_a_rule_of_the_driver_that_was_broken_is_told_once(tmp_path: Path) -> No
     assert stand_in.broken_rules() == []
 
 
+def test_a_stage_that_cannot_be_started_is_written_down(tmp_path: Path) -> None:
+    code = (
+        "import pathlib, sys; from benchmarks.gpu.runner import Runner\n"
+        "found = Runner().run(['/no/such/program'], pathlib.Path(sys.argv[1]), {}, 5.0)\n"
+        "assert found['state'] == 'failed' and 'could not be started' in found['reason'], found"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=common.ROOT, timeout=60, check=True)
+
+
 # --- the folder
 
 
