@@ -124,7 +124,7 @@ class Load:
         rng, encode = random.Random(number), self.engines[0].tokenizer.encode
         while True:
             body = {"job": "math", "group_id": f"g{rng.randrange(10**9)}", "group_size": 1}
-            name = (await self.call("POST", "/rose/v1/trajectories", "agent", body))["id"]
+            name = (await self.call("POST", "/rose/v1/trajectories", "environment", body))["id"]
             ids = encode("You play a game on a frozen lake. " * rng.randrange(1, 6) + "What is your move? ")
             try:
                 for _ in range(rng.randrange(2, 6)):
@@ -138,7 +138,7 @@ class Load:
                         *encode(f" You moved. You stand at {rng.randrange(9)}, {rng.randrange(9)}. "),
                     ]
                 await self.call(
-                    "POST", f"/rose/v1/trajectories/{name}/finish", "agent", {"reward": rng.random()}
+                    "POST", f"/rose/v1/trajectories/{name}/finish", "environment", {"reward": rng.random()}
                 )
             except RuntimeError as error:
                 if "trajectory_" not in str(error):  # cancelled as stale
@@ -175,7 +175,7 @@ class Load:
 
 
 async def watch(page: Browser, load: Load, args: argparse.Namespace) -> dict[str, Any]:
-    await page.open(f"{load.url}/#token={load.tokens.agent}")
+    await page.open(f"{load.url}/#token={load.tokens.environment}")
     await page.until("document.body.dataset.draws >= 1")
     await page.run(MEASURE)
     events = page.num_bytes
@@ -236,7 +236,7 @@ async def measure(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, A
                     rate = (load.num_turns - turns) / (time.monotonic() - at_s)
                     async with Browser() as page:
                         found = await watch(page, load, args)
-                    status = await load.call("GET", "/status", "agent")
+                    status = await load.call("GET", "/status", "environment")
                 finally:
                     rose.stop()
                     await load.stop()

@@ -130,22 +130,21 @@ async def episodes(scheduler: Scheduler, client: SchedulerClient, model: Path) -
     return traces
 
 
-async def moved(scheduler: Scheduler, client: SchedulerClient, tokens: Tokens) -> list[dict[str, Any]]:
+async def moved(scheduler: Scheduler, client: SchedulerClient) -> list[dict[str, Any]]:
     """Traces of long turns that were moved to and fro."""
     rng = np.random.default_rng(2)
     sampling = {"temperature": 1.0, "max_tokens": LONG_TOKENS, "ignore_eos": True}
 
     async def long_turn(session: aiohttp.ClientSession, index: int) -> str:
-        name = await client.create_trajectory(
+        begun = await client.create_trajectory(
             job="moved", group_id=f"m{index}", group_size=1, task={"n": index}
         )
         body = {"token_ids": prompt_of(rng), "sampling_params": sampling}
-        headers = {**bearer(tokens.agent), "X-Session-ID": name}
         url = f"{scheduler.url}/rose/v1/generate"
-        async with session.post(url, json=body, headers=headers) as response:
+        async with session.post(url, json=body, headers=bearer(begun.key)) as response:
             response.raise_for_status()
             await response.read()
-        return name
+        return begun.id
 
     def live() -> dict[str, list[int]]:
         """Tokens that the live attempts of each engine have given."""
@@ -203,9 +202,9 @@ async def two_engines(urls: Sequence[str], model: Path, folder: Path) -> list[di
     await scheduler.start()
     try:
         async with SchedulerClient(
-            scheduler.url, agent_token=tokens.agent, trainer_token=tokens.trainer
+            scheduler.url, environment_token=tokens.environment, trainer_token=tokens.trainer
         ) as client:
-            return await episodes(scheduler, client, model) + await moved(scheduler, client, tokens)
+            return await episodes(scheduler, client, model) + await moved(scheduler, client)
     finally:
         await scheduler.stop()
 

@@ -1,12 +1,13 @@
 """Train an agent of your own, written against the OpenAI API and nothing else.
 
-The agent below is plain: a loop of chat completions.  What makes it trainable is around it, three calls of the scheduler's
-HTTP interface: open a trajectory, point the client at it, finish it with a reward.  The scheduler records the exact tokens,
+The agent below is plain: a loop of chat completions.  What makes it trainable is around it: open a trajectory, give the agent its
+key, finish it with a reward.  The key lets the agent chat in this trajectory and do nothing else: it cannot reach its reward, nor
+the trajectories of others, wherever it runs.  The scheduler records the exact tokens,
 log-probs and weight versions of every turn, and a trainer leases them in whole groups::
 
     python examples/bring_your_own_agent.py --url http://127.0.0.1:8800 --job own --groups 4 --size 8
 
-The role ``agent`` of the token file is enough for this; training itself needs ``trainer``: ``POST /rose/v1/batches/lease`` from a
+The role ``environment`` of the token file is enough for this; training itself needs ``trainer``: ``POST /rose/v1/batches/lease`` from a
 framework of your own (docs/training.md).  ``rose train`` plays the episodes of its job itself, and cancels those that others play
 under the same name: it is not for this.
 """
@@ -47,10 +48,10 @@ async def episode(url: str, token: str, model: str, job: str, group: str, size: 
         body = {"job": job, "group_id": group, "group_size": size, "task": {"secret": secret}}
         opened = await rose.post("/rose/v1/trajectories", json=body)
         opened.raise_for_status()
-        trajectory = opened.json()["id"]
+        trajectory, key = opened.json()["id"], opened.json()["key"]
         try:
-            # The base URL alone binds every call of this client to the trajectory.
-            client = openai.AsyncOpenAI(base_url=f"{url}/s/{trajectory}/v1", api_key=token, timeout=600)
+            # The key alone binds every call of this client to the trajectory.
+            client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, timeout=600)
             async with client:
                 success, turns = await agent(client, model, secret)
         except BaseException:
@@ -74,7 +75,7 @@ async def main() -> None:
     parser.add_argument("--size", type=int, default=8, help="episodes per group")
     parser.add_argument("--token-file", default=None, help="default: the file named by ROSE_TOKEN_FILE")
     arguments = parser.parse_args()
-    token = Tokens.load(arguments.token_file).agent
+    token = Tokens.load(arguments.token_file).environment
     rng = random.Random(0)
     jobs = [
         episode(arguments.url, token, arguments.model, arguments.job, f"own-{index}", arguments.size, secret)

@@ -95,7 +95,7 @@ class RoseRollout:
             max_retries=3,
         )
         step = trainer.state.global_step
-        async with SchedulerClient(self._url, agent_token=self._tokens.agent) as client:
+        async with SchedulerClient(self._url, environment_token=self._tokens.environment) as client:
             runner = EpisodeRunner(client, self._family, params, None)
             played = await asyncio.gather(
                 *(
@@ -168,9 +168,7 @@ class PublishSteps(TrainerCallback):
         asyncio.run(self._require(version))
 
     async def _require(self, version: int) -> None:
-        async with SchedulerClient(
-            self._url, agent_token=self._tokens.agent, trainer_token=self._tokens.trainer
-        ) as client:
+        async with SchedulerClient(self._url, trainer_token=self._tokens.trainer) as client:
             await client.set_version(job=self._job, attempt=self._attempt, version=version)
 
 

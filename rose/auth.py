@@ -1,44 +1,60 @@
-"""Bearer tokens by role.
+"""Bearer tokens by role, and keys of single trajectories.
 
 Every port of ROSE asks for a token.  A *token file* (TOML, mode 0600) holds one per role::
 
-    agent = "..."    # agents and environments: the OpenAI routes, trajectories, rewards
-    trainer = "..."  # leases batches, publishes versions
-    node = "..."     # node agents: worker registry, heartbeats, engine control
-    relay = "..."    # weight objects
-    admin = "..."    # everything
+    agent = "..."        # may chat, in any trajectory or in none
+    environment = "..."  # also begins trajectories, sets their rewards, cancels, lists and reads them
+    trainer = "..."      # leases batches, publishes versions
+    node = "..."         # node agents: worker registry, heartbeats, engine control
+    relay = "..."        # weight objects
+    admin = "..."        # everything
+    secret = "..."       # no token: trajectory keys are made with it
 
 ``admin`` passes wherever another role does.  Tokens are compared in constant time and never logged.
+
+A *trajectory key* names one trajectory and chats in it: what an agent is given that must not touch its own reward.  It is
+``rose-ID.SEAL``, where the seal is an HMAC of the id under ``secret``: whoever has the token file makes the same keys, and
+nobody keeps them.
+
+A file from before there were environments has no ``environment`` and no ``secret``: the agent's token then passes for both
+roles, and the secret is derived from the other tokens.  ``rose tokens FILE --upgrade`` adds what is missing.
 """
 
 from __future__ import annotations
 
+import base64
 import hmac
 import os
 import secrets
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rose.errors import ConfigError, Unauthorized
 
-ROLES = ("agent", "trainer", "node", "relay", "admin")
+ROLES = ("agent", "environment", "trainer", "node", "relay", "admin")
 ENV_TOKEN_FILE = "ROSE_TOKEN_FILE"
+_OLD_ROLES = ("agent", "trainer", "node", "relay", "admin")
+_MIN_CHARS = 16
+_KEY = "rose-"
+_SEAL_BYTES = 24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tokens:
-    """One secret per role.  ``repr`` hides them."""
+    """One token per role, and the secret of trajectory keys.  ``repr`` hides them."""
 
     agent: str = field(repr=False)
+    environment: str = field(repr=False)
     trainer: str = field(repr=False)
     node: str = field(repr=False)
     relay: str = field(repr=False)
     admin: str = field(repr=False)
+    secret: str = field(repr=False)
 
     @classmethod
     def generate(cls) -> Tokens:
-        return cls(**{role: secrets.token_urlsafe(24) for role in ROLES})
+        return cls(**{name: secrets.token_urlsafe(24) for name in (*ROLES, "secret")})
 
     @classmethod
     def load(cls, path: Path | str | None = None) -> Tokens:
@@ -60,13 +76,24 @@ class Tokens:
             ) from None
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"{path} is not readable TOML: {error}", field="token_file") from error
-        for role in ROLES:
-            value = table.get(role)
-            if not isinstance(value, str) or len(value) < 16:
+        for name in (*_OLD_ROLES, *(name for name in ("environment", "secret") if name in table)):
+            value = table.get(name)
+            if not isinstance(value, str) or len(value) < _MIN_CHARS:
                 raise ConfigError(
-                    f"{path} needs a string of 16 characters or more", field=f"token_file.{role}"
+                    f"{path} needs a string of {_MIN_CHARS} characters or more", field=f"token_file.{name}"
                 )
-        return cls(**{role: table[role] for role in ROLES})
+        table.setdefault("environment", table["agent"])
+        table.setdefault("secret", _derived([table[role] for role in _OLD_ROLES]))
+        return cls(**{name: table[name] for name in (*ROLES, "secret")})
+
+    @property
+    def has_environment(self) -> bool:
+        """Whether rewards need another token than chatting does."""
+        return self.environment != self.agent
+
+    def upgraded(self) -> Tokens:
+        """With a token of their own for environments; all others, and the keys made so far, stay."""
+        return self if self.has_environment else replace(self, environment=secrets.token_urlsafe(24))
 
     def save(self, path: Path) -> None:
         """Write the token file with mode 0600, from its first byte on."""
@@ -74,8 +101,8 @@ class Tokens:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as file:
             os.fchmod(descriptor, 0o600)
-            for role in ROLES:
-                file.write(f'{role} = "{getattr(self, role)}"\n')
+            for name in (*ROLES, "secret"):
+                file.write(f'{name} = "{getattr(self, name)}"\n')
 
     def check(self, authorization: str | None, *roles: str) -> str:
         """Return the role of an ``Authorization`` header value.
@@ -83,16 +110,43 @@ class Tokens:
         Raises:
             Unauthorized: Missing, malformed, or of a role that is not in ``roles`` (nor admin).
         """
-        scheme, _, given = (authorization or "").partition(" ")
-        if scheme.lower() == "bearer" and given:
+        given = _bearer_of(authorization)
+        if given:
             for role in (*roles, "admin"):
-                if hmac.compare_digest(given.strip().encode(), getattr(self, role).encode()):
+                if hmac.compare_digest(given, getattr(self, role).encode()):
                     return role
         raise Unauthorized(
             f"a bearer token of role {' or '.join(roles)} is needed",
             field="Authorization",
             fix="send the header 'Authorization: Bearer TOKEN'",
         )
+
+    def key_of(self, trajectory_id: str) -> str:
+        """The key that chats in this trajectory and does nothing else.  To be shown to whoever began it, and to nobody else."""
+        return f"{_KEY}{trajectory_id}.{self._seal(trajectory_id.encode())}"
+
+    def trajectory_of(self, authorization: str | None) -> str | None:
+        """The id of the trajectory whose key an ``Authorization`` header carries; None where it carries none."""
+        given = _bearer_of(authorization)
+        if not given.startswith(_KEY.encode()):
+            return None
+        name, _, seal = given[len(_KEY) :].rpartition(b".")
+        return name.decode() if hmac.compare_digest(seal, self._seal(name).encode()) else None
+
+    def _seal(self, trajectory_id: bytes) -> str:
+        whole = hmac.digest(self.secret.encode(), b"trajectory key\0" + trajectory_id, "sha256")
+        return base64.urlsafe_b64encode(whole[:_SEAL_BYTES]).decode()
+
+
+def _derived(tokens: list[str]) -> str:
+    """A secret for a file without one.  From all of its tokens: whoever was given one of them cannot guess the others."""
+    return hmac.digest(b"trajectory secret", "\0".join(tokens).encode(), "sha256").hex()
+
+
+def _bearer_of(authorization: str | None) -> bytes:
+    """The token in an ``Authorization`` header; empty where there is none.  What a peer sends need not be text."""
+    scheme, _, given = (authorization or "").partition(" ")
+    return given.strip().encode("utf-8", "surrogateescape") if scheme.lower() == "bearer" else b""
 
 
 def bearer(token: str) -> dict[str, str]:

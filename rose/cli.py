@@ -206,17 +206,28 @@ def plan(context: typer.Context) -> None:
 def tokens(
     path: Annotated[Path, typer.Argument(help="The token file to write, with mode 0600.")],
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    upgrade: Annotated[
+        bool, typer.Option("--upgrade", help="Add what a file of an earlier version lacks; the rest stays.")
+    ] = False,
 ) -> None:
     """Make a token file: one random bearer token for each role.
+
+    [bold]agent[/bold] may chat; [bold]environment[/bold] also begins trajectories and sets their rewards. An agent that must
+    not reach its own reward gets neither, but the key of its trajectory, from POST /rose/v1/trajectories.
 
     Every program of ROSE reads it through [bold]--token-file[/bold] or [bold]ROSE_TOKEN_FILE[/bold].
     """
     from rose.auth import Tokens
 
-    if path.exists() and not force:
-        raise ConfigError(f"{path} exists", field="path", fix="--force replaces it and locks its users out")
+    if path.exists() and not force and not upgrade:
+        raise ConfigError(
+            f"{path} exists",
+            field="path",
+            fix="--upgrade adds what it lacks; --force replaces it and locks its users out",
+        )
+    made = Tokens.load(path).upgraded() if upgrade else Tokens.generate()
     try:
-        Tokens.generate().save(path)
+        made.save(path)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}", field="path") from error
     typer.echo(f"wrote {path}")

@@ -172,7 +172,7 @@ async def _observed(run: Run, work: Awaitable[None]) -> None:
 
     async def sample() -> None:
         timeout = aiohttp.ClientTimeout(total=2.0)
-        async with aiohttp.ClientSession(timeout=timeout, headers=bearer(tokens.agent)) as http:
+        async with aiohttp.ClientSession(timeout=timeout, headers=bearer(tokens.environment)) as http:
             while True:
                 run.observer.sample(time.monotonic())
                 # Absent while it starts or restarts: the next sample has it.

@@ -30,7 +30,7 @@ from rose.scheduler.control_api import ControlRoutes
 from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.engine import Endpoint, EngineClient
 from rose.scheduler.guard import Guard
-from rose.scheduler.http import Handler, errors_middleware, json_response, requires
+from rose.scheduler.http import BY_KEY, Handler, errors_middleware, json_response, requires
 from rose.scheduler.jobs import Jobs
 from rose.scheduler.journal import Journal
 from rose.scheduler.openai_api import OpenAIRoutes
@@ -48,6 +48,8 @@ log = logging.getLogger("rose.scheduler")
 
 PROBE_S = 0.5
 FRESH_S = 0.25
+MAY_CHAT = ("agent", "environment", BY_KEY)
+MAY_WATCH = ("environment", "trainer", "node")
 
 
 class Scheduler:
@@ -71,6 +73,11 @@ class Scheduler:
         self.config = config
         self.tokens = tokens
         self.clock = clock or MonotonicClock()
+        if not tokens.has_environment:
+            log.warning(
+                "token_file.environment: has no token of its own, so that of role agent also sets rewards, and cancels "
+                "and reads every trajectory (rose tokens FILE --upgrade adds one)"
+            )
         self.status = Status()
         self.journal = Journal(journal_dir)
         try:
@@ -171,7 +178,7 @@ class Scheduler:
         )
         self.guard = Guard(config.limits, read_s=times.read_s, on_refused=self.status.on_refused)
         self.settings = SettingsRoutes(config, self.dispatcher)
-        self.control = ControlRoutes(config, self.store, self.dispatcher, self.timeline)
+        self.control = ControlRoutes(config, self.tokens, self.store, self.dispatcher, self.timeline)
         self.watch = WatchRoutes(
             self.store,
             self.timeline,
@@ -238,15 +245,15 @@ class Scheduler:
             app.router.add_route(method, path, requires(self.tokens, *roles)(handler) if roles else handler)
 
         for base in ("", "/s/{session}"):
-            add("POST", f"{base}/v1/chat/completions", openai.chat, "agent")
-            add("POST", f"{base}/v1/completions", openai.completions, "agent")
-            add("GET", f"{base}/v1/models", openai.models, "agent")
-        add("POST", "/rose/v1/generate", openai.generate, "agent")
-        add("POST", "/rose/v1/trajectories", control.create, "agent")
-        add("GET", "/rose/v1/trajectories", control.list, "agent", "trainer")
-        add("GET", "/rose/v1/trajectories/{id}", control.get, "agent", "trainer")
-        add("POST", "/rose/v1/trajectories/{id}/finish", control.finish, "agent")
-        add("DELETE", "/rose/v1/trajectories/{id}", control.cancel, "agent")
+            add("POST", f"{base}/v1/chat/completions", openai.chat, *MAY_CHAT)
+            add("POST", f"{base}/v1/completions", openai.completions, *MAY_CHAT)
+            add("GET", f"{base}/v1/models", openai.models, *MAY_CHAT)
+        add("POST", "/rose/v1/generate", openai.generate, *MAY_CHAT)
+        add("POST", "/rose/v1/trajectories", control.create, "environment")
+        add("GET", "/rose/v1/trajectories", control.list, "environment", "trainer")
+        add("GET", "/rose/v1/trajectories/{id}", control.get, "environment", "trainer")
+        add("POST", "/rose/v1/trajectories/{id}/finish", control.finish, "environment")
+        add("DELETE", "/rose/v1/trajectories/{id}", control.cancel, "environment")
         add("POST", "/rose/v1/batches/lease", control.lease, "trainer")
         add("POST", "/rose/v1/batches/{id}/ack", control.ack, "trainer")
         add("POST", "/rose/v1/jobs/{job}/resume", control.resume, "trainer")
@@ -255,8 +262,8 @@ class Scheduler:
         add("POST", "/workers/{id}/heartbeat", control.heartbeat, "node")
         add("POST", "/workers/{id}/{verb}", control.duty, "node")
         add("DELETE", "/workers/{id}", control.remove, "node")
-        add("GET", "/workers", control.workers, "agent", "trainer", "node")
-        add("GET", "/status", self._status, "agent", "trainer", "node")
+        add("GET", "/workers", control.workers, *MAY_WATCH)
+        add("GET", "/status", self._status, *MAY_WATCH)
         add("GET", "/admin/settings", self.settings.get, "admin")
         add("POST", "/admin/settings", self.settings.change, "admin")
         add("GET", "/openapi.json", self._openapi)
@@ -264,9 +271,9 @@ class Scheduler:
         add("GET", "/healthz", self._healthz)
         add("GET", "/readyz", self._readyz)
         watch = self.watch
-        add("GET", "/rose/v1/trajectories/{id}/tokens", watch.tokens, "agent", "trainer")
-        add("GET", "/events", watch.events, "agent", "trainer", "node")
-        add("GET", "/debug/trace", watch.trace, "agent", "trainer", "node")
+        add("GET", "/rose/v1/trajectories/{id}/tokens", watch.tokens, "environment", "trainer")
+        add("GET", "/events", watch.events, *MAY_WATCH)
+        add("GET", "/debug/trace", watch.trace, *MAY_WATCH)
         add("GET", "/", watch.page)
 
     def _shorten_hot_routes(self, openai: OpenAIRoutes) -> None:
@@ -281,7 +288,7 @@ class Scheduler:
         routed = server.request_handler
 
         def behind(handler: Handler) -> Handler:
-            checked = requires(self.tokens, "agent")(handler)
+            checked = requires(self.tokens, *MAY_CHAT)(handler)
 
             async def guarded(request: web.Request) -> web.StreamResponse:
                 return await self.guard.serve(request, checked)

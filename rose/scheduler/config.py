@@ -60,6 +60,8 @@ class Timeouts(Section):
     max_queue_s: float = Field(default=300.0, gt=0)
     trajectory_idle_s: float = Field(default=14_400.0, gt=0)
     """A running trajectory without a turn for this long is cancelled: its agent is gone."""
+    max_trajectory_s: float = Field(default=604_800.0, gt=0)
+    """Longest ``deadline_s`` that a trajectory may be begun with."""
     detach_s: float = Field(default=30.0, ge=0)
     stall_s: float = Field(default=30.0, gt=0)
     suspect_s: float = Field(default=2.0, gt=0)

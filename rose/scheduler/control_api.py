@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from typing import Any
 
 from aiohttp import web
 
+from rose.auth import Tokens
 from rose.errors import NotFound, RequestError
 from rose.policy import samples as sp
 from rose.policy import turn_events as te
@@ -52,8 +54,14 @@ MIN_RATIO = 1e-6
 
 class ControlRoutes:
     def __init__(
-        self, config: SchedulerConfig, store: Store, dispatcher: Dispatcher, timeline: Timeline
+        self,
+        config: SchedulerConfig,
+        tokens: Tokens,
+        store: Store,
+        dispatcher: Dispatcher,
+        timeline: Timeline,
     ) -> None:
+        self._tokens = tokens
         self._timeline = timeline
         self._config = config
         self._store = store
@@ -62,7 +70,7 @@ class ControlRoutes:
         self._compacting: asyncio.Task[None] | None = None
         self._swept_at_s = 0.0
 
-    # --- trajectories (agent) --------------------------------------------------------------------------
+    # --- trajectories (environment) --------------------------------------------------------------------------
 
     async def create(self, request: web.Request) -> web.Response:
         body = await read_object(request)
@@ -84,6 +92,8 @@ class ControlRoutes:
         bounded_json(sampling, field="sampling", max_bytes=max_bytes)
         task_kind = "" if fields.raw("task_kind") is None else fields.text("task_kind")
         ratio = fields.optional_number("prefill_per_decode", least=MIN_RATIO, most=1 / MIN_RATIO)
+        most_s = self._config.timeouts.max_trajectory_s
+        deadline_s = fields.optional_number("deadline_s", least=0.001, most=most_s)
         fields.done()
         key = request.headers.get("Idempotency-Key", "")
         if len(key) > 256:
@@ -97,9 +107,10 @@ class ControlRoutes:
             key=key,
             task_kind=task_kind,
             prefill_per_decode=ratio,
+            deadline_s=deadline_s,
         )
         await self._store.journal.commit()
-        return json_response({"id": name})
+        return json_response({"id": name, "key": self._tokens.key_of(name)})
 
     async def get(self, request: web.Request) -> web.Response:
         trajectory = self._store.get(request.match_info["id"])
@@ -342,9 +353,10 @@ class ControlRoutes:
     # --- shared ----------------------------------------------------------------------------------------
 
     def housekeep(self) -> None:
-        """Return expired leases, cancel abandoned trajectories, keep the journal bounded."""
+        """Return expired leases, cancel late and abandoned trajectories, keep the journal bounded."""
         now_s = self._dispatcher.now_s()
         self._carry_out(self._store.expire(now_s))
+        self._carry_out(self._store.expire_late(time.time()))
         if now_s >= self._swept_at_s + 10.0:
             self._swept_at_s = now_s
             busy = {turn.spec.trajectory_id for turn in self._dispatcher.book.turns.values()}

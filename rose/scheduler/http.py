@@ -28,6 +28,10 @@ encode = msgspec.json.Encoder().encode
 REQUEST_ID = web.RequestKey("rose_request_id", str)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}\Z")
 _NAME = re.compile(r"[^\x00-\x1f\x7f]{1,256}\Z")
+KEY_OF = web.RequestKey("rose_key_of", str)
+"""The trajectory whose key a request came with."""
+BY_KEY = "trajectory"
+"""Stands among a route's roles: bearers of a trajectory's key, who may name no other trajectory."""
 NO_RETRY = {"x-should-retry": "false"}
 
 
@@ -106,10 +110,16 @@ async def errors_middleware(request: web.Request, handler: Handler) -> web.Strea
 
 def requires(tokens: Tokens, *roles: str) -> Callable[[Handler], Handler]:
     """Only bearers of these roles get through."""
+    by_token = tuple(role for role in roles if role != BY_KEY)
 
     def wrap(handler: Handler) -> Handler:
         async def checked(request: web.Request) -> web.StreamResponse:
-            tokens.check(request.headers.get("Authorization"), *roles)
+            authorization = request.headers.get("Authorization")
+            name = tokens.trajectory_of(authorization) if BY_KEY in roles else None
+            if name is None:
+                tokens.check(authorization, *by_token)
+            else:
+                request[KEY_OF] = name
             return await handler(request)
 
         return checked

@@ -112,6 +112,8 @@ class CreateRecord(msgspec.Struct, tag="create", frozen=True, gc=False, omit_def
     prefill_per_decode: float | None = None
     floor: str = ""
     """Version that its job required then; empty where none."""
+    deadline_at: float | None = None
+    """Seconds since 1970; None: none."""
 
 
 class FinishRecord(msgspec.Struct, tag="finish", frozen=True, gc=False, omit_defaults=True):

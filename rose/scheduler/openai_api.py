@@ -5,7 +5,7 @@ parsed by vLLM's derender route, journal, answer.  This module builds the three 
 is in ``rose.scheduler.streams``.
 
 A trajectory is named by the path ``/s/{id}/v1/...``, the header ``X-Session-ID`` (``X-SMG-Routing-Key``) or
-the body's ``session_id``, in this order; a request without one is served and forgotten.  A trajectory's own
+the body's ``session_id``, in this order, or by its own key, which names no other; a request without one is served and forgotten.  A trajectory's own
 ``sampling`` wins over what the agent sends: the trainer must know the distribution it trains on.  A request
 of a trajectory may name any model (agents carry foreign model names in their code) as long as one model is
 served.
@@ -25,12 +25,13 @@ from typing import Annotated, Any
 import msgspec
 from aiohttp import web
 
-from rose.errors import CapacityError, EngineError, NotFound, RequestError, RoseError
+from rose.errors import CapacityError, EngineError, NotFound, RequestError, RoseError, Unauthorized
 from rose.policy.staleness import parse_version
 from rose.scheduler.config import SchedulerConfig
 from rose.scheduler.deliveries import retry_count
 from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.http import (
+    KEY_OF,
     REQUEST_ID,
     Fields,
     check_storable,
@@ -92,6 +93,7 @@ class OpenAIRoutes:
     # --- routes ----------------------------------------------------------------------------------------
 
     async def models(self, request: web.Request) -> web.Response:
+        _session_of(request, None)
         data = [
             {
                 "id": name,
@@ -362,17 +364,8 @@ class OpenAIRoutes:
     # --- reading requests ------------------------------------------------------------------------------
 
     def _trajectory(self, request: web.Request, session_id: Any) -> Trajectory | None:
-        name = (
-            (request.match_info.get("session") if request.path.startswith("/s/") else None)
-            or request.headers.get("X-Session-ID")
-            or request.headers.get("X-SMG-Routing-Key")
-            or session_id
-        )
-        if name is None:
-            return None
-        if not isinstance(name, str):
-            raise RequestError("must be text", field="session_id")
-        return self._store.open(name)
+        name = _session_of(request, session_id)
+        return None if name is None else self._store.open(name)
 
     def _wish(self, request: web.Request, said: bytes, trajectory: Trajectory | None) -> Wish:
         """``said`` is what a retry repeats byte for byte."""
@@ -523,6 +516,27 @@ class OpenAIRoutes:
     def _vocab_size(self, model: str) -> int | None:
         served = self._dispatcher.models().get(model)
         return None if served is None else served.vocab_size
+
+
+def _session_of(request: web.Request, session_id: Any) -> str | None:
+    """The trajectory that a request names, by whichever way; ``session_id`` is its body's.
+
+    Raises:
+        RequestError: Not text.
+        Unauthorized: It came with the key of another.
+    """
+    name = (
+        (request.match_info.get("session") if request.path.startswith("/s/") else None)
+        or request.headers.get("X-Session-ID")
+        or request.headers.get("X-SMG-Routing-Key")
+        or session_id
+    )
+    if name is not None and not isinstance(name, str):
+        raise RequestError("must be text", field="session_id")
+    own = request.get(KEY_OF)
+    if own is not None and name not in (None, own):
+        raise Unauthorized("this is the key of another trajectory", field="Authorization")
+    return own or name
 
 
 def _visible(body: Mapping[str, Any], done: Finished) -> list[int]:

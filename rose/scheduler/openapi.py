@@ -76,6 +76,7 @@ CREATE = _object(
     sampling=_optional({"type": "object"}),
     task_kind=_optional(TEXT),
     prefill_per_decode=_optional({"type": "number", "minimum": 1e-6, "maximum": 1e6}),
+    deadline_s=_optional({"type": "number", "minimum": 0.001, "maximum": 604_800}),
 )
 FINISH = _object(("reward",), reward=NUMBER, success=_optional(FLAG), info=ANY)
 ON_STALE = _optional({"type": "string", "enum": [*STALE_RULES, None]})
@@ -136,22 +137,24 @@ SETTINGS = _object(
     max_running={"type": "integer", "minimum": 1, "maximum": 65_536},
 )
 
+_CHAT = ("agent", "environment", "trajectory")
+_WATCH = ("environment", "trainer", "node")
 _TURN = (200, 404, 409, 410, 422, 429, 502, 503, 504)
 # (method, path, roles, summary, body, statuses besides 400, 401, 413 and 429 where they apply)
 ROUTES: list[tuple[str, str, tuple[str, ...], str, Schema | None, tuple[int, ...]]] = [
-    ("post", "/v1/chat/completions", ("agent",), "Chat, as OpenAI has it", CHAT, _TURN),
-    ("post", "/v1/completions", ("agent",), "Completions, as OpenAI has them", COMPLETION, _TURN),
-    ("get", "/v1/models", ("agent",), "Served models", None, (200,)),
-    ("post", "/s/{session}/v1/chat/completions", ("agent",), "Chat of a trajectory", CHAT, _TURN),
-    ("post", "/s/{session}/v1/completions", ("agent",), "Completions of a trajectory", COMPLETION, _TURN),
-    ("get", "/s/{session}/v1/models", ("agent",), "Served models", None, (200,)),
-    ("post", "/rose/v1/generate", ("agent",), "Tokens in, tokens out", GENERATE, _TURN),
-    ("post", "/rose/v1/trajectories", ("agent",), "Begin a trajectory", CREATE, (200, 409, 422)),
-    ("get", "/rose/v1/trajectories", ("agent", "trainer"), "List trajectories", None, (200,)),
+    ("post", "/v1/chat/completions", _CHAT, "Chat, as OpenAI has it", CHAT, _TURN),
+    ("post", "/v1/completions", _CHAT, "Completions, as OpenAI has them", COMPLETION, _TURN),
+    ("get", "/v1/models", _CHAT, "Served models", None, (200,)),
+    ("post", "/s/{session}/v1/chat/completions", _CHAT, "Chat of a trajectory", CHAT, _TURN),
+    ("post", "/s/{session}/v1/completions", _CHAT, "Completions of a trajectory", COMPLETION, _TURN),
+    ("get", "/s/{session}/v1/models", _CHAT, "Served models", None, (200,)),
+    ("post", "/rose/v1/generate", _CHAT, "Tokens in, tokens out", GENERATE, _TURN),
+    ("post", "/rose/v1/trajectories", ("environment",), "Begin a trajectory", CREATE, (200, 409, 422)),
+    ("get", "/rose/v1/trajectories", ("environment", "trainer"), "List trajectories", None, (200,)),
     (
         "get",
         "/rose/v1/trajectories/{id}",
-        ("agent", "trainer"),
+        ("environment", "trainer"),
         "Every token of a trajectory",
         None,
         (200, 404),
@@ -159,15 +162,22 @@ ROUTES: list[tuple[str, str, tuple[str, ...], str, Schema | None, tuple[int, ...
     (
         "get",
         "/rose/v1/trajectories/{id}/tokens",
-        ("agent", "trainer"),
+        ("environment", "trainer"),
         "One branch, token by token",
         None,
         (200, 404),
     ),
-    ("get", "/events", ("agent", "trainer", "node"), "Live events of the dashboard", None, (200,)),
-    ("get", "/debug/trace", ("agent", "trainer", "node"), "Chrome trace of the last turns", None, (200,)),
-    ("post", "/rose/v1/trajectories/{id}/finish", ("agent",), "Its reward", FINISH, (200, 404, 409, 410)),
-    ("delete", "/rose/v1/trajectories/{id}", ("agent",), "Cancel it", None, (200, 404, 409)),
+    ("get", "/events", _WATCH, "Live events of the dashboard", None, (200,)),
+    ("get", "/debug/trace", _WATCH, "Chrome trace of the last turns", None, (200,)),
+    (
+        "post",
+        "/rose/v1/trajectories/{id}/finish",
+        ("environment",),
+        "Its reward",
+        FINISH,
+        (200, 404, 409, 410),
+    ),
+    ("delete", "/rose/v1/trajectories/{id}", ("environment",), "Cancel it", None, (200, 404, 409)),
     ("post", "/rose/v1/batches/lease", ("trainer",), "Lease whole groups", LEASE, (200, 204)),
     (
         "post",
@@ -206,8 +216,8 @@ ROUTES: list[tuple[str, str, tuple[str, ...], str, Schema | None, tuple[int, ...
     ("post", "/workers/{id}/heartbeat", ("node",), "It lives", HEARTBEAT, (200,)),
     ("post", "/workers/{id}/{verb}", ("node",), "drain, cordon, uncordon", None, (200, 404)),
     ("delete", "/workers/{id}", ("node",), "It is gone", None, (200, 404)),
-    ("get", "/workers", ("agent", "trainer", "node"), "All engines", None, (200,)),
-    ("get", "/status", ("agent", "trainer", "node"), "What runs, and where", None, (200,)),
+    ("get", "/workers", _WATCH, "All engines", None, (200,)),
+    ("get", "/status", _WATCH, "What runs, and where", None, (200,)),
     ("get", "/admin/settings", ("admin",), "Caps and policy", None, (200,)),
     ("post", "/admin/settings", ("admin",), "Change them", SETTINGS, (200,)),
     ("get", "/openapi.json", (), "This", None, (200,)),
@@ -256,7 +266,14 @@ def describe() -> dict[str, Any]:
         "components": {
             "securitySchemes": {
                 role: {"type": "http", "scheme": "bearer", "description": f"token of role {role}"}
-                for role in ("agent", "trainer", "node", "admin")
+                for role in ("agent", "environment", "trainer", "node", "admin")
+            }
+            | {
+                "trajectory": {
+                    "type": "http",
+                    "scheme": "bearer",
+                    "description": "key of one trajectory, from its creation",
+                }
             },
             "schemas": {"Error": ERROR},
         },

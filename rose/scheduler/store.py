@@ -13,6 +13,7 @@ resume are on disk before their caller is answered (``await store.journal.commit
 
 from __future__ import annotations
 
+import heapq
 import logging
 import secrets
 import time
@@ -202,6 +203,7 @@ class Trajectory:
             "task_kind": created.task_kind,
             "sampling": created.sampling,
             "created_at": created.created_at,
+            "deadline_at": created.deadline_at,
             "state": state,
             "reason": reason,
             "stale": self.stale,
@@ -256,6 +258,8 @@ class Store:
         self._finals: OrderedDict[str, None] = OrderedDict()
         self._untouched: OrderedDict[str, float] = OrderedDict()
         """Running trajectories and when their last turn was added (or they began), longest ago first."""
+        self._deadlines: list[tuple[float, str]] = []
+        """Heap of ``(seconds since 1970, trajectory)``; those that ended meanwhile are passed over."""
         self._on_stale = on_stale
         self._max_trajectories = max_trajectories
         self._retained_finals = retained_finals
@@ -335,25 +339,28 @@ class Store:
         key: str = "",
         task_kind: str = "",
         prefill_per_decode: float | None = None,
+        deadline_s: float | None = None,
     ) -> str:
-        """A new trajectory; the same ``key`` again gives the same one."""
+        """A new trajectory; the same ``key`` again gives the same one.  ``deadline_s`` is from now on."""
         if key and key in self._by_key:
             return self._by_key[key]
         if len(self.trajectories) >= self._max_trajectories:
             raise CapacityError("too many trajectories are open", status=429, code="queue_full")
         name = f"t-{secrets.token_hex(10)}"
+        now = time.time()
         record = CreateRecord(
             id=name,
             job=job,
             group_id=name if group_id is None else group_id,
             group_size=group_size,
-            created_at=time.time(),
+            created_at=now,
             task=task,
             sampling=sampling,
             key=key,
             task_kind=task_kind,
             prefill_per_decode=prefill_per_decode,
             floor=format_version(self.versions[job]) if job in self.versions else "",
+            deadline_at=None if deadline_s is None else now + deadline_s,
         )
         self._write(record)
         return name
@@ -370,6 +377,16 @@ class Store:
                 self._touch(name)
             else:
                 actions.extend(self._write(CancelRecord(id=name, reason="idle")))
+        return actions
+
+    def expire_late(self, at: float) -> list[sp.Action]:
+        """Cancel running trajectories whose deadline was before ``at`` (seconds since 1970)."""
+        actions: list[sp.Action] = []
+        while self._deadlines and self._deadlines[0][0] <= at:
+            _, name = heapq.heappop(self._deadlines)
+            sample = self.book.samples.get(name)
+            if sample is not None and sample.state is sp.SampleState.RUNNING:
+                actions.extend(self._write(CancelRecord(id=name, reason="deadline")))
         return actions
 
     def _touch(self, name: str) -> None:
@@ -566,6 +583,8 @@ class Store:
                 )
                 self.trajectories[record.id] = Trajectory(record)
                 self._touch(record.id)
+                if record.deadline_at is not None:
+                    heapq.heappush(self._deadlines, (record.deadline_at, record.id))
                 if record.key:
                     self._by_key[record.key] = record.id
             case FinishRecord():

@@ -1,5 +1,5 @@
-"""The training side's way to rose-scheduler: trajectories and turns (role agent), batches and versions (role
-trainer), one method per route of ``docs/architecture.md``.
+"""The training side's way to rose-scheduler: trajectories (role environment), their turns (by each trajectory's own key),
+batches and versions (role trainer), one method per route of ``docs/architecture.md``.
 
 Answers are checked for shape here; what is inside a trajectory is checked by ``rose.train.batch``.
 
@@ -21,6 +21,7 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
@@ -58,10 +59,18 @@ _BY_STATUS: dict[int, type[RequestError]] = {
 }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Begun:
+    """A trajectory that was begun.  ``key`` is all that its agent needs, and lets it chat and nothing else."""
+
+    id: str
+    key: str = field(repr=False)
+
+
 class SchedulerClient:
     """Args:
     url: Base URL of the scheduler.
-    agent_token: For trajectories and turns.
+    environment_token: For trajectories; None where only batches are trained on.
     trainer_token: For batches and versions; None where only episodes are run.
     turn_timeout_s: Longest wait for one turn, in line or at an engine.
     retry_s: How long an unreachable scheduler is tried again.
@@ -71,14 +80,13 @@ class SchedulerClient:
         self,
         url: str,
         *,
-        agent_token: str,
+        environment_token: str | None = None,
         trainer_token: str | None = None,
         turn_timeout_s: float = 600.0,
         retry_s: float = 60.0,
     ) -> None:
         self._url = url.rstrip("/")
-        self._agent = bearer(agent_token)
-        self._trainer = None if trainer_token is None else bearer(trainer_token)
+        self._tokens = {"environment": environment_token, "trainer": trainer_token}
         self._turn_timeout_s = turn_timeout_s
         self._retry_s = retry_s
         self._session: aiohttp.ClientSession | None = None
@@ -100,7 +108,7 @@ class SchedulerClient:
             await self._session.close()
             self._session = None
 
-    # --- episodes (role agent) -------------------------------------------------------------------------
+    # --- episodes (role environment; their turns with their own keys) -----------------------------------
 
     async def create_trajectory(
         self,
@@ -111,7 +119,7 @@ class SchedulerClient:
         task: Task,
         task_kind: str = "",
         prefill_per_decode: float | None = None,
-    ) -> str:
+    ) -> Begun:
         """A new member of a group.  The last two tell the scheduler how long its turns will be: see ``rose.train.mix``."""
         body: dict[str, Any] = {
             "job": job,
@@ -123,12 +131,12 @@ class SchedulerClient:
             body["task_kind"] = task_kind
         if prefill_per_decode is not None:
             body["prefill_per_decode"] = prefill_per_decode
-        answer = await self._call("POST", "/rose/v1/trajectories", self._agent, body)
-        return _field(answer, "id", str)
+        answer = await self._call("POST", "/rose/v1/trajectories", self._by("environment"), body)
+        return Begun(id=_field(answer, "id", str), key=_field(answer, "key", str))
 
     async def chat(
         self,
-        trajectory_id: str,
+        key: str,
         turn: int,
         *,
         model: str,
@@ -137,7 +145,7 @@ class SchedulerClient:
         max_tokens: int,
         allowed_token_ids: Sequence[int] | None = None,
     ) -> str:
-        """Sample the answer of turn ``turn`` and return its text.
+        """Sample the answer of turn ``turn`` of the trajectory whose ``key`` it is, and return its text.
 
         Raises:
             CapacityError: With status 504: no answer within ``turn_timeout_s``.  Else: the scheduler is away.
@@ -150,13 +158,12 @@ class SchedulerClient:
         }
         if allowed_token_ids is not None:
             body["allowed_token_ids"] = list(allowed_token_ids)
-        headers = {"X-Session-ID": trajectory_id, "X-ROSE-Turn": str(turn)}
         answer = await self._call(
             "POST",
             "/v1/chat/completions",
-            self._agent,
+            bearer(key),
             body,
-            headers=headers,
+            headers={"X-ROSE-Turn": str(turn)},
             timeout_s=self._turn_timeout_s,
             has_deadline=True,
         )
@@ -172,19 +179,21 @@ class SchedulerClient:
         self, trajectory_id: str, *, reward: float, success: bool, info: Mapping[str, Any]
     ) -> None:
         body = {"reward": reward, "success": success, "info": dict(info)}
-        await self._call("POST", f"/rose/v1/trajectories/{trajectory_id}/finish", self._agent, body)
+        await self._call(
+            "POST", f"/rose/v1/trajectories/{trajectory_id}/finish", self._by("environment"), body
+        )
 
     async def cancel(self, trajectory_id: str) -> None:
         """Give a trajectory up.  One that is gone already is what we wanted."""
         try:
-            await self._call("DELETE", f"/rose/v1/trajectories/{trajectory_id}", self._agent)
+            await self._call("DELETE", f"/rose/v1/trajectories/{trajectory_id}", self._by("environment"))
         except (NotFound, Gone, Conflict):
             pass
 
     async def list_trajectories(self, *, job: str, state: str) -> list[dict[str, Any]]:
         """Trajectories of a job in one state: at least ``id`` and ``group_id``."""
         answer = await self._call(
-            "GET", "/rose/v1/trajectories", self._agent, params={"job": job, "state": state}
+            "GET", "/rose/v1/trajectories", self._by("environment"), params={"job": job, "state": state}
         )
         found = _field(answer, "trajectories", list)
         if not all(isinstance(one, dict) and isinstance(one.get("id"), str) for one in found):
@@ -193,7 +202,7 @@ class SchedulerClient:
 
     async def get_trajectory(self, trajectory_id: str) -> dict[str, Any]:
         """The full trace; also ``group_size`` and ``task``, which the list leaves out."""
-        answer = await self._call("GET", f"/rose/v1/trajectories/{trajectory_id}", self._agent)
+        answer = await self._call("GET", f"/rose/v1/trajectories/{trajectory_id}", self._by("environment"))
         _field(answer, "id", str)
         return answer
 
@@ -234,7 +243,7 @@ class SchedulerClient:
         answer = await self._call(
             "POST",
             "/rose/v1/batches/lease",
-            self._trainer,
+            self._by("trainer"),
             body,
             timeout_s=CALL_TIMEOUT_S + wait_s,
             max_bytes=MAX_BATCH_BYTES,
@@ -249,7 +258,7 @@ class SchedulerClient:
 
     async def ack(self, batch_id: str, *, step: int, attempt: int) -> None:
         body = {"step": step, "attempt": attempt}
-        await self._call("POST", f"/rose/v1/batches/{batch_id}/ack", self._trainer, body)
+        await self._call("POST", f"/rose/v1/batches/{batch_id}/ack", self._by("trainer"), body)
 
     async def set_version(
         self, *, job: str, attempt: int, version: int, alpha: int | None = None, on_stale: str | None = None
@@ -260,11 +269,11 @@ class SchedulerClient:
         """
         body: dict[str, Any] = {"job": job, "attempt": attempt, "version": version}
         body |= _staleness(alpha, on_stale)
-        await self._call("POST", "/rose/v1/versions", self._trainer, body)
+        await self._call("POST", "/rose/v1/versions", self._by("trainer"), body)
 
     async def latest_attempt(self, job: str) -> int:
         """The highest attempt of the job that the scheduler knows; 0 for none."""
-        answer = await self._call("GET", "/status", self._agent)
+        answer = await self._call("GET", "/status", self._by("trainer"))
         version = _field(answer, "versions", dict).get(job)
         if version is None:
             return 0
@@ -275,7 +284,7 @@ class SchedulerClient:
 
     async def discards(self, job: str) -> dict[str, list[int]]:
         """What the scheduler has thrown away of the job: ``{cause: [shortest quarter of lengths, ..., longest]}``."""
-        answer = await self._call("GET", "/status", self._agent)
+        answer = await self._call("GET", "/status", self._by("trainer"))
         found = _field(answer, "discards", dict).get(job, {})
         if not isinstance(found, dict) or not all(isinstance(row, list) for row in found.values()):
             raise EngineError("holds something that is no count", field="discards")
@@ -284,7 +293,13 @@ class SchedulerClient:
     async def resume(self, *, job: str, attempt: int, consumed: Sequence[str]) -> None:
         """A trainer starts: open leases return, except what ``consumed`` names."""
         body = {"attempt": attempt, "consumed": list(consumed)}
-        await self._call("POST", f"/rose/v1/jobs/{job}/resume", self._trainer, body)
+        await self._call("POST", f"/rose/v1/jobs/{job}/resume", self._by("trainer"), body)
+
+    def _by(self, role: str) -> dict[str, str]:
+        token = self._tokens[role]
+        if token is None:
+            raise TrainError(f"this client has no {role} token", field=f"{role}_token")
+        return bearer(token)
 
     # --- transport -------------------------------------------------------------------------------------
 
@@ -300,7 +315,7 @@ class SchedulerClient:
         self,
         method: str,
         path: str,
-        token: Mapping[str, str] | None,
+        token: Mapping[str, str],
         body: Mapping[str, Any] | None = None,
         *,
         headers: Mapping[str, str] | None = None,
@@ -314,8 +329,6 @@ class SchedulerClient:
 
         ``has_deadline``: ``timeout_s`` is all the time that the answer is good for, and its end no sign that the scheduler is away.
         """
-        if token is None:
-            raise TrainError("this client has no trainer token", field="trainer_token")
         session = self._open()
         started_s = time.monotonic()
         unreachable_since_s: float | None = None

@@ -52,7 +52,7 @@ from rose.errors import (
     TrainError,
     Unauthorized,
 )
-from rose.train.client import SchedulerClient
+from rose.train.client import Begun, SchedulerClient
 from rose.train.env import Environment, Family, Message, Observation, Task
 from rose.train.plan import GroupPlan
 
@@ -285,24 +285,24 @@ class EpisodeRunner:
         async with self._slots:
             for retry in range(self._params.max_retries + 1):
                 await self._pause(retry)
-                trajectory_id = ""
+                begun: Begun | None = None
                 try:
-                    trajectory_id = await self._create(
+                    begun = await self._create(
                         job=job,
                         group_id=group_id,
                         group_size=4096,
                         task=task,
                         task_kind=self._params.task_kind,
                     )
-                    final, num_turns = await self._play(trajectory_id, task)
-                    return final, num_turns, await self._client.get_trajectory(trajectory_id)
+                    final, num_turns = await self._play(begun.key, task)
+                    return final, num_turns, await self._client.get_trajectory(begun.id)
                 except (_EpisodeFailed, RequestError) as error:
                     failure = _failure_of(error)
                     if retry == self._params.max_retries:
                         raise TrainError(f"an episode of {job} failed: {failure}", field="env") from error
                 finally:
-                    if trajectory_id:
-                        await self._let_go(trajectory_id)  # scored or not, nobody is to train on it
+                    if begun:
+                        await self._let_go(begun.id)  # scored or not, nobody is to train on it
         raise AssertionError("unreachable")
 
     def leave(self, trajectory_ids: Set[str]) -> None:
@@ -335,7 +335,7 @@ class EpisodeRunner:
         task.add_done_callback(self._episodes.discard)
         return task
 
-    async def _create(self, **what: Any) -> str:
+    async def _create(self, **what: Any) -> Begun:
         """A new trajectory.  Where the caller is cancelled before it hears the name, it is let go all the same."""
         creating = asyncio.create_task(self._client.create_trajectory(**what))
         try:
@@ -343,7 +343,7 @@ class EpisodeRunner:
         except asyncio.CancelledError:
 
             async def abandon() -> None:
-                await self._client.cancel(await creating)
+                await self._client.cancel((await creating).id)
 
             with suppress(RoseError):
                 await self._leave(abandon())
@@ -381,7 +381,7 @@ class EpisodeRunner:
             trajectory_id = ""
             try:
                 await self._pause(retry)
-                trajectory_id = await self._create(
+                begun = await self._create(
                     job=self._params.job,
                     group_id=plan.group_id,
                     group_size=plan.group_size,
@@ -389,8 +389,9 @@ class EpisodeRunner:
                     task_kind=plan.task_kind,
                     prefill_per_decode=plan.prefill_per_decode,
                 )
+                trajectory_id = begun.id
                 group.trajectory_ids.add(trajectory_id)
-                final, num_turns = await self._play(trajectory_id, plan.task)
+                final, num_turns = await self._play(begun.key, plan.task)
                 await self._client.finish(
                     trajectory_id, reward=final.reward, success=final.success, info=final.info
                 )
@@ -429,8 +430,8 @@ class EpisodeRunner:
         if retry:
             await asyncio.sleep(pause_before(retry, self._params.retry_pause_s, random.uniform(0.5, 1.5)))
 
-    async def _play(self, trajectory_id: str, task: Task) -> tuple[Observation, int]:
-        """The final observation, with the reward that counts, and the number of turns."""
+    async def _play(self, key: str, task: Task) -> tuple[Observation, int]:
+        """Of the trajectory whose ``key`` it is: the final observation, with the reward that counts, and the number of turns."""
         try:
             environment = self._family.make()
         except Exception as error:
@@ -444,7 +445,7 @@ class EpisodeRunner:
                     return await self._score(task, messages, observation), turn
                 try:
                     text = await self._client.chat(
-                        trajectory_id,
+                        key,
                         turn,
                         model=self._params.model,
                         messages=messages,

@@ -102,7 +102,7 @@ class EnvManager:
         self._config = config
         self._client = SchedulerClient(
             config.scheduler.url,
-            agent_token=tokens.agent,
+            environment_token=tokens.environment,
             turn_timeout_s=config.scheduler.turn_timeout_s,
             retry_s=config.scheduler.retry_s,
         )
@@ -293,7 +293,6 @@ class TrainWorker:
         self._make_publisher = parts.make_publisher or make_publisher
         self._client = SchedulerClient(
             config.scheduler.url,
-            agent_token=tokens.agent,
             trainer_token=tokens.trainer,
             turn_timeout_s=config.scheduler.turn_timeout_s,
             retry_s=config.scheduler.retry_s,

@@ -104,7 +104,7 @@ def test_only_logs_of_an_earlier_run_give_way(tmp_path: Path) -> None:
 
 
 def test_no_part_has_a_secret_on_its_command_line_and_the_senders_plan_loads(tmp_path: Path) -> None:
-    from rose.auth import Tokens
+    from rose.auth import ROLES, Tokens
 
     root = tmp_path / "run"
     root.mkdir()
@@ -120,7 +120,7 @@ def test_no_part_has_a_secret_on_its_command_line_and_the_senders_plan_loads(tmp
     assert logs < set(LOG_NAMES)
     words = [word for part in plan.all_parts() for word in part.spec.argv]
     files = [path.read_text() for path in root.glob("*.toml") if path.name != TOKEN_FILE]
-    for secret in (tokens.agent, tokens.trainer, tokens.node, tokens.relay, tokens.admin):
+    for secret in (*(getattr(tokens, role) for role in ROLES), tokens.secret):
         assert not any(secret in text for text in (*words, *files))
 
 

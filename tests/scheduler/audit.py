@@ -24,7 +24,7 @@ class Client:
 
     async def post(self, path: str, body: Any, headers: dict[str, str]) -> Any:
         for attempt in range(2000):
-            retry = {"x-stainless-retry-count": str(attempt), **bearer(self.tokens.agent), **headers}
+            retry = {"x-stainless-retry-count": str(attempt), **bearer(self.tokens.environment), **headers}
             with contextlib.suppress(aiohttp.ClientError):
                 async with self.session.post(self.url + path, json=body, headers=retry) as response:
                     if response.status == 200:

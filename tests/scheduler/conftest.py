@@ -87,7 +87,7 @@ class World:
         path: str,
         body: Any = None,
         *,
-        role: str = "agent",
+        role: str = "environment",
         headers: dict[str, str] | None = None,
     ) -> tuple[int, Any]:
         """Status and decoded JSON (None without a body)."""

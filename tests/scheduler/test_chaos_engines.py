@@ -135,7 +135,7 @@ async def test_20_trajectories_on_real_engines_survive_kills_and_stops(
         """Until it has a turn."""
         while True:
             with contextlib.suppress(aiohttp.ClientError):
-                async with session.get(f"{url}/workers", headers=bearer(tokens.agent)) as response:
+                async with session.get(f"{url}/workers", headers=bearer(tokens.environment)) as response:
                     for row in (await response.json())["workers"]:
                         if row["worker_id"] == worker.name and row["inflight"]:
                             return

@@ -105,7 +105,7 @@ async def test_every_route_is_described_and_every_description_has_a_route(world:
 async def test_a_role_opens_its_own_routes_only(world: World) -> None:
     await world.start()
     for method, path, roles, *_ in ROUTES:
-        for role in ("agent", "trainer", "node", "relay"):
+        for role in ("agent", "environment", "trainer", "node", "relay"):
             if roles and role not in roles:
                 place = path.replace("{", "").replace("}", "")
                 status, answer = await world.call(method.upper(), place, {}, role=role)
@@ -245,7 +245,7 @@ async def test_an_open_stream_is_not_quiet(world: World, monkeypatch: pytest.Mon
     monkeypatch.setattr(guard, "IDLE_S", 0.05)
     monkeypatch.setattr(watch_api, "PERIOD_S", 0.05)
     await world.start(timeouts={"tick_s": 0.02, "read_s": 0.05})
-    async with world.session.get(f"{world.url}/events", headers=bearer(world.tokens.agent)) as response:
+    async with world.session.get(f"{world.url}/events", headers=bearer(world.tokens.environment)) as response:
         parts = [await response.content.readuntil(b"\n\n") for _ in range(4)]
     assert all(parts)
 

@@ -29,7 +29,7 @@ async def agent(session: aiohttp.ClientSession, url: str, tokens: Tokens, number
             try:
                 retry = {"x-stainless-retry-count": str(attempt)}
                 async with session.post(
-                    url + path, json=body, headers={**bearer(tokens.agent), **(headers or {}), **retry}
+                    url + path, json=body, headers={**bearer(tokens.environment), **(headers or {}), **retry}
                 ) as response:
                     assert response.status in (200, 503), await response.text()
                     if response.status == 200:

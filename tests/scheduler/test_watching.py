@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 async def first_events(world: World, count: int) -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
-    async with world.session.get(f"{world.url}/events", headers=bearer(world.tokens.agent)) as response:
+    async with world.session.get(f"{world.url}/events", headers=bearer(world.tokens.environment)) as response:
         assert response.content_type == "text/event-stream"
         buffer = b""
         async for part in response.content.iter_any():
@@ -329,7 +329,7 @@ async def test_settings_change_while_running_and_the_old_value_is_logged(
 async def test_the_dashboard_draws_live_data_in_a_browser(world: World) -> None:
     name = await moved_conversation(world)
     async with Browser() as page:
-        await page.open(f"{world.url}/#token={world.tokens.agent}")
+        await page.open(f"{world.url}/#token={world.tokens.environment}")
         await page.until("document.body.dataset.draws >= 1")  # no body while it loads
         assert await page.run("document.body.dataset.lanes") == "2"
         assert int(await page.run("document.body.dataset.spans")) >= 3

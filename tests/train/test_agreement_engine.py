@@ -49,7 +49,7 @@ async def record(
     try:
         family = FrozenLakeFamily(FrozenLakeParams(num_maps=GROUPS, seed=3, max_turns=6))
         async with SchedulerClient(
-            scheduler.url, agent_token=tokens.agent, trainer_token=tokens.trainer
+            scheduler.url, environment_token=tokens.environment, trainer_token=tokens.trainer
         ) as client:
             params = EpisodeParams(
                 job="j",

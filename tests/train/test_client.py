@@ -36,13 +36,13 @@ async def test_a_proxy_that_has_lost_the_scheduler_for_a_moment_is_asked_again(s
         return answers.pop(0)
 
     async with answering(handle) as url:
-        async with SchedulerClient(url, agent_token="x" * 20, retry_s=5.0) as client:
+        async with SchedulerClient(url, trainer_token="x" * 20, retry_s=5.0) as client:
             assert await client.latest_attempt("j") == 7
         assert answers == []
 
 
 async def test_a_scheduler_that_cannot_be_reached_is_named_after_the_retries() -> None:
-    async with SchedulerClient("http://127.0.0.1:9", agent_token="x" * 20, retry_s=0.0) as client:
+    async with SchedulerClient("http://127.0.0.1:9", environment_token="x" * 20, retry_s=0.0) as client:
         with pytest.raises(CapacityError, match=r"http://127\.0\.0\.1:9 did not answer"):
             await client.list_trajectories(job="j", state="running")
 
@@ -63,7 +63,7 @@ async def test_an_answer_that_never_arrives_whole_is_given_up() -> None:
 
     async with (
         answering(handle) as url,
-        SchedulerClient(url, agent_token="a" * 16, retry_s=0.3) as client,
+        SchedulerClient(url, environment_token="a" * 16, retry_s=0.3) as client,
     ):
         with pytest.raises(CapacityError, match="did not answer"):
             async with asyncio.timeout(10):
@@ -78,7 +78,7 @@ async def test_a_turn_without_an_answer_has_run_out_of_time_and_the_scheduler_is
 
     async with (
         answering(handle) as url,
-        SchedulerClient(url, agent_token="a" * 16, retry_s=0.0, turn_timeout_s=0.2) as client,
+        SchedulerClient(url, environment_token="a" * 16, retry_s=0.0, turn_timeout_s=0.2) as client,
     ):
         with pytest.raises(
             CapacityError, match=r"scheduler\.turn_timeout_s: no answer within 0\.2 s"
@@ -98,7 +98,7 @@ async def test_a_turn_that_finds_no_worker_waits_in_line_until_its_time_is_over(
 
     async with (
         answering(handle) as url,
-        SchedulerClient(url, agent_token="a" * 16, retry_s=0.0, turn_timeout_s=0.5) as client,
+        SchedulerClient(url, environment_token="a" * 16, retry_s=0.0, turn_timeout_s=0.5) as client,
     ):
         with pytest.raises(CapacityError, match="no answer within") as late:
             await client.chat("t", 0, model="m", messages=[], temperature=1.0, max_tokens=1)
@@ -118,7 +118,7 @@ async def test_a_lost_lease_is_handed_back_before_it_is_asked_for_again() -> Non
 
     async with (
         answering(handle) as url,
-        SchedulerClient(url, agent_token="a" * 16, trainer_token="t" * 16, retry_s=5.0) as client,
+        SchedulerClient(url, environment_token="a" * 16, trainer_token="t" * 16, retry_s=5.0) as client,
     ):
         leased = await client.lease(job="j", num_groups=1, attempt=1, version=0, ttl_s=60, wait_s=0)
     assert leased == ("b", [])
@@ -133,7 +133,7 @@ async def test_a_batch_beyond_all_bounds_is_not_read_to_its_end(monkeypatch: pyt
 
     async with (
         answering(handle) as url,
-        SchedulerClient(url, agent_token="a" * 16, trainer_token="t" * 16, retry_s=0.0) as client,
+        SchedulerClient(url, environment_token="a" * 16, trainer_token="t" * 16, retry_s=0.0) as client,
     ):
         with pytest.raises(EngineError, match="the answer exceeds 1000 bytes"):
             await client.lease(job="j", num_groups=1, attempt=1, version=0, ttl_s=60, wait_s=0)

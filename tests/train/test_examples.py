@@ -63,7 +63,7 @@ def test_an_agent_of_ones_own_becomes_trainable(tmp_path: Path, policy_model: Pa
 
         async def lease() -> list[dict[str, object]]:
             async with SchedulerClient(
-                world.url, agent_token=world.tokens.agent, trainer_token=world.tokens.trainer
+                world.url, environment_token=world.tokens.environment, trainer_token=world.tokens.trainer
             ) as client:
                 leased = await client.lease(job="own", num_groups=2, attempt=0, version=0, ttl_s=60, wait_s=5)
                 assert leased is not None

@@ -47,7 +47,7 @@ class Deployment:
     async def running(self) -> AsyncIterator[aiohttp.ClientSession]:
         self.versions.mkdir()
         await self.daemon.start()
-        async with aiohttp.ClientSession(headers=bearer(self.tokens.agent)) as session:
+        async with aiohttp.ClientSession(headers=bearer(self.tokens.environment)) as session:
             engine = TorchEngine(self.model, self.versions, seed=0)
             runner, url = await serve_engine(engine)
             node = FakeNode(session, self.daemon.url, self.tokens.node, engine, url, worker_id="d")

@@ -31,7 +31,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, policy_model: Path) -> Itera
 def client_of(world: World, **changes: Any) -> SchedulerClient:
     return SchedulerClient(
         world.url,
-        agent_token=world.tokens.agent,
+        environment_token=world.tokens.environment,
         trainer_token=world.tokens.trainer,
         **{"retry_s": 0.0} | changes,
     )
@@ -578,7 +578,7 @@ async def test_errors_of_the_scheduler_keep_their_names(world: World) -> None:
             await client.finish("t-none", reward=0.0, success=False, info={})
         assert caught.value.code == "unknown_session"
         assert await client.lease(job="none", num_groups=1, attempt=0, version=0, ttl_s=60, wait_s=0) is None
-    async with SchedulerClient(world.url, agent_token="x" * 20, retry_s=0.0) as stranger:
+    async with SchedulerClient(world.url, environment_token="x" * 20, retry_s=0.0) as stranger:
         with pytest.raises(Unauthorized) as refused:
             await stranger.create_trajectory(job="j", group_id="g", group_size=2, task={})
         assert "x" * 20 not in str(refused.value)
