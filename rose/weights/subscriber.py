@@ -22,11 +22,13 @@ Blocking; any thread may call.  Callers: the node agent (``rose.coserve``), test
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import mmap
 import os
 import secrets
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -40,6 +42,7 @@ from numpy.typing import NDArray
 
 from rose.errors import (
     CapacityError,
+    ConfigError,
     Gone,
     NotFound,
     RequestError,
@@ -109,9 +112,9 @@ class WeightSubscriber:
         self._run_id = manifest.check_run_id(run_id)
         self._params = params or WeightsParams()
         self._pool: ThreadPoolExecutor | None = None
-        self._holder = f"sub-{secrets.token_hex(8)}"
         self._lock = threading.RLock()
         self._host = HostCopy(directory, run_id)
+        self._holder = f"sub-{_name_of(self._host.directory)}"
         self._spool = self._host.directory / "spool"
         self._updates = self._host.directory / "updates"
         for folder in (self._spool, self._updates):
@@ -124,6 +127,7 @@ class WeightSubscriber:
         self._given_up: WeightVersion | None = None  # the version whose anchor did not help
         self._handed_out: list[Path] = []
         """Update files, the newest last."""
+        self._leased_once = False
         self._leased: WeightVersion | None = None
         self._leased_at_s = 0.0
 
@@ -149,6 +153,8 @@ class WeightSubscriber:
             head = self._store.wait_head(self._run_id, held, 0.0 if fresh else timeout_s)
             if head is None:
                 self._check_not_behind(held)
+                if not self._leased_once:  # what an earlier process of this directory held, and died with
+                    self._lease(None)
         except CapacityError:
             if not fresh:
                 raise
@@ -467,7 +473,7 @@ class WeightSubscriber:
 
     def _lease(self, version: WeightVersion | None) -> None:
         """Keep what we are about to read from being deleted; a store that cannot is not a reason to stop."""
-        self._leased, self._leased_at_s = version, time.monotonic()
+        self._leased, self._leased_at_s, self._leased_once = version, time.monotonic(), True
         try:
             self._store.lease(self._run_id, self._holder, version, _LEASE_S)
         except RoseError as error:
@@ -566,6 +572,22 @@ class WeightSubscriber:
         for path in files[:-_KEPT_UPDATES]:
             path.unlink(missing_ok=True)
         self._handed_out = self._handed_out[-_KEPT_UPDATES:]
+
+
+def _name_of(directory: Path) -> str:
+    """What a directory's subscribers are called, all of them: a restarted one replaces the lease of the one before.
+
+    Drawn once and kept in the directory, with its place: neither another machine's nor a copied directory has it.
+    """
+    path = directory / "holder"
+    try:
+        if not path.exists():
+            path.write_text(secrets.token_hex(16))
+        text = path.read_text()[:64]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be used: {error}", field="directory") from error
+    place = f"{text} {socket.gethostname()} {directory}"
+    return hashlib.blake2b(place.encode(), digest_size=16).hexdigest()
 
 
 def _contains(steps: list[Manifest], wanted: Manifest | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -102,6 +103,36 @@ def test_what_is_being_read_is_leased_and_then_let_go(
     reader.poll(0)
     assert store.held == [V("1.2")]
     assert store.leases("run") == []
+
+
+def test_a_reader_that_died_is_succeeded_by_the_next_of_its_directory(
+    publisher: WeightPublisher,
+    trainer: ToyTrainer,
+    store: WatchedStore,
+    open_reader: Callable[..., WeightSubscriber],
+) -> None:
+    publish_steps(publisher, trainer, 0, 1)
+    first, other = open_reader("one"), open_reader("two")
+    assert first._holder != other._holder
+    first.poll(0)
+    first._lease(V("1.0"))  # it dies while it reads
+    first.close()
+    assert store.leases("run") == [V("1.0")]
+
+    second = open_reader("one")
+    assert second._holder == first._holder
+    second.poll(0)  # tells what it has
+    assert second.poll(0) is None
+    assert store.leases("run") == []
+
+
+def test_a_copied_directory_is_another_reader(
+    open_reader: Callable[..., WeightSubscriber], tmp_path: Path
+) -> None:
+    first = open_reader("one")
+    first.close()
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    assert open_reader("two")._holder != first._holder
 
 
 # --- restarts ---------------------------------------------------------------------------------------------
