@@ -10,6 +10,7 @@ It decides nothing about versions and never talks to other ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from rose.errors import VersionRefused, WeightsError
+from rose.errors import VersionRefused
 from rose.weights import boxes, codec, manifest, statehash
 from rose.weights.boxes import Box
 from rose.weights.buckets import Buckets
@@ -72,6 +73,7 @@ class Baseline:
     def __init__(self, params: WeightsParams) -> None:
         self._params = params
         self.held: list[Held] = []
+        self._scrubbed = 0
 
     @property
     def num_elements(self) -> int:
@@ -152,27 +154,19 @@ class Baseline:
                 _upload(change, buckets)
             _describe_as_anchor(change)
 
-    def anchor(self, buckets: Buckets) -> list[Change]:
-        """Send everything raw, from the baseline, having proved its memory.
+    def scrub(self, share: float) -> bool:
+        """Prove the memory of the next ``share`` of the fragments, in turn; False when it is not what was published.
 
-        Raises:
-            WeightsError: The memory is not what was published.
+        A delta made from damaged memory fits no reader.
         """
-        changes = [
-            Change(held, fragment, fragment.h, fragment.stop - fragment.start, "raw")
-            for held in self.held
-            for fragment in held.fragments
-        ]
-        for change in changes:
-            fragment = change.fragment
-            bits = change.held.bits[fragment.start : fragment.stop]
-            if boxes.hash_bits(fragment.box, bits) != fragment.h:
-                raise WeightsError(
-                    "baseline is damaged in memory; the next version is whole", field=change.held.spec.name
-                )
-            _upload(change, buckets)
-            _describe_as_anchor(change)
-        return changes
+        every = [(held, fragment) for held in self.held for fragment in held.fragments]
+        for _ in range(min(len(every), math.ceil(share * len(every)))):
+            held, fragment = every[self._scrubbed % len(every)]
+            self._scrubbed += 1
+            bits = held.bits[fragment.start : fragment.stop]
+            if not fragment.dirty and boxes.hash_bits(fragment.box, bits) != fragment.h:
+                return False
+        return True
 
     def advance(self, changes: Sequence[Change]) -> None:
         """The head has moved: the baseline becomes what was published."""

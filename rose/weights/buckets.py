@@ -3,16 +3,17 @@
 Objects are named by their content, so a retry of the same bytes meets what it wrote before.  :meth:`Buckets.close`
 returns only when every object is in the store with its full size.  Memory: two buckets.
 
-Caller: the publisher.
+Callers: the publisher, the composer.
 """
 
 from __future__ import annotations
 
+import contextlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
-from rose.errors import Conflict, WeightsError
+from rose.errors import Conflict, RoseError, WeightsError
 from rose.weights import manifest
 from rose.weights.manifest import ObjectRef
 from rose.weights.store import Buffer, Store
@@ -20,18 +21,18 @@ from rose.weights.version import WeightVersion
 
 
 class Buckets:
-    """One rank's objects of one version on their way to the store; a context manager, used by one thread."""
+    """One writer's objects of one version on their way to the store; a context manager, used by one thread."""
 
     def __init__(
-        self, store: Store, run_id: str, identity: WeightVersion, rank: int, bucket_bytes: int
+        self, store: Store, run_id: str, identity: WeightVersion, writer: int | str, bucket_bytes: int
     ) -> None:
-        self._store, self._run_id, self._identity, self._rank = store, run_id, identity, rank
+        self._store, self._run_id, self._identity, self._writer = store, run_id, identity, writer
         self._bucket_bytes = bucket_bytes
         self._buffer = bytearray()
         self._objects: list[ObjectRef] = []
         self._uploader = ThreadPoolExecutor(1, thread_name_prefix="rose-upload")
         self._upload: Future[None] | None = None
-        self.bytes_sent = 0
+        self._created: list[str] = []
 
     def add(self, payload: Buffer) -> tuple[int, int]:
         """Append a section; returns (index of its object, offset in it)."""
@@ -60,17 +61,25 @@ class Buckets:
     def _flush(self) -> None:
         data, self._buffer = self._buffer, bytearray()
         xxh3 = manifest.digest(data)
-        key = manifest.object_key(self._run_id, self._identity, self._rank, len(self._objects), xxh3)
+        key = manifest.object_key(self._run_id, self._identity, self._writer, len(self._objects), xxh3)
         self._objects.append(ObjectRef(key=key, nbytes=len(data), xxh3=xxh3))
         self._wait()  # one upload at a time: memory stays at two buckets
         self._upload = self._uploader.submit(self._put, key, data)
 
     def _put(self, key: str, data: bytearray) -> None:
         try:
+            self._created.append(key)
             self._store.put_new(key, data)
-            self.bytes_sent += len(data)
-        except Conflict:
-            pass  # an earlier try of the same version: the name says it is the same content
+        except Conflict:  # an earlier try of the same version: the name says it is the same content
+            self._created.pop()
+
+    def discard(self) -> None:
+        """Delete what was uploaded here, as far as the store can be reached.  Nothing refers to it."""
+        with contextlib.suppress(RoseError):
+            self._wait()
+        for key in self._created:
+            with contextlib.suppress(RoseError):
+                self._store.delete(key)
 
     def _wait(self) -> None:
         upload, self._upload = self._upload, None

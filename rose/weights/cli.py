@@ -208,9 +208,18 @@ def _specs_of(store: Store, run_id: str, identity: WeightVersion) -> dict[str, T
 
 
 @app.command()
-def gc(run_id: RunId, relay: Relay = None, directory: Folder = None, token_file: TokenFile = None) -> None:
-    """Delete versions that no reader can need; leased ones stay."""
-    deleted = retention.collect(_open(relay, directory, token_file), run_id)
+def gc(
+    run_id: RunId,
+    relay: Relay = None,
+    directory: Folder = None,
+    token_file: TokenFile = None,
+    ignore_leases: Annotated[
+        bool, typer.Option(help="Also what only readers' leases keep; they start over from the head.")
+    ] = False,
+) -> None:
+    """Delete versions that no reader can need, and what failed publishes left; leased versions stay."""
+    need = retention.Need.OVER if ignore_leases else retention.Need.TIDY
+    deleted = retention.collect(_open(relay, directory, token_file), run_id, need)
     typer.echo(f"deleted {len(deleted)} versions" + (f", up to {deleted[-1]}" if deleted else ""))
 
 

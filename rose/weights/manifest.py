@@ -190,9 +190,14 @@ def manifest_key(run_id: str, identity: WeightVersion, kind: Kind) -> str:
     return f"{version_prefix(run_id, identity)}{kind}.json"
 
 
-def object_key(run_id: str, identity: WeightVersion, rank: int, bucket: int, xxh3: str) -> str:
+COMPOSED = "composed"
+"""Who wrote an object, in its key: a trainer rank by its number, or this for an anchor composed in the store."""
+
+
+def object_key(run_id: str, identity: WeightVersion, writer: int | str, bucket: int, xxh3: str) -> str:
     """Content-addressed: a retry of the same bytes meets itself, other bytes get another name."""
-    return f"{version_prefix(run_id, identity)}{rank:04d}.{bucket:05d}-{xxh3}"
+    by = writer if isinstance(writer, str) else f"{writer:04d}"
+    return f"{version_prefix(run_id, identity)}{by}.{bucket:05d}-{xxh3}"
 
 
 def digest(data: bytes | bytearray | memoryview) -> str:

@@ -17,7 +17,8 @@ class WeightsParams:
     Args:
         cast: Type that the engines hold floats in; fp32 masters are rounded to it.
         keep: Name patterns of tensors that keep their own type (router corrections, scales).
-        anchor_every: A full copy is published every so many versions, besides the delta.
+        anchor_every: A full copy is composed every so many versions, beside the deltas and the trainer; more often
+            where room is short.
         raw_density: A fragment goes raw above this share of changed elements: the encoder's cost grows with
             changes, and from here on raw is cheaper to make (measured break-even 15-25 %).
         anchor_density: The whole version is published as an anchor above this share.
@@ -25,7 +26,9 @@ class WeightsParams:
         fragment_elements: Elements per section; bounds memory, a multiple of 65,536.
         bucket_bytes: Bytes per object, about.
         num_threads: Threads that encode (publisher) or decode, write and hash (subscriber).
-        collect: Delete versions that no reader can need after each anchor.
+        collect: Delete versions that no reader can need, and more of them when the store is full.
+        max_store_bytes: What the run may take at the store, at least two full copies; None: what the store has.  Above
+            it versions go that only leases keep, and anchors come sooner.
     """
 
     cast: str = "BF16"
@@ -38,6 +41,7 @@ class WeightsParams:
     bucket_bytes: int = 64 << 20
     num_threads: int = 1
     collect: bool = True
+    max_store_bytes: int | None = None
 
     def __post_init__(self) -> None:
         def refuse(name: str, rule: str) -> ConfigError:
@@ -51,6 +55,8 @@ class WeightsParams:
         for name in ("anchor_every", "num_threads"):
             if getattr(self, name) < 1:
                 raise refuse(name, "at least 1")
+        if self.max_store_bytes is not None and self.max_store_bytes < 1:
+            raise refuse("max_store_bytes", "at least 1")
         if not 0 < self.fragment_elements <= 1 << 26 or self.fragment_elements % SEGMENT:
             raise refuse("fragment_elements", f"a multiple of {SEGMENT}, at most 2**26")
         if not 1 << 10 <= self.bucket_bytes <= 1 << 29:

@@ -10,9 +10,11 @@ run's head; then every rank advances its baseline).  A trainer of one process ru
 * A version is final.  Publishing it again with the same weights succeeds and sends nothing; with others it is
   refused.  An attempt that another process has used, or an older one, is refused: a restarted trainer takes the
   next attempt.  Of two trainers with one run id, one is refused at its next publish.
-* First an **anchor** (everything raw), then deltas; above ``anchor_density`` the version is an anchor instead, and
-  every ``anchor_every`` versions there is an anchor besides the delta, made from the baseline after the head moved,
-  so that no engine waits for it.
+* First an **anchor** (everything raw), then deltas; above ``anchor_density`` the version is an anchor instead.  Later
+  anchors are composed from the one before and the deltas, by a thread of rank 0 that no publish and no training step
+  waits for (:mod:`rose.weights.upkeep`); the next version after one is there starts from it.
+* A **full store** (507) is answered by deleting: what no reader can need, then what only leases keep, at last the head's
+  own chain, after which the version goes as an anchor.  So a run goes on while one full copy and one version fit.
 
 The weights must not change while :meth:`publish` runs; :meth:`publish_async` takes a copy first and lets the trainer
 go on.  One lock: any thread may call, one publish runs at a time.
@@ -31,19 +33,33 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-import msgspec
-
-from rose.errors import Conflict, NotFound, RoseError, VersionRefused, WeightsError
+from rose.errors import Conflict, NotFound, SectionCorrupt, VersionRefused, WeightsError
 from rose.weights import layout, manifest, retention, statehash
 from rose.weights.baseline import Baseline, Change, state_after
 from rose.weights.buckets import Buckets
 from rose.weights.layout import Claim
-from rose.weights.manifest import Base, Head, Kind, Manifest, ObjectRef, Section, TensorState
+from rose.weights.manifest import Base, Head, Kind, Manifest, ObjectRef, TensorState
 from rose.weights.params import WeightsParams
-from rose.weights.ranks import Ranks, SoloRank, agree
+from rose.weights.ranks import Ranks, SoloRank, StoreFull, agree
+from rose.weights.retention import Need
+from rose.weights.rounds import (
+    ZERO,
+    Counted,
+    Counts,
+    Described,
+    Nothing,
+    Opened,
+    Opening,
+    Part,
+    State,
+    added,
+    merged,
+)  # fmt: skip
+from rose.weights.routes import route
 from rose.weights.source import Piece, collect
 from rose.weights.spec import TensorSpec, model_digest
 from rose.weights.store import Store
+from rose.weights.upkeep import Chain, News, Upkeep
 from rose.weights.version import WeightVersion
 
 __all__ = ["PublishReport", "WeightPublisher", "WeightsParams"]
@@ -61,7 +77,7 @@ class PublishReport:
         kind: ``delta`` or ``anchor``.
         bytes_dense: A full copy of the model as the engines hold it.
         bytes_sent: Objects of this version, as a reader pulls them; 0 when it was published before.
-        bytes_anchor: Objects of the anchor written besides a delta, else 0.
+        bytes_anchor: Objects of an anchor that was composed since the publish before, else 0.
         density: ``num_changed / num_elements``.
         state: State hash by tensor name, in hex.
     """
@@ -78,61 +94,6 @@ class PublishReport:
     state: Mapping[str, str] = field(repr=False)
 
 
-# -- what the ranks say to each other ------------------------------------------------------------------------
-
-
-class _Opening(msgspec.Struct, frozen=True, kw_only=True):
-    identity: str
-    published: str | None
-    pending: Head | None
-    damaged: bool
-    claims: list[Claim] | None
-    """At the first publish: what this rank holds."""
-
-
-class _Opened(msgspec.Struct, frozen=True, kw_only=True):
-    head: Head | None
-    damaged: bool
-    owned: list[list[int]] | None
-
-
-class _Counted(msgspec.Struct, frozen=True, kw_only=True):
-    num_changed: int
-
-
-class _Counts(msgspec.Struct, frozen=True, kw_only=True):
-    kind: Kind
-    num_changed: int
-
-
-class _Part(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's share of a version."""
-
-    objects: tuple[ObjectRef, ...]
-    sections: tuple[Section, ...]
-    before: dict[str, str]
-    after: dict[str, str]
-
-
-class _Described(msgspec.Struct, frozen=True, kw_only=True):
-    """A version whose manifest is written."""
-
-    head: Head
-    anchor: tuple[int, int]
-    bytes_dense: int
-    bytes_sent: int
-    num_elements: int
-    state: dict[str, str]
-
-
-class _State(msgspec.Struct, frozen=True, kw_only=True):
-    state: dict[str, str]
-
-
-class _Nothing(msgspec.Struct, frozen=True):
-    pass
-
-
 @dataclass(slots=True)
 class _Pending:
     """A version whose head may or may not have moved: the answer was lost."""
@@ -140,6 +101,8 @@ class _Pending:
     head: Head
     anchor: WeightVersion
     changes: list[Change]
+    nbytes: int
+    """Of its objects and its manifest."""
 
 
 class WeightPublisher:
@@ -179,8 +142,8 @@ class WeightPublisher:
         self._model = ""
         self._published: WeightVersion | None = None
         self._kind: Kind = "anchor"
-        self._anchor: WeightVersion | None = None
-        self._num_since_anchor = 0
+        self._chain: Chain | None = None  # what leads to the head; rank 0 only
+        self._upkeep = Upkeep(store, run_id, self._params) if self._ranks.rank == 0 else None
         self._pending: _Pending | None = None
         self._damaged = False
         self._executor: ThreadPoolExecutor | None = None
@@ -206,7 +169,7 @@ class WeightPublisher:
         """
         identity = WeightVersion(self._attempt, version)
         with self._lock:
-            return self._publish(identity, self._collect, step, lr)
+            return self._publish_with_room(identity, self._collect, step, lr)
 
     def publish_async(
         self, version: int, *, step: int | None = None, lr: float | None = None
@@ -227,17 +190,51 @@ class WeightPublisher:
 
         def work() -> PublishReport:
             with self._lock:
-                return self._publish(identity, lambda: copies, step, lr)
+                return self._publish_with_room(identity, lambda: copies, step, lr)
 
         return self._executor.submit(work)
 
+    def settle(self, timeout_s: float | None = None) -> bool:
+        """Wait until anchors that are due are composed and what may go is deleted; False when ``timeout_s`` passed.
+
+        A trainer need not: it is for the end of a run, and for tests.
+        """
+        return self._upkeep is None or self._upkeep.wait(timeout_s)
+
     def close(self) -> None:
-        """Wait for a background publish and end its thread."""
+        """Wait for a background publish and end its thread; an anchor that is being composed is given up."""
         if self._executor is not None:
             self._executor.shutdown(wait=True)
             self._executor = None
+        if self._upkeep is not None:
+            self._upkeep.close()
 
     # -- one publish, round by round
+
+    def _publish_with_room(
+        self,
+        identity: WeightVersion,
+        source: Callable[[], list[Piece]],
+        step: int | None,
+        lr: float | None,
+    ) -> PublishReport:
+        """Publish; where the store is full, make room and try again.  All ranks alike."""
+        needs = [Need.FULL, Need.LAST] if self._params.collect else []
+        while True:
+            try:
+                return self._publish(identity, source, step, lr)
+            except StoreFull:
+                if not needs:
+                    raise
+                need = needs.pop(0)
+                self._make_room(need)
+
+    def _make_room(self, need: Need) -> None:
+        if self._upkeep is not None:
+            self._upkeep.make_room(need)
+            self._damaged = (
+                self._damaged or need is Need.LAST
+            )  # without its chain nobody could follow a delta
 
     def _collect(self) -> list[Piece]:
         return collect(self._source, cast=self._params.cast, keep=self._params.keep)
@@ -259,12 +256,14 @@ class WeightPublisher:
     ) -> PublishReport:
         started_s = time.monotonic()
         pieces: list[Piece] = []
+        bytes_anchor = self._heed_upkeep()
+        self._keep_within(self._params.max_store_bytes if self._params.collect else None)
 
-        def opening() -> _Opening:
+        def opening() -> Opening:
             pieces.extend(source())
             return self._opening(identity, pieces)
 
-        opened = self._agree(opening, self._open, _Opening, _Opened)
+        opened = self._agree(opening, self._open, Opening, Opened)
         head = opened.head
         self._resolve_pending(head)
         self._admit(identity, head)
@@ -280,13 +279,13 @@ class WeightPublisher:
         with self._buckets(identity) as buckets:
             changes: list[Change] = []
 
-            def diff() -> _Counted:
+            def diff() -> Counted:
                 changes.extend(self._baseline.changes(mine, whole, buckets))
-                return _Counted(num_changed=sum(change.num_changed for change in changes))
+                return Counted(num_changed=sum(change.num_changed for change in changes))
 
-            counts = self._agree(diff, lambda parts: self._count(parts, whole), _Counted, _Counts)
+            counts = self._agree(diff, lambda parts: self._count(parts, whole), Counted, Counts)
 
-            def part() -> _Part:
+            def part() -> Part:
                 if counts.kind == "anchor":
                     self._baseline.make_whole(changes, buckets)
                 return self._part(changes, buckets.close())
@@ -294,15 +293,15 @@ class WeightPublisher:
             described = self._agree(
                 part,
                 lambda parts: self._describe(identity, counts.kind, parts, counts.num_changed, step, lr),
-                _Part,
-                _Described,
+                Part,
+                Described,
             )
         report = PublishReport(
             version=identity,
             kind=counts.kind,
             bytes_dense=described.bytes_dense,
             bytes_sent=described.bytes_sent,
-            bytes_anchor=0,
+            bytes_anchor=bytes_anchor,
             num_changed=counts.num_changed,
             num_elements=described.num_elements,
             density=counts.num_changed / described.num_elements if described.num_elements else 0.0,
@@ -310,15 +309,32 @@ class WeightPublisher:
             state=described.state,
         )
         self._set_head(described, head, changes)
-        return self._afterwards(report, started_s)
+        return replace(report, seconds=time.monotonic() - started_s)
+
+    def _heed_upkeep(self) -> int:
+        """What upkeep did since the last publish; returns the bytes of a new anchor."""
+        news = News() if self._upkeep is None else self._upkeep.news()
+        self._damaged = self._damaged or news.broken
+        if news.anchor is None or self._chain is None or news.anchor not in self._chain.versions:
+            return 0
+        self._chain = self._chain.from_anchor(news.anchor)
+        return news.bytes_anchor
+
+    def _keep_within(self, most_bytes: int | None) -> None:
+        """The chain alone is too large, because no anchor fits beside it: begin anew."""
+        if most_bytes is not None and self._chain is not None and self._chain.nbytes > most_bytes:
+            self._make_room(Need.LAST)
 
     # -- open
 
-    def _opening(self, identity: WeightVersion, pieces: list[Piece]) -> _Opening:
+    def _opening(self, identity: WeightVersion, pieces: list[Piece]) -> Opening:
         claims = layout.claims_of(pieces)
         if self._mine is not None and claims != self._claims:
             raise VersionRefused("tensors changed their names, types, shapes or division", field="model")
-        return _Opening(
+        if self._published is not None and not self._baseline.scrub(1 / self._params.anchor_every):
+            _log.warning("baseline is damaged in memory; the next version is whole")
+            self._damaged = True
+        return Opening(
             identity=str(identity),
             published=None if self._published is None else str(self._published),
             pending=None if self._pending is None else self._pending.head,
@@ -326,7 +342,7 @@ class WeightPublisher:
             claims=claims if self._mine is None else None,
         )
 
-    def _open(self, openings: Sequence[_Opening]) -> _Opened:
+    def _open(self, openings: Sequence[Opening]) -> Opened:
         head = self._store.get_head(self._run_id)
         stands = {
             (
@@ -349,7 +365,7 @@ class WeightPublisher:
             division = layout.assign(claims)
             owned, self._specs = division.owned, division.specs
             self._model = model_digest(self._specs.values())
-        return _Opened(head=head, damaged=any(each.damaged for each in openings), owned=owned)
+        return Opened(head=head, damaged=any(each.damaged for each in openings), owned=owned)
 
     def _resolve_pending(self, head: Head | None) -> None:
         """An earlier publish whose head's fate was unknown: it landed, or it never will."""
@@ -382,14 +398,14 @@ class WeightPublisher:
 
     # -- diff and describe
 
-    def _count(self, parts: Sequence[_Counted], whole: bool) -> _Counts:
+    def _count(self, parts: Sequence[Counted], whole: bool) -> Counts:
         num_changed = sum(part.num_changed for part in parts)
         num_elements = sum(spec.num_elements for spec in self._specs.values())
         dense = num_elements > 0 and num_changed / num_elements > self._params.anchor_density
-        return _Counts(kind="anchor" if whole or dense else "delta", num_changed=num_changed)
+        return Counts(kind="anchor" if whole or dense else "delta", num_changed=num_changed)
 
-    def _part(self, changes: Sequence[Change], objects: tuple[ObjectRef, ...]) -> _Part:
-        return _Part(
+    def _part(self, changes: Sequence[Change], objects: tuple[ObjectRef, ...]) -> Part:
+        return Part(
             objects=objects,
             sections=tuple(change.section for change in changes if change.section is not None),
             before={name: statehash.to_hex(h) for name, h in self._baseline.state().items()},
@@ -400,11 +416,11 @@ class WeightPublisher:
         self,
         identity: WeightVersion,
         kind: Kind,
-        parts: Sequence[_Part],
+        parts: Sequence[Part],
         num_changed: int,
         step: int | None,
         lr: float | None,
-    ) -> _Described:
+    ) -> Described:
         record = self._manifest(identity, kind, parts, num_changed, step, lr)
         reference = self._put_manifest(record)
         head = Head(
@@ -415,7 +431,7 @@ class WeightPublisher:
             kind=kind,
             manifest=reference,
         )
-        return _Described(
+        return Described(
             head=head,
             anchor=record.anchor,
             bytes_dense=record.bytes_dense,
@@ -428,7 +444,7 @@ class WeightPublisher:
         self,
         identity: WeightVersion,
         kind: Kind,
-        parts: Sequence[_Part],
+        parts: Sequence[Part],
         num_changed: int,
         step: int | None,
         lr: float | None,
@@ -437,10 +453,10 @@ class WeightPublisher:
         anchor = identity
         if kind == "delta":
             assert self._published is not None
-            assert self._anchor is not None
+            assert self._chain is not None
             base = Base(attempt=self._attempt, version=self._published.version, kind=self._kind)
-            anchor = self._anchor
-        before, after = _added([part.before for part in parts]), _added([part.after for part in parts])
+            anchor = self._chain.anchor
+        before, after = added([part.before for part in parts]), added([part.after for part in parts])
         objects = tuple(itertools.chain.from_iterable(part.objects for part in parts))
         num_elements = sum(spec.num_elements for spec in self._specs.values())
         return Manifest(
@@ -453,14 +469,14 @@ class WeightPublisher:
             anchor=(anchor.attempt, anchor.version),
             model=self._model,
             objects=objects,
-            sections=_merged(parts, self._specs),
+            sections=merged(parts, self._specs),
             tensors=tuple(
                 TensorState(
                     name=name,
                     dtype=spec.dtype,
                     shape=spec.shape,
-                    h_before=None if kind == "anchor" else before.get(name, _ZERO),
-                    h_after=after.get(name, _ZERO),
+                    h_before=None if kind == "anchor" else before.get(name, ZERO),
+                    h_after=after.get(name, ZERO),
                 )
                 for name, spec in self._specs.items()
             ),
@@ -502,11 +518,13 @@ class WeightPublisher:
 
     # -- point
 
-    def _set_head(self, described: _Described, before: Head | None, changes: list[Change]) -> None:
+    def _set_head(self, described: Described, before: Head | None, changes: list[Change]) -> None:
         head = described.head
-        self._pending = _Pending(head, WeightVersion(*described.anchor), changes)
+        self._pending = _Pending(
+            head, WeightVersion(*described.anchor), changes, described.bytes_sent + head.manifest.nbytes
+        )
 
-        def move(_: Sequence[_Nothing]) -> _Nothing:
+        def move(_: Sequence[Nothing]) -> Nothing:
             try:
                 self._store.set_head(head, expected=None if before is None else before.identity)
             except Conflict as error:
@@ -515,22 +533,23 @@ class WeightPublisher:
                     field="run_id",
                     fix="another trainer writes to this run; give each its own run_id",
                 ) from error
-            return _Nothing()
+            return Nothing()
 
-        self._agree(_Nothing, move, _Nothing, _Nothing)
+        self._agree(Nothing, move, Nothing, Nothing)
         pending, self._pending = self._pending, None
         self._advance(pending)
 
     def _advance(self, pending: _Pending) -> None:
         """The head has moved: the baseline becomes what was published."""
         self._published, self._kind = pending.head.identity, pending.head.kind
-        self._anchor = pending.anchor
         if self._kind == "anchor":
-            self._num_since_anchor = 0
+            self._chain = Chain(anchor=pending.anchor, deltas=(), bytes_anchor=pending.nbytes)
             self._damaged = False
-        else:
-            self._num_since_anchor += 1
+        elif self._chain is not None:
+            self._chain = self._chain.then(pending.head.identity, pending.nbytes)
         self._baseline.advance(pending.changes)
+        if self._upkeep is not None and self._chain is not None:
+            self._upkeep.published(self._chain)
 
     def _again(self, head: Head, mine: list[Piece], started_s: float) -> PublishReport:
         """The head is at this very version: agree if the weights are the same, refuse if not."""
@@ -539,19 +558,21 @@ class WeightPublisher:
         def refuse() -> VersionRefused:
             return VersionRefused(f"{identity} is published with other weights", field="version")
 
-        def look() -> _State:
+        def look() -> State:
             if adopting:  # a restarted process that finds its version published
                 self._baseline.adopt(mine)
             elif not self._baseline.holds(mine):
                 raise refuse()
-            return _State(state={name: statehash.to_hex(h) for name, h in self._baseline.state().items()})
+            return State(state={name: statehash.to_hex(h) for name, h in self._baseline.state().items()})
 
-        def compare(parts: Sequence[_State]) -> _Described:
+        def compare(parts: Sequence[State]) -> Described:
             record = retention.read_manifest(self._store, self._run_id, identity, head.kind)
-            state = dict.fromkeys(self._specs, _ZERO) | _added([part.state for part in parts])
+            state = dict.fromkeys(self._specs, ZERO) | added([part.state for part in parts])
             if record.model != self._model or record.state() != state:
                 raise refuse()
-            return _Described(
+            if adopting:
+                self._adopt_chain(record)
+            return Described(
                 head=head,
                 anchor=record.anchor,
                 bytes_dense=record.bytes_dense,
@@ -561,14 +582,13 @@ class WeightPublisher:
             )
 
         try:
-            described = self._agree(look, compare, _State, _Described)
+            described = self._agree(look, compare, State, Described)
         except BaseException:
             if adopting:
                 self._baseline.forget()
             raise
         if adopting:
             self._published, self._kind = identity, head.kind
-            self._anchor = WeightVersion(*described.anchor)
         return PublishReport(
             version=identity,
             kind=head.kind,
@@ -582,61 +602,18 @@ class WeightPublisher:
             state=described.state,
         )
 
-    def _afterwards(self, report: PublishReport, started_s: float) -> PublishReport:
-        """With the head moved, nothing below can fail the publish: a regular anchor, and deleting the old."""
-        bytes_anchor = 0
+    def _adopt_chain(self, record: Manifest) -> None:
+        """Learn what leads to a head that another process published; a chain that is not whole ends here."""
+
+        def read(version: WeightVersion, kind: Kind) -> Manifest:
+            return retention.read_manifest(self._store, self._run_id, version, kind)
+
         try:
-            if self._num_since_anchor >= self._params.anchor_every:
-                bytes_anchor = self._anchor_besides(report.version)
-            if self._params.collect and self._num_since_anchor == 0 and self._ranks.rank == 0:
-                retention.collect(self._store, self._run_id)
-        except RoseError as error:
-            _log.warning("version %s is published; anchor or clean-up is not: %s", report.version, error)
-        return replace(report, bytes_anchor=bytes_anchor, seconds=time.monotonic() - started_s)
-
-    def _anchor_besides(self, identity: WeightVersion) -> int:
-        """Write the anchor of the version just published, from the baseline; returns its bytes."""
-
-        def part() -> _Part:
-            with self._buckets(identity) as buckets:
-                try:
-                    changes = self._baseline.anchor(buckets)
-                except WeightsError:
-                    self._damaged = (
-                        True  # deltas made from damaged memory fit no reader: only a whole version mends it
-                    )
-                    raise
-                return self._part(changes, buckets.close())
-
-        def describe(parts: Sequence[_Part]) -> _Described:
-            num_elements = sum(spec.num_elements for spec in self._specs.values())
-            return self._describe(identity, "anchor", parts, num_elements, None, None)
-
-        described = self._agree(part, describe, _Part, _Described)
-        self._anchor, self._num_since_anchor = identity, 0
-        return described.bytes_sent
-
-
-_ZERO = statehash.to_hex(0)
-
-
-def _added(states: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """State hashes of the parts, added up by tensor."""
-    total: dict[str, int] = {}
-    for state in states:
-        for name, text in state.items():
-            total[name] = statehash.add(total.get(name, 0), statehash.from_hex(text))
-    return {name: statehash.to_hex(h) for name, h in total.items()}
-
-
-def _merged(parts: Sequence[_Part], specs: Mapping[str, TensorSpec]) -> tuple[Section, ...]:
-    """All ranks' sections, by tensor and place, numbered by the objects of all ranks."""
-    found: list[Section] = []
-    num_objects = 0
-    for part in parts:
-        found += [
-            msgspec.structs.replace(section, object=section.object + num_objects) for section in part.sections
-        ]
-        num_objects += len(part.objects)
-    order = {name: number for number, name in enumerate(specs)}
-    return tuple(sorted(found, key=lambda section: (order[section.tensor], section.start)))
+            anchor, *steps = route(None, record, read)
+        except (NotFound, SectionCorrupt) as error:
+            _log.warning("the chain of %s is not whole, the next version is: %s", record.identity, error)
+            self._damaged = True
+            return
+        sizes = [step.bytes_sent + len(manifest.encode(step)) for step in (anchor, *steps)]
+        deltas = tuple((step.identity, nbytes) for step, nbytes in zip(steps, sizes[1:], strict=True))
+        self._chain = Chain(anchor=anchor.identity, deltas=deltas, bytes_anchor=sizes[0])

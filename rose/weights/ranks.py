@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from rose import errors
-from rose.errors import ConfigError, RoseError, WeightsError
+from rose.errors import CapacityError, ConfigError, RoseError, WeightsError
 
 P = TypeVar("P")
 V = TypeVar("V")
@@ -123,11 +123,19 @@ class TorchRanks:
         return torch.tensor([size], dtype=torch.int64)
 
 
+class StoreFull(CapacityError):
+    """Every rank that failed found the store full; raised on all of them alike, so that all may try again."""
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message, status=507, field=field)
+
+
 class _Failure(msgspec.Struct, frozen=True):
     kind: str
     message: str
     field: str | None
     fix: str | None
+    full: bool = False
 
 
 class _Said(msgspec.Struct, frozen=True):
@@ -148,10 +156,16 @@ def agree(
     waiting, and ``decide`` is not called.
 
     Raises:
+        StoreFull: Nothing worse than a full store happened anywhere.
         RoseError: What ``work`` or ``decide`` raised, somewhere.
     """
     if ranks.size == 1:
-        return decide([work()])
+        try:
+            return decide([work()])
+        except CapacityError as error:
+            if _is_full(error):
+                raise StoreFull(error.message, field=error.field) from error
+            raise
     part: P | None = None
     failed: BaseException | None = None
     try:
@@ -168,9 +182,11 @@ def agree(
             failed = failed or error
             answer = msgspec.json.encode(_Said(_describe(error)))
     answer = ranks.broadcast(answer)
-    if failed is not None:
-        raise failed
     verdict = msgspec.json.decode(answer, type=_Said)
+    if failed is not None:
+        if verdict.failure is not None and verdict.failure.full:
+            raise _error(verdict.failure) from failed
+        raise failed
     if verdict.failure is not None:
         raise _error(verdict.failure)
     return msgspec.json.decode(verdict.part, type=verdict_type)
@@ -178,23 +194,29 @@ def agree(
 
 def _verdict(gathered: list[bytes], decide: Callable[[list[P]], V], part_type: type[P]) -> _Said:
     said = [msgspec.json.decode(data, type=_Said) for data in gathered]
-    for rank, each in enumerate(said):
-        if each.failure is not None:
-            failure = each.failure
-            if rank:
-                failure = msgspec.structs.replace(failure, message=f"rank {rank}: {failure.message}")
-            return _Said(failure)
+    failures = [(rank, each.failure) for rank, each in enumerate(said) if each.failure is not None]
+    if failures:
+        rank, failure = failures[0]
+        message = f"rank {rank}: {failure.message}" if rank else failure.message
+        full = all(each.full for _, each in failures)
+        return _Said(msgspec.structs.replace(failure, message=message, full=full))
     verdict = decide([msgspec.json.decode(each.part, type=part_type) for each in said])
     return _Said(None, msgspec.Raw(msgspec.json.encode(verdict)))
 
 
 def _describe(error: BaseException) -> _Failure:
     if isinstance(error, RoseError):
-        return _Failure(type(error).__name__, error.message, error.field, error.fix)
+        return _Failure(type(error).__name__, error.message, error.field, error.fix, _is_full(error))
     return _Failure("WeightsError", f"failed: {type(error).__name__}", None, None)
 
 
+def _is_full(error: BaseException) -> bool:
+    return isinstance(error, CapacityError) and error.status == 507
+
+
 def _error(failure: _Failure) -> RoseError:
+    if failure.full:
+        return StoreFull(failure.message, field=failure.field)
     kind = getattr(errors, failure.kind, WeightsError)
     error = kind(failure.message, field=failure.field)
     error.fix = failure.fix

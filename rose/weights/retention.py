@@ -2,21 +2,38 @@
 
 A reader that starts at a version needs the newest anchor at or before it, and every delta from there on.  So, with
 ``floor`` = the oldest of: the anchor that the head's chain starts from, and the anchors that leased versions start
-from: everything below ``floor`` goes, everything else stays.  Half-published versions and older attempts below the
-floor go with it.  A reader without a lease may find a piece gone while it reads; it starts over from the head.
+from: everything below ``floor`` goes.  At or above it stays what a chain may need; what a failed publish or a failed
+anchor left there goes too.  A reader without a lease may find a piece gone while it reads; it starts over from the head.
 
-:func:`plan` decides, :func:`collect` moves.  Callers: the publisher after each anchor, ``rose weights gc``.
+A store that is full is answered in steps (:class:`Need`), each of which deletes more than the one before, so that a run
+goes on as long as one full copy and one version fit.
+
+:func:`plan` decides, :func:`collect` moves.  Callers: ``rose.weights.upkeep``, ``rose weights gc``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from enum import IntEnum
 
 from rose.errors import NotFound, SectionCorrupt
 from rose.weights import manifest
-from rose.weights.manifest import MAX_MANIFEST_BYTES, Kind, Manifest
+from rose.weights.manifest import MAX_MANIFEST_BYTES, Head, Kind, Manifest
 from rose.weights.store import Store
 from rose.weights.version import WeightVersion
+
+
+class Need(IntEnum):
+    """How badly room is needed; each includes the one before."""
+
+    TIDY = 0
+    """What no reader can need."""
+    OVER = 1
+    """Also what only leases keep: those readers start over from the head."""
+    FULL = 2
+    """Also what was begun above the head.  Only while nobody publishes."""
+    LAST = 3
+    """Also the head's own chain: until the next version, which must be an anchor, nobody new can join."""
 
 
 def plan(versions: Iterable[WeightVersion], anchors_in_use: Iterable[WeightVersion]) -> list[WeightVersion]:
@@ -25,30 +42,98 @@ def plan(versions: Iterable[WeightVersion], anchors_in_use: Iterable[WeightVersi
     return [] if floor is None else sorted(version for version in versions if version < floor)
 
 
-def collect(store: Store, run_id: str) -> list[WeightVersion]:
-    """Delete what no reader can need; returns the versions deleted.
+def collect(
+    store: Store,
+    run_id: str,
+    need: Need = Need.TIDY,
+    *,
+    chain: Collection[WeightVersion] | None = None,
+) -> list[WeightVersion]:
+    """Delete what ``need`` allows; returns the versions deleted, whole, oldest first.
 
-    A leased version whose manifest is gone holds nothing.  Interrupted, it may simply be called again.
+    Args:
+        chain: The versions from the head's anchor to the head, where the caller knows them: any other between is of a
+            publish that failed, and goes.
+
+    A leased version whose manifest is gone holds nothing; parts of an anchor stay while its version is leased, for it
+    is being composed.  Interrupted, it may simply be called again.
     """
     head = store.get_head(run_id)
     if head is None:
         return []
-    start = anchor_of(store, run_id, head.identity)
+    keys = store.list(f"{run_id}/")
+    versions = list(manifest.versions_in(keys, run_id))
+    if need is Need.LAST:
+        doomed = [version for version in versions if version != head.identity or head.kind == "anchor"]
+        _delete(store, run_id, keys, doomed)
+        _delete_anchor(store, run_id, keys, head.identity)
+        return doomed
+    start = min(chain) if chain else anchor_of(store, run_id, head.identity)
     if start is None:  # the head's own manifest cannot be read: this is no moment to delete anything
         return []
+    leased = store.leases(run_id) if need is Need.TIDY else []
     in_use = [start]
-    for version in store.leases(run_id):
+    for version in leased:
         anchor = anchor_of(store, run_id, version)
         if anchor is not None:
             in_use.append(anchor)
-    keys = store.list(f"{run_id}/")
-    doomed = plan(manifest.versions_in(keys, run_id), in_use)
+    doomed = plan(versions, in_use)
+    doomed += [
+        v for v in versions if v not in doomed and _left_over(v, keys, run_id, head, start, need, chain)
+    ]
+    _delete(store, run_id, keys, doomed)
+    for version in versions:
+        finished = manifest.manifest_key(run_id, version, "anchor") in keys
+        if version not in doomed and version not in leased and version <= head.identity and not finished:
+            _delete_anchor(store, run_id, keys, version)
+    return doomed
+
+
+def _left_over(
+    version: WeightVersion,
+    keys: list[str],
+    run_id: str,
+    head: Head,
+    start: WeightVersion,
+    need: Need,
+    chain: Collection[WeightVersion] | None,
+) -> bool:
+    """Of a publish that failed, and that nobody goes on with."""
+    if version > head.identity:
+        return need is Need.FULL
+    if version < start:  # leased readers may need it
+        return False
+    if chain is not None and head.identity in chain:
+        return version not in chain
+    names = {manifest.manifest_key(run_id, version, kind) for kind in ("delta", "anchor")}
+    return names.isdisjoint(keys)
+
+
+def _delete_anchor(store: Store, run_id: str, keys: list[str], version: WeightVersion) -> None:
+    """An anchor that was composed of a version, or what was begun of it; the version's own delta stays."""
+    first = manifest.manifest_key(run_id, version, "anchor")
+    prefix = f"{manifest.version_prefix(run_id, version)}{manifest.COMPOSED}."
+    for key in sorted((k for k in keys if k == first or k.startswith(prefix)), key=lambda k: k != first):
+        store.delete(key)
+
+
+def _delete(store: Store, run_id: str, keys: list[str], doomed: list[WeightVersion]) -> None:
     for version in doomed:
         prefix = manifest.version_prefix(run_id, version)
         # Manifests first: a reader that comes late finds nothing rather than a version with holes.
         for key in sorted((k for k in keys if k.startswith(prefix)), key=lambda k: not k.endswith(".json")):
             store.delete(key)
-    return doomed
+
+
+def held_bytes(store: Store, run_id: str) -> int:
+    """Bytes of the run's objects and manifests, as the store tells them."""
+    total = 0
+    for key in store.list(f"{run_id}/"):
+        try:
+            total += store.stat(key).nbytes
+        except NotFound:
+            continue
+    return total
 
 
 def anchor_of(store: Store, run_id: str, version: WeightVersion) -> WeightVersion | None:

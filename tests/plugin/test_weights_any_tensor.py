@@ -182,6 +182,7 @@ def test_every_type_and_shape_arrives_bit_by_bit(
         for version, share in enumerate((1.0, 0.02, 0.0, 0.5)):
             weights = stepped(rng, weights, share)
             report = trainer.publish(weights, version)
+            assert trainer.publishers[0].settle(30)
             newest = reader.poll(10)
             assert newest == report.version
             expected = {
@@ -195,6 +196,12 @@ def test_every_type_and_shape_arrives_bit_by_bit(
         late.take(reader.fetch(at, None), at)
         late.check(weights)
         assert reader.scan() == []
+        joined = WeightSubscriber(relay, run_id, tmp_path_factory.mktemp("joined"), PARAMS)
+        try:  # by an anchor that was composed of the deltas
+            assert joined.poll(10) == at
+            assert joined.state() == expected
+        finally:
+            joined.close()
     finally:
         reader.close()
 

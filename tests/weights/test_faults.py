@@ -20,6 +20,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,8 @@ def test_a_store_that_is_full_refuses_the_version_and_takes_it_once_there_is_roo
     trainer = ToyTrainer(1)
     full_bytes = sum(bits.nbytes for bits in trainer.bits().values())
     store = FileStore(tmp_path / "store", max_total_bytes=full_bytes + 60_000, durable=False)
-    publisher = WeightPublisher(trainer.tensors, store, "run", 1, PARAMS)
+    params = replace(PARAMS, collect=False)  # nothing may be deleted to make room
+    publisher = WeightPublisher(trainer.tensors, store, "run", 1, params)
     publisher.publish(0)
     trainer.step(lr=1e-2)  # dense: as large as an anchor
     with pytest.raises(CapacityError, match="full") as caught:
@@ -133,6 +135,28 @@ def test_a_store_that_is_full_refuses_the_version_and_takes_it_once_there_is_roo
     reader.poll(0)
     assert same(copy_of(reader), trainer.bits())
     reader.close()
+
+
+def test_a_store_with_room_for_one_copy_takes_one_dense_version_after_the_other(tmp_path: Path) -> None:
+    trainer = ToyTrainer(1)
+    full_bytes = sum(bits.nbytes for bits in trainer.bits().values())
+    store = FileStore(tmp_path / "store", max_total_bytes=full_bytes + 60_000, durable=False)
+    publisher = WeightPublisher(trainer.tensors, store, "run", 1, PARAMS)
+    reader = WeightSubscriber(store, "run", tmp_path / "reader")
+    for version in range(6):
+        assert publisher.publish(version).kind == "anchor"
+        assert reader.poll(0) == WeightVersion(1, version)
+        assert same(copy_of(reader), trainer.bits())
+        trainer.step(lr=1e-2)
+    reader.close()
+
+
+def test_a_store_that_cannot_hold_one_copy_says_so(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "store", max_total_bytes=100_000, durable=False)
+    publisher = WeightPublisher(ToyTrainer(1).tensors, store, "run", 1, PARAMS)
+    with pytest.raises(CapacityError, match="full") as caught:
+        publisher.publish(0)
+    assert caught.value.status == 507
 
 
 # -- the trainer is killed ---------------------------------------------------------------------------

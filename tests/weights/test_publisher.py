@@ -152,9 +152,10 @@ def test_an_anchor_comes_besides_the_delta_every_n_versions(trainer: ToyTrainer,
     reports: list[PublishReport] = []
     for version in range(8):
         reports.append(publisher.publish(version))
+        assert publisher.settle(30)
         trainer.step()
     assert [report.kind for report in reports] == ["anchor"] + ["delta"] * 7
-    assert [report.bytes_anchor > 0 for report in reports] == [n in (3, 6) for n in range(8)]
+    assert [report.bytes_anchor > 0 for report in reports] == [n in (4, 7) for n in range(8)]
     found = [key.removeprefix("run/") for key in store.list("run/") if key.endswith("anchor.json")]
     assert found == ["1.0/anchor.json", "1.3/anchor.json", "1.6/anchor.json"]
     assert retention.read_manifest(store, "run", V("1.5"), "delta").anchor == (1, 3)
@@ -460,25 +461,27 @@ def test_a_store_that_was_wiped_gets_an_anchor(trainer: ToyTrainer, store: Flaky
     subscriber.close()
 
 
-def test_a_baseline_damaged_in_memory_makes_no_anchor_and_heals(
+def test_a_baseline_damaged_in_memory_is_found_in_turn_and_the_version_is_whole(
     trainer: ToyTrainer, store: FlakyStore, reader: WeightSubscriber
 ) -> None:
-    params = WeightsParams(anchor_every=2, collect=False)
+    params = WeightsParams(
+        anchor_every=4, collect=False
+    )  # a quarter of the fragments is proved at every version
     publisher = WeightPublisher(trainer.tensors, store, "run", 1, params)
     publisher.publish(0)
     trainer.step()
     publisher.publish(1)
     assert holds(reader, trainer)
-    publisher._baseline.held[0].bits[7] ^= 0x40
-    # Element 7 is sent as a step from what no reader holds: readers refuse it, and it is found at the anchor.
-    assert publisher.publish(2).bytes_anchor == 0
-    assert "run/1.2/anchor.json" not in store.list("run/")
+    publisher._baseline.held[0].bits[7] ^= 0x40  # which has just been proved
+    # Element 7 is sent as a step from what no reader holds: readers refuse it.
+    assert publisher.publish(2).kind == "delta"
     with pytest.raises(WrongBase):
         reader.poll(0)
-    assert publisher.publish(3).kind == "anchor"
+    kinds = [publisher.publish(version).kind for version in (3, 4)]
+    assert kinds[-1] == "anchor"
     assert holds(reader, trainer)
     trainer.step()
-    assert publisher.publish(4).kind == "delta"
+    assert publisher.publish(5).kind == "delta"
     assert holds(reader, trainer)
 
 
@@ -536,15 +539,17 @@ def test_old_versions_are_deleted_once_no_reader_can_need_them(
     def first_kept() -> str:
         return store.list("run/")[0].split("/")[1]
 
-    for version in range(7):
-        publisher.publish(version)
-        trainer.step()
+    def publish(versions: range) -> None:
+        for version in versions:
+            publisher.publish(version)
+            assert publisher.settle(30)
+            trainer.step()
+
+    publish(range(7))
     assert first_kept() == "1.0"  # the reader of 1.2 starts from it
     store.lease("run", "slow-reader", None, 60)
-    for version in range(7, 10):
-        publisher.publish(version)
-        trainer.step()
-    assert first_kept() == "1.6"  # the anchor that the head's chain started from when 1.9 was published
+    publish(range(7, 8))
+    assert first_kept() == "1.6"  # where the chain of 1.7 starts
 
 
 def test_a_leased_version_that_is_gone_holds_nothing(trainer: ToyTrainer, store: FlakyStore) -> None:
@@ -552,6 +557,7 @@ def test_a_leased_version_that_is_gone_holds_nothing(trainer: ToyTrainer, store:
     publisher = WeightPublisher(trainer.tensors, store, "run", 1, WeightsParams(anchor_every=1))
     for version in range(4):
         publisher.publish(version)
+        assert publisher.settle(30)
         trainer.step()
     assert "run/1.0/anchor.json" not in store.list("run/")
 

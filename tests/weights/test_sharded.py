@@ -13,7 +13,7 @@ from rose.errors import CapacityError, RoseError, VersionRefused, WeightsError
 from rose.weights import retention
 from rose.weights.params import WeightsParams
 from rose.weights.source import Shard
-from rose.weights.store import MemoryStore
+from rose.weights.store import FileStore, MemoryStore
 from rose.weights.subscriber import WeightSubscriber
 from rose.weights.update import read_update
 from rose.weights.version import WeightVersion
@@ -250,27 +250,85 @@ def test_a_restarted_trainer_adopts_its_version_whatever_its_division(store: Fla
         liar.publish(moved(weights, 2), 1)
 
 
-def test_an_anchor_besides_the_delta_is_made_by_all_ranks(
-    store: FlakyStore, tmp_path: Path, reader: WeightSubscriber
-) -> None:
+def test_an_anchor_of_all_ranks_pieces_is_composed_beside_them(store: FlakyStore, tmp_path: Path) -> None:
     params = WeightsParams(anchor_every=2, bucket_bytes=1 << 12, collect=False)
     trainer = Trainer(LAYOUTS["tp-2-fsdp-2"], store, 1, params)
     weights = make_weights()
+    for version in range(4):
+        report = trainer.publish(weights, version)
+        assert trainer.publishers[0].settle(30)
+        late = WeightSubscriber(store, "run", tmp_path / f"late-{version}")
+        late.poll(0)
+        assert same(copy_of(late), bits_of(weights))
+        late.close()
+        weights = moved(weights, version)
+    assert report.bytes_anchor == report.bytes_dense
+    assert retention.read_manifest(store, "run", report.version, "delta").anchor == (1, 2)
+
+
+def test_memory_of_one_rank_that_fails_makes_the_version_whole(
+    store: FlakyStore, reader: WeightSubscriber
+) -> None:
+    params = WeightsParams(anchor_every=1, bucket_bytes=1 << 12, collect=False)
+    trainer = Trainer(LAYOUTS["tp-2-fsdp-2"], store, 1, params)
+    weights = make_weights()
     trainer.publish(weights, 0)
-    trainer.publish(weights := moved(weights, 1), 1)
-    weights = moved(weights, 2)
-    assert trainer.publish(weights, 2).bytes_anchor > 0
-    late = WeightSubscriber(store, "run", tmp_path / "late")
-    late.poll(0)
-    assert same(copy_of(late), bits_of(weights))
-    late.close()
-    assert trainer.publish(moved(weights, 3), 3).kind == "delta"
-    trainer.publishers[2]._baseline.held[0].bits[0] ^= 0x40  # memory of one rank fails
+    trainer.publishers[2]._baseline.held[0].bits[0] ^= 0x40
     weights = moved(weights, 4)
-    assert trainer.publish(weights, 4).bytes_anchor == 0
-    assert trainer.publish(weights, 5).kind == "anchor"
+    assert trainer.publish(weights, 1).kind == "anchor"
     reader.poll(0)
     assert same(copy_of(reader), bits_of(weights))
+
+
+def test_a_store_that_one_rank_finds_full_is_cleared_by_the_first_and_all_go_on(
+    tmp_path: Path, reader: WeightSubscriber
+) -> None:
+    shared = FileStore(tmp_path / "store", durable=False)
+
+    class Crowded(FileStore):
+        """The same folder, full for this rank until the others' old versions are gone."""
+
+        def put_new(self, key: str, data: Any) -> None:
+            if "/1.3/" in key and self.list("run/1.1/"):
+                raise CapacityError("store is full", status=507)
+            super().put_new(key, data)
+
+    stores = [shared, Crowded(tmp_path / "store", durable=False), shared, shared]
+    trainer = Trainer(LAYOUTS["tp-2-fsdp-2"], stores, 1, PARAMS)
+    weights = make_weights()
+    for version in range(5):
+        report = trainer.publish(weights, version)
+        assert report.kind == ("anchor" if version in (0, 3) else "delta")
+        late = WeightSubscriber(shared, "run", tmp_path / f"late-{version}")
+        late.poll(0)
+        assert same(copy_of(late), bits_of(weights))
+        late.close()
+        weights = moved(weights, version)
+
+
+def test_a_full_store_of_one_rank_and_another_fault_of_the_next_end_the_version_for_all(
+    tmp_path: Path,
+) -> None:
+    class Failing(FileStore):
+        error: RoseError | None = None
+
+        def put_new(self, key: str, data: Any) -> None:
+            if self.error is not None and not key.endswith(".json"):
+                raise self.error
+            super().put_new(key, data)
+
+    stores = [Failing(tmp_path / "store", durable=False) for _ in range(2)]
+    trainer = Trainer(LAYOUTS["tp-2"], stores, 1, PARAMS)
+    weights = make_weights()
+    trainer.publish(weights, 0)
+    stores[0].error = CapacityError("store is full", status=507)
+    stores[1].error = CapacityError("cut off")
+    with pytest.raises(CapacityError):
+        trainer.publish(weights := moved(weights, 1), 1)
+    assert [type(error) for error in trainer.errors] == [CapacityError, CapacityError]
+    for store in stores:
+        store.error = None
+    assert trainer.publish(weights, 1).kind == "delta"
 
 
 # -- divisions that are none -------------------------------------------------------------------------

@@ -68,3 +68,4 @@ def publish_steps(publisher: WeightPublisher, trainer: ToyTrainer, first: int, l
         if version:
             trainer.step()
         publisher.publish(version)
+        assert publisher.settle(30)

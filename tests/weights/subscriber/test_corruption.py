@@ -201,7 +201,7 @@ def test_an_anchor_past_the_corrupt_delta_is_taken(
     publisher = WeightPublisher(trainer.tensors, store, "run", 1, params)
     publish_steps(publisher, trainer, 0, 1)
     reader.poll(0)
-    publish_steps(publisher, trainer, 2, 4)  # an anchor besides the delta at 1.3
+    publish_steps(publisher, trainer, 2, 4)  # 1.3 gets an anchor, from which 1.4 starts
     key = sections_of(store, "1.2").objects[0].key
     store._objects[key] = bytes(len(store._objects[key]))
     assert reader.poll(0) == V("1.4")

@@ -1,0 +1,184 @@
+"""Compose an anchor from the one before and the deltas since: a full copy that cost the trainer nothing.
+
+:func:`compose` reads both from the store, tensor by tensor, and writes the same state as one anchor of a version that is
+published already.  Any process that reaches the store may do it; nothing of the trainer's is needed, so a slow store
+delays the anchor and nobody else.  What comes out is proved before it counts: every section by its checksum, every
+tensor by the state hash that the version's own delta claims, bit for bit.  Only then is the manifest written; a failure
+before that deletes what it had uploaded.
+
+Memory: the largest tensor, two buckets, and a window of each object that is being read.  Caller: ``rose.weights.upkeep``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec
+import numpy as np
+
+from rose.errors import NotFound, RequestError, SectionCorrupt, WeightsError
+from rose.weights import boxes, codec, manifest, retention, statehash
+from rose.weights.buckets import Buckets
+from rose.weights.manifest import ObjectRef, Section, TensorState
+from rose.weights.params import WeightsParams
+from rose.weights.routes import route
+from rose.weights.spec import TensorSpec
+from rose.weights.statehash import Bits
+from rose.weights.store import Content, Store
+from rose.weights.version import WeightVersion
+
+WINDOW_BYTES = 1 << 20
+"""Read at a time where sections are smaller: those of one object lie in the order in which they are needed."""
+
+
+class Stopped(WeightsError):
+    """Composing was given up at the caller's wish; nothing of it is left in the store."""
+
+
+def compose(
+    store: Store,
+    run_id: str,
+    target: WeightVersion,
+    params: WeightsParams,
+    stopped: Callable[[], bool] = lambda: False,
+) -> manifest.Manifest:
+    """Write the anchor of ``target``, which is published as a delta; returns its manifest.
+
+    Args:
+        params: Of these, ``bucket_bytes``.
+        stopped: Asked before every tensor.
+
+    Raises:
+        Stopped: ``stopped`` said so.
+        WeightsError: Anchor and deltas do not lead to the state that ``target`` claims, or are damaged or gone.
+        CapacityError: The store cannot be reached or is full (507).
+        After any of these the store holds nothing of the new anchor, if it can still be reached.
+    """
+    try:
+        newest = retention.read_manifest(store, run_id, target, "delta")
+        steps = route(
+            None, newest, lambda version, kind: retention.read_manifest(store, run_id, version, kind)
+        )
+    except NotFound as error:
+        raise WeightsError(f"the chain of {target} is not whole: {error}", field=run_id) from error
+    sources = [_Source(store, step) for step in steps]
+    anchor = steps[0]
+    sections: list[Section] = []
+    with Buckets(store, run_id, target, manifest.COMPOSED, params.bucket_bytes) as buckets:
+        try:
+            for tensor in newest.tensors:
+                if stopped():
+                    raise Stopped(f"the anchor of {target} was given up", field=run_id)
+                spec = TensorSpec(tensor.name, tensor.dtype, tensor.shape)
+                bits = _bits(spec, sources)
+                if statehash.to_hex(statehash.hash_bits(bits)) != tensor.h_after:
+                    raise WeightsError(
+                        f"anchor {anchor.identity} and the deltas since do not lead to {target}",
+                        field=spec.name,
+                    )
+                sections += _written(spec, bits, sources[0].of(spec.name), buckets)
+            record = _described(newest, buckets.close(), sections)
+            store.put_new(manifest.manifest_key(run_id, target, "anchor"), manifest.encode_manifest(record))
+        except BaseException:
+            buckets.discard()
+            raise
+    return record
+
+
+class _Source:
+    """One version on the way: its sections by tensor, and their payloads, checked."""
+
+    def __init__(self, store: Store, record: manifest.Manifest) -> None:
+        self._store, self.record = store, record
+        self._by_tensor = record.sections_by_tensor()
+        self._windows: dict[int, tuple[int, Content]] = {}
+
+    def of(self, tensor: str) -> list[Section]:
+        return self._by_tensor.get(tensor, [])
+
+    def payload(self, section: Section) -> memoryview:
+        """Raises WeightsError when it is damaged or gone."""
+        begin, window = self._windows.get(section.object, (0, b""))
+        if not (begin <= section.offset and section.offset + section.nbytes <= begin + len(window)):
+            reference = self.record.objects[section.object]
+            begin = section.offset
+            count = min(max(section.nbytes, WINDOW_BYTES), reference.nbytes - begin)
+            window = self._read(reference, begin, count)
+            if begin + count < reference.nbytes:
+                self._windows[section.object] = begin, window
+            else:
+                self._windows.pop(section.object, None)
+        found = memoryview(window)[section.offset - begin : section.offset - begin + section.nbytes]
+        if manifest.digest(found) != section.xxh3:
+            raise SectionCorrupt("checksum is wrong", field=self.record.objects[section.object].key)
+        return found
+
+    def _read(self, reference: ObjectRef, offset: int, nbytes: int) -> Content:
+        try:
+            return self._store.get_range(reference.key, offset, nbytes)
+        except NotFound as error:
+            raise WeightsError("is gone", field=reference.key) from error
+        except RequestError as error:
+            if error.status == 416:
+                raise SectionCorrupt("is shorter than its manifest says", field=reference.key) from error
+            raise
+
+
+def _bits(spec: TensorSpec, sources: list[_Source]) -> Bits:
+    """All bits of a tensor after the last of ``sources``, flat."""
+    bits = np.zeros(spec.num_elements, spec.bits_dtype)
+    for source in sources:
+        for section in source.of(spec.name):
+            payload = source.payload(section)
+            if section.encoding == "raw":
+                place = boxes.view(section.box, bits)
+                place[:] = np.frombuffer(payload, spec.bits_dtype).reshape(place.shape)
+            else:
+                delta = codec.decode(payload, section.num_elements, spec.bits_dtype)
+                moved = codec.Delta(idx=boxes.positions(section.box, delta.idx), d=delta.d)
+                codec.apply(bits[section.start : section.box.end], moved, start=section.start)
+    return bits
+
+
+def _written(spec: TensorSpec, bits: Bits, cut: list[Section], buckets: Buckets) -> Iterator[Section]:
+    """The tensor as raw sections, cut as the anchor before was."""
+    for old in cut:
+        piece = np.ascontiguousarray(boxes.view(old.box, bits)).reshape(-1)
+        payload = piece.view(np.uint8).data
+        place, offset = buckets.add(payload)
+        yield Section(
+            object=place,
+            offset=offset,
+            nbytes=len(payload),
+            xxh3=manifest.digest(payload),
+            encoding="raw",
+            tensor=spec.name,
+            start=old.start,
+            num_elements=old.num_elements,
+            num_changed=old.num_elements,
+            dh=statehash.to_hex(boxes.hash_bits(old.box, piece)),
+            run=old.run,
+            stride=old.stride,
+        )
+
+
+def _described(
+    newest: manifest.Manifest, objects: tuple[ObjectRef, ...], sections: list[Section]
+) -> manifest.Manifest:
+    return msgspec.structs.replace(
+        newest,
+        kind="anchor",
+        base=None,
+        anchor=(newest.attempt, newest.version),
+        objects=objects,
+        sections=tuple(sections),
+        tensors=tuple(
+            TensorState(name=t.name, dtype=t.dtype, shape=t.shape, h_before=None, h_after=t.h_after)
+            for t in newest.tensors
+        ),
+        num_changed=newest.num_elements,
+        bytes_sent=sum(reference.nbytes for reference in objects),
+        density=1.0,
+        created_s=time.time(),
+    )

@@ -1,0 +1,92 @@
+"""What a publisher's ranks say to each other in its rounds (:func:`rose.weights.ranks.agree`), and how parts add up.
+
+Messages are JSON.  It decides nothing.  Caller: the publisher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from rose.weights import statehash
+from rose.weights.layout import Claim
+from rose.weights.manifest import Head, Kind, ObjectRef, Section
+from rose.weights.spec import TensorSpec
+
+
+class Opening(msgspec.Struct, frozen=True, kw_only=True):
+    identity: str
+    published: str | None
+    pending: Head | None
+    damaged: bool
+    claims: list[Claim] | None
+    """At the first publish: what this rank holds."""
+
+
+class Opened(msgspec.Struct, frozen=True, kw_only=True):
+    head: Head | None
+    damaged: bool
+    owned: list[list[int]] | None
+
+
+class Counted(msgspec.Struct, frozen=True, kw_only=True):
+    num_changed: int
+
+
+class Counts(msgspec.Struct, frozen=True, kw_only=True):
+    kind: Kind
+    num_changed: int
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's share of a version."""
+
+    objects: tuple[ObjectRef, ...]
+    sections: tuple[Section, ...]
+    before: dict[str, str]
+    after: dict[str, str]
+
+
+class Described(msgspec.Struct, frozen=True, kw_only=True):
+    """A version whose manifest is written."""
+
+    head: Head
+    anchor: tuple[int, int]
+    bytes_dense: int
+    bytes_sent: int
+    num_elements: int
+    state: dict[str, str]
+
+
+class State(msgspec.Struct, frozen=True, kw_only=True):
+    state: dict[str, str]
+
+
+class Nothing(msgspec.Struct, frozen=True):
+    pass
+
+
+ZERO = statehash.to_hex(0)
+
+
+def added(states: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """State hashes of the parts, added up by tensor."""
+    total: dict[str, int] = {}
+    for state in states:
+        for name, text in state.items():
+            total[name] = statehash.add(total.get(name, 0), statehash.from_hex(text))
+    return {name: statehash.to_hex(h) for name, h in total.items()}
+
+
+def merged(parts: Sequence[Part], specs: Mapping[str, TensorSpec]) -> tuple[Section, ...]:
+    """All ranks' sections, by tensor and place, numbered by the objects of all ranks."""
+    found: list[Section] = []
+    num_objects = 0
+    for part in parts:
+        found += [
+            msgspec.structs.replace(section, object=section.object + num_objects) for section in part.sections
+        ]
+        num_objects += len(part.objects)
+    order = {name: number for number, name in enumerate(specs)}
+    return tuple(sorted(found, key=lambda section: (order[section.tensor], section.start)))

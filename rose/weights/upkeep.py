@@ -1,0 +1,231 @@
+"""What keeps a run's store in order beside its publisher: old versions go, anchors are composed.
+
+One thread, of rank 0.  It holds no lock that a publish takes: the publisher says after every version what there is
+(:meth:`Upkeep.published`, which returns at once) and asks before the next what came of it (:meth:`Upkeep.news`).  So a
+slow store delays an anchor, and neither a publish nor a training step.
+
+An anchor is due every ``anchor_every`` versions, and sooner where room is short: once the deltas since the last take half
+of what would be left beside two full copies.  How much room there is, the settings say (``max_store_bytes``) or the
+store does, by being full.
+
+A publish that finds the store full calls :meth:`Upkeep.make_room`, the one thing here that a publish waits for.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+
+from rose.errors import CapacityError, RoseError, WeightsError
+from rose.weights import composer, retention
+from rose.weights.params import WeightsParams
+from rose.weights.retention import Need
+from rose.weights.store import Store
+from rose.weights.version import WeightVersion
+
+_log = logging.getLogger(__name__)
+HOLDER = "rose-composer"
+"""Holder of the lease on what is being composed: one per run, so that a restarted trainer replaces its own."""
+_LEASE_S = 3600.0
+FULL = 507
+_NO_LIMIT = 1 << 62
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chain:
+    """What the head needs.
+
+    Args:
+        anchor: Where the chain starts.
+        deltas: Versions after it and their bytes, manifests included; the last is the head.
+        bytes_anchor: Of the anchor, its manifest included.
+    """
+
+    anchor: WeightVersion
+    deltas: tuple[tuple[WeightVersion, int], ...]
+    bytes_anchor: int
+
+    @property
+    def head(self) -> WeightVersion:
+        return self.deltas[-1][0] if self.deltas else self.anchor
+
+    @property
+    def bytes_deltas(self) -> int:
+        return sum(nbytes for _, nbytes in self.deltas)
+
+    @property
+    def nbytes(self) -> int:
+        return self.bytes_anchor + self.bytes_deltas
+
+    @property
+    def versions(self) -> frozenset[WeightVersion]:
+        return frozenset({self.anchor, *(version for version, _ in self.deltas)})
+
+    def from_anchor(self, anchor: WeightVersion) -> Chain:
+        """The same head reached from a newer anchor."""
+        deltas = tuple((version, nbytes) for version, nbytes in self.deltas if version > anchor)
+        return Chain(anchor=anchor, deltas=deltas, bytes_anchor=self.bytes_anchor)
+
+    def then(self, version: WeightVersion, nbytes: int) -> Chain:
+        return Chain(
+            anchor=self.anchor, deltas=(*self.deltas, (version, nbytes)), bytes_anchor=self.bytes_anchor
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class News:
+    """What happened since the last look.
+
+    Args:
+        anchor: A version whose anchor is there now.
+        bytes_anchor: Of its objects.
+        broken: Anchor and deltas in the store do not lead to what was published: only a whole version mends that.
+    """
+
+    anchor: WeightVersion | None = None
+    bytes_anchor: int = 0
+    broken: bool = False
+
+
+class Upkeep:
+    """See the module.  Any thread may call; one publisher per object."""
+
+    def __init__(self, store: Store, run_id: str, params: WeightsParams) -> None:
+        self._store, self._run_id, self._params = store, run_id, params
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._wanted: Chain | None = None
+        self._working = False
+        self._composed: WeightVersion | None = None
+        self._stop = threading.Event()  # give up what is being composed
+        self._closed = False
+        self._room_bytes = params.max_store_bytes
+        self._news = News()
+
+    def published(self, chain: Chain) -> None:
+        """The head has moved to ``chain.head``.  Returns at once."""
+        with self._changed:
+            self._wanted = chain
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="rose-upkeep", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def news(self) -> News:
+        """What happened since the last call."""
+        with self._changed:
+            news, self._news = self._news, News()
+            return news
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Until everything asked for is done; False when ``timeout_s`` passed first."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._wanted is None and not self._working, timeout_s)
+
+    def make_room(self, need: Need) -> None:
+        """The store is full: give up an anchor that is being composed, and delete what ``need`` allows.
+
+        Never raises: when the store cannot be reached, the next try says so.
+        """
+        try:
+            self._learn(retention.held_bytes(self._store, self._run_id))
+            with self._changed:
+                self._stop.set()
+                self._wanted = None
+                self._changed.wait_for(lambda: not self._working)
+            deleted = retention.collect(self._store, self._run_id, need)
+            _log.warning("store is full; deleted %d versions of %s", len(deleted), self._run_id)
+        except RoseError as error:
+            _log.warning("store is full, and room cannot be made: %s", error)
+        finally:
+            self._stop.clear()
+
+    def close(self) -> None:
+        """Give up what is being composed, delete its parts, and end the thread."""
+        with self._changed:
+            self._closed, self._wanted = True, None
+            self._stop.set()
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        self._thread, self._closed = None, False
+        self._stop.clear()
+
+    # -- the thread
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._working = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._wanted is not None or self._closed)
+                if self._closed:
+                    return
+                chain, self._wanted = self._wanted, None
+                self._working = True
+            assert chain is not None
+            try:
+                self._tidy(chain)
+                if self._due(chain):
+                    self._compose(chain)
+            except RoseError as error:
+                _log.warning("upkeep of %s: %s", self._run_id, error)
+            except Exception:  # noqa: BLE001 - the boundary of a thread: the publisher goes on without it
+                _log.exception("upkeep of %s failed", self._run_id)
+
+    def _tidy(self, chain: Chain) -> None:
+        if not self._params.collect:
+            return
+        need, most = Need.TIDY, self._params.max_store_bytes
+        if most is not None and retention.held_bytes(self._store, self._run_id) > most:
+            need = Need.OVER
+        retention.collect(self._store, self._run_id, need, chain=chain.versions)
+
+    def _due(self, chain: Chain) -> bool:
+        if self._composed is not None and self._composed in chain.versions:
+            chain = chain.from_anchor(self._composed)  # the publisher has not heard of it yet
+        room = self._room_bytes
+        if not chain.deltas or (room is not None and chain.bytes_anchor + chain.nbytes > room):
+            return False
+        spare = None if room is None else room - 2 * chain.bytes_anchor
+        short = spare is not None and 2 * chain.bytes_deltas >= spare
+        return short or len(chain.deltas) >= self._params.anchor_every
+
+    def _compose(self, chain: Chain) -> None:
+        target = chain.head
+        self._hold(target)
+        try:
+            record = composer.compose(self._store, self._run_id, target, self._params, self._stop.is_set)
+        except composer.Stopped:
+            return
+        except CapacityError as error:
+            if error.status == FULL:
+                self._learn(chain.bytes_anchor + chain.nbytes - 1)
+            _log.warning("no anchor of %s: %s", target, error)
+        except WeightsError as error:
+            _log.warning("no anchor of %s, the next version is whole: %s", target, error)
+            with self._changed:
+                self._news = News(broken=True)
+        else:
+            with self._changed:
+                if self._room_bytes is not None:  # found out, perhaps too low: there may be more by now
+                    self._room_bytes = min(
+                        int(self._room_bytes * 1.05), self._params.max_store_bytes or _NO_LIMIT
+                    )
+                self._composed = target
+                self._news = News(anchor=target, bytes_anchor=record.bytes_sent, broken=self._news.broken)
+        finally:
+            self._hold(None)
+
+    def _hold(self, version: WeightVersion | None) -> None:
+        """Keep the chain that is being read; a store that cannot is no reason to stop."""
+        try:
+            self._store.lease(self._run_id, HOLDER, version, _LEASE_S)
+        except RoseError as error:
+            _log.info("no lease on %s: %s", version, error)
+
+    def _learn(self, room_bytes: int) -> None:
+        """More than this the store does not hold of this run."""
+        with self._changed:
+            self._room_bytes = min(room_bytes, self._room_bytes or room_bytes)
