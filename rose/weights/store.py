@@ -8,7 +8,8 @@ suite in ``tests/weights/test_stores.py``):
   id, one is refused.
 * A lease says "do not delete what this version needs" for a while; :mod:`rose.weights.retention` honours it.
 * Keys are checked against a narrow grammar before anything else happens; no key leaves the store's folder.
-* Nothing here checks contents: readers verify every byte by the manifest, whatever the store says.
+* Nothing here checks contents: readers verify every byte by the manifest.  That finds damage; against a store that lies
+  it does not help, for manifest and head come from it too (``docs/weights.md``).
 
 Methods block and may be called from any thread.  :class:`rose.weights.http_store.HttpStore` is the same over HTTP.
 """
