@@ -1,30 +1,47 @@
-"""Expected times of large models, **derived** from what the end-to-end benchmark measured; nothing of it was run.
+"""Expected times of large models, **derived** from two committed results; nothing of it was run.
 
-The derivation, all of it::
+    python benchmarks/weights_expected.py      # the table, term by term
 
-    seconds to acknowledge = fixed + G * (publish / R + (copy + write) / N + stage / T + pause / T) + bytes / link
-    seconds to activate    = fixed + G * (write / N + stage / T + pause / T), of a whole model (no link: the host copy is there)
+``weights_live.json`` has the seconds per GB of dense weights of each phase, on one core and with real engines;
+``weights_terms.json`` what the phases consist of, and what the relay takes.  Each term, and what is assumed of it:
 
-with ``G`` GB of dense bf16, ``R`` trainer ranks that each diff their own shard, ``T`` engine ranks that each stage their
-own part, and ``N`` threads of the node agent beside the engine, given for one and for more (``weights.py`` measures what
-two gain; that more go on like that is assumed).  Measured on one core: seconds per GB of each phase on the largest
-model (of its own thread, so that the other processes on that core do not count; staging and commit as the engine tells
-them), the fixed part (waits, calls, polls) from publish to acknowledged on the smallest model, bytes per GB in the real
-run.  The link is crossed once, at its full rate.  Phases are added up, though they overlap in part.  Measured on a CPU:
-on a GPU, staging and commit are other figures.
+=============  ==========================================================================================================
+fixed          publish to acknowledged of a model so small that only waits, calls and polls are left: measured
+publish        diff and encode, in proportion to size; divided by trainer ranks, which each diff their own shard: derived
+relay in       bytes into the relay, times its CPU seconds per byte (measured): one process, whatever the ranks
+wire           the bytes at the link's rate, twice: to the relay, and from it to the node; not overlapped
+relay out      as relay in, for one node; every further node adds as much, for the relay serves all
+pull           the part of the host copy's phase that one thread does; not divided
+decode         the rest of it, and collecting the update's changes: divided by the node agent's threads, which assumes that they gain
+               in proportion (two threads on two virtual cores gained 1.5x)
+file           writing the update file: one thread; not divided
+stage          **not** divided by the engine's ranks: each reads the whole file and locates every change; what is measured is how
+               much less a rank of T takes than a rank alone
+pause          writing, in proportion to size; divided by the ranks, which each write their own part: derived
+=============  ==========================================================================================================
+
+Phases are added up, as the code runs them one after another.  Measured on CPUs: on a GPU, staging and commit are other figures.
 """
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-GBPS = (10, 20, 200)
+RESULTS = Path(__file__).parent / "results"
+GBPS = (10, 200)
+TERMS = (
+    "fixed", "publish", "relay_in", "wire", "relay_out", "pull", "decode", "file", "stage", "pause",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """Parameters in billions, and over how many ranks trainer and engine are assumed to be divided."""
+    """Parameters in billions, and over how many ranks and threads the work is assumed to be divided."""
 
     billions: float
     trainer_ranks: int
@@ -43,55 +60,81 @@ MODELS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
-    """Seconds per GB of dense weights on one core, at the density of the run, unless said otherwise."""
-
-    fixed_s: float
-    """Publish to acknowledged of a model so small that only the fixed costs are left."""
-    share_of_dense: float
-    """Bytes sent, of a full copy."""
-    publish_s_per_gb: float
-    copy_s_per_gb: float
-    write_s_per_gb: float
-    stage_s_per_gb: float
-    pause_s_per_gb: float
-    activation_write_s_per_gb: float
-    activation_stage_s_per_gb: float
-    activation_pause_s_per_gb: float
+def measured() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Summaries of the two committed results: real engines, and the terms."""
+    live, terms = (
+        json.loads((RESULTS / f"{name}.json").read_text())["summary"]
+        for name in ("weights_live", "weights_terms")
+    )
+    return live, terms
 
 
-def expected(found: Measured) -> list[dict[str, Any]]:
-    """One row per model and link; every time in seconds."""
-    rows: list[dict[str, Any]] = []
+def seconds(
+    model: Model, gbps: float, threads: int, live: Mapping[str, Any], terms: Mapping[str, Any]
+) -> dict[str, float]:
+    """Publish to acknowledged by one engine, by term; they add up."""
+    dense_gb = model.gigabytes
+    sent_gb = dense_gb * live["bytes_sent_median"] / live["bytes_dense"]
+    copy_s, write_s = dense_gb * live["large_copy_cpu_s_per_gb"], dense_gb * live["large_write_cpu_s_per_gb"]
+    pulled = terms["pull_s_per_gb"] / (terms["pull_s_per_gb"] + terms["decode_s_per_gb"])
+    filed = terms["file_s_per_gb"] / (terms["file_s_per_gb"] + terms["collect_s_per_gb"])
+    staged = terms[f"stage_{model.engine_ranks}_s_per_gb"] / terms["stage_1_s_per_gb"]
+    return {
+        "fixed": live["acknowledged_s_median_idle"],
+        "publish": dense_gb * live["large_publish_cpu_s_per_gb"] / model.trainer_ranks,
+        "relay_in": sent_gb * terms["relay_in_s_per_gb"],
+        "wire": 2 * sent_gb * 8 / gbps,
+        "relay_out": sent_gb * terms["relay_out_s_per_gb"],
+        "pull": copy_s * pulled,
+        "decode": (copy_s * (1 - pulled) + write_s * (1 - filed)) / threads,
+        "file": write_s * filed,
+        "stage": dense_gb * live["large_stage_in_engine_s_per_gb"] * staged,
+        "pause": dense_gb * live["large_commit_in_pause_s_per_gb"] / model.engine_ranks,
+    }
+
+
+def activation_seconds(
+    model: Model, threads: int, live: Mapping[str, Any], terms: Mapping[str, Any]
+) -> float:
+    """An engine that takes every tensor from a current host copy: no relay, no link."""
+    dense_gb = model.gigabytes
+    write_s = dense_gb * live["activation_write_cpu_s_per_gb"]
+    filed_s, collected_s = terms["activation_file_s_per_gb"], terms["activation_collect_s_per_gb"]
+    filed = filed_s / (filed_s + collected_s)
+    staged = terms[f"activation_stage_{model.engine_ranks}_s_per_gb"] / terms["activation_stage_1_s_per_gb"]
+    return (
+        live["acknowledged_s_median_idle"]
+        + write_s * filed
+        + write_s * (1 - filed) / threads
+        + dense_gb * live["activation_stage_in_engine_s_per_gb"] * staged
+        + dense_gb * live["activation_commit_in_pause_s_per_gb"] / model.engine_ranks
+    )
+
+
+def _short(value: float) -> str:
+    """Two digits, and no exponent."""
+    return f"{value:.0f}" if value >= 9.5 else f"{value:.2g}"
+
+
+def lines() -> list[str]:
+    """The table of ``docs/weights.md``, seconds: one line per model and link."""
+    live, terms = measured()
+    found = [
+        "| model | Gbps | " + " | ".join(TERMS).replace("_", " ") + " | **sum** | one thread | activation |",
+        "|---" * (len(TERMS) + 5) + "|",
+    ]
     for name, model in MODELS.items():
-        g, r, t = model.gigabytes, model.trainer_ranks, model.engine_ranks
-        engine_s = g * (found.stage_s_per_gb + found.pause_s_per_gb) / t
-        activate_s = g * (found.activation_stage_s_per_gb + found.activation_pause_s_per_gb) / t
+        ranks = f"{name} ({model.trainer_ranks}, {model.engine_ranks}, {model.node_threads})"
         for gbps in GBPS:
-            wire_s = g * found.share_of_dense * 8 / gbps
-            row: dict[str, Any] = {
-                "derived": True,
-                "model": name,
-                "gbps": gbps,
-                "trainer_ranks": r,
-                "engine_ranks": t,
-                "node_threads": model.node_threads,
-                "sent_gb": g * found.share_of_dense,
-                "wire_s": wire_s,
-                "dense_wire_s": g * 8 / gbps,
-                "publish_s": g * found.publish_s_per_gb / r,
-                "engine_s": engine_s,
-                "pause_s": g * found.pause_s_per_gb / t,
-            }
-            for suffix, threads in (("one_thread", 1), ("threads", model.node_threads)):
-                node_s = g * (found.copy_s_per_gb + found.write_s_per_gb) / threads
-                row[f"node_{suffix}_s"] = node_s
-                row[f"acknowledged_{suffix}_s"] = (
-                    found.fixed_s + row["publish_s"] + node_s + engine_s + wire_s
-                )
-                row[f"activation_{suffix}_s"] = (
-                    found.fixed_s + g * found.activation_write_s_per_gb / threads + activate_s
-                )
-            rows.append(row)
-    return rows
+            by_term = seconds(model, gbps, model.node_threads, live, terms)
+            alone = sum(seconds(model, gbps, 1, live, terms).values())
+            active = activation_seconds(model, model.node_threads, live, terms)
+            cells = [_short(by_term[term]) for term in TERMS]
+            totals = [f"**{_short(sum(by_term.values()))}**", _short(alone), _short(active)]
+            found.append(f"| {ranks} | {gbps} | " + " | ".join([*cells, *totals]) + " |")
+    return found
+
+
+if __name__ == "__main__":
+    print("\n".join(lines()))
+    sys.exit(0)

@@ -11,7 +11,8 @@ acknowledged.
   phase; and an engine that starts beside a host copy that is current (activation).
 * ``recovery``: processes killed and a copy damaged in that path, and the time until the engine runs the newest version.
 
-Last, the times to expect of 8B, 32B and 235B models, *derived* from these figures (``weights_expected.py``).
+The times to expect of 8B, 32B and 235B models are *derived* from these figures and those of ``weights_terms.py``, by
+``weights_expected.py``.
 Everything shares the cores that the process may use: trainer, relay, nodes, engines.  One core: ``taskset -c 1``.
 
     python benchmarks/weights_live.py --json FILE [--parts versions large recovery]
@@ -37,7 +38,6 @@ import numpy as np
 import torch
 import weights_data as data
 from rl_checkpoints import ANSWER_TOKENS, MODEL, make_base, problem
-from weights_expected import Measured, expected
 from weights_nodes import PHASES, RUN, Run, Sampler, row_of, timed_publish
 from weights_parts import measure_large, measure_recovery
 
@@ -235,37 +235,6 @@ def summary_of_versions(
     }
 
 
-# --- expected ---------------------------------------------------------------------------------------------
-
-
-def derive(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The table of large models; see ``weights_expected.py``."""
-    return expected(
-        Measured(
-            fixed_s=summary["acknowledged_s_median_idle"],
-            share_of_dense=summary["bytes_sent_median"] / summary["bytes_dense"],
-            publish_s_per_gb=summary["large_publish_cpu_s_per_gb"],
-            copy_s_per_gb=summary["large_copy_cpu_s_per_gb"],
-            write_s_per_gb=summary["large_write_cpu_s_per_gb"],
-            stage_s_per_gb=summary["large_stage_in_engine_s_per_gb"],
-            pause_s_per_gb=summary["large_commit_in_pause_s_per_gb"],
-            activation_write_s_per_gb=summary["activation_write_cpu_s_per_gb"],
-            activation_stage_s_per_gb=summary["activation_stage_in_engine_s_per_gb"],
-            activation_pause_s_per_gb=summary["activation_commit_in_pause_s_per_gb"],
-        )
-    )
-
-
-def show_expected(report: Report, rows: list[dict[str, Any]]) -> None:
-    columns = (
-        "model", "gbps", "sent_gb", "wire_s", "dense_wire_s", "publish_s", "node_one_thread_s", "engine_s", "pause_s",
-        "acknowledged_one_thread_s", "acknowledged_threads_s", "activation_one_thread_s", "activation_threads_s",
-    )  # fmt: skip
-    report.table(
-        columns, ([row[key] for key in columns] for row in rows), title="derived, nothing of it was run"
-    )
-
-
 def show_rows(report: Report, rows: list[dict[str, Any]], title: str) -> None:
     columns = ("version", "kind", "density", "bytes_sent", "publish_s", "copy_s", "write_s", "stage_s", "commit_s",
                "acknowledged_s", "pause_s", "turns_in_flight")  # fmt: skip
@@ -296,7 +265,7 @@ def main() -> int:
         "--json", type=Path, help="write summary and details here; parts it has already are kept"
     )
     parser.add_argument(
-        "--parts", nargs="*", choices=list(PARTS), default=list(PARTS), help="none: only derive anew"
+        "--parts", nargs="*", choices=list(PARTS), default=list(PARTS), help="none: only sum up anew"
     )
     parser.add_argument(
         "--base", type=Path, help="base/ of a folder of rl_checkpoints.py; made anew without it"
@@ -324,19 +293,6 @@ def main() -> int:
         if args.json:  # an interrupted run keeps what it measured
             write(args.json, "weights_live", summary_of(details), details)
     summary = summary_of(details)
-    if {"versions", "large"} <= details.keys():
-        rows = derive(summary)
-        details["expected"] = {
-            "derived": True,
-            "how": "weights_expected.py: sums of the measured phases, scaled by size and ranks; nothing of it was run",
-            "rows": rows,
-        }
-        summary |= {
-            f"derived_{key}_{row['model']}_{row['gbps']}gbps": row[key]
-            for row in rows
-            for key in ("acknowledged_one_thread_s", "acknowledged_threads_s")
-        }
-        show_expected(report, rows)
     report.finish(summary, details, args.json)
     failed = [
         key
