@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from dataclasses import dataclass
 
 from rose.errors import CapacityError, RoseError, WeightsError
@@ -27,7 +28,7 @@ from rose.weights.version import WeightVersion
 _log = logging.getLogger(__name__)
 HOLDER = "rose-composer"
 """Holder of the lease on what is being composed: one per run, so that a restarted trainer replaces its own."""
-_LEASE_S = 3600.0
+_LEASE_S = 600.0
 FULL = 507
 _NO_LIMIT = 1 << 62
 
@@ -195,8 +196,19 @@ class Upkeep:
     def _compose(self, chain: Chain) -> None:
         target = chain.head
         self._hold(target)
+        held_at_s = time.monotonic()
+
+        def stopped() -> bool:
+            nonlocal held_at_s
+            if (
+                time.monotonic() - held_at_s > _LEASE_S / 3
+            ):  # a large model behind a slow store takes longer than a lease
+                self._hold(target)
+                held_at_s = time.monotonic()
+            return self._stop.is_set()
+
         try:
-            record = composer.compose(self._store, self._run_id, target, self._params, self._stop.is_set)
+            record = composer.compose(self._store, self._run_id, target, self._params, stopped)
         except composer.Stopped:
             return
         except CapacityError as error:
