@@ -4,7 +4,7 @@ What it gives the rest of the plugin: patches that can be listed, checked and ta
 (:func:`switch_on`, :func:`applied`, :func:`switch_off`), and version-free helpers on vLLM's objects.
 
 Rules:
-- :func:`problems` looks before anything is touched: version, and the signature of every hook.
+- :mod:`vllm_plugin.selfcheck` looks before anything is touched: version, every hook and every name that is used.
   With a problem, role ``serving`` stays stock vLLM and role ``rollout`` refuses to start.
 - Patches are idempotent; each remembers what it replaced.
 - ``import vllm`` happens inside functions: vLLM loads this module in every process it starts.
@@ -31,10 +31,10 @@ from rose.policy.compat import UNLISTED, Row, Support, judge, row
 from rose.units import PAGE_BYTES
 from vllm_plugin.features import Device, findings, kv_findings
 from vllm_plugin.kv_layout import CountedCache
+from vllm_plugin.selfcheck import GROUP_BYTES, problems
 
 logger = logging.getLogger("vllm.rose")
 
-SUPPORTED_LINE = "0.32"
 SCHEDULER_FACTORY = "vllm_plugin.scheduler.make_scheduler"
 CPU_WORKER = "vllm_plugin.worker.RoseCPUWorker"
 STOCK_CPU_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
@@ -107,62 +107,7 @@ def switch_off() -> None:
     _applied.clear()
 
 
-# --------------------------------------------------------------------------- self-check
-
-
-def _hooks() -> list[tuple[str, Any, str, tuple[str, ...]]]:
-    """(name, owner, attribute, parameters we rely on) of every hook."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.engine.core import EngineCoreProc
-    from vllm.v1.executor.abstract import Executor
-
-    return [
-        ("executor", Executor, "__init__", ("self", "vllm_config")),
-        ("engine config", EngineArgs, "create_engine_config", ("self",)),
-        ("busy loop", EngineCoreProc, "run_busy_loop", ("self",)),
-        ("schedule", Scheduler, "schedule", ("self", "throttle_prefills")),
-        ("update", Scheduler, "update_from_output", ("self", "scheduler_output", "model_runner_output")),
-        ("finish", Scheduler, "finish_requests", ("self", "request_ids", "finished_status")),
-        ("add", Scheduler, "add_request", ("self", "request")),
-        ("unfinished", Scheduler, "get_num_unfinished_requests", ("self",)),
-        ("reset", Scheduler, "reset_prefix_cache", ("self", "reset_running_requests", "reset_connector")),
-        ("usage", Scheduler, "get_kv_cache_usage", ("self",)),
-        ("stats", Scheduler, "make_stats", ("self",)),
-        ("evict", BlockPool, "evict_blocks", ("self", "block_ids")),
-        ("free", BlockPool, "free_blocks", ("self", "ordered_blocks")),
-        ("evict one", BlockPool, "_maybe_evict_cached_block", ("self", "block")),
-        ("cached", BlockPool, "get_cached_block", ("self", "block_hash", "kv_cache_group_ids")),
-        ("free count", BlockPool, "get_num_free_blocks", ("self",)),
-        ("blocks of", KVCacheManager, "get_block_ids", ("self", "request_id")),
-    ]
-
-
-def problems() -> list[str]:
-    """What keeps ROSE from running on this vLLM; empty when nothing does."""
-    import vllm
-
-    found: list[str] = []
-    version = vllm.__version__
-    if version.split("+")[0].rsplit(".", 1)[0] != SUPPORTED_LINE:
-        # Not looked at further: in another line the modules themselves may be elsewhere.
-        return [f"vLLM {version} is not of the supported line {SUPPORTED_LINE}"]
-    try:
-        hooks = _hooks()
-    except (ImportError, AttributeError) as error:
-        return [f"a hook has moved: {error}"]
-    for name, owner, attribute, needed in hooks:
-        hook = getattr(owner, attribute, None)
-        if hook is None:
-            found.append(f"hook '{name}' is gone: {owner.__name__}.{attribute}")
-            continue
-        parameters = inspect.signature(hook).parameters
-        missing = [p for p in needed if p not in parameters]
-        if missing:
-            found.append(f"hook '{name}' changed: {owner.__name__}.{attribute} lacks {', '.join(missing)}")
-    return found
+# --------------------------------------------------------------------------- how an engine stands
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -589,7 +534,7 @@ def watch_evictions(pool: Any, told: Callable[[bytes], None]) -> Callable[[], No
         key = block.block_hash
         evicted = original(block)
         if key is not None and pool.cached_block_hash_to_block.get_one_block(key) is None:
-            told(key[:-_GROUP_BYTES])
+            told(key[:-GROUP_BYTES])
         return evicted
 
     def unwatch() -> None:
@@ -600,9 +545,8 @@ def watch_evictions(pool: Any, told: Callable[[bytes], None]) -> Callable[[], No
     return unwatch
 
 
-_GROUP_BYTES = 4
-"""A key of the prefix cache is a block's hash and the number of its KV group, which is 0: there is one group."""
-_GROUP = (0).to_bytes(_GROUP_BYTES, "big")
+_GROUP = (0).to_bytes(GROUP_BYTES, "big")
+"""Behind a block's hash in a key of the prefix cache: the number of its KV group, of which there is one."""
 
 
 def is_cached(pool: Any, block_hash: bytes) -> bool:

@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from rose.errors import ConfigError, Conflict, NotFound, RequestError, RoseError, TooLarge, Unauthorized
-from vllm_plugin import ENV_DIR, role
+from vllm_plugin import ENV_DIR, role, selfcheck
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request, Response
@@ -134,6 +134,7 @@ class RosePlugin:
         """Engine reachable: put the version that the workers hold on every token from the first one."""
         if role() != "rollout" or engine_client is None:
             return
+        selfcheck.require(selfcheck.API)
         control = EngineControl(engine_client)
         await control.announce_version()
         self.control = control

@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from rose.coserve.cuda_driver import CudaDriver, Driver
 from rose.coserve.cuda_pages import DEFAULT_RESERVE_BYTES
-from vllm_plugin import compat, compute, role
+from vllm_plugin import compat, compute, role, selfcheck
 from vllm_plugin.elastic import ENV_GPU_RESERVE, ElasticKv
 from vllm_plugin.kv_memory import CudaKvMemory, KvMemory
 from vllm_plugin.weights import WeightWorkerMixin
@@ -30,6 +30,7 @@ class RoseGPUWorker(ElasticKv, WeightWorkerMixin, Worker):
         super().init_device()
         if role() != "rollout":
             return
+        selfcheck.require(selfcheck.WORKER)
         compute.cap_torch_memory(self.cache_config.gpu_memory_utilization, self.device)
         driver = self.rose_driver()
         found = compute.facts(

@@ -13,7 +13,7 @@ from typing import Any
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from rose.coserve.pages import RESERVE_BYTES
-from vllm_plugin import compat, role
+from vllm_plugin import compat, role, selfcheck
 from vllm_plugin.elastic import ENV_RESERVE, ElasticKv
 from vllm_plugin.kv_memory import HostKvMemory, KvMemory
 from vllm_plugin.weights import WeightWorkerMixin
@@ -25,6 +25,7 @@ class RoseCPUWorker(ElasticKv, WeightWorkerMixin, CPUWorker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         compat.patch_spin()
         if role() == "rollout":
+            selfcheck.require(selfcheck.WORKER + selfcheck.CPU_WORKER)
             compat.patch_cpu_gemm()
             compat.patch_cpu_experts()
         super().__init__(*args, **kwargs)
