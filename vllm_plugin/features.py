@@ -122,7 +122,12 @@ def _look(
             continue
         because = row_of_field(path, plain(value), also_tried.get(path, ()))
         if because is not None:
-            yield because, f"{path} = {shown(value)}"
+            yield because, f"{path} = {shown(value, secret=because == 'unlisted' and _may_be_secret(path))}"
+
+
+def _may_be_secret(path: str) -> bool:
+    """A field that nobody knows, by its name: its value goes into no log."""
+    return any(word in path.lower() for word in ("token", "key", "secret", "password", "credential"))
 
 
 def _model(model: Any) -> Iterator[tuple[str, str]]:
@@ -156,9 +161,9 @@ def plain(value: Any) -> Value:
     return f"<{type(value).__name__}>"
 
 
-def shown(value: Any) -> str:
-    """For a person, short: a log line and a file that others read."""
-    made = plain(value)
+def shown(value: Any, *, secret: bool = False) -> str:
+    """For a person, short: a log line."""
+    made = f"<{type(value).__name__}>" if secret else plain(value)
     text = repr(made) if isinstance(made, str) and not made.startswith("<") else str(made)
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
 

@@ -256,6 +256,14 @@ def _fields_of(one: Any) -> type:
     return dataclasses.make_dataclass(type(one).__name__, fields)
 
 
+def test_a_new_field_that_may_be_a_secret_is_named_without_its_value(full: Any) -> None:
+    token = ("api_token", str, dataclasses.field(default="hunter2"))
+    kind = dataclasses.make_dataclass("LoadConfig", [token], bases=(_fields_of(full.load_config),))
+    config = copy.deepcopy(full)
+    object.__setattr__(config, "load_config", kind())
+    assert found_in(config) == {"unlisted": "load_config.api_token = <str>"}
+
+
 @pytest.mark.parametrize("value", [True, 1, "x"])
 def test_a_kind_of_model_that_vllm_adds_tomorrow_is_refused_by_its_name(full: Any, value: Any) -> None:
     config = copy.deepcopy(full)
