@@ -494,10 +494,13 @@ def stamp_of(scheduler_output: Any) -> int:
 
 
 def compute_stream() -> int:
-    """CUDA: the stream that the calling thread launches steps on, as the driver knows it."""
-    from vllm.utils.torch_utils import current_stream
+    """CUDA: the stream that the calling thread launches steps on, as the driver knows it.
 
-    return current_stream().cuda_stream
+    torch's word, and not vLLM's ``current_stream``: that one makes a new stream current where none was set yet.
+    """
+    import torch
+
+    return torch.cuda.current_stream().cuda_stream
 
 
 # --------------------------------------------------------------------------- scheduler and engine

@@ -115,3 +115,18 @@ def test_production_starts_where_no_elastic_memory_can_be_had(
     assert worker.rose_pager is None
     assert len(worker.caches) == 1
     assert not node_dir.rank("serving", 0).alive()
+
+
+def test_the_compute_stream_is_torchs_and_asking_for_it_sets_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own word makes a new stream the current one where none was set: kernels of steps before ran on another."""
+    import torch
+    from vllm.platforms import current_platform
+
+    def set_one(*_: Any) -> None:
+        raise AssertionError("a stream was made current")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=9))
+    monkeypatch.setattr(torch.cuda, "Stream", set_one)
+    monkeypatch.setattr(torch.cuda, "set_stream", set_one)
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    assert compat.compute_stream() == 9
