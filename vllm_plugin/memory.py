@@ -4,6 +4,8 @@
 speak of the same chunk numbers.  :class:`Pager` lives in each worker: it sleeps on ``<role>.chunks``, makes the
 memory agree with it, and reports in ``<role>.rank<k>``.
 
+Chunks that come or go together do so in as few calls as their numbers allow: one per contiguous run of chunks and layer.
+
 The order is the scheduler's duty: a chunk is taken out of the block pool *before* it is unmarked, and
 returned to the pool only *after* every rank reports it mapped.  Steps that were scheduled before that may still be on their
 way: the pager waits for them (:class:`~vllm_plugin.kv_memory.StepFence`).  It therefore never touches
@@ -17,17 +19,17 @@ What the memory is (main memory, a GPU's) is behind :class:`~vllm_plugin.kv_memo
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import threading
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rose.coserve.audit import AUDIT_EVERY_S
 from rose.coserve.ledger import ChunkState, Mode, NodeDir, RankState
-from rose.coserve.pages import KvGeometry, PageArena, Range
+from rose.coserve.pages import KvGeometry, PageArena, Range, runs
 from rose.errors import ConfigError, LedgerError
 from rose.units import NS_PER_S, PAGE_BYTES, format_bytes
 from vllm_plugin import compat
@@ -43,7 +45,7 @@ UNMAPPED, MAPPED, GOING = 0, 1, 2
 TRIM_AFTER_S = 5.0
 """Memory kept for a growth that has not come for so long goes back to the device."""
 MAP_SLICE_CHUNKS = 8
-"""Chunks mapped before the report is refreshed: keeps a reclaim from waiting behind a long growth."""
+"""Chunks mapped at once before the report is refreshed: keeps a reclaim from waiting behind a long growth."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,20 +131,19 @@ class ChunkPlan:
         """Pages of all chunks: what this engine could hold or lend."""
         return self.num_chunks * self.chunk_pages
 
-    def ranges(self, chunk: int) -> list[tuple[int, int]]:
-        """Byte ranges ``(offset, length)`` of one chunk in the allocation."""
-        return self.geometry.ranges(range(chunk * self.chunk_blocks, (chunk + 1) * self.chunk_blocks))
+    def ranges(self, chunks: Iterable[int]) -> list[Range]:
+        """Byte ranges ``(offset, length)`` of chunks, given in order, in the allocation; neighbours in one piece in each layer."""
+        found: list[Range] = []
+        for first, count in runs(chunks):
+            found += self.geometry.ranges(
+                range(first * self.chunk_blocks, (first + count) * self.chunk_blocks)
+            )
+        return found
 
     def run_ranges(self, mapped: bytes | bytearray) -> tuple[list[Range], list[Range]]:
-        """Ranges of all chunks that are mapped, and of all that are not; neighbours in one piece."""
-        found: tuple[list[Range], list[Range]] = ([], [])
-        start = 0
-        for state, run in itertools.groupby(mapped[: self.num_chunks]):
-            end = start + sum(1 for _ in run)
-            ranges = self.geometry.ranges(range(start * self.chunk_blocks, end * self.chunk_blocks))
-            found[0 if state else 1].extend(ranges)
-            start = end
-        return found
+        """Ranges of all chunks that are mapped, and of all that are not."""
+        chunks = range(self.num_chunks)
+        return self.ranges(c for c in chunks if mapped[c]), self.ranges(c for c in chunks if not mapped[c])
 
     def tail_ranges(self) -> list[tuple[int, int]]:
         """Whole pieces that belong to no chunk: blocks behind the last one, and what sets layers apart."""
@@ -193,13 +194,15 @@ class Pager:
         self._chunks = node_dir.chunks(role, plan.num_chunks)
         self._node, self._neighbour = node_dir.node(), node_dir.rollout_lease()
         self._mapped = bytearray(plan.num_chunks)
+        self._torn: set[int] = set()
+        """Chunks of which a call that failed has left a part: to be unmapped, before anything else becomes of them."""
         self._released_s = time.monotonic()
         self.arena: PageArena = self._memory.reserve(plan.size_bytes, aligned=plan.aligned, guard=guard)
         try:
             if tail := plan.tail_ranges():
                 self.arena.map(tail)
             if role == "serving":
-                self._set(range(plan.num_chunks), mapped=True)
+                self._map(range(plan.num_chunks))
             # Last: a report that has a writer says that the memory is there.
             self._report = node_dir.rank_writer(role, rank, plan.num_chunks)
         except BaseException:
@@ -220,15 +223,60 @@ class Pager:
         """The whole allocation as one int8 tensor."""
         return self._memory.tensor(self.arena, self.plan.size_bytes)
 
-    def _set(self, chunks: Any, *, mapped: bool) -> None:
+    def _map(self, chunks: Sequence[int]) -> None:
+        """Map chunks with one call.
+
+        Raises:
+            LedgerError: None is mapped; those that could not be cleaned up are torn.
+        """
+        try:
+            self.arena.map(self.plan.ranges(chunks))
+        except LedgerError:
+            self._mark_torn(chunks)
+            raise
         for chunk in chunks:
-            if self._mapped[chunk] == (MAPPED if mapped else UNMAPPED):
-                continue
-            if mapped:
-                self.arena.map(self.plan.ranges(chunk))
+            self._mapped[chunk] = MAPPED
+
+    def _map_what_fits(self, chunks: Sequence[int]) -> None:
+        """Map chunks: with one call where all fit, and else the first that do.
+
+        Raises:
+            LedgerError: Some did not.
+        """
+        try:
+            self._map(chunks)
+        except LedgerError:
+            half = len(chunks) // 2
+            if not half or self._torn:
+                raise
+            self._map_what_fits(chunks[:half])
+            self._map_what_fits(chunks[half:])
+            return
+
+    def _unmap(self, chunks: Sequence[int]) -> None:
+        """Unmap chunks with one call.
+
+        Raises:
+            LedgerError: Those that are not gone are torn.
+        """
+        try:
+            self.arena.unmap(self.plan.ranges(chunks))
+        except LedgerError:
+            self._mark_torn(chunks)
+            raise
+        self._torn.difference_update(chunks)
+        for chunk in chunks:
+            self._mapped[chunk] = UNMAPPED
+
+    def _mark_torn(self, chunks: Sequence[int]) -> None:
+        """What has become of chunks behind a call that failed, by the arena's word."""
+        for chunk in chunks:
+            is_left = self.arena.resident_bytes(self.plan.ranges([chunk])) > 0
+            self._mapped[chunk] = GOING if is_left else UNMAPPED
+            if is_left:
+                self._torn.add(chunk)
             else:
-                self.arena.unmap(self.plan.ranges(chunk))
-            self._mapped[chunk] = MAPPED if mapped else UNMAPPED
+                self._torn.discard(chunk)
 
     def _publish(self, wake: bool = True) -> None:
         self._report.mend()  # what a stranger made of it is not ours to serve from
@@ -267,6 +315,7 @@ class Pager:
             wanted = self._wanted()
             if wanted is not None:
                 self.agree(*wanted)
+            self.arena.mend()
             if self.arena.retained_bytes and time.monotonic() - self._released_s > TRIM_AFTER_S:
                 self.arena.trim()
             if self._served and time.monotonic_ns() - self._audited.audited_ns > AUDIT_EVERY_S * NS_PER_S:
@@ -312,28 +361,45 @@ class Pager:
             after_step: No step up to this one may find its memory gone.
 
         Raises:
-            LedgerError: Steps in flight do not end (nothing is released; growth goes on), or memory cannot be had.
+            LedgerError: Steps in flight do not end, or memory cannot be taken away (growth goes on), or it cannot be had.
         """
-        for chunk in [c for c in range(self.plan.num_chunks) if self._mapped[c] == GOING and wanted[c]]:
+        chunks = range(self.plan.num_chunks)
+        stuck = self._clear_torn()
+        for chunk in [c for c in chunks if self._mapped[c] == GOING and wanted[c] and c not in self._torn]:
             self._mapped[chunk] = MAPPED
-        going = [c for c in range(self.plan.num_chunks) if self._mapped[c] and not wanted[c]]
-        stuck = self._release(going, after_step, 0.0)
-        missing = [c for c in range(self.plan.num_chunks) if wanted[c] and not self._mapped[c]]
+        going = [c for c in chunks if self._mapped[c] and not wanted[c]]
+        late = self._release(going, after_step, 0.0)
+        missing = [c for c in chunks if wanted[c] and not self._mapped[c]]
         word = self._chunks.word()
         for start in range(0, len(missing), MAP_SLICE_CHUNKS):
-            self._set(missing[start : start + MAP_SLICE_CHUNKS], mapped=True)
-            self._publish()
+            try:
+                self._map_what_fits(missing[start : start + MAP_SLICE_CHUNKS])
+            finally:
+                self._publish()
             if self._chunks.word() != word:  # the wish has changed: look again before growing further
                 break
         if (
-            stuck is not None
+            late is not None
         ):  # behind the growth: what production wants back does not wait for what it gives up
-            stuck = self._release(going, after_step, FENCE_S)
-        if stuck is not None:
-            raise stuck
+            late = self._release(going, after_step, FENCE_S) or (late if self._torn else None)
+        if late is not None or stuck is not None:
+            raise late or stuck  # type: ignore[misc]
+
+    def _clear_torn(self) -> LedgerError | None:
+        """Take away what failed calls have left: nobody uses it, and no step does."""
+        if not self._torn:
+            return None
+        try:
+            self._unmap(sorted(self._torn))
+        except LedgerError as error:
+            return error
+        finally:
+            self._publish()
+        return None
 
     def _release(self, chunks: list[int], after_step: int, timeout_s: float) -> LedgerError | None:
-        """Unmap what nobody wants, when no step can touch it any more; the error where that takes longer than ``timeout_s``."""
+        """Unmap what nobody wants, when no step can touch it any more; the error where that takes longer than ``timeout_s`` or fails."""
+        chunks = [chunk for chunk in chunks if self._mapped[chunk] and chunk not in self._torn]
         if not chunks:
             return None
         for chunk in chunks:
@@ -348,9 +414,13 @@ class Pager:
         back = {chunk for chunk in chunks if wanted is not None and wanted[0][chunk]}
         for chunk in back:
             self._mapped[chunk] = MAPPED
-        self._set([chunk for chunk in chunks if chunk not in back], mapped=False)
-        self._released_s = time.monotonic()
-        self._publish()
+        try:
+            self._unmap([chunk for chunk in chunks if chunk not in back])
+        except LedgerError as error:
+            return error
+        finally:
+            self._released_s = time.monotonic()
+            self._publish()
         return None
 
     def audit(self) -> None:

@@ -34,7 +34,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from rose.coserve.cuda_driver import CudaDriver, Driver, patiently
-from rose.coserve.pages import Range
+from rose.coserve.pages import Range, runs
 from rose.errors import LedgerError
 from rose.units import PAGE_BYTES, format_bytes
 
@@ -150,7 +150,7 @@ class CudaArena:
                     self._bare.discard(piece)
                 for first, count in _calls(wanted, self._spans.access):
                     self._allow(first, count)
-                self._zero(_runs(wanted))
+                self._zero(runs(wanted))
             except LedgerError:
                 self._retained += handles
                 with contextlib.suppress(LedgerError):  # the first one says why
@@ -317,10 +317,10 @@ class CudaArena:
         hidden = (self._mapped, self._bare, self._dark)
         return next((piece for piece in pieces if not any(piece in each for each in hidden)), None)
 
-    def _zero(self, runs: Iterable[tuple[int, int]]) -> None:
+    def _zero(self, pieces: Iterable[tuple[int, int]]) -> None:
         """Zeros behind mapped pieces, when it returns; with an error the device may still write there."""
         self._writing = True
-        for first, count in runs:
+        for first, count in pieces:
             self._driver.zero(self._at(first), count * self._bytes)
         self._settle()
 
@@ -356,15 +356,4 @@ class CudaArena:
 
 def _calls(pieces: Iterable[int], spans: bool) -> list[tuple[int, int]]:
     """``(first, count)`` of each call that sorted pieces take: one per contiguous run, or per piece where a call spans no more."""
-    return _runs(pieces) if spans else [(piece, 1) for piece in pieces]
-
-
-def _runs(pieces: Iterable[int]) -> list[tuple[int, int]]:
-    """``(first, count)`` of each contiguous run of sorted numbers."""
-    runs: list[tuple[int, int]] = []
-    for piece in pieces:
-        if runs and runs[-1][0] + runs[-1][1] == piece:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-        else:
-            runs.append((piece, 1))
-    return runs
+    return runs(pieces) if spans else [(piece, 1) for piece in pieces]

@@ -539,8 +539,8 @@ def test_groups_of_layers_behind_each_other_stay_so_and_those_over_each_other_ar
 def test_a_plan_cuts_memory_into_whole_pieces_of_its_device() -> None:
     plan = ChunkPlan.of(config_of(530), PAGE_BYTES)
     for chunk in range(plan.num_chunks):
-        assert all(at % PAGE_BYTES == length % PAGE_BYTES == 0 for at, length in plan.ranges(chunk))
-    pieces = [r for chunk in range(plan.num_chunks) for r in plan.ranges(chunk)] + plan.tail_ranges()
+        assert all(at % PAGE_BYTES == length % PAGE_BYTES == 0 for at, length in plan.ranges([chunk]))
+    pieces = [r for chunk in range(plan.num_chunks) for r in plan.ranges([chunk])] + plan.tail_ranges()
     ends = sorted((at, at + length) for at, length in pieces)
     assert (ends[0][0], ends[-1][1]) == (0, 34 * PAGE_BYTES)
     assert all(one[1] == two[0] for one, two in itertools.pairwise(ends))  # nothing twice, no gap

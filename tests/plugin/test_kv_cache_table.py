@@ -259,7 +259,7 @@ def test_chunks_and_tail_are_the_allocation_once_and_hold_every_layers_blocks(
             ChunkPlan.of(made, piece)
         return
     plan = ChunkPlan.of(made, piece)
-    pieces = [run for chunk in range(plan.num_chunks) for run in plan.ranges(chunk)]
+    pieces = [run for chunk in range(plan.num_chunks) for run in plan.ranges([chunk])]
     assert sum(length for _, length in pieces) == plan.total_pages * (2 << 20)
     spans = sorted((at, at + length) for at, length in [*pieces, *plan.tail_ranges()])
     assert (spans[0][0], spans[-1][1]) == (0, -(-plan.size_bytes // piece) * piece)

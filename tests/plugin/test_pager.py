@@ -14,7 +14,7 @@ from rose.coserve.pages import Arena, HostPagePool, KvGeometry
 from rose.errors import LedgerError
 from rose.units import PAGE_BYTES
 from vllm_plugin import compat
-from vllm_plugin.memory import GOING, ChunkPlan, Pager
+from vllm_plugin.memory import GOING, MAPPED, ChunkPlan, Pager
 
 CHUNKS = 8
 PLAN = ChunkPlan(
@@ -155,7 +155,7 @@ def test_a_pager_that_cannot_have_its_memory_leaves_nothing_behind(
         return arenas[-1]
 
     def broken(self: Arena, ranges: list[tuple[int, int]]) -> None:
-        if self.resident_bytes() >= 3 * PAGE_BYTES:
+        if self.resident_bytes() + sum(length for _, length in ranges) > 3 * PAGE_BYTES:
             raise LedgerError("no memory")
         map_(self, ranges)
 
@@ -165,6 +165,94 @@ def test_a_pager_that_cannot_have_its_memory_leaves_nothing_behind(
         Pager(node_dir, "serving", 0, PLAN, guard=True)
     assert arenas[0].resident_bytes() == 0
     assert not node_dir.rank("serving", 0, CHUNKS).alive()
+
+
+def refusing(
+    monkeypatch: pytest.MonkeyPatch, call: str, refused: Callable[[Arena, list[tuple[int, int]]], bool]
+) -> list[list[tuple[int, int]]]:
+    """Let a call of the arena fail where ``refused`` says so; the ranges of each call that was made."""
+    made: list[list[tuple[int, int]]] = []
+    real = getattr(Arena, call)
+
+    def recorded(self: Arena, ranges: list[tuple[int, int]]) -> None:
+        made.append(list(ranges))
+        if refused(self, ranges):
+            raise LedgerError("injected")
+        real(self, ranges)
+
+    monkeypatch.setattr(Arena, call, recorded)
+    return made
+
+
+def pages(*runs: tuple[int, int]) -> list[tuple[int, int]]:
+    return [(first * PAGE_BYTES, count * PAGE_BYTES) for first, count in runs]
+
+
+def test_chunks_come_and_go_with_one_call_and_one_range_for_each_run(
+    node_dir: NodeDir, pagers: list[Pager], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maps = refusing(monkeypatch, "map", lambda *_: False)
+    unmaps = refusing(monkeypatch, "unmap", lambda *_: False)
+    with node_dir.chunks_writer("rollout", CHUNKS) as writer:
+        wish(writer, {0, 1, 2, 5, 6}, generation=1)
+        pagers.append(Pager(node_dir, "rollout", 0, PLAN, guard=True))
+        until(lambda: mapped(node_dir, "rollout") == {0, 1, 2, 5, 6})
+        wish(writer, {1}, generation=2)
+        until(lambda: mapped(node_dir, "rollout") == {1})
+        assert maps == [pages((0, 3), (5, 2))]
+        assert unmaps[-1] == pages((0, 1), (2, 1), (5, 2))
+
+
+def test_where_not_all_chunks_fit_the_first_ones_come(
+    node_dir: NodeDir, pagers: list[Pager], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory for three of them must not lie idle because there is none for seven."""
+    limit = [3]
+    refusing(
+        monkeypatch,
+        "map",
+        lambda arena, ranges: (
+            arena.resident_bytes() + sum(size for _, size in ranges) > limit[0] * PAGE_BYTES
+        ),
+    )
+    with node_dir.chunks_writer("rollout", CHUNKS) as writer:
+        wish(writer, set(range(1, CHUNKS)), generation=1)
+        pagers.append(Pager(node_dir, "rollout", 0, PLAN, guard=True))
+        until(lambda: mapped(node_dir, "rollout") == {1, 2, 3})
+        assert pagers[0].resident_bytes() == 3 * PAGE_BYTES
+        limit[0] = CHUNKS
+        until(lambda: mapped(node_dir, "rollout") == set(range(1, CHUNKS)))
+
+
+def test_a_chunk_whose_memory_has_gone_is_not_given_back_after_an_unmap_that_failed(
+    node_dir: NodeDir, pagers: list[Pager], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wanted back, it has to be mapped again; its engine would compute on addresses without memory."""
+    failing = [True]
+
+    def after_the_first(arena: Arena, ranges: list[tuple[int, int]]) -> bool:
+        if failing[0] and len(ranges) > 1:
+            os_unmap(arena, ranges[:1])
+        return failing[0]
+
+    os_unmap = Arena.unmap
+    with node_dir.chunks_writer("serving", CHUNKS) as writer:
+        wish(writer, set(range(CHUNKS)), generation=1)
+        pagers.append(Pager(node_dir, "serving", 0, PLAN, guard=True))
+        pager = pagers[0]
+        until(lambda: pager._served)
+        refusing(monkeypatch, "unmap", after_the_first)
+        wish(writer, {0, 1, 2, 3, 6, 7} - {1}, generation=2)  # 1 goes, and 4 and 5 do not
+        until(lambda: "injected" in pager._trouble)
+        assert mapped(node_dir, "serving") == set(range(CHUNKS)) - {1}
+        wish(writer, set(range(CHUNKS)), generation=3)
+        rounds(pager, 2)
+        reader = node_dir.rank("serving", 0, CHUNKS)
+        assert [reader.extra[chunk] for chunk in (1, 4, 5)] == [MAPPED, GOING, GOING]
+        reader.close()
+        failing[0] = False
+        until(lambda: bytes(pager._mapped) == bytes([MAPPED] * CHUNKS))
+    assert pager.resident_bytes() == CHUNKS * PAGE_BYTES
 
 
 def test_the_wish_of_a_new_engine_core_replaces_the_old_one(node_dir: NodeDir, pagers: list[Pager]) -> None:
