@@ -254,8 +254,9 @@ class CudaArena:
             for _ in range(new):
                 made.append(self._driver.create(self._bytes))  # noqa: PERF401 - on failure the earlier ones count
         except LedgerError:
-            for handle in made:
-                self._driver.release(handle)
+            self._retained += made
+            with contextlib.suppress(LedgerError):  # the first one says why
+                self._trim(self._retain_bytes)
             raise
         kept = [self._retained.pop() for _ in range(count - new)]
         return kept + made
