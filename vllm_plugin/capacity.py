@@ -5,8 +5,8 @@ out of vLLM's block pool, so its memory can be given back; allocation then fails
 vLLM's own preemption takes over.
 
 Decides nothing about *how many* chunks: callers (serving and rollout side) do.  Decides *which*: chunks whose blocks are all
-free and hold no prefix; then cached ones by expected reuse, which is vLLM's own order of eviction; then, on the rollout
-side, those whose requests lose least.
+free and hold no prefix, side by side where there is a choice (:func:`fewest_runs`); then cached ones by expected reuse, which is vLLM's
+own order of eviction; then, on the rollout side, those whose requests lose least.
 
 Invariants (:meth:`check`): an inflated chunk has every block with reference count 1 owned here, and no block is both in
 the balloon and in the free queue.  vLLM's null block (block 0) is never touched; only the rollout side takes chunk 0,
@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from rose.coserve.pages import runs
 from vllm_plugin import compat
 
 SLICE_S = 0.0005
@@ -33,6 +34,28 @@ _ROUND_S = 5.0
 """What a look through the pool found is out of date then: blocks have been freed and cached since."""
 _LOOK_AHEAD = 2048
 """Free blocks whose place in vLLM's order of eviction is looked at, a tenth of a millisecond's worth: beyond them any is as good."""
+
+
+def fewest_runs(chunks: Iterable[int], count: int) -> list[int]:
+    """``count`` of ``chunks`` (all, where there are no more) in as few runs of neighbours as can be, the lowest of equal ones.
+
+    Memory of neighbours comes and goes with the same calls of the driver.
+    """
+    left = runs(sorted(chunks))
+    chosen: list[int] = []
+    while left and count > 0:
+        # The smallest run that holds all the rest, so that long ones stay whole; else the longest there is.
+        enough = [run for run in left if run[1] >= count]
+        run = min(enough, key=_length) if enough else max(left, key=_length)
+        left.remove(run)
+        first, length = run
+        chosen += range(first, first + min(length, count))
+        count -= length
+    return chosen
+
+
+def _length(run: tuple[int, int]) -> int:
+    return run[1]
 
 
 class Balloon:
@@ -52,6 +75,8 @@ class Balloon:
         self._round_s = -math.inf
         self._to_scan = 0
         """Chunks that this round has not seen yet."""
+        self._free: list[int] = []
+        """Of those seen, the free ones without prefixes that have not been taken."""
         self._cached: list[int] = []
         """Of those seen, the free ones with prefixes: what is taken when no other is left."""
 
@@ -104,35 +129,59 @@ class Balloon:
         """Take up to ``count`` unused chunks (never chunk 0), those without cached prefixes first; the ids taken.
 
         Stops at ``budget_s``: call again at the next step, and it goes on where it was; a large pool takes several
-        calls to look through.  ``taken`` receives the ids as they are taken, so that a caller who survives an exception knows of them.
+        calls to look through.  What half of it shows is chosen from.  ``taken`` receives the ids as they are taken, so that a
+        caller who survives an exception knows of them.
         """
-        until = time.monotonic() + budget_s
+        now_s = time.monotonic()
+        until_s = now_s + budget_s
         taken = [] if taken is None else taken
-        if time.monotonic() - self._round_s > _ROUND_S or not (self._to_scan or self._cached):
-            self._round_s = time.monotonic()
+        if now_s - self._round_s > _ROUND_S or not (self._to_scan or self._free or self._cached):
+            self._round_s = now_s
             self._to_scan = self.num_chunks - 1
+            self._free.clear()
             self._cached.clear()
-        blocks = self._pool.blocks
-        while self._to_scan and len(taken) < count:
-            if time.monotonic() > until:
+        look_until_s = now_s + budget_s / 2
+        while len(taken) < count and (self._to_scan or self._free):
+            short = count - len(taken)
+            self._look(look_until_s, short)
+            # From the top, where vLLM's pool comes to last.
+            for chunk in [-number for number in fewest_runs((-chunk for chunk in self._free), short)]:
+                if time.monotonic() > until_s:
+                    return taken
+                self._free.remove(chunk)
+                if self.inflate(chunk):
+                    taken.append(chunk)
+            if time.monotonic() > until_s:
                 return taken
-            self._to_scan -= 1
-            chunk, self._cursor = self._cursor, self._cursor - 1 if self._cursor > 1 else self.num_chunks - 1
-            if chunk in self.inflated or self.active_blocks(chunk):
-                continue
-            if any(blocks[i].block_hash is not None for i in self.blocks_of(chunk)):
-                self._cached.append(chunk)
-                if not self._to_scan:
-                    self._sort_cached()
-            elif self.inflate(chunk):
-                taken.append(chunk)
-        while not self._to_scan and self._cached and len(taken) < count:
-            if time.monotonic() > until:
+            look_until_s = until_s
+        while not self._to_scan and not self._free and self._cached and len(taken) < count:
+            if time.monotonic() > until_s:
                 return taken
             chunk = self._cached.pop()
             if self.inflate(chunk):
                 taken.append(chunk)
         return taken
+
+    def _look(self, until_s: float, count: int) -> None:
+        """Go on looking through the pool for unused chunks, until time is out or a run of ``count`` was found."""
+        blocks = self._pool.blocks
+        length = 0
+        while self._to_scan and length < count:
+            if time.monotonic() > until_s:
+                return
+            self._to_scan -= 1
+            chunk, self._cursor = self._cursor, self._cursor - 1 if self._cursor > 1 else self.num_chunks - 1
+            length = 0 if chunk == self.num_chunks - 1 else length
+            if chunk in self.inflated or self.active_blocks(chunk):
+                length = 0
+            elif any(blocks[i].block_hash is not None for i in self.blocks_of(chunk)):
+                length = 0
+                self._cached.append(chunk)
+            else:
+                length += 1
+                self._free.append(chunk)
+            if not self._to_scan:
+                self._sort_cached()
 
     def deflate(self, chunks: Iterable[int]) -> int:
         """Hand chunks back to the pool (their memory must be mapped on all ranks); how many."""

@@ -36,7 +36,7 @@ from rose.policy.compat import Support
 from rose.policy.lending import allowed_pages
 from rose.units import NS_PER_S
 from vllm_plugin import ENV_DIR, compat
-from vllm_plugin.capacity import Balloon
+from vllm_plugin.capacity import Balloon, fewest_runs
 from vllm_plugin.memory import MAPPED, ChunkPlan
 from vllm_plugin.step_log import StepLog, first_model
 from vllm_plugin.watch import Bell
@@ -384,7 +384,9 @@ class RolloutSide:
                 for c in range(self.plan.num_chunks)
                 if c not in self._held and c not in self._growing and c not in self._releasing
             ]
-            for chunk in free[: max(0, grow)]:
+            # The chunk of vLLM's null block comes first: no step goes without it.
+            null = free[:1] if grow > 0 and free[:1] == [0] else []
+            for chunk in null + fewest_runs(free[len(null) :], grow - len(null)):
                 marks[chunk] = 1
                 self._growing.add(chunk)
             self._publish_lease(0)

@@ -44,7 +44,7 @@ from rose.errors import LedgerError
 from rose.policy.compat import Row, Support, row
 from rose.units import NS_PER_S
 from vllm_plugin import ENV_DIR, compat
-from vllm_plugin.capacity import SLICE_S, Balloon
+from vllm_plugin.capacity import SLICE_S, Balloon, fewest_runs
 from vllm_plugin.ghost import GhostCache
 from vllm_plugin.memory import MAPPED, ChunkPlan
 from vllm_plugin.step_log import first_model
@@ -470,7 +470,7 @@ class ServingSide:
         self._publish_lease(self.plan.total_pages - away)
         if back:
             room = len(gone) - -(-self._peer_pages() // chunk_pages)
-            for chunk in sorted(gone)[: max(0, min(back, room))]:
+            for chunk in fewest_runs(gone, min(back, room)):
                 self._take_back(chunk)
         if self._chunks.extra != before:
             self._check_own_files()  # a stranger's mark must not be written over unseen: a pager may have obeyed it

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vllm_plugin.capacity import Balloon
+from vllm_plugin.capacity import Balloon, fewest_runs
 
 CHUNK = 4
 NUM_BLOCKS = 64
@@ -40,6 +40,47 @@ def test_inflating_takes_free_blocks_from_the_pool(pool: Any, balloon: Balloon) 
 
     assert pool.get_num_free_blocks() == free - 5 * CHUNK
     assert balloon.num_used_blocks == 0
+
+
+@pytest.mark.parametrize(
+    ("chunks", "count", "chosen"),
+    [
+        ([5, 1, 2, 3, 9], 2, [1, 2]),
+        ([1, 2, 3, 4, 7, 8], 2, [7, 8]),  # the long run stays whole
+        ([1, 3, 4, 6], 3, [3, 4, 1]),
+        ([1, 3, 5], 2, [1, 3]),
+        ([2, 1], 5, [1, 2]),
+        ([1, 2], 0, []),
+        ([1, 2], -1, []),
+        ([], 3, []),
+    ],
+)
+def test_neighbours_are_chosen_where_there_is_a_choice(
+    chunks: list[int], count: int, chosen: list[int]
+) -> None:
+    assert fewest_runs(chunks, count) == chosen
+
+
+def test_unused_chunks_are_taken_side_by_side(pool: Any, balloon: Balloon) -> None:
+    held = pool.get_new_blocks(NUM_BLOCKS - 1)
+    used = {15, 13, 10, 6}  # of sixteen chunks
+    pool.free_blocks([block for block in held if block.block_id // CHUNK not in used])
+
+    assert sorted(balloon.inflate_free(3, budget_s=1.0)) == [7, 8, 9]
+    assert sorted(balloon.inflate_free(3, budget_s=1.0)) == [3, 4, 5]
+    assert sorted(balloon.inflate_free(9, budget_s=1.0)) == [1, 2, 11, 12, 14]
+
+
+def test_a_chunk_that_was_seen_unused_and_is_used_by_now_costs_nobody_his_memory(
+    pool: Any, balloon: Balloon
+) -> None:
+    """A cut takes requests' memory where the balloon does not find enough that is unused."""
+    held = pool.get_new_blocks(NUM_BLOCKS - 1)
+    pool.free_blocks([block for block in held if block.block_id // CHUNK in {3, 5, 7, 8}])
+    assert balloon.inflate_free(2, budget_s=1.0) == [8, 7]
+    again = pool.get_new_blocks(CHUNK)  # chunk 3 or 5, which were seen
+    assert balloon.inflate_free(1, budget_s=1.0) != [again[0].block_id // CHUNK]
+    assert len(balloon.inflated) == 3
 
 
 def test_deflating_gives_them_back(pool: Any, balloon: Balloon) -> None:
