@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.kv_plan import KvPlan
 from rose.coserve.cuda_driver import CudaDriver
 from rose.coserve.cuda_pages import CudaPagePool
 from rose.errors import LedgerError
@@ -350,7 +351,7 @@ class Peer:
     """A process that does one thing with the device: :func:`be_peer` is its other end.
 
     Args:
-        what: ``hold``, ``traffic``, ``decode`` or ``prefill``.
+        what: ``hold``, ``lend`` (hold as an engine's plan does), ``traffic``, ``decode`` or ``prefill``.
         size: Bytes that it holds, or moves in a second.
 
     Raises:
@@ -416,13 +417,15 @@ class Peer:
 
 def be_peer(what: str, size: int) -> None:
     """The other end of :class:`Peer`: until it is killed, or its starter is gone."""
-    if what == "hold":
-        arena = pool(reserve_bytes=0).reserve(size, guard=True)
-        arena.map([(0, size)])
+    if what in ("hold", "lend"):
+        plan = KvPlan(size)
+        held = plan.going if what == "lend" else [(0, size)]
+        arena = pool(reserve_bytes=0).reserve(max(size, plan.size), guard=True)
+        arena.map(held)
         print("up", flush=True)
         for line in sys.stdin:
             if line.strip() == "release":
-                took_us = us(lambda: arena.unmap([(0, size)]))
+                took_us = us(lambda: arena.unmap(held))
                 print(f"{took_us:.1f}", flush=True)
         return
     if what == "traffic":

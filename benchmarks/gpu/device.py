@@ -33,6 +33,7 @@ from benchmarks.gpu.common import (
     step_times,
     us,
 )
+from benchmarks.gpu.kv_plan import KvPlan
 from rose.coserve import mps_stop
 from rose.errors import LedgerError
 from rose.policy.ladder import choose
@@ -186,18 +187,22 @@ def fence() -> Figures:
 
 
 def handover() -> Figures:
-    """Memory from a peer to us: its unmap, then our map and zeroing, per GiB; the driver's part of watermark to usable."""
+    """Memory from a peer to us, by the plan of an engine: its unmap, then our map and zeroing, per GiB; the driver's part of watermark to usable."""
+    spans = driver().spans()
     size = 4 * place().gib
+    plan = KvPlan(size)
     rounds: list[tuple[float, float]] = []
+    found: Figures = {}
     for _ in range(5):
-        with Peer("hold", size) as peer:
-            arena = pool(reserve_bytes=0).reserve(size, guard=True)
+        with Peer("lend", size) as peer:
+            arena = pool(reserve_bytes=0).reserve(plan.size, guard=True)
             theirs = float(peer.ask("release"))
-            ours = us(lambda a=arena: a.map([(0, size)]))
+            ours = sum(us(lambda a=arena, r=ranges: a.map(r)) for ranges in plan.coming)
             rounds.append((theirs, ours))
             arena.close()
-        keep(figures.handover(rounds, size))
-    return figures.handover(rounds, size)
+        found = {**figures.handover(rounds, plan.lent_bytes), "spans": spans._asdict()}
+        keep(found)
+    return found
 
 
 def kill() -> Figures:
