@@ -105,6 +105,8 @@ def rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     config = harness.engine_config(tmp_path)  # without a role: vLLM loads the plugin here
     monkeypatch.setenv("ROSE_DIR", str(tmp_path / "n"))
     monkeypatch.setenv("ROSE_ROLE", "rollout")
+    monkeypatch.setenv("ROSE_ALLOW_UNMEASURED", "1")
+    monkeypatch.setattr(compat, "device", lambda: "cuda")
     config.parallel_config.worker_cls = compat.GPU_WORKER
     with NodeDir(tmp_path / "n").node_writer() as node:
         node.write(NodeState(mode=1))
