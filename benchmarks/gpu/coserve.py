@@ -243,7 +243,7 @@ def _rehearsal_config(number: int) -> tuple[DemoConfig, float]:
         ),
         production=ProductionSettings(kv_cache_bytes=coserve.KV_CACHE_BYTES),
         rollout=RolloutSettings(kv_cache_bytes=coserve.KV_CACHE_BYTES),
-        start_timeout_s=200.0,
+        start_timeout_s=400.0,
     )  # fmt: skip
     return config, 4.5
 
