@@ -170,7 +170,6 @@ async def proxy(target: str, journal: Path | None) -> None:
                 usage={},
                 timing={},
                 sampling={},
-                answer=out,
             )
         )
         return web.Response(body=out, content_type="application/json")

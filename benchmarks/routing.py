@@ -94,7 +94,6 @@ def turn_record(name: str, turn: int, rng: random.Random) -> TurnRecord:
         tip=rng.randbytes(16),
         context=rng.randbytes(16),
         digest=rng.randbytes(16).hex(),
-        answer=rng.randbytes(700),
     )
 
 

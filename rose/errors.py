@@ -139,8 +139,9 @@ class CapacityError(RequestError):
         code: str = "no_capacity",
         retry_after_s: float | None = 1.0,
         field: str | None = None,
+        fix: str | None = None,
     ) -> None:
-        super().__init__(message, field=field, status=status, code=code)
+        super().__init__(message, field=field, fix=fix, status=status, code=code)
         self.retry_after_s = retry_after_s
 
 

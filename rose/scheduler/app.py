@@ -86,6 +86,9 @@ class Scheduler:
                 config.batches.params(),
                 max_trajectories=config.limits.max_trajectories,
                 retained_finals=config.limits.retained_finals,
+                retained_bytes=config.limits.retained_bytes,
+                max_job_bytes=config.limits.max_job_bytes,
+                max_held_bytes=config.limits.max_held_bytes,
                 compact_bytes=config.journal.compact_bytes,
                 on_stale=self.status.on_stale,
             )

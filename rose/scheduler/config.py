@@ -43,8 +43,14 @@ class Limits(Section):
     """Turns accepted and not ended, queued ones included; beyond it 429."""
     max_n: int = Field(default=16, gt=0)
     max_info_bytes: int = Field(default=256 * 2**10, gt=0)
+    max_job_bytes: int = Field(default=8 * 2**30, gt=0)
+    """Of memory, for one job's trajectories that are neither consumed nor cancelled.  Beyond it 429."""
+    max_held_bytes: int = Field(default=16 * 2**30, gt=0)
+    """The same for all jobs together."""
     retained_finals: int = Field(default=2000, ge=0)
     """Consumed and cancelled trajectories that stay readable."""
+    retained_bytes: int = Field(default=2**30, ge=0)
+    """Of them together."""
 
 
 class Timeouts(Section):

@@ -22,7 +22,7 @@ from rose.scheduler.config import SchedulerConfig
 from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.engine import Endpoint
 from rose.scheduler.http import Fields, bounded_json, json_response, read_object
-from rose.scheduler.journal import FinishRecord
+from rose.scheduler.journal import FinishRecord, packed
 from rose.scheduler.pool import Target
 from rose.scheduler.store import Store
 from rose.scheduler.timeline import Promise, Timeline
@@ -151,7 +151,7 @@ class ControlRoutes:
         info = bounded_json(fields.raw("info"), field="info", max_bytes=max_bytes)
         fields.done()
         fresh = self._store.get(name).finish is None
-        actions = self._store.finish(FinishRecord(id=name, reward=reward, success=success, info=info))
+        actions = self._store.finish(FinishRecord(id=name, reward=reward, success=success, info=packed(info)))
         self._timeline.num_finished += fresh
         self._carry_out(actions)
         # A finished trajectory takes no more turns; what still runs would be recorded nowhere.

@@ -437,13 +437,16 @@ class FakeEngine:
     def _openai_logprobs(self, choice: dict[str, Any]) -> dict[str, Any] | None:
         if not choice.get("logprobs"):
             return None
-        content = []
-        for entry in choice["logprobs"]["content"]:
-            text = self.tokenizer.decode([entry["token_id"]])
-            content.append(
-                {"token": text, "logprob": entry["logprob"], "bytes": list(text.encode()), "top_logprobs": []}
-            )
+        content = [
+            self._alternative(entry)
+            | {"top_logprobs": [self._alternative(other) for other in entry.get("top_logprobs") or ()]}
+            for entry in choice["logprobs"]["content"]
+        ]
         return {"content": content}
+
+    def _alternative(self, entry: dict[str, Any]) -> dict[str, Any]:
+        text = self.tokenizer.decode([entry["token_id"]])
+        return {"token": text, "logprob": entry["logprob"], "bytes": list(text.encode())}
 
     # --- the rest --------------------------------------------------------------------------------------
 
@@ -562,7 +565,11 @@ class FakeNode:
 
 
 def _entry(token: int, logprob: float, params: Mapping[str, Any]) -> dict[str, Any]:
-    return {"token_id": token, "logprob": logprob, "rank": 1, "top_logprobs": []}
+    others = [
+        {"token_id": abs(token - rank - 1), "logprob": logprob - rank / 8, "rank": rank + 1}
+        for rank in range(params.get("logprobs") or 0)
+    ]
+    return {"token_id": token, "logprob": logprob, "rank": 1, "top_logprobs": others}
 
 
 def _json(value: Any) -> web.Response:

@@ -40,15 +40,19 @@ def json_response(body: Any, *, status: int = 200, headers: dict[str, str] | Non
     return web.Response(body=data, status=status, content_type="application/json", headers=headers)
 
 
-async def send_whole(request: web.Request, response: web.Response) -> web.Response:
-    """Hand all of ``response`` to the network; whoever asked may still lose it.
+async def send_json(
+    request: web.Request, body: bytes, *, headers: dict[str, str] | None = None
+) -> web.Response:
+    """Hand all of ``body`` to the network; whoever asked may still lose it.
 
     Raises:
         ConnectionError: The client has gone.
     """
+    response = json_response(body, headers=headers)
     response.headers["X-Request-Id"] = request[REQUEST_ID]
     await response.prepare(request)
     await response.write_eof()
+    response.body = None  # aiohttp holds an answer until its connection's next request
     return response
 
 

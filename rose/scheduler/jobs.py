@@ -24,6 +24,7 @@ import contextlib
 import functools
 import logging
 import secrets
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -92,6 +93,9 @@ class Finished:
     handle: TurnHandle
     prompt: Prompt
     turn: int | None
+    fork: str | None
+    created: int
+    """In Unix seconds."""
     summary: dict[str, Any]
 
 
@@ -119,6 +123,14 @@ class Job:
         handle.on_unavailable = self._give_up_for_now
         if self.num_attached == 0:
             self._dispatcher.detach(handle)
+
+    @property
+    def is_joinable(self) -> bool:
+        """It runs, and none of its turns has failed or was cancelled, of which it may only hear next."""
+        return (self.task is not None and not self.task.done()) and not any(
+            handle.done.done() and handle.done.result().outcome is not te.TurnState.DONE
+            for handle in self.handles
+        )
 
     def attach(self) -> None:
         self.num_attached += 1
@@ -178,10 +190,10 @@ class Job:
 class Replay:
     """An answer that was given before; of a trajectory, named by its first turn."""
 
-    answer: bytes
+    answer: bytes = b""
+    """Of a request without a trajectory."""
     trajectory: Trajectory | None = None
     turn: int = 0
-    retry: int = 0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -232,6 +244,12 @@ class Jobs:
         if len(self._running) >= self.max_running:
             self._refuse(wish, key)
             raise CapacityError("too many requests are running", status=429, code="queue_full")
+        if wish.trajectory is not None:
+            try:
+                self.store.holdings.check(wish.trajectory.created.job)
+            except CapacityError:
+                self._refuse(wish, key)
+                raise
         job = Job(self.dispatcher, wish, key)
 
         async def run() -> bytes:
@@ -254,7 +272,7 @@ class Jobs:
     def _named_before(self, wish: Wish, key: str) -> Job | Replay | None:
         field = "Idempotency-Key" if wish.idempotency_key else "X-ROSE-Turn"
         job = self._named.get(key)
-        if job is not None and job.task is not None and not job.task.done():
+        if job is not None and job.is_joinable:
             _check_same(job.wish.digest, wish, field)
             return job
         if wish.trajectory is None:
@@ -270,7 +288,7 @@ class Jobs:
         return self._replay(wish, wish.trajectory, turn)
 
     def _asked_before(self, wish: Wish, key: str) -> Job | Replay | None:
-        running = [job for job in self._alike.get(key, ()) if job.task is not None and not job.task.done()]
+        running = [job for job in self._alike.get(key, ()) if job.is_joinable]
         for job in running:
             if job.num_attached == 0:
                 return job
@@ -303,9 +321,7 @@ class Jobs:
         )
 
     def _replay(self, wish: Wish, trajectory: Trajectory, turn: int) -> Replay:
-        return Replay(
-            answer=trajectory.turns[turn].answer, trajectory=trajectory, turn=turn, retry=wish.retry
-        )
+        return Replay(trajectory=trajectory, turn=turn)
 
     def _refuse(self, wish: Wish, key: str) -> None:
         """Its client will ask again, and not for an answer that others got."""
@@ -329,7 +345,9 @@ class Jobs:
             if answer is not None:
                 trajectory, turn = answer
                 self._connections.add(trajectory.id, turn, transport)
-                self.store.delivered(trajectory, turn, retry)
+                # The answer has left, so no error may follow it: a restart that is not told says it again at worst.
+                with contextlib.suppress(CapacityError):
+                    self.store.delivered(trajectory, turn, retry)
 
         if isinstance(found, Job):
             found.attach()
@@ -442,13 +460,15 @@ class Jobs:
             handle=handle,
             prompt=prompt,
             turn=None,
+            fork=prompt.fork,
+            created=int(time.time()),
             summary=_summary(ended.result, handle, prompt),
         )
         job.finished.append(done)
         return done
 
     def next_turns(self, job: Job, done: list[Finished]) -> None:
-        """Number turns that are about to be recorded; the numbers hold until the next await.
+        """Number turns that are about to be recorded, and see which of them branch; both hold until the next await.
 
         Raises:
             Gone, Conflict: The trajectory ended while they ran.
@@ -456,8 +476,14 @@ class Jobs:
         trajectory = job.wish.trajectory
         if trajectory is not None:
             self.store.open(trajectory.id)
-            for offset, item in enumerate(done):
-                item.turn = len(trajectory.turns) + offset
+            continued: set[int] = set()
+            for turn, item in enumerate(done, len(trajectory.turns)):
+                item.turn, parent = turn, item.prompt.parent
+                again = parent in trajectory.parents or parent in continued
+                if item.fork is None and (again if parent is not None else turn > 0):
+                    item.fork = "branch"
+                if parent is not None:
+                    continued.add(parent)
 
     def record(
         self,
@@ -465,14 +491,14 @@ class Jobs:
         choices: Sequence[Finished],
         *,
         kind: str,
-        answer: bytes,
         messages: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Journal the finished turns of a request with the answer that its client gets.
+        """Journal the finished turns of a request, one for each choice.
 
         Args:
             messages: What each says, of a chat.
         """
+        first_with: dict[int, int | None] = {}
         for index, done in enumerate(choices):
             tip = mark = b""
             if messages and done.prompt.tip_base:
@@ -481,35 +507,34 @@ class Jobs:
                 job,
                 done,
                 kind=kind,
-                answer=answer,
+                prompt_of=first_with.get(id(done.prompt)),
                 choice=index,
                 num_choices=len(choices),
                 tip=tip,
                 thoughts=mark,
             )
+            first_with.setdefault(id(done.prompt), done.turn)
         if job.wish.trajectory is not None:
             job.is_recorded = True
             if job.num_attached:
                 job.wish.trajectory.deliveries.begin(min(done.turn or 0 for done in choices), job.retry)
 
-    def _record(self, job: Job, done: Finished, *, kind: str, answer: bytes, **fields: Any) -> None:
+    def _record(self, job: Job, done: Finished, *, kind: str, prompt_of: int | None, **fields: Any) -> None:
         trajectory, result = job.wish.trajectory, done.ended.result
         if trajectory is not None and done.turn is not None:
             params, prompt = done.handle.sampling_params, done.prompt
-            fork = prompt.fork
-            sibling = prompt.parent in trajectory.parents if prompt.parent is not None else bool(done.turn)
-            if fork is None and sibling:
-                fork = "branch"
-            if fork is not None:
-                self.on_fork(fork)
+            if done.fork is not None:
+                self.on_fork(done.fork)
+            suffix = prompt.token_ids[prompt.num_inherited :] if prompt_of is None else ()
             actions = self.store.add_turn(
                 TurnRecord(
                     trajectory_id=trajectory.id,
                     turn=done.turn,
                     kind=kind,
                     parent=prompt.parent,
-                    fork=fork,
-                    suffix_ids=pack_ids(prompt.token_ids[prompt.num_inherited :]),
+                    fork=done.fork,
+                    suffix_ids=pack_ids(suffix),
+                    prompt_of=prompt_of,
                     token_ids=pack_ids(result.token_ids),
                     logprobs=pack_logprobs(result.logprobs),
                     finish_reason=done.ended.reason,
@@ -524,7 +549,8 @@ class Jobs:
                     turn_key=job.wish.turn_key,
                     key=job.wish.idempotency_key,
                     retry=job.retry,
-                    answer=answer,
+                    created=done.created,
+                    attempts=result.num_attempts,
                     kv_mixed=result.kv_mixed,
                     id=result.turn_id,
                     **fields,

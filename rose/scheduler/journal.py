@@ -40,7 +40,7 @@ _SLICE_S = 0.002
 
 
 class TurnRecord(msgspec.Struct, tag="turn", frozen=True, gc=False, omit_defaults=True):
-    """A finished turn.
+    """A finished turn.  What its answer said is not in it: that follows from the ids.
 
     ``suffix_ids`` are the prompt ids after the parent's prompt and output (the whole prompt when ``parent``
     is None); all ids are little-endian u32, log-probs little-endian f64.  ``tip`` names the message lists
@@ -67,7 +67,6 @@ class TurnRecord(msgspec.Struct, tag="turn", frozen=True, gc=False, omit_default
     context: bytes = b""
     digest: str = ""
     turn_key: str = ""
-    answer: bytes = b""
     kv_mixed: bool | None = None
     """Its context held keys and values of other weights than its newest tokens; None: an engine did not say."""
     id: str = ""
@@ -76,10 +75,28 @@ class TurnRecord(msgspec.Struct, tag="turn", frozen=True, gc=False, omit_default
     num_choices: int = 1
     """Of its request: turns one after the other."""
     thoughts: bytes = b""
+    prompt_of: int | None = None
+    """An earlier choice of its request that began with the same prompt: ``suffix_ids`` are in that record alone."""
+    created: int = 0
+    """Of its answer, in Unix seconds."""
+    attempts: int = 1
+    """Engine requests that it took."""
     key: str = ""
     """``Idempotency-Key`` of its request."""
     retry: int = 0
     """How often its client said to have asked before."""
+
+
+def packed(value: Any) -> msgspec.Raw:
+    """A client's value as bytes: as objects it could take sixty times as much.  Equal values give equal bytes."""
+    return msgspec.Raw(msgspec.msgpack.encode(value, order="deterministic"))
+
+
+def unpacked(value: msgspec.Raw) -> Any:
+    return msgspec.msgpack.decode(value)
+
+
+NOTHING = packed(None)
 
 
 class FormRecord(msgspec.Struct, tag="form", frozen=True, gc=False):
@@ -104,7 +121,8 @@ class CreateRecord(msgspec.Struct, tag="create", frozen=True, gc=False, omit_def
     group_id: str
     group_size: int
     created_at: float
-    task: Any = None
+    task: msgspec.Raw = NOTHING
+    """See :func:`packed`."""
     sampling: dict[str, Any] = {}
     key: str = ""
     """``Idempotency-Key`` of the creation."""
@@ -120,7 +138,7 @@ class FinishRecord(msgspec.Struct, tag="finish", frozen=True, gc=False, omit_def
     id: str
     reward: float
     success: bool | None = None
-    info: Any = None
+    info: msgspec.Raw = NOTHING
     filter_equal: bool = False
     """The job filtered groups without a difference in reward when this one finished."""
 

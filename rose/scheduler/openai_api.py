@@ -18,7 +18,6 @@ import base64
 import binascii
 import functools
 import hashlib
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any
 
@@ -41,7 +40,7 @@ from rose.scheduler.http import (
     read_body,
     read_object,
     read_struct,
-    send_whole,
+    send_json,
     trace_context,
 )
 from rose.scheduler.ids import unpack_ids
@@ -49,6 +48,7 @@ from rose.scheduler.jobs import Finished, Job, Jobs, Replay, Wish
 from rose.scheduler.messages import call_id
 from rose.scheduler.prompts import NOT_RENDERED, Prompt, Prompts, continuation
 from rose.scheduler.renderer import Renderer
+from rose.scheduler.replays import finished_before
 from rose.scheduler.stops import cut_at_stop, visible_ids
 from rose.scheduler.store import Store, Trajectory
 from rose.scheduler.streams import replay_stream, replay_tokens, stream_job, stream_tokens, wants_logprobs
@@ -117,19 +117,25 @@ class OpenAIRoutes:
         body["model"] = model
         wish = self._wish(request, _said(body), trajectory)
 
+        want = wants_logprobs(body)
+
+        async def parsed(done: list[Finished]) -> list[dict[str, Any]]:
+            return [await self._chat_choice(body, item, entries=want) for item in done]
+
         async def work(job: Job) -> bytes:
             prompt = await self._prompts.chat(trajectory, body)
             params = self._params(prompt.sampling_params, body, len(prompt.token_ids), model)
             done = await self._run(job, [(prompt, params)] * num_choices, body, model)
-            want = wants_logprobs(body)
-            choices = [await self._chat_choice(body, item, entries=want) for item in done]
+            choices = await parsed(done)
             self._jobs.next_turns(job, done)
             answer = self._answer(body, done, choices, "chat.completion")
-            messages = [choice["message"] for choice in choices]
-            self._jobs.record(job, done, kind="chat", answer=answer, messages=messages)
+            self._jobs.record(job, done, kind="chat", messages=[choice["message"] for choice in choices])
             return answer
 
-        return await self._serve(request, body, wish, work, chat=True)
+        async def again(done: list[Finished]) -> bytes:
+            return self._answer(body, done, await parsed(done), "chat.completion")
+
+        return await self._serve(request, body, wish, work, again, chat=True)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await read_object(request)
@@ -148,6 +154,11 @@ class OpenAIRoutes:
             if isinstance(prompt, list):
                 check_token_ids(prompt, field="prompt", vocab_size=self._vocab_size(model))
 
+        want = wants_logprobs(body)
+
+        async def parsed(done: list[Finished]) -> list[dict[str, Any]]:
+            return [await self._completion_choice(body, item, entries=want) for item in done]
+
         async def work(job: Job) -> bytes:
             plan: list[tuple[Prompt, dict[str, Any]]] = []
             for raw in prompts:
@@ -156,14 +167,16 @@ class OpenAIRoutes:
                 params = self._params(prompt.sampling_params, body, len(prompt.token_ids), model)
                 plan.extend([(prompt, params)] * num_choices)
             done = await self._run(job, plan, body, model)
-            want = wants_logprobs(body)
-            choices = [await self._completion_choice(body, item, entries=want) for item in done]
+            choices = await parsed(done)
             self._jobs.next_turns(job, done)
             answer = self._answer(body, done, choices, "text_completion")
-            self._jobs.record(job, done, kind="completion", answer=answer)
+            self._jobs.record(job, done, kind="completion")
             return answer
 
-        return await self._serve(request, body, wish, work, chat=False)
+        async def again(done: list[Finished]) -> bytes:
+            return self._answer(body, done, await parsed(done), "text_completion")
+
+        return await self._serve(request, body, wish, work, again, chat=False)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         data = await read_body(request)
@@ -196,25 +209,17 @@ class OpenAIRoutes:
             prompt = self._raw_prompt(trajectory, token_ids, params)
             (done,) = await self._run(job, [(prompt, params)], {"stream": body.stream}, model)
             self._jobs.next_turns(job, [done])
-            answer = encode(
-                {
-                    "token_ids": done.ended.result.token_ids,
-                    "logprobs": done.ended.result.logprobs,
-                    "finish_reason": done.ended.reason,
-                    "stop_reason": done.ended.stop_reason,
-                    "turn": done.turn,
-                    **done.summary,
-                }
-            )
-            self._jobs.record(job, [done], kind="generate", answer=answer)
-            return answer
+            self._jobs.record(job, [done], kind="generate")
+            return _tokens(done)
 
         found = self._jobs.start(wish, work)
         with self._jobs.delivering(wish, found) as sent:
-            if not body.stream:
+            if isinstance(found, Replay):
+                answer = found.answer or _tokens(*finished_before(found))
+                send = replay_tokens if body.stream else send_json
+                response = await send(request, answer)
+            elif not body.stream:
                 response = await self._whole(request, found)
-            elif isinstance(found, Replay):
-                response = await replay_tokens(request, found.answer)
             else:
                 response = await stream_tokens(request, found, keepalive_s=self._config.timeouts.keepalive_s)
             sent(request.transport)
@@ -228,15 +233,20 @@ class OpenAIRoutes:
         body: dict[str, Any],
         wish: Wish,
         work: Callable[[Job], Awaitable[bytes]],
+        again: Callable[[list[Finished]], Awaitable[bytes]],
         *,
         chat: bool,
     ) -> web.StreamResponse:
         found = self._jobs.start(wish, work)
         with self._jobs.delivering(wish, found) as sent:
-            if not body.get("stream"):
+            if isinstance(found, Replay):
+                answer = found.answer or await again(finished_before(found))
+                if body.get("stream"):
+                    response = await replay_stream(request, answer, chat=chat)
+                else:
+                    response = await send_json(request, answer)
+            elif not body.get("stream"):
                 response = await self._whole(request, found)
-            elif isinstance(found, Replay):
-                response = await replay_stream(request, found.answer, chat=chat)
             else:
                 response = await stream_job(
                     request,
@@ -252,12 +262,10 @@ class OpenAIRoutes:
             sent(request.transport)
             return response
 
-    async def _whole(self, request: web.Request, found: Job | Replay) -> web.StreamResponse:
+    async def _whole(self, request: web.Request, job: Job) -> web.StreamResponse:
         """Send an answer that is no stream."""
-        if isinstance(found, Replay):
-            return await send_whole(request, json_response(found.answer))
-        answer = await found.wait()
-        return await send_whole(request, json_response(answer, headers=_headers(found.finished)))
+        answer = await job.wait()
+        return await send_json(request, answer, headers=_headers(job.finished))
 
     async def _run(
         self, job: Job, plan: list[tuple[Prompt, dict[str, Any]]], body: Mapping[str, Any], model: str
@@ -351,7 +359,7 @@ class OpenAIRoutes:
         answer: dict[str, Any] = {
             "id": f"{prefix}-{done[0].ended.result.turn_id}",
             "object": kind,
-            "created": int(time.time()),
+            "created": done[0].created,
             "model": body["model"],
             "choices": choices,
             "usage": openai_usage(done),
@@ -545,6 +553,20 @@ def _visible(body: Mapping[str, Any], done: Finished) -> list[int]:
     return visible_ids(ended.result.token_ids, ended.reason, ended.stop_reason, keep=keep)
 
 
+def _tokens(done: Finished) -> bytes:
+    """The answer of ``/rose/v1/generate``."""
+    return encode(
+        {
+            "token_ids": done.ended.result.token_ids,
+            "logprobs": done.ended.result.logprobs,
+            "finish_reason": done.ended.reason,
+            "stop_reason": done.ended.stop_reason,
+            "turn": done.turn,
+            **done.summary,
+        }
+    )
+
+
 def _said(body: Mapping[str, Any]) -> bytes:
     """The request but for how its answer is delivered."""
     return encode({k: v for k, v in body.items() if k not in ("stream", "stream_options")})
@@ -571,7 +593,7 @@ def rose_object(done: list[Finished]) -> dict[str, Any]:
         "ids": [item.ended.result.turn_id for item in done],
         "worker": first.handle.worker_id,
         "tier": first.handle.tier,
-        "fork": first.prompt.fork,
+        "fork": first.fork,
         **first.summary,
     }
 

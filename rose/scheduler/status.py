@@ -242,6 +242,7 @@ class Status:
             "dropped_stale": self.num_stale,
             "discards": {job: store.book.discards.report(job) for job in store.book.discards.jobs()},
             "versions": {job: format_version(version) for job, version in store.versions.items()},
+            "held_bytes": dict(store.holdings.jobs),
             "journal_bytes": store.journal.size_bytes,
             "recovered_records": store.num_recovered,
             "stuck": [

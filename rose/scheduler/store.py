@@ -13,9 +13,11 @@ resume are on disk before their caller is answered (``await store.journal.commit
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import logging
 import secrets
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +30,7 @@ from rose.errors import CapacityError, Conflict, Gone, NotFound, PolicyError
 from rose.policy import samples as sp
 from rose.policy.staleness import Version, format_version, parse_version
 from rose.scheduler.deliveries import Deliveries
+from rose.scheduler.holdings import Holdings, created_bytes, finished_bytes, turn_bytes
 from rose.scheduler.ids import split, unpack_ids, unpack_logprobs
 from rose.scheduler.journal import (
     AckedRecord,
@@ -45,6 +48,8 @@ from rose.scheduler.journal import (
     ResumeRecord,
     TurnRecord,
     VersionRecord,
+    packed,
+    unpacked,
 )
 from rose.scheduler.messages import TIP_BYTES
 
@@ -61,6 +66,7 @@ class Trajectory:
         "lengths",
         "named",
         "newest",
+        "num_bytes",
         "num_tokens",
         "oldest",
         "parents",
@@ -85,6 +91,8 @@ class Trajectory:
         """Turns that another turn continues."""
         self.num_tokens = 0
         """Sampled, in all turns."""
+        self.num_bytes = created_bytes(created)
+        """Held in memory."""
         self.oldest: Version | None = None
         self.newest: Version | None = None
 
@@ -93,14 +101,18 @@ class Trajectory:
         return self.created.id
 
     def add(self, record: TurnRecord) -> None:
+        if record.prompt_of is not None:
+            record = msgspec.structs.replace(record, suffix_ids=self.turns[record.prompt_of].suffix_ids)
         held = 0 if record.parent is None else self.lengths[record.parent]
         self.lengths.append(held + (len(record.suffix_ids) + len(record.token_ids)) // 4)
         self.turns.append(record)
+        self.num_bytes += turn_bytes(record)
         self.num_tokens += len(record.token_ids) // 4
         self._add_tips(record.turn, record.tip)
         if record.choice == 0:
             self.deliveries.add(record.turn, record.retry)
-            if name := request_name(record.key, record.turn_key):
+            name = request_name(record.key, record.turn_key)
+            if name and record.id:
                 self.named[name] = record.turn
         if record.parent is not None:
             self.parents.add(record.parent)
@@ -113,18 +125,25 @@ class Trajectory:
         """First turns of the answers to a request that was given no name, newest first, but for those that another turn
         continues: they have arrived."""
         for record in reversed(self.turns):
-            if record.digest == digest and record.choice == 0 and not (record.key or record.turn_key):
+            # One without an id is of an older journal, which does not say what its request had besides.
+            if (
+                record.id
+                and record.digest == digest
+                and record.choice == 0
+                and not (record.key or record.turn_key)
+            ):
                 group = range(record.turn, record.turn + record.num_choices)
                 if group.stop <= len(self.turns) and self.parents.isdisjoint(group):
                     yield record.turn
 
     def add_form(self, turn: int, tip: bytes, thoughts: bytes) -> None:
         """More names of this turn's answer and of its reasoning."""
-        record = self.turns[turn]
+        known = self.turns[turn]
         self._add_tips(turn, tip)
-        self.turns[turn] = msgspec.structs.replace(
-            record, tip=_joined(record.tip, tip), thoughts=_joined(record.thoughts, thoughts)
+        self.turns[turn] = record = msgspec.structs.replace(
+            known, tip=_joined(known.tip, tip), thoughts=_joined(known.thoughts, thoughts)
         )
+        self.num_bytes += turn_bytes(record) - turn_bytes(known)
 
     def _add_tips(self, turn: int, tip: bytes) -> None:
         for name in split(tip, TIP_BYTES):
@@ -199,7 +218,7 @@ class Trajectory:
             "job": created.job,
             "group_id": created.group_id,
             "group_size": created.group_size,
-            "task": created.task,
+            "task": unpacked(created.task),
             "task_kind": created.task_kind,
             "sampling": created.sampling,
             "created_at": created.created_at,
@@ -209,7 +228,7 @@ class Trajectory:
             "stale": self.stale,
             "reward": None if finish is None else finish.reward,
             "success": None if finish is None else finish.success,
-            "info": None if finish is None else finish.info,
+            "info": None if finish is None else unpacked(finish.info),
             "turns": [self.trace_turn(record, whole_prompts=whole_prompts) for record in self.turns],
             "branches": [record.turn for record in self.turns if record.turn not in self.parents],
         }
@@ -237,6 +256,8 @@ class Store:
     max_trajectories: Bound on trajectories in memory.
     retained_finals: Consumed or cancelled ones that stay readable.
     compact_bytes: A journal beyond this is rewritten with the live state.
+    retained_bytes: Of consumed or cancelled ones.
+    max_job_bytes, max_held_bytes: Of the others, see :class:`~rose.scheduler.holdings.Holdings`.
     on_stale: Told how many trajectories were dropped as stale.
     """
 
@@ -248,6 +269,9 @@ class Store:
         max_trajectories: int,
         retained_finals: int,
         compact_bytes: int,
+        retained_bytes: int = sys.maxsize,
+        max_job_bytes: int = sys.maxsize,
+        max_held_bytes: int = sys.maxsize,
         on_stale: Callable[[int], None] = lambda count: None,
     ) -> None:
         self.journal = journal
@@ -263,6 +287,9 @@ class Store:
         self._on_stale = on_stale
         self._max_trajectories = max_trajectories
         self._retained_finals = retained_finals
+        self._retained_bytes = retained_bytes
+        self._final_bytes = 0
+        self.holdings = Holdings(max_job_bytes=max_job_bytes, max_bytes=max_held_bytes)
         self.num_recovered = 0
         for record in journal.recover():
             self._apply(record)
@@ -324,6 +351,10 @@ class Store:
             )
         return trajectory
 
+    def held_bytes(self, job: str) -> int:
+        """Of its trajectories that are not final."""
+        return self.holdings.jobs[job]
+
     def state(self, trajectory_id: str) -> tuple[str, str]:
         sample = self.book.samples[trajectory_id]
         return sample.state.value, sample.reason
@@ -354,7 +385,7 @@ class Store:
             group_id=name if group_id is None else group_id,
             group_size=group_size,
             created_at=now,
-            task=task,
+            task=packed(task),
             sampling=sampling,
             key=key,
             task_kind=task_kind,
@@ -362,6 +393,7 @@ class Store:
             floor=format_version(self.versions[job]) if job in self.versions else "",
             deadline_at=None if deadline_s is None else now + deadline_s,
         )
+        self.holdings.check(job, created_bytes(record))
         self._write(record)
         return name
 
@@ -549,7 +581,8 @@ class Store:
             case TurnRecord():
                 trajectory = self.trajectories.get(record.trajectory_id)
                 if trajectory is not None and record.turn == len(trajectory.turns):
-                    trajectory.add(record)
+                    with self._counted(trajectory):
+                        trajectory.add(record)
                     if record.trajectory_id in self._untouched:
                         self._touch(record.trajectory_id)
                     return self.book.handle(
@@ -563,7 +596,8 @@ class Store:
             case FormRecord():
                 trajectory = self.trajectories.get(record.trajectory_id)
                 if trajectory is not None and record.turn < len(trajectory.turns):
-                    trajectory.add_form(record.turn, record.tip, record.thoughts)
+                    with self._counted(trajectory):
+                        trajectory.add_form(record.turn, record.tip, record.thoughts)
                 return []
             case DeliveredRecord():
                 trajectory = self.trajectories.get(record.trajectory_id)
@@ -581,7 +615,8 @@ class Store:
                         floor=parse_version(record.floor) if record.floor else None,
                     )
                 )
-                self.trajectories[record.id] = Trajectory(record)
+                self.trajectories[record.id] = trajectory = Trajectory(record)
+                self.holdings.add(record.job, trajectory.num_bytes)
                 self._touch(record.id)
                 if record.deadline_at is not None:
                     heapq.heappush(self._deadlines, (record.deadline_at, record.id))
@@ -597,7 +632,9 @@ class Store:
                         filter_equal=record.filter_equal,
                     )
                 )
-                trajectory.finish = record
+                with self._counted(trajectory):
+                    trajectory.finish = record
+                    trajectory.num_bytes += finished_bytes(record)
                 self._untouched.pop(record.id, None)
             case CancelRecord():
                 actions = self.book.handle(
@@ -646,6 +683,16 @@ class Store:
         self._after(actions)
         return actions
 
+    @contextlib.contextmanager
+    def _counted(self, trajectory: Trajectory) -> Iterator[None]:
+        """Around what makes it larger."""
+        before = trajectory.num_bytes
+        yield
+        if trajectory.id in self._finals:
+            self._final_bytes += trajectory.num_bytes - before
+        else:
+            self.holdings.add(trajectory.created.job, trajectory.num_bytes - before)
+
     def _after(self, actions: list[sp.Action]) -> None:
         """Final trajectories leave memory, oldest first, once enough newer ones are kept to look at."""
         for action in actions:
@@ -653,12 +700,19 @@ class Store:
                 self._on_stale(len(action.trajectory_ids))
             if isinstance(action, sp.Consumed | sp.Discard):
                 for name in action.trajectory_ids:
+                    if name not in self._finals and name in self.trajectories:
+                        final = self.trajectories[name]
+                        self.holdings.add(final.created.job, -final.num_bytes)
+                        self._final_bytes += final.num_bytes
                     self._finals[name] = None
                     self._untouched.pop(name, None)
-        while len(self._finals) > self._retained_finals:
+        while self._finals and (
+            len(self._finals) > self._retained_finals or self._final_bytes > self._retained_bytes
+        ):
             name, _ = self._finals.popitem(last=False)
             gone = self.trajectories.pop(name, None)
             if gone is not None:
+                self._final_bytes -= gone.num_bytes
                 self._by_key.pop(gone.created.key, None)
             self.book.forget(name)
 
@@ -713,6 +767,10 @@ class Store:
         return found
 
 
+def _without_shared_prompt(record: TurnRecord) -> TurnRecord:
+    return record if record.prompt_of is None else msgspec.structs.replace(record, suffix_ids=b"")
+
+
 def request_name(key: str, turn_key: str) -> str:
     """What a client calls a request, so that it can ask again: ``Idempotency-Key``, else ``X-ROSE-Turn``; else empty."""
     return f"i:{key}" if key else f"t:{turn_key}" if turn_key else ""
@@ -727,7 +785,7 @@ def _joined(known: bytes, more: bytes) -> bytes:
 def _records(turns: list[tuple[Trajectory, int]]) -> Iterator[Record]:
     for trajectory, count in turns:
         yield trajectory.created
-        yield from islice(trajectory.turns, count)
+        yield from map(_without_shared_prompt, islice(trajectory.turns, count))
         answers = trajectory.deliveries.ended(
             record.turn for record in islice(trajectory.turns, count) if record.choice == 0
         )
