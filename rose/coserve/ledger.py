@@ -22,6 +22,9 @@ Invariants:
   it: no reader can keep a writer out, however many poll.
 - **A new writer makes a new file** and moves it over the old one, so a header never changes under a reader.
   Readers notice by inode, and are woken.
+- **A name is for meeting, an open file for talking.**  A reader keeps the file that it holds for as long as its writer lives,
+  whatever becomes of the name: who deletes a file, or the whole directory, parts nobody who has met.  The writer makes a
+  file anew where its name is gone (``mend``), for those who come later.
 - **No process touches a mapping of a file.**  The writer keeps the file's bytes in its own memory and copies what
   changed with pwrite; readers copy with pread.  A file that someone truncates is an error (``intact``) and not a
   SIGBUS in production.  What is mapped, read-only, is the futex's page, and only the kernel looks at it.
@@ -210,26 +213,34 @@ class RecordWriter(Generic[R]):
             raise LedgerError(f"{extra_bytes} extra bytes, at most {MAX_EXTRA_BYTES}", field=str(path))
         self.path = Path(path)
         self.extra = memoryview(bytearray(extra_bytes))
-        self._layout = _layout_of(record_type)
+        self._layout = layout = _layout_of(record_type)
         self._number = 0
         # A random start: whoever waits on the previous writer's number must not find it again here.
         self._first = secrets.randbits(31) | 1
-        self._lock_fd = -1
-        self._image, self._futex, self._lock_fd = _create(self.path, self._layout, extra_bytes)
+        self._image = bytearray(
+            layout.header(extra_bytes, secrets.randbits(64)).ljust(_EXTRA_AT + extra_bytes, b"\0")
+        )
         self._pinned = ctypes.c_char.from_buffer(self._image)
-        layout, view = self._layout, memoryview(self._image)
+        view = memoryview(self._image)
         heads = [layout.slots_at + slot * layout.slot_bytes for slot in (0, 1)]
         self._numbered_at = [at + _CRC_BYTES for at in heads]
         self._numbered = [view[at + _CRC_BYTES : at + layout.slot_size] for at in heads]
         self._checksums = [view[at : at + _CRC_BYTES].cast("I") for at in heads]
         self._word = view[_WORD_AT : _WORD_AT + 4].cast("I")
-        address = ctypes.addressof(self._pinned) + layout.slots_at
         self._seen = bytearray(len(self._image) + 1)  # one more: a file that has grown is not ours either
         self._pinned_seen = ctypes.c_char.from_buffer(self._seen)
-        seen_at = ctypes.addressof(self._pinned_seen)
-        self._look = bound_read(self._lock_fd, seen_at, len(self._seen), 0)
-        self._publish = bound_write(self._lock_fd, address, _WORD_AT + 4 - layout.slots_at, layout.slots_at)
+        self._lock_fd = -1
+        self._own(*_create(self.path, self._image))
         _writers.add(self)
+
+    def _own(self, futex: FutexWord, lock_fd: int) -> None:
+        """Write into the open file ``lock_fd`` from now on."""
+        info, start = os.fstat(lock_fd), self._layout.slots_at
+        self._identity = (info.st_dev, info.st_ino)
+        self._look = bound_read(lock_fd, ctypes.addressof(self._pinned_seen), len(self._seen), 0)
+        address = ctypes.addressof(self._pinned) + start
+        self._publish = bound_write(lock_fd, address, _WORD_AT + 4 - start, start)
+        self._futex, self._lock_fd = futex, lock_fd
 
     def write(self, record: R) -> None:
         """Publish ``record`` and :attr:`extra`.  A few microseconds; readers see it at their next look.
@@ -280,17 +291,40 @@ class RecordWriter(Generic[R]):
         image = self._image
         return self._lock_fd >= 0 and self._look() == len(image) and self._seen.startswith(image)
 
-    def mend(self) -> bool:
-        """Put the file back as this writer left it and wake its readers; True if anybody had changed it."""
-        if self._lock_fd < 0 or self.intact():
-            return False
+    def named(self) -> bool:
+        """Is the file still what its name leads to?  False: it was deleted, moved away, or lies under another."""
         try:
-            os.ftruncate(self._lock_fd, len(self._image))
-            os.pwrite(self._lock_fd, self._image, 0)
-        except OSError as error:
-            raise LedgerError(f"cannot be mended: {error.strerror}", field=str(self.path)) from error
-        self.wake()
-        return True
+            there = os.stat(self.path, follow_symlinks=False)
+        except OSError:
+            return False
+        return (there.st_dev, there.st_ino) == self._identity
+
+    def mend(self) -> bool:
+        """Put the file and its name back as this writer left them and wake its readers; True if anybody had changed either.
+
+        The thread that writes.
+
+        Raises:
+            LedgerError: It cannot be put back (a full disk, another live writer under the name).  Readers that hold the
+                file go on with it.
+        """
+        if self._lock_fd < 0:
+            return False
+        touched, lost = not self.intact(), not self.named()
+        if touched:
+            try:
+                os.ftruncate(self._lock_fd, len(self._image))
+                os.pwrite(self._lock_fd, self._image, 0)
+            except OSError as error:
+                raise LedgerError(f"cannot be mended: {error.strerror}", field=str(self.path)) from error
+            self.wake()
+        if lost:
+            old_fd, old_futex = self._lock_fd, self._futex
+            self._own(*_create(self.path, self._image))
+            os.close(old_fd)  # without its lock, readers leave it for the new one
+            old_futex.wake()
+            old_futex.close()
+        return touched or lost
 
     def close(self) -> None:
         """Give up the file and wake its waiters.  The last record stays readable; ``alive`` is false."""
@@ -314,14 +348,13 @@ class RecordWriter(Generic[R]):
         self.close()
 
 
-def _create(path: Path, layout: _Layout[Any], extra_bytes: int) -> tuple[bytearray, FutexWord, int]:
-    """Become the writer of ``path``: ``(what the file says, its futex, descriptor that holds the lock)``.
+def _create(path: Path, image: bytearray) -> tuple[FutexWord, int]:
+    """Become the writer of ``path``, which says ``image`` then: ``(its futex, descriptor that holds the lock)``.
 
     The lock of an existing file is taken first, and held until ours is in its place: of two
     processes that start together one is refused.
     """
     _private_dir(path.parent)
-    size = _EXTRA_AT + extra_bytes
     for _ in range(100):
         old = -1
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
@@ -343,8 +376,7 @@ def _create(path: Path, layout: _Layout[Any], extra_bytes: int) -> tuple[bytearr
             try:
                 take_lock(lock_fd)
                 # Blocks are claimed now: a full disk is an error here, not in a later write.
-                os.posix_fallocate(lock_fd, 0, size)
-                image = bytearray(layout.header(extra_bytes, secrets.randbits(64)).ljust(size, b"\0"))
+                os.posix_fallocate(lock_fd, 0, len(image))
                 os.pwrite(lock_fd, image, 0)
                 # Mapped through its own open file: a mapping holds the open file it was made from, and that must not
                 # keep the lock alive in a forked child.
@@ -367,7 +399,7 @@ def _create(path: Path, layout: _Layout[Any], extra_bytes: int) -> tuple[bytearr
                 os.close(lock_fd)
                 temporary.unlink(missing_ok=True)
                 raise
-            return image, futex, lock_fd
+            return futex, lock_fd
         except OSError as error:
             raise LedgerError(f"cannot be made: {error.strerror}", field=str(path)) from error
         finally:
@@ -490,23 +522,42 @@ class RecordReader(Generic[R]):
         self._identity = (0, 0)
 
     def _refresh(self) -> bool:
-        """Hold the file that is at the path now; False where there is none.
+        """Hold the file whose writer lives, or else the one that is at the path now; False where there is none.
 
         The inode we hold open cannot be given out again, so comparing it is enough.
         """
+        there = None
         try:
             there = os.stat(self._path_text, follow_symlinks=False)
         except FileNotFoundError:
-            self.close()
-            return False
+            pass
         except OSError as error:
-            raise LedgerError(f"cannot be read: {error.strerror}", field=self._path_text) from error
+            if self._fd < 0 or not is_locked(self._fd):
+                raise LedgerError(f"cannot be read: {error.strerror}", field=self._path_text) from error
+        if there is None or (there.st_dev, there.st_ino) != self._identity:
+            if self._fd < 0 or not is_locked(self._fd):
+                self.close()
+                return there is not None and self._open()
+            there = os.fstat(self._fd)  # its name is gone, its writer is not
+        if there.st_size != _EXTRA_AT + self._extra_bytes:
+            raise LedgerError("changed its size: truncated or overwritten", field=self._path_text)
+        return True
+
+    def others(self) -> RecordReader[R] | None:
+        """Of two live writers, which only deleted files allow: a reader of the one under the name, where ours is another.
+
+        Nobody can tell which of them is meant, so who counts what they hold has to count both.
+        """
+        if self._fd < 0 or not self._refresh():
+            return None
+        try:
+            there = os.stat(self._path_text, follow_symlinks=False)
+        except OSError:
+            return None
         if (there.st_dev, there.st_ino) == self._identity:
-            if there.st_size != _EXTRA_AT + self._extra_bytes:
-                raise LedgerError("changed its size: truncated or overwritten", field=self._path_text)
-            return True
-        self.close()
-        return self._open()
+            return None
+        other = RecordReader(self.path, self._record_type, self._want_extra)
+        return other if other.alive() else None
 
     def _open(self) -> bool:
         try:
