@@ -154,7 +154,7 @@ def _peer(path: Path, step_s: float) -> None:
     """The rollout engine and the node agent of one device: a step of ``step_s``, then it looks and obeys."""
     from rose.coserve.ledger import Mode, NodeDir, NodeState, Phase, RolloutLease
     from rose.coserve.pages import HostPagePool
-    from rose.policy.lending import allowed_pages
+    from rose.policy.coserving.rollout import allowed_pages
 
     node = NodeDir(path)
     state, lease = node.node_writer(), node.rollout_lease_writer()

@@ -21,6 +21,8 @@ import os
 
 ENV_ROLE = "ROSE_ROLE"
 ENV_DIR = "ROSE_DIR"
+ENV_ENGINE = "ROSE_ENGINE"
+"""Set by an engine core for its own workers: which engine they belong to.  Not for operators."""
 ROLES = ("serving", "rollout")
 
 

@@ -5,7 +5,7 @@ out of vLLM's block pool, so its memory can be given back; allocation then fails
 vLLM's own preemption takes over.
 
 Decides nothing about *how many* chunks: callers (serving and rollout side) do.  Decides *which*: chunks whose blocks are all
-free and hold no prefix, side by side where there is a choice (:func:`fewest_runs`); then cached ones by expected reuse, which is vLLM's
+free and hold no prefix, side by side where there is a choice (:func:`~rose.policy.coserving.runs.fewest_runs`); then cached ones by expected reuse, which is vLLM's
 own order of eviction; then, on the rollout side, those whose requests lose least.
 
 Invariants (:meth:`check`): an inflated chunk has every block with reference count 1 owned here, and no block is both in
@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from rose.coserve.pages import runs
+from rose.policy.coserving.runs import fewest_runs
 from vllm_plugin import compat
 
 SLICE_S = 0.0005
@@ -34,28 +34,6 @@ _ROUND_S = 5.0
 """What a look through the pool found is out of date then: blocks have been freed and cached since."""
 _LOOK_AHEAD = 2048
 """Free blocks whose place in vLLM's order of eviction is looked at, a tenth of a millisecond's worth: beyond them any is as good."""
-
-
-def fewest_runs(chunks: Iterable[int], count: int) -> list[int]:
-    """``count`` of ``chunks`` (all, where there are no more) in as few runs of neighbours as can be, the lowest of equal ones.
-
-    Memory of neighbours comes and goes with the same calls of the driver.
-    """
-    left = runs(sorted(chunks))
-    chosen: list[int] = []
-    while left and count > 0:
-        # The smallest run that holds all the rest, so that long ones stay whole; else the longest there is.
-        enough = [run for run in left if run[1] >= count]
-        run = min(enough, key=_length) if enough else max(left, key=_length)
-        left.remove(run)
-        first, length = run
-        chosen += range(first, first + min(length, count))
-        count -= length
-    return chosen
-
-
-def _length(run: tuple[int, int]) -> int:
-    return run[1]
 
 
 class Balloon:

@@ -20,6 +20,7 @@ import inspect
 import itertools
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from rose.coserve.ledger import NodeDir, Phase, RecordWriter, ServingLease
 from rose.errors import ConfigError, RoseError
 from rose.policy.compat import UNLISTED, Row, Support, judge, row
 from rose.units import PAGE_BYTES
+from vllm_plugin import ENV_ENGINE
 from vllm_plugin.features import Device, findings, kv_findings
 from vllm_plugin.kv_layout import CountedCache
 from vllm_plugin.selfcheck import GROUP_BYTES, problems
@@ -208,8 +210,7 @@ def switch_on(role: str) -> None:
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
     from vllm.v1.executor.abstract import Executor
 
-    if role == "serving":
-        _patch("executor", Executor, "__init__", _wrap_executor)
+    _patch("executor", Executor, "__init__", lambda f: _wrap_executor(f, role))
     _patch("engine config", EngineArgs, "create_engine_config", lambda f: _wrap_config(f, role))
     _patch("busy loop", EngineCoreProc, "run_busy_loop", _wrap_busy_loop)
     EngineCore.rose_call = _rose_call  # type: ignore[attr-defined]  # an addition; nothing of vLLM's is replaced
@@ -219,12 +220,14 @@ _starting: RecordWriter[ServingLease] | None = None
 """Writer of ``serving.lease`` from before the device is touched until the scheduler takes it over."""
 
 
-def _wrap_executor(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_executor(original: Callable[..., Any], role: str) -> Callable[..., Any]:
     @functools.wraps(original)
     def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        # The engine core is about to start its workers, and they will size their memory by what is free.
+        # The engine core is about to start its workers, and production's will size their memory by what is free.
         if vllm_config.scheduler_config.scheduler_cls == SCHEDULER_FACTORY:
-            _take_everything_back()
+            os.environ[ENV_ENGINE] = str(secrets.randbits(62) | 1)
+            if role == "serving":
+                _take_everything_back()
         return original(self, vllm_config, *args, **kwargs)
 
     return init

@@ -11,8 +11,8 @@ returned to the pool only *after* every rank reports it mapped.  Steps that were
 way: the pager waits for them (:class:`~vllm_plugin.kv_memory.StepFence`).  It therefore never touches
 memory that a step may use, and needs no lock with it.
 
-A chunk on its way out is reported as such *before* the wish is read once more and the memory goes: an engine core that wants it
-back meanwhile sees that it has to wait, or is seen by the pager.  Nobody uses a chunk that is not reported as mapped.
+A report names the generation of marks that the pager acts by; the engine core believes it of a chunk only from the generation on
+that set the chunk's mark (:mod:`rose.policy.coserving`).  A chunk on its way out is reported as such until its memory is gone.
 
 What the memory is (main memory, a GPU's) is behind :class:`~vllm_plugin.kv_memory.KvMemory`.
 """
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -28,11 +29,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rose.coserve.audit import AUDIT_EVERY_S
-from rose.coserve.ledger import ChunkState, Mode, NodeDir, RankState
-from rose.coserve.pages import KvGeometry, PageArena, Range, runs
+from rose.coserve.ledger import Mode, NodeDir, RankState
+from rose.coserve.pages import KvGeometry, PageArena, Range
 from rose.errors import ConfigError, LedgerError
+from rose.policy.coserving.chunks import MAPPED, MOVING, UNMAPPED
+from rose.policy.coserving.runs import runs
 from rose.units import NS_PER_S, PAGE_BYTES, format_bytes
-from vllm_plugin import compat
+from vllm_plugin import ENV_ENGINE, compat
 from vllm_plugin.compat import OS_PAGE_BYTES
 from vllm_plugin.kv_layout import CountedCache, kv_entries
 from vllm_plugin.kv_memory import FENCE_S, HostKvMemory, KvMemory, StepFence
@@ -40,8 +43,6 @@ from vllm_plugin.kv_memory import FENCE_S, HostKvMemory, KvMemory, StepFence
 logger = logging.getLogger("vllm.rose")
 
 HEARTBEAT_S = 0.25
-UNMAPPED, MAPPED, GOING = 0, 1, 2
-"""What a report says of a chunk.  ``GOING``: still there, and nobody's to use."""
 TRIM_AFTER_S = 5.0
 """Memory kept for a growth that has not come for so long goes back to the device."""
 MAP_SLICE_CHUNKS = 8
@@ -162,6 +163,11 @@ def _run_bytes_per_block(entry: tuple[int, int, int, int, int]) -> int:
     return num_layers * page_bytes if block_stride == num_layers * page_bytes else page_bytes
 
 
+def engine_number() -> int:
+    """Of the engine that this process belongs to, as its core made it before it started its workers; 0: none has."""
+    return int(os.environ.get(ENV_ENGINE, "0"))
+
+
 class Pager:
     """Maps and unmaps the chunks of one worker rank.
 
@@ -196,6 +202,9 @@ class Pager:
         self._mapped = bytearray(plan.num_chunks)
         self._torn: set[int] = set()
         """Chunks of which a call that failed has left a part: to be unmapped, before anything else becomes of them."""
+        self._engine = engine_number()
+        self._generation = self._told_generation = 0
+        self._unmended = ""
         self._released_s = time.monotonic()
         self.arena: PageArena = self._memory.reserve(plan.size_bytes, aligned=plan.aligned, guard=guard)
         try:
@@ -272,19 +281,27 @@ class Pager:
         """What has become of chunks behind a call that failed, by the arena's word."""
         for chunk in chunks:
             is_left = self.arena.resident_bytes(self.plan.ranges([chunk])) > 0
-            self._mapped[chunk] = GOING if is_left else UNMAPPED
+            self._mapped[chunk] = MOVING if is_left else UNMAPPED
             if is_left:
                 self._torn.add(chunk)
             else:
                 self._torn.discard(chunk)
 
     def _publish(self, wake: bool = True) -> None:
-        self._report.mend()  # what a stranger made of it is not ours to serve from
+        try:
+            self._report.mend()  # what a stranger made of it is not ours to serve from
+        except LedgerError as error:  # those who have met us read on
+            if self._unmended != str(error):
+                self._unmended = str(error)
+                logger.error("ROSE pager: %s", error)
+        self._told_generation = self._generation
         self._report.extra[:] = self._mapped
         retained = -(-self.arena.retained_bytes // PAGE_BYTES)
         self._report.write(
             replace(
                 self._audited,
+                engine=self._engine,
+                generation=self._generation,
                 resident_pages=sum(map(bool, self._mapped)) * self.plan.chunk_pages + retained,
                 retained_pages=retained,
                 heartbeat_ns=time.monotonic_ns(),
@@ -322,7 +339,8 @@ class Pager:
                 self.audit()
         finally:
             self.num_rounds += 1
-            self._publish(wake=False)  # a heartbeat is nobody's reason to look
+            # A heartbeat is nobody's reason to look; that newer marks are acted by is.
+            self._publish(wake=self._generation != self._told_generation)
         self._chunks.wait(word, HEARTBEAT_S)
 
     def _has_neighbour(self) -> bool:
@@ -336,36 +354,41 @@ class Pager:
         except LedgerError:
             return True
 
-    def _wanted(self) -> tuple[bytes, int] | None:
-        """What our engine core wants mapped, and the step to wait for; None: nothing is known, leave everything as it is.
+    def _wanted(self) -> tuple[bytes, int, int] | None:
+        """What our engine core wants mapped, the step to wait for, and the generation; None: nothing is known, leave
+        everything as it is.
 
-        Workers start before their engine core writes: until then the file is that of an engine which died, and
-        speaks of its loan, not of ours.
+        Workers start before their engine core writes: until then the file is that of another engine, dead or about to die,
+        and speaks of its loan, not of ours.
         """
         if self._chunks.alive():
+            before = self._chunks.read()  # the marks are at least as new as its generation
             wanted = self._chunks.extra
-            record: ChunkState | None = self._chunks.read()  # behind the marks: see ChunkState.after_step
-            if record is not None and len(wanted) == self.plan.num_chunks:
+            record = self._chunks.read()  # behind the marks: see ChunkState.after_step
+            known = before is not None and record is not None and record.engine == self._engine
+            if known and len(wanted) == self.plan.num_chunks:
                 if not self._served:
                     # vLLM's warm-up comes before there is an engine core, and may have used any of it.
                     self.arena.wipe(self.plan.run_ranges(self._mapped)[1])
                     self._served = True
-                return wanted, record.after_step
+                return wanted, record.after_step, before.generation
         # Our engine core is gone, and with it whoever would send another step: all that were launched are all there are.
-        return None if self._role == "serving" else (bytes(self.plan.num_chunks), 0)
+        return None if self._role == "serving" else (bytes(self.plan.num_chunks), 0, self._generation)
 
-    def agree(self, wanted: bytes, after_step: int = 0) -> None:
+    def agree(self, wanted: bytes, after_step: int = 0, generation: int = 0) -> None:
         """Make the memory agree with ``wanted`` (one byte per chunk): releases first, then growth in slices.
 
         Args:
             after_step: No step up to this one may find its memory gone.
+            generation: Of ``wanted``.
 
         Raises:
             LedgerError: Steps in flight do not end, or memory cannot be taken away (growth goes on), or it cannot be had.
         """
+        self._generation = generation  # nothing is done for older marks any more
         chunks = range(self.plan.num_chunks)
         stuck = self._clear_torn()
-        for chunk in [c for c in chunks if self._mapped[c] == GOING and wanted[c] and c not in self._torn]:
+        for chunk in [c for c in chunks if self._mapped[c] == MOVING and wanted[c] and c not in self._torn]:
             self._mapped[chunk] = MAPPED
         going = [c for c in chunks if self._mapped[c] and not wanted[c]]
         late = self._release(going, after_step, 0.0)
@@ -373,7 +396,7 @@ class Pager:
         word = self._chunks.word()
         for start in range(0, len(missing), MAP_SLICE_CHUNKS):
             try:
-                self._map_what_fits(missing[start : start + MAP_SLICE_CHUNKS])
+                self._grow(missing[start : start + MAP_SLICE_CHUNKS])
             finally:
                 self._publish()
             if self._chunks.word() != word:  # the wish has changed: look again before growing further
@@ -397,20 +420,37 @@ class Pager:
             self._publish()
         return None
 
+    def _grow(self, chunks: list[int]) -> None:
+        """Map what is still wanted once the report has said that it comes.
+
+        Else whoever counts what workers of a dead engine core hold would miss what is just on its way, and take it too.
+        """
+        for chunk in chunks:
+            self._mapped[chunk] = MOVING
+        self._publish(wake=False)
+        try:
+            wanted = self._wanted()
+            still = [chunk for chunk in chunks if wanted is not None and wanted[0][chunk]]
+            if still:
+                self._map_what_fits(still)
+        finally:
+            for chunk in chunks:
+                if self._mapped[chunk] == MOVING and chunk not in self._torn:
+                    self._mapped[chunk] = UNMAPPED
+
     def _release(self, chunks: list[int], after_step: int, timeout_s: float) -> LedgerError | None:
         """Unmap what nobody wants, when no step can touch it any more; the error where that takes longer than ``timeout_s`` or fails."""
         chunks = [chunk for chunk in chunks if self._mapped[chunk] and chunk not in self._torn]
         if not chunks:
             return None
         for chunk in chunks:
-            self._mapped[chunk] = GOING
+            self._mapped[chunk] = MOVING
         self._publish(wake=False)
         try:
             self.fence.wait(after_step, timeout_s)
         except LedgerError as error:
             return error
-        # The report has said that they go; who wants them back since then has seen it, or is seen now.
-        wanted = self._wanted()
+        wanted = self._wanted()  # what is wanted back by now need not go and come
         back = {chunk for chunk in chunks if wanted is not None and wanted[0][chunk]}
         for chunk in back:
             self._mapped[chunk] = MAPPED

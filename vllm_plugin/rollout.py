@@ -1,7 +1,7 @@
 """The rollout engine's side: run only in production's slack, inside a budget that may shrink at any moment.
 
 Two threads, as in :mod:`vllm_plugin.serving`.  The *background thread* sleeps until a shared file changes and then works out two
-numbers: how many chunks this engine may hold (:func:`rose.policy.lending.allowed_pages`) and whether a step fits
+numbers: how many chunks this engine may hold (:func:`rose.policy.coserving.rollout.allowed_pages`) and whether a step fits
 production's slack (:func:`rose.policy.admission.admit`).  The *engine thread* obeys them between steps.
 
 **Gate.**  With the gate closed :meth:`gated` is true, vLLM's loop believes it has no work and sleeps in its input queue: no
@@ -33,11 +33,12 @@ from rose.coserve.ledger import ChunkState, NodeDir, Phase, RecordReader, Rollou
 from rose.errors import LedgerError
 from rose.policy.admission import AdmissionParams, BoardView, Demand, Rule, admit
 from rose.policy.compat import Support
-from rose.policy.lending import allowed_pages
+from rose.policy.coserving.chunks import Report
+from rose.policy.coserving.rollout import RolloutBook, allowed_pages
 from rose.units import NS_PER_S
 from vllm_plugin import ENV_DIR, compat
-from vllm_plugin.capacity import Balloon, fewest_runs
-from vllm_plugin.memory import MAPPED, ChunkPlan
+from vllm_plugin.capacity import Balloon
+from vllm_plugin.memory import ChunkPlan, engine_number
 from vllm_plugin.step_log import StepLog, first_model
 from vllm_plugin.watch import Bell
 
@@ -116,16 +117,15 @@ class RolloutSide:
 
         self._lease = self._dir.rollout_lease_writer()
         self._chunks = self._dir.chunks_writer("rollout", self.plan.num_chunks)
-        self._chunks.write(ChunkState(generation=0, heartbeat_ns=time.monotonic_ns()))
+        self._engine_number = engine_number()
+        self._chunks.write(ChunkState(engine=self._engine_number, heartbeat_ns=time.monotonic_ns()))
         self._ranks = [self._dir.rank("rollout", r, self.plan.num_chunks) for r in range(num_ranks)]
         self._node = self._dir.node()
         self._serving_lease = self._dir.serving_lease()
         self._board = self._dir.serving_board()
         self._engine_board = self._dir.serving_board()  # readers are one per thread
-        self._held: set[int] = set()
-        self._growing: set[int] = set()
-        self._releasing: set[int] = set()
-        self._generation = self._after_step = 0
+        self.book = RolloutBook(self.plan.num_chunks, self.plan.chunk_pages)
+        """Background thread only."""
         self._epoch = 0
         self._idle_asked = False
         self._said: tuple[int, ...] = ()
@@ -343,58 +343,30 @@ class RolloutSide:
 
     def _round(self, rung: bool) -> None:
         """Look at everything once and act.  ``rung``: an event called, not the timer."""
-        chunk_pages, marks = self.plan.chunk_pages, self._chunks.extra
-        self._mend_files()
-        before = bytes(marks)
+        book, chunks, chunk_pages = self.book, self.book.chunks, self.plan.chunk_pages
+        trouble = self._mend_files()
         released = [self._released.popleft() for _ in range(len(self._released))]
-        self._held.difference_update(chunk for chunk, _ in released)
-        self._releasing.update(chunk for chunk, _ in released)
         if released:
+            book.released(released)
             # Before the marks: who sees a chunk unmarked must find the step that may be the last to touch it.
-            self._after_step = max(self._after_step, *(step for _, step in released))
             self._write_chunks()
-        for chunk in self._releasing:
-            marks[chunk] = 0
-        maps = [reader.extra for reader in self._ranks]
-        self._releasing = {c for c in self._releasing if any(m[c] for m in maps)}
-        for chunk in [c for c in self._growing if all(m[c] == MAPPED for m in maps)]:
-            self._growing.discard(chunk)
-            self._held.add(chunk)
-            self._mapped.append(chunk)
+        self._mapped.extend(book.settle(self._reports()))
 
         self._step_log.flush()
-        pages, reason = self._permitted_pages()
+        pages, reason = self._permitted_pages() if not trouble else (0, trouble)
         allowed = min(pages // chunk_pages, self.plan.num_chunks)
-        # Chunks on their way in that are no longer allowed go straight out again.
-        while self._growing and len(self._held) + len(self._growing) > allowed:
-            chunk = self._growing.pop()
-            marks[chunk] = 0
-            self._releasing.add(chunk)
+        book.shrink(allowed)
         self._allow(allowed, reason)
-        grow = allowed - len(self._held) - len(self._growing) - len(self._releasing)
+        growth = book.growth(allowed)
         # Reserve first, read serving's number second: serving keeps its reservation, we step back.
-        self._publish_lease(max(0, grow))
-        if grow > 0:
-            pages, _ = self._permitted_pages()
-            grow = min(
-                grow, pages // chunk_pages - len(self._held) - len(self._growing) - len(self._releasing)
-            )
-            free = [
-                c
-                for c in range(self.plan.num_chunks)
-                if c not in self._held and c not in self._growing and c not in self._releasing
-            ]
-            # The chunk of vLLM's null block comes first: no step goes without it.
-            null = free[:1] if grow > 0 and free[:1] == [0] else []
-            for chunk in null + fewest_runs(free[len(null) :], grow - len(null)):
-                marks[chunk] = 1
-                self._growing.add(chunk)
+        self._publish_lease(growth)
+        if growth:
+            book.grow(growth, self._permitted_pages()[0] // chunk_pages)
             self._publish_lease(0)
-        if bytes(marks) != before:
-            self._generation += 1
-            self._write_chunks()
+        if chunks.changed:
+            self._write_chunks(marks=True)
             self._chunks.wake()
-        if self._mapped or len(self._held) > allowed:
+        if self._mapped or chunks.num_used > allowed:
             self._call_when_idle()
         fits = allowed > 0 and self._admit(self._board) > 0
         if fits and not self.gate_open:
@@ -404,21 +376,48 @@ class RolloutSide:
         elif not fits:
             self.gate_open = False
 
-    def _write_chunks(self) -> None:
+    def _reports(self) -> list[Report]:
+        """What the workers say; of one whose file is gone, nothing."""
+        reports = []
+        for reader in self._ranks:
+            record = reader.read()  # the states are at least as new as its generation
+            states = reader.extra
+            if record is None or len(states) != self.plan.num_chunks:
+                raise LedgerError("a worker's file is gone", field=str(reader.path))
+            reports.append(Report(record.generation, states))
+        return reports
+
+    def _write_chunks(self, *, marks: bool = False) -> None:
+        """Tell the pagers; ``marks``: what the book says is wanted, under a new generation."""
+        chunks = self.book.chunks
+        if marks:
+            self._chunks.extra[:] = chunks.marks
         self._chunks.write(
             ChunkState(
-                generation=self._generation,
-                after_step=self._after_step,
+                engine=self._engine_number,
+                generation=chunks.generation + marks,
+                after_step=chunks.after_step,
                 heartbeat_ns=time.monotonic_ns(),
             )
         )
+        if marks:
+            chunks.published()
 
-    def _mend_files(self) -> None:
-        """A stranger's write, or a file cut off, must not end the sharing: production would wait for a number for ever."""
+    def _mend_files(self) -> str:
+        """A stranger's write, a file cut off or deleted, must not end the sharing: production would wait for a number for ever.
+
+        Why nothing may be held, else "": who cannot be found by its name cannot be counted by a production that comes later.
+        """
         for writer in (self._lease, self._chunks):
-            if writer.mend() and writer.path not in self._mended:
-                self._mended.add(writer.path)
-                logger.warning("ROSE: %s was written by another process, or cut off; mended", writer.path)
+            try:
+                if writer.mend() and writer.path not in self._mended:
+                    self._mended.add(writer.path)
+                    logger.warning(
+                        "ROSE: %s was deleted, cut off or written by another process; mended", writer.path
+                    )
+            except LedgerError as error:
+                return f"shared files: {error}"
+        return ""
 
     def _permitted_pages(self) -> tuple[int, str]:
         """None where another's file cannot be read; the round goes on, for what is held must go back."""
@@ -474,7 +473,7 @@ class RolloutSide:
     def _fail_closed(self, reason: str) -> None:
         """Nothing may be held.  Never raises: the thread that gives memory back must not end."""
         self._allow(0, reason)
-        if self._held and self._engine is not None:
+        if self.book.chunks.num_used and self._engine is not None:
             with suppress(Exception):
                 self._call_when_idle()  # with the gate closed nothing else would give back what is held
 
@@ -494,8 +493,8 @@ class RolloutSide:
 
         Production is woken only by what it waits for, the number of pages: see ``ServingSide._publish_lease``.
         """
-        held = len(self._held) + len(self._growing) + len(self._releasing) + growth_chunks
-        said = (held, self._epoch, self._engine is None)
+        pages = self.book.lease_pages(growth_chunks)
+        said = (pages, self._epoch, self._engine is None)
         now_ns = time.monotonic_ns()
         changed = said != self._said
         if not changed and now_ns - self._said_ns < HEARTBEAT_S * 0.8 * NS_PER_S:
@@ -506,7 +505,7 @@ class RolloutSide:
             RolloutLease(
                 phase=Phase.STARTING if self._engine is None else Phase.READY,
                 acked_epoch=self._epoch,
-                reserved_pages=held * self.plan.chunk_pages,
+                reserved_pages=pages,
                 wanted_pages=self.plan.total_pages if running + waiting else 0,
                 gate_open=self.gate_open,
                 steps=self._num_steps,
@@ -540,8 +539,7 @@ class RolloutSide:
             "gate_open": self.gate_open,
             "gate_opened_by": self.gate_opened_by,
             "usable_pages": self.balloon.num_usable_chunks * self.plan.chunk_pages,
-            "reserved_pages": (len(self._held) + len(self._growing) + len(self._releasing))
-            * self.plan.chunk_pages,
+            "reserved_pages": self.book.lease_pages(),
             "total_pages": self.plan.total_pages,
             "resident_bytes": sum(rank["resident_bytes"] for rank in memory),
             "budget_tokens": max(0, self.balloon.num_usable_chunks * self.plan.chunk_blocks - 1)

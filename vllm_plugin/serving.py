@@ -42,11 +42,14 @@ from rose.coserve.ledger import (
 )
 from rose.errors import LedgerError
 from rose.policy.compat import Row, Support, row
+from rose.policy.coserving.chunks import Report
+from rose.policy.coserving.serving import ServingBook
 from rose.units import NS_PER_S
 from vllm_plugin import ENV_DIR, compat
-from vllm_plugin.capacity import SLICE_S, Balloon, fewest_runs
+from vllm_plugin.capacity import SLICE_S, Balloon
 from vllm_plugin.ghost import GhostCache
-from vllm_plugin.memory import MAPPED, ChunkPlan
+from vllm_plugin.memory import ChunkPlan, engine_number
+from vllm_plugin.peers import Peers, Trouble
 from vllm_plugin.step_log import first_model
 from vllm_plugin.watch import Bell
 
@@ -117,6 +120,8 @@ class ServingSide:
         self._board_given = -1
         self._board_turn = 0
         """Odd while the background thread is writing the board."""
+        self._board_lost = False
+        """Its name is gone: for the engine thread, while it writes it."""
         self._board_said: tuple[int, ...] = ()
         self._rests = False
         """Nothing is claimed or remembered: while nothing is lent, there is nothing to do before a step."""
@@ -137,28 +142,28 @@ class ServingSide:
 
         self.row = because if because is not None else row("decoder" if elastic else "kv_connector")
         self._elastic = elastic
+        self._engine_number = engine_number()
         with contextlib.ExitStack() as made:  # a file that is kept open here would look like a live engine's
             self._lease = made.enter_context(compat.starting_lease() or self._dir.serving_lease_writer())
             self._board = made.enter_context(self._dir.serving_board_writer())
             self._chunks = made.enter_context(self._dir.chunks_writer("serving", self.plan.num_chunks))
             self._chunks.extra[:] = b"\x01" * self.plan.num_chunks
-            self._chunks.write(ChunkState(generation=0, heartbeat_ns=time.monotonic_ns()))
+            self._chunks.write(ChunkState(engine=self._engine_number, heartbeat_ns=time.monotonic_ns()))
             num_ranks = num_ranks if elastic else 0
             self._ranks = [self._dir.rank("serving", r, self.plan.num_chunks) for r in range(num_ranks)]
             for reader in self._ranks:
-                # A file without a writer is that of an engine which died: our worker has no page pool.
-                if reader.read() is None or not reader.alive():
+                record = reader.read()
+                # A file without a writer, or of another engine's worker, which dies: our worker has no page pool.
+                if record is None or record.engine != self._engine_number or not reader.alive():
                     raise RuntimeError("a worker did not report elastic memory")
             made.pop_all()
         self._node = self._dir.node()
-        self._peer = self._dir.rollout_lease()
-        self._unreadable: dict[str, str] = {}
+        self._trouble = Trouble()
+        self._peers = Peers(self._dir, self._trouble)
         self._bell = Bell()
         self._stopping = False
-        # Chunks by where they are, background thread only.  The balloon holds all of both, plus `_released`.
-        self._lent: set[int] = set()
-        self._returning: set[int] = set()
-        self._generation = self._after_step = 0
+        self.book = ServingBook(self.plan.num_chunks, self.plan.chunk_pages)
+        """Background thread only.  The balloon holds what is not in use by it, plus `_released` less `_mapped`."""
         self._idle_asked = False
         self._said: tuple[int, ...] = ()
         self._said_ns = 0
@@ -286,6 +291,9 @@ class ServingSide:
         if self._watched:
             # Here and nowhere else: before it is written over, and where the same call's way through the kernel is in the cache.
             self._require_own(self._board)
+            if self._board_lost:
+                self._board_lost = False
+                self._mend(self._board)
             self._write_board(busy=self._is_busy())
             if wake:
                 self._claim_told = self._claim_chunks
@@ -436,64 +444,81 @@ class ServingSide:
         while self._measured:  # the fit is too slow for the step path
             prefill, decode, seconds = self._measured.popleft()
             self.model.observe(prefill_tokens=prefill, num_decodes=decode, seconds=seconds)
-        chunk_pages = self.plan.chunk_pages
+        book, chunks = self.book, self.book.chunks
         self._check_own_files()
-        before = bytes(self._chunks.extra)
         released = [self._released.popleft() for _ in range(len(self._released))]
-        self._lent.update(chunk for chunk, _ in released)
         if released:
+            book.released(released)
             # Before the marks: who sees a chunk unmarked must find the step that may be the last to touch it.
-            self._after_step = max(self._after_step, *(step for _, step in released))
             self._write_chunks()
-        for chunk, _ in released:
-            self._mark(chunk, 0)
-        maps = [reader.extra for reader in self._ranks]
-        if any(len(each) != self.plan.num_chunks for each in maps):
-            raise LedgerError("a worker's file is gone", field=str(self._dir.path))
-        for chunk in [c for c in self._returning if all(m[c] == MAPPED for m in maps)]:
-            self._returning.discard(chunk)
-            self._mapped.append(chunk)
-        gone = {c for c in self._lent if not any(m[c] for m in maps)}
+        reports, retained = self._reports()
+        self._mapped.extend(book.settle(reports))
 
         node = self._read_node()
         self._turn_board_over(node)
-        target = self._lendable_pages(node) // chunk_pages
-        self._target_lent_chunks = target
-        back = max(len(self._lent) - target, self._claim_chunks - len(self._returning))
-        back = max(0, min(back, len(self._lent)))
-        # Chunks that are not unmapped yet are still ours: no need to ask anybody.
-        for chunk in sorted(self._lent - gone)[:back]:
-            self._take_back(chunk)
-            back -= 1
+        target = self._lendable_pages(node) // self.plan.chunk_pages
+        self._target_lent_chunks = 0 if book.stranded else target
         # Reserve first, read the peer's number second: of two that grow at once, one sees the other.
-        away = max(0, (len(gone) - back) * chunk_pages - (self._retained_pages() if gone else 0))
-        self._publish_lease(self.plan.total_pages - away)
-        if back:
-            room = len(gone) - -(-self._peer_pages() // chunk_pages)
-            for chunk in fewest_runs(gone, min(back, room)):
-                self._take_back(chunk)
-        if self._chunks.extra != before:
+        self._publish_lease(
+            book.resize(target_chunks=target, claim_chunks=self._claim_chunks, retained_pages=retained)
+        )
+        was_stranded = book.stranded
+        book.take(time.monotonic(), self._peers.pages() if book.num_lent else 0)
+        if book.stranded != was_stranded:
+            self._say_stranded()
+        if chunks.changed:
             self._check_own_files()  # a stranger's mark must not be written over unseen: a pager may have obeyed it
-            self._generation += 1
-            self._write_chunks()
+            self._write_chunks(marks=True)
             self._chunks.wake()
-        if self._mapped or target > len(self._lent) + len(self._returning):
+        if self._mapped or target > book.num_lent + chunks.num_coming:
             self._call_when_idle()
 
-    def _write_chunks(self) -> None:
+    def _reports(self) -> tuple[list[Report], int]:
+        """What the workers say, and the most that one of them keeps of memory that it has unmapped.
+
+        Raises:
+            LedgerError: A worker's file is gone, and its worker with it.
+        """
+        reports, retained = [], 0
+        for reader in self._ranks:
+            record = reader.read()  # the states are at least as new as its generation
+            states = reader.extra
+            if record is None or len(states) != self.plan.num_chunks:
+                raise LedgerError("a worker's file is gone", field=str(self._dir.path))
+            reports.append(Report(record.generation, states))
+            retained = max(retained, record.retained_pages)
+        return reports, retained
+
+    def _say_stranded(self) -> None:
+        if self.book.stranded:
+            logger.error(
+                "ROSE: %d pages of 2 MiB are not given back, by a process that neither obeys nor dies (frozen?); production "
+                "goes on with what it has, nothing more is lent; kill or thaw the rollout engine of %s",
+                self.book.stranded_pages,
+                self._dir.path,
+            )
+        else:
+            logger.warning("ROSE: what was not given back has come back")
+
+    def _write_chunks(self, *, marks: bool = False) -> None:
+        """Tell the pagers; ``marks``: what the book says is wanted, under a new generation."""
+        chunks = self.book.chunks
+        if marks:
+            self._chunks.extra[:] = chunks.marks
         self._chunks.write(
             ChunkState(
-                generation=self._generation, after_step=self._after_step, heartbeat_ns=time.monotonic_ns()
+                engine=self._engine_number,
+                generation=chunks.generation + marks,
+                after_step=chunks.after_step,
+                heartbeat_ns=time.monotonic_ns(),
             )
         )
-
-    def _retained_pages(self) -> int:
-        """What a rank keeps of what it has unmapped: nobody else can have it yet."""
-        records = [reader.read() for reader in self._ranks]
-        return max((record.retained_pages for record in records if record is not None), default=0)
+        if marks:
+            chunks.published()
 
     def _check_own_files(self) -> None:
-        """Notice a stranger's writes; once we are off, undo them, so that they keep no memory from production.
+        """Notice a stranger's writes; once we are off, undo them, so that they keep no memory from production.  What was
+        deleted is made anew: that steers nothing, and whoever comes later has to find it.
 
         Raises:
             LedgerError: Somebody else wrote into our files.
@@ -501,18 +526,34 @@ class ServingSide:
         if self.failed is None:
             self._require_own(self._lease)
             self._require_own(self._chunks)
-        else:
-            self._lease.mend()
-            self._chunks.mend()
+        for writer in (self._lease, self._chunks):
+            self._mend(writer)
+        if not self._board.named():
+            if self._watched:
+                self._board_lost = True  # the engine thread writes it, so it is the one to make it anew
+            else:
+                self._mend(self._board)
+
+    def _mend(self, writer: RecordWriter[Any]) -> None:
+        """Put a file back under its name.  Where that cannot be done, those who have met us go on with the file they hold."""
+        name = writer.path.name
+        try:
+            if writer.mend():
+                logger.warning(
+                    "ROSE: %s was deleted, cut off or written over; it is there again", writer.path
+                )
+            self._trouble.over(name)
+        except LedgerError as error:
+            self._trouble.say(name, error)
 
     def _read_node(self) -> NodeState | None:
         """What the agent says; None also where that cannot be read: an agent of another version is no agent."""
         try:
             node = self._node.read()
         except LedgerError as error:
-            self._note("node.state", error)
+            self._trouble.say("node.state", error)
             return None
-        self._unreadable.pop("node.state", None)
+        self._trouble.over("node.state")
         return node
 
     def _turn_board_over(self, node: NodeState | None) -> None:
@@ -524,8 +565,8 @@ class ServingSide:
         be waited for: we are not writing when we say so.
         """
         may_run = node is not None and node.mode == Mode.ON
-        lives = self._peer_lives()
-        watched = lives and (may_run or bool(self._lent or self._returning))
+        lives = self._peers.any_alive()
+        watched = lives and (may_run or self.book.num_lent + self.book.chunks.num_coming > 0)
         compat.let_spin(not watched or self.failed is not None)
         if not self._watched and self._board_given == self._board_asked and self.failed is None:
             self._publish_board()
@@ -550,52 +591,6 @@ class ServingSide:
             self._write_board(busy=busy)
         finally:
             self._board_turn += 1
-
-    def _peer_lives(self) -> bool:
-        """Is there a rollout engine?  It says ``starting`` long before it runs a step.  Unreadable counts as one."""
-        try:
-            return self._peer.alive()
-        except LedgerError:
-            return True
-
-    def _peer_pages(self) -> int:
-        """Pages that the rollout engine holds.
-
-        By its lease; where that has no writer or cannot be read, by what its living workers say: neither a dead engine
-        core nor a damaged file may keep memory from production, and a worker may outlive its core for a moment.
-        """
-        try:
-            if self._peer.alive():
-                record = self._peer.read()
-                self._unreadable.pop("rollout.lease", None)
-                return record.reserved_pages if record is not None else 0
-        except LedgerError as error:
-            self._note("rollout.lease", error)
-        held = 0
-        for rank in self._dir.ranks("rollout"):
-            reader = self._dir.rank("rollout", rank)
-            try:
-                record = reader.read() if reader.alive() else None
-                held += record.resident_pages if record is not None else 0
-            except LedgerError as error:
-                self._note(reader.path.name, error)
-            finally:
-                reader.close()
-        return held
-
-    def _note(self, name: str, error: LedgerError) -> None:
-        """A file of somebody else's cannot be read: one line, not one in every round."""
-        if self._unreadable.get(name) != str(error):
-            self._unreadable[name] = str(error)
-            logger.error("ROSE: %s", error)
-
-    def _take_back(self, chunk: int) -> None:
-        self._mark(chunk, 1)
-        self._lent.discard(chunk)
-        self._returning.add(chunk)
-
-    def _mark(self, chunk: int, wanted: int) -> None:
-        self._chunks.extra[chunk] = wanted
 
     def _lendable_pages(self, node: NodeState | None) -> int:
         """Pages serving may lend now: what the agent asks for, nothing when it is silent or we failed."""
@@ -635,7 +630,7 @@ class ServingSide:
         self._reserved_pages = reserved_pages
         phase = Phase.OFF if self.failed else Phase.STARTING if self._engine is None else Phase.READY
         total = self.plan.total_pages
-        said = (phase, reserved_pages, self._errors)
+        said = (phase, reserved_pages, self._errors, self.book.stranded_pages)
         now_ns = time.monotonic_ns()
         changed = said != self._said
         if not changed and now_ns - self._said_ns < HEARTBEAT_S * 0.8 * NS_PER_S:
@@ -649,6 +644,7 @@ class ServingSide:
                 total_pages=total,
                 reserved_pages=reserved_pages,
                 lent_pages=total - reserved_pages,
+                stranded_pages=self.book.stranded_pages,
                 queried_tokens=self.ghost.queried_tokens,
                 lost_tokens=self.ghost.lost_tokens,
                 cold_pages=int(len(self.ghost) * self._block_pages + 0.999),
@@ -678,6 +674,7 @@ class ServingSide:
             "lent_chunks": len(self.balloon.inflated),
             "target_lent_chunks": self._target_lent_chunks,
             "claim_chunks": self._claim_chunks,
+            "stranded_pages": self.book.stranded_pages,
             "pressure_seq": self._pressure_seq,
             "queried_tokens": self.ghost.queried_tokens,
             "lost_tokens": self.ghost.lost_tokens,

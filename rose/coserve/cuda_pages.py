@@ -34,8 +34,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from rose.coserve.cuda_driver import CudaDriver, Driver, patiently
-from rose.coserve.pages import Range, runs
+from rose.coserve.pages import Range
 from rose.errors import LedgerError
+from rose.policy.coserving.runs import runs
 from rose.units import PAGE_BYTES, format_bytes
 
 DEFAULT_RESERVE_BYTES = 2 << 30

@@ -395,17 +395,6 @@ def _entry_ranges(entry: KvEntry, blocks: range) -> list[Range]:
     return [(base, run) for base in runs]
 
 
-def runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """``(first, count)`` of each contiguous run of sorted numbers."""
-    found: list[tuple[int, int]] = []
-    for number in numbers:
-        if found and sum(found[-1]) == number:
-            found[-1] = (found[-1][0], found[-1][1] + 1)
-        else:
-            found.append((number, 1))
-    return found
-
-
 def num_pages(ranges: Iterable[Range], page_bytes: int = PAGE_BYTES) -> int:
     """Memory pages behind page-exact ranges."""
     return sum(length for _, length in ranges) // page_bytes

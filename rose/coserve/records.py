@@ -55,6 +55,7 @@ class ServingLease:
     ``support`` is a ``rose.policy.compat.Support``, ``row`` the number of the table's row that decided it.
     ``queried_tokens``, ``lost_tokens``, ``cold_pages``: what loans cost its prefix cache
     (``rose.policy.lending_events.ServingReported``); running totals since it started.
+    ``stranded_pages``: wanted back, and for seconds no fewer of them: their holder neither obeys nor dies.
     """
 
     phase: int = 0
@@ -63,6 +64,7 @@ class ServingLease:
     total_pages: int = 0
     reserved_pages: int = 0
     lent_pages: int = 0
+    stranded_pages: int = 0
     queried_tokens: int = 0
     lost_tokens: int = 0
     cold_pages: int = 0
@@ -129,9 +131,12 @@ class RolloutLease:
 class ChunkState:
     """``<role>.chunks``: the engine's wish; one byte per chunk follows, 1 = wanted mapped.
 
+    ``generation`` rises with each change of the marks, which are written before it: they are at least as new.
     ``after_step``: a chunk that is not wanted any more may be touched by steps up to this one; it is published before the marks.
+    ``engine`` says whose wish it is (``RankState.engine``): workers obey no other engine core's.
     """
 
+    engine: int = 0
     generation: int = 0
     wanted_pages: int = 0
     after_step: int = 0
@@ -140,14 +145,20 @@ class ChunkState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankState:
-    """``<role>.rank<k>``: what one worker holds; one byte per chunk follows: 1 = mapped, 2 = on its way out.
+    """``<role>.rank<k>``: what one worker holds; one byte per chunk follows: 1 = mapped, 2 = on its way (not to be used, and
+    perhaps there).
 
+    ``generation``: of the marks that it acts by.  A chunk that they do not want and that is not mapped will not be mapped, one that they
+    want and that is mapped will stay, until newer marks say otherwise; the states are written before it.
+    ``engine``: of the engine that the worker belongs to, a number that its core made before it started the worker.
     ``resident_pages`` is what it mapped and did not unmap; ``retained_pages`` of these are behind no address, kept for the
     next growth.  The kernel's word on that is in the other numbers, of one instant
     ``audited_ns`` (0: not looked yet): of ``booked_bytes`` that were mapped then ``missing_bytes`` were not in memory, and
     of all that was not mapped ``touched_bytes`` were used.
     """
 
+    engine: int = 0
+    generation: int = 0
     resident_pages: int = 0
     retained_pages: int = 0
     heartbeat_ns: int = 0

@@ -6,7 +6,7 @@ when an engine that does not obey must die; it never moves a page.
 
 Main path: :meth:`Lending.handle` takes one event, updates the books, and returns the actions that make the
 world agree with them.  The node agent, the simulator and the tests call that one method.  The rollout
-engine itself calls :func:`allowed_pages`, so that it gives memory back even when the agent is dead.
+engine itself calls :func:`rose.policy.coserving.rollout.allowed_pages`, so that it gives memory back even when the agent is dead.
 
 Words.  *Headroom*: pages kept free above serving's use.  *Need*: the most that use has lately grown within
 one reclaim (notice, cut, kill included).  *Watermark*: the part of the headroom that must still be there
@@ -628,51 +628,3 @@ class LendingPolicy(Lending):
         if self._cuts_s and self._now_s - self._cuts_s[-1] < self.params.reclaim_deadline_s:
             return
         self._cuts_s.append(self._now_s)
-
-
-def allowed_pages(
-    *,
-    mode: int,
-    lend_pages: int,
-    has_serving: bool | int,
-    serving_phase: int,
-    serving_alive: bool,
-    serving_total: int,
-    serving_reserved: int,
-    serving_needed: int,
-    node_age_s: float,
-    serving_age_s: float,
-    dead_after_s: float = DEAD_AFTER_S,
-    compute_only: bool = False,
-) -> tuple[int, str]:
-    """What the rollout engine may hold now, by what the shared files say, and why.
-
-    It asks nobody: with a dead agent, or a serving engine that is dead, silent or starting, the
-    answer is 0.  A claim counts before the agent has seen it.  Without serving the loan is the only limit.
-
-    Args:
-        serving_reserved: Pages that serving holds, or that nobody else may take any more.
-        serving_needed: Pages that it must come to hold; 0 when it claims none.
-        node_age_s: Seconds since the agent's heartbeat; ``inf`` when there is no file or no writer.
-        serving_age_s: The same of ``serving.lease``.
-    """
-    if not node_age_s <= dead_after_s:  # so that NaN counts as dead
-        return 0, "node agent is silent"
-    if mode != Mode.ON:
-        return 0, "mode is observe" if mode == Mode.OBSERVE else "mode is off"
-    lend = max(0, lend_pages)
-    if not has_serving:
-        return lend, "no serving on this device"
-    if not serving_alive:
-        return 0, "serving is not there"
-    if serving_phase != Phase.READY:
-        return 0, "serving is starting" if serving_phase == Phase.STARTING else "serving does not share"
-    if not serving_age_s <= dead_after_s:
-        return 0, "serving is silent"
-    if compute_only:
-        return lend, "compute only: a fixed budget"
-    claims = serving_needed > max(0, serving_reserved)
-    left = max(0, serving_total - max(0, serving_reserved, serving_needed))
-    if lend <= left:
-        return lend, "the loan"
-    return left, "serving claims pages" if claims else "serving still holds them"

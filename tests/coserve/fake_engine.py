@@ -22,7 +22,7 @@ from aiohttp import web
 
 from rose.coserve.ledger import NodeDir, Phase, RankState, RolloutLease
 from rose.coserve.pages import HostPagePool
-from rose.policy.lending import allowed_pages
+from rose.policy.coserving.rollout import allowed_pages
 from rose.units import PAGE_BYTES
 
 TOTAL_PAGES = 16

@@ -31,7 +31,8 @@ import pytest
 from rose.coserve.ledger import Mode, NodeDir, NodeState, Phase, RolloutLease, ServingBoard, ServingLease
 from rose.coserve.pages import HostPagePool
 from rose.policy.baselines import make_lending
-from rose.policy.lending import LendingParams, allowed_pages
+from rose.policy.coserving.rollout import allowed_pages
+from rose.policy.lending import LendingParams
 from rose.policy.lending_events import ModeSet, RolloutReported, ServingReported, Tick
 from rose.units import NS_PER_S, PAGE_BYTES
 

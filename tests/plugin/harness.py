@@ -15,6 +15,8 @@ from vllm_plugin import compat
 
 BLOCK_TOKENS = 128
 NUM_BLOCKS = 512
+ANY = 1 << 62
+"""Generation of a report that stands whatever the marks say."""
 
 
 def engine_config(model: Path) -> Any:
@@ -62,7 +64,7 @@ def write_rank(node_dir: Path, role: str, *, mapped: bool, num_chunks: int = 16)
     """A rank file with every chunk mapped or none; keep the writer alive."""
     writer = NodeDir(node_dir).rank_writer(role, 0, num_chunks)  # type: ignore[arg-type]
     writer.extra[:] = (b"\x01" if mapped else b"\x00") * num_chunks
-    writer.write(RankState(resident_pages=num_chunks if mapped else 0))
+    writer.write(RankState(generation=ANY, resident_pages=num_chunks if mapped else 0))
     return writer
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from vllm_plugin.capacity import Balloon, fewest_runs
+from rose.policy.coserving.runs import fewest_runs
+from vllm_plugin.capacity import Balloon
 
 CHUNK = 4
 NUM_BLOCKS = 64

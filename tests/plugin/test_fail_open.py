@@ -246,10 +246,11 @@ class Lender:
     def turn(self) -> bool:
         """The worker follows the marks, the engine runs what the background thread asked for."""
         try:
+            wish = self._marks.read()
             self._rank.extra[:] = self._marks.extra
+            self._rank.write(RankState(generation=wish.generation if wish is not None else 0))
         except LedgerError:
             pass  # nothing is known: the pager leaves everything as it is
-        self._rank.write(RankState())
         engine = self.scheduler.rose._engine
         while engine._idle_state_callbacks:
             engine._idle_state_callbacks.pop()(engine)
@@ -390,6 +391,7 @@ def test_production_says_starting_before_its_workers_touch_the_device_and_waits_
     from vllm.v1.executor.abstract import Executor
 
     from vllm_plugin import compat
+    from vllm_plugin.memory import engine_number
     from vllm_plugin.scheduler import ServingScheduler
 
     seen: list[tuple[int, int]] = []
@@ -418,13 +420,15 @@ def test_production_says_starting_before_its_workers_touch_the_device_and_waits_
         peer.wake()
 
     monkeypatch.setattr(compat, "START_WAIT_S", 60.0)
+    monkeypatch.setenv("ROSE_ENGINE", "0")
     monkeypatch.setattr(config.scheduler_config, "scheduler_cls", compat.SCHEDULER_FACTORY)
-    monkeypatch.setattr(Executor, "__init__", compat._wrap_executor(Executor.__init__))
+    monkeypatch.setattr(Executor, "__init__", compat._wrap_executor(Executor.__init__, "serving"))
     other = threading.Thread(target=give_back)
     other.start()
     Probe(config)
     other.join()
     assert seen == [(Phase.STARTING, 0)]
+    rank.write(RankState(engine=engine_number()))
     scheduler = harness.build(ServingScheduler, config)  # and the lease is taken over, not fought for
     assert scheduler.rose is not None
     assert readable(node.serving_lease()) == Phase.STARTING

@@ -26,13 +26,14 @@ from rose.coserve.cuda_pages import DEFAULT_RESERVE_BYTES
 from rose.coserve.ledger import ChunkState, NodeDir, RecordWriter
 from rose.coserve.pages import HostPagePool
 from rose.errors import ConfigError, LedgerError
+from rose.policy.coserving.chunks import MAPPED, MOVING, Report
 from rose.units import PAGE_BYTES
 from tests.coserve.memory_driver import RealMemoryDriver
 from tests.plugin import harness
 from vllm_plugin import compat, kv_memory
 from vllm_plugin.kv_layout import page_layers
 from vllm_plugin.kv_memory import CudaKvMemory, HostKvMemory, StepFence, tensor_over
-from vllm_plugin.memory import GOING, MAPPED, ChunkPlan, Pager
+from vllm_plugin.memory import ChunkPlan, Pager
 
 STREAM = 7
 CHUNKS = 16
@@ -226,7 +227,7 @@ def test_memory_goes_only_when_the_last_step_that_may_touch_it_has_run(
         step(worker, 2)
         until(lambda: "record" in driver.trace)  # launched: the device is asked now
         assert "unmap" not in driver.trace
-        assert report(node_dir, "serving")[0] == GOING  # there, and nobody's to use
+        assert report(node_dir, "serving")[0] == MOVING  # there, and nobody's to use
         driver.done(STREAM)
         until(lambda: 0 not in mapped(node_dir, "serving"))
         assert driver.trace.index("record") < driver.trace.index("unmap")
@@ -240,7 +241,7 @@ def test_a_chunk_that_is_wanted_again_while_it_waits_to_go_stays(
         wish(writer, set(range(CHUNKS)))
         step(worker, 1)
         wish(writer, set(range(2, CHUNKS)), after_step=1)
-        until(lambda: report(node_dir, "serving")[:2] == bytes([GOING, GOING]))
+        until(lambda: report(node_dir, "serving")[:2] == bytes([MOVING, MOVING]))
         wish(writer, set(range(1, CHUNKS)), after_step=1)
         driver.done(STREAM)
         until(lambda: report(node_dir, "serving")[:2] == bytes([0, MAPPED]))
@@ -402,10 +403,10 @@ def test_production_does_not_count_kept_handles_as_lent(
     assert len(away) == 4
     for chunk in away:
         rank.extra[chunk] = 0
-    rank.write(harness.RankState(resident_pages=15, retained_pages=3))
+    rank.write(harness.RankState(generation=harness.ANY, resident_pages=15, retained_pages=3))
     side._round()
     assert NodeDir(tmp_path / "n").serving_lease().read().lent_pages == 1  # type: ignore[union-attr]
-    rank.write(harness.RankState(resident_pages=12))
+    rank.write(harness.RankState(generation=harness.ANY, resident_pages=12))
     side._round()
     assert NodeDir(tmp_path / "n").serving_lease().read().lent_pages == 4  # type: ignore[union-attr]
 
@@ -423,13 +424,13 @@ def test_production_uses_no_chunk_that_is_on_its_way_out(
     monkeypatch.setattr(side, "_call_when_idle", lambda: None)
     inflate(side, 1)
     side._round()
-    (chunk,) = side._lent
+    (chunk,) = side.book.chunks.leaving()
     lendable[0] = 0
     side._round()
     assert side._chunks.extra[chunk] == 1  # wanted back
-    for state, given in ((GOING, []), (MAPPED, [chunk])):
+    for state, given in ((MOVING, []), (MAPPED, [chunk])):
         rank.extra[chunk] = state
-        rank.write(harness.RankState(resident_pages=16))
+        rank.write(harness.RankState(generation=harness.ANY, resident_pages=16))
         side._round()
         assert list(side._mapped) == given
 
@@ -464,10 +465,9 @@ def test_a_rollout_engine_waits_for_the_steps_before_a_cut_and_for_no_later_one(
     side._engine = harness.engine()
     side._engine.output_queue = queue.Queue()
     side._allowed_chunks, chunks = 4, [1, 2, 3, 4]
-    side._held.update(chunks)
-    side._mapped.extend(chunks)
-    for chunk in chunks:
-        side._chunks.extra[chunk] = 1
+    side.book.chunks.take(chunks)
+    side._write_chunks(marks=True)
+    side._mapped.extend(side.book.settle([Report(harness.ANY, b"\1" * side.plan.num_chunks)]))
     monkeypatch.setattr(side, "_admit", lambda reader: 1000)
     scheduler.add_request(harness.request("a"))
     assert [compat.stamp_of(harness.step(scheduler)) for _ in range(2)] == [1, 2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,10 @@ import pytest
 from rose.coserve.ledger import ChunkState, Mode, NodeDir, NodeState, Phase, RecordWriter, RolloutLease
 from rose.coserve.pages import Arena, HostPagePool, KvGeometry
 from rose.errors import LedgerError
+from rose.policy.coserving.chunks import MAPPED, MOVING
 from rose.units import PAGE_BYTES
 from vllm_plugin import compat
-from vllm_plugin.memory import GOING, MAPPED, ChunkPlan, Pager
+from vllm_plugin.memory import ChunkPlan, Pager
 
 CHUNKS = 8
 PLAN = ChunkPlan(
@@ -52,6 +54,15 @@ def mapped(node_dir: NodeDir, role: str) -> set[int]:
     reader = node_dir.rank(role, 0, CHUNKS)
     try:
         return {chunk for chunk, state in enumerate(reader.extra) if state}
+    finally:
+        reader.close()
+
+
+def acts_by(node_dir: NodeDir, generation: int) -> bool:
+    reader = node_dir.rank("rollout", 0, CHUNKS)
+    try:
+        record = reader.read()
+        return record is not None and record.generation == generation
     finally:
         reader.close()
 
@@ -113,9 +124,9 @@ def test_a_chunk_is_reported_as_going_before_the_wish_is_read_again_and_the_memo
         until(lambda: pager.num_rounds > 0)
         look = pager._wanted
 
-        def wanted() -> tuple[bytes, int] | None:
+        def wanted() -> tuple[bytes, int, int] | None:
             states = bytes(pager._mapped[:2])
-            if GOING in states and not seen:  # the look before the memory goes
+            if MOVING in states and not seen:  # the look before the memory goes
                 reader = node_dir.rank("serving", 0, CHUNKS)
                 seen.append((states, reader.extra[:2]))
                 reader.close()
@@ -125,8 +136,77 @@ def test_a_chunk_is_reported_as_going_before_the_wish_is_read_again_and_the_memo
         monkeypatch.setattr(pager, "_wanted", wanted)
         wish(writer, set(range(2, CHUNKS)), generation=2)
         until(lambda: mapped(node_dir, "serving") == set(range(1, CHUNKS)))
-        assert seen == [(bytes([GOING, GOING]), bytes([GOING, GOING]))]
+        assert seen == [(bytes([MOVING, MOVING]), bytes([MOVING, MOVING]))]
         assert pager.arena.resident_bytes() == (CHUNKS - 1) * PAGE_BYTES
+
+
+@pytest.mark.parametrize("withdrawn", [False, True])
+def test_a_chunk_is_reported_as_coming_before_the_wish_is_read_again_and_the_memory_comes(
+    node_dir: NodeDir, pagers: list[Pager], monkeypatch: pytest.MonkeyPatch, withdrawn: bool
+) -> None:
+    """Whoever counts what workers of a dead engine core hold would miss it, and the page would be there twice."""
+    with node_dir.chunks_writer("rollout", CHUNKS) as writer:
+        wish(writer, set(), generation=1)
+        pagers.append(Pager(node_dir, "rollout", 0, PLAN, guard=True))
+        pager, seen = pagers[0], []
+        until(lambda: pager.num_rounds > 0)
+        look = pager._wanted
+
+        def wanted() -> tuple[bytes, int, int] | None:
+            if MOVING in pager._mapped and not seen:  # the look before the memory comes
+                reader = node_dir.rank("rollout", 0, CHUNKS)
+                record = reader.read()
+                assert record is not None
+                seen.append((reader.extra[:2], record.resident_pages, pager.arena.resident_bytes()))
+                reader.close()
+                if withdrawn:
+                    wish(writer, set(), generation=3)
+            return look()
+
+        monkeypatch.setattr(pager, "_wanted", wanted)
+        wish(writer, {1}, generation=2)
+        until(lambda: pager._generation == (3 if withdrawn else 2) and bool(seen))
+        rounds(pager, 1)
+        assert seen == [(bytes([0, MOVING]), 1, 0)]
+        assert pager.arena.resident_bytes() == (0 if withdrawn else PAGE_BYTES)
+
+
+def test_a_report_says_by_which_marks_it_was_made(node_dir: NodeDir, pagers: list[Pager]) -> None:
+    """Its engine core believes it of a chunk only if it knows of the chunk's mark."""
+    with node_dir.chunks_writer("rollout", CHUNKS) as writer:
+        pagers.append(Pager(node_dir, "rollout", 0, PLAN, guard=True))
+        for generation, chunks in ((1, {4, 5}), (2, {5}), (3, {5})):
+            wish(writer, chunks, generation)
+            until(partial(acts_by, node_dir, generation))
+            assert mapped(node_dir, "rollout") <= chunks | {4}
+            until(lambda wanted=chunks: mapped(node_dir, "rollout") == wanted)
+
+
+def test_a_worker_obeys_no_other_engines_core(
+    node_dir: NodeDir, pagers: list[Pager], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Production is started again while its predecessor is still dying: that one's loan is not this one's."""
+    with node_dir.chunks_writer("serving", CHUNKS) as writer:
+        wish(writer, {0}, generation=7)
+        monkeypatch.setenv("ROSE_ENGINE", "5")
+        pagers.append(Pager(node_dir, "serving", 0, PLAN, guard=True))
+        rounds(pagers[0], 2)
+        assert mapped(node_dir, "serving") == set(range(CHUNKS))
+
+
+@pytest.mark.parametrize("name", ["serving.rank0", "serving.chunks"])
+def test_what_was_lent_comes_back_though_a_file_was_deleted(
+    node_dir: NodeDir, pagers: list[Pager], name: str
+) -> None:
+    with node_dir.chunks_writer("serving", CHUNKS) as writer:
+        wish(writer, {0}, generation=1)
+        pagers.append(Pager(node_dir, "serving", 0, PLAN, guard=True))
+        report = node_dir.rank("serving", 0, CHUNKS)
+        until(lambda: sum(map(bool, report.extra)) == 1)
+        (node_dir.path / name).unlink()
+        wish(writer, set(range(CHUNKS)), generation=2)
+        until(lambda: all(report.extra))
+        until(lambda: (node_dir.path / "serving.rank0").exists())
 
 
 def test_a_pager_survives_a_file_that_cannot_be_read(node_dir: NodeDir, pagers: list[Pager]) -> None:
@@ -248,7 +328,7 @@ def test_a_chunk_whose_memory_has_gone_is_not_given_back_after_an_unmap_that_fai
         wish(writer, set(range(CHUNKS)), generation=3)
         rounds(pager, 2)
         reader = node_dir.rank("serving", 0, CHUNKS)
-        assert [reader.extra[chunk] for chunk in (1, 4, 5)] == [MAPPED, GOING, GOING]
+        assert [reader.extra[chunk] for chunk in (1, 4, 5)] == [MAPPED, MOVING, MOVING]
         reader.close()
         failing[0] = False
         until(lambda: bytes(pager._mapped) == bytes([MAPPED] * CHUNKS))

@@ -8,7 +8,8 @@ import random
 import pytest
 
 from rose.errors import ConfigError
-from rose.policy.lending import LendingParams, allowed_pages
+from rose.policy.coserving.rollout import allowed_pages
+from rose.policy.lending import LendingParams
 from rose.policy.lending_events import (
     Mode,
     Phase,

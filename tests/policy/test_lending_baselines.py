@@ -6,7 +6,8 @@ import pytest
 
 from rose.errors import ConfigError
 from rose.policy.baselines import PaperLending, StaticLending, make_lending
-from rose.policy.lending import LendingPolicy, allowed_pages
+from rose.policy.coserving.rollout import allowed_pages
+from rose.policy.lending import LendingPolicy
 from rose.policy.lending_events import (
     Mode,
     ModeSet,

@@ -1,0 +1,119 @@
+"""The rollout engine's book: what it may hold, and how it grows and shrinks.
+
+The background thread of the rollout engine's core owns it and calls, once a round and in this order::
+
+    released()              what the engine thread has taken out of the block pool since
+    settle(reports)         -> chunks that steps may use
+    shrink(allowed)         gives up what is on its way in and no longer allowed
+    growth(allowed)         -> chunks to add to the lease, *before* the numbers of production are read once more
+    grow(allowed_now)       marks what those still allow
+    chunks.published()      once the marks have been written, if ``chunks.changed``
+
+Chunks that are in use and no longer allowed are the engine thread's to give up (it ends requests); it finds the number in
+``allowed_chunks`` of its shell.
+
+Pure: no I/O, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rose.policy.coserving.chunks import ChunkBook, Report
+from rose.policy.coserving.runs import fewest_runs
+from rose.policy.lending import DEAD_AFTER_S
+from rose.policy.lending_events import Mode, Phase
+
+
+class RolloutBook:
+    """See the module."""
+
+    def __init__(self, num_chunks: int, chunk_pages: int) -> None:
+        self.chunks = ChunkBook(num_chunks, used=False)
+        self.chunk_pages = chunk_pages
+
+    def released(self, chunks: Iterable[tuple[int, int]]) -> None:
+        """``(chunk, last step that may touch it)`` of each chunk that left the block pool."""
+        for chunk, step in chunks:
+            self.chunks.release(chunk, step)
+
+    def settle(self, reports: Sequence[Report]) -> list[int]:
+        """What the ranks have acknowledged; the chunks to hand to the block pool."""
+        return self.chunks.settle(reports)
+
+    def shrink(self, allowed_chunks: int) -> None:
+        """Chunks on their way in that are no longer allowed go straight out again."""
+        chunks = self.chunks
+        over = chunks.num_used + chunks.num_coming - allowed_chunks
+        if over > 0 and chunks.num_coming:
+            chunks.give_up(chunks.coming()[-over:])
+
+    def growth(self, allowed_chunks: int) -> int:
+        """How many chunks there is room for, beyond all whose memory may be there."""
+        return max(0, allowed_chunks - self.chunks.num_held)
+
+    def grow(self, growth: int, allowed_chunks: int) -> None:
+        """Want what was announced, as far as it is still allowed."""
+        growth = min(growth, allowed_chunks - self.chunks.num_held)
+        if growth > 0:
+            gone = self.chunks.gone()
+            # The chunk of vLLM's null block comes first: no step goes without it.
+            null = gone[:1] if gone[:1] == [0] else []
+            self.chunks.take(null + fewest_runs(gone[len(null) :], growth - len(null)))
+
+    def lease_pages(self, growth: int = 0) -> int:
+        """What the lease has to say: all whose memory may be there, and what is announced."""
+        return (self.chunks.num_held + growth) * self.chunk_pages
+
+    def check(self, lease_pages: int) -> None:
+        """Assert that the lease covers what is held; for tests and the explorer."""
+        self.chunks.check()
+        assert lease_pages >= self.chunks.num_held * self.chunk_pages, "held without having said so"
+
+
+def allowed_pages(
+    *,
+    mode: int,
+    lend_pages: int,
+    has_serving: bool | int,
+    serving_phase: int,
+    serving_alive: bool,
+    serving_total: int,
+    serving_reserved: int,
+    serving_needed: int,
+    node_age_s: float,
+    serving_age_s: float,
+    dead_after_s: float = DEAD_AFTER_S,
+    compute_only: bool = False,
+) -> tuple[int, str]:
+    """What the rollout engine may hold now, by what the shared files say, and why.
+
+    It asks nobody: with a dead agent, or a serving engine that is dead, silent or starting, the
+    answer is 0.  A claim counts before the agent has seen it.  Without serving the loan is the only limit.
+
+    Args:
+        serving_reserved: Pages that serving holds, or that nobody else may take any more.
+        serving_needed: Pages that it must come to hold; 0 when it claims none.
+        node_age_s: Seconds since the agent's heartbeat; ``inf`` when there is no file or no writer.
+        serving_age_s: The same of ``serving.lease``.
+    """
+    if not node_age_s <= dead_after_s:  # so that NaN counts as dead
+        return 0, "node agent is silent"
+    if mode != Mode.ON:
+        return 0, "mode is observe" if mode == Mode.OBSERVE else "mode is off"
+    lend = max(0, lend_pages)
+    if not has_serving:
+        return lend, "no serving on this device"
+    if not serving_alive:
+        return 0, "serving is not there"
+    if serving_phase != Phase.READY:
+        return 0, "serving is starting" if serving_phase == Phase.STARTING else "serving does not share"
+    if not serving_age_s <= dead_after_s:
+        return 0, "serving is silent"
+    if compute_only:
+        return lend, "compute only: a fixed budget"
+    claims = serving_needed > max(0, serving_reserved)
+    left = max(0, serving_total - max(0, serving_reserved, serving_needed))
+    if lend <= left:
+        return lend, "the loan"
+    return left, "serving claims pages" if claims else "serving still holds them"

@@ -1,0 +1,91 @@
+"""Who else has memory of the device: the rollout engine, by its lease, or by its workers where its core is dead.
+
+Readers are kept: a file that was deleted is read on for as long as its writer lives (:mod:`rose.coserve.ledger`), so that nobody's
+pages are forgotten because a name is.
+
+Caller: :mod:`vllm_plugin.serving`, background thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from rose.coserve.ledger import NodeDir, RankState, RecordReader
+from rose.errors import LedgerError
+
+logger = logging.getLogger("vllm.rose")
+
+
+class Trouble:
+    """Files that cannot be read or mended: one line for each, not one in every round."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, str] = {}
+
+    def say(self, name: str, error: LedgerError) -> None:
+        if self._said.get(name) != str(error):
+            self._said[name] = str(error)
+            logger.error("ROSE: %s", error)
+
+    def over(self, name: str) -> None:
+        self._said.pop(name, None)
+
+
+class Peers:
+    """See the module."""
+
+    def __init__(self, node_dir: NodeDir, trouble: Trouble) -> None:
+        self._dir, self._trouble = node_dir, trouble
+        self._lease = node_dir.rollout_lease()
+        self._ranks: dict[int, RecordReader[RankState]] = {}
+        self._met = 0
+
+    def any_alive(self) -> bool:
+        """Is there a rollout engine?  It says ``starting`` long before it runs a step.  Unreadable counts as one."""
+        try:
+            alive = self._lease.alive()
+        except LedgerError:
+            return True
+        if alive and self._lease.incarnation != self._met:  # its workers were there before it
+            self._met = self._lease.incarnation
+            self._meet_workers()
+        return alive
+
+    def pages(self) -> int:
+        """Pages that rollout engines hold.
+
+        By the lease; where that has no writer or cannot be read, by what living workers say: neither a dead engine
+        core nor a damaged file may keep memory from production, and a worker may outlive its core for a moment.
+        """
+        try:
+            if self._lease.alive():
+                record, second = self._lease.read(), self._lease.others()
+                self._trouble.over("rollout.lease")
+                held = record.reserved_pages if record is not None else 0
+                if second is not None:  # two live engines, which only a deleted file allows
+                    other = second.read()
+                    held += other.reserved_pages if other is not None else 0
+                    second.close()
+                return held
+        except LedgerError as error:
+            self._trouble.say("rollout.lease", error)
+        self._meet_workers()
+        return sum(self._held_by(rank, reader) for rank, reader in list(self._ranks.items()))
+
+    def _meet_workers(self) -> None:
+        for rank in self._dir.ranks("rollout"):
+            if rank not in self._ranks:
+                self._ranks[rank] = self._dir.rank("rollout", rank)
+
+    def _held_by(self, rank: int, reader: RecordReader[Any]) -> int:
+        try:
+            if reader.alive():
+                record = reader.read()
+                return record.resident_pages if record is not None else 0
+        except LedgerError as error:
+            self._trouble.say(reader.path.name, error)
+            return 0
+        reader.close()
+        del self._ranks[rank]
+        return 0
