@@ -14,6 +14,7 @@ Callers: :mod:`vllm_plugin` (``register``), the scheduler mixins, the worker cla
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import inspect
@@ -604,6 +605,24 @@ def waiting_requests(scheduler: Any, limit: int) -> list[Any]:
     # changed meanwhile raises.
     both = itertools.chain(scheduler.kv_holding_waiting, scheduler.waiting)
     return list(itertools.islice(both, limit))
+
+
+def let_past(scheduler: Any, fits: Callable[[Any], bool], limit: int) -> None:
+    """First come first served, but for those at the head of the queue that do not fit: the first ``limit`` that do go before them.
+
+    vLLM stops at the first request that it has no blocks for, whoever waits behind it.  Engine thread, between two steps.
+    """
+    waiting = scheduler.waiting
+    if not isinstance(waiting, collections.deque):  # by priority: the order is the operator's
+        return
+    blocked = list(itertools.takewhile(lambda request: not fits(request), itertools.islice(waiting, limit)))
+    if blocked and len(blocked) < len(waiting):
+        for _ in blocked:
+            waiting.popleft()
+        passing = [waiting.popleft() for _ in range(min(limit, len(waiting)))]
+        waiting.extendleft(
+            reversed([*filter(fits, passing), *blocked, *itertools.filterfalse(fits, passing)])
+        )
 
 
 def set_cache_salt(request: Any, salt: str) -> None:

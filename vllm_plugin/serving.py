@@ -199,6 +199,8 @@ class ServingSide:
         if self.failed is not None:
             return
         self._claim()
+        if self.book.stranded and compat.num_waiting(self._scheduler):
+            self._let_past()
         inflated = len(self.balloon.inflated)
         if not inflated:
             self.ghost.rest()
@@ -214,6 +216,15 @@ class ServingSide:
                     self._released.extend((chunk, self._step) for chunk in taken)
                     self._bell.ring()
         self._rests = not (self._claim_chunks or self.ghost.watching)
+
+    def _let_past(self) -> None:
+        """Nobody gives back what the first in the queue needs: those behind it that fit need not wait for that."""
+        usable = self.balloon.num_usable_chunks * self.plan.chunk_blocks - 1
+        compat.let_past(
+            self._scheduler,
+            lambda request: -(-(request.num_tokens + 1) // self._block_tokens) <= usable,
+            WAITING_LOOKED_AT,
+        )
 
     def _claim(self) -> None:
         """Chunks that serving must get back now, beyond those it can use."""

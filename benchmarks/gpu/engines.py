@@ -22,8 +22,8 @@ from rose.coserve.ledger import NodeDir, NodeState
 from rose.demo.parts import ENGINE_ENV
 from rose.errors import LedgerError
 from rose.policy.compat import Support, row_of_number
+from rose.policy.coserving.chunks import MOVING, UNMAPPED
 from rose.policy.lending_events import Mode
-from vllm_plugin.memory import GOING, UNMAPPED
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 32, 512, 128
 SINGLE_REQUESTS, SINGLE_TOKENS = 8, 64
@@ -247,7 +247,7 @@ def _free_bytes() -> int:
 def _gone(rank: Any) -> int:
     """Chunks that the worker reports as unmapped; -1 while one is on its way."""
     states = rank.extra
-    return -1 if GOING in states else states.count(UNMAPPED)
+    return -1 if MOVING in states else states.count(UNMAPPED)
 
 
 def _retained(rank: Any) -> int:

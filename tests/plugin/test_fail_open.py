@@ -25,6 +25,7 @@ from rose.coserve.ledger import (
 )
 from rose.errors import LedgerError
 from rose.policy.compat import row_of_number
+from rose.policy.coserving import serving
 from tests.plugin import harness
 from tests.plugin.stand_in import eventually
 from tests.tiny_model import write_tiny_model
@@ -315,6 +316,80 @@ def test_pages_of_a_worker_that_outlives_its_engine_core_are_waited_for(
     assert len(lender.scheduler.rose.balloon.inflated) == 4
     worker.close()
     eventually(lender.gets_everything_back, "all chunks are back in the pool")
+
+
+def test_what_a_frozen_peer_holds_is_named_and_all_is_back_when_it_goes_on(
+    lender: Lender, node_dir: Path, agent: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Agent and rollout engine stand still with their locks held, as ``docker pause`` leaves them."""
+    monkeypatch.setattr(serving, "STRANDED_AFTER_S", 0.3)
+    peer = NodeDir(node_dir).rollout_lease_writer()
+    peer.write(RolloutLease(reserved_pages=3))
+
+    def lent(pages: int) -> Any:
+        return NodeState(
+            mode=Mode.ON, has_serving=1, lend_pages=pages, heartbeat_ns=time.monotonic_ns() + 10**12
+        )
+
+    agent.write(lent(0))
+    agent.wake()
+    eventually(lambda: lender.turn() and lender.lease.read().stranded_pages == 3, "three pages are stranded")
+    assert len(lender.scheduler.rose.balloon.inflated) == 3, "the fourth is back"
+    agent.write(lent(8))
+    agent.wake()
+    beat = lender.lease.read().heartbeat_ns  # type: ignore[union-attr]
+    eventually(lambda: lender.turn() and lender.lease.read().heartbeat_ns > beat, "one more round")  # type: ignore[union-attr]
+    assert len(lender.scheduler.rose.balloon.inflated) == 3, "nothing more is lent meanwhile"
+    assert lender.scheduler.rose.failed is None
+    agent.write(lent(0))
+    peer.write(RolloutLease(reserved_pages=0))  # thawed
+    peer.wake()
+    eventually(lender.gets_everything_back, "all chunks are back in the pool")
+    eventually(lambda: lender.lease.read().stranded_pages == 0, "and nothing is stranded any more")  # type: ignore[union-attr]
+    peer.close()
+
+
+def test_the_queue_lets_those_past_that_fit_and_keeps_the_order_of_the_others(config: Any) -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    from vllm_plugin import compat
+
+    scheduler = harness.build(Scheduler, config)
+    sizes = {"a": 120, "b": 90, "c": 20, "d": 110, "e": 30}
+    for name, tokens in sizes.items():
+        scheduler.add_request(harness.request(name, num_tokens=tokens))
+
+    def order() -> str:
+        return "".join(request.request_id for request in scheduler.waiting)
+
+    compat.let_past(scheduler, lambda request: request.num_tokens < 50, 64)
+    assert order() == "ceabd"
+    compat.let_past(scheduler, lambda request: request.num_tokens < 50, 64)
+    assert order() == "ceabd", "the first fits: nothing to do"
+    compat.let_past(scheduler, lambda request: False, 64)
+    assert order() == "ceabd", "nobody fits: nobody is let past"
+    assert set(harness.step(scheduler).num_scheduled_tokens) == set(sizes)
+
+
+@pytest.mark.parametrize("name", ["serving.chunks", "serving.rank0", "serving.lease", "serving.board", "all"])
+def test_a_deleted_file_strands_nothing_and_is_there_again(
+    lender: Lender, node_dir: Path, agent: Any, rank: Any, name: str
+) -> None:
+    lost = [path for path in node_dir.iterdir() if name in ("all", path.name)]
+    assert lost
+    for path in lost:
+        path.unlink()
+    agent.write(NodeState(mode=Mode.OFF, has_serving=1, heartbeat_ns=time.monotonic_ns() + 10**12))
+    agent.wake()
+    eventually(lender.gets_everything_back, "all chunks are back in the pool")
+    assert lender.scheduler.rose.failed is None
+    ours = {"serving.chunks", "serving.lease", "serving.board"} & {path.name for path in lost}
+
+    def there_again() -> bool:
+        harness.step(lender.scheduler)  # beside a rollout engine the board is the engine thread's
+        return all((node_dir / each).exists() for each in ours)
+
+    eventually(there_again, "the files are there for those who come later")
 
 
 def test_chunks_taken_before_an_exception_are_not_lost(

@@ -1,0 +1,179 @@
+"""Production and a rollout engine, two processes with real memory, under a loan that changes all the time and kills.
+
+The two sides, the pagers and the memory are the product's, on vLLM's own schedulers; there is no model, and no request: an engine
+thread that has nothing to do but what the sides ask of it.  Who looks is the parent, at the kernel's own figure (which pages of
+both allocations are present), never at the books.
+
+By hand: ``python -m tests.plugin.churn --changes 10000 --kills 100``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rose.coserve.ledger import Mode, NodeDir, NodeState
+from rose.units import PAGE_BYTES
+
+OS_PAGE = 4096
+TOTAL_PAGES = 16
+"""``harness.kv_cache_config``."""
+
+
+def engine(role: str, model: str) -> None:
+    """A child: says ``PID ADDRESS`` once it is up, and lives until it is killed."""
+    os.environ.update(ROSE_ROLE=role, ROSE_ENGINE="0")
+    from tests.plugin import harness
+    from vllm_plugin.memory import ChunkPlan, Pager
+    from vllm_plugin.scheduler import RolloutScheduler, ServingScheduler
+
+    config = harness.engine_config(Path(model))
+    plan = ChunkPlan.of(harness.kv_cache_config(config))
+    pager = Pager(NodeDir(os.environ["ROSE_DIR"]), role, 0, plan, guard=True)
+    scheduler = harness.build(RolloutScheduler if role == "rollout" else ServingScheduler, config)
+    core = harness.engine()
+    scheduler.rose_attach(core)
+    print(f"up {os.getpid()} {pager.arena.address:x} {plan.num_chunks * plan.chunk_pages}", flush=True)
+    while True:
+        core.input_queue.get()
+        while core._idle_state_callbacks:
+            core._idle_state_callbacks.pop(0)(core)
+
+
+@dataclass
+class Child:
+    """One engine process and where its KV memory is."""
+
+    role: str
+    model: Path
+    process: subprocess.Popen[str] = field(init=False)
+    pid: int = 0
+    address: str = ""
+
+    def start(self) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "tests.plugin.churn",
+            "--engine",
+            self.role,
+            "--model",
+            str(self.model),
+        ]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        assert self.process.stdout is not None
+        for line in self.process.stdout:  # vLLM logs there too
+            if line.startswith("up "):
+                _, pid, self.address, pages = line.split()
+                self.pid = int(pid)
+                assert int(pages) == TOTAL_PAGES
+                return
+        raise RuntimeError(f"the {self.role} engine ended with {self.process.wait()}")
+
+    def resident_pages(self) -> float:
+        """Of its KV allocation, by the kernel; 0 when it is dead."""
+        start, length = int(self.address, 16) // OS_PAGE * 8, TOTAL_PAGES * PAGE_BYTES // OS_PAGE * 8
+        try:
+            with open(f"/proc/{self.pid}/pagemap", "rb", buffering=0) as entries:
+                there = os.pread(entries.fileno(), length, start)
+        except (FileNotFoundError, ProcessLookupError):
+            return 0.0
+        present = sum(byte >> 7 for byte in there[7::8])  # the highest bit of each entry
+        return present * OS_PAGE / PAGE_BYTES
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+@dataclass
+class Seen:
+    """What the kernel said, and what came back at the end."""
+
+    num_samples: int = 0
+    worst_pages: float = 0.0
+    most_lent: float = 0.0
+    left_pages: float = -1.0
+    num_changes: int = 0
+
+
+def churn(folder: Path, *, changes: int, kills: int, seed: int) -> Seen:
+    """Change the loan ``changes`` times; SIGKILL the rollout engine ``kills`` times on the way, and start another."""
+    from tests.tiny_model import write_tiny_model
+
+    node, model = folder / "node", folder / "model"
+    node.mkdir(mode=0o700)
+    write_tiny_model(model)
+    os.environ["ROSE_DIR"] = str(node)
+    rng, seen = random.Random(seed), Seen()
+    agent = NodeDir(node).node_writer()
+    serving, rollout = Child("serving", model), Child("rollout", model)
+
+    def lend(pages: int) -> None:
+        agent.write(
+            NodeState(mode=Mode.ON, has_serving=1, lend_pages=pages, heartbeat_ns=time.monotonic_ns())
+        )
+        agent.wake()
+
+    def look() -> None:
+        # Memory that goes from one to the other between two looks must not be counted in both: the rollout engine's
+        # is looked at before and after.
+        before, held, after = rollout.resident_pages(), serving.resident_pages(), rollout.resident_pages()
+        seen.num_samples += 1
+        seen.worst_pages = max(seen.worst_pages, held + min(before, after))
+        seen.most_lent = max(seen.most_lent, min(before, after))
+
+    try:
+        lend(0)
+        serving.start()
+        rollout.start()
+        kill_at = set(rng.sample(range(changes), kills))
+        for number in range(changes):
+            lend(rng.choice((0, 0, 1, 3, 7, 15, rng.randrange(TOTAL_PAGES))))
+            seen.num_changes += 1
+            if number in kill_at:
+                rollout.kill()
+                look()
+                rollout.start()
+            for _ in range(rng.choice((1, 1, 2, 6))):
+                look()
+        lend(0)
+        until_s = time.monotonic() + 30.0
+        while serving.resident_pages() < TOTAL_PAGES and time.monotonic() < until_s:
+            lend(0)
+            time.sleep(0.02)
+        seen.left_pages = TOTAL_PAGES - serving.resident_pages()
+    finally:
+        for child in (serving, rollout):
+            with contextlib.suppress(AttributeError):
+                child.kill()
+        agent.close()
+    return seen
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engine")
+    parser.add_argument("--model")
+    parser.add_argument("--changes", type=int, default=10_000)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    if args.engine:
+        engine(args.engine, args.model)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        print(churn(Path(folder), changes=args.changes, kills=args.kills, seed=args.seed))
+
+
+if __name__ == "__main__":
+    main()
