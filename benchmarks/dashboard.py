@@ -148,7 +148,7 @@ class Load:
         version = 0
         while True:
             ask = {"job": "math", "num_groups": 100, "version": [1, version], "wait_s": 10}
-            leased = await self.call("POST", "/rose/v1/batches/lease", "trainer", ask)
+            leased = await self.call("PUT", f"/rose/v1/batches/step-{version}", "trainer", ask)
             if leased is None:
                 continue
             await self.call(

@@ -7,7 +7,7 @@ log-probs and weight versions of every turn, and a trainer leases them in whole 
 
     python examples/bring_your_own_agent.py --url http://127.0.0.1:8800 --job own --groups 4 --size 8
 
-The role ``environment`` of the token file is enough for this; training itself needs ``trainer``: ``POST /rose/v1/batches/lease`` from a
+The role ``environment`` of the token file is enough for this; training itself needs ``trainer``: ``PUT /rose/v1/batches/NAME`` from a
 framework of your own (docs/training.md).  ``rose train`` plays the episodes of its job itself, and cancels those that others play
 under the same name: it is not for this.
 """

@@ -64,6 +64,8 @@ class VersionPublished:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchAsked:
+    """``batch_id`` is named by the trainer: asking again gives the same batch."""
+
     at_s: float
     batch_id: str
     job: str
@@ -73,6 +75,8 @@ class BatchAsked:
     alpha: int | None = None
     """This and ``on_stale``: None = as the job's."""
     on_stale: str | None = None
+    consumer: str = ""
+    """Which of the job's trainers asks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,10 +89,18 @@ class BatchRestored:
     group_ids: tuple[str, ...]
     stale_group_ids: tuple[str, ...]
     ttl_s: float
+    consumer: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchExpired:
+    batch_id: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchReturned:
+    """Its trainer does not want it.  Nothing is ever leased under its name again."""
+
     batch_id: str
 
 
@@ -101,11 +113,13 @@ class BatchAcked:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobResumed:
-    """A trainer started again: its open leases return, except what its checkpoint has consumed."""
+    """A trainer started again: its open leases return, except what its checkpoint has consumed.  Those of the job's other
+    consumers stay."""
 
     job: str
     attempt: int
     consumed: tuple[str, ...]
+    consumer: str = ""
 
 
 Event = (
@@ -117,6 +131,7 @@ Event = (
     | BatchAsked
     | BatchRestored
     | BatchExpired
+    | BatchReturned
     | BatchAcked
     | JobResumed
 )
@@ -145,6 +160,8 @@ class Leased:
     trajectory_ids: tuple[str, ...]
     stale_ids: tuple[str, ...]
     stale_group_ids: tuple[str, ...]
+    is_new: bool = True
+    """Else it was leased already, and has been asked for again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

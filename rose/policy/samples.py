@@ -5,6 +5,10 @@ finished; members still running are then redundant.  A trainer *leases* whole re
 and *acknowledges* the batch with its step.  A lease that expires, or whose trainer starts again, returns its
 groups to the front of the line.
 
+A batch has the name that its trainer asked for it by.  While it is leased, or its lease has run out and its groups still wait, asking again gives the
+same groups for another ``ttl_s``.  A name is used once: after an acknowledgement, or when the batch was given back (by name, or by
+:class:`JobResumed` of its consumer), nothing is leased under it any more, so that a late repeat of any call does no harm.
+
 One door, :meth:`SampleBook.handle`.  The shell journals what was decided and replays it through the same door
 after a restart (a lease is replayed with its groups named, so that compaction may drop what was consumed).
 
@@ -28,7 +32,7 @@ It may take groups in the order they were *submitted*: then no short group overt
 What is thrown away is counted by cause and by length (``rose.policy.discards``).
 
 An acknowledgement that comes after its lease ran out still counts while the groups have not been leased
-again; one from an attempt older than the job's last :class:`JobResumed` never does (its weights are gone).
+again; one from an attempt older than its consumer's last :class:`JobResumed` never does (its weights are gone).
 
 Invariants, checked by :meth:`SampleBook.check`:
 
@@ -43,7 +47,7 @@ Refused events raise :class:`~rose.errors.RequestError` and change nothing.  Pur
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import assert_never
@@ -56,6 +60,7 @@ from rose.policy.sample_events import (
     BatchAsked,
     BatchExpired,
     BatchRestored,
+    BatchReturned,
     Consumed,
     Discard,
     Event,
@@ -111,7 +116,7 @@ class SampleParams(JobParams):
     abandoned_s: float = 60.0
     """Between two members of a group that is still played; under ``wait`` no trainer waits longer for one that is not."""
     max_acked: int = 4096
-    """Acknowledged batches remembered, so that an acknowledgement may be repeated."""
+    """Names of acknowledged batches remembered, so that an acknowledgement may be repeated; as many of batches given back."""
 
     def of(self, job: str) -> JobParams:
         return self.jobs.get(job, self)
@@ -150,6 +155,7 @@ class Batch:
     group_ids: tuple[str, ...]
     expires_at_s: float
     ttl_s: float
+    consumer: str = ""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -164,7 +170,10 @@ class SampleBook:
     )
     expired: OrderedDict[str, Batch] = field(default_factory=lambda: OrderedDict[str, Batch]())
     """Leases that ran out, whose trainer may still acknowledge them."""
-    attempts: dict[str, int] = field(default_factory=lambda: dict[str, int]())
+    returned: OrderedDict[str, None] = field(default_factory=lambda: OrderedDict[str, None]())
+    """Names of batches that were given back."""
+    attempts: dict[tuple[str, str], int] = field(default_factory=lambda: dict[tuple[str, str], int]())
+    """By job and consumer."""
     num_created: Counter[str] = field(default_factory=lambda: Counter[str]())
     num_here: Counter[tuple[str, SampleState]] = field(
         default_factory=lambda: Counter[tuple[str, SampleState]]()
@@ -197,6 +206,8 @@ class SampleBook:
                 return self._restore(event)
             case BatchExpired():
                 return self._expire(event)
+            case BatchReturned():
+                return self._give_back(event)
             case BatchAcked():
                 return self._ack(event)
             case JobResumed():
@@ -327,9 +338,11 @@ class SampleBook:
         return any(self.samples[name].state is SampleState.LEASED for name in group.members)
 
     def _ask(self, event: BatchAsked) -> list[Action]:
-        if event.batch_id in self.batches or event.batch_id in self.acked:
-            raise Conflict(f"batch {event.batch_id} exists", field="batch_id")
+        self._check_unused(event.batch_id)
         params = self._params_for(event)
+        known = self.batches.get(event.batch_id) or self.expired.get(event.batch_id)
+        if known is not None:
+            return self._ask_again(event, known, params)
         actions: list[Action] = []
         picked: list[str] = []
         stale_groups: list[str] = []
@@ -354,6 +367,57 @@ class SampleBook:
             for name in self._stale_members(event.job, group_id, event.version, params.alpha)
         ]
         return actions + self._grant(event, tuple(picked), tuple(stale_groups), tuple(stale_ids))
+
+    def _ask_again(self, event: BatchAsked, known: Batch, params: JobParams) -> list[Action]:
+        """The same batch: it is leased, or its lease ran out and its groups still wait."""
+        asked = (event.job, event.consumer, event.num_groups)
+        if (known.job, known.consumer, len(known.group_ids)) != asked:
+            raise Conflict(
+                f"batch {event.batch_id} has {len(known.group_ids)} groups of job '{known.job}' for consumer "
+                f"'{known.consumer}'",
+                field="batch_id",
+                fix="choose another name",
+            )
+        if event.batch_id in self.batches:
+            known.ttl_s, known.expires_at_s = event.ttl_s, event.at_s + event.ttl_s
+            return [
+                Leased(
+                    batch_id=event.batch_id,
+                    group_ids=known.group_ids,
+                    trajectory_ids=self._members(known),
+                    stale_ids=(),
+                    stale_group_ids=(),
+                    is_new=False,
+                )
+            ]
+        self._check_waiting(known)
+        stale = [
+            name
+            for group_id in known.group_ids
+            for name in self._stale_members(event.job, group_id, event.version, params.alpha)
+        ]
+        if stale and params.on_stale == "cancel":
+            raise Gone(f"batch {event.batch_id} expired and is too old now", field="batch_id")
+        return self._grant(event, known.group_ids, (), tuple(stale))
+
+    def _check_unused(self, batch_id: str) -> None:
+        """Raises:
+        RequestError: The name was used, and is nobody's any more.
+        """
+        if batch_id in self.acked:
+            raise Conflict(
+                f"batch {batch_id} was acknowledged with step {self.acked[batch_id][0]}", field="batch_id"
+            )
+        if batch_id in self.returned:
+            raise Gone(f"batch {batch_id} was given back", field="batch_id", fix="choose another name")
+
+    def _check_waiting(self, batch: Batch) -> None:
+        """Raises:
+        Gone: Some group of an expired batch no longer waits.
+        """
+        waiting = self.ready.get(batch.job, [])
+        if any(group_id not in waiting for group_id in batch.group_ids):
+            raise Gone(f"batch {batch.batch_id} expired and was leased again", field="batch_id")
 
     def _params_for(self, event: BatchAsked | VersionPublished) -> JobParams:
         own = self.params.of(event.job)
@@ -445,24 +509,25 @@ class SampleBook:
         stale_group_ids: tuple[str, ...],
         stale_ids: tuple[str, ...],
     ) -> list[Action]:
-        ids: list[str] = []
-        for group_id in group_ids:
-            self.ready[event.job].remove(group_id)
-            for member in self.groups[(event.job, group_id)].members:
-                self._move(self.samples[member], SampleState.LEASED)
-                ids.append(member)
-        self.batches[event.batch_id] = Batch(
+        self.expired.pop(event.batch_id, None)
+        batch = self.batches[event.batch_id] = Batch(
             batch_id=event.batch_id,
             job=event.job,
             group_ids=group_ids,
             expires_at_s=event.at_s + event.ttl_s,
             ttl_s=event.ttl_s,
+            consumer=event.consumer,
         )
+        ids = self._members(batch)
+        for group_id in group_ids:
+            self.ready[event.job].remove(group_id)
+        for name in ids:
+            self._move(self.samples[name], SampleState.LEASED)
         return [
             Leased(
                 batch_id=event.batch_id,
                 group_ids=group_ids,
-                trajectory_ids=tuple(ids),
+                trajectory_ids=ids,
                 stale_ids=stale_ids,
                 stale_group_ids=stale_group_ids,
             )
@@ -477,13 +542,12 @@ class SampleBook:
         batch = self.batches.get(event.batch_id) or self.expired.get(event.batch_id)
         if batch is None:
             raise Gone(f"batch {event.batch_id} is unknown or was returned", field="batch_id")
-        if event.attempt < self.attempts.get(batch.job, 0):
+        if event.attempt < self.attempts.get((batch.job, batch.consumer), 0):
             raise Conflict(f"attempt {event.attempt} was replaced by a later one", field="attempt")
         if self.batches.pop(event.batch_id, None) is None:
-            waiting = self.ready.get(batch.job, [])
-            if any(group_id not in waiting for group_id in batch.group_ids):
-                raise Gone(f"batch {event.batch_id} expired and was leased again", field="batch_id")
+            self._check_waiting(batch)
             del self.expired[event.batch_id]
+            waiting = self.ready[batch.job]
             self.ready[batch.job] = [name for name in waiting if name not in batch.group_ids]
         self.acked[event.batch_id] = (event.step, event.attempt)
         while len(self.acked) > self.params.max_acked:
@@ -491,16 +555,16 @@ class SampleBook:
         return [Consumed(trajectory_ids=tuple(self._consume(batch.job, batch.group_ids)))]
 
     def _resume(self, event: JobResumed) -> list[Action]:
-        known = self.attempts.get(event.job, 0)
+        key = (event.job, event.consumer)
+        known = self.attempts.get(key, 0)
         if event.attempt < known:
             raise Conflict(f"attempt {event.attempt} was replaced by {known}", field="attempt")
-        self.attempts[event.job] = event.attempt
-        for batch_id in [name for name, batch in self.expired.items() if batch.job == event.job]:
-            del self.expired[batch_id]
+        self.attempts[key] = event.attempt
         actions: list[Action] = []
         consumed = set(event.consumed)
-        for batch in [batch for batch in self.batches.values() if batch.job == event.job]:
-            actions.extend(self._return(batch))
+        for batch in [*self.expired.values(), *self.batches.values()]:
+            if (batch.job, batch.consumer) == key:
+                actions.extend(self._give_back(BatchReturned(batch_id=batch.batch_id)))
         taken: list[str] = []
         for group_id in list(self.ready.get(event.job, [])):
             members = self.groups[(event.job, group_id)].members
@@ -520,6 +584,32 @@ class SampleBook:
         while len(self.expired) > self.params.max_acked:
             self.expired.popitem(last=False)
         return self._return(batch)
+
+    def _give_back(self, event: BatchReturned) -> list[Action]:
+        if event.batch_id in self.returned:
+            return []
+        self._check_unused(event.batch_id)
+        self._use_up(event.batch_id)
+        batch = self.batches.get(event.batch_id)
+        # A name that nobody knows is used up all the same: the request for it may be on its way.
+        return [] if batch is None else self._return(batch)
+
+    def _use_up(self, batch_id: str) -> None:
+        self.expired.pop(batch_id, None)
+        self.returned[batch_id] = None
+        while len(self.returned) > self.params.max_acked:
+            self.returned.popitem(last=False)
+
+    def _forget_expired(self, job: str, group_ids: Iterable[str]) -> None:
+        """These groups are no more; others may come under their names, and are no part of a batch that ran out before."""
+        gone = set(group_ids)
+        for batch in list(self.expired.values()):
+            if batch.job == job and not gone.isdisjoint(batch.group_ids):
+                self._use_up(batch.batch_id)
+
+    def _members(self, batch: Batch) -> tuple[str, ...]:
+        groups = (self.groups[(batch.job, group_id)] for group_id in batch.group_ids)
+        return tuple(name for group in groups for name in group.members)
 
     def _return(self, batch: Batch) -> list[Action]:
         del self.batches[batch.batch_id]
@@ -542,6 +632,7 @@ class SampleBook:
 
     def _drop_stale(self, job: str, group_ids: list[str]) -> Discard:
         ids: list[str] = []
+        self._forget_expired(job, group_ids)
         for group_id in group_ids:
             group = self.groups.pop((job, group_id))
             if group.ready:
@@ -553,6 +644,7 @@ class SampleBook:
 
     def _consume(self, job: str, group_ids: tuple[str, ...]) -> list[str]:
         ids: list[str] = []
+        self._forget_expired(job, group_ids)
         for group_id in group_ids:
             for member in self.groups.pop((job, group_id)).members:
                 self._final(member, SampleState.CONSUMED, "")

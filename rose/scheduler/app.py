@@ -258,6 +258,8 @@ class Scheduler:
         add("POST", "/rose/v1/trajectories/{id}/finish", control.finish, "environment")
         add("DELETE", "/rose/v1/trajectories/{id}", control.cancel, "environment")
         add("POST", "/rose/v1/batches/lease", control.lease, "trainer")
+        add("PUT", "/rose/v1/batches/{id}", control.put_batch, "trainer")
+        add("DELETE", "/rose/v1/batches/{id}", control.give_back, "trainer")
         add("POST", "/rose/v1/batches/{id}/ack", control.ack, "trainer")
         add("POST", "/rose/v1/jobs/{job}/resume", control.resume, "trainer")
         add("POST", "/rose/v1/versions", control.version, "trainer")

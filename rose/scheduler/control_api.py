@@ -170,6 +170,13 @@ class ControlRoutes:
     # --- batches (trainer) -----------------------------------------------------------------------------
 
     async def lease(self, request: web.Request) -> web.Response:
+        return await self._lease(request, "")
+
+    async def put_batch(self, request: web.Request) -> web.Response:
+        """The same name again, at any time and from any connection, gives the same batch."""
+        return await self._lease(request, _batch_id(request))
+
+    async def _lease(self, request: web.Request, name: str) -> web.Response:
         fields = Fields(await read_object(request))
         job = fields.text("job")
         num_groups = fields.integer("num_groups", least=1, most=65_536)
@@ -177,7 +184,8 @@ class ControlRoutes:
         ttl_s = fields.number("ttl_s", default=600.0, least=0.001, most=self._config.batches.max_ttl_s)
         wait_s = fields.number("wait_s", default=0.0, least=0, most=1e9)
         alpha, on_stale = _staleness(fields)
-        prompts = fields.text("prompts", default="whole")
+        prompts = fields.text("prompts", default="suffix")
+        consumer = fields.text("consumer", default="")
         fields.done()
         if prompts not in ("whole", "suffix"):
             raise RequestError("is 'whole' or 'suffix'", field="prompts")
@@ -191,14 +199,17 @@ class ControlRoutes:
                 ttl_s=ttl_s,
                 alpha=alpha,
                 on_stale=on_stale,
+                name=name,
+                consumer=consumer,
             )
             self._carry_out(actions)
             if leased is not None:
                 await self._store.journal.commit()
-                oldest = [self._store.trajectories[name].oldest for name in leased.trajectory_ids]
-                self._timeline.on_leased(
-                    version[1] - old[1] for old in oldest if old is not None and old[0] == version[0]
-                )
+                if leased.is_new:
+                    oldest = [self._store.trajectories[name].oldest for name in leased.trajectory_ids]
+                    self._timeline.on_leased(
+                        version[1] - old[1] for old in oldest if old is not None and old[0] == version[0]
+                    )
                 return json_response(
                     {"batch_id": leased.batch_id, "trajectories": self._traces(leased, prompts)}
                 )
@@ -225,14 +236,20 @@ class ControlRoutes:
         await self._store.journal.commit()
         return json_response({})
 
+    async def give_back(self, request: web.Request) -> web.Response:
+        self._carry_out(self._store.give_back(_batch_id(request)))
+        await self._store.journal.commit()
+        return json_response({})
+
     async def resume(self, request: web.Request) -> web.Response:
         fields = Fields(await read_object(request))
         attempt = fields.integer("attempt")
         consumed = fields.raw("consumed", required=True)
+        consumer = fields.text("consumer", default="")
         fields.done()
         if not isinstance(consumed, list) or not all(isinstance(name, str) for name in consumed):
             raise RequestError("must be a list of trajectory ids", field="consumed")
-        actions = self._store.resume(request.match_info["job"], attempt, consumed)
+        actions = self._store.resume(request.match_info["job"], attempt, consumed, consumer)
         self._carry_out(actions)
         await self._store.journal.commit()
         returned = [
@@ -384,6 +401,13 @@ class ControlRoutes:
     def _required(self) -> str | None:
         required = self._dispatcher.book.required.values()
         return format_version(max(required)) if required else None
+
+
+def _batch_id(request: web.Request) -> str:
+    name = request.match_info["id"]
+    if len(name) > 256 or not name.isprintable():
+        raise RequestError("must be text of 1 to 256 printable characters", field="batch_id")
+    return name
 
 
 def _staleness(fields: Fields) -> tuple[int | None, str | None]:

@@ -154,10 +154,25 @@ class LeaseRecord(msgspec.Struct, tag="lease", frozen=True, gc=False):
     group_ids: list[str]
     stale_group_ids: list[str]
     ttl_s: float
+    consumer: str = ""
+    stale_ids: list[str] = []
+    """Trajectories that were handed out marked."""
 
 
 class ExpireRecord(msgspec.Struct, tag="expire", frozen=True, gc=False):
     batch_id: str
+
+
+class ReturnRecord(msgspec.Struct, tag="return", frozen=True, gc=False):
+    """A batch that its trainer gave back."""
+
+    batch_id: str
+
+
+class ReturnedRecord(msgspec.Struct, tag="returned", frozen=True, gc=False):
+    """Names of batches given back before a compaction: nothing is leased under them again."""
+
+    batch_ids: list[str]
 
 
 class AckRecord(msgspec.Struct, tag="ack", frozen=True, gc=False):
@@ -176,12 +191,15 @@ class ExpiredRecord(msgspec.Struct, tag="expired", frozen=True, gc=False):
     """Batches whose time ran out before a compaction, ``(batch_id, job, group_ids, ttl_s)``: they may still be acknowledged."""
 
     batches: list[tuple[str, str, list[str], float]]
+    consumers: dict[str, str] = {}
+    """Of batches that have one."""
 
 
 class ResumeRecord(msgspec.Struct, tag="resume", frozen=True, gc=False):
     job: str
     attempt: int
     consumed: list[str]
+    consumer: str = ""
 
 
 class VersionRecord(msgspec.Struct, tag="version", frozen=True, gc=False):
@@ -199,6 +217,8 @@ Record = (
     | CancelRecord
     | LeaseRecord
     | ExpireRecord
+    | ReturnRecord
+    | ReturnedRecord
     | AckRecord
     | AckedRecord
     | ExpiredRecord

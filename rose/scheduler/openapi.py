@@ -94,6 +94,8 @@ LEASE = _object(
     wait_s=_optional({"type": "number", "minimum": 0}),
     alpha=_optional(COUNT),
     on_stale=ON_STALE,
+    prompts=_optional({"type": "string", "enum": ["suffix", "whole", None]}),
+    consumer=_optional(TEXT),
 )
 WORKER = _object(
     ("worker_id", "url", "tier", "model", "max_model_len", "incarnation"),
@@ -179,6 +181,8 @@ ROUTES: list[tuple[str, str, tuple[str, ...], str, Schema | None, tuple[int, ...
     ),
     ("delete", "/rose/v1/trajectories/{id}", ("environment",), "Cancel it", None, (200, 404, 409)),
     ("post", "/rose/v1/batches/lease", ("trainer",), "Lease whole groups", LEASE, (200, 204)),
+    ("put", "/rose/v1/batches/{id}", ("trainer",), "The batch of this name", LEASE, (200, 204, 409, 410)),
+    ("delete", "/rose/v1/batches/{id}", ("trainer",), "Give it back", None, (200, 409)),
     (
         "post",
         "/rose/v1/batches/{id}/ack",
@@ -193,7 +197,10 @@ ROUTES: list[tuple[str, str, tuple[str, ...], str, Schema | None, tuple[int, ...
         ("trainer",),
         "A restarted trainer",
         _object(
-            ("attempt", "consumed"), attempt=COUNT, consumed={"type": "array", "items": {"type": "string"}}
+            ("attempt", "consumed"),
+            attempt=COUNT,
+            consumed={"type": "array", "items": {"type": "string"}},
+            consumer=_optional(TEXT),
         ),
         (200, 404, 409, 410),
     ),

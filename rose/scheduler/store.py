@@ -46,6 +46,8 @@ from rose.scheduler.journal import (
     LeaseRecord,
     Record,
     ResumeRecord,
+    ReturnedRecord,
+    ReturnRecord,
     TurnRecord,
     VersionRecord,
     packed,
@@ -475,8 +477,11 @@ class Store:
         ttl_s: float,
         alpha: int | None = None,
         on_stale: str | None = None,
+        name: str = "",
+        consumer: str = "",
     ) -> tuple[sp.Leased | None, list[sp.Action]]:
-        batch_id = f"b-{secrets.token_hex(10)}"
+        """A batch, or None where too few groups wait.  The same ``name`` again gives the same batch."""
+        batch_id = name or f"b-{secrets.token_hex(10)}"
         event = sp.BatchAsked(
             at_s=time.monotonic(),
             batch_id=batch_id,
@@ -486,6 +491,7 @@ class Store:
             ttl_s=ttl_s,
             alpha=alpha,
             on_stale=on_stale,
+            consumer=consumer,
         )
         # Which groups are stale depends on the book alone, so deciding first and recording the decision
         # is safe: nothing is visible before the record is written, and a failed write undoes nothing
@@ -493,28 +499,36 @@ class Store:
         actions = self.book.handle(event)
         leased = next((action for action in actions if isinstance(action, sp.Leased)), None)
         dropped = self._stale_groups(actions)
-        if leased is not None or dropped:
-            self.journal.append(
-                LeaseRecord(
-                    batch_id=batch_id,
-                    job=job,
-                    group_ids=[] if leased is None else list(leased.group_ids),
-                    stale_group_ids=dropped,
-                    ttl_s=ttl_s,
-                )
+        if (leased is not None and leased.is_new) or dropped:
+            record = LeaseRecord(
+                batch_id=batch_id,
+                job=job,
+                group_ids=[] if leased is None else list(leased.group_ids),
+                stale_group_ids=dropped,
+                ttl_s=ttl_s,
+                consumer=consumer,
+                stale_ids=[] if leased is None else list(leased.stale_ids),
             )
+            self.journal.append(record)
+            self._mark_stale(record)
         self._after(actions)
-        for name in () if leased is None else leased.stale_ids:
-            self.trajectories[name].stale = True
         return leased, actions
+
+    def _mark_stale(self, record: LeaseRecord) -> None:
+        for name in record.stale_ids:
+            self.trajectories[name].stale = True
+
+    def give_back(self, batch_id: str) -> list[sp.Action]:
+        """What is leased under this name waits again, and the name is used up."""
+        return [] if batch_id in self.book.returned else self._write(ReturnRecord(batch_id=batch_id))
 
     def ack(self, batch_id: str, step: int, attempt: int) -> list[sp.Action]:
         if self.book.acked.get(batch_id) == (step, attempt):
             return []
         return self._write(AckRecord(batch_id=batch_id, step=step, attempt=attempt))
 
-    def resume(self, job: str, attempt: int, consumed: list[str]) -> list[sp.Action]:
-        return self._write(ResumeRecord(job=job, attempt=attempt, consumed=consumed))
+    def resume(self, job: str, attempt: int, consumed: list[str], consumer: str = "") -> list[sp.Action]:
+        return self._write(ResumeRecord(job=job, attempt=attempt, consumed=consumed, consumer=consumer))
 
     def expire(self, at_s: float) -> list[sp.Action]:
         """Return the batches whose trainer has gone quiet."""
@@ -649,21 +663,33 @@ class Store:
                         group_ids=tuple(record.group_ids),
                         stale_group_ids=tuple(record.stale_group_ids),
                         ttl_s=record.ttl_s,
+                        consumer=record.consumer,
                     )
                 )
+                self._mark_stale(record)
             case ExpireRecord():
                 actions = self.book.handle(sp.BatchExpired(batch_id=record.batch_id))
+            case ReturnRecord():
+                actions = self.book.handle(sp.BatchReturned(batch_id=record.batch_id))
             case AckRecord():
                 actions = self.book.handle(
                     sp.BatchAcked(batch_id=record.batch_id, step=record.step, attempt=record.attempt)
                 )
             case ResumeRecord():
                 actions = self.book.handle(
-                    sp.JobResumed(job=record.job, attempt=record.attempt, consumed=tuple(record.consumed))
+                    sp.JobResumed(
+                        job=record.job,
+                        attempt=record.attempt,
+                        consumed=tuple(record.consumed),
+                        consumer=record.consumer,
+                    )
                 )
             case AckedRecord():
                 for batch_id, step, attempt in record.batches:
                     self.book.acked[batch_id] = (step, attempt)
+                return []
+            case ReturnedRecord():
+                self.book.returned.update(dict.fromkeys(record.batch_ids))
                 return []
             case ExpiredRecord():
                 for batch_id, job, group_ids, ttl_s in record.batches:
@@ -673,6 +699,7 @@ class Store:
                         group_ids=tuple(group_ids),
                         expires_at_s=time.monotonic(),
                         ttl_s=ttl_s,
+                        consumer=record.consumers.get(batch_id, ""),
                     )
                 return []
             case VersionRecord():
@@ -723,8 +750,10 @@ class Store:
             for job, version in self.versions.items()
         ]
         head.append(AckedRecord(batches=[(name, *done) for name, done in self.book.acked.items()]))
+        head.append(ReturnedRecord(batch_ids=list(self.book.returned)))
         head.extend(
-            ResumeRecord(job=job, attempt=attempt, consumed=[]) for job, attempt in self.book.attempts.items()
+            ResumeRecord(job=job, attempt=attempt, consumed=[], consumer=consumer)
+            for (job, consumer), attempt in self.book.attempts.items()
         )
         live = [name for name, sample in self.book.samples.items() if sample.state not in sp.FINAL]
         # Turns are only ever added: to know how many there are now is enough.  One that gets another form meanwhile has it
@@ -754,6 +783,13 @@ class Store:
                 group_ids=list(batch.group_ids),
                 stale_group_ids=[],
                 ttl_s=batch.ttl_s,
+                consumer=batch.consumer,
+                stale_ids=[
+                    name
+                    for group_id in batch.group_ids
+                    for name in self.book.groups[(batch.job, group_id)].members
+                    if self.trajectories[name].stale
+                ],
             )
             for batch in self.book.batches.values()
         )
@@ -761,7 +797,8 @@ class Store:
             late = self.book.expired.values()
             found.append(
                 ExpiredRecord(
-                    batches=[(one.batch_id, one.job, list(one.group_ids), one.ttl_s) for one in late]
+                    batches=[(one.batch_id, one.job, list(one.group_ids), one.ttl_s) for one in late],
+                    consumers={one.batch_id: one.consumer for one in late if one.consumer},
                 )
             )
         return found

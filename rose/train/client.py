@@ -6,10 +6,9 @@ Answers are checked for shape here; what is inside a trajectory is checked by ``
 Retries: a scheduler that cannot be reached, be it for a proxy's 502 or 504, is asked again for ``retry_s``, because it
 may be restarting and loses nothing when it does; one that says 429 or 503, for as long as the call may take.  A turn that has no
 answer after ``turn_timeout_s`` has run out of time (504), whoever it waited for.  Each repeated call is safe: a turn carries its number and its
-retry count, so the scheduler joins or replays it; finishing, acknowledging, publishing and resuming are
-idempotent; a trajectory created twice leaves one that nobody finishes, and the group drops it when it is complete.
-A lease is the exception (a lost answer may have leased a batch), so its retry first calls ``resume``,
-which hands every open lease of the job back.
+retry count, so the scheduler joins or replays it; finishing, leasing (a batch has a name), acknowledging, giving back,
+publishing and resuming are idempotent; a trajectory created twice leaves one that nobody finishes, and the group drops it
+when it is complete.
 
 Tokens travel in a header and are in no message.  One client per event loop.  Callers: ``rose.train.rollout``,
 ``rose.train.workers``.
@@ -19,11 +18,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import quote
 
 import aiohttp
 
@@ -219,35 +220,35 @@ class SchedulerClient:
         wait_s: float,
         alpha: int | None = None,
         on_stale: str | None = None,
-        before_retry: Callable[[], Awaitable[None]] | None = None,
+        name: str | None = None,
+        consumer: str | None = None,
     ) -> tuple[str, list[dict[str, Any]]] | None:
         """``(batch_id, trajectories)``, or None when too few groups are ready after ``wait_s``.
 
         ``alpha`` and ``on_stale``: instead of what the scheduler is configured with for this job.
 
-        ``before_retry`` must hand open leases back (:meth:`resume`); the default does, and forgets nothing more.
+        ``name`` is the batch's id, to be used once: asking again for it, whatever happened in between, gives the same batch.  None: one of
+        its own.  ``consumer``: which of several trainers of the job this is.
+
+        Raises:
+            Gone: What was leased under this name has been given back, or has run out and was leased to others.
         """
+        name = name or secrets.token_hex(12)
         body: dict[str, Any] = {
             "job": job,
             "num_groups": num_groups,
             "version": [attempt, version],
             "ttl_s": ttl_s,
             "wait_s": wait_s,
-            "prompts": "suffix",
         }
-        body |= _staleness(alpha, on_stale)
-
-        async def hand_back() -> None:
-            await self.resume(job=job, attempt=attempt, consumed=())
-
+        body |= _staleness(alpha, on_stale) | _consumer(consumer)
         answer = await self._call(
-            "POST",
-            "/rose/v1/batches/lease",
+            "PUT",
+            _batch(name),
             self._by("trainer"),
             body,
             timeout_s=CALL_TIMEOUT_S + wait_s,
             max_bytes=MAX_BATCH_BYTES,
-            before_retry=before_retry or hand_back,
         )
         if answer is None:
             return None
@@ -258,7 +259,11 @@ class SchedulerClient:
 
     async def ack(self, batch_id: str, *, step: int, attempt: int) -> None:
         body = {"step": step, "attempt": attempt}
-        await self._call("POST", f"/rose/v1/batches/{batch_id}/ack", self._by("trainer"), body)
+        await self._call("POST", f"{_batch(batch_id)}/ack", self._by("trainer"), body)
+
+    async def give_back(self, batch_id: str) -> None:
+        """Let others have a batch.  Nothing is leased under its name again."""
+        await self._call("DELETE", _batch(batch_id), self._by("trainer"))
 
     async def set_version(
         self, *, job: str, attempt: int, version: int, alpha: int | None = None, on_stale: str | None = None
@@ -290,9 +295,11 @@ class SchedulerClient:
             raise EngineError("holds something that is no count", field="discards")
         return found
 
-    async def resume(self, *, job: str, attempt: int, consumed: Sequence[str]) -> None:
-        """A trainer starts: open leases return, except what ``consumed`` names."""
-        body = {"attempt": attempt, "consumed": list(consumed)}
+    async def resume(
+        self, *, job: str, attempt: int, consumed: Sequence[str], consumer: str | None = None
+    ) -> None:
+        """A trainer starts: its open leases return, except what ``consumed`` names.  Those of other consumers stay."""
+        body = {"attempt": attempt, "consumed": list(consumed)} | _consumer(consumer)
         await self._call("POST", f"/rose/v1/jobs/{job}/resume", self._by("trainer"), body)
 
     def _by(self, role: str) -> dict[str, str]:
@@ -321,7 +328,6 @@ class SchedulerClient:
         headers: Mapping[str, str] | None = None,
         params: Mapping[str, str] | None = None,
         timeout_s: float = CALL_TIMEOUT_S,
-        before_retry: Callable[[], Awaitable[None]] | None = None,
         has_deadline: bool = False,
         max_bytes: int = MAX_ANSWER_BYTES,
     ) -> Any:
@@ -386,8 +392,6 @@ class SchedulerClient:
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, MAX_DELAY_S)
             num_retries += 1
-            if before_retry is not None:
-                await before_retry()
 
 
 def _late(timeout_s: float) -> CapacityError:
@@ -424,6 +428,14 @@ def error_of(status: int, answer: Any, retry_after: str | None = None) -> RoseEr
 def _staleness(alpha: int | None, on_stale: str | None) -> dict[str, Any]:
     named = {"alpha": alpha, "on_stale": on_stale}
     return {name: value for name, value in named.items() if value is not None}
+
+
+def _consumer(consumer: str | None) -> dict[str, Any]:
+    return {} if consumer is None else {"consumer": consumer}
+
+
+def _batch(name: str) -> str:
+    return f"/rose/v1/batches/{quote(name, safe='')}"
 
 
 def _is_ours(raw: bytes | bytearray) -> bool:

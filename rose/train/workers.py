@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -311,6 +312,9 @@ class TrainWorker:
         self._acceptance = Acceptance()
         self._samples: dict[str, list[Any]] = {}
         """Of what is leased, by trajectory."""
+        self._name = secrets.token_hex(8)
+        """Begins the names of this worker's batches, as no other's."""
+        self._num_leases = 0
         self._busy = asyncio.Lock()
         """Held by a step.  A driver that lost touch with one in progress begins another while the first still runs."""
         self._trainer: Any = None
@@ -474,27 +478,29 @@ class TrainWorker:
         """Lease what the step lacks, as far as it is there."""
         config, version = self._config, (self._attempt, self._trainer.step_index)
 
-        async def before_retry() -> None:
-            # The lost answer may have been a batch.  Everything goes back, what this step holds included.
-            self._forget()
-            await self._resume()
-
         asynchronous = config.rollout.mode == "asynchronous"
         while missing := self._collected.num_missing:
             # A synchronous refill has either been played by now, or is to be.
             wait_s = LEASE_WAIT_S if asynchronous or not self._collected.batch_ids else 0.0
-            leased = await self._client.lease(
-                job=config.job,
-                num_groups=missing,
-                attempt=version[0],
-                version=version[1],
-                ttl_s=config.scheduler.lease_ttl_s,
-                wait_s=wait_s,
-                before_retry=before_retry,
-                **self._staleness,
-            )
+            try:
+                leased = await self._client.lease(
+                    job=config.job,
+                    num_groups=missing,
+                    attempt=version[0],
+                    version=version[1],
+                    ttl_s=config.scheduler.lease_ttl_s,
+                    wait_s=wait_s,
+                    # The same until it was answered with a batch: what was leased and never heard of is not lost.
+                    name=f"{self._name}-{self._num_leases}",
+                    **self._staleness,
+                )
+            except Gone:
+                # Leased, never heard of, and run out since: others have it.
+                self._num_leases += 1
+                continue
             if leased is None:
                 return
+            self._num_leases += 1
             try:
                 kept, seen = self._collected.add(*leased, version, self._take_samples)
             except RoseError:
@@ -521,6 +527,7 @@ class TrainWorker:
         self._samples.clear()
 
     async def _resume(self) -> None:
+        self._num_leases += 1  # what is open under the last name goes back with the others
         newest = sorted(self._consumed)[-RESUMED_STEPS:]
         consumed = [name for step in newest for name in self._consumed[step]]
         await self._client.resume(job=self._config.job, attempt=self._attempt, consumed=consumed)

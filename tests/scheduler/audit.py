@@ -69,6 +69,7 @@ async def lease_all(
     expected = sorted(names)
     lease = {
         "job": "job", "num_groups": len(expected) // group_size, "version": [0, 0], "ttl_s": 600,
+        "prompts": "whole",
     }  # fmt: skip
     batch = await client.trainer("/rose/v1/batches/lease", lease)
     assert sorted(item["id"] for item in batch["trajectories"]) == expected

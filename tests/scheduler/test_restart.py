@@ -82,7 +82,7 @@ async def test_sigkill_in_the_middle_loses_and_repeats_nothing(tmp_path: Path) -
         done = {item["id"]: item for item in await asyncio.gather(*agents)}
         await daemon.end()  # once more, after everything was promised
         await daemon.start()
-        lease = {"job": "job", "num_groups": 3, "version": [0, 0], "ttl_s": 600}
+        lease = {"job": "job", "num_groups": 3, "version": [0, 0], "ttl_s": 600, "prompts": "whole"}
         async with session.post(
             f"{url}/rose/v1/batches/lease", json=lease, headers=bearer(tokens.trainer)
         ) as response:

@@ -123,6 +123,24 @@ def test_a_late_acknowledgement_counts_until_the_groups_are_leased_again(book: s
             assert leased(lease(book, "none")) == ()
 
 
+def test_a_batch_that_ran_out_has_no_part_of_a_later_group_of_the_same_name(book: sp.SampleBook) -> None:
+    fill(book, "p")
+    lease(book, "late")
+    book.handle(sp.BatchExpired(batch_id="late"))
+    lease(book, "other")
+    book.handle(sp.BatchAcked(batch_id="other", step=1, attempt=1))
+    for name in ("again0", "again1"):
+        create(book, name, "p")
+        finish(book, name)
+    for event in (
+        sp.BatchAcked(batch_id="late", step=1, attempt=1),
+        sp.BatchAsked(at_s=0.0, batch_id="late", job="j", num_groups=1, version=(1, 0), ttl_s=10.0),
+    ):
+        with pytest.raises(Gone):
+            book.handle(event)
+    assert leased(lease(book, "next")) == ("again0", "again1")
+
+
 def test_a_restarted_trainer_gets_back_what_it_had_not_consumed(book: sp.SampleBook) -> None:
     fill(book, "p")
     fill(book, "q")

@@ -105,13 +105,13 @@ async def test_a_turn_that_finds_no_worker_waits_in_line_until_its_time_is_over(
     assert (late.value.status, num_asked > 1) == (504, True)
 
 
-async def test_a_lost_lease_is_handed_back_before_it_is_asked_for_again() -> None:
-    """The answer was lost on the way: without the resume that batch would be locked until its lease ran out."""
-    calls: list[str] = []
+async def test_a_lost_lease_is_asked_for_by_its_name() -> None:
+    """The answer was lost on the way: under another name that batch would be locked until its lease ran out."""
+    calls: list[tuple[str, str]] = []
 
     async def handle(request: web.Request) -> web.Response:
-        calls.append(request.path)
-        if calls == ["/rose/v1/batches/lease"]:
+        calls.append((request.method, request.raw_path))
+        if len(calls) == 1:
             assert request.transport is not None
             request.transport.abort()
         return web.json_response({"batch_id": "b", "trajectories": []})
@@ -121,8 +121,13 @@ async def test_a_lost_lease_is_handed_back_before_it_is_asked_for_again() -> Non
         SchedulerClient(url, environment_token="a" * 16, trainer_token="t" * 16, retry_s=5.0) as client,
     ):
         leased = await client.lease(job="j", num_groups=1, attempt=1, version=0, ttl_s=60, wait_s=0)
-    assert leased == ("b", [])
-    assert calls == ["/rose/v1/batches/lease", "/rose/v1/jobs/j/resume", "/rose/v1/batches/lease"]
+        assert leased == ("b", [])
+        assert calls[0] == calls[1]
+        assert calls[0][0] == "PUT"
+        await client.lease(job="j", num_groups=1, attempt=1, version=0, ttl_s=60, wait_s=0)
+        assert calls[2] != calls[1]
+        await client.lease(job="j", num_groups=1, attempt=1, version=0, ttl_s=60, wait_s=0, name="a/b c")
+        assert calls[3] == ("PUT", "/rose/v1/batches/a%2Fb%20c")
 
 
 async def test_a_batch_beyond_all_bounds_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
