@@ -1,6 +1,6 @@
 """Bearer tokens by role, and keys of single trajectories.
 
-Every port of ROSE asks for a token.  A *token file* (TOML, mode 0600) holds one per role::
+Every port of ROSE asks for a token.  A *token file* (TOML; of the user who reads it, mode 0600) holds one per role::
 
     agent = "..."        # may chat, in any trajectory or in none
     environment = "..."  # also begins trajectories, sets their rewards, cancels, lists and reads them
@@ -30,7 +30,8 @@ import tomllib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rose.errors import ConfigError, Unauthorized
+from rose.errors import ConfigError, LedgerError, Unauthorized
+from rose.private_dir import require_own
 
 ROLES = ("agent", "environment", "trainer", "node", "relay", "admin")
 ENV_TOKEN_FILE = "ROSE_TOKEN_FILE"
@@ -38,6 +39,7 @@ _OLD_ROLES = ("agent", "trainer", "node", "relay", "admin")
 _MIN_CHARS = 16
 _KEY = "rose-"
 _SEAL_BYTES = 24
+_MAX_FILE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +63,7 @@ class Tokens:
         """Read a token file; ``path=None`` takes the one named by ``ROSE_TOKEN_FILE``.
 
         Raises:
-            ConfigError: No path given, file missing, a role missing, or a token under 16 characters.
+            ConfigError: No path given, file missing, not ours alone, a role missing, or a token under 16 characters.
         """
         path = path or os.environ.get(ENV_TOKEN_FILE)
         if not path:
@@ -69,7 +71,12 @@ class Tokens:
                 "no token file", field="token_file", fix=f"set {ENV_TOKEN_FILE}, or: rose tokens PATH"
             )
         try:
-            table = tomllib.loads(Path(path).read_text())
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            with open(descriptor, "rb") as file:
+                require_own(descriptor, path)
+                table = tomllib.loads(file.read(_MAX_FILE_BYTES).decode())
+        except LedgerError as error:
+            raise ConfigError(f"{path} {error.message}", field="token_file", fix=error.fix) from None
         except FileNotFoundError:
             raise ConfigError(
                 f"{path} does not exist", field="token_file", fix=f"rose tokens {path}"

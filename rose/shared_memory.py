@@ -27,6 +27,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rose.errors import LedgerError
+from rose.private_dir import require_own
+
 SHARED_MEMORY = Path("/dev/shm")
 PREFIXES = ("psm_", "sem.mp-", "vllm_dist_")
 """What Python's multiprocessing names segments and semaphores, and vLLM the buffers of its CPU ranks."""
@@ -222,14 +225,16 @@ class EngineSegments:
     def _read(self) -> dict[str, int]:
         """What an agent before us wrote down; nothing where it cannot be understood."""
         try:
-            with self._path.open("rb") as file:
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            with open(descriptor, "rb") as file:
+                require_own(descriptor, self._path)
                 table: Any = json.loads(file.read(_MAX_FILE_BYTES))
             return {
                 name: inode for name, inode in table.items() if _NAME.fullmatch(name) and type(inode) is int
             }
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, AttributeError, RecursionError) as error:
+        except (OSError, LedgerError, ValueError, AttributeError, RecursionError) as error:
             logger.warning("%s: %s", self._path, error)
             return {}
 

@@ -6,6 +6,8 @@ What engines that tests kill leave in shared memory goes with the run.
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +30,15 @@ def has_gpu() -> bool:
 def shared_memory_sweep() -> Iterator[None]:
     with SharedMemorySweep():
         yield
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A directory as /dev/shm is: anybody's, and sticky."""
+    path = Path(tempfile.mkdtemp(prefix="rose-public-", dir="/dev/shm"))
+    path.chmod(0o1777)
+    yield path
+    shutil.rmtree(path)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 from pathlib import Path
 
+import pytest
 import yaml
 
+from rose.auth import Tokens
 from rose.config import load_config
 from rose.coserve.config import NodeConfig
+from rose.coserve.ledger import NodeDir, NodeState
+from rose.private_dir import private_dir
+from tests.users import STRANGER, act_as, needs_root, volume
 
 DEPLOY = Path(__file__).resolve().parent.parent / "examples" / "deploy"
 
@@ -48,3 +56,72 @@ def test_the_policys_weights_lie_on_a_disk_in_both_examples() -> None:
     cache = next(one["value"] for one in node["env"] if one["name"] == "XDG_CACHE_HOME")
     volume = next(m["name"] for m in node["volumeMounts"] if m["mountPath"] == cache)
     assert "medium" not in next(v["emptyDir"] for v in pod["volumes"] if v["name"] == volume)
+
+
+def share_the_node_directory(path: Path) -> None:
+    """What the agent and production do in it."""
+    with NodeDir(path).node_writer() as writer:
+        writer.write(NodeState(lend_pages=7))
+        found = NodeDir(path).node().read()
+        assert found is not None
+        assert found.lend_pages == 7
+
+
+@needs_root
+def test_the_pods_user_takes_its_volumes_and_its_tokens(public: Path) -> None:
+    """As the kubelet gives them: a secret is root's with fsGroup, an emptyDir too, setgid and open to all."""
+    pod = yaml.safe_load((DEPLOY / "sidecar.yaml").read_text())["spec"]
+    uid, group = pod["securityContext"]["runAsUser"], pod["securityContext"]["fsGroup"]
+    production, node = pod["containers"]
+    (copy,) = pod["initContainers"]
+    secret = public / "tokens-secret"
+    secret.mkdir()
+    Tokens.generate().save(secret / "tokens.toml")
+    (secret / "tokens.toml").chmod(
+        next(v["secret"]["defaultMode"] for v in pod["volumes"] if v["name"] == "tokens-secret")
+    )
+    os.chown(secret / "tokens.toml", 0, group)
+
+    def there(container: dict[str, object], text: str) -> str:
+        """Where a path of that container lies on this machine."""
+        mounts: list[dict[str, str]] = container["volumeMounts"]  # pyright: ignore[reportAssignmentType]
+        for mount in mounts:
+            if text == mount["mountPath"] or text.startswith(mount["mountPath"] + "/"):
+                return str(public / mount["name"]) + text.removeprefix(mount["mountPath"])
+        return text
+
+    def run() -> None:
+        subprocess.run([there(copy, one) for one in copy["command"]], check=True)
+        of_node = {one["name"]: one["value"] for one in node["env"]}
+        Tokens.load(there(node, of_node["ROSE_TOKEN_FILE"]))
+        directory = next(one["value"] for one in production["env"] if one["name"] == "ROSE_DIR")
+        share_the_node_directory(Path(there(production, directory)))
+        private_dir(Path(there(node, of_node["XDG_CACHE_HOME"])) / "rose" / "host7-gpu0").make()
+
+    with volume(public / "rose", group), volume(public / "tokens", group), volume(public / "weights", group):
+        act_as(uid, run)
+
+
+@needs_root
+@pytest.mark.skipif(shutil.which("systemd-tmpfiles") is None, reason="needs systemd-tmpfiles")
+def test_the_units_user_takes_the_directories_that_systemd_makes_for_it(public: Path) -> None:
+    (public / "etc").mkdir()
+    (public / "etc" / "passwd").write_text(f"root:x:0:0::/:\nvllm:x:{STRANGER}:{STRANGER}::/:\n")
+    (public / "etc" / "group").write_text(f"root:x:0:\nvllm:x:{STRANGER}:\n")
+    made = ["systemd-tmpfiles", "--create", f"--root={public}", str(DEPLOY / "tmpfiles.conf")]
+    subprocess.run(made, check=True, capture_output=True)
+    unit = (DEPLOY / "rose-node@.service").read_text()
+    assert "User=vllm\n" in unit
+    tokens = next(line for line in unit.splitlines() if "install -o vllm" in line).partition("install ")[2]
+    source = public / "tokens.toml"
+    Tokens.generate().save(source)
+    (public / "etc" / "rose").mkdir()
+    options = tokens.replace("vllm", str(STRANGER)).split()[:-2]
+    subprocess.run(["install", *options, source, public / "etc" / "rose" / "tokens.toml"], check=True)
+    directory = load_config(NodeConfig, DEPLOY / "node.toml", []).dir
+
+    def run() -> None:
+        share_the_node_directory(public / directory.relative_to("/"))
+        Tokens.load(public / "etc" / "rose" / "tokens.toml")
+
+    act_as(STRANGER, run)

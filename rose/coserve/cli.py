@@ -19,7 +19,7 @@ from rose.auth import Tokens
 from rose.config import load_config
 from rose.coserve.config import NodeConfig
 from rose.coserve.control import ControlClient
-from rose.errors import ConfigError, EngineError
+from rose.errors import ConfigError
 from rose.open_files import raise_limit
 from rose.units import PAGE_BYTES, format_bytes, format_s
 
@@ -144,10 +144,6 @@ def _client(directory: Path | None, token_file: Path | None) -> ControlClient:
     text = directory or os.environ.get(ENV_DIR)
     if not text:
         raise ConfigError("no node directory", field="dir", fix=f"--dir PATH, or set {ENV_DIR}")
-    if not (Path(text) / "agent.sock").exists():
-        raise EngineError(
-            f"no node agent runs in {text}", field="dir", fix="rose node run --config node.toml"
-        )
     return ControlClient(Path(text), Tokens.load(token_file))
 
 

@@ -20,6 +20,7 @@ import json
 import logging
 import os
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,6 +33,7 @@ from rose.config import Section, validate
 from rose.coserve.ledger import Mode
 from rose.errors import ConfigError, EngineError, RequestError, RoseError
 from rose.policy.admission import Rule
+from rose.private_dir import private_dir
 
 if TYPE_CHECKING:
     from rose.coserve.agent import NodeAgent
@@ -68,6 +70,7 @@ class ControlServer:
 
     def __init__(self, agent: NodeAgent, path: Path, tokens: Tokens) -> None:
         self._agent, self._path, self._tokens = agent, path, tokens
+        self._directory = private_dir(path.parent)
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> None:
@@ -84,10 +87,10 @@ class ControlServer:
         app.router.add_post("/off", self._guarded(self._off))
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
-        self._path.unlink(missing_ok=True)
+        self._unlink()
         mask = os.umask(0o177)
         try:
-            await web.UnixSite(self._runner, str(self._path)).start()
+            await web.UnixSite(self._runner, _by_descriptor(self._directory.make(), self._path.name)).start()
         except OSError as error:
             raise ConfigError(f"{self._path}: {error.strerror}", field="dir") from error
         finally:
@@ -97,7 +100,11 @@ class ControlServer:
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
-        self._path.unlink(missing_ok=True)
+        self._unlink()
+
+    def _unlink(self) -> None:
+        with suppress(FileNotFoundError):
+            os.unlink(self._path.name, dir_fd=self._directory.make())
 
     async def _status(self, request: web.Request) -> dict[str, Any]:
         return self._agent.status()
@@ -164,21 +171,25 @@ async def _body(request: web.Request, kind: type[Any]) -> Any:
         raise RequestError(error.message, field=error.field, fix=error.fix) from None
 
 
+def _by_descriptor(folder: int, name: str) -> str:
+    """A socket has no call that takes a directory's descriptor."""
+    return f"/proc/self/fd/{folder}/{name}"
+
+
 class ControlClient:
-    """The operator's side: blocking calls to the agent of ``directory``.
+    """The operator's side: blocking calls to the agent of ``directory``, which runs as the same user.
 
     Raises:
         EngineError: No agent answers there.
+        LedgerError: The directory is not this user's alone: whoever listens there would get the token.
         RequestError: It refuses.
     """
 
     def __init__(self, directory: Path, tokens: Tokens) -> None:
         self._path = directory / "agent.sock"
-        self._client = httpx.Client(
-            transport=httpx.HTTPTransport(uds=str(self._path)),
-            base_url="http://node",
-            headers=bearer(tokens.node),
-        )
+        self._directory = private_dir(directory)
+        self._token = tokens.node
+        self._client: httpx.Client | None = None
 
     def status(self) -> dict[str, Any]:
         return self._call("GET", "/status", None, 10.0)
@@ -190,13 +201,25 @@ class ControlClient:
         return self._call("POST", "/off", {"wait_s": wait_s, "engine": engine}, wait_s + 60.0)
 
     def close(self) -> None:
-        self._client.close()
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def _connection(self) -> httpx.Client:
+        socket = _by_descriptor(
+            self._directory.fd(), self._path.name
+        )  # looked at in each call; the number stays
+        if self._client is None:
+            self._client = httpx.Client(
+                transport=httpx.HTTPTransport(uds=socket), base_url="http://node", headers=bearer(self._token)
+            )
+        return self._client
 
     def _call(self, method: str, path: str, body: Any, timeout_s: float) -> dict[str, Any]:
         try:
-            response = self._client.request(method, path, json=body, timeout=timeout_s)
+            response = self._connection().request(method, path, json=body, timeout=timeout_s)
             answer = response.json()
-        except (httpx.HTTPError, ValueError) as error:
+        except (httpx.HTTPError, OSError, ValueError) as error:
             raise EngineError(
                 f"no node agent answers at {self._path}", field="dir", fix="rose node run --config node.toml"
             ) from error

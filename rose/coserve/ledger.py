@@ -45,6 +45,7 @@ import struct
 import time
 import weakref
 import zlib
+from contextlib import suppress
 from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
@@ -62,6 +63,7 @@ from rose.coserve.records import (
     ServingLease,
 )
 from rose.errors import LedgerError
+from rose.private_dir import private_dir, require_own
 
 __all__ = [
     "ChunkState",
@@ -93,6 +95,7 @@ _HEADER_BYTES = 64
 _WORD_AT = 1024
 """Everything but the extra bytes lies in one page: one pwrite publishes a record, one mapped page holds the futex."""
 _EXTRA_AT = 1088
+_MODE = stat.S_IFREG | 0o600
 _U32 = struct.Struct("<I")
 _CRC_BYTES = 4
 _READ_RETRIES = 64
@@ -163,21 +166,6 @@ def _layout_of(record_type: type[R]) -> _Layout[R]:
     return cast(_Layout[R], layout)
 
 
-def _private_dir(path: Path) -> None:
-    """Make ``path`` with mode 0700, or accept it if no stranger owns it or may write there."""
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        info = path.stat()
-    except OSError as error:
-        raise LedgerError(f"cannot be made or read: {error.strerror}", field=str(path)) from error
-    if info.st_mode & stat.S_IWOTH:
-        raise LedgerError("anyone may write there", field=str(path), fix=f"chmod o-w {path}")
-    if os.geteuid() not in (0, info.st_uid) and info.st_uid != 0:
-        raise LedgerError(
-            f"belongs to user {info.st_uid}", field=str(path), fix="use a directory of your own"
-        )
-
-
 _writers: weakref.WeakSet[RecordWriter[Any]] = weakref.WeakSet()
 
 
@@ -195,7 +183,7 @@ class RecordWriter(Generic[R]):
     """The one writer of a shared file, from construction to :meth:`close` or process death.
 
     Args:
-        path: The file; made with mode 0600, its directory with 0700.
+        path: The file; made with mode 0600, its directory (:mod:`rose.private_dir`) with 0700.
         record_type: A frozen dataclass of ints.
         extra_bytes: Room behind the record, zeroed: :attr:`extra`.
 
@@ -292,12 +280,13 @@ class RecordWriter(Generic[R]):
         return self._lock_fd >= 0 and self._look() == len(image) and self._seen.startswith(image)
 
     def named(self) -> bool:
-        """Is the file still what its name leads to?  False: it was deleted, moved away, or lies under another."""
+        """Is the file still what its name leads to, and ours alone?  False: it was deleted, moved away, opened to others, or lies
+        under another."""
         try:
             there = os.stat(self.path, follow_symlinks=False)
         except OSError:
             return False
-        return (there.st_dev, there.st_ino) == self._identity
+        return (there.st_dev, there.st_ino, there.st_mode) == (*self._identity, _MODE)
 
     def mend(self) -> bool:
         """Put the file and its name back as this writer left them and wake its readers; True if anybody had changed either.
@@ -310,14 +299,16 @@ class RecordWriter(Generic[R]):
         """
         if self._lock_fd < 0:
             return False
-        touched, lost = not self.intact(), not self.named()
+        touched = not self.intact() or os.fstat(self._lock_fd).st_mode != _MODE
         if touched:
             try:
+                os.fchmod(self._lock_fd, stat.S_IMODE(_MODE))
                 os.ftruncate(self._lock_fd, len(self._image))
                 os.pwrite(self._lock_fd, self._image, 0)
             except OSError as error:
                 raise LedgerError(f"cannot be mended: {error.strerror}", field=str(self.path)) from error
             self.wake()
+        lost = not self.named()
         if lost:
             old_fd, old_futex = self._lock_fd, self._futex
             self._own(*_create(self.path, self._image))
@@ -354,25 +345,27 @@ def _create(path: Path, image: bytearray) -> tuple[FutexWord, int]:
     The lock of an existing file is taken first, and held until ours is in its place: of two
     processes that start together one is refused.
     """
-    _private_dir(path.parent)
+    directory = private_dir(path.parent)  # held: its descriptor is closed with it
+    folder, name = directory.make(), path.name
     for _ in range(100):
         old = -1
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
+        temporary = f".{name}.{secrets.token_hex(6)}"
         try:
             try:
-                old = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+                old = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
             except FileNotFoundError:
                 pass
-            if old >= 0:
+            if old >= 0:  # whosever it is: nothing of it is read
                 if not take_lock(old):
                     raise LedgerError(
                         "another live process writes it",
                         field=str(path),
                         fix="one engine of a role and one node agent per device",
                     )
-                if not _same_file(old, path):
+                if not _same_file(old, name, folder):
                     continue  # replaced between open and lock
-            lock_fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            lock_fd = os.open(temporary, flags, stat.S_IMODE(_MODE), dir_fd=folder)
             try:
                 take_lock(lock_fd)
                 # Blocks are claimed now: a full disk is an error here, not in a later write.
@@ -380,24 +373,25 @@ def _create(path: Path, image: bytearray) -> tuple[FutexWord, int]:
                 os.pwrite(lock_fd, image, 0)
                 # Mapped through its own open file: a mapping holds the open file it was made from, and that must not
                 # keep the lock alive in a forked child.
-                map_fd = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
+                map_fd = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
                 try:
                     futex = FutexWord(map_fd, _WORD_AT)
                 finally:
                     os.close(map_fd)
                 if old >= 0:
-                    os.rename(temporary, path)
+                    os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
                     _wake_waiters_of(old)
                 else:
-                    os.link(temporary, path)
-                    os.unlink(temporary)
+                    os.link(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+                    os.unlink(temporary, dir_fd=folder)
             except FileExistsError:  # another process was first; look at its lock
                 os.close(lock_fd)
-                os.unlink(temporary)
+                os.unlink(temporary, dir_fd=folder)
                 continue
             except BaseException:
                 os.close(lock_fd)
-                temporary.unlink(missing_ok=True)
+                with suppress(FileNotFoundError):
+                    os.unlink(temporary, dir_fd=folder)
                 raise
             return futex, lock_fd
         except OSError as error:
@@ -408,9 +402,9 @@ def _create(path: Path, image: bytearray) -> tuple[FutexWord, int]:
     raise LedgerError("is being replaced all the time", field=str(path))
 
 
-def _same_file(descriptor: int, path: Path) -> bool:
+def _same_file(descriptor: int, name: str, folder: int) -> bool:
     try:
-        there = os.stat(path, follow_symlinks=False)
+        there = os.stat(name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:
         return False
     here = os.fstat(descriptor)
@@ -433,6 +427,7 @@ class RecordReader(Generic[R]):
     def __init__(self, path: Path | str, record_type: type[R], extra_bytes: int | None = 0) -> None:
         self.path = Path(path)
         self._path_text = str(path)
+        self._folder, self._name = private_dir(self.path.parent), self.path.name
         self._record_type = record_type
         self._layout = _layout_of(record_type)
         self._want_extra = extra_bytes
@@ -526,18 +521,17 @@ class RecordReader(Generic[R]):
 
         The inode we hold open cannot be given out again, so comparing it is enough.
         """
-        there = None
+        there, missing = None, False
         try:
-            there = os.stat(self._path_text, follow_symlinks=False)
+            there = os.stat(self._path_text, follow_symlinks=False)  # a hint: whose it is, `_open` looks at
         except FileNotFoundError:
-            pass
-        except OSError as error:
-            if self._fd < 0 or not is_locked(self._fd):
-                raise LedgerError(f"cannot be read: {error.strerror}", field=self._path_text) from error
+            missing = True
+        except OSError:
+            pass  # `_open` says why
         if there is None or (there.st_dev, there.st_ino) != self._identity:
             if self._fd < 0 or not is_locked(self._fd):
                 self.close()
-                return there is not None and self._open()
+                return not missing and self._open()
             there = os.fstat(self._fd)  # its name is gone, its writer is not
         if there.st_size != _EXTRA_AT + self._extra_bytes:
             raise LedgerError("changed its size: truncated or overwritten", field=self._path_text)
@@ -561,15 +555,14 @@ class RecordReader(Generic[R]):
 
     def _open(self) -> bool:
         try:
-            descriptor = os.open(self._path_text, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            descriptor = os.open(self._name, flags, dir_fd=self._folder.fd())
         except FileNotFoundError:
             return False
         except OSError as error:
             raise LedgerError(f"cannot be read: {error.strerror}", field=self._path_text) from error
         try:
-            info = os.fstat(descriptor)
-            if not stat.S_ISREG(info.st_mode):
-                raise LedgerError("is not a regular file", field=self._path_text, fix="remove it")
+            info = require_own(descriptor, self.path)
             self._extra_bytes, self.incarnation = self._layout.check_header(
                 os.pread(descriptor, _HEADER_BYTES, 0), info.st_size, self.path, self._want_extra
             )
@@ -592,6 +585,8 @@ class NodeDir:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
+        self.folder = private_dir(path)
+        """Held, so that all files of this object are of one directory."""
 
     def node_writer(self) -> RecordWriter[NodeState]:
         return RecordWriter(self.path / "node.state", NodeState)
@@ -631,7 +626,11 @@ class NodeDir:
 
     def ranks(self, role: Role) -> list[int]:
         """Ranks of ``role`` that have a file."""
-        return [rank for rank in range(MAX_RANKS) if self._named(role, _rank_name(rank)).exists()]
+        try:
+            there = set(os.listdir(self.folder.fd()))
+        except FileNotFoundError:
+            return []
+        return [rank for rank in range(MAX_RANKS) if self._named(role, _rank_name(rank)).name in there]
 
     def remove(self) -> list[str]:
         """Unlink every file whose writer is gone, and the directory if nothing is left.
@@ -641,21 +640,30 @@ class NodeDir:
             make a living engine invisible to its peer.
         """
         left: list[str] = []
-        names = [self.path / "node.state", *(p for role in ROLES for p in self._files_of(role))]
-        # A writer killed while it was being made leaves its file under a temporary name.
-        halves = [path for name in names for path in self.path.glob(f".{name.name}.*")]
-        for path in [*names, *halves]:
+        try:
+            folder = self.folder.fd()
+            there = os.listdir(folder)
+        except FileNotFoundError:
+            return left
+        known = {"node.state", *(path.name for role in ROLES for path in self._files_of(role))}
+        for name in there:
+            # A writer killed while it was being made leaves its file under a temporary name.
+            if name not in known and not (name.startswith(".") and name[1:].rpartition(".")[0] in known):
+                continue
+            path = self.path / name
             try:
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+                flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+                descriptor = os.open(name, flags, dir_fd=folder)
             except FileNotFoundError:
                 continue
             except OSError as error:
                 raise LedgerError(f"cannot be removed: {error.strerror}", field=str(path)) from error
             try:
                 if is_locked(descriptor):
-                    left.append(path.name)
+                    left.append(name)
                 else:
-                    path.unlink(missing_ok=True)
+                    with suppress(FileNotFoundError):
+                        os.unlink(name, dir_fd=folder)
             finally:
                 os.close(descriptor)
         try:

@@ -23,7 +23,16 @@ import aiohttp
 from rose.auth import Tokens, bearer
 from rose.coserve.config import NodeConfig, SchedulerLink, WeightsLink
 from rose.coserve.engine import RolloutEngine, check_update_path, read_bounded
-from rose.errors import ConfigError, EngineError, RequestError, RoseError, SectionCorrupt, WeightsError
+from rose.errors import (
+    ConfigError,
+    EngineError,
+    LedgerError,
+    RequestError,
+    RoseError,
+    SectionCorrupt,
+    WeightsError,
+)
+from rose.private_dir import private_dir
 from rose.weights.version import WeightVersion
 
 logger = logging.getLogger("rose.node")
@@ -278,12 +287,12 @@ def open_weight_source(config: NodeConfig, link: WeightsLink, tokens: Tokens) ->
 
     directory = config.weights_dir
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
+        private_dir(directory).make()  # what lies there becomes the policy
+    except LedgerError as error:
         raise ConfigError(
-            f"{directory}: {error.strerror}",
+            f"{error.field}: {error.message}",
             field="weights.directory",
-            fix="name a directory on a disk of yours",
+            fix=error.fix or "name one of your own",
         ) from error
     store = open_store(link.relay_url, tokens.relay)
     params = WeightsParams(num_threads=link.threads)

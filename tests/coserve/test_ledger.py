@@ -111,7 +111,7 @@ def test_files_are_private(node: NodeDir) -> None:
 def test_a_directory_that_anyone_may_write_to_is_refused(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
-    with pytest.raises(LedgerError, match="anyone may write there"):
+    with pytest.raises(LedgerError, match="has mode 0777: it is open to others"):
         NodeDir(tmp_path / "open").node_writer()
 
 

@@ -205,6 +205,7 @@ def test_one_token_file_makes_the_same_keys_everywhere_and_another_does_not(tmp_
 def old_file(path: Path) -> dict[str, str]:
     """A token file as it was before there were keys."""
     tokens = {role: f"{role}-0123456789abcdef" for role in ("agent", "trainer", "node", "relay", "admin")}
+    path.touch(mode=0o600)
     path.write_text("".join(f'{role} = "{token}"\n' for role, token in tokens.items()))
     return tokens
 
