@@ -74,7 +74,7 @@ async def test_one_turn_number_with_two_bodies_is_a_conflict(world: World) -> No
     assert (status, answer["error"]["code"]) == (422, "turn_conflict")
 
 
-def ask(world: World, session: str, *, retry: int = 0, **extra: str) -> asyncio.Task[Any]:
+def ask(world: World, session: str, *, retry: int = 0, **extra: Any) -> asyncio.Task[Any]:
     body = {"model": "policy", "messages": [user("x")], "max_tokens": 8}
     headers = {"X-Session-ID": session, **extra}
     if retry:
@@ -134,7 +134,7 @@ async def test_an_idempotency_key_decides_where_there_is_one(world: World) -> No
     await world.start()
     await world.add("a")
     session = await world.trajectory()
-    keys = [{"Idempotency-Key": name} for name in ("one", "two", "one", "two", "three")]
+    keys: list[dict[str, Any]] = [{"Idempotency-Key": name} for name in ("one", "two", "one", "two", "three")]
     turns = [(await turns_of([ask(world, session, retry=1, **key)]))[0] for key in keys]
     assert turns == [0, 1, 0, 1, 2]
     # One without a key takes nothing from those that have one.
@@ -145,7 +145,7 @@ async def test_an_idempotency_key_holds_over_a_restart(world: World) -> None:
     await world.start()
     await world.add("a")
     session = await world.trajectory()
-    key = {"Idempotency-Key": "one"}
+    key: dict[str, Any] = {"Idempotency-Key": "one"}
     first = (await ask(world, session, **key))[1]
     await world.scheduler.stop(drain_s=0)
     await world.start()

@@ -62,7 +62,7 @@ async def test_tokens_are_said_again_from_the_journal(world: World) -> None:
     assert len(engine.requests) == 1
 
 
-def store_of(tmp_path: Path, **bounds: int) -> Store:
+def store_of(tmp_path: Path, **bounds: Any) -> Store:
     return Store(
         Journal(tmp_path),
         sp.SampleParams(),
