@@ -17,6 +17,8 @@
     State hash of every tensor per rank, from a full scan of memory between two steps: the proof of what runs.
 ``POST /rose/abort {"request_ids"}``
     End requests; ids as the client chose them, or as the answer named them.
+``POST /rose/parse``, ``/rose/parse/whole``, ``/rose/parse/close``
+    Text of a turn from its tokens; see :mod:`vllm_plugin.parses`.
 
 Every route asks for the bearer token in ``ROSE_NODE_TOKEN``; with role ``rollout`` and no token the
 server refuses to start, and with any other role there are no routes.  Errors have OpenAI's shape.
@@ -32,6 +34,7 @@ over HTTP.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
 import logging
 import os
@@ -45,6 +48,7 @@ import msgspec
 
 from rose.errors import ConfigError, Conflict, NotFound, RequestError, RoseError, TooLarge, Unauthorized
 from vllm_plugin import ENV_DIR, role, selfcheck
+from vllm_plugin.parses import CloseBody, FeedBody, Parses, VllmParse, WholeBody, parse_whole
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request, Response
@@ -59,6 +63,8 @@ ENV_KV = "ROSE_WEIGHTS_KV"
 KV_MODES = ("salt", "reset", "keep")
 MIN_TOKEN_CHARS = 16
 MAX_BODY_BYTES = 256 * 1024
+MAX_PARSE_BYTES = 64 * 2**20
+"""Of a body that brings a prompt: a million tokens, and the messages they were made of."""
 MAX_ABORTS = 4096
 MAX_WAIT_S = 300.0
 PAUSE_TIMEOUT_S = 30.0
@@ -92,7 +98,7 @@ class AbortBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     request_ids: list[str]
 
 
-B = TypeVar("B", StageBody, CommitBody, DiscardBody, AbortBody)
+B = TypeVar("B", bound=msgspec.Struct)
 
 
 class RosePlugin:
@@ -103,6 +109,7 @@ class RosePlugin:
 
     def __init__(self) -> None:
         self.control: EngineControl | None = None
+        self.parses = Parses()
         self._token = b""
 
     def attach_router(self, app: FastAPI) -> None:
@@ -127,6 +134,9 @@ class RosePlugin:
             ("POST", "/rose/weights/discard", self._discard),
             ("GET", "/rose/weights/hash", self._hash),
             ("POST", "/rose/abort", self._abort),
+            ("POST", "/rose/parse", self._parse),
+            ("POST", "/rose/parse/whole", self._parse_whole),
+            ("POST", "/rose/parse/close", self._parse_close),
         ):
             app.add_api_route(path, self._guarded(handler), methods=[method], response_model=None)
 
@@ -142,7 +152,8 @@ class RosePlugin:
     # -- routes -----------------------------------------------------------------------------------
 
     async def _status(self, request: Request) -> tuple[int, dict[str, Any]]:
-        return 200, await self._engine().status()
+        status = await self._engine().status()
+        return 200, {**status, "parses": {"open": len(self.parses), "bytes": self.parses.num_bytes}}
 
     async def _stage(self, request: Request) -> tuple[int, dict[str, Any]]:
         body = await _body(request, StageBody)
@@ -167,6 +178,24 @@ class RosePlugin:
         if len(body.request_ids) > MAX_ABORTS:
             raise TooLarge(f"{len(body.request_ids)} ids, at most {MAX_ABORTS}", field="request_ids")
         await self._engine().abort(body.request_ids)
+        return 200, {}
+
+    async def _parse(self, request: Request) -> tuple[int, dict[str, Any]]:
+        derenderer = _derenderer(request)
+        body, size = await _sized_body(request, FeedBody, MAX_PARSE_BYTES)
+        make = functools.partial(VllmParse, derenderer)
+        return 200, await self.parses.feed(body, size, make, make_runner(derenderer))
+
+    async def _parse_whole(self, request: Request) -> tuple[int, dict[str, Any]]:
+        derenderer = _derenderer(request)
+        body, _ = await _sized_body(request, WholeBody, MAX_PARSE_BYTES)
+        counts = _counts_reasoning(request)
+        work = functools.partial(parse_whole, derenderer, body, counts_reasoning=counts)
+        return 200, await make_runner(derenderer)(work)
+
+    async def _parse_close(self, request: Request) -> tuple[int, dict[str, Any]]:
+        body = await _body(request, CloseBody)
+        self.parses.close(body.parses)
         return 200, {}
 
     def _engine(self) -> EngineControl:
@@ -212,18 +241,47 @@ def make_plugin() -> RosePlugin:
 
 
 async def _body(request: Request, kind: type[B]) -> B:
+    return (await _sized_body(request, kind, MAX_BODY_BYTES))[0]
+
+
+async def _sized_body(request: Request, kind: type[B], max_bytes: int) -> tuple[B, int]:
+    """The body, and how many bytes it had."""
     raw = bytearray()
     async for chunk in request.stream():
         raw += chunk
-        if len(raw) > MAX_BODY_BYTES:
-            raise TooLarge(f"more than {MAX_BODY_BYTES} bytes", field="body")
+        if len(raw) > max_bytes:
+            raise TooLarge(f"more than {max_bytes} bytes", field="body")
     try:
-        return msgspec.json.decode(bytes(raw) or b"{}", type=kind)
+        return msgspec.json.decode(bytes(raw) or b"{}", type=kind), len(raw)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$")
         raise RequestError(message, field=path.strip("`.") or "body") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError(f"is not JSON: {error}", field="body") from None
+
+
+def _derenderer(request: Request) -> Any:
+    """vLLM's own, with its parsers, tokenizer and threads.
+
+    Raises:
+        NotFound: Started without ``--enable-scale-out``.
+    """
+    serving = getattr(request.app.state, "serving_derender", None)
+    if serving is None:
+        raise NotFound("needs --enable-scale-out", field="path")
+    return serving.online_derenderer
+
+
+def _counts_reasoning(request: Request) -> bool:
+    """Whether vLLM's own answers say how many tokens are reasoning: where a reasoning parser is configured."""
+    chat = getattr(request.app.state, "openai_serving_chat", None)
+    return bool(getattr(chat, "_include_reasoning_tokens_details", False))
+
+
+def make_runner(derenderer: Any) -> Callable[[Callable[[], Any]], Awaitable[Any]]:
+    """Runs parsing where vLLM runs its own."""
+    loop = asyncio.get_running_loop()
+    return functools.partial(loop.run_in_executor, derenderer.renderer._executor)
 
 
 def _version(body: StageBody | CommitBody) -> WeightVersion:

@@ -165,10 +165,12 @@ class Scheduler:
         )
         for job, version in self.store.versions.items():
             self.dispatcher.require(job, version)
-        renderer = Renderer(
+        self.renderer = Renderer(
             self.dispatcher, self.engines, max_wait_s=times.max_queue_s, sidecar=config.render_url
         )
-        prompts = Prompts(renderer.call, history=config.history, cache_entries=config.render_cache_entries)
+        prompts = Prompts(
+            self.renderer.call, history=config.history, cache_entries=config.render_cache_entries
+        )
         self.jobs = Jobs(
             store=self.store,
             dispatcher=self.dispatcher,
@@ -185,11 +187,11 @@ class Scheduler:
         self.watch = WatchRoutes(
             self.store,
             self.timeline,
-            renderer,
+            self.renderer,
             self._recent_snapshot,
             lambda: self.dispatcher.draining,
         )
-        openai = OpenAIRoutes(config, self.store, self.dispatcher, self.jobs, prompts, renderer)
+        openai = OpenAIRoutes(config, self.store, self.dispatcher, self.jobs, prompts, self.renderer)
         app = web.Application(
             client_max_size=config.limits.max_body_bytes, middlewares=[errors_middleware, self._guarded]
         )
@@ -229,6 +231,7 @@ class Scheduler:
                 await self.jobs.close()
                 await self.dispatcher.close()
             await self._runner.cleanup()
+            await self.renderer.close()
             self.engines.close()
             await self.control.close()
         self.decisions.close()

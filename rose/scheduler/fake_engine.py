@@ -1,8 +1,8 @@
 """A rollout engine without a model, for tests, benchmarks and trying things out.
 
 Speaks the routes that ``rose-scheduler`` uses of vLLM 0.32 with ``--enable-scale-out``
-(``/inference/v1/generate``, ``abort_requests``, render, derender, ``/health``, ``/v1/models``), in their
-shapes.  Its "model" is a deterministic function of the token prefix, so a turn that was cut and continued
+(``/inference/v1/generate``, ``abort_requests``, render, derender, ``/health``, ``/v1/models``) and the parse routes of our
+plug-in, in their shapes.  Its "model" is a deterministic function of the token prefix, so a turn that was cut and continued
 elsewhere must give the same tokens as one that was not: any loss, repeat or re-encoding shows at once.
 
 It can be told to misbehave, per request, in order (:class:`Fault`; over HTTP: ``POST /fake/faults``), and that production
@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,13 +31,12 @@ from aiohttp import web
 
 from rose.auth import Tokens, bearer
 from rose.policy.turns import RECLAIMED
+from rose.scheduler.fake_text import FakeText, _error, _json, encode
 from rose.scheduler.toy_tokenizer import HFTokenizer, Tokenizer, ToyTokenizer
 
 SLOW_FACTOR = 20
 _P = 2_147_483_647
 _A = 48_271
-
-encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,13 +85,14 @@ class PrefixModel:
         return token, logprob, (state * _A + token + 1) % _P
 
 
-class FakeEngine:
+class FakeEngine(FakeText):
     """Args:
     tokenizer: :class:`ToyTokenizer` by default.
     model: Served name.
     token_s: Time per token; 0 answers at once.
     mean_tokens: Mean length of a turn that ends by itself.
     report_versions: Stamp tokens with :attr:`version`, as an engine with our plug-in does.
+    plugin: It has the parse routes of our plug-in.
     """
 
     def __init__(
@@ -106,8 +106,9 @@ class FakeEngine:
         version: str = "0.0",
         report_versions: bool = True,
         token: str | None = None,
+        plugin: bool = True,
     ) -> None:
-        self.tokenizer = tokenizer or ToyTokenizer()
+        super().__init__(tokenizer or ToyTokenizer())
         self.model = model
         self.max_model_len = max_model_len
         self.token_s = token_s
@@ -121,12 +122,14 @@ class FakeEngine:
         self.trace_parents: deque[str | None] = deque(maxlen=4096)
         self.aborted: list[str] = []
         self.num_renders = 0
-        self.num_derenders = 0
+        self.bytes_in: Counter[str] = Counter()
+        """Of request bodies, by path."""
         self.num_running = 0
         self.num_reclaims = 0
         self.hold: asyncio.Event | None = None
         """When set, generation waits for it before the first token."""
         self._token = token
+        self._has_plugin = plugin
         self._running: dict[str, asyncio.Event] = {}
         self._reclaimed: set[str] = set()
         self._model = PrefixModel(self.tokenizer.word_ids, self.tokenizer.eos_id, mean_tokens)
@@ -141,6 +144,10 @@ class FakeEngine:
         app.router.add_post("/v1/completions/render", self._render_completion)
         app.router.add_post("/v1/chat/completions/derender", self._derender_chat)
         app.router.add_post("/v1/completions/derender", self._derender_completion)
+        if self._has_plugin:
+            app.router.add_post("/rose/parse", self._parse)
+            app.router.add_post("/rose/parse/whole", self._parse_whole)
+            app.router.add_post("/rose/parse/close", self._parse_close)
         app.router.add_post("/fake/faults", self._set_faults)
         app.router.add_post("/fake/reclaim", self._reclaim)
         return app
@@ -316,7 +323,7 @@ class FakeEngine:
                 running.set()
         return web.Response()
 
-    # --- render and derender ---------------------------------------------------------------------------
+    # --- render ---------------------------------------------------------------------------
 
     async def _render_chat(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -378,76 +385,6 @@ class FakeEngine:
         }
         return _json([rendered] if many else rendered)
 
-    async def _derender_chat(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        self.num_derenders += 1
-        if body.get("stream"):
-            text, choice, state = self._delta(body)
-            delta = {"content": text} if text else {}
-            if not state["role_sent"]:
-                delta["role"] = "assistant"
-                state["role_sent"] = True
-            piece = {"index": 0, "delta": delta, "logprobs": self._openai_logprobs(choice)}
-            piece["finish_reason"] = choice["finish_reason"]
-            return _json({"chunk": {"id": "x", "choices": [piece]}, "stream_state": state})
-        choice = body["generate_response"]["choices"][0]
-        if not choice["token_ids"]:
-            return _error(400, "choice 0 has empty or null token_ids")
-        message: dict[str, Any] = {"role": "assistant", "content": self.tokenizer.decode(choice["token_ids"])}
-        choice = {
-            "index": 0,
-            "message": message,
-            "logprobs": self._openai_logprobs(choice),
-            "finish_reason": choice["finish_reason"],
-            "stop_reason": choice["stop_reason"],
-        }
-        return _json({"id": "x", "choices": [choice]})
-
-    async def _derender_completion(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        self.num_derenders += 1
-        if body.get("stream"):
-            text, choice, state = self._delta(body)
-            piece = {"index": 0, "text": text, "logprobs": None, "finish_reason": choice["finish_reason"]}
-            return _json({"chunk": {"id": "x", "choices": [piece]}, "stream_state": state})
-        choice = body["generate_responses"][0]["choices"][0]
-        answer = {
-            "index": 0,
-            "text": self.tokenizer.decode(choice["token_ids"]),
-            "logprobs": choice.get("logprobs")
-            and {
-                "tokens": [self.tokenizer.decode([e["token_id"]]) for e in choice["logprobs"]["content"]],
-                "token_logprobs": [e["logprob"] for e in choice["logprobs"]["content"]],
-                "top_logprobs": [None] * len(choice["token_ids"]),
-                "text_offset": [0] * len(choice["token_ids"]),
-            },
-            "finish_reason": choice["finish_reason"],
-            "stop_reason": choice["stop_reason"],
-        }
-        return _json({"id": "x", "choices": [answer]})
-
-    def _delta(self, body: dict[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any]]:
-        choice = body["generate_chunk"]["choices"][0]
-        state = body.get("stream_state") or {"ids": [], "role_sent": False}
-        before = self.tokenizer.decode(state["ids"])
-        state["ids"] = [*state["ids"], *(choice["token_ids"] or [])]
-        after = self.tokenizer.decode(state["ids"])
-        return after[len(before) :], choice, state
-
-    def _openai_logprobs(self, choice: dict[str, Any]) -> dict[str, Any] | None:
-        if not choice.get("logprobs"):
-            return None
-        content = [
-            self._alternative(entry)
-            | {"top_logprobs": [self._alternative(other) for other in entry.get("top_logprobs") or ()]}
-            for entry in choice["logprobs"]["content"]
-        ]
-        return {"content": content}
-
-    def _alternative(self, entry: dict[str, Any]) -> dict[str, Any]:
-        text = self.tokenizer.decode([entry["token_id"]])
-        return {"token": text, "logprob": entry["logprob"], "bytes": list(text.encode())}
-
     # --- the rest --------------------------------------------------------------------------------------
 
     async def _health(self, request: web.Request) -> web.Response:
@@ -469,6 +406,7 @@ class FakeEngine:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        self.bytes_in[request.path] += request.content_length or 0
         given = request.headers.get("Authorization")
         if self._token is not None and request.path != "/health" and given != f"Bearer {self._token}":
             return _error(401, "Unauthorized")
@@ -570,15 +508,6 @@ def _entry(token: int, logprob: float, params: Mapping[str, Any]) -> dict[str, A
         for rank in range(params.get("logprobs") or 0)
     ]
     return {"token_id": token, "logprob": logprob, "rank": 1, "top_logprobs": others}
-
-
-def _json(value: Any) -> web.Response:
-    return web.Response(body=encode(value), content_type="application/json")
-
-
-def _error(status: int, message: str) -> web.Response:
-    body = {"error": {"message": message, "type": "BadRequestError", "param": None, "code": status}}
-    return web.Response(body=encode(body), status=status, content_type="application/json")
 
 
 def _features(body: Mapping[str, Any], token_ids: Sequence[int]) -> dict[str, Any] | None:

@@ -18,13 +18,13 @@ import base64
 import binascii
 import functools
 import hashlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
 
-from rose.errors import CapacityError, EngineError, NotFound, RequestError, RoseError, Unauthorized
+from rose.errors import CapacityError, NotFound, RequestError, RoseError, Unauthorized
 from rose.policy.staleness import parse_version
 from rose.scheduler.config import SchedulerConfig
 from rose.scheduler.deliveries import retry_count
@@ -49,7 +49,7 @@ from rose.scheduler.messages import call_id
 from rose.scheduler.prompts import NOT_RENDERED, Prompt, Prompts, continuation
 from rose.scheduler.renderer import Renderer
 from rose.scheduler.replays import finished_before
-from rose.scheduler.stops import cut_at_stop, visible_ids
+from rose.scheduler.stops import chat_finish, cut_at_stop, visible_ids
 from rose.scheduler.store import Store, Trajectory
 from rose.scheduler.streams import replay_stream, replay_tokens, stream_job, stream_tokens, wants_logprobs
 
@@ -119,21 +119,23 @@ class OpenAIRoutes:
 
         want = wants_logprobs(body)
 
-        async def parsed(done: list[Finished]) -> list[dict[str, Any]]:
-            return [await self._chat_choice(body, item, entries=want) for item in done]
+        async def parsed(done: list[Finished]) -> tuple[list[dict[str, Any]], list[int | None]]:
+            found = [await self._chat_choice(body, item, entries=want) for item in done]
+            return [choice for choice, _ in found], [count for _, count in found]
 
         async def work(job: Job) -> bytes:
             prompt = await self._prompts.chat(trajectory, body)
             params = self._params(prompt.sampling_params, body, len(prompt.token_ids), model)
             done = await self._run(job, [(prompt, params)] * num_choices, body, model)
-            choices = await parsed(done)
+            choices, counts = await parsed(done)
             self._jobs.next_turns(job, done)
-            answer = self._answer(body, done, choices, "chat.completion")
+            answer = self._answer(body, done, choices, "chat.completion", counts)
             self._jobs.record(job, done, kind="chat", messages=[choice["message"] for choice in choices])
             return answer
 
         async def again(done: list[Finished]) -> bytes:
-            return self._answer(body, done, await parsed(done), "chat.completion")
+            choices, counts = await parsed(done)
+            return self._answer(body, done, choices, "chat.completion", counts)
 
         return await self._serve(request, body, wish, work, again, chat=True)
 
@@ -294,37 +296,29 @@ class OpenAIRoutes:
                 self._dispatcher.cancel_turn(handle.turn_id, "sibling_failed")
             raise
 
-    async def _chat_choice(self, body: dict[str, Any], done: Finished, *, entries: bool) -> dict[str, Any]:
-        result, handle = done.ended.result, done.handle
-        token_ids = _visible(body, done)
+    async def _chat_choice(
+        self, body: dict[str, Any], done: Finished, *, entries: bool
+    ) -> tuple[dict[str, Any], int | None]:
+        """The choice, and how many of its tokens are reasoning."""
+        handle, token_ids, reason = done.handle, done.ended.result.token_ids, done.ended.reason
         if not token_ids:
-            return {
-                "index": 0,
-                "message": {"role": "assistant", "content": ""},
-                "logprobs": None,
-                "finish_reason": done.ended.reason,
-            }
-        choice = await self._renderer.derender_chat(
+            message = {"role": "assistant", "content": ""}
+            return {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}, None
+        choice, num_reasoning = await self._renderer.chat_choice(
             _engine_request(body),
-            turn_id=result.turn_id,
+            min_tokens=body.get("min_tokens") or 0,
+            turn_id=handle.turn_id,
             prompt_ids=handle.prompt_ids,
             token_ids=token_ids,
-            finish_reason=done.ended.reason,
+            finish_reason=reason,
             stop_reason=done.ended.stop_reason,
             entries=handle.entries if entries else None,
         )
-        message = choice.get("message")
-        if not isinstance(message, dict):
-            raise EngineError("the derender route answered no message")
-        for at, call in enumerate(message.get("tool_calls") or ()):
-            call["id"] = call_id(result.turn_id, at, call["id"])
-        if message.get("tool_calls") and choice.get("finish_reason") == "stop":
-            choice["finish_reason"] = "tool_calls"
-        stop = done.ended.stop_reason
-        if isinstance(stop, str) and isinstance(message.get("content"), str):
-            keep = bool(body.get("include_stop_str_in_output"))
-            message["content"] = cut_at_stop(message["content"], stop, keep=keep)
-        return choice
+        calls = choice["message"].get("tool_calls") or ()
+        for at, call in enumerate(calls):
+            call["id"] = call_id(handle.turn_id, at, call["id"])
+        choice["finish_reason"] = chat_finish(body, reason, called=bool(calls), streamed=False)
+        return choice, num_reasoning
 
     async def _completion_choice(
         self, body: dict[str, Any], done: Finished, *, entries: bool
@@ -349,7 +343,12 @@ class OpenAIRoutes:
         return choice
 
     def _answer(
-        self, body: Mapping[str, Any], done: list[Finished], choices: list[dict[str, Any]], kind: str
+        self,
+        body: Mapping[str, Any],
+        done: list[Finished],
+        choices: list[dict[str, Any]],
+        kind: str,
+        num_reasoning: Sequence[int | None] = (),
     ) -> bytes:
         for index, choice in enumerate(choices):
             choice["index"] = index
@@ -362,7 +361,7 @@ class OpenAIRoutes:
             "created": done[0].created,
             "model": body["model"],
             "choices": choices,
-            "usage": openai_usage(done),
+            "usage": openai_usage(done, num_reasoning),
             "rose": rose_object(done),
         }
         if body.get("return_token_ids"):
@@ -572,16 +571,21 @@ def _said(body: Mapping[str, Any]) -> bytes:
     return encode({k: v for k, v in body.items() if k not in ("stream", "stream_options")})
 
 
-def openai_usage(done: list[Finished]) -> dict[str, Any]:
+def openai_usage(done: list[Finished], num_reasoning: Sequence[int | None] = ()) -> dict[str, Any]:
+    """``num_reasoning``: of each choice, where its engine counts them."""
     prompts = {id(item.prompt): len(item.prompt.token_ids) for item in done}
     num_prompt = sum(prompts.values())
     num_new = sum(len(item.ended.result.token_ids) for item in done)
-    return {
+    usage: dict[str, Any] = {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_new,
         "total_tokens": num_prompt + num_new,
         "prompt_tokens_details": {"cached_tokens": sum(item.summary["usage"]["cached"] for item in done)},
     }
+    counts = [count for count in num_reasoning if count is not None]
+    if counts:
+        usage["completion_tokens_details"] = {"reasoning_tokens": sum(counts)}
+    return usage
 
 
 def rose_object(done: list[Finished]) -> dict[str, Any]:

@@ -1,12 +1,32 @@
-"""Stop strings: the engine ends at one but returns every token, so the text is cut here.
+"""Where a turn's text ends, and the reason that its client reads.
 
-:class:`StopMatcher` watches streamed text and holds back what may be the start of a stop string; it also
-finds one that lies across the seam of two attempts, which no engine could see.
+An engine ends a turn at a stop string but returns every token.  Our endpoint plugin cuts the text as ``vllm serve`` does; for
+engines without it, it is cut here.  :class:`StopMatcher` watches streamed text, and holds back what may be the start of a stop
+string; one may lie across the seam of two attempts, where no engine could see it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def chat_finish(request: Mapping[str, Any], reason: str, *, called: bool, streamed: bool) -> str:
+    """The ``finish_reason`` of a chat choice, as ``vllm serve`` 0.32 says it.
+
+    Args:
+        request: The client's.
+        reason: Why the turn ended.
+        called: The answer calls a tool; on a stream, one was begun.
+    """
+    choice = request.get("tool_choice")
+    if isinstance(choice, dict):  # a call by name is no choice of the model's
+        return reason
+    if streamed:
+        called = called and reason == "stop"
+    elif choice == "required":
+        called = reason == "stop"
+    return "tool_calls" if called else reason
 
 
 def cut_at_stop(text: str, stop: str, *, keep: bool) -> str:

@@ -1,7 +1,7 @@
 """Server-sent events for ``stream: true``.
 
-The turn's tokens are read from its handle, parsed piece by piece by vLLM's streaming derender route, and
-sent in OpenAI's chunk shapes.  A stream never shows that its turn moved between engines.  It begins when
+The turn's tokens are read from its handle, parsed piece by piece (``rose.scheduler.parses``), and sent in OpenAI's chunk
+shapes.  A stream never shows that its turn moved between engines.  It begins when
 there is something to say, so an error before that is a plain HTTP error; afterwards it is an event.  While
 a turn is held, a comment keeps the connection alive.
 
@@ -29,8 +29,9 @@ from rose.scheduler.engine import TokenLogprob
 from rose.scheduler.http import REQUEST_ID, encode, error_body
 from rose.scheduler.jobs import Job, is_resumable
 from rose.scheduler.messages import Deltas, call_id
+from rose.scheduler.parses import Piece, StreamParse
 from rose.scheduler.renderer import Renderer
-from rose.scheduler.stops import StopMatcher, visible_ids
+from rose.scheduler.stops import chat_finish
 
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -124,7 +125,6 @@ async def stream_job(
         await asyncio.gather(*(choice.run() for choice in choices))
         answer = msgspec.json.decode(await job.wait())
         for choice in choices:
-            choice.end()
             if chat:
                 on_delivery(choice.handle, choice.said.message())
         for choice in choices:
@@ -234,20 +234,22 @@ class _Choice:
         self.handle = handle
         self.said = Deltas()
         self._job = job
-        self._last: dict[str, Any] = {}
         self._base = base
         self._body = body
         self._chat = chat
-        self._renderer = renderer
         self._dispatcher = dispatcher
         self._events = events
         self._keepalive_s = keepalive_s
-        stop = body.get("stop")
-        stops = [stop] if isinstance(stop, str) else stop if isinstance(stop, list) else []
-        self._keep = bool(body.get("include_stop_str_in_output"))
-        self._stops = StopMatcher([item for item in stops if isinstance(item, str)], keep=self._keep)
-        self._state: Any = None
+        self._parse = StreamParse(
+            renderer,
+            body,
+            chat=chat,
+            turn_id=handle.turn_id,
+            prompt_ids=handle.prompt_ids,
+            min_tokens=handle.sampling_params.get("min_tokens") or 0,
+        )
         self._role_sent = False
+        self._called = False
 
     async def run(self) -> None:
         """Send all text; the finish is left to :meth:`send_last`."""
@@ -255,74 +257,58 @@ class _Choice:
         want_entries = wants_logprobs(self._body)
         sent = 0
         progress = _progress(self._job, handle, self._events, self._keepalive_s)
-        async with contextlib.aclosing(progress) as steps:
-            async for done in steps:
-                # Whatever piled up while the last piece was parsed goes out as one.
-                token_ids = handle.tokens[sent:]
-                entries = handle.entries[sent : sent + len(token_ids)] if want_entries else None
-                sent += len(token_ids)
-                if token_ids or done:
-                    await self._piece(token_ids, entries, done=done)
+        try:
+            async with contextlib.aclosing(progress) as steps:
+                async for done in steps:
+                    # Whatever piled up while the last piece was parsed goes out as one.
+                    token_ids = handle.tokens[sent:]
+                    entries = handle.entries[sent : sent + len(token_ids)] if want_entries else None
+                    sent += len(token_ids)
+                    if token_ids or (done and sent):
+                        await self._piece(token_ids, entries, done=done)
+        finally:
+            self._parse.close()
 
     async def _piece(self, token_ids: list[int], entries: list[TokenLogprob] | None, *, done: bool) -> None:
-        handle = self.handle
-        ended = handle.done.result() if done else None
-        if ended is not None:
-            token_ids = visible_ids(token_ids, ended.reason, ended.stop_reason, keep=self._keep)
-        if not token_ids and self._state is None:
-            return  # ended without a token that has text
-        piece, self._state = await self._renderer.derender_chunk(
-            self._body,
-            chat=self._chat,
-            turn_id=handle.turn_id,
-            prompt_ids=handle.prompt_ids,
-            token_ids=token_ids,
-            finish_reason=None if ended is None else ended.reason,
-            stop_reason=None if ended is None else ended.stop_reason,
-            entries=entries,
-            state=self._state,
+        ended = self.handle.done.result() if done else None
+        parsed = await self._parse.feed(
+            Piece(
+                token_ids=token_ids,
+                entries=entries,
+                finish_reason=None if ended is None else ended.reason,
+                stop_reason=None if ended is None else ended.stop_reason,
+            )
         )
-        choice = piece["choices"][0] if piece["choices"] else {}
-        before = self._stops.matched
         if self._chat:
-            delta = choice.get("delta") or {}
-            content = delta.get("content")
-            if isinstance(content, str):
-                delta["content"] = self._stops.feed(content)
-            out: dict[str, Any] = {"delta": _said(delta)}
-            if out["delta"].get("role"):
-                if self._role_sent:
-                    out["delta"].pop("role")
-                else:
-                    out["delta"].setdefault("content", "")
+            delta = _said(parsed.delta)
+            self._called = self._called or "tool_calls" in delta
+            if not self._role_sent:
+                delta = {"role": "assistant", "content": "", **delta}
                 self._role_sent = True
-            for call in out["delta"].get("tool_calls", ()):
+            for call in delta.get("tool_calls", ()):
                 if "id" in call:
-                    call["id"] = call_id(handle.turn_id, call["index"], call["id"])
-            self.said.add(out["delta"])
-            empty = not out["delta"]
+                    call["id"] = call_id(self.handle.turn_id, call["index"], call["id"])
+            self.said.add(delta)
+            out: dict[str, Any] = {"delta": delta}
+            empty = not delta
         else:
-            text = choice.get("text")
-            out = {"text": self._stops.feed(text) if isinstance(text, str) else ""}
+            out = {"text": parsed.delta.get("text") or ""}
             empty = not out["text"]
-        if not empty or choice.get("logprobs"):
-            await self._chunk({**out, "logprobs": choice.get("logprobs"), "finish_reason": None})
-        if self._stops.matched is not None and before is None and not done:
-            self._dispatcher.stop(handle.turn_id, self._stops.matched)
+        if not empty or parsed.logprobs:
+            await self._chunk({**out, "logprobs": parsed.logprobs, "finish_reason": None})
+        if parsed.stop is not None and not done:
+            self._dispatcher.stop(self.handle.turn_id, parsed.stop)
 
-    def end(self) -> None:
-        """Settle what :meth:`send_last` says."""
-        held = self._stops.flush()
-        payload: dict[str, Any] = (
-            {"delta": {"content": held} if held else {}} if self._chat else {"text": held}
-        )
-        if self._chat and not self._role_sent:
-            payload["delta"] = {"role": "assistant", "content": held}
-        self.said.add(payload.get("delta", {}))
-        self._last = payload
-
-    async def send_last(self, finish_reason: str | None, rose: Any) -> None:
-        await self._chunk({**self._last, "logprobs": None, "finish_reason": finish_reason}, rose=rose)
+    async def send_last(self, finish_reason: str, rose: Any) -> None:
+        """Args:
+        finish_reason: Of the whole answer; a stream that has begun a call says so whatever became of it.
+        """
+        last: dict[str, Any] = {"text": ""}
+        if self._chat:
+            last = {"delta": {} if self._role_sent else {"role": "assistant", "content": ""}}
+            reason = self.handle.done.result().reason
+            finish_reason = chat_finish(self._body, reason, called=self._called, streamed=True)
+        await self._chunk({**last, "logprobs": None, "finish_reason": finish_reason}, rose=rose)
 
     async def _chunk(self, choice: dict[str, Any], rose: Any = None) -> None:
         value = {**self._base, "choices": [{"index": self.index, **choice}]}

@@ -20,11 +20,17 @@ FAULTS = "--worker-extension-cls=tests.plugin.weights_faults.FaultyWorker"
 
 
 @contextlib.contextmanager
-def dedicated(model: Path, *, env: Mapping[str, str], args: Sequence[str] = ()) -> Iterator[EngineServer]:
+def dedicated(
+    model: Path, *, env: Mapping[str, str], args: Sequence[str] = (), start_timeout_s: float = 120.0
+) -> Iterator[EngineServer]:
     """A rollout engine on a device of its own, with all of its memory."""
     server = EngineServer(
-        model, role="rollout", env=env, args=["--logprobs-mode=processed_logprobs", *args]
-    )  # fmt: skip
+        model,
+        role="rollout",
+        env=env,
+        args=["--logprobs-mode=processed_logprobs", *args],
+        start_timeout_s=start_timeout_s,
+    )
     with server:
         host = Host(server.rose_dir, has_serving=False)
         try:

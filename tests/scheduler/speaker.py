@@ -34,7 +34,7 @@ class Speaker(FakeEngine):
     """
 
     def __init__(self, says: Callable[[list[int]], Speech], **engine: Any) -> None:
-        super().__init__(**engine)
+        super().__init__(**engine, plugin=False)
         self._says = says
 
     async def _derender_chat(self, request: web.Request) -> web.Response:

@@ -1,0 +1,136 @@
+"""What a streamed turn sends to be parsed: its prompt once, and nothing is said twice or left out when its parse is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from rose.scheduler.fake_engine import FakeEngine
+from rose.scheduler.parses import Piece, StreamParse, joined
+from tests.scheduler.conftest import World, user
+
+PARSE = ("/rose/parse", "/rose/parse/close")
+DERENDER = ("/v1/chat/completions/derender", "/v1/completions/derender")
+
+
+def parse_of(world: World, prompt: Sequence[int], *, chat: bool = True, **wanted: Any) -> StreamParse:
+    request: dict[str, Any] = {"model": "policy", **wanted}
+    request |= {"messages": [user("x" * len(prompt))]} if chat else {"prompt": "x"}
+    return StreamParse(
+        world.scheduler.renderer, request, chat=chat, turn_id="t", prompt_ids=prompt, min_tokens=0
+    )
+
+
+def letters(engine: FakeEngine, text: str) -> list[int]:
+    return engine.tokenizer.encode(text)
+
+
+def sent(engine: FakeEngine, paths: Sequence[str]) -> int:
+    return sum(engine.bytes_in[path] for path in paths)
+
+
+@pytest.mark.parametrize("chat", [True, False], ids=["chat", "completion"])
+async def test_a_turn_of_a_hundred_tokens_sends_its_prompt_of_60k_once(world: World, chat: bool) -> None:
+    """Measured: 29 MB by vLLM's stateless route; the prompt and its messages are 0.3 MB."""
+    await world.start()
+    plugin = await world.add("plugin", max_model_len=70_000)
+    prompt = [100 + at % 50 for at in range(60_000)]
+    tokens = letters(plugin, "abcdefghij" * 10)
+    parse = parse_of(world, prompt, chat=chat)
+    for at, token in enumerate(tokens):
+        reason = "length" if at + 1 == len(tokens) else None
+        await parse.feed(Piece(token_ids=[token], finish_reason=reason))
+    after = sent(plugin, PARSE)
+    await world.kill("plugin")
+    plain = await world.add("plain", max_model_len=70_000, plugin=False)
+    await world.until(
+        lambda: not any(w.worker_id == "plugin" and w.may_take_turns for w in world.scheduler.book.fleet)
+    )
+    parse = parse_of(world, prompt, chat=chat)
+    for at, token in enumerate(tokens):
+        reason = "length" if at + 1 == len(tokens) else None
+        await parse.feed(Piece(token_ids=[token], finish_reason=reason))
+    before = sent(plain, DERENDER)
+    request = 60_000 if chat else 0
+    assert before > 100 * (len(prompt) * 4 + request)
+    assert after < len(prompt) * 4 + request + 100 * 400
+
+
+async def text_of(
+    world: World, parse: StreamParse, tokens: list[int], *, lose_at: int = -1, lose: Any = None
+) -> tuple[str, str | None]:
+    said: dict[str, Any] = {}
+    for at in range(0, len(tokens), 3):
+        if at // 3 == lose_at:
+            await lose()
+        last = at + 3 >= len(tokens)
+        parsed = await parse.feed(
+            Piece(token_ids=tokens[at : at + 3], finish_reason="length" if last else None)
+        )
+        said = joined(said, parsed.delta)
+        if parsed.stop is not None:
+            return said.get("content", ""), parsed.stop
+    return said.get("content", ""), None
+
+
+@pytest.mark.parametrize("lose_at", [1, 3, 5])
+@pytest.mark.parametrize("second", ["same", "plugin", "plain"])
+@pytest.mark.parametrize("first", ["plugin", "plain"])
+async def test_a_lost_parse_goes_on_elsewhere(world: World, first: str, second: str, lose_at: int) -> None:
+    await world.start()
+    engine = await world.add("one", plugin=first == "plugin")
+
+    async def lose() -> None:
+        if second == "same":
+            engine.open_parses.clear()  # as an engine does that needs the room
+        else:
+            await world.add("two", plugin=second == "plugin")
+            await world.kill("one")
+
+    tokens = letters(engine, "one, two, three four.")
+    parse = parse_of(world, [5, 6, 7], stop=["no such"])
+    assert await text_of(world, parse, tokens, lose_at=lose_at, lose=lose) == ("one, two, three four.", None)
+    assert not any(left.open_parses for left in world.engines.values() if left is not engine)
+
+
+@pytest.mark.parametrize("plugin", [True, False], ids=["plugin", "plain"])
+async def test_a_stop_string_that_no_engine_saw_is_found(world: World, plugin: bool) -> None:
+    await world.start()
+    engine = await world.add("a", plugin=plugin)
+    tokens = letters(engine, "one, two, three")
+    assert await text_of(world, parse_of(world, [5], stop=["tw", "zz"]), tokens) == ("one, ", "tw")
+    shown = parse_of(world, [5], stop=["tw", "zz"], include_stop_str_in_output=True)
+    assert await text_of(world, shown, tokens) == ("one, tw", "tw")
+
+
+async def test_an_engine_that_has_no_room_for_another_parse_is_asked_the_other_way(world: World) -> None:
+    await world.start()
+    engine = await world.add("a")
+    engine.max_parses = 0
+    answer = await text_of(world, parse_of(world, [5]), letters(engine, "one, two"))
+    assert answer == ("one, two", None)
+    assert sent(engine, DERENDER) > 0
+    engine.max_parses = 1  # and the next stream finds it again
+    engine.bytes_in.clear()
+    await text_of(world, parse_of(world, [5]), letters(engine, "one, two"))
+    assert sent(engine, DERENDER) == 0
+
+
+@pytest.mark.parametrize("how", ["ends", "hangs up", "is cancelled"])
+async def test_no_stream_leaves_a_parse_open(world: World, how: str) -> None:
+    await world.start()
+    engine = await world.add("a", token_s=0.002, mean_tokens=10_000)
+    session = await world.trajectory()
+    body = {"model": "policy", "messages": [user("hi")], "stream": True, "max_tokens": 60, "n": 2}
+    headers = {"Authorization": f"Bearer {world.tokens.agent}", "X-Session-ID": session}
+    url = f"{world.url}/v1/chat/completions"
+    async with world.session.post(url, json=body, headers=headers) as response:
+        assert (await response.content.readline()).startswith(b"data: ")
+        assert engine.open_parses
+        if how == "ends":
+            assert (await response.content.read()).endswith(b"data: [DONE]\n\n")
+        elif how == "is cancelled":
+            await world.ok("DELETE", f"/rose/v1/trajectories/{session}")
+    await world.until(lambda: not engine.open_parses)
