@@ -150,10 +150,18 @@ class FutexWord:
 _FLOCK = struct.Struct("@hhqqi4x")  # struct flock, 64-bit Linux: type, whence, start, length, pid (0: OFD)
 
 
-def take_lock(descriptor: int) -> bool:
+WRITER, SUCCESSOR = 0, 1
+"""What a lock says: the open file that has it writes the file, or is about to put another in its place.
+
+Two bytes of the file, so that who asks whether a writer lives is not told of the one that comes after it: it would believe the
+last words of a dead process.
+"""
+
+
+def take_lock(descriptor: int, kind: int = WRITER) -> bool:
     """Take the exclusive lock of the open file; False if another open file has it."""
     try:
-        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, kind, 1, 0))
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES):
             return False
@@ -162,6 +170,6 @@ def take_lock(descriptor: int) -> bool:
 
 
 def is_locked(descriptor: int) -> bool:
-    """Does another open file hold the lock?  Takes nothing."""
-    answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0))
+    """Does another open file hold the writer's lock?  Takes nothing."""
+    answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, WRITER, 1, 0))
     return _FLOCK.unpack(answer)[0] != fcntl.F_UNLCK

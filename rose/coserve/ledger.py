@@ -51,7 +51,15 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, cast
 
-from rose.coserve.kernel import FutexWord, bound_read, bound_write, futex_wait, is_locked, take_lock
+from rose.coserve.kernel import (
+    SUCCESSOR,
+    FutexWord,
+    bound_read,
+    bound_write,
+    futex_wait,
+    is_locked,
+    take_lock,
+)
 from rose.coserve.records import (
     ChunkState,
     Mode,
@@ -356,7 +364,7 @@ def _create(path: Path, image: bytearray) -> tuple[FutexWord, int]:
             except FileNotFoundError:
                 pass
             if old >= 0:  # whosever it is: nothing of it is read
-                if not take_lock(old):
+                if not take_lock(old, SUCCESSOR) or is_locked(old):
                     raise LedgerError(
                         "another live process writes it",
                         field=str(path),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rose.coserve.kernel import SUCCESSOR, take_lock
 from rose.coserve.ledger import ChunkState, NodeDir, RecordWriter
 from rose.errors import LedgerError
 
@@ -132,3 +133,17 @@ def test_of_two_live_writers_both_can_be_counted(node: NodeDir) -> None:
             assert other is not None
             assert (reader.read(), other.read()) == (ChunkState(generation=1), ChunkState(generation=2))
         assert reader.others() is None
+
+
+def test_a_dead_writer_does_not_seem_to_live_while_its_successor_makes_a_file(node: NodeDir) -> None:
+    """Its last words would be believed: a loan of a production that is dead, or marks that a new worker would obey."""
+    node.chunks_writer("rollout", 2).close()
+    reader = node.chunks("rollout", 2)
+    descriptor = os.open(node.path / "rollout.chunks", os.O_RDWR)
+    try:
+        assert take_lock(descriptor, SUCCESSOR)
+        assert not reader.alive()
+        with pytest.raises(LedgerError, match="another live process"):
+            node.chunks_writer("rollout", 2)  # one successor at a time
+    finally:
+        os.close(descriptor)
