@@ -1,0 +1,188 @@
+"""What the table calls elastic beside a plain decoder, one option at a time on a real production engine."""
+
+from __future__ import annotations
+
+import base64
+import concurrent.futures
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import zmq
+
+from rose.coserve.ledger import Phase
+from rose.policy.compat import Support
+from tests.engine_launcher import EngineServer
+from tests.plugin.logits_for_tests import NEVER
+from tests.plugin.stand_in import eventually
+from tests.plugin.test_serving_engine import Agent
+from tests.tiny_model import write_tiny_model
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
+
+OPTIONS = ["moe", "kv_events", "prompt_embeds", "logits_processors", "api_servers"]
+HIDDEN = 96
+CHUNK_BLOCKS = 32
+SEATS = 16
+"""Requests at once: of four blocks each, twice what one chunk holds."""
+Answer = tuple[list[str], list[float]]
+
+
+def tokens(first: int, count: int = 300) -> list[int]:
+    """A prompt of its own; 300 tokens are two whole blocks, which the prefix cache keeps."""
+    return [5 + (first + 7 * i) % 200 for i in range(count)]
+
+
+def embedded(first: int, count: int = 300) -> str:
+    generator = torch.Generator().manual_seed(first)
+    file = io.BytesIO()
+    torch.save((torch.randn(count, HIDDEN, generator=generator) * 0.15).to(torch.bfloat16), file)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+class Production:
+    """One engine with one option, and the requests that use the option."""
+
+    def __init__(self, option: str, server: EngineServer, events: Path) -> None:
+        self.option = option
+        self.server = server
+        self.events = events
+
+    def prompt(self, first: int, count: int = 300) -> dict[str, Any]:
+        if self.option == "prompt_embeds":
+            return {"prompt_embeds": embedded(first, count)}
+        return {"prompt": tokens(first, count)}
+
+    def ask(self, prompt: dict[str, Any], max_tokens: int = 16) -> dict[str, Any]:
+        body = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True, "logprobs": 2} | prompt
+        answer = self.server.post("/v1/completions", {"model": str(self.server.model_dir)} | body)
+        assert answer.status_code == 200, answer.text
+        choice = answer.json()["choices"][0]
+        assert choice["finish_reason"] == "length"
+        return choice["logprobs"]
+
+    def answers(self) -> list[Answer]:
+        """The same prompts, each computed anew and then out of the prefix cache."""
+        assert self.server.post("/reset_prefix_cache").status_code == 200
+        asked = [self.ask(self.prompt(first)) for first in (0, 0, 3, 3)]
+        return [(one["tokens"], one["token_logprobs"]) for one in asked]
+
+
+@pytest.fixture(scope="module", params=OPTIONS)
+def production(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Production]:
+    option: str = request.param
+    folder = tmp_path_factory.mktemp("engine")
+    events = folder / "events"
+    write_tiny_model(folder / "model", hidden_size=HIDDEN, num_experts=4 if option == "moe" else 0)
+    (folder / "node").mkdir(mode=0o700)
+    kv_events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{events}"}
+    args = {
+        "moe": [],
+        "kv_events": [f"--kv-events-config={json.dumps(kv_events)}"],
+        "prompt_embeds": ["--enable-prompt-embeds"],
+        "logits_processors": ["--logits-processors=tests.plugin.logits_for_tests:Never"],
+        "api_servers": ["--api-server-count=2"],
+    }[option]
+    env = {"ROSE_DIR": str(folder / "node"), "ROSE_GUARD": "1", "VLLM_SERVER_DEV_MODE": "1"}
+    args = [*args, f"--max-num-seqs={SEATS}"]
+    with EngineServer(folder / "model", role="serving", env=env, args=args) as server:
+        yield Production(option, server, events)
+
+
+@pytest.fixture
+def agent(production: Production) -> Iterator[Agent]:
+    agent = Agent(production.server.rose_dir)
+    eventually(lambda: agent.lease().phase == Phase.READY, "serving is ready")
+    yield agent
+    agent.write(lend_pages=0, held=0)
+    agent.until_lent(0)
+    lease = agent.lease()
+    agent.close()
+    assert (lease.phase, lease.errors) == (Phase.READY, 0)
+    assert "Traceback" not in production.server.log_path.read_text(errors="replace")
+
+
+def test_answers_are_the_same_whatever_is_lent(production: Production, agent: Agent) -> None:
+    assert agent.lease().support == Support.ELASTIC
+    alone = production.answers()
+    assert alone[0] != alone[2]
+    for pages in (12, 0, agent.total - 1):
+        agent.write(lend_pages=pages)
+        agent.until_lent(pages)
+        assert production.answers() == alone
+
+
+def test_a_burst_takes_lent_memory_back(production: Production, agent: Agent) -> None:
+    agent.write(lend_pages=agent.total - 1)
+    agent.until_lent(agent.total - 1)
+    board = agent.dir.serving_board()
+    before = board.read()
+    assert before is not None
+
+    with concurrent.futures.ThreadPoolExecutor(SEATS) as pool:
+        prompts = [production.prompt(20 + index, 440) for index in range(SEATS)]
+        for done in [pool.submit(production.ask, prompt, 60) for prompt in prompts]:
+            done.result(timeout=120)
+
+    after = board.read()
+    assert after is not None
+    assert after.pressure_seq > before.pressure_seq
+
+
+@pytest.mark.parametrize("production", ["logits_processors"], indirect=True, scope="module")
+def test_the_processor_decides_while_memory_is_lent(production: Production, agent: Agent) -> None:
+    agent.write(lend_pages=12)
+    agent.until_lent(12)
+    word = f"w{NEVER - 6}"
+
+    said = production.ask(production.prompt(0, 100))
+
+    # Log-probs are those before the processor: the model's first choice is known, and was not taken.
+    assert word in [max(top, key=top.__getitem__).strip() for top in said["top_logprobs"]]
+    assert word not in [token.strip() for token in said["tokens"]]
+
+
+@pytest.mark.parametrize("production", ["kv_events"], indirect=True, scope="module")
+def test_a_listener_hears_of_every_block_that_a_loan_takes_out_of_the_cache(
+    production: Production, agent: Agent
+) -> None:
+    cached: set[Any] = set()
+    numbers: list[int] = []
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        socket.subscribe(b"")
+        # This end connects: one that binds subscribes only when it next looks at its socket, and misses what came before.
+        socket.connect(f"ipc://{production.events}")
+
+        def hear() -> int:
+            while socket.poll(0):
+                _, number, payload = socket.recv_multipart()
+                numbers.append(int.from_bytes(number, "big"))
+                for event in msgspec.msgpack.decode(payload)[1]:
+                    if event["type"] == "BlockStored":
+                        cached.update(event["block_hashes"])
+                    elif event["type"] == "BlockRemoved":
+                        cached.difference_update(event["block_hashes"])
+                    else:
+                        cached.clear()
+            return len(cached)
+
+        firsts = iter(range(40, 1000))
+        eventually(lambda: production.ask(production.prompt(next(firsts)), 1) and hear(), "it is heard")
+        assert production.server.post("/reset_prefix_cache").status_code == 200
+        for _ in range(CHUNK_BLOCKS):
+            production.ask(production.prompt(next(firsts)), 1)
+        eventually(lambda: hear() == 2 * CHUNK_BLOCKS, "twice what one chunk holds is cached")
+
+        agent.write(lend_pages=agent.total - 1)
+        agent.until_lent(agent.total - 1)
+        production.ask(production.prompt(next(firsts)), 1)  # events go out with a step
+
+        eventually(lambda: 0 < hear() <= CHUNK_BLOCKS, "no more is said to be cached than one chunk holds")
+        assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
