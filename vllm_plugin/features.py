@@ -107,9 +107,9 @@ def _kinds(groups: Any) -> str:
 
 
 def _look(
-    config: Any, section: str, also_tried: Mapping[str, tuple[Value, ...]]
+    config: Any, section: str, also_allowed: Mapping[str, tuple[Value, ...]]
 ) -> Iterator[tuple[str, str]]:
-    """``(row, field = value)`` of every field below ``config`` whose value was not tried.
+    """``(row, field = value)`` of every field below ``config`` whose value is not allowed.
 
     Raises:
         TypeError: A configuration is not a dataclass any more.
@@ -118,9 +118,9 @@ def _look(
         path = f"{section}.{field.name}" if section else field.name
         value = getattr(config, field.name)
         if is_section(path) and value is not None and not isinstance(value, list):
-            yield from _look(value, path, also_tried)
+            yield from _look(value, path, also_allowed)
             continue
-        because = row_of_field(path, plain(value), also_tried.get(path, ()))
+        because = row_of_field(path, plain(value), also_allowed.get(path, ()))
         if because is not None:
             yield because, f"{path} = {shown(value, secret=because == 'unlisted' and _may_be_secret(path))}"
 

@@ -1,8 +1,9 @@
 """Every field of an engine's configuration, and the values with which ROSE shares that engine: an allowlist.
 
-A field is *harmless* (any value: it changes nothing that ROSE counts or moves), or it is *restricted*: the values that were
-tried are listed, and with another one the engine gets what the named row of the table allows
-(:mod:`rose.policy.compat`).  **A field that is not here is a new one: the engine is refused, and the field is named.**
+A field is *harmless* (any value: by reading vLLM, it changes nothing that ROSE counts or moves), or it is *restricted*: the values
+that are allowed are listed, those that a real engine ran with (*tried*) apart from those that are allowed by reading vLLM (*read*).
+With another one the engine gets what the named row of the table allows (:mod:`rose.policy.compat`).  **A field that is not here is
+a new one: the engine is refused, and the field is named.**
 
 Paths are attribute names from vLLM 0.32's ``VllmConfig`` and ``KVCacheConfig`` on, joined by dots.  ``vllm_plugin.features`` walks
 the objects; this file knows their names only.  Pure.  Callers: the plugin, the tests; ``docs/compatibility.md`` shows
@@ -19,10 +20,14 @@ Value = None | bool | int | float | str
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Field:
-    """A restricted field.  ``row`` is what decides where its value is none of ``tried``."""
+    """A restricted field.  ``row`` is what decides where its value is none of ``tried`` and ``read``.
+
+    ``tried``: what the engines of the tests run with, on the CPU.  ``read``: not tried; vLLM's source treats it the same.
+    """
 
     path: str
     tried: tuple[Value, ...]
+    read: tuple[Value, ...]
     row: str
 
 
@@ -131,14 +136,19 @@ HARMLESS: dict[str, str] = {
 """Section -> names of the fields that may have any value.  A name that is a section of its own is looked into."""
 
 
-def _restricted(row: str, *fields: tuple[str, tuple[Value, ...]]) -> tuple[Field, ...]:
-    return tuple(Field(path=path, tried=tried, row=row) for path, tried in fields)
+_Values = tuple[Value, ...]
 
 
-_UNSET: tuple[Value, ...] = (None,)
-_OFF: tuple[Value, ...] = (False, None)
-_ONE: tuple[Value, ...] = (1,)
-PLAIN_KV_DTYPES: tuple[Value, ...] = ("auto", "bfloat16", "float16", "half", "float32")
+def _restricted(row: str, *fields: tuple[str, _Values] | tuple[str, _Values, _Values]) -> tuple[Field, ...]:
+    """Rows of ``(path, tried)`` or ``(path, tried, read)``."""
+    return tuple(
+        Field(path=one[0], tried=one[1], read=one[2] if len(one) == 3 else (), row=row) for one in fields
+    )
+
+
+_UNSET: _Values = (None,)
+_OFF: tuple[_Values, _Values] = (False,), (None,)
+_ONE: _Values = (1,)
 
 RESTRICTED: tuple[Field, ...] = (
     *_restricted("tensor_parallel", ("parallel_config.tensor_parallel_size", _ONE)),
@@ -148,16 +158,16 @@ RESTRICTED: tuple[Field, ...] = (
         "data_parallel",
         ("parallel_config.data_parallel_size", _ONE),
         ("parallel_config.data_parallel_size_local", _ONE),
-        ("parallel_config.data_parallel_external_lb", _OFF),
-        ("parallel_config.data_parallel_hybrid_lb", _OFF),
+        ("parallel_config.data_parallel_external_lb", *_OFF),
+        ("parallel_config.data_parallel_hybrid_lb", *_OFF),
         ("scheduler_config.prefill_schedule_interval", _ONE),
     ),
     *_restricted(
         "expert_parallel",
-        ("parallel_config.enable_expert_parallel", _OFF),
-        ("parallel_config.enable_eplb", _OFF),
-        ("parallel_config.enable_elastic_ep", _OFF),
-        ("parallel_config.enable_hc_sp", _OFF),
+        ("parallel_config.enable_expert_parallel", *_OFF),
+        ("parallel_config.enable_eplb", *_OFF),
+        ("parallel_config.enable_elastic_ep", *_OFF),
+        ("parallel_config.enable_hc_sp", *_OFF),
     ),
     *_restricted("pipeline_parallel", ("parallel_config.pipeline_parallel_size", _ONE)),
     *_restricted(
@@ -166,48 +176,48 @@ RESTRICTED: tuple[Field, ...] = (
         ("parallel_config.decode_context_parallel_size", _ONE),
     ),
     *_restricted("lora", ("lora_config", _UNSET)),
-    *_restricted("speculative", ("speculative_config", _UNSET), ("kv_cache_group.is_eagle_group", _OFF)),
+    *_restricted("speculative", ("speculative_config", _UNSET), ("kv_cache_group.is_eagle_group", *_OFF)),
     *_restricted(
         "hybrid",
-        ("model.is_hybrid", _OFF),
-        ("model.is_attention_free", _OFF),
-        ("model.has_inner_state", _OFF),
-        ("cache_config.is_attention_free", _OFF),
+        ("model.is_hybrid", *_OFF),
+        ("model.is_attention_free", *_OFF),
+        ("model.has_inner_state", *_OFF),
+        ("cache_config.is_attention_free", *_OFF),
     ),
-    *_restricted("encoder_decoder", ("model.is_encoder_decoder", _OFF)),
+    *_restricted("encoder_decoder", ("model.is_encoder_decoder", *_OFF)),
     *_restricted(
         "multimodal",
-        ("model.is_multimodal_model", _OFF),
-        ("model.is_multimodal_raw_input_only_model", _OFF),
-        ("model.is_mm_prefix_lm", _OFF),
+        ("model.is_multimodal_model", *_OFF),
+        ("model.is_multimodal_raw_input_only_model", *_OFF),
+        ("model.is_mm_prefix_lm", *_OFF),
         ("model_config.multimodal_config", _UNSET),
-        ("scheduler_config.is_multimodal_model", _OFF),
+        ("scheduler_config.is_multimodal_model", *_OFF),
         ("ec_manager_config.encoder_cache_manager_cls", _UNSET),
     ),
     *_restricted(
         "pooling",
         ("model.runner_type", ("generate",)),
-        ("model.is_matryoshka", _OFF),
-        ("model_config.runner", ("auto", "generate")),
-        ("model_config.convert", ("auto", "none")),
+        ("model.is_matryoshka", *_OFF),
+        ("model_config.runner", ("auto",), ("generate",)),
+        ("model_config.convert", ("auto",), ("none",)),
         ("model_config.pooler_config", _UNSET),
         ("model_config.io_processor_plugin", _UNSET),
         ("scheduler_config.runner_type", ("generate",)),
     ),
     *_restricted(
         "fp8_kv",
-        ("cache_config.cache_dtype", PLAIN_KV_DTYPES),
-        ("kv_cache_spec.dtype", ("bfloat16", "float16", "float32")),
+        ("cache_config.cache_dtype", ("auto",), ("bfloat16", "float16", "half", "float32")),
+        ("kv_cache_spec.dtype", ("bfloat16",), ("float16", "float32")),
         ("kv_cache_spec.kv_quant_mode", ("NONE",)),
     ),
     *_restricted("api_servers", ("parallel_config._api_process_count", _ONE)),
     *_restricted(
         "sleep_mode",
-        ("model_config.enable_sleep_mode", _OFF),
-        ("model_config.enable_cumem_allocator", _OFF),
-        ("model_config.enable_nccl_comm_suspend", _OFF),
+        ("model_config.enable_sleep_mode", *_OFF),
+        ("model_config.enable_cumem_allocator", *_OFF),
+        ("model_config.enable_nccl_comm_suspend", *_OFF),
     ),
-    # Besides None and vLLM's own worker of the platform; the plugin adds those, and ours.
+    # vLLM's own worker of the platform: the plugin adds it, and ours.
     *_restricted(
         "other_scheduler",
         ("scheduler_config.scheduler_cls", _UNSET),
@@ -217,17 +227,17 @@ RESTRICTED: tuple[Field, ...] = (
         "multi_host",
         ("parallel_config.nnodes", _ONE),
         ("parallel_config.node_rank", (0,)),
-        ("parallel_config.distributed_executor_backend", ("mp", "uni", None)),
+        ("parallel_config.distributed_executor_backend", ("mp",), ("uni", None)),
         ("parallel_config.placement_group", _UNSET),
     ),
     *_restricted(
         "kv_kind",
-        ("model.use_mla", _OFF),
-        ("model.is_deepseek_mla", _OFF),
+        ("model.use_mla", *_OFF),
+        ("model.is_deepseek_mla", *_OFF),
         ("model.rswa_window", _UNSET),
         ("kv_cache_spec.sliding_window", _UNSET),
         ("kv_cache_spec.attention_chunk_size", _UNSET),
-        ("kv_cache_spec.non_causal", _OFF),
+        ("kv_cache_spec.non_causal", *_OFF),
         ("kv_cache_spec.tokens_per_state", _ONE),
     ),
     *_restricted(
@@ -240,38 +250,38 @@ RESTRICTED: tuple[Field, ...] = (
     *_restricted(
         "kv_option",
         ("cache_config.prefix_match_unit", _UNSET),
-        ("cache_config.kv_sharing_fast_prefill", _OFF),
+        ("cache_config.kv_sharing_fast_prefill", *_OFF),
         ("scheduler_config.watermark", (0.0,)),
-        ("aux_output_config.enable_return_routed_experts", _OFF),
+        ("aux_output_config.enable_return_routed_experts", *_OFF),
         ("offload_config.uva.cpu_offload_gb", (0.0,)),
         ("offload_config.prefetch.offload_group_size", (0,)),
-        ("attention_config.use_non_causal", _OFF),
+        ("attention_config.use_non_causal", *_OFF),
     ),
     *_restricted(
         "attention_backend",
-        ("attention_config.backend", (None, "CPU_ATTN")),
+        ("attention_config.backend", (None,), ("CPU_ATTN",)),
         ("attention_config.backend_per_kind", _UNSET),
         ("attention_config.use_trtllm_attention", (None,)),
     ),
     *_restricted("quantized_weights", ("model_config.quantization", _UNSET), ("model_config.quantization_config", _UNSET)),
     *_restricted("priority", ("scheduler_config.policy", ("fcfs",))),
-    *_restricted("prompt_embeds", ("model_config.enable_prompt_embeds", _OFF)),
+    *_restricted("prompt_embeds", ("model_config.enable_prompt_embeds", *_OFF)),
     *_restricted("logits_processors", ("model_config.logits_processors", _UNSET)),
     *_restricted(
         "other_option",
-        ("model.is_diffusion", _OFF),
+        ("model.is_diffusion", *_OFF),
         ("model.attn_type", ("decoder",)),
-        ("model.requires_raw_input_tokens", _OFF),
-        ("model_config.is_submodel_config", _OFF),
+        ("model.requires_raw_input_tokens", *_OFF),
+        ("model_config.is_submodel_config", *_OFF),
         ("model_config.model_class_overrides", _UNSET),
-        ("model_config.model_impl", ("auto", "vllm")),
-        ("model_config.return_sampling_mask", _OFF),
-        ("model_config.enable_trace_replay", _OFF),
-        ("parallel_config.enable_batch_sharded_sampling", _OFF),
-        ("parallel_config.enable_shm_tensor_arena", _OFF),
-        ("parallel_config.enable_dbo", _OFF),
+        ("model_config.model_impl", ("auto",), ("vllm",)),
+        ("model_config.return_sampling_mask", *_OFF),
+        ("model_config.enable_trace_replay", *_OFF),
+        ("parallel_config.enable_batch_sharded_sampling", *_OFF),
+        ("parallel_config.enable_shm_tensor_arena", *_OFF),
+        ("parallel_config.enable_dbo", *_OFF),
         ("parallel_config.ubatch_size", (0,)),
-        ("parallel_config.enable_fault_tolerance", _OFF),
+        ("parallel_config.enable_fault_tolerance", *_OFF),
         ("engram_config", _UNSET),
         ("watermark_config", _UNSET),
         ("diffusion_config", _UNSET),
@@ -279,9 +289,9 @@ RESTRICTED: tuple[Field, ...] = (
         ("attention_config.hisparse_config", _UNSET),
         ("kv_cache_config.hisparse_host_num_blocks", _UNSET),
         ("kv_cache_config.hisparse_host_block_stride", _UNSET),
-        ("kv_cache_config.hisparse_shared_host_pool", _OFF),
-        ("kv_cache_tensor.host_resident", _OFF),
-        ("kv_cache_group.host_resident", _OFF),
+        ("kv_cache_config.hisparse_shared_host_pool", *_OFF),
+        ("kv_cache_tensor.host_resident", *_OFF),
+        ("kv_cache_group.host_resident", *_OFF),
         ("kv_cache_group.role", ("DEFAULT",)),
     ),
 )  # fmt: skip
@@ -314,26 +324,31 @@ def is_section(path: str) -> bool:
     return path in HARMLESS
 
 
-def row_of_field(path: str, value: Value, also_tried: tuple[Value, ...] = ()) -> str | None:
+def row_of_field(path: str, value: Value, also_allowed: tuple[Value, ...] = ()) -> str | None:
     """The row that decides where ``path`` has ``value``; None: it changes nothing, ``unlisted``: nobody knows the field."""
     field = _RESTRICTED.get(path)
     if field is not None:
-        return None if any(_same(value, tried) for tried in (*field.tried, *also_tried)) else field.row
+        allowed = (*field.tried, *field.read, *also_allowed)
+        return None if any(_same(value, one) for one in allowed) else field.row
     section, _, name = path.rpartition(".")
     return None if (section, name) in _HARMLESS else "unlisted"
 
 
-def _same(value: Value, tried: Value) -> bool:
-    return value == tried and isinstance(value, bool) == isinstance(tried, bool)
+def _same(value: Value, allowed: Value) -> bool:
+    return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
 
 
 def markdown() -> str:
     """The allowlist as ``docs/compatibility.md`` shows it."""
-    lines = ["| field | tried | with another value |", "|---|---|---|"]
+    lines = ["| field | tried | read, not tried | with another value |", "|---|---|---|---|"]
     for field in RESTRICTED:
-        tried = ", ".join(f"`{value}`" for value in field.tried) or "vLLM's own"
-        lines.append(f"| `{field.path}` | {tried} | {field.row} |")
-    lines += ["", "| section | fields that may have any value |", "|---|---|"]
+        tried, read = (", ".join(f"`{value}`" for value in values) for values in (field.tried, field.read))
+        lines.append(f"| `{field.path}` | {tried or 'of vLLM itself'} | {read} | {field.row} |")
+    lines += [
+        "",
+        "| section | fields that may have any value (read; the engines of the tests have a few) |",
+        "|---|---|",
+    ]
     for section, names in HARMLESS.items():
         shown = ", ".join(
             f"`{name}`" for name in names.split() if not is_section(f"{section}.{name}".lstrip("."))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 
 from rose.policy.compat import TABLE, judge
 from rose.policy.engine_fields import HARMLESS, KV_KINDS, RESTRICTED, is_section, row_of_field
+from tests.engine_launcher import BASE_ARGS
+from tests.plugin.test_kv_cache_table import cache_of
 from tests.tiny_shapes import write_shape
 from vllm_plugin import compat
 from vllm_plugin.features import findings, plain
@@ -203,7 +206,7 @@ def test_every_kind_of_cache_is_placed() -> None:
     assert kinds(theirs.KVCacheSpec) - abstract <= KV_KINDS.keys()
 
 
-def test_what_a_dataclass_of_vllm_has_by_default_was_tried(full: Any) -> None:
+def test_what_a_dataclass_of_vllm_has_by_default_is_allowed(full: Any) -> None:
     """Also where this platform never shows it: CUDA's commands start from the same defaults."""
     wrong = []
     for path, one in sections(full):
@@ -219,6 +222,35 @@ def test_what_a_dataclass_of_vllm_has_by_default_was_tried(full: Any) -> None:
             if because is not None:
                 wrong.append((where, made, because))
     assert wrong == []
+
+
+def test_tried_is_what_the_engines_of_the_tests_run_with(shapes: Path) -> None:
+    """Every other value that is allowed is allowed by reading, and the table says so."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    config_of(shapes)  # writes the model
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(
+        ["--model", str(shapes / "qwen3"), *BASE_ARGS]
+    )
+    config = EngineArgs.from_cli_args(args).create_engine_config()
+    cache = cache_of(copy.deepcopy(config), "dense")
+    places = {
+        "model": config.model_config,
+        "kv_cache_config": cache,
+        "kv_cache_tensor": cache.kv_cache_tensors[0],
+        "kv_cache_group": cache.kv_cache_groups[0],
+        "kv_cache_spec": cache.kv_cache_groups[0].kv_cache_spec,
+    }
+    wrong = []
+    for field in RESTRICTED:
+        first, _, rest = field.path.partition(".")
+        one = attrgetter(rest)(places[first]) if first in places else attrgetter(field.path)(config)
+        if field.tried != ((plain(one),) if field.path != "parallel_config.worker_cls" else ()):
+            wrong.append((field.path, plain(one), field.tried))
+    assert wrong == []
+    assert all(not set(field.tried) & set(field.read) for field in RESTRICTED)
 
 
 def test_rows_of_fields_are_rows_of_the_table() -> None:
