@@ -1,10 +1,11 @@
-"""Run the benchmarks, keep what they found, and write docs/results.md from it.   (`make bench`, `bench-quick`, `bench-full`)
+"""Run the benchmarks, keep what they found, and write docs/results.md and docs/evidence.md from it.   (`make bench`, `bench-quick`, `bench-full`)
 
     python benchmarks/run.py                  # all that exist, each in its own process, with a limit
     python benchmarks/run.py --quick          # those with a short form, under five minutes together
     python benchmarks/run.py --full           # also the long ones; a run that was stopped goes on
     python benchmarks/run.py --only routing
-    python benchmarks/run.py --render         # docs/results.md and docs/figures/ again, from committed result files; runs nothing
+    python benchmarks/run.py --render         # docs/results.md, evidence.md, figures/, the README's figures again, from committed
+                                              # result files; runs nothing
 
 Writes benchmarks/results/<date>-<machine>.json: the machine, its versions and the commit, and each benchmark's summary and seeds
 (those that its details name; else they are constants of the program at that commit).
@@ -30,6 +31,7 @@ from rich.console import Console
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import evidence  # noqa: E402
 from benchmarks.figures import figures  # noqa: E402
 from benchmarks.report import machine  # noqa: E402
 
@@ -95,7 +97,13 @@ def main() -> int:
         FIGURES.mkdir(exist_ok=True)
         for name, svg in figures(committed_results()).items():
             (FIGURES / name).write_text(svg)
-        console.print(f"wrote {DOCUMENT.relative_to(ROOT)} and {FIGURES.relative_to(ROOT)}/")
+        runs = evidence.all_runs(committed_results())
+        for path, made in (
+            (evidence.DOCUMENT, evidence.tables(runs)),
+            (evidence.README, evidence.headlines(runs)),
+        ):
+            path.write_text(evidence.render(path.read_text(), made))
+        console.print("wrote docs/results.md, docs/evidence.md, docs/figures/ and the README's figures")
         return 0
     names = QUICK_S if args.quick else {**MINUTES, **(LONG if args.full else {})}
     unknown = [name for name in args.only or [] if name not in {**MINUTES, **LONG}]
@@ -303,14 +311,14 @@ NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
 
 
 def wrong_rows(markdown: str, results: Path = RESULTS) -> list[str]:
-    """Rows of the section "Evidence" whose number is not what the named figure says.
+    """Rows of the sections whose names begin with "Evidence" whose number is not what the named figure says.
 
     A row is ``| claim | value | `FILE.json:benchmark.key` ... |``: one source per number of the value, in order.  A number is
     right when the figure, times 100 before a % sign, rounds to it.
     """
     wrong: list[str] = []
-    section = re.search(r"^## Evidence\n(.*?)(?=^## |\Z)", markdown, re.M | re.S)
-    for row in section.group(1).splitlines() if section else []:
+    parts = re.findall(r"^## Evidence\b[^\n]*\n(.*?)(?=^## |\Z)", markdown, re.M | re.S)
+    for row in "\n".join(parts).splitlines():
         cells = [cell.strip() for cell in row.strip().strip("|").split("|")]
         if not row.startswith("|") or len(cells) < 3 or set(cells[0]) <= set("-: "):
             continue

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks import evidence
 from benchmarks.figures import figures
 from benchmarks.run import DOCUMENT, FIGURES, committed_results, render, sections, seeds_of, wrong_rows
 from rose.cli import app
@@ -37,8 +40,102 @@ def test_every_committed_result_file_has_a_summary() -> None:
         assert any(summary for _, summary in sections(path)), path
 
 
-def test_every_number_of_the_readme_s_evidence_is_in_a_result_file() -> None:
-    assert wrong_rows((ROOT / "README.md").read_text()) == []
+def test_every_number_of_the_evidence_is_in_a_result_file() -> None:
+    assert wrong_rows(evidence.DOCUMENT.read_text()) == []
+
+
+def test_the_evidence_is_of_the_newest_runs_or_of_all() -> None:
+    if not evidence.has_history():
+        pytest.skip("without its history a repository does not know which run is the newest")
+    text = evidence.DOCUMENT.read_text()
+
+    assert text == evidence.render(text, evidence.tables(evidence.all_runs(committed_results())))
+
+
+def run_of(file: str, time: int, **summary: float) -> evidence.Run:
+    return evidence.Run(benchmark="b", file=file, commit="0123456", time=time, summary=summary)
+
+
+def test_a_newer_run_displaces_a_better_one() -> None:
+    runs = [
+        run_of("good.json", 1, gain=2.0),
+        run_of("bad.json", 2, gain=0.5),
+        run_of("other.json", 3, else_=9.0),
+    ]
+    claim = evidence.Claim(text="gain", benchmark="b", keys=("gain",), form="{:.1f}x", bar=(0, ">=", 1.0))
+
+    assert evidence.lines_of(claim, runs) == ["| gain | 0.5x | `bad.json:b.gain` | >= 1: **missed** |"]
+    every = dataclasses.replace(claim, every=True)
+    assert [line.split(" | ")[1] for line in evidence.lines_of(every, runs)] == ["2.0x", "0.5x"]
+
+
+@pytest.mark.parametrize(
+    ("figures_", "said"),
+    [
+        ((1.22, 1.21, 1.23), "impossible: above 1"),
+        ((1.22, None, None), "impossible: above 1"),
+        ((0.97, 0.68, 1.41), "empty interval"),
+        ((0.86, 0.77, 0.96), "0.86 (0.77 to 0.96)"),
+        ((0.86, None, None), "0.86, no interval"),
+    ],
+)
+def test_a_harvested_share_that_cannot_be_is_not_quoted(
+    figures_: tuple[float, float | None, float | None], said: str
+) -> None:
+    share, low, high = figures_
+    summary = {
+        "num_pairs": 8, "p99_ttft_ratio": 1.1, "p99_ttft_ratio_high": 1.1, "aa_ratio": 1.0, "p99_itl_ratio": 1.1,
+        "p99_itl_ratio_high": 1.2, "aa_itl_ratio": 1.0, "extra_violations": 0.0, "bar_met": False,
+        "harvested_share": share, "harvested_share_low": low, "harvested_share_high": high,
+    }  # fmt: skip
+    run = evidence.Run(benchmark="coserve", file="a.json", commit="0123456", time=1, summary=summary)
+
+    cells = evidence.coserving([run])[0].split(" | ")
+
+    assert cells[-2] == said
+    assert cells[2] == "1.10x (no interval)"
+    assert cells[4] == "1.10x (to 1.20x)"
+
+
+def test_result_files_name_the_commit_that_they_ran() -> None:
+    for path in committed_results():
+        commits = evidence.commits_of(path)
+        assert commits, path
+        assert all(re.fullmatch(r"[0-9a-f]{7,40}", commit) for commit in commits), path
+
+
+def test_commits_named_in_result_files_exist() -> None:
+    """Five older files name commits that were lost; the page says so, and no file joins them."""
+    named = {commit for path in committed_results() for commit in evidence.commits_of(path)}
+    if not evidence.has_history():
+        pytest.skip("without its history a repository does not know its commits")
+
+    assert {commit for commit in named if not evidence.commit_exists(commit)} == evidence.LOST
+    text = evidence.DOCUMENT.read_text().partition(evidence.BEGIN)[0]
+    for path in committed_results():
+        for commit in evidence.commits_of(path) & evidence.LOST:
+            assert f"`{commit}`" in text
+            assert f"`{path.name}`" in text
+
+
+def test_the_readme_s_figures_are_those_of_all_runs() -> None:
+    text = evidence.README.read_text()
+
+    assert text == evidence.render(text, evidence.headlines(evidence.all_runs(committed_results())))
+
+
+def test_the_readme_is_short() -> None:
+    lines = evidence.README.read_text().splitlines()
+
+    assert len(lines) < 150
+    assert max(map(len, lines)) <= 200
+
+
+def test_what_the_readme_links_to_exists() -> None:
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", evidence.README.read_text())
+
+    assert links
+    assert [link for link in links if "://" not in link and not (ROOT / link).exists()] == []
 
 
 @pytest.mark.parametrize(

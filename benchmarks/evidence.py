@@ -1,0 +1,402 @@
+"""docs/evidence.md and the README's figures: what is claimed, from committed result files, by rules that the file states.   (`run.py --render`)
+
+A claim names a benchmark and its figures, never a file: the newest run that has them is taken, or all runs, so that nobody can
+pick the best.  A run is as old as the commit it names; where that is lost, as the commit that brought its figures in.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENT = ROOT / "docs" / "evidence.md"
+README = ROOT / "README.md"
+BEGIN, END = "<!-- generated from here -->\n", "<!-- to here -->\n"
+LOST = {"68ea845", "f1892d8", "9673aeb", "99bbd4f", "3f19aa1"}
+"""Commits that committed result files name and the repository does not have.  No others may join them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One benchmark's figures in one result file.  ``time`` is in seconds since the epoch, None without history."""
+
+    benchmark: str
+    file: str
+    commit: str
+    time: int | None
+    summary: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """One line of the table.
+
+    Attributes:
+        keys: Figures of the benchmark; one with ``*`` stands for all that match, in their order by name.
+        form: How each figure is written, e.g. ``{:.2f}x``; a ``%`` after it means times 100.
+        bar: Which figure, how it is compared, with what; a pair ``(other figure, added)`` is that figure and so much more.
+        every: A line for every run that has the figures, instead of the newest.
+        undecided: No claim is made of it: it stands in the second table.
+    """
+
+    text: str
+    benchmark: str
+    keys: tuple[str, ...]
+    form: str = "{:.2f}"
+    bar: tuple[int, Literal["<=", ">="], float | tuple[int, float]] | None = None
+    every: bool = False
+    undecided: bool = False
+
+
+CLAIMS = (
+    Claim(
+        text="demo, seeds 0, 1, 2: success in the last of its steps",
+        benchmark="demo",
+        keys=("seed*.success_rate_last",),
+        every=True,
+    ),
+    Claim(
+        text="demo: share of turns that ran harvested", benchmark="demo",
+        keys=("seed*.harvested_turn_share",), every=True,
+    ),
+    Claim(
+        text="demo: production's P99 first token, shared over alone", benchmark="demo",
+        keys=("seed*.p99_ttft_ratio",), form="{:.2f}x", every=True,
+    ),
+    Claim(
+        text="demo, noise of the P99 first token: two arms alone", benchmark="demo",
+        keys=("seed*.aa_ttft_ratio",), form="{:.2f}x", every=True,
+    ),
+    Claim(
+        text="demo: production's P99 between tokens, shared over alone", benchmark="demo",
+        keys=("seed*.p99_itl_ratio",), form="{:.2f}x", every=True,
+    ),
+    Claim(
+        text="demo, noise of the P99 between tokens: two arms alone", benchmark="demo",
+        keys=("seed*.aa_itl_ratio",), form="{:.2f}x", every=True,
+    ),
+    Claim(
+        text="demo: production's requests that failed", benchmark="demo",
+        keys=("seed*.production_errors",), form="{:.0f}", every=True,
+    ),
+    Claim(
+        text="demo: bytes of weights sent, and dense (deltas are hardly sparse at its learning rate)", benchmark="demo",
+        keys=("seed0.weight_bytes_sent", "seed0.weight_bytes_dense"), form="{:,.0f}",
+    ),
+    Claim(
+        text="demo, one run: turns per second of rollout, harvesting on over off (off comes first)",
+        benchmark="demo", keys=("seed0.rollout_gain",), form="{:.2f}x",
+    ),
+    Claim(
+        text="what a harvested engine adds to training on timed engines, over what its speed alone would",
+        benchmark="train", keys=("throughput_harvest_gain_over_limit",), bar=(0, ">=", 0.9), every=True,
+    ),
+    Claim(
+        text="training tokens/s without and with the harvested engine, timed engines", benchmark="train",
+        keys=("throughput_async_tokens_per_s", "throughput_async_harvest_tokens_per_s"), form="{:.0f}",
+    ),
+    Claim(
+        text="CPU time of ROSE in a step of production's scheduler, 256 requests: p50, p99, p99 with cold caches",
+        benchmark="overhead", keys=("hook_p50_us", "hook_p99_us", "cold_p99_us"), form="{:.0f} us",
+        bar=(1, "<=", 100.0),
+    ),
+    Claim(
+        text="a whole scheduler step with ROSE's hooks over without, nothing lent; and the noise",
+        benchmark="overhead", keys=("step_ratio", "aa_ratio"), form="{:.3f}x",
+    ),
+    Claim(
+        text="a request through vLLM's whole server with ROSE over without; and the noise", benchmark="overhead",
+        keys=("end_ratio", "end_aa_ratio"), form="{:.3f}x",
+    ),
+    Claim(
+        text="memory of a rollout engine that is switched off (bytes), and of that its KV memory",
+        benchmark="activation", keys=("inactive_pss_bytes", "inactive_kv_resident_bytes"), form="{:,.0f}",
+        bar=(0, "<=", 2e9),
+    ),
+    Claim(
+        text="switching it on to its first token, median and worst; off until all memory is back, median",
+        benchmark="activation", keys=("first_token_s_p50", "first_token_s_max", "returned_s_p50"), form="{:.2f} s",
+        bar=(1, "<=", 1.0),
+    ),
+    Claim(
+        text="production killed under a whole loan: its start without ROSE; with rollouts beside it; agent stopped",
+        benchmark="production_restart",
+        keys=("stock_start_s_p50", "killed_start_s_p50", "agent_stopped_start_s_p50"), form="{:.1f} s",
+        bar=(2, "<=", (0, 2.0)),
+    ),
+    Claim(
+        text="weight codec: bytes per changed weight over Shannon's limit, at 1e-6", benchmark="weights",
+        keys=("shannon_ratio_fitted_1e-06",), form="{:.3f}",
+    ),
+    Claim(
+        text="weight codec: pairs of index and value (COO) over its bytes", benchmark="weights",
+        keys=("coo_ratio",), form="{:.2f}x",
+    ),
+    Claim(
+        text="trainer to two vLLM engines, 8.7 M parameters: publish to acknowledged, engines idle and busy",
+        benchmark="weights_live", keys=("acknowledged_s_median_idle", "acknowledged_s_median_busy"), form="{:.2f} s",
+    ),
+    Claim(
+        text="pause of an engine for it, idle and busy", benchmark="weights_live",
+        keys=("pause_ms_median_idle", "pause_ms_median_busy"), form="{:.0f} ms",
+    ),
+    Claim(
+        text="placing a turn among 1,000 workers with 100,000 trajectories: p99", benchmark="routing",
+        keys=("decision_p99_us",), form="{:.0f} us", bar=(0, "<=", 200.0), every=True,
+    ),
+    Claim(
+        text="largest log-prob difference to the trainer in float32, nats: fresh, and after moves in mid-turn",
+        benchmark="logprobs", keys=("float32.fresh.logprob_diff_max", "float32.moved.logprob_diff_max"),
+        form="{:.7f}", bar=(1, "<=", 1e-3),
+    ),
+    Claim(
+        text="mismatch KL in bf16, nats: fresh, and after moves in mid-turn", benchmark="logprobs",
+        keys=("bfloat16.fresh.mismatch_kl", "bfloat16.moved.mismatch_kl"), form="{:.7f}",
+    ),
+    Claim(
+        text="`/rose/v1/generate`: requests per CPU second over a bare aiohttp proxy's", benchmark="gateway",
+        keys=("generate_ratio",), bar=(0, ">=", 0.7), every=True,
+    ),
+    Claim(
+        text="chat: requests per CPU second over a proxy with the same calls", benchmark="gateway",
+        keys=("chat_ratio",), every=True,
+    ),
+    Claim(
+        text="P99 that the gateway adds at half its load over a bare proxy's", benchmark="gateway",
+        keys=("added_p99_ratio",), form="{:.1f}x", bar=(0, "<=", 3.0), every=True,
+    ),
+    Claim(
+        text="simulator, exact mode: CPU time of one hour of 256 serving and 64 dedicated devices", benchmark="sim",
+        keys=("exact.cpu_s",), form="{:.0f} s", bar=(0, "<=", 300.0),
+    ),
+    Claim(
+        text="simulated, a quarter of the paper's GRPO 8B setting, 14 seeds: limits missed that ROSE adds, of all requests",
+        benchmark="sim_maps", keys=("ablation.cell.rose.slo_missed_added",), form="{:.2f} %",
+    ),
+    Claim(
+        text="simulated, over fixed (not tuned) with 1, 2, 4, 8 dedicated engines for 64 trajectories (it loses with 4 and 8)",
+        benchmark="sim_maps", keys=("map.dedicated.*.rose.gain_over_fixed",), form="{:.2f}x",
+    ),
+    Claim(
+        text="FrozenLake's success at the end: dedicated alone, and with a harvested engine", benchmark="learning",
+        keys=("frozenlake_dedicated_success_last", "frozenlake_harvested_success_last"), every=True, undecided=True,
+    ),
+    Claim(
+        text="FrozenLake: 95 % interval of harvested less dedicated", benchmark="learning",
+        keys=("frozenlake_difference_low", "frozenlake_difference_high"), form="{:.3f}", bar=(0, ">=", -0.05),
+        every=True, undecided=True,
+    ),
+    Claim(
+        text="FrozenLake: greedy success on maps held out: dedicated alone, and with a harvested engine", benchmark="learning",
+        keys=("frozenlake_dedicated_success_held_out", "frozenlake_harvested_success_held_out"),
+        every=True, undecided=True,
+    ),
+    Claim(
+        text="arithmetic's success at the end: dedicated alone, and with a harvested engine", benchmark="learning",
+        keys=("maths_dedicated_success_last", "maths_harvested_success_last"), every=True, undecided=True,
+    ),
+    Claim(
+        text="arithmetic: 95 % interval of harvested less dedicated", benchmark="learning",
+        keys=("maths_difference_low", "maths_difference_high"), form="{:.3f}", bar=(0, ">=", -0.05),
+        every=True, undecided=True,
+    ),
+    Claim(
+        text="simulated, the paper's GRPO 8B setting: ROSE over fixed synchronous", benchmark="sim_paper",
+        keys=("grpo_8b.rose.gain",), form="{:.2f}x", undecided=True,
+    ),
+    Claim(
+        text="simulator's figures within 15 % or twice the live spread, of all", benchmark="sim_predict",
+        keys=("figures_within", "figures"), form="{:.0f}", undecided=True,
+    ),
+)  # fmt: skip
+
+
+def has_history() -> bool:
+    """Whether git knows all commits: no for an unpacked archive and for a shallow clone."""
+    return _git("rev-parse", "--is-shallow-repository") == "false"
+
+
+def commit_exists(commit: str) -> bool:
+    return _git("cat-file", "-t", commit) == "commit"
+
+
+def commits_of(path: Path) -> set[str]:
+    """Every commit that a result file names as the code it ran."""
+    document = json.loads(path.read_text())
+    where = document.get("machine") or document.get("details", {}).get("where", {})
+    parts = document.get("benchmarks", {}).values()
+    return {str(one["commit"]) for one in (where, *parts) if one.get("commit")}
+
+
+def all_runs(paths: list[Path]) -> list[Run]:
+    """All runs of all files, the oldest first."""
+    known = has_history()
+    runs: list[Run] = []
+    for path in paths:
+        document = json.loads(path.read_text())
+        where = document.get("machine") or document.get("details", {}).get("where", {})
+        parts = document.get("benchmarks") or {document.get("benchmark", path.stem): document}
+        for name, part in parts.items():
+            commit = part.get("commit") or where["commit"]
+            runs.append(
+                Run(
+                    benchmark=name,
+                    file=path.name,
+                    commit=commit,
+                    time=_time(commit, path) if known else None,
+                    summary=part.get("summary", {}),
+                )
+            )
+    return sorted(runs, key=lambda run: (run.time or 0, run.file))
+
+
+def _time(commit: str, path: Path) -> int:
+    own = _git("show", "-s", "--format=%ct", commit)
+    return int(own or _git("log", "--reverse", f"-S{commit}", "--format=%ct", "--", str(path)).split()[0])
+
+
+def _git(*args: str) -> str:
+    done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def figures_of(claim: Claim, run: Run) -> dict[str, float] | None:
+    """The claim's figures in a run, by key, or None where it does not have them all."""
+    found: dict[str, float] = {}
+    for key in claim.keys:
+        pattern = re.compile(re.escape(key).replace(r"\*", r"[^.]+"))
+        own = sorted(name for name in run.summary if pattern.fullmatch(name))
+        values = {name: run.summary[name] for name in own}
+        if not values or any(type(value) not in (int, float) for value in values.values()):
+            return None
+        found |= values
+    return found
+
+
+def lines_of(claim: Claim, runs: list[Run]) -> list[str]:
+    """The claim's rows: of the newest run that has its figures, or of all, the newest last."""
+    having = [
+        (run, found) for run in runs if run.benchmark == claim.benchmark and (found := figures_of(claim, run))
+    ]
+    return [_line(claim, run, found, last=run is having[-1][0]) for run, found in (having if claim.every else having[-1:])]  # fmt: skip
+
+
+def _line(claim: Claim, run: Run, found: dict[str, float], *, last: bool) -> str:
+    values = list(found.values())
+    measured = ", ".join(claim.form.format(value * (100.0 if "%" in claim.form else 1.0)) for value in values)
+    sources = " ".join(f"`{run.file}:{run.benchmark}.{key}`" for key in found)
+    bar = ""
+    if claim.bar is not None:
+        index, how, limit = claim.bar
+        limit = values[limit[0]] + limit[1] if isinstance(limit, tuple) else limit
+        met = values[index] <= limit if how == "<=" else values[index] >= limit
+        bar = f"{how} {limit:.4g}: {'met' if met else '**missed**'}"
+    text = f"{claim.text}, {'newest run' if last else 'earlier run'}" if claim.every else claim.text
+    lost = " (commit lost)" if run.commit in LOST else ""
+    return f"| {text} | {measured} | {sources}{lost} | {bar} |"
+
+
+def coserving(runs: list[Run]) -> list[str]:
+    """A row for every run of ``coserve``."""
+    return [_coserve_row(run) for run in runs if run.benchmark == "coserve"]
+
+
+def _coserve_row(run: Run) -> str:
+    s = run.summary
+    return (
+        f"| `{run.file}` at `{run.commit}` | {s['num_pairs']} "
+        f"| {_ratio(s, 'p99_ttft_ratio')} | {s['aa_ratio']:.2f}x "
+        f"| {_ratio(s, 'p99_itl_ratio')} | {s['aa_itl_ratio']:.2f}x "
+        f"| {s['extra_violations']:.0f} | {_share(s)} | {'met' if s['bar_met'] else '**not met**'} |"
+    )
+
+
+def _ratio(summary: dict[str, Any], key: str) -> str:
+    """A ratio and the upper end of its interval.  Where the two are one, the P99 is one request's: there is no interval."""
+    value, high = summary[key], summary[f"{key}_high"]
+    return f"{value:.2f}x (no interval)" if high <= value else f"{value:.2f}x (to {high:.2f}x)"
+
+
+def _share(summary: dict[str, Any]) -> str:
+    """The harvested share, where it says something.  It is a part of a whole: an interval above 1 measured something else."""
+    value, low, high = (summary.get(f"harvested_share{end}") for end in ("", "_low", "_high"))
+    assert value is not None, "every run of coserve has a harvested share"
+    if (value if low is None else low) > 1.0:
+        return "impossible: above 1"
+    if low is None or high is None:
+        return f"{value:.2f}, no interval"
+    if low < 0.85 and high > 1.0:
+        return "empty interval"
+    return f"{value:.2f} ({low:.2f} to {high:.2f})"
+
+
+def tables(runs: list[Run]) -> str:
+    """The generated part of the document."""
+    rows = [(claim, line) for claim in CLAIMS for line in lines_of(claim, runs)]
+    head = "| claim | measured | source | bar |\n|---|---|---|---|"
+    return "\n".join(
+        [
+            "## Co-serving: every run",
+            "",
+            "| file and commit, the newest last | pairs | P99 first token over alone | noise | P99 between tokens | noise "
+            "| added misses | harvested share | its bar |",
+            "|---|---|---|---|---|---|---|---|---|",
+            *coserving(runs),
+            "",
+            "## Evidence: claims",
+            "",
+            head,
+            *(line for claim, line in rows if not claim.undecided),
+            "",
+            "## Evidence: undecided, no claim is made",
+            "",
+            head,
+            *(line for claim, line in rows if claim.undecided),
+            "",
+        ]
+    )
+
+
+def headlines(runs: list[Run]) -> str:
+    """The README's three figures, each of all runs that have it, with its noise."""
+
+    def every(benchmark: str, key: str) -> list[float]:
+        return sorted(
+            run.summary[key]
+            for run in runs
+            if run.benchmark == benchmark and run.summary.get(key) is not None
+        )
+
+    def span(values: list[float], form: str) -> str:
+        ends = [form.format(values[0]), form.format(values[-1])]
+        return " to ".join(dict.fromkeys(ends))
+
+    ratios, noise = every("coserve", "p99_ttft_ratio"), every("coserve", "aa_ratio")
+    gain, limit = (every("train", f"throughput_harvest_gain{end}") for end in ("", "_limit"))
+    end, end_noise = every("overhead", "end_ratio"), every("overhead", "end_aa_ratio")
+    return "\n".join(
+        [
+            "| all committed runs, on two CPU cores | measured | noise, or what was possible |",
+            "|---|---|---|",
+            f"| production's P99 first token beside rollouts, over alone | {span(ratios, '{:.2f}x')}, median "
+            f"{statistics.median(ratios):.2f}x; bars met in {sum(every('coserve', 'bar_met')):.0f} of {len(ratios)} runs "
+            f"| two arms alone: {span(noise, '{:.2f}x')} |",
+            f"| tokens/s of training that a harvested engine adds, engines timed by a model, {len(gain)} runs "
+            f"| {span(gain, '{:+.0%}')} | by its speed: {span(limit, '{:+.0%}')} |",
+            f"| a request through vLLM's server with ROSE over without, nothing lent, {len(end)} runs "
+            f"| {span(end, '{:.3f}x')} | two alike: {span(end_noise, '{:.3f}x')} |",
+            "",
+        ]
+    )  # fmt: skip
+
+
+def render(document: str, generated: str) -> str:
+    """The document with its generated part made anew; what people wrote stays."""
+    before, _, rest = document.partition(BEGIN)
+    return f"{before}{BEGIN}\n{generated}\n{END}{rest.partition(END)[2]}"
