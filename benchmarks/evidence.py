@@ -198,6 +198,17 @@ CLAIMS = (
         every=True, undecided=True,
     ),
     Claim(
+        text="FrozenLake, maps held out, mean of the second half: 95 % interval of harvested less dedicated",
+        benchmark="learning",
+        keys=("frozenlake_harvested_held_out_difference_low", "frozenlake_harvested_held_out_difference_high"),
+        form="{:.3f}", undecided=True,
+    ),
+    Claim(
+        text="the same of a second engine that is never cut, less dedicated", benchmark="learning",
+        keys=("frozenlake_uncut_held_out_difference_low", "frozenlake_uncut_held_out_difference_high"),
+        form="{:.3f}", undecided=True,
+    ),
+    Claim(
         text="arithmetic's success at the end: dedicated alone, and with a harvested engine", benchmark="learning",
         keys=("maths_dedicated_success_last", "maths_harvested_success_last"), every=True, undecided=True,
     ),
