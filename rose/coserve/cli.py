@@ -171,6 +171,7 @@ def _show(status: dict[str, Any], as_json: bool) -> None:
         f"{serving['support']} ({serving['because']}), "
         f"{serving['used_pages']} used, {serving['reserved_pages']} reserved of {serving['total_pages']} pages, "
         f"claims {serving['claim_pages']}"
+        + (f", {serving['stranded_pages']} STRANDED" if serving["stranded_pages"] else "")
     )
     if (limit := lending.get("cache_limit_pages")) is not None:
         loss = lending["hit_rate_loss"]

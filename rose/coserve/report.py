@@ -142,6 +142,7 @@ def _serving(agent: NodeAgent) -> dict[str, Any]:
         "total_pages": lease.total_pages if lease else 0,
         "reserved_pages": lease.reserved_pages if lease else 0,
         "used_pages": board.used_pages if board else 0,
+        "stranded_pages": lease.stranded_pages if lease else 0,
         "claim_pages": board.claim_pages(lease.reserved_pages) if board and lease else 0,
         "pressure_seq": board.pressure_seq if board else 0,
         "errors": lease.errors if lease else 0,
