@@ -44,6 +44,7 @@ from rose.errors import LedgerError
 from rose.policy.compat import Row, Support, row
 from rose.policy.coserving.chunks import Report
 from rose.policy.coserving.serving import ServingBook
+from rose.policy.coserving.timing import prompt_work_s
 from rose.units import NS_PER_S
 from vllm_plugin import ENV_DIR, compat
 from vllm_plugin.capacity import SLICE_S, Balloon
@@ -349,14 +350,14 @@ class ServingSide:
             oldest = compat.waiting_requests(scheduler, 1)
             if oldest and oldest[0].num_output_tokens and slo_tpot_ns:
                 # Preempted: it has had its first token, and waits for a next one like those that run.
-                prefill_ns = int(model.predict(oldest[0].num_tokens) * NS_PER_S)
+                prefill_ns = self._prompt_ns(oldest[0].num_tokens, running)
                 deadline = max(1, (self._last_token_ns or now_ns) + slo_tpot_ns - prefill_ns)
                 tpot_deadline = min(tpot_deadline, deadline) if tpot_deadline else deadline
             head = self._next_first_token()
             if head is not None:
                 waiting_tokens = head.num_tokens
                 age_ns = int((time.time() - head.arrival_time) * NS_PER_S)
-                prefill_ns = int(model.predict(waiting_tokens) * NS_PER_S)
+                prefill_ns = self._prompt_ns(waiting_tokens, running)
                 ttft_deadline = max(1, now_ns - age_ns + slo_ttft_ns - prefill_ns)
         if running and slo_ttft_ns:
             # A prompt that is read in several steps counts as running from the first of them, and still owes its first token.
@@ -366,7 +367,7 @@ class ServingSide:
                 if left <= 0 or request.num_output_tokens:
                     break
                 age_ns = int((time.time() - request.arrival_time) * NS_PER_S)
-                prefill_ns = int(model.predict(left, running - 1) * NS_PER_S)
+                prefill_ns = self._prompt_ns(left, running - 1)
                 deadline = max(1, now_ns - age_ns + slo_ttft_ns - prefill_ns)
                 ttft_deadline = min(ttft_deadline, deadline) if ttft_deadline else deadline
         plan, balloon, claim_chunks = self.plan, self.balloon, self._claim_chunks
@@ -389,6 +390,17 @@ class ServingSide:
             self._pressure_seq,
             now_ns,  # written_ns
         )
+
+    def _prompt_ns(self, tokens: int, num_decodes: int) -> int:
+        """How long a prompt takes that is read beside ``num_decodes`` requests."""
+        model = self.model
+        seconds = prompt_work_s(
+            tokens,
+            chunk_tokens=max(1, self._scheduler.max_num_scheduled_tokens - num_decodes),
+            decode_step_s=model.predict(0, num_decodes),
+            prefill_token_s=model.prefill_token_s,
+        )
+        return int(seconds * NS_PER_S)
 
     def _require_own(self, writer: RecordWriter[Any]) -> None:
         """Nobody else has written our file: numbers that a stranger can change must steer nothing."""

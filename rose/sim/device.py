@@ -18,6 +18,7 @@ import math
 from typing import Protocol
 
 from rose.policy.admission import AdmissionParams, BoardView, Demand, Rule, admit
+from rose.policy.coserving.timing import prompt_work_s
 from rose.sim.engine import Engine, Request
 from rose.sim.events import EventQueue
 
@@ -428,8 +429,12 @@ class Device:
         ttft_s = None
         if first is not None and first.first_s is None:
             pending = serving.pending_tokens or first.prompt
-            num_steps = math.ceil(pending / serving.chunk_tokens)
-            work_s = num_steps * decode_s + pending * serving.prefill_s
+            work_s = prompt_work_s(
+                pending,
+                chunk_tokens=serving.chunk_tokens,
+                decode_step_s=decode_s,
+                prefill_token_s=serving.prefill_s,
+            )
             ttft_s = first.arrived_s + self.slo_ttft_s - work_s
         return BoardView(
             running=serving.running,

@@ -1,0 +1,19 @@
+"""When production's work must start: the live board and the simulated one say the same of the same situation."""
+
+from __future__ import annotations
+
+import pytest
+
+from rose.policy.coserving.timing import prompt_work_s
+
+
+def test_a_prompt_is_read_in_steps_that_others_decode_in() -> None:
+    # 8,000 tokens in chunks of 2,048 are four steps; ten neighbours decode in each.
+    step_s = 0.010 + 10 * 0.0005
+    work_s = prompt_work_s(8000, chunk_tokens=2048, decode_step_s=step_s, prefill_token_s=0.0002)
+    assert work_s == pytest.approx(4 * step_s + 1.6)
+
+
+def test_a_prompt_of_one_chunk_is_one_step() -> None:
+    assert prompt_work_s(512, chunk_tokens=512, decode_step_s=1.0, prefill_token_s=0.0) == 1.0
+    assert prompt_work_s(513, chunk_tokens=512, decode_step_s=1.0, prefill_token_s=0.0) == 2.0
