@@ -180,6 +180,44 @@ API: tuple[Owner, ...] = (
     Owner(where="vllm.v1.engine.core_client:AsyncMPClient", calls={"call_utility_async": "self method"}),
     Owner(where="vllm.distributed.weight_transfer.base:WeightTransferUpdateRequest", names="update_info"),
     Owner(where="vllm.config.model:ModelConfig", calls={"get_vocab_size": "self"}),
+    # Text from tokens, as vLLM's own answers have it.
+    Owner(where="vllm.renderers.chat_utils", names="make_tool_call_id"),
+    Owner(
+        where="vllm.renderers.online_derenderer:OnlineDerenderer",
+        names="renderer model_config enable_auto_tools",
+        calls={"_resolve_chat_template_kwargs": "self chat_request"},
+    ),
+    Owner(
+        where="vllm.renderers.online_derenderer",
+        names="_resolve_logprobs _convert_chat_logprobs_to_completion_logprobs",
+    ),
+    Owner(where="vllm.renderers", names="online_derenderer"),  # a module: behind those that load it
+    Owner(where="vllm.renderers.base:BaseRenderer", calls={"get_tokenizer": "self"}),
+    Owner(
+        where="vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat",
+        names="_include_reasoning_tokens_details",
+    ),
+    Owner(
+        where="vllm.entrypoints.openai.chat_completion.protocol",
+        names="ChatMessage ChatCompletionRequest",
+    ),
+    Owner(
+        where="vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest",
+        names="""
+            tools tool_choice parallel_tool_calls include_reasoning include_stop_str_in_output skip_special_tokens
+            spaces_between_special_tokens""",
+    ),
+    Owner(where="vllm.entrypoints.openai.completion.protocol", names="CompletionRequest"),
+    Owner(where="vllm.entrypoints.generate.base.protocol", names="ToolCall"),
+    Owner(where="vllm.entrypoints.scale_out.token_in_token_out.protocol", names="GenerateLogProbs"),
+    Owner(where="pydantic:BaseModel", calls={"model_dump": "self mode exclude_none"}),
+    Owner(where="vllm.sampling_params", names="SamplingParams"),
+    Owner(where="vllm.v1.engine.detokenizer", names="IncrementalDetokenizer"),
+    Owner(
+        where="vllm.v1.engine.detokenizer:IncrementalDetokenizer",
+        calls={"from_new_request": "tokenizer request"},
+    ),
+    Owner(where="vllm.v1.engine.detokenizer:BaseIncrementalDetokenizer", names="output_text"),
 )
 """Of a rollout engine's API server."""
 
