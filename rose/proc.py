@@ -296,6 +296,7 @@ class Child:
             EngineError: A process of the tree still lives; should not happen short of kernel trouble.
         """
         self._stopping = True
+        self.lift(True)  # also what ends by itself has memory that others wait for
         if self._guard.poll() is None and grace_s > 0:
             self._guard.send_signal(signal.SIGTERM)
             try:
@@ -314,6 +315,7 @@ class Child:
             EngineError: A process of the tree still lives after ``timeout_s``.
         """
         self._stopping = True
+        self.lift(True)
         until_s = time.monotonic() + timeout_s
         if self.spec.before_kill and self._guard.poll() is None:
             # One place runs it, the guard: it is there also when we are not.

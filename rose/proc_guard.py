@@ -14,6 +14,8 @@ everything below it (nothing escapes by double fork or setsid), and is told when
 - Main child ends: what it left running is killed, and the guard ends with its status (128 + signal).
 - SIGTERM: passed to the main child alone.  SIGUSR2: kill everything now.
 - The guard itself is killed: the main child dies by its own parent-death signal.
+- Before it kills, it gives a tree of the idle class a normal share again (``rose.proc_share``): the dying give back what others wait
+  for, and on a busy core they would not get to it.
 """
 
 import ctypes
@@ -135,6 +137,8 @@ def reap(child: int) -> int | None:
 def kill_all(settings: dict) -> None:
     """Kill every descendant, also those born meanwhile; orphans come to us, so the list becomes empty."""
     below = descendants()
+    if below and settings["sched"] == "idle":
+        lift(below, settings)
     if below and settings["before_kill"]:
         announce(settings["before_kill"], below, settings["before_kill_s"])
     while True:
@@ -150,6 +154,20 @@ def kill_all(settings: dict) -> None:
             os.waitpid(-1, 0)  # at least one direct child is dying
         except ChildProcessError:
             return
+
+
+def lift(pids: list[int], settings: dict) -> None:
+    """A normal share of the cores, on whichever rung the tree yields; what the kernel refuses is left as it is."""
+    if settings["cgroup"] is not None:
+        write(settings["cgroup"] + "/cpu.idle", "0")
+    elif settings["autogroup_nice"] is not None:
+        write("/proc/self/autogroup", "0", attempts=2)
+    for pid in pids:
+        try:
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
+        except OSError:  # gone, or no CAP_SYS_NICE
+            continue
 
 
 def announce(program: list[str], pids: list[int], limit_s: float) -> None:

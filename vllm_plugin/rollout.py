@@ -50,6 +50,8 @@ PREFILL_LOOKED_AT = 16
 """Waiting requests whose prompts count as demand of the next step."""
 DEAD_AFTER_S = 2.0
 """Node agent or serving engine silent for longer: give everything back."""
+STEPS_TOLD = 64
+"""Of so many last steps the lease tells the longest: what a cut has to wait for."""
 UNLIMITED = 1 << 30
 
 
@@ -106,6 +108,7 @@ class RolloutSide:
         self._cut_ns = 0
 
         self._step_started_ns = 0
+        self._steps_ns: collections.deque[int] = collections.deque((0,), maxlen=STEPS_TOLD)
         self._scheduled = (0, 0)
         self._context_tokens = 0
         self.model = first_model()
@@ -267,7 +270,9 @@ class RolloutSide:
             self._num_steps += 1
             self._num_tokens += prefill + decode
             self._num_decoded += decode
-            seconds = (time.monotonic_ns() - self._step_started_ns) / NS_PER_S
+            step_ns = time.monotonic_ns() - self._step_started_ns
+            self._steps_ns.append(step_ns)
+            seconds = step_ns / NS_PER_S
             self.model.observe(
                 prefill_tokens=prefill,
                 num_decodes=decode,
@@ -515,6 +520,7 @@ class RolloutSide:
                 reclaim_seq=self._reclaim_seq,
                 cut_requests=self._num_cut_requests,
                 cut_ns=self._cut_ns,
+                step_ns=max(tuple(self._steps_ns)),
                 heartbeat_ns=now_ns,
             )
         )

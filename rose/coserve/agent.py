@@ -112,6 +112,7 @@ class NodeAgent:
         self._step_floor = StepFloor()
         self._slo_guard = SloGuard(config.lending.max_slo_breaches, config.lending.slo_window_s)
         self._num_commits = 0
+        self._core_seen_s = 0.0
         self._deadline_s: float | None = None
         self.epoch = 0
         self._published: tuple[int, ...] = ()
@@ -204,7 +205,7 @@ class NodeAgent:
         try:
             self._set_mode()
             if self.engine.running:
-                await self.wait_given_back(self.config.lending.reclaim_deadline_s)
+                await self.wait_given_back(self.policy.reclaim_deadline_s)
         except RoseError as error:
             logger.warning("while stopping: %s", error)
         for task in tasks:
@@ -255,7 +256,7 @@ class NodeAgent:
             if self.mode != Mode.OBSERVE or not self.engine.running:
                 continue
             try:
-                await self.wait_given_back(self.config.lending.reclaim_deadline_s)
+                await self.wait_given_back(self.policy.reclaim_deadline_s)
                 if self.mode == Mode.OBSERVE:
                     await self.engine.stop()
             except RoseError as error:
@@ -350,7 +351,8 @@ class NodeAgent:
         serving = device.serving_event(self.config.lending.dead_after_s)
         if serving is not None:
             self._handle(serving)
-        self._handle(device.rollout_event())
+        self._handle(device.rollout_event(self.engine.exit_s))
+        self._end_headless_engine()
         if self.weights is not None and self.weights.num_commits != self._num_commits:
             self._num_commits = self.weights.num_commits
             self._handle(RlStepStarted(at_s=time.monotonic()))  # new weights: that is how a node knows
@@ -358,10 +360,17 @@ class NodeAgent:
         self._handle(self.free.tick(time.monotonic()))
         self._watch_production()
         self._publish()
-        self.engine.hurry(device.rollout_seen and self.policy.is_urgent)
+        self.engine.hurry(self.policy.is_urgent)
         if time.monotonic() - self._recorded_s >= DECISIONS_EVERY_S:
             self._recorded_s = time.monotonic()
             self._decisions.flush()
+
+    def _end_headless_engine(self) -> None:
+        """Without its core an engine serves nobody, and what is left of it has memory: it is not waited for."""
+        if self.device.rollout_seen or self.engine.state != "ready":
+            self._core_seen_s = time.monotonic()
+        elif time.monotonic() - self._core_seen_s > self.config.lending.dead_after_s:
+            self._obey(KillRollout(reason="its engine core is gone"))
 
     def _watch_production(self) -> None:
         """Keep the books of mode observe; end harvesting when production broke its promises too often."""

@@ -94,9 +94,11 @@ class LendingConfig(Section):
     min_headroom_fraction: Fraction = 0.1
     growth_window_s: Positive = 3600.0
     use_window_s: Positive = 30.0
-    reclaim_deadline_s: Positive = 0.1
-    """A cut that is not obeyed until then ends with the rollout engine's death."""
-    backstop_s: Positive = 0.5
+    reclaim_deadline_s: Positive | None = None
+    """A cut that is not obeyed until then ends with the rollout engine's death.  None = twice its longest step of the last minutes,
+    0.1 to 5 s (:mod:`rose.policy.deadlines`)."""
+    backstop_s: Positive | None = None
+    """From the kill to usable memory.  None = twice the longest that a killed engine took, 0.5 to 30 s."""
     period_s: Positive = 0.05
     grow_period_s: Positive = 0.5
     grow_step_fraction: Fraction = 0.2

@@ -16,7 +16,7 @@ import time
 from typing import Any, TypeVar
 
 from rose.coserve.free_memory import FreeMemory, HostMemory
-from rose.coserve.ledger import NodeDir, RecordReader, RolloutLease, ServingBoard, ServingLease
+from rose.coserve.ledger import NodeDir, Phase, RecordReader, RolloutLease, ServingBoard, ServingLease
 from rose.errors import LedgerError
 from rose.policy.admission import BoardView, slack
 from rose.policy.compat import Support
@@ -85,16 +85,28 @@ class DeviceView:
             cold_pages=max(0, lease.cold_pages),
         )
 
-    def rollout_event(self) -> RolloutReported:
-        """What the engine holds.  A process that is gone holds nothing, whatever it wrote last."""
-        lease = self.rollout if self.rollout_seen and self.rollout is not None else RolloutLease()
+    def rollout_event(self, exit_s: float = 0.0) -> RolloutReported:
+        """What the engine holds.  Of one whose core is gone: what its workers have, until they are gone too.
+
+        Args:
+            exit_s: See :class:`RolloutReported`.
+        """
+        if not self.rollout_seen or self.rollout is None:
+            left = max(self.resident_pages().values(), default=0)
+            now_s = time.monotonic()
+            return RolloutReported(
+                at_s=now_s, alive=False, phase=Phase.ABSENT, reserved_pages=left, exit_s=exit_s
+            )
+        lease = self.rollout
         return RolloutReported(
             at_s=time.monotonic(),
-            alive=self.rollout_seen,
+            alive=True,
             phase=lease.phase,
             reserved_pages=max(0, lease.reserved_pages),
             wanted_pages=max(0, lease.wanted_pages),
             reclaim_seq=lease.reclaim_seq,
+            step_s=max(0, lease.step_ns) / NS_PER_S,
+            exit_s=exit_s,
         )
 
     def held_pages(self) -> int:

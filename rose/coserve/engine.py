@@ -49,7 +49,9 @@ class RolloutEngine:
     """Starts, watches and ends the rollout engine.
 
     Attributes:
-        state: ``down``, ``starting``, ``ready`` or ``failed`` (restarted too often).
+        state: ``down``, ``starting``, ``ready``, ``dying`` (until the last process of its tree is gone) or ``failed`` (restarted too
+            often).
+        exit_s: The longest that a tree took to be gone after it was killed.
         version: Weight version that all ranks run, as ``a.v``; None = unknown.
         weights_broken: A rank could not undo a failed commit.  The engine stays paused; only a restart helps.
     """
@@ -68,6 +70,7 @@ class RolloutEngine:
         self.token = ""
         self.num_starts = 0
         self.num_kills = 0
+        self.exit_s = 0.0
         self.segments = EngineSegments(config.dir / SEGMENTS_FILE)
         self._child: Child | None = None
         self._sentinel: Child | None = None
@@ -204,7 +207,7 @@ class RolloutEngine:
         memory back would keep the engine from letting go of it.  Like priority inheritance: what holds a
         resource that production waits for runs as production does, for the few milliseconds of a cut.
         """
-        if self._child is None or self.sched != "idle" or on == self._hurried:
+        if self._child is None or self.sched != "idle" or on == self._hurried or self.state == "dying":
             return
         if self._child.lift(on):
             self._hurried = on
@@ -259,7 +262,7 @@ class RolloutEngine:
         )
 
     def _sentinel_spec(self, guard_pid: int) -> ProcSpec:
-        deadline_s = str(self.config.lending.reclaim_deadline_s)
+        deadline_s = str(self.config.lending.reclaim_deadline_s or 0)
         return ProcSpec(
             name="sentinel",
             argv=(
@@ -296,7 +299,7 @@ class RolloutEngine:
         while self.running:  # noqa: ASYNC110 - a process has no event to wait for here
             await asyncio.sleep(0.05)
         self.version = None
-        if self.state in ("ready", "starting"):
+        if self.state in ("ready", "starting", "dying"):
             self.state = "down"
             code = self._child.returncode() if self._child is not None else None
             self.error = self.error or f"ended with {code}"
@@ -309,7 +312,18 @@ class RolloutEngine:
                 self.num_kills += 1
                 self.error = f"killed: {reason}"
                 logger.error("killing the rollout engine: %s", reason)
-                await asyncio.to_thread(self._child.kill)
+                self._begin_dying()
+                begun_s = time.monotonic()
+                try:
+                    await asyncio.to_thread(self._child.kill)
+                finally:
+                    self.exit_s = max(self.exit_s, time.monotonic() - begun_s)
+
+    def _begin_dying(self) -> None:
+        """From here until nothing of it is left it has a normal share: the dying need their core to give memory back."""
+        self.hurry(True)
+        if self.state != "failed":
+            self.state = "dying"
 
     async def kill_broken(self) -> None:
         """End an engine whose weights are of no version: it stays paused for ever, and its start loads good ones."""
@@ -330,6 +344,8 @@ class RolloutEngine:
             await self._sentinel.terminate_async(0.0)
             self._sentinel = None
         if self._child is not None:
+            if self.running:
+                self._begin_dying()
             await self._child.terminate_async(self.config.engine.stop_grace_s if grace_s is None else grace_s)
         await asyncio.to_thread(self.segments.end)
         if self.state != "failed":

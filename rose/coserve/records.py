@@ -124,6 +124,8 @@ class RolloutLease:
     reclaim_seq: int = 0
     cut_requests: int = 0
     cut_ns: int = 0
+    step_ns: int = 0
+    """The longest of its last steps."""
     heartbeat_ns: int = 0
 
 

@@ -8,7 +8,7 @@ needs nothing from the agent, and is killed with it.
 
 - Owed: the rollout engine reserves more than the loan in ``node.state`` and production's own numbers leave it; or production
   died, or is starting, and it reserves anything.
-- Owed for ``DEADLINE_S + GRACE_S`` without a break and unchanged: SIGUSR2 to the engine's guard, which kills the whole tree.
+- Owed for ``DEADLINE_S + GRACE_S`` (0: by the engine's own steps, :mod:`rose.policy.deadlines`) without a break and unchanged: SIGUSR2 to the engine's guard, which kills the whole tree.
   The grace lets the agent, who knows more, go first.
 - Never: memory that nobody asks for, and a dedicated device.
 
@@ -25,7 +25,9 @@ from collections.abc import Callable
 
 from rose.coserve.ledger import NodeDir, NodeState, Phase, RolloutLease, ServingBoard, ServingLease
 from rose.errors import LedgerError
+from rose.policy import deadlines
 from rose.policy.compat import Support
+from rose.units import NS_PER_S
 
 PERIOD_S = 0.05
 GRACE_S = 0.25
@@ -56,14 +58,14 @@ class Sentinel:
 
     Args:
         kill: Ends the engine's tree.
-        deadline_s: What the engine has to obey a cut.
+        deadline_s: What the engine has to obey a cut; None: what its longest step says.
     """
 
-    def __init__(self, node_dir: NodeDir, kill: Callable[[], None], deadline_s: float) -> None:
+    def __init__(self, node_dir: NodeDir, kill: Callable[[], None], deadline_s: float | None) -> None:
         self._node, self._serving = node_dir.node(), node_dir.serving_lease()
         self._board, self._rollout = node_dir.serving_board(), node_dir.rollout_lease()
         self._kill = kill
-        self._patience_s = deadline_s + GRACE_S
+        self._deadline_s = deadline_s
         self._since_s: float | None = None
         self._held = 0
 
@@ -77,11 +79,13 @@ class Sentinel:
         except LedgerError:
             return False  # a damaged file: the engine gives everything back by itself, and we have no proof
         held = rollout.reserved_pages if rollout is not None else 0
+        step_s = rollout.step_ns / NS_PER_S if rollout is not None else 0.0
+        patience_s = deadlines.reclaim_s(step_s, self._deadline_s) + GRACE_S
         if not owed:
             self._since_s = None
         elif self._since_s is None or held < self._held:
             self._since_s = now_s  # it is giving back: it gets its time again
-        elif now_s - self._since_s > self._patience_s:
+        elif now_s - self._since_s > patience_s:
             self._kill()
             self._since_s = None
             return True
@@ -97,7 +101,7 @@ def main() -> int:
         for number in (signal.SIGUSR2, signal.SIGCONT):
             os.kill(guard_pid, number)
 
-    sentinel = Sentinel(NodeDir(directory), kill, deadline_s)
+    sentinel = Sentinel(NodeDir(directory), kill, deadline_s or None)
     while True:
         try:
             os.kill(guard_pid, 0)

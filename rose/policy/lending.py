@@ -40,6 +40,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from rose.errors import ConfigError, PolicyError
+from rose.policy import deadlines
 from rose.policy.cold_cache import ColdCache, ColdCacheParams
 from rose.policy.growth import PeakGrowth, WindowMax
 from rose.policy.lending_events import (
@@ -56,7 +57,7 @@ from rose.policy.lending_events import (
     SetLend,
     Tick,
 )
-from rose.units import PAGE_BYTES, format_bytes
+from rose.units import NS_PER_S, PAGE_BYTES, format_bytes
 
 DEAD_AFTER_S = 2.0
 """Silence after which a peer counts as gone; four heartbeats."""
@@ -97,8 +98,9 @@ class LendingParams:
     """How long a burst is remembered: one that comes back after it was forgotten costs production a reclaim."""
     use_window_s: float = 30.0
     """A page that serving used within it is not lent: requests come and go, and each dip would end in a cut."""
-    reclaim_deadline_s: float = 0.1
-    backstop_s: float = 0.5
+    reclaim_deadline_s: float | None = 0.1
+    """None: by what was measured (:mod:`rose.policy.deadlines`); as is the next."""
+    backstop_s: float | None = 0.5
     """From the kill to usable memory."""
     period_s: float = 0.05
     """How late the caller may notice; part of every reclaim."""
@@ -136,15 +138,12 @@ class LendingParams:
             "dead_after_s",
         ):
             value = getattr(self, name)
-            if not (0.0 < value < math.inf):
+            if value is None and name in ("reclaim_deadline_s", "backstop_s"):
+                continue  # by what is measured
+            if value is None or not (0.0 < value < math.inf):
                 raise ConfigError(f"{value} is not a positive number", field=name)
         if self.max_cuts < 1:
             raise ConfigError(f"{self.max_cuts} is not positive", field="max_cuts")
-
-    @property
-    def worst_reclaim_s(self) -> float:
-        """A cut that is not obeyed, and the kill."""
-        return self.reclaim_deadline_s + self.backstop_s
 
 
 @dataclass(slots=True)
@@ -168,12 +167,14 @@ class Lending(ABC):
     _device_silent: bool = False
     _device_limit: int | None = None
     num_reserve_breaches: int = 0
+    _steps_ns: WindowMax | None = None
+    _exit_s: float = 0.0
     _p99_s: float | None = None
     """Answer of :attr:`reclaim_p99_s`; None: ask the samples."""
 
     def __init__(self, params: LendingParams | None = None) -> None:
         self.params = params or LendingParams()
-        self.lend_pages = 0
+        self.lend_pages: int = 0
         self.reason = "mode is off"
         self.num_cuts = 0
         self._now_s = -math.inf
@@ -184,6 +185,7 @@ class Lending(ABC):
         self._reclaims_s: deque[float] = deque(maxlen=_MAX_RECLAIM_SAMPLES)
         self._growth = PeakGrowth(self.params.growth_window_s)
         self._used = WindowMax(self.params.use_window_s)
+        self._steps_ns = WindowMax(deadlines.STEP_WINDOW_S)
 
     def handle(self, event: Event) -> list[Action]:
         """Take one event; the actions it calls for, in order.
@@ -202,6 +204,7 @@ class Lending(ABC):
                 self._on_serving(event, before)
             case RolloutReported():
                 before, self._rollout = self._rollout, event
+                self._note_times(event)
                 self._on_rollout(event, before)
             case RlStepStarted():
                 self._on_rl_step()
@@ -218,12 +221,29 @@ class Lending(ABC):
         self._serving, self._rollout = other._serving, other._rollout
         self._promises, self._reclaims_s = other._promises, other._reclaims_s
         self._growth, self._used = other._growth, other._used
+        self._steps_ns, self._exit_s = other._steps_ns, other._exit_s
         self._p99_s = None
         self.num_cuts, self.reason = other.num_cuts, other.reason
         self._device, self._device_silent = other._device, other._device_silent
         self._device_limit = other._device_limit
         self.num_reserve_breaches = other.num_reserve_breaches
         self.lend_pages = other.lend_pages
+
+    @property
+    def reclaim_deadline_s(self) -> float:
+        """What the rollout engine has to obey a cut that is asked for now."""
+        step_ns = self._steps_ns.at(self._now_s) if self._steps_ns is not None else 0
+        return deadlines.reclaim_s(step_ns / NS_PER_S, self.params.reclaim_deadline_s)
+
+    @property
+    def backstop_s(self) -> float:
+        """From its kill to usable memory."""
+        return deadlines.backstop_s(self._exit_s, self.params.backstop_s)
+
+    @property
+    def worst_reclaim_s(self) -> float:
+        """A cut that is not obeyed, and the kill."""
+        return self.reclaim_deadline_s + self.backstop_s
 
     @property
     def held_pages(self) -> int:
@@ -240,7 +260,7 @@ class Lending(ABC):
         if self._p99_s is None:
             samples = sorted(self._reclaims_s)
             if len(samples) < _FEW_RECLAIM_SAMPLES:
-                observed = max([self.params.worst_reclaim_s, *samples])
+                observed = max([self.worst_reclaim_s, *samples])
             else:
                 observed = samples[math.ceil(0.99 * len(samples)) - 1]
             self._p99_s = observed + self.params.period_s
@@ -366,6 +386,14 @@ class Lending(ABC):
         elif free >= reserve * (1.0 + _RESERVE_MARGIN):
             self._device_limit = None
 
+    def _note_times(self, event: RolloutReported) -> None:
+        if event.step_s > 0 and self._steps_ns is not None:
+            self._steps_ns.add(event.at_s, round(event.step_s * NS_PER_S))
+        longer = event.exit_s > self._exit_s
+        self._exit_s = max(self._exit_s, event.exit_s)
+        if self.params.reclaim_deadline_s is None or (longer and self.params.backstop_s is None):
+            self._p99_s = None
+
     def _on_cut(self) -> None:
         """A cut is being asked for."""
         return
@@ -378,7 +406,7 @@ class Lending(ABC):
             else:
                 took_s = event.at_s - promise.asked_s
                 # A kill is counted in full: that it went fast this time is no promise for the next.
-                least_s = 0.0 if promise.killed_s is None else self.params.worst_reclaim_s
+                least_s = 0.0 if promise.killed_s is None else self.worst_reclaim_s
                 self._reclaims_s.append(max(took_s, least_s))
                 self._p99_s = None
         if not kept and event.reserved_pages > self.lend_pages:
@@ -387,16 +415,14 @@ class Lending(ABC):
         self._promises = kept
 
     def _promise(self, pages: int) -> _Promise:
-        return _Promise(
-            pages=pages, asked_s=self._now_s, deadline_s=self._now_s + self.params.reclaim_deadline_s
-        )
+        return _Promise(pages=pages, asked_s=self._now_s, deadline_s=self._now_s + self.reclaim_deadline_s)
 
     def _settle(self) -> list[Action]:
         """Kill for the first promise that is past its deadline, and again if that brought nothing."""
         for promise in self._promises:
             if self._now_s <= promise.deadline_s:
                 continue
-            if promise.killed_s is not None and self._now_s - promise.killed_s < self.params.backstop_s:
+            if promise.killed_s is not None and self._now_s - promise.killed_s < self.backstop_s:
                 return []
             promise.killed_s = self._now_s
             late_s = self._now_s - promise.deadline_s
@@ -443,6 +469,10 @@ class Lending(ABC):
             for name, value in zip(_COUNTS[type(event)], counts_of(event), strict=True):
                 if value < 0:
                     raise PolicyError(f"{value} is negative", field=name)
+        if isinstance(event, RolloutReported):
+            for name in ("step_s", "exit_s"):
+                if not 0.0 <= getattr(event, name) < math.inf:
+                    raise PolicyError(f"{getattr(event, name)} is not a duration", field=name)
         if isinstance(event, Tick):  # one of its counts may be missing
             for name in ("device_free_bytes", "device_reserve_bytes"):
                 value = getattr(event, name)
@@ -625,6 +655,6 @@ class LendingPolicy(Lending):
 
     def _count_cut(self) -> None:
         """Note one; what serving reports and what we ask for within one deadline are the same cut."""
-        if self._cuts_s and self._now_s - self._cuts_s[-1] < self.params.reclaim_deadline_s:
+        if self._cuts_s and self._now_s - self._cuts_s[-1] < self.reclaim_deadline_s:
             return
         self._cuts_s.append(self._now_s)

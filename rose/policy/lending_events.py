@@ -69,7 +69,7 @@ class ServingReported:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutReported:
-    """What ``rollout.lease`` says; ``reserved_pages`` is 0 once the process is dead, whatever it wrote."""
+    """What ``rollout.lease`` says.  Of a dead engine core ``reserved_pages`` is what its workers still have, whatever it wrote."""
 
     at_s: float
     alive: bool
@@ -78,6 +78,10 @@ class RolloutReported:
     wanted_pages: int = 0
     """What it could use; 0 = it does not say."""
     reclaim_seq: int = 0
+    step_s: float = 0.0
+    """Its longest step lately; 0 = none."""
+    exit_s: float = 0.0
+    """The longest that an engine of this device took from its kill until nothing of it was left; 0 = none was killed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from rose.config import validate
 from rose.coserve.agent import NodeAgent
 from rose.coserve.config import NodeConfig
 from rose.coserve.control import ControlClient
-from rose.coserve.ledger import Mode, NodeDir, Phase
+from rose.coserve.ledger import Mode, NodeDir, Phase, RankState
 from rose.errors import ConfigError, EngineError, LedgerError
 from rose.policy.admission import Rule
 from rose.policy.baselines import StaticLending
 from rose.policy.compat import Support
 from rose.policy.lending_events import ALL_PAGES
+from rose.proc import Child
 from rose.units import PAGE_BYTES
 from tests.coserve.conftest import TOTAL_PAGES, Device, alive, until
 
@@ -217,6 +219,60 @@ async def test_a_stopped_engine_is_killed_by_the_deadline_too(device: Device) ->
     os.kill(pid, signal.SIGSTOP)
     production.used = 14
     await until(lambda: not alive(pid), "killed")
+
+
+async def test_until_its_last_process_is_gone_a_killed_engine_is_dying_and_has_a_normal_share(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device.produce()
+    agent = device.agent()
+    await lent(device, 16)
+    may_reap, reaps, kill = threading.Event(), threading.Event(), Child.kill
+
+    def slow(child: Child, timeout_s: float = 10.0) -> None:
+        if child.spec.name == "rollout engine":
+            os.kill(child.pid, signal.SIGKILL)  # its core, and with it its lease; the rest takes its time
+            reaps.set()
+            may_reap.wait(50)
+        kill(child, timeout_s)
+
+    os.kill(agent.engine._child.guard_pid, signal.SIGSTOP)  # type: ignore[union-attr]
+    monkeypatch.setattr(Child, "kill", slow)
+    killing = asyncio.create_task(agent.engine.kill("a test"))
+    await until(reaps.is_set)
+    await until(lambda: not agent.device.rollout_alive(), "its lease is free")
+    for _ in range(3):
+        agent._round()
+        assert agent.status()["engine"]["state"] == "dying"
+        assert agent.engine.hurried
+    may_reap.set()
+    await killing
+    assert agent.engine.exit_s > 0
+    await until(lambda: agent.engine.num_starts == 2)
+    await ready(device, agent)
+
+
+async def test_what_is_left_of_an_engine_whose_core_is_gone_is_ended(device: Device) -> None:
+    device.produce()
+    agent = device.agent(lending={"dead_after_s": 0.2})
+    await lent(device, 16)
+    guard = agent.engine._child.guard_pid  # type: ignore[union-attr]
+    os.kill(guard, signal.SIGSTOP)  # nobody else ends the rest
+    os.kill(device.report()["pid"], signal.SIGKILL)
+    await until(lambda: agent.engine.num_kills == 1)
+    assert "its engine core is gone" in agent.engine.error
+    await until(lambda: not alive(guard))
+    await until(lambda: agent.engine.num_starts == 2)
+
+
+async def test_memory_of_workers_whose_core_is_gone_still_counts_as_held(device: Device) -> None:
+    device.produce()
+    with NodeDir(device.dir).rank_writer("rollout", 0, 4) as worker:
+        worker.write(RankState(resident_pages=3))
+        agent = device.agent(mode="observe")
+        await until(lambda: agent.policy.held_pages == 3)
+        assert agent.policy.is_urgent
+    await until(lambda: agent.policy.held_pages == 0)
 
 
 async def test_an_engine_that_cannot_run_is_started_a_bounded_number_of_times(

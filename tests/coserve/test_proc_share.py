@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -104,3 +106,57 @@ def test_a_normal_child_is_left_where_it_is(tmp_path: Path) -> None:
     with Child.start(ProcSpec(name="c", argv=("sleep", "60"))) as child:
         assert (child.share, child.lift(True)) == (None, False)
         assert PREFIX not in Path(f"/proc/{child.pid}/cgroup").read_text()
+
+
+LOOK = """
+import os, sys
+pid = sys.argv[2]
+lines = [line.rstrip("\\n").split(":", 2) for line in open(f"/proc/{pid}/cgroup")]
+group = next(path for _, names, path in lines if "cpu" in names.split(",") or not names)
+shares = []
+for root in ("/sys/fs/cgroup/cpu", "/sys/fs/cgroup"):
+    if "rose-idle" in group and os.path.exists(f"{root}{group}/cpu.idle"):
+        shares.append("idle" if open(f"{root}{group}/cpu.idle").read().strip() == "1" else "normal")
+        break
+else:
+    if os.path.exists(f"/proc/{pid}/autogroup"):
+        shares.append({"19": "idle"}.get(open(f"/proc/{pid}/autogroup").read().split()[-1], "normal"))
+with open(sys.argv[1], "w") as file:
+    file.write(" ".join(shares))
+"""
+
+
+@pytest.mark.parametrize("rung", ["best", "autogroup"])
+@pytest.mark.parametrize("killer", ["supervisor", "sentinel", "the end of the program"])
+def test_whoever_kills_a_tree_of_the_idle_class_gives_it_a_normal_share_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rung: str, killer: str
+) -> None:
+    """The dying have memory that others wait for, and on a busy core they would not get to give it back."""
+    if rung == "autogroup":
+        if not Path("/proc/self/autogroup").exists():
+            pytest.skip("this kernel has no autogroups")
+        monkeypatch.setattr("rose.proc.idle_share", lambda: IdleShare(rung="autogroup"))
+    code = "import subprocess; subprocess.Popen(['sleep', '600']); print('up', flush=True); import time; time.sleep(600)"
+    spec = ProcSpec(
+        name="c",
+        argv=(sys.executable, "-c", code),
+        sched="idle",
+        log_path=tmp_path / "log",
+        before_kill=(sys.executable, "-I", "-S", "-c", LOOK, str(tmp_path / "seen")),
+        before_kill_s=30.0,
+    )
+    with Child.start(spec) as child:
+        wait_for_line(tmp_path / "log")
+        assert share_of(child) == "idle"
+        match killer:
+            case "supervisor":
+                child.kill()
+            case "sentinel":
+                os.kill(child.guard_pid, signal.SIGUSR2)
+            case _:
+                os.kill(child.pid, signal.SIGKILL)
+        deadline_s = time.monotonic() + 30
+        while child.returncode() is None:
+            assert time.monotonic() < deadline_s, "it does not end"
+            time.sleep(0.01)
+    assert (tmp_path / "seen").read_text() == "normal"

@@ -90,6 +90,18 @@ def test_an_engine_that_obeys_in_time_is_left_alone(files: NodeDir) -> None:
         assert not sentinel.look(cycle * 1.0 + 0.6)
 
 
+def test_without_a_configured_deadline_its_own_steps_say_how_long_the_engine_may_take(files: NodeDir) -> None:
+    kills: list[int] = []
+    sentinel = Sentinel(files, lambda: kills.append(1), deadline_s=None)
+    node, _, rollout = files.writers  # type: ignore[attr-defined]
+    rollout.write(dataclasses.replace(ROLLOUT, step_ns=1_000_000_000))
+    node.write(dataclasses.replace(NODE, lend_pages=2))
+    assert not sentinel.look(1.0)
+    assert not sentinel.look(1.0 + 2.1 + GRACE_S - 0.01)
+    assert sentinel.look(1.0 + 2.1 + GRACE_S + 0.01)
+    assert kills == [1]
+
+
 async def test_with_the_agent_and_the_engine_stopped_the_memory_comes_back(device: Device) -> None:
     """The agent runs in this process: it is stopped by not letting its loop run, the engine by SIGSTOP."""
     production = device.produce()

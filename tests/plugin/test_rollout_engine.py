@@ -6,6 +6,7 @@ One server for the file; released memory is inaccessible in it, so a use after r
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ from typing import Any
 import pytest
 
 from rose.coserve import ledger
-from rose.coserve.ledger import Mode
+from rose.coserve.ledger import Mode, RolloutLease
 from tests.engine_launcher import EngineServer
 from tests.plugin.stand_in import Host, S, eventually
 from tests.tiny_model import write_tiny_model
+from vllm_plugin.rollout import STEPS_TOLD
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
 
@@ -101,6 +103,22 @@ def idle(host: Host) -> None:
 
 def test_a_turn_runs_inside_the_budget(server: EngineServer, host: Host) -> None:
     assert Turn(server, PROMPT, 20).choice()["finish_reason"] == "length"
+
+
+def test_its_lease_tells_the_longest_of_its_last_steps(server: EngineServer, host: Host) -> None:
+    lease = host.dir.rollout_lease()
+    before = lease.read()
+    begun_ns = time.monotonic_ns()
+    assert Turn(server, PROMPT, STEPS_TOLD + 10).choice()["finish_reason"] == "length"
+    took_ns = time.monotonic_ns() - begun_ns
+
+    def told() -> RolloutLease | None:
+        now = lease.read()
+        done = now is not None and before is not None and now.steps >= before.steps + STEPS_TOLD
+        return now if done else None
+
+    step_ns = eventually(told, "the lease tells the turn's steps").step_ns
+    assert 0 < step_ns < took_ns, "of this turn alone: all that are told are its"
 
 
 def test_a_closed_gate_calls_no_schedule_and_an_event_opens_it(server: EngineServer, host: Host) -> None:
