@@ -14,6 +14,7 @@ import pytest
 from rose.coserve.cuda_driver import CudaDriver
 from rose.coserve.ledger import ChunkState, NodeDir, RecordWriter
 from rose.coserve.pages import KvGeometry
+from rose.policy.coserving.chunks import MAPPED, UNMAPPED
 from rose.units import PAGE_BYTES
 from tests.coserve import fakecuda
 from tests.coserve.fakecuda import Device, Hooks
@@ -87,7 +88,8 @@ def calls_until(
     names = ("cuMemMap", "cuMemSetAccess", "cuMemsetD8Async", "cuMemUnmap")
     before = {name: gpu.count(name) for name in names}
     wish(writer, chunks)
-    until(lambda: {chunk for chunk in range(CHUNKS) if pager._mapped[chunk]} == chunks)
+    wanted = bytes(MAPPED if chunk in chunks else UNMAPPED for chunk in range(CHUNKS))
+    until(lambda: bytes(pager._mapped) == wanted)
     return {name: gpu.count(name) - before[name] for name in names if gpu.count(name) > before[name]}
 
 
