@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench bench-quick bench-full gpu-rehearse clean
+.PHONY: help setup demo test conformance lint bench bench-quick bench-full gpu-rehearse clean
 
 help:            ## show this help
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -31,6 +31,9 @@ bench-full: setup  ## also the long ones; goes on where it was stopped
 gpu-rehearse: setup  ## rehearse the minutes on a GPU: CPU engines, and a stand-in for the driver (under 15 minutes)
 	@rm -rf out/gpu_rehearsal
 	@$(BIN)/python benchmarks/gpu_check.py --rehearse --until 900 --out out/gpu_rehearsal $(ARGS)
+
+conformance: setup  ## one real engine for each option that the compatibility table calls elastic (minutes)
+	@$(BIN)/python -m pytest -m conformance $(ARGS)
 
 lint: setup      ## ruff, pyright, import-linter
 	@$(BIN)/ruff check .

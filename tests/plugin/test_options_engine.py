@@ -23,7 +23,7 @@ from tests.plugin.stand_in import eventually
 from tests.plugin.test_serving_engine import Agent
 from tests.tiny_model import write_tiny_model
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.engine, pytest.mark.conformance, pytest.mark.timeout(240)]
 
 OPTIONS = ["moe", "kv_events", "prompt_embeds", "logits_processors", "api_servers"]
 HIDDEN = 96
