@@ -274,7 +274,8 @@ class ServingSide:
             self._step_ns = int(self.model.predict(prefill, decode) * NS_PER_S)
 
     def _is_busy(self) -> bool:
-        return any(map(any, self._in_flight))
+        # A copy, made in one go: from the background thread, the engine thread may take a step out meanwhile.
+        return any(map(any, tuple(self._in_flight)))
 
     def after_update(self) -> None:
         """A step has ended."""

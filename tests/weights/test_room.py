@@ -43,7 +43,7 @@ def test_a_version_that_does_not_fit_is_refused_before_its_first_byte_and_taken_
     with pytest.raises(CapacityError, match=r"^weights\.directory: .*left, the next version needs") as caught:
         reader.poll(0)
     assert caught.value.status == 507
-    assert written(tmp_path / "reader") == []
+    assert written(tmp_path / "reader") == ["holder"], "the reader's name, and nothing of the version"
 
     disk.free = 3 * model_bytes
     assert reader.poll(0) == WeightVersion(1, 0)
