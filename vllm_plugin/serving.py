@@ -555,8 +555,12 @@ class ServingSide:
         if not self._board.named():
             if self._watched:
                 self._board_lost = True  # the engine thread writes it, so it is the one to make it anew
-            else:
-                self._mend(self._board)
+            elif self._board_given == self._board_asked:
+                self._board_turn += 1
+                try:
+                    self._mend(self._board)
+                finally:
+                    self._board_turn += 1
 
     def _mend(self, writer: RecordWriter[Any]) -> None:
         """Put a file back under its name.  Where that cannot be done, those who have met us go on with the file they hold."""
