@@ -339,7 +339,8 @@ class OpenAIRoutes:
         stop = done.ended.stop_reason
         if isinstance(stop, str) and isinstance(choice.get("text"), str):
             keep = bool(body.get("include_stop_str_in_output"))
-            choice["text"] = cut_at_stop(choice["text"], stop, keep=keep)
+            least = body.get("min_tokens") or 0
+            choice["text"] = cut_at_stop(choice["text"], stop, min_tokens=least, keep=keep)
         return choice
 
     def _answer(

@@ -209,13 +209,26 @@ class _PlainParse:
         self._state: Any = None
 
     async def feed(self, engine: Endpoint, piece: Piece) -> Parsed:
-        finished = piece.finish_reason is not None
         token_ids = list(piece.token_ids)
-        counts = self._num_tokens >= self._min_tokens
-        self._num_tokens += len(token_ids)
         if piece.finish_reason is not None:
             token_ids = visible_ids(token_ids, piece.finish_reason, piece.stop_reason, keep=self._keep)
-        if not token_ids and self._state is None:
+        piece = replace(piece, token_ids=token_ids)
+        free = self._min_tokens - self._num_tokens
+        if not 0 < free < len(token_ids):
+            return await self._fed(engine, piece, counts=free <= 0)
+        entries = piece.entries
+        first = Piece(token_ids=token_ids[:free], entries=None if entries is None else entries[:free])
+        second = replace(
+            piece, token_ids=token_ids[free:], entries=None if entries is None else entries[free:]
+        )
+        one = await self._fed(engine, first, counts=False)
+        two = await self._fed(engine, second, counts=True)
+        return replace(two, delta=joined(one.delta, two.delta), logprobs=_both(one.logprobs, two.logprobs))
+
+    async def _fed(self, engine: Endpoint, piece: Piece, *, counts: bool) -> Parsed:
+        """``counts``: whether a stop string in these tokens ends the turn."""
+        self._num_tokens += len(piece.token_ids)
+        if not piece.token_ids and self._state is None:
             return Parsed(delta={})  # ended without a token that has text
         choice, self._state = await self._renderer.derender_chunk(
             engine,
@@ -223,7 +236,7 @@ class _PlainParse:
             chat=self._chat,
             turn_id=self._turn_id,
             prompt_ids=self._prompt_ids,
-            token_ids=token_ids,
+            token_ids=piece.token_ids,
             finish_reason=piece.finish_reason,
             stop_reason=piece.stop_reason,
             entries=piece.entries,
@@ -232,17 +245,16 @@ class _PlainParse:
         delta = choice.get("delta") if self._chat else {"text": choice.get("text")}
         if not is_delta(delta):
             raise EngineFailure(f"worker {engine.worker_id} sent no delta", kind="bad")
-        if counts:  # no stop string ends a turn before its least length
-            delta = self._cut(delta, finished=finished)
+        delta = self._cut(delta, counts=counts, finished=piece.finish_reason is not None)
         return Parsed(delta=delta, logprobs=choice.get("logprobs"), stop=self._stop)
 
-    def _cut(self, delta: dict[str, Any], *, finished: bool) -> dict[str, Any]:
+    def _cut(self, delta: dict[str, Any], *, counts: bool, finished: bool) -> dict[str, Any]:
         """``delta`` up to a stop string, without what may be the start of one."""
         if self._stop is not None:
             return {}
         for name, matcher in self._matchers.items():
             text = delta.pop(name, None)
-            shown = matcher.feed(text) if isinstance(text, str) else ""
+            shown = matcher.feed(text, counts=counts) if isinstance(text, str) else ""
             if finished:
                 shown += matcher.flush()
             if shown:
@@ -309,6 +321,16 @@ def joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any
     if calls:
         both["tool_calls"] = list(calls.values())
     return both
+
+
+def _both(first: Any, second: Any) -> Any:
+    """The log-probs of two pieces as one: OpenAI's objects, whose lists have an entry per token."""
+    if not isinstance(first, dict) or not isinstance(second, dict):
+        return first or second
+    return {
+        key: first[key] + value if isinstance(first.get(key), list) and isinstance(value, list) else value
+        for key, value in second.items()
+    }
 
 
 def is_delta(value: Any) -> TypeGuard[dict[str, Any]]:

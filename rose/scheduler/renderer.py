@@ -187,7 +187,15 @@ class Renderer:
                     raise EngineFailure(f"worker {engine.worker_id} sent no message", kind="bad")
                 return {"message": message, "logprobs": answer.get("logprobs")}, count
             return await self._derendered(
-                engine, request, turn_id, prompt_ids, token_ids, finish_reason, stop_reason, entries
+                engine,
+                request,
+                min_tokens,
+                turn_id,
+                prompt_ids,
+                token_ids,
+                finish_reason,
+                stop_reason,
+                entries,
             ), None
 
         choice, count = await self.somewhere("/rose/parse/whole", request.get("model"), ask)
@@ -197,6 +205,7 @@ class Renderer:
         self,
         engine: Endpoint,
         request: Mapping[str, Any],
+        min_tokens: int,
         turn_id: str,
         prompt_ids: Sequence[int],
         token_ids: Sequence[int],
@@ -225,7 +234,7 @@ class Renderer:
             # The turn ended there, so it stands in what was said last.
             for name in ("content", "reasoning"):
                 if isinstance(message.get(name), str) and stop_reason in message[name]:
-                    message[name] = cut_at_stop(message[name], stop_reason, keep=keep)
+                    message[name] = cut_at_stop(message[name], stop_reason, min_tokens=min_tokens, keep=keep)
                     break
         return {"message": message, "logprobs": choice.get("logprobs")}
 

@@ -29,9 +29,12 @@ def chat_finish(request: Mapping[str, Any], reason: str, *, called: bool, stream
     return "tool_calls" if called else reason
 
 
-def cut_at_stop(text: str, stop: str, *, keep: bool) -> str:
-    """``text`` up to the first ``stop``; with it when ``keep``."""
-    at = text.find(stop)
+def cut_at_stop(text: str, stop: str, *, min_tokens: int, keep: bool) -> str:
+    """``text`` up to the ``stop`` that ended it; with it when ``keep``.
+
+    The first one; with a least length an earlier one may not have counted, so the last one.
+    """
+    at = text.rfind(stop) if min_tokens else text.find(stop)
     if at < 0:
         return text
     return text[: at + len(stop)] if keep else text[:at]
@@ -58,16 +61,25 @@ class StopMatcher:
         self._stops = [stop for stop in stops if stop]
         self._keep = keep
         self._held = ""
+        self._free = 0
+        """How many of the held characters cannot end a stop string."""
         self.matched: str | None = None
 
-    def feed(self, text: str) -> str:
-        """Text that is safe to show now; nothing after a match."""
+    def feed(self, text: str, *, counts: bool = True) -> str:
+        """Text that is safe to show now; nothing after a match.
+
+        Args:
+            counts: Whether a stop string may end in ``text``; it may begin in text that does not count.
+        """
         if self.matched is not None or not text:
             return ""
         if not self._stops:
             return text
         text = self._held + text
-        hits = [(text.find(stop), stop) for stop in self._stops if stop in text]
+        if not counts:
+            self._free = len(text)
+        starts = [(text.find(stop, max(0, self._free - len(stop) + 1)), stop) for stop in self._stops]
+        hits = [hit for hit in starts if counts and hit[0] >= 0]
         if hits:
             at, self.matched = min(hits)
             self._held = ""
@@ -79,6 +91,7 @@ class StopMatcher:
                     hold = size
                     break
         self._held = text[len(text) - hold :]
+        self._free = max(0, self._free - len(text) + hold)
         return text[: len(text) - hold]
 
     def flush(self) -> str:

@@ -9,17 +9,20 @@ import pytest
 
 from rose.scheduler.fake_engine import FakeEngine
 from rose.scheduler.parses import Piece, StreamParse, joined
+from rose.scheduler.stops import StopMatcher
 from tests.scheduler.conftest import World, user
 
 PARSE = ("/rose/parse", "/rose/parse/close")
 DERENDER = ("/v1/chat/completions/derender", "/v1/completions/derender")
 
 
-def parse_of(world: World, prompt: Sequence[int], *, chat: bool = True, **wanted: Any) -> StreamParse:
+def parse_of(
+    world: World, prompt: Sequence[int], *, chat: bool = True, min_tokens: int = 0, **wanted: Any
+) -> StreamParse:
     request: dict[str, Any] = {"model": "policy", **wanted}
     request |= {"messages": [user("x" * len(prompt))]} if chat else {"prompt": "x"}
     return StreamParse(
-        world.scheduler.renderer, request, chat=chat, turn_id="t", prompt_ids=prompt, min_tokens=0
+        world.scheduler.renderer, request, chat=chat, turn_id="t", prompt_ids=prompt, min_tokens=min_tokens
     )
 
 
@@ -134,3 +137,33 @@ async def test_no_stream_leaves_a_parse_open(world: World, how: str) -> None:
         elif how == "is cancelled":
             await world.ok("DELETE", f"/rose/v1/trajectories/{session}")
     await world.until(lambda: not engine.open_parses)
+
+
+@pytest.mark.parametrize(
+    ("stop", "min_tokens", "shown"),
+    [
+        pytest.param("ef", 4, "abcd", id="in the piece that reaches the least length"),
+        pytest.param("ef", 5, "abcd", id="across the least length"),
+        pytest.param("ef", 6, "abcdefghij", id="before the least length"),
+        pytest.param("ij", 10, "abcdefghij", id="the end comes at the least length"),
+    ],
+)
+async def test_a_stop_string_counts_from_the_least_length_on_however_tokens_come(
+    world: World, stop: str, min_tokens: int, shown: str
+) -> None:
+    """vLLM looks for it in the text that the token after ``min_tokens`` completes; a busy engine sends many at once."""
+    await world.start()
+    engine = await world.add("plain", plugin=False)
+    parse = parse_of(world, [1], stop=[stop], min_tokens=min_tokens)
+
+    text, found = await text_of(world, parse, letters(engine, "abcdefghij"))
+
+    assert (text, found) == (shown, stop if len(shown) < 10 else None)
+
+
+def test_a_stop_string_inside_held_text_that_does_not_count_is_none() -> None:
+    matcher = StopMatcher(["aab", "a"], keep=False)
+
+    shown = matcher.feed("aa", counts=False) + matcher.feed("c") + matcher.feed("ad")
+
+    assert (shown, matcher.matched) == ("aac", "a")
