@@ -234,7 +234,9 @@ def has_history() -> bool:
 
 
 def commit_exists(commit: str) -> bool:
-    return _git("cat-file", "-t", commit) == "commit"
+    """Whether it is a part of this history: one that a rebase left behind is gone with the clone that made it."""
+    found = ["git", "merge-base", "--is-ancestor", commit, "HEAD"]
+    return subprocess.run(found, cwd=ROOT, capture_output=True, check=False).returncode == 0
 
 
 def commits_of(path: Path) -> set[str]:
