@@ -235,7 +235,7 @@ def _usable_at(path: Path, config: Any, step_s: float, repeats: int) -> tuple[li
         peer.stdout.readline()
         for number in range(repeats):
             _run_until(
-                scheduler, engine, lambda: len(side.balloon.inflated) == LENT_PAGES and not side._returning
+                scheduler, engine, lambda: len(side.balloon.inflated) == LENT_PAGES and not side._mapped
             )
             peer_lease = NodeDir(path).rollout_lease()
             _run_until(
@@ -251,7 +251,7 @@ def _usable_at(path: Path, config: Any, step_s: float, repeats: int) -> tuple[li
             inflated = len(side.balloon.inflated)
             begun = time.perf_counter()
             side.before_schedule()  # here the claim is stated
-            asked = side._claim_chunks
+            asked = side.steps.claim_chunks
             _run_until(scheduler, engine, lambda before=inflated: len(side.balloon.inflated) < before)
             first.append((time.perf_counter() - begun) * 1e3)
             _run_until(scheduler, engine, lambda goal=inflated - asked: len(side.balloon.inflated) <= goal)

@@ -44,6 +44,7 @@ from rose.errors import LedgerError
 from rose.policy.compat import Row, Support, row
 from rose.policy.coserving.chunks import Report
 from rose.policy.coserving.serving import ServingBook
+from rose.policy.coserving.steps import StepBook
 from rose.policy.coserving.timing import prompt_work_s
 from rose.units import NS_PER_S
 from vllm_plugin import ENV_DIR, compat
@@ -59,10 +60,6 @@ logger = logging.getLogger("vllm.rose")
 HEARTBEAT_S = 0.25
 NODE_DEAD_NS = 3 * NS_PER_S
 """Node agent silent for longer: nothing is lent any more."""
-WATERMARK_FRACTION = 0.05
-"""Free, usable memory below this fraction of the total (and below what waiting requests need) is pressure."""
-MAX_IN_FLIGHT = 8
-"""More than vLLM ever schedules ahead."""
 FITTED_UNWATCHED = 8
 """Steps per round that the step model learns from while no rollout engine may run; 20 us each, with the interpreter's lock."""
 WAITING_LOOKED_AT = 64
@@ -98,7 +95,8 @@ class ServingSide:
         self.balloon = Balloon(compat.block_pool(scheduler), self.plan.chunk_blocks)
         self._block_tokens = scheduler.block_size
         self.ghost = GhostCache(compat.block_pool(scheduler), self._block_tokens, self.fail)
-        self._watermark_blocks = int(WATERMARK_FRACTION * self.plan.num_blocks)
+        self.steps = StepBook(self.plan.num_blocks, self.plan.chunk_blocks)
+        """Engine thread only, but for numbers that the background thread reads."""
         self._block_pages = self.plan.total_pages / max(1, self.plan.num_blocks)
         self.failed: str | None = None
         self._errors = 0
@@ -112,7 +110,7 @@ class ServingSide:
         # Written by the engine thread, read by the background thread.
         self._released: collections.deque[tuple[int, int]] = collections.deque()
         """Chunk, and the last step that was scheduled before it was taken out of the pool."""
-        self._claim_chunks = self._claim_told = 0
+        self._claim_told = 0
         self._fixed = False
         self._watched = True
         """A rollout engine lives and may run: it wants to know of every step at once, and is woken.  Background thread's."""
@@ -127,17 +125,6 @@ class ServingSide:
         self._rests = False
         """Nothing is claimed or remembered: while nothing is lent, there is nothing to do before a step."""
 
-        self._step = 0
-        self._busy_ns = 0
-        self._breaches = 0
-        self._late_request = ""
-        self._step_started_ns = 0
-        self._step_ns = 0
-        self._in_flight: collections.deque[tuple[int, int]] = collections.deque(maxlen=MAX_IN_FLIGHT)
-        """Prefill and decode of each step that was scheduled and has not ended: two with asynchronous scheduling."""
-        self._last_token_ns = 0
-        self._pressure_seq = 0
-        self._under_pressure = False
         self._measured: collections.deque[tuple[int, int, float]] = collections.deque(maxlen=64)
         self.model = first_model()
 
@@ -207,16 +194,16 @@ class ServingSide:
             self.ghost.rest()
         lend = self._target_lent_chunks - inflated
         # What has just come back is for the step that starts now: the loan may not have heard of the claim yet.
-        if lend > 0 and not self._under_pressure and not came_back:
+        if lend > 0 and not self.steps.under_pressure and not came_back:
             self.ghost.watch()
             taken: list[int] = []
             try:
                 self.balloon.inflate_free(lend, taken=taken)
             finally:  # also those before an exception: they would be lost to production
                 if taken:
-                    self._released.extend((chunk, self._step) for chunk in taken)
+                    self._released.extend((chunk, self.steps.step) for chunk in taken)
                     self._bell.ring()
-        self._rests = not (self._claim_chunks or self.ghost.watching)
+        self._rests = not (self.steps.claim_chunks or self.ghost.watching)
 
     def _let_past(self) -> None:
         """Nobody gives back what the first in the queue needs: those behind it that fit need not wait for that."""
@@ -229,87 +216,63 @@ class ServingSide:
 
     def _claim(self) -> None:
         """Chunks that serving must get back now, beyond those it can use."""
-        inflated = len(self.balloon.inflated)
-        chunks = 0
-        if inflated and not self._fixed:  # else there is nothing to claim
-            need = self._watermark_blocks
-            if compat.num_waiting(self._scheduler):
-                waiting = compat.waiting_requests(self._scheduler, WAITING_LOOKED_AT)
-                need += -(-sum(request.num_tokens for request in waiting) // self._block_tokens)
-            short = need - compat.block_pool(self._scheduler).get_num_free_blocks()
-            if short > 0:
-                chunks = min(inflated, -(-short // self.plan.chunk_blocks))
-        pressure = chunks > 0
-        if pressure and not self._under_pressure:
-            self._pressure_seq += 1
-        self._under_pressure = pressure
-        if chunks != self._claim_chunks:
-            self._claim_chunks = chunks
+        lent = 0 if self._fixed else len(self.balloon.inflated)
+        waiting = 0
+        if lent and compat.num_waiting(self._scheduler):
+            requests = compat.waiting_requests(self._scheduler, WAITING_LOOKED_AT)
+            waiting = -(-sum(request.num_tokens for request in requests) // self._block_tokens)
+        free = compat.block_pool(self._scheduler).get_num_free_blocks() if lent else 0
+        if self.steps.claim(lent_chunks=lent, free_blocks=free, waiting_blocks=waiting):
             self._bell.ring()
 
     def after_schedule(self, output: Any) -> None:
         """A step starts: publish deadlines.  Nobody needs that between steps unless a rollout engine lives."""
         # Numbered before it counts: nobody may wait for a step that carries no number.
-        compat.stamp(output, self._step + 1)
-        self._step += 1
+        compat.stamp(output, self.steps.step + 1)
         scheduled, total = output.num_scheduled_tokens, output.total_num_scheduled_tokens
         decode = len(scheduled)
         if (
             total != decode
         ):  # somebody has more than one; counted in C: a loop over 256 requests took 50 us here
             decode = list(scheduled.values()).count(1)
-        prefill = total - decode
-        self._in_flight.append((prefill, decode))
-        if len(self._in_flight) == 1:  # else it starts when the one before it ends
-            self._start_step(time.monotonic_ns())
+        if self.steps.scheduled(total - decode, decode, time.monotonic_ns()):
+            self._forecast()
         if self._watched:
             # No wake: a rollout engine looks before each of its steps, and gets no new slack from a step that starts.
-            self._tell_step(wake=self._claim_told != self._claim_chunks)
+            self._tell_step(wake=self._claim_told != self.steps.claim_chunks)
 
-    def _start_step(self, now_ns: int) -> None:
-        """The oldest step in flight has the workers to itself from now on."""
-        self._step_started_ns = now_ns
-        if self._watched:
-            prefill, decode = self._in_flight[0]
-            self._step_ns = int(self.model.predict(prefill, decode) * NS_PER_S)
-
-    def _is_busy(self) -> bool:
-        # A copy, made in one go: from the background thread, the engine thread may take a step out meanwhile.
-        return any(map(any, tuple(self._in_flight)))
+    def _forecast(self) -> None:
+        """How long the step takes that has the workers now, for those who look at the board meanwhile."""
+        oldest = self.steps.oldest
+        if self._watched and oldest is not None:
+            self.steps.step_ns = int(self.model.predict(*oldest) * NS_PER_S)
 
     def after_update(self) -> None:
         """A step has ended."""
-        if not self._in_flight:
+        tokens = self.steps.ended(time.monotonic_ns(), self._slo_tpot_ns)
+        if tokens is None:
             return
-        now_ns = time.monotonic_ns()
-        prefill, decode = self._in_flight.popleft()
-        self._step_ns = now_ns - self._step_started_ns
-        self._busy_ns += self._step_ns
-        if decode and 0 < self._slo_tpot_ns < self._step_ns:
-            self._breaches += 1
-        self._last_token_ns = now_ns
-        if prefill + decode:
-            self._measured.append((prefill, decode, self._step_ns / NS_PER_S))
-        if self._in_flight:
-            self._start_step(now_ns)
+        if any(tokens):
+            self._measured.append((*tokens, self.steps.step_ns / NS_PER_S))
+        self._forecast()
         self._tell_step()
 
     def _tell_step(self, *, wake: bool = True) -> None:
         """A step has started or ended: onto the board, now or when the background thread comes round."""
         if compat.num_waiting(self._scheduler):
             self._note_late()
-        elif self._claim_chunks and not self._scheduler.running:
+        elif self.steps.claim_chunks and not self._scheduler.running:
             # Who asked is gone; the next look at the queue comes with the next request.
-            self._claim_chunks = 0
+            self.steps.claim_chunks = 0
         if self._watched:
             # Here and nowhere else: before it is written over, and where the same call's way through the kernel is in the cache.
             self._require_own(self._board)
             if self._board_lost:
                 self._board_lost = False
                 self._mend(self._board)
-            self._write_board(busy=self._is_busy())
+            self._write_board(busy=self.steps.is_busy())
             if wake:
-                self._claim_told = self._claim_chunks
+                self._claim_told = self.steps.claim_chunks
                 self._board.wake()
             return
         self._board_given = self._board_asked
@@ -321,11 +284,9 @@ class ServingSide:
     def _note_late(self) -> None:
         """Count a first token that is later than promised, once."""
         head = self._next_first_token()
-        if head is None or not self._slo_ttft_ns or head.request_id == self._late_request:
-            return
-        if (time.time() - head.arrival_time) * NS_PER_S > self._slo_ttft_ns:
-            self._late_request = head.request_id
-            self._breaches += 1
+        if head is not None:
+            age_ns = (time.time() - head.arrival_time) * NS_PER_S
+            self.steps.waits_since(head.request_id, age_ns, self._slo_ttft_ns)
 
     def _next_first_token(self) -> Any:
         """First come first served: the oldest request that waits for its first token has the earliest deadline.  Any thread."""
@@ -337,7 +298,7 @@ class ServingSide:
 
     def _write_board(self, *, busy: bool) -> None:
         """Say how production stands.  The thread that the board belongs to just now."""
-        scheduler, model = self._scheduler, self.model
+        scheduler, model, steps = self._scheduler, self.model, self.steps
         slo_ttft_ns, slo_tpot_ns = self._slo_ttft_ns, self._slo_tpot_ns
         running = len(scheduler.running)
         num_waiting = compat.num_waiting(scheduler)
@@ -346,13 +307,13 @@ class ServingSide:
         waiting_tokens = 0
         if running and slo_tpot_ns:
             decode_ns = int(model.predict(0, running) * NS_PER_S)
-            tpot_deadline = max(1, (self._last_token_ns or now_ns) + slo_tpot_ns - decode_ns)
+            tpot_deadline = max(1, (steps.last_token_ns or now_ns) + slo_tpot_ns - decode_ns)
         if num_waiting and slo_ttft_ns:
             oldest = compat.waiting_requests(scheduler, 1)
             if oldest and oldest[0].num_output_tokens and slo_tpot_ns:
                 # Preempted: it has had its first token, and waits for a next one like those that run.
                 prefill_ns = self._prompt_ns(oldest[0].num_tokens, running)
-                deadline = max(1, (self._last_token_ns or now_ns) + slo_tpot_ns - prefill_ns)
+                deadline = max(1, (steps.last_token_ns or now_ns) + slo_tpot_ns - prefill_ns)
                 tpot_deadline = min(tpot_deadline, deadline) if tpot_deadline else deadline
             head = self._next_first_token()
             if head is not None:
@@ -371,24 +332,23 @@ class ServingSide:
                 prefill_ns = self._prompt_ns(left, running - 1)
                 deadline = max(1, now_ns - age_ns + slo_ttft_ns - prefill_ns)
                 ttft_deadline = min(ttft_deadline, deadline) if ttft_deadline else deadline
-        plan, balloon, claim_chunks = self.plan, self.balloon, self._claim_chunks
-        needed_chunks = balloon.num_usable_chunks + claim_chunks if claim_chunks else 0
+        balloon = self.balloon
         # The fields of ServingBoard in their order; a record made of keywords costs more than all of the above.
         self._board.put(
-            self._step,
+            steps.step,
             busy,
             running,
             num_waiting,
             waiting_tokens,
             ttft_deadline,
             tpot_deadline,
-            self._step_started_ns,
-            self._step_ns,
-            self._busy_ns,
-            self._breaches,
+            steps.started_ns,
+            steps.step_ns,
+            steps.busy_ns,
+            steps.breaches,
             int(balloon.num_used_blocks * self._block_pages + 0.999),  # used_pages
-            needed_chunks * plan.chunk_pages,
-            self._pressure_seq,
+            steps.needed_chunks(balloon.num_usable_chunks) * self.plan.chunk_pages,
+            steps.pressure_seq,
             now_ns,  # written_ns
         )
 
@@ -484,7 +444,7 @@ class ServingSide:
         self._target_lent_chunks = 0 if book.stranded else target
         # Reserve first, read the peer's number second: of two that grow at once, one sees the other.
         self._publish_lease(
-            book.resize(target_chunks=target, claim_chunks=self._claim_chunks, retained_pages=retained)
+            book.resize(target_chunks=target, claim_chunks=self.steps.claim_chunks, retained_pages=retained)
         )
         was_stranded = book.stranded
         book.take(time.monotonic(), self._peers.pages() if book.num_lent else 0)
@@ -608,8 +568,14 @@ class ServingSide:
 
     def _publish_board(self) -> None:
         """What the step path has noted since, where it says anything new."""
-        scheduler, busy = self._scheduler, self._is_busy()
-        said = (self._step, busy, len(scheduler.running), compat.num_waiting(scheduler), self._claim_chunks)
+        scheduler, steps, busy = self._scheduler, self.steps, self.steps.is_busy()
+        said = (
+            steps.step,
+            busy,
+            len(scheduler.running),
+            compat.num_waiting(scheduler),
+            steps.claim_chunks,
+        )
         if said == self._board_said:
             return
         self._require_own(self._board)
@@ -701,9 +667,9 @@ class ServingSide:
             "chunk_blocks": self.plan.chunk_blocks,
             "lent_chunks": len(self.balloon.inflated),
             "target_lent_chunks": self._target_lent_chunks,
-            "claim_chunks": self._claim_chunks,
+            "claim_chunks": self.steps.claim_chunks,
             "stranded_pages": self.book.stranded_pages,
-            "pressure_seq": self._pressure_seq,
+            "pressure_seq": self.steps.pressure_seq,
             "queried_tokens": self.ghost.queried_tokens,
             "lost_tokens": self.ghost.lost_tokens,
             "patches": sorted(compat.applied()),

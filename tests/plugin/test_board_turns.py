@@ -63,7 +63,7 @@ class Device:
         count = 0
         for _ in range(steps):
             self.step()
-            count += self.board_step() == self.side._step
+            count += self.board_step() == self.side.steps.step
         return count
 
     def step(self) -> None:
@@ -196,4 +196,4 @@ def test_the_board_changes_hands_at_any_moment_and_no_write_of_ours_is_taken_for
     device.side._round()
     device.step()
     device.side._round()
-    assert device.board_step() == device.side._step
+    assert device.board_step() == device.side.steps.step

@@ -1,0 +1,119 @@
+"""Production's book of steps: which are under way, what its requests claim, which promises broke.
+
+The engine thread of production's core owns it and calls, in this order::
+
+    claim(...)         before vLLM puts a step together, while anything is lent
+    scheduled(...)     a step has been put together; it starts now unless one is still under way
+    ended()            the oldest of them has ended
+    waits_since(...)   for the request that has waited longest for its first token, once a step
+
+This is production's step path: scalars in and out, no event objects, no locks, no logging.
+
+Pure: no I/O, no clock.  Times are nanoseconds on one clock; blocks are the engine's own, a chunk is a whole number of them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+MAX_IN_FLIGHT = 8
+"""More than vLLM ever schedules ahead."""
+WATERMARK_FRACTION = 0.05
+"""Free, usable memory below this fraction of the total (and below what waiting requests need) is pressure."""
+
+
+class StepBook:
+    """See the module.
+
+    Args:
+        num_blocks: Of production's whole KV memory.
+        chunk_blocks: Of one chunk.
+
+    Attributes:
+        step: Number of the last step that was put together; the first is 1.
+        started_ns: Since when the oldest step under way has had the workers to itself.
+        step_ns: How long that step takes, as far as is known: a forecast, set from outside, until it has ended.
+        busy_ns: Of all steps that have ended.
+        last_token_ns: When the last step ended.
+        claim_chunks: What serving must get back now, beyond what it can use.
+        pressure_seq: How often a claim has begun.
+        breaches: Promises that were broken: first tokens that came late, and steps between tokens that were too long.
+    """
+
+    def __init__(self, num_blocks: int, chunk_blocks: int) -> None:
+        self.watermark_blocks = int(WATERMARK_FRACTION * num_blocks)
+        self.step = 0
+        self.started_ns = 0
+        self.step_ns = 0
+        self.busy_ns = 0
+        self.last_token_ns = 0
+        self.claim_chunks = 0
+        self.pressure_seq = 0
+        self.under_pressure = False
+        self.breaches = 0
+        self._chunk_blocks = chunk_blocks
+        self._late_request = ""
+        self._in_flight: deque[tuple[int, int]] = deque(maxlen=MAX_IN_FLIGHT)
+        """Prefill and decode tokens of each step that was put together and has not ended: two with asynchronous scheduling."""
+
+    def claim(self, *, lent_chunks: int, free_blocks: int, waiting_blocks: int) -> bool:
+        """Work out the claim anew; whether it is another one now.
+
+        Args:
+            lent_chunks: Out of production's use; nothing beyond them can be claimed.
+            free_blocks: Of what it can use.
+            waiting_blocks: What requests that wait for memory would take.
+        """
+        short = self.watermark_blocks + waiting_blocks - free_blocks
+        chunks = min(lent_chunks, -(-short // self._chunk_blocks)) if short > 0 else 0
+        pressure = chunks > 0
+        if pressure and not self.under_pressure:
+            self.pressure_seq += 1
+        self.under_pressure = pressure
+        if chunks == self.claim_chunks:
+            return False
+        self.claim_chunks = chunks
+        return True
+
+    def needed_chunks(self, usable_chunks: int) -> int:
+        """What serving must come to hold while it claims memory, else 0."""
+        return usable_chunks + self.claim_chunks if self.claim_chunks else 0
+
+    def scheduled(self, prefill: int, decode: int, now_ns: int) -> bool:
+        """A step of so many tokens has been put together; whether it starts at once."""
+        self.step += 1
+        self._in_flight.append((prefill, decode))
+        if len(self._in_flight) != 1:
+            return False
+        self.started_ns = now_ns
+        return True
+
+    @property
+    def oldest(self) -> tuple[int, int] | None:
+        """Prefill and decode tokens of the step that has the workers."""
+        return self._in_flight[0] if self._in_flight else None
+
+    def ended(self, now_ns: int, slo_tpot_ns: int) -> tuple[int, int] | None:
+        """The oldest step has ended, the next one starts; its tokens, None where none was under way."""
+        if not self._in_flight:
+            return None
+        prefill, decode = self._in_flight.popleft()
+        self.step_ns = now_ns - self.started_ns
+        self.busy_ns += self.step_ns
+        if decode and 0 < slo_tpot_ns < self.step_ns:
+            self.breaches += 1
+        self.last_token_ns = now_ns
+        if self._in_flight:
+            self.started_ns = now_ns
+        return prefill, decode
+
+    def is_busy(self) -> bool:
+        """Whether a step with tokens is under way.  Any thread."""
+        # A copy, made in one go: the engine thread may take a step out meanwhile.
+        return any(map(any, tuple(self._in_flight)))
+
+    def waits_since(self, request_id: str, age_ns: float, slo_ttft_ns: int) -> None:
+        """A request has waited ``age_ns`` for its first token; later than promised counts once."""
+        if slo_ttft_ns and age_ns > slo_ttft_ns and request_id != self._late_request:
+            self._late_request = request_id
+            self.breaches += 1

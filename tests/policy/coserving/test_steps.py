@@ -1,0 +1,116 @@
+"""Production's book of steps: claims, steps under way, broken promises."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rose.policy.coserving.steps import WATERMARK_FRACTION, StepBook
+
+MS = 1_000_000
+
+
+def test_what_waits_and_a_watermark_are_claimed_in_whole_chunks() -> None:
+    book = StepBook(num_blocks=100, chunk_blocks=8)
+
+    changed = book.claim(lent_chunks=5, free_blocks=2, waiting_blocks=10)
+
+    assert changed
+    assert book.claim_chunks == 2  # 10 and 5 of watermark, less 2
+    assert book.needed_chunks(usable_chunks=7) == 9
+
+
+def test_nothing_beyond_the_loan_is_claimed() -> None:
+    book = StepBook(num_blocks=100, chunk_blocks=8)
+
+    book.claim(lent_chunks=3, free_blocks=0, waiting_blocks=1000)
+
+    assert book.claim_chunks == 3
+
+
+def test_a_claim_that_goes_on_is_one_pressure() -> None:
+    book = StepBook(num_blocks=100, chunk_blocks=8)
+
+    for free in (0, 3, 0):
+        book.claim(lent_chunks=5, free_blocks=free, waiting_blocks=0)
+    book.claim(lent_chunks=5, free_blocks=50, waiting_blocks=0)
+    book.claim(lent_chunks=5, free_blocks=0, waiting_blocks=0)
+
+    assert book.pressure_seq == 2
+
+
+def test_without_a_claim_nothing_is_needed() -> None:
+    book = StepBook(num_blocks=100, chunk_blocks=8)
+
+    assert book.needed_chunks(usable_chunks=12) == 0
+
+
+def test_a_second_step_has_the_workers_only_when_the_first_has_ended() -> None:
+    book = StepBook(num_blocks=100, chunk_blocks=8)
+
+    assert book.scheduled(100, 1, 10 * MS)
+    assert not book.scheduled(0, 2, 15 * MS)
+    assert book.ended(30 * MS, 0) == (100, 1)
+
+    assert (book.started_ns, book.step_ns, book.oldest) == (30 * MS, 20 * MS, (0, 2))
+
+
+def test_a_step_without_tokens_is_not_busy() -> None:
+    book = StepBook(num_blocks=100, chunk_blocks=8)
+
+    book.scheduled(0, 0, 0)
+
+    assert not book.is_busy()
+    book.scheduled(0, 1, 0)
+    assert book.is_busy()
+
+
+def test_a_step_longer_than_promised_breaks_a_promise_only_of_who_decodes() -> None:
+    book = StepBook(num_blocks=100, chunk_blocks=8)
+
+    book.scheduled(500, 0, 0)
+    book.ended(200 * MS, 100 * MS)
+    assert book.breaches == 0
+    book.scheduled(500, 1, 200 * MS)
+    book.ended(400 * MS, 100 * MS)
+    assert book.breaches == 1
+
+
+def test_a_late_first_token_counts_once() -> None:
+    book = StepBook(num_blocks=100, chunk_blocks=8)
+
+    for age in (90, 110, 200):
+        book.waits_since("a", age * MS, 100 * MS)
+    book.waits_since("b", 101 * MS, 100 * MS)
+
+    assert book.breaches == 2
+
+
+def test_where_nothing_is_promised_nothing_is_late() -> None:
+    book = StepBook(num_blocks=100, chunk_blocks=8)
+
+    book.waits_since("a", 10**12, 0)
+
+    assert book.breaches == 0
+
+
+def test_the_end_of_no_step_says_so() -> None:
+    assert StepBook(num_blocks=100, chunk_blocks=8).ended(1, 1) is None
+
+
+@given(
+    num_blocks=st.integers(1, 10_000),
+    chunk_blocks=st.integers(1, 64),
+    looks=st.lists(st.tuples(st.integers(0, 100), st.integers(0, 10_000), st.integers(0, 10_000)), max_size=20),
+)
+def test_a_claim_leaves_nobody_short_whom_the_loan_could_help(
+    num_blocks: int, chunk_blocks: int, looks: list[tuple[int, int, int]]
+) -> None:
+    book = StepBook(num_blocks, chunk_blocks)
+    for lent, free, waiting in looks:
+        book.claim(lent_chunks=lent, free_blocks=free, waiting_blocks=waiting)
+        enough = waiting + int(WATERMARK_FRACTION * num_blocks)
+        assert 0 <= book.claim_chunks <= lent
+        assert free + book.claim_chunks * chunk_blocks >= enough or book.claim_chunks == lent
+        assert book.claim_chunks == 0 or free + (book.claim_chunks - 1) * chunk_blocks < enough
+        assert book.under_pressure == (book.claim_chunks > 0)
