@@ -265,7 +265,7 @@ def _measure(folder: Path, num_requests: int, num_steps: int) -> tuple[dict[str,
     for side in (alone, beside):
         if side.failed:
             raise SystemExit(f"the serving side went off: {side.failed}")
-    if alone._watched or not beside._watched:
+    if alone._board.watched or not beside._board.watched:
         raise SystemExit("the arms are not what they are called: who is told of every step?")
     bench.become(ServingScheduler, alone)
     for side in (alone, beside):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from rose.coserve.ledger import NodeDir, RankState, RecordReader
+from rose.coserve.ledger import NodeDir, RankState, RecordReader, RecordWriter
 from rose.errors import LedgerError
 
 logger = logging.getLogger("vllm.rose")
@@ -30,6 +30,31 @@ class Trouble:
 
     def over(self, name: str) -> None:
         self._said.pop(name, None)
+
+    def mend(self, writer: RecordWriter[Any]) -> None:
+        """Put a file of ours back under its name.  Where that cannot be done, those who have met us go on with the file they hold."""
+        name = writer.path.name
+        try:
+            if writer.mend():
+                logger.warning(
+                    "ROSE: %s was deleted, cut off or written over; it is there again", writer.path
+                )
+            self.over(name)
+        except LedgerError as error:
+            self.say(name, error)
+
+
+def require_own(writer: RecordWriter[Any], *, known: bool = True) -> None:
+    """Nobody else has written our file: numbers that a stranger can change must steer nothing.
+
+    Args:
+        known: Ask; else the caller has seen that somebody did.
+
+    Raises:
+        LedgerError: Somebody did.
+    """
+    if not known or not writer.intact():
+        raise LedgerError("was written by another process, or cut off", field=str(writer.path))
 
 
 class Peers:

@@ -6,9 +6,8 @@ and out of the balloon in slices of half a millisecond, and keep the books of th
 *background thread* sleeps until a shared file changes, decides how many chunks are lent, marks chunks for the
 pagers, and publishes the lease.
 
-The board is written by the engine thread, twice in a step, while a rollout engine may run (``_watched``).  While none may,
-nobody steers by it from step to step: the background thread writes it, and the step path only looks whether a
-stranger did.  How the writing changes hands: :meth:`_turn_board_over`.
+What the engine thread decides is in :class:`~rose.policy.coserving.steps.StepBook`, what the background thread decides in
+:class:`~rose.policy.coserving.serving.ServingBook`; who writes the board, and what: :mod:`vllm_plugin.board`.
 
 Order of lending: balloon -> unmark -> all ranks unmapped -> ``reserved_pages`` falls.
 Order of taking back: ``reserved_pages`` rises -> wait for the peer's *number* -> mark -> all ranks mapped -> balloon
@@ -29,7 +28,7 @@ import logging
 import os
 import threading
 import time
-from typing import Any, NoReturn
+from typing import Any
 
 from rose.coserve.ledger import (
     ChunkState,
@@ -37,7 +36,6 @@ from rose.coserve.ledger import (
     NodeDir,
     NodeState,
     Phase,
-    RecordWriter,
     ServingLease,
 )
 from rose.errors import LedgerError
@@ -45,13 +43,13 @@ from rose.policy.compat import Row, Support, row
 from rose.policy.coserving.chunks import Report
 from rose.policy.coserving.serving import ServingBook
 from rose.policy.coserving.steps import StepBook
-from rose.policy.coserving.timing import prompt_work_s
 from rose.units import NS_PER_S
 from vllm_plugin import ENV_DIR, compat
+from vllm_plugin.board import WAITING_LOOKED_AT, Board
 from vllm_plugin.capacity import SLICE_S, Balloon
 from vllm_plugin.ghost import GhostCache
 from vllm_plugin.memory import ChunkPlan, engine_number
-from vllm_plugin.peers import Peers, Trouble
+from vllm_plugin.peers import Peers, Trouble, require_own
 from vllm_plugin.step_log import first_model
 from vllm_plugin.watch import Bell
 
@@ -62,8 +60,6 @@ NODE_DEAD_NS = 3 * NS_PER_S
 """Node agent silent for longer: nothing is lent any more."""
 FITTED_UNWATCHED = 8
 """Steps per round that the step model learns from while no rollout engine may run; 20 us each, with the interpreter's lock."""
-WAITING_LOOKED_AT = 64
-"""Waiting requests whose memory need is summed exactly; a longer queue is pressure anyway."""
 
 
 class ServingSide:
@@ -103,8 +99,6 @@ class ServingSide:
 
         # Written by the background thread, read by the engine thread.
         self._target_lent_chunks = 0
-        self._slo_ttft_ns = 0
-        self._slo_tpot_ns = 0
         self._reserved_pages = self.plan.total_pages
         self._mapped: collections.deque[int] = collections.deque()
         # Written by the engine thread, read by the background thread.
@@ -112,16 +106,6 @@ class ServingSide:
         """Chunk, and the last step that was scheduled before it was taken out of the pool."""
         self._claim_told = 0
         self._fixed = False
-        self._watched = True
-        """A rollout engine lives and may run: it wants to know of every step at once, and is woken.  Background thread's."""
-        self._board_asked = 0
-        """How often the background thread has asked for the board; its to write once the engine thread has answered with the number."""
-        self._board_given = -1
-        self._board_turn = 0
-        """Odd while the background thread is writing the board."""
-        self._board_lost = False
-        """Its name is gone: for the engine thread, while it writes it."""
-        self._board_said: tuple[int, ...] = ()
         self._rests = False
         """Nothing is claimed or remembered: while nothing is lent, there is nothing to do before a step."""
 
@@ -133,7 +117,7 @@ class ServingSide:
         self._engine_number = engine_number()
         with contextlib.ExitStack() as made:  # a file that is kept open here would look like a live engine's
             self._lease = made.enter_context(compat.starting_lease() or self._dir.serving_lease_writer())
-            self._board = made.enter_context(self._dir.serving_board_writer())
+            board = made.enter_context(self._dir.serving_board_writer())
             self._chunks = made.enter_context(self._dir.chunks_writer("serving", self.plan.num_chunks))
             self._chunks.extra[:] = b"\x01" * self.plan.num_chunks
             self._chunks.write(ChunkState(engine=self._engine_number, heartbeat_ns=time.monotonic_ns()))
@@ -147,6 +131,7 @@ class ServingSide:
             made.pop_all()
         self._node = self._dir.node()
         self._trouble = Trouble()
+        self._board = Board(board, scheduler, self.plan, self.balloon, self.steps, self.model, self._trouble)
         self._peers = Peers(self._dir, self._trouble)
         self._bell = Bell()
         self._stopping = False
@@ -163,7 +148,7 @@ class ServingSide:
     def attach(self, engine: Any) -> None:
         """The engine is built and about to enter its loop."""
         self._engine = engine
-        self._write_board(busy=False)
+        self._board.write(busy=False)
         for name in ("node", "peer"):
             reader = self._dir.node() if name == "node" else self._dir.rollout_lease()
             self._bell.watch(reader, name)
@@ -237,19 +222,19 @@ class ServingSide:
             decode = list(scheduled.values()).count(1)
         if self.steps.scheduled(total - decode, decode, time.monotonic_ns()):
             self._forecast()
-        if self._watched:
-            # No wake: a rollout engine looks before each of its steps, and gets no new slack from a step that starts.
+        # No wake: a rollout engine looks before each of its steps, and gets no new slack from a step that starts.
+        if self._board.watched:
             self._tell_step(wake=self._claim_told != self.steps.claim_chunks)
 
     def _forecast(self) -> None:
         """How long the step takes that has the workers now, for those who look at the board meanwhile."""
         oldest = self.steps.oldest
-        if self._watched and oldest is not None:
+        if self._board.watched and oldest is not None:
             self.steps.step_ns = int(self.model.predict(*oldest) * NS_PER_S)
 
     def after_update(self) -> None:
         """A step has ended."""
-        tokens = self.steps.ended(time.monotonic_ns(), self._slo_tpot_ns)
+        tokens = self.steps.ended(time.monotonic_ns(), self._board.slo_tpot_ns)
         if tokens is None:
             return
         if any(tokens):
@@ -260,116 +245,16 @@ class ServingSide:
     def _tell_step(self, *, wake: bool = True) -> None:
         """A step has started or ended: onto the board, now or when the background thread comes round."""
         if compat.num_waiting(self._scheduler):
-            self._note_late()
+            head = self._board.next_first_token()
+            if head is not None:
+                age_ns = (time.time() - head.arrival_time) * NS_PER_S
+                self.steps.waits_since(head.request_id, age_ns, self._board.slo_ttft_ns)
         elif self.steps.claim_chunks and not self._scheduler.running:
             # Who asked is gone; the next look at the queue comes with the next request.
             self.steps.claim_chunks = 0
-        if self._watched:
-            # Here and nowhere else: before it is written over, and where the same call's way through the kernel is in the cache.
-            self._require_own(self._board)
-            if self._board_lost:
-                self._board_lost = False
-                self._mend(self._board)
-            self._write_board(busy=self.steps.is_busy())
-            if wake:
-                self._claim_told = self.steps.claim_chunks
-                self._board.wake()
-            return
-        self._board_given = self._board_asked
-        turn = self._board_turn
-        # While the other thread writes, our memory and the file may differ for a moment: the next step looks again.
-        if not self._board.intact() and turn == self._board_turn and not turn & 1:
-            self._not_ours(self._board)
-
-    def _note_late(self) -> None:
-        """Count a first token that is later than promised, once."""
-        head = self._next_first_token()
-        if head is not None:
-            age_ns = (time.time() - head.arrival_time) * NS_PER_S
-            self.steps.waits_since(head.request_id, age_ns, self._slo_ttft_ns)
-
-    def _next_first_token(self) -> Any:
-        """First come first served: the oldest request that waits for its first token has the earliest deadline.  Any thread."""
-        for limit in (1, WAITING_LOOKED_AT):  # the first is it, unless it was preempted
-            for request in compat.waiting_requests(self._scheduler, limit):
-                if not request.num_output_tokens:
-                    return request
-        return None
-
-    def _write_board(self, *, busy: bool) -> None:
-        """Say how production stands.  The thread that the board belongs to just now."""
-        scheduler, model, steps = self._scheduler, self.model, self.steps
-        slo_ttft_ns, slo_tpot_ns = self._slo_ttft_ns, self._slo_tpot_ns
-        running = len(scheduler.running)
-        num_waiting = compat.num_waiting(scheduler)
-        now_ns = time.monotonic_ns()
-        ttft_deadline = tpot_deadline = 0
-        waiting_tokens = 0
-        if running and slo_tpot_ns:
-            decode_ns = int(model.predict(0, running) * NS_PER_S)
-            tpot_deadline = max(1, (steps.last_token_ns or now_ns) + slo_tpot_ns - decode_ns)
-        if num_waiting and slo_ttft_ns:
-            oldest = compat.waiting_requests(scheduler, 1)
-            if oldest and oldest[0].num_output_tokens and slo_tpot_ns:
-                # Preempted: it has had its first token, and waits for a next one like those that run.
-                prefill_ns = self._prompt_ns(oldest[0].num_tokens, running)
-                deadline = max(1, (steps.last_token_ns or now_ns) + slo_tpot_ns - prefill_ns)
-                tpot_deadline = min(tpot_deadline, deadline) if tpot_deadline else deadline
-            head = self._next_first_token()
-            if head is not None:
-                waiting_tokens = head.num_tokens
-                age_ns = int((time.time() - head.arrival_time) * NS_PER_S)
-                prefill_ns = self._prompt_ns(waiting_tokens, running)
-                ttft_deadline = max(1, now_ns - age_ns + slo_ttft_ns - prefill_ns)
-        if running and slo_ttft_ns:
-            # A prompt that is read in several steps counts as running from the first of them, and still owes its first token.
-            # Such requests are the last that were let in.
-            for request in reversed(scheduler.running):
-                left = request.num_tokens - request.num_computed_tokens
-                if left <= 0 or request.num_output_tokens:
-                    break
-                age_ns = int((time.time() - request.arrival_time) * NS_PER_S)
-                prefill_ns = self._prompt_ns(left, running - 1)
-                deadline = max(1, now_ns - age_ns + slo_ttft_ns - prefill_ns)
-                ttft_deadline = min(ttft_deadline, deadline) if ttft_deadline else deadline
-        balloon = self.balloon
-        # The fields of ServingBoard in their order; a record made of keywords costs more than all of the above.
-        self._board.put(
-            steps.step,
-            busy,
-            running,
-            num_waiting,
-            waiting_tokens,
-            ttft_deadline,
-            tpot_deadline,
-            steps.started_ns,
-            steps.step_ns,
-            steps.busy_ns,
-            steps.breaches,
-            int(balloon.num_used_blocks * self._block_pages + 0.999),  # used_pages
-            steps.needed_chunks(balloon.num_usable_chunks) * self.plan.chunk_pages,
-            steps.pressure_seq,
-            now_ns,  # written_ns
-        )
-
-    def _prompt_ns(self, tokens: int, num_decodes: int) -> int:
-        """How long a prompt takes that is read beside ``num_decodes`` requests."""
-        model = self.model
-        seconds = prompt_work_s(
-            tokens,
-            chunk_tokens=max(1, self._scheduler.max_num_scheduled_tokens - num_decodes),
-            decode_step_s=model.predict(0, num_decodes),
-            prefill_token_s=model.prefill_token_s,
-        )
-        return int(seconds * NS_PER_S)
-
-    def _require_own(self, writer: RecordWriter[Any]) -> None:
-        """Nobody else has written our file: numbers that a stranger can change must steer nothing."""
-        if not writer.intact():
-            self._not_ours(writer)
-
-    def _not_ours(self, writer: RecordWriter[Any]) -> NoReturn:
-        raise LedgerError("was written by another process, or cut off", field=str(writer.path))
+        if wake and self._board.watched:
+            self._claim_told = self.steps.claim_chunks
+        self._board.tell(wake=wake)
 
     def usage(self) -> float:
         """KV use as vLLM would report it without the balloon (0..1)."""
@@ -422,7 +307,7 @@ class ServingSide:
 
     def _round(self) -> None:
         """Look at everything once and act.  Order: see the module docstring."""
-        if not self._watched:  # nobody asks for a prediction: a few steps a second keep the model right
+        if not self._board.watched:  # nobody asks for a prediction: a few steps a second keep the model right
             for _ in range(len(self._measured) - FITTED_UNWATCHED):
                 self._measured.popleft()
         while self._measured:  # the fit is too slow for the step path
@@ -508,31 +393,11 @@ class ServingSide:
             LedgerError: Somebody else wrote into our files.
         """
         if self.failed is None:
-            self._require_own(self._lease)
-            self._require_own(self._chunks)
+            require_own(self._lease)
+            require_own(self._chunks)
         for writer in (self._lease, self._chunks):
-            self._mend(writer)
-        if not self._board.named():
-            if self._watched:
-                self._board_lost = True  # the engine thread writes it, so it is the one to make it anew
-            elif self._board_given == self._board_asked:
-                self._board_turn += 1
-                try:
-                    self._mend(self._board)
-                finally:
-                    self._board_turn += 1
-
-    def _mend(self, writer: RecordWriter[Any]) -> None:
-        """Put a file back under its name.  Where that cannot be done, those who have met us go on with the file they hold."""
-        name = writer.path.name
-        try:
-            if writer.mend():
-                logger.warning(
-                    "ROSE: %s was deleted, cut off or written over; it is there again", writer.path
-                )
-            self._trouble.over(name)
-        except LedgerError as error:
-            self._trouble.say(name, error)
+            self._trouble.mend(writer)
+        self._board.find()
 
     def _read_node(self) -> NodeState | None:
         """What the agent says; None also where that cannot be read: an agent of another version is no agent."""
@@ -545,52 +410,18 @@ class ServingSide:
         return node
 
     def _turn_board_over(self, node: NodeState | None) -> None:
-        """Decide who writes the board, and write it where that is us.
-
-        One thread at a time: the engine thread writes while ``_watched`` says so, and only this thread changes that.  From
-        there to us the engine thread has to answer at the end of a step, for it may be in the middle of a write when we
-        ask; until it does nothing is written, and what stands there is how it left it.  From us to there nothing has to
-        be waited for: we are not writing when we say so.
-        """
+        """Is there anybody who steers by our steps?"""
         may_run = node is not None and node.mode == Mode.ON
         lives = self._peers.any_alive()
         watched = lives and (may_run or self.book.num_lent + self.book.chunks.num_coming > 0)
         compat.let_spin(not watched or self.failed is not None)
-        if not self._watched and self._board_given == self._board_asked and self.failed is None:
-            self._publish_board()
-        if watched == self._watched:
-            return
-        if not watched:
-            self._board_asked += 1
-        self._watched = watched
-        if watched:
-            self._board.wake()
-
-    def _publish_board(self) -> None:
-        """What the step path has noted since, where it says anything new."""
-        scheduler, steps, busy = self._scheduler, self.steps, self.steps.is_busy()
-        said = (
-            steps.step,
-            busy,
-            len(scheduler.running),
-            compat.num_waiting(scheduler),
-            steps.claim_chunks,
-        )
-        if said == self._board_said:
-            return
-        self._require_own(self._board)
-        self._board_said = said
-        self._board_turn += 1
-        try:
-            self._write_board(busy=busy)
-        finally:
-            self._board_turn += 1
+        self._board.turn_over(watched, healthy=self.failed is None)
 
     def _lendable_pages(self, node: NodeState | None) -> int:
         """Pages serving may lend now: what the agent asks for, nothing when it is silent or we failed."""
         if node is None or self.failed is not None:
             return 0
-        self._slo_ttft_ns, self._slo_tpot_ns = node.slo_ttft_ns, node.slo_tpot_ns
+        self._board.slo_ttft_ns, self._board.slo_tpot_ns = node.slo_ttft_ns, node.slo_tpot_ns
         self._fixed = bool(node.fixed)
         silent = time.monotonic_ns() - node.heartbeat_ns > NODE_DEAD_NS
         if node.mode != Mode.ON or silent or not self._elastic:
@@ -654,7 +485,7 @@ class ServingSide:
         self._stopping = True
         self._bell.stop()
         self._thread.join(timeout=5.0)
-        for writer in (self._lease, self._board, self._chunks):
+        for writer in (self._lease, self._board.file, self._chunks):
             writer.close()
 
     def status(self, _argument: Any = None) -> dict[str, Any]:

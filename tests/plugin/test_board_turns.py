@@ -74,7 +74,7 @@ class Device:
 
     def close(self) -> None:
         self.peer(False)
-        for writer in (self.side._lease, self.side._board, self.side._chunks, self._rank, self._agent):
+        for writer in (self.side._lease, self.side._board.file, self.side._chunks, self._rank, self._agent):
             writer.close()
 
 
@@ -149,21 +149,21 @@ def test_who_takes_the_board_over_finds_the_last_step_on_it(device: Device) -> N
 
 def test_a_deleted_board_is_made_anew_by_nobody_but_its_writer(device: Device) -> None:
     """Else the file is closed under the thread that writes it, or a look at it in that moment is taken for a stranger's write."""
-    side = device.side
+    side, board = device.side, device.side._board
     side._round()
     device.told(1)
-    side._board.path.unlink()
-    side._watched, side._board_asked = False, side._board_given + 1  # asked for, and not given yet
+    board.file.path.unlink()
+    board.watched, board._asked = False, board._given + 1  # asked for, and not given yet
     side._check_own_files()
-    assert not side._board.path.exists()
+    assert not board.file.path.exists()
     turns: list[int] = []
-    mend = side._mend
-    side._mend = lambda writer: (turns.append(side._board_turn & 1), mend(writer))
-    side._board_given = side._board_asked
+    mend = side._trouble.mend
+    side._trouble.mend = lambda writer: (turns.append(board._turn & 1), mend(writer))
+    board._given = board._asked
     side._check_own_files()
-    assert side._board.path.exists()
+    assert board.file.path.exists()
     assert turns[-1] == 1, "the engine thread sees that we write"
-    assert side._board_turn & 1 == 0
+    assert board._turn & 1 == 0
 
 
 def test_the_board_changes_hands_at_any_moment_and_no_write_of_ours_is_taken_for_a_strangers(

@@ -38,7 +38,7 @@ HOOKS = [
     "after_update",
     "usage",
     "reset_prefix_cache",
-    "_write_board",
+    "_board.write",
     "_round",
 ]
 
@@ -109,7 +109,8 @@ def test_an_exception_in_a_hook_switches_off_and_vllm_goes_on(
 
     if hook in ("reset_prefix_cache", "usage"):  # called only while something is lent
         assert scheduler.rose.balloon.inflate_free(1, budget_s=1.0)
-    monkeypatch.setattr(scheduler.rose, hook, broken)
+    part, _, name = hook.rpartition(".")
+    monkeypatch.setattr(getattr(scheduler.rose, part) if part else scheduler.rose, name, broken)
 
     assert run(scheduler) == stock_steps(config)
     scheduler.reset_prefix_cache()
@@ -147,7 +148,9 @@ def told(request: pytest.FixtureRequest, scheduler: Any, node_dir: Path) -> Iter
         writers += [node.node_writer(), node.rollout_lease_writer()]
         writers[0].write(NodeState(mode=Mode.ON, has_serving=1, heartbeat_ns=time.monotonic_ns() + 10**12))
         writers[1].write(RolloutLease())
-    eventually(lambda: scheduler.rose._watched == request.param, "it is known whether a rollout engine lives")
+    eventually(
+        lambda: scheduler.rose._board.watched == request.param, "it is known whether a rollout engine lives"
+    )
     yield scheduler
     for writer in writers:
         writer.close()
@@ -453,7 +456,7 @@ def test_an_engine_that_could_not_be_attached_says_off(
         raise ZeroDivisionError("injected")
 
     scheduler = harness.build(ServingScheduler, config)
-    monkeypatch.setattr(scheduler.rose, "_write_board", broken)
+    monkeypatch.setattr(scheduler.rose._board, "write", broken)
     scheduler.rose_attach(SimpleNamespace())
     record = NodeDir(node_dir).serving_lease().read()
     assert record is not None
@@ -507,7 +510,7 @@ def test_production_says_starting_before_its_workers_touch_the_device_and_waits_
     scheduler = harness.build(ServingScheduler, config)  # and the lease is taken over, not fought for
     assert scheduler.rose is not None
     assert readable(node.serving_lease()) == Phase.STARTING
-    for writer in (scheduler.rose._lease, scheduler.rose._board, scheduler.rose._chunks, peer):
+    for writer in (scheduler.rose._lease, scheduler.rose._board.file, scheduler.rose._chunks, peer):
         writer.close()
 
 
@@ -543,7 +546,8 @@ def test_a_preempted_request_breaks_no_promise_of_a_first_token(
     scheduler = harness.build(ServingScheduler, config)
     assert scheduler.rose is not None
     try:
-        scheduler.rose._slo_ttft_ns, scheduler.rose._slo_tpot_ns = 10**9, 10**8
+        board_of = scheduler.rose._board
+        board_of.slo_ttft_ns, board_of.slo_tpot_ns = 10**9, 10**8
         scheduler.add_request(harness.request("old", max_tokens=50))
         for _ in range(3):
             harness.step(scheduler)
@@ -565,7 +569,7 @@ def test_a_preempted_request_breaks_no_promise_of_a_first_token(
         assert record.breaches == 1
         assert record.ttft_deadline_ns > 0
     finally:
-        for writer in (scheduler.rose._lease, scheduler.rose._board, scheduler.rose._chunks):
+        for writer in (scheduler.rose._lease, scheduler.rose._board.file, scheduler.rose._chunks):
             writer.close()
 
 
@@ -578,20 +582,21 @@ def test_a_prompt_that_is_read_in_several_steps_keeps_the_promise_of_its_first_t
     scheduler = harness.build(ServingScheduler, config)
     assert scheduler.rose is not None
     try:
-        scheduler.rose._slo_ttft_ns, scheduler.rose._slo_tpot_ns = 10**9, 10**8
+        board_of = scheduler.rose._board
+        board_of.slo_ttft_ns, board_of.slo_tpot_ns = 10**9, 10**8
         scheduler.max_num_scheduled_tokens = 16
         board = NodeDir(node_dir).serving_board()
         scheduler.add_request(harness.request("long", max_tokens=8))
         seen = []
         for _ in range(2):  # 20 tokens: 16, then 4
             output = scheduler.schedule()
-            scheduler.rose._write_board(busy=True)
+            scheduler.rose._board.write(busy=True)
             record = board.read()
             assert record is not None
             seen.append((output.total_num_scheduled_tokens, record.waiting, record.ttft_deadline_ns > 0))
         assert seen == [(16, 0, True), (4, 0, False)]
     finally:
-        for writer in (scheduler.rose._lease, scheduler.rose._board, scheduler.rose._chunks):
+        for writer in (scheduler.rose._lease, scheduler.rose._board.file, scheduler.rose._chunks):
             writer.close()
 
 
@@ -621,7 +626,7 @@ def test_the_board_stays_busy_while_a_second_step_is_in_flight(
         assert record is not None
         assert record.busy == 0
     finally:
-        for writer in (scheduler.rose._lease, scheduler.rose._board, scheduler.rose._chunks):
+        for writer in (scheduler.rose._lease, scheduler.rose._board.file, scheduler.rose._chunks):
             writer.close()
 
 

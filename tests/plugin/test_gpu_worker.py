@@ -375,7 +375,7 @@ def engine_of(
         rank = harness.write_rank(tmp_path / "n", role, mapped=True)
         scheduler: Any = harness.build(ServingScheduler if role == "serving" else RolloutScheduler, config)
         side = scheduler.rose
-        opened.extend((side._lease, side._chunks, rank, *((side._board,) if role == "serving" else ())))
+        opened.extend((side._lease, side._chunks, rank, *((side._board.file,) if role == "serving" else ())))
         return scheduler, rank
 
     yield build

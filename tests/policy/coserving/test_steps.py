@@ -101,7 +101,9 @@ def test_the_end_of_no_step_says_so() -> None:
 @given(
     num_blocks=st.integers(1, 10_000),
     chunk_blocks=st.integers(1, 64),
-    looks=st.lists(st.tuples(st.integers(0, 100), st.integers(0, 10_000), st.integers(0, 10_000)), max_size=20),
+    looks=st.lists(
+        st.tuples(st.integers(0, 100), st.integers(0, 10_000), st.integers(0, 10_000)), max_size=20
+    ),
 )
 def test_a_claim_leaves_nobody_short_whom_the_loan_could_help(
     num_blocks: int, chunk_blocks: int, looks: list[tuple[int, int, int]]

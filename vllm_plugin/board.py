@@ -1,0 +1,219 @@
+"""Production's board: how it stands just now, for whoever runs beside it; and which thread says so.
+
+The engine thread writes it, twice in a step, while a rollout engine may run (``watched``).  While none may, nobody steers by it
+from step to step: the background thread writes it, and the step path only looks whether a stranger did.
+
+One thread at a time.  Only the background thread changes ``watched`` (:meth:`Board.turn_over`).  From the engine thread to it, the
+engine thread has to answer at the end of a step, for it may be in the middle of a write when it is asked; until it does nothing is
+written, and what stands there is how it was left.  The other way nothing has to be waited for: the background thread is not
+writing when it says so.
+
+Caller: :mod:`vllm_plugin.serving`.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rose.coserve.ledger import RecordWriter
+from rose.coserve.records import ServingBoard
+from rose.policy.coserving.steps import StepBook
+from rose.policy.coserving.timing import prompt_work_s
+from rose.units import NS_PER_S
+from vllm_plugin import compat
+from vllm_plugin.capacity import Balloon
+from vllm_plugin.memory import ChunkPlan
+from vllm_plugin.peers import Trouble, require_own
+
+WAITING_LOOKED_AT = 64
+"""Waiting requests that are looked at one by one; a longer queue is pressure anyway."""
+
+
+class Board:
+    """See the module.
+
+    Args:
+        file: Its file, which this closes.
+        model: vLLM's step times, as :mod:`vllm_plugin.step_log` learns them.
+
+    Attributes:
+        watched: A rollout engine lives and may run: it wants to know of every step at once, and is woken.
+        slo_ttft_ns, slo_tpot_ns: What is promised to production's users; 0 = nothing.
+    """
+
+    def __init__(
+        self,
+        file: RecordWriter[ServingBoard],
+        scheduler: Any,
+        plan: ChunkPlan,
+        balloon: Balloon,
+        steps: StepBook,
+        model: Any,
+        trouble: Trouble,
+    ) -> None:
+        self.file = file
+        self.watched = True
+        self.slo_ttft_ns = 0
+        self.slo_tpot_ns = 0
+        self._scheduler, self._balloon, self._steps, self._model = scheduler, balloon, steps, model
+        self._trouble = trouble
+        self._chunk_pages = plan.chunk_pages
+        self._block_pages = plan.total_pages / max(1, plan.num_blocks)
+        self._asked = 0
+        """How often the background thread has asked for the board; its to write once the engine thread has answered with the number."""
+        self._given = -1
+        self._turn = 0
+        """Odd while the background thread is writing."""
+        self._lost = False
+        """The name is gone: for the engine thread, while it writes."""
+        self._said: tuple[int, ...] = ()
+
+    # ------------------------------------------------------------------ engine thread
+
+    def tell(self, *, wake: bool) -> None:
+        """A step has started or ended: written now, or by the background thread when it comes round.
+
+        Raises:
+            LedgerError: A stranger wrote into the file.
+        """
+        file = self.file
+        if self.watched:
+            # Here and nowhere else: before it is written over, and where the same call's way through the kernel is in the cache.
+            require_own(file)
+            if self._lost:
+                self._lost = False
+                self._trouble.mend(file)
+            self.write(busy=self._steps.is_busy())
+            if wake:
+                file.wake()
+            return
+        self._given = self._asked
+        turn = self._turn
+        # While the other thread writes, our memory and the file may differ for a moment: the next step looks again.
+        if not file.intact() and turn == self._turn and not turn & 1:
+            require_own(file, known=False)
+
+    def next_first_token(self) -> Any:
+        """First come first served: the oldest request that waits for its first token has the earliest deadline.  Any thread."""
+        for limit in (1, WAITING_LOOKED_AT):  # the first is it, unless it was preempted
+            for request in compat.waiting_requests(self._scheduler, limit):
+                if not request.num_output_tokens:
+                    return request
+        return None
+
+    # ------------------------------------------------------------------ background thread
+
+    def turn_over(self, watched: bool, *, healthy: bool) -> None:
+        """Decide who writes from now on, and write what the step path has noted where that is us."""
+        if not self.watched and self._given == self._asked and healthy:
+            self._publish()
+        if watched == self.watched:
+            return
+        if not watched:
+            self._asked += 1
+        self.watched = watched
+        if watched:
+            self.file.wake()
+
+    def find(self) -> None:
+        """Make a file that was deleted anew, if it is ours to write."""
+        if self.file.named():
+            return
+        if self.watched:
+            self._lost = True  # the engine thread writes it, so it is the one to make it anew
+        elif self._given == self._asked:
+            self._turn += 1
+            try:
+                self._trouble.mend(self.file)
+            finally:
+                self._turn += 1
+
+    def _publish(self) -> None:
+        """What is new since the last time, if anything is."""
+        scheduler, steps, busy = self._scheduler, self._steps, self._steps.is_busy()
+        said = (
+            steps.step,
+            busy,
+            len(scheduler.running),
+            compat.num_waiting(scheduler),
+            steps.claim_chunks,
+        )
+        if said == self._said:
+            return
+        require_own(self.file)
+        self._said = said
+        self._turn += 1
+        try:
+            self.write(busy=busy)
+        finally:
+            self._turn += 1
+
+    # ------------------------------------------------------------------ whoever it belongs to
+
+    def write(self, *, busy: bool) -> None:
+        """Say how production stands.  The thread that the board belongs to just now."""
+        scheduler, model, steps = self._scheduler, self._model, self._steps
+        slo_ttft_ns, slo_tpot_ns = self.slo_ttft_ns, self.slo_tpot_ns
+        running = len(scheduler.running)
+        num_waiting = compat.num_waiting(scheduler)
+        now_ns = time.monotonic_ns()
+        ttft_deadline = tpot_deadline = 0
+        waiting_tokens = 0
+        if running and slo_tpot_ns:
+            decode_ns = int(model.predict(0, running) * NS_PER_S)
+            tpot_deadline = max(1, (steps.last_token_ns or now_ns) + slo_tpot_ns - decode_ns)
+        if num_waiting and slo_ttft_ns:
+            oldest = compat.waiting_requests(scheduler, 1)
+            if oldest and oldest[0].num_output_tokens and slo_tpot_ns:
+                # Preempted: it has had its first token, and waits for a next one like those that run.
+                prefill_ns = self._prompt_ns(oldest[0].num_tokens, running)
+                deadline = max(1, (steps.last_token_ns or now_ns) + slo_tpot_ns - prefill_ns)
+                tpot_deadline = min(tpot_deadline, deadline) if tpot_deadline else deadline
+            head = self.next_first_token()
+            if head is not None:
+                waiting_tokens = head.num_tokens
+                ttft_deadline = self._first_token_deadline(head, waiting_tokens, running, now_ns)
+        if running and slo_ttft_ns:
+            # A prompt that is read in several steps counts as running from the first of them, and still owes its first token.
+            # Such requests are the last that were let in.
+            for request in reversed(scheduler.running):
+                left = request.num_tokens - request.num_computed_tokens
+                if left <= 0 or request.num_output_tokens:
+                    break
+                deadline = self._first_token_deadline(request, left, running - 1, now_ns)
+                ttft_deadline = min(ttft_deadline, deadline) if ttft_deadline else deadline
+        # The fields of ServingBoard in their order; a record made of keywords costs more than all of the above.
+        self.file.put(
+            steps.step,
+            busy,
+            running,
+            num_waiting,
+            waiting_tokens,
+            ttft_deadline,
+            tpot_deadline,
+            steps.started_ns,
+            steps.step_ns,
+            steps.busy_ns,
+            steps.breaches,
+            int(self._balloon.num_used_blocks * self._block_pages + 0.999),  # used_pages
+            steps.needed_chunks(self._balloon.num_usable_chunks) * self._chunk_pages,
+            steps.pressure_seq,
+            now_ns,  # written_ns
+        )
+
+    def _first_token_deadline(self, request: Any, tokens: int, num_decodes: int, now_ns: int) -> int:
+        """Until when work on a prompt of ``tokens`` beside ``num_decodes`` requests must start."""
+        age_ns = int((time.time() - request.arrival_time) * NS_PER_S)
+        return max(1, now_ns - age_ns + self.slo_ttft_ns - self._prompt_ns(tokens, num_decodes))
+
+    def _prompt_ns(self, tokens: int, num_decodes: int) -> int:
+        """How long a prompt takes that is read beside ``num_decodes`` requests."""
+        model = self._model
+        seconds = prompt_work_s(
+            tokens,
+            chunk_tokens=max(1, self._scheduler.max_num_scheduled_tokens - num_decodes),
+            decode_step_s=model.predict(0, num_decodes),
+            prefill_token_s=model.prefill_token_s,
+        )
+        return int(seconds * NS_PER_S)
