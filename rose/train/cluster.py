@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ import psutil
 
 from rose.errors import ConfigError
 from rose.train.config import TrainConfig
+from rose.train.ray_private import on_loopback, reread_authentication
 
 WATCH_EVERY_S = 1.0
 RAY_PROCESSES = ("raylet", "gcs_server")
@@ -84,36 +87,68 @@ def _lives(process: psutil.Process) -> bool:
 @contextmanager
 def private_ray(config: TrainConfig) -> Iterator[None]:
     """Ray for one run: a private cluster without dashboard or network, removed at the end; or a given one."""
-    # Before the import: Ray reads them once.  No usage report, and no worker is started ahead of need: on
-    # one core each costs seconds.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-    os.environ.setdefault("RAY_enable_metrics_collection", "0")
-    if config.ray.address is None:
-        # Ray's ports take commands from whoever reaches them.  It replaces a loopback `_node_ip_address` by
-        # an outside one unless this, the only switch there is, says that the node will have no peers.
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    with _own_environment():
+        # Before the import: Ray reads them once.  No usage report, and no worker is started ahead of need: on
+        # one core each costs seconds.
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+        os.environ.setdefault("RAY_enable_metrics_collection", "0")
+        try:
+            import ray  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(
+                "ray is not installed", field="ray", fix="pip install 'rose-rl[cpu]'"
+            ) from error
+        with _joined(config.ray.address) if config.ray.address is not None else _private(config):
+            yield
+
+
+@contextmanager
+def _own_environment() -> Iterator[None]:
+    """What is set of ``RAY_`` inside, by us or by Ray, is for this run: a ``ray start`` after it would take it up."""
+
+    def variables() -> dict[str, str]:
+        return {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
+
+    before = variables()
     try:
-        import ray
-    except ImportError as error:
-        raise ConfigError("ray is not installed", field="ray", fix="pip install 'rose-rl[cpu]'") from error
-    if config.ray.address is None:
-        from ray._private import ray_constants
+        yield
+    finally:
+        for name in variables().keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+        if "ray" in sys.modules:
+            reread_authentication()
 
-        # The variable alone does nothing where somebody imported Ray before us (vLLM does).
-        ray_constants.ENABLE_RAY_CLUSTER = False
 
-    settings = config.ray
-    own_dir: Path | None = None
-    directory: Path | None = None
+@contextmanager
+def _joined(address: str) -> Iterator[None]:
+    import ray
+
     try:
         try:
-            if settings.address is not None:
-                ray.init(address=settings.address, logging_level=logging.ERROR)
-            else:
-                directory = settings.temp_dir
-                if directory is None:
-                    directory = own_dir = Path(tempfile.mkdtemp(prefix="rose-ray-"))
+            ray.init(address=address, logging_level=logging.ERROR)
+        except (ConnectionError, OSError, ValueError) as error:
+            raise ConfigError(f"Ray cannot start: {error}", field="ray") from error
+        with _watched(None):
+            yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _private(config: TrainConfig) -> Iterator[None]:
+    import ray
+
+    settings = config.ray
+    own_dir = Path(tempfile.mkdtemp(prefix="rose-ray-"))
+    directory = (
+        settings.temp_dir or own_dir / "r"
+    ).absolute()  # below ours, because Ray opens its own to everybody
+    try:
+        with on_loopback():
+            try:
+                _make_token(own_dir)
                 ray.init(
                     address="local",  # or RAY_ADDRESS would win
                     num_cpus=max(settings.num_cpus, config.env.num_managers + config.trainer.num_ranks),
@@ -123,13 +158,28 @@ def private_ray(config: TrainConfig) -> Iterator[None]:
                     logging_level=logging.ERROR,
                     log_to_driver=False,
                     _node_ip_address="127.0.0.1",
-                    _temp_dir=str(directory.absolute()),
+                    _temp_dir=str(directory),
                 )
-        except (ConnectionError, OSError, ValueError) as error:
-            raise ConfigError(f"Ray cannot start: {error}", field="ray") from error
-        with _watched(directory.absolute() if directory is not None else None):
-            yield
+            except (ConnectionError, OSError, ValueError) as error:
+                raise ConfigError(f"Ray cannot start: {error}", field="ray") from error
+            with _watched(directory):
+                yield
     finally:
         ray.shutdown()
-        if own_dir is not None:
-            shutil.rmtree(own_dir, ignore_errors=True)
+        shutil.rmtree(own_dir, ignore_errors=True)
+
+
+def _make_token(directory: Path) -> None:
+    """Have Ray use a token of this run's own: other users of this machine reach its ports too.
+
+    Left to itself Ray (2.60) writes one into the home folder, which every later ``ray start --head`` then finds and asks for.
+
+    Args:
+        directory: Nobody else's.
+    """
+    path = directory / "auth_token"
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_hex(32))
+    os.environ.pop("RAY_AUTH_TOKEN", None)  # it would win
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path)}
+    reread_authentication()
