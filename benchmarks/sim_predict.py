@@ -296,10 +296,9 @@ def scenario_of(live: Live, found: Calibration, folder: Path, duration_s: float)
                 "observation_log_std": 0.0,
                 "env_median_s": found.between_turns_s,
                 "env_log_std": 0.0,
-                "expected_tokens": OUTPUT_TOKENS,
                 "max_model_len": live.settings["rollout"]["max_model_len"],
-                "cap_harvested": live.settings["rollout"]["max_num_seqs"],
             },
+            "scheduler": {"cap_harvested": live.settings["rollout"]["max_num_seqs"]},
         }
     )
 

@@ -78,7 +78,7 @@ class NodeAgent:
         self.config = config
         self.dir = NodeDir(config.dir)
         self.engine = RolloutEngine(config)
-        self.policy: Lending = make_lending(config.lending.policy, config.lending.params())
+        self.policy: Lending = config.lending.make()
         self.policy_name: str = config.lending.policy
         self._decisions = DecisionLog(
             config.decisions.directory or config.dir,
@@ -89,8 +89,8 @@ class NodeAgent:
             max_files=config.decisions.max_files,
         )
         self._recorded_s = -math.inf
-        self.rule = Rule[config.gate.rule.upper()]
-        self.serialise = config.gate.serialise
+        gate = config.gate.params()
+        self.rule, self.serialise = gate.rule, gate.serialise
         serving = config.serving
         self.mode = Mode[config.mode.upper()]
         self.floor_pages = serving.floor_pages if serving else 0

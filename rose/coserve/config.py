@@ -11,7 +11,9 @@ from pydantic import Field
 
 from rose.config import Section
 from rose.decisions.config import DecisionConfig
-from rose.policy.lending import DEAD_AFTER_S, LendingParams
+from rose.policy.admission import AdmissionParams, Rule
+from rose.policy.baselines import make_lending
+from rose.policy.lending import DEAD_AFTER_S, Lending, LendingParams
 from rose.policy.lending_events import ALL_PAGES
 
 Url = Annotated[str, Field(pattern=r"^https?://[^\s/]+[^\s]*$", max_length=512)]
@@ -118,6 +120,10 @@ class LendingConfig(Section):
             **self.model_dump(exclude={"policy", "max_lend_pages", "max_slo_breaches", "slo_window_s"})
         )
 
+    def make(self) -> Lending:
+        """The policy that governs the device, live and simulated."""
+        return make_lending(self.policy, self.params())
+
 
 class DeviceConfig(Section):
     """The memory that both engines share, and what of it stays free."""
@@ -142,6 +148,10 @@ class GateConfig(Section):
     rule: Literal["slack", "paper", "free"] = "slack"
     serialise: bool = False
     """Start no rollout step while a serving step runs."""
+
+    def params(self) -> AdmissionParams:
+        """What the rollout engine asks with, before it knows how much of a step production waits for (``delay``)."""
+        return AdmissionParams(rule=Rule[self.rule.upper()], serialise=self.serialise)
 
 
 class SchedulerLink(Section):

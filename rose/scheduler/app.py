@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
-import random
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,8 +21,7 @@ from rose.decisions.log import DecisionLog
 from rose.decisions.words import TURNS
 from rose.errors import CapacityError, ConfigError, PolicyError, RoseError, Unauthorized
 from rose.policy import turn_events as te
-from rose.policy.fleet import FleetParams, Tier
-from rose.policy.routing import make_policy
+from rose.policy.fleet import Tier
 from rose.policy.turns import TurnBook
 from rose.scheduler.config import SchedulerConfig, StaticWorker
 from rose.scheduler.control_api import ControlRoutes
@@ -95,29 +93,7 @@ class Scheduler:
         except RoseError:
             self.journal.close()
             raise
-        times, limits = config.timeouts, config.limits
-        self.book = TurnBook(
-            make_policy(config.policy, random.Random(config.seed)),
-            te.TurnParams(
-                max_queue_s=times.max_queue_s,
-                max_queued=limits.max_queued,
-                detach_s=times.detach_s,
-                stall_s=times.stall_s,
-                backoff_s=times.backoff_s,
-                max_backoff_s=8 * times.backoff_s,
-                longest_first_s=config.longest_first_s,
-                oldest_first_s=config.oldest_first_s,
-                affine_wait_s=config.affine_wait_s,
-                tail_fraction=config.tail_fraction,
-            ),
-            FleetParams(
-                suspect_s=times.suspect_s,
-                dead_s=times.dead_s,
-                cap_dedicated=config.cap_dedicated,
-                cap_harvested=config.cap_harvested,
-                adaptive_cap=config.adaptive_cap,
-            ),
-        )
+        self.book = TurnBook(config.routing_policy(), config.turn_params(), config.fleet_params())
         self.decisions = DecisionLog(
             journal_dir,
             "decisions",

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any, Literal
 
 from pydantic import Field
 
 from rose.config import Section
 from rose.decisions.config import DecisionConfig
+from rose.policy.fleet import FleetParams
+from rose.policy.routing import RoutingPolicy, make_policy
 from rose.policy.samples import JobParams, SampleParams
+from rose.policy.turn_events import TurnParams
 
 Policy = Literal["cost", "paper", "sticky_least_loaded", "round_robin", "random"]
 
@@ -177,3 +181,31 @@ class SchedulerConfig(Section):
     journal: JournalConfig = JournalConfig()
     decisions: DecisionConfig = DecisionConfig()
     provisioning: ProvisioningConfig = ProvisioningConfig()
+
+    # What the policies get of it: the daemon and the simulator build their turn books from these.
+
+    def routing_policy(self) -> RoutingPolicy:
+        return make_policy(self.policy, random.Random(self.seed))
+
+    def turn_params(self) -> TurnParams:
+        return TurnParams(
+            max_queue_s=self.timeouts.max_queue_s,
+            max_queued=self.limits.max_queued,
+            detach_s=self.timeouts.detach_s,
+            stall_s=self.timeouts.stall_s,
+            backoff_s=self.timeouts.backoff_s,
+            max_backoff_s=8 * self.timeouts.backoff_s,
+            longest_first_s=self.longest_first_s,
+            oldest_first_s=self.oldest_first_s,
+            affine_wait_s=self.affine_wait_s,
+            tail_fraction=self.tail_fraction,
+        )
+
+    def fleet_params(self) -> FleetParams:
+        return FleetParams(
+            suspect_s=self.timeouts.suspect_s,
+            dead_s=self.timeouts.dead_s,
+            cap_dedicated=self.cap_dedicated,
+            cap_harvested=self.cap_harvested,
+            adaptive_cap=self.adaptive_cap,
+        )

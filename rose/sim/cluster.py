@@ -7,15 +7,14 @@ Feeds :class:`rose.policy.turns.TurnBook` what engines do, carries out its actio
 from __future__ import annotations
 
 import math
-import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from rose.coserve.config import NodeConfig
 from rose.policy import turn_events as te
-from rose.policy.baselines import PaperLending
-from rose.policy.fleet import Duty, FleetParams, Tier
-from rose.policy.lending import Lending, LendingPolicy
+from rose.policy.fleet import Duty, Tier
+from rose.policy.lending import Lending
 from rose.policy.lending_events import (
     KillRollout,
     Mode,
@@ -26,17 +25,15 @@ from rose.policy.lending_events import (
     ServingReported,
     SetLend,
 )
-from rose.policy.routing import make_policy
 from rose.policy.staleness import Version
 from rose.policy.turns import RECLAIMED, TurnBook
 from rose.sim.device import Device
 from rose.sim.engine import Request
 from rose.sim.events import EventQueue, Journal
+from rose.sim.live import Configs
 from rose.sim.scenario import Scenario
 from rose.sim.systems import System
 
-STATIC_SHARE = 0.5
-"""Of the KV memory, under static co-location."""
 REPORT_PERIOD_S = 0.5
 """How often a busy serving engine's memory is looked at (agents do it every 0.05 s); a claim is heard at once."""
 HELD_STEP = 0.01
@@ -51,8 +48,9 @@ class Node:
 
     device: Device
     tier: Tier
-    model_len: int
-    cap: int
+    config: NodeConfig
+    cap: int | None = None
+    """None: the scheduler's own for its tier."""
     lending: Lending | None = None
     version: Version | None = None
     incarnation: int = 0
@@ -99,7 +97,7 @@ class Cluster:
         queue: EventQueue,
         journal: Journal,
         on_turn: Callable[[te.TurnEnded, float], None],
-        seed: int,
+        configs: Configs,
     ) -> None:
         self.scenario, self.system = scenario, system
         self.queue, self.journal = queue, journal
@@ -109,44 +107,45 @@ class Cluster:
         self.ttft_s: list[tuple[float, float]] = []
         """(when, seconds) of each production request."""
         self.tpot_s: list[tuple[float, float]] = []
-        period_s = scenario.heartbeat_s
+        self.configs = configs
+        config = configs.scheduler
+        fleet = config.fleet_params()
         self.book = TurnBook(
-            make_policy(system.routing, random.Random(seed)),
-            te.TurnParams(
-                expected_tokens=scenario.job.expected_tokens,
-                max_queued=1 << 20,
-                max_queue_s=1e9,
-                infra_budget=64,
-            ),
-            FleetParams(
-                cap_dedicated=scenario.job.cap_dedicated,
-                cap_harvested=scenario.job.cap_harvested,
-                clock_gap_s=max(1.0, 1.5 * period_s),
-            ),
+            config.routing_policy(),
+            # Agents wait as long as it takes, and the clock ticks with the heartbeats: see rose.sim.live.
+            replace(config.turn_params(), max_queued=1 << 20, max_queue_s=1e9),
+            replace(fleet, clock_gap_s=max(fleet.clock_gap_s, 1.5 * self.heartbeat_s)),
         )
         self._targets: dict[str, tuple[int, int, str, str]] = {}
         """Turn -> (tokens it will sample, prompt, trajectory, group): what the engine knows and no policy does."""
         self._actions: deque[te.Action] = deque()
         self._draining = False
 
+    @property
+    def heartbeat_s(self) -> float:
+        link = self.configs.dedicated.scheduler
+        assert link is not None
+        return link.heartbeat_s
+
     # --- fleet -----------------------------------------------------------------------------------------
 
     def join(
         self, name: str, device: Device, tier: Tier, *, version: Version | None, cap: int | None = None
     ) -> Node:
-        job = self.scenario.job
-        default = job.cap_dedicated if tier is Tier.DEDICATED else job.cap_harvested
-        node = Node(device=device, tier=tier, model_len=job.max_model_len, cap=cap or default)
+        config = self.configs.dedicated if device.serving is None else self.configs.harvested
+        node = Node(device=device, tier=tier, config=config, cap=cap)
         self.nodes[name] = node
         if device.serving is not None and device.rollout is not None:
-            params = self.scenario.lending_params()
-            if self.system.lending == "static":
-                device.lend_pages = int(STATIC_SHARE * device.total_pages)
-            else:
-                node.lending = (
-                    LendingPolicy(params) if self.system.lending == "rose" else PaperLending(params)
+            assert config.serving is not None
+            node.lending = config.lending.make()
+            node.lending.handle(
+                ModeSet(
+                    at_s=self.queue.now_s,
+                    mode=Mode[config.mode.upper()],
+                    floor_pages=config.serving.floor_pages,
+                    max_lend_pages=config.lending.max_lend_pages,
                 )
-                node.lending.handle(ModeSet(at_s=self.queue.now_s, mode=Mode.ON))
+            )
         if version is not None:
             self.start(name, version)
         return node
@@ -165,7 +164,7 @@ class Cluster:
                 incarnation=str(node.incarnation),
                 tier=node.tier,
                 model="policy",
-                max_model_len=node.model_len,
+                max_model_len=node.config.engine.max_model_len,
                 cap=node.cap,
             )
         )
@@ -235,7 +234,9 @@ class Cluster:
                 state="ready" if node.version is not None else "starting",
                 kv_budget_tokens=device.rollout_budget_tokens,
                 kv_used_tokens=int(rollout.used_tokens),
-                running=len(rollout.requests),
+                running=rollout.running + len(rollout.prefilling),
+                waiting=len(rollout.requests) - rollout.running - len(rollout.prefilling),
+                num_preemptions=rollout.num_preempted,
                 gated=device.closed,
                 reclaim_seq=device.reclaim_seq,
                 slack_s=device.slack_s,
@@ -283,6 +284,7 @@ class Cluster:
                 phase=Phase.READY if device.rollout_up else Phase.ABSENT,
                 reserved_pages=device.rollout_pages,
                 reclaim_seq=device.reclaim_seq,
+                step_s=device.longest_step_s(),
             )
         )
         self._lend(name, node, actions)

@@ -47,7 +47,6 @@ class Device:
 
     Args:
         serving_page_tokens, rollout_page_tokens: Tokens whose keys and values fit one page.
-        gated: Rollout steps ask for serving's slack.
         priority: Serving preempts rollout steps, instead of a step of each in turn.
         overlap: Share of the shorter of two steps that is free.
     """
@@ -63,7 +62,6 @@ class Device:
         rollout: Engine | None,
         serving_page_tokens: float = 1.0,
         rollout_page_tokens: float = 1.0,
-        gated: bool = True,
         priority: bool = False,
         overlap: float = 0.0,
         slo_ttft_s: float = 0.5,
@@ -79,12 +77,12 @@ class Device:
         self.rollout = rollout
         self.serving_page_tokens = serving_page_tokens
         self.rollout_page_tokens = rollout_page_tokens
-        self.gated = gated
         self.priority = priority
         self.overlap = overlap
         self.slo_ttft_s, self.slo_tpot_s = slo_ttft_s, slo_tpot_s
         self.unmap_s = unmap_s
         self.params = params or AdmissionParams()
+        self.gated = self.params.rule is not Rule.FREE
         self.lend_pages = total_pages if serving is None else 0
         self.rollout_up = False
         self.closed = False
@@ -104,6 +102,7 @@ class Device:
         self._count = 0
         self._serving_s = 0.0
         self._rollout_s = 0.0
+        self._longest_s = 0.0
         self._serving_prefill = 0.0
         self._rollout_prefill = 0.0
         self._rate = 0.0
@@ -224,6 +223,11 @@ class Device:
         count = self._count
         return self._start_s + count * self._cycle_s + self._growth_s * count * (count - 1) / 2
 
+    def longest_step_s(self) -> float:
+        """Of the rollout engine, since this was last asked; the running phase counts."""
+        longest_s, self._longest_s = self._longest_s, self._rollout_s if self._active else 0.0
+        return longest_s
+
     def _boundary(self, now_s: float, phase: int) -> None:
         if phase != self._phase or not self._active:
             return
@@ -316,6 +320,8 @@ class Device:
             elif serving_s > 0:
                 steps = min(steps, math.ceil(CLOSED_RECHECK_S / serving_s))
         self._serving_s, self._rollout_s = serving_s, rollout_s
+        if rollout_s > self._longest_s:
+            self._longest_s = rollout_s
         if serving_s <= 0 and rollout_s <= 0:
             return
         cycle_s, growth_s = serving_s + rollout_s, serving_growth + rollout_growth
@@ -405,7 +411,7 @@ class Device:
             if tokens < rollout.running:
                 chunk, rate = 0, tokens / rollout.running
             else:
-                chunk = min(chunk, tokens - rollout.running, self.params.max_prefill_tokens)
+                chunk = min(chunk, tokens - rollout.running)
         self._rollout_prefill, steps = rollout.shape(chunk)
         if rollout.running:
             self._rate = rate

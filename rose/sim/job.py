@@ -17,6 +17,7 @@ from rose.policy import turn_events as te
 from rose.policy.samples import (
     BatchAcked,
     BatchAsked,
+    Discard,
     Leased,
     SampleBook,
     SampleParams,
@@ -30,7 +31,7 @@ from rose.sim.events import EventQueue, Journal
 from rose.sim.scenario import Scenario
 from rose.sim.systems import System
 from rose.sim.tables import Device, Model
-from rose.sim.workload import Script, keeps_group, make_script
+from rose.sim.workload import Script, make_script, rewards_differ
 
 TRAIN_FLOPS_PER_PARAM = 8.0
 """Forward and backward (6), and one more forward for the old log-probs (2), per parameter and token."""
@@ -106,6 +107,7 @@ class Job:
         hooks: Hooks,
         model: Model,
         gpu: Device,
+        params: SampleParams,
     ) -> None:
         self.scenario, self.system = scenario, system
         self.config = scenario.job
@@ -113,8 +115,8 @@ class Job:
         self.model, self.gpu = model, gpu
         self.cluster: Cluster
         self.asynchronous = system.training == "async"
-        alpha = self.config.alpha if self.asynchronous else 0
-        self.book = SampleBook(params=SampleParams(alpha=alpha))
+        self.book = SampleBook(params=params)
+        self.params = params.of(JOB)
         self.version: Version = (0, 0)
         self.steps: list[Step] = []
         self.done = False
@@ -129,7 +131,6 @@ class Job:
         self._finished_s: dict[str, float] = {}
         self._next_turn = 0
         self._sampled_before = (0, 0)
-        self.num_finished = 0
         self.num_cancelled = 0
 
     # --- a step ----------------------------------------------------------------------------------------
@@ -165,7 +166,9 @@ class Job:
                 self._start_group()
             return
         # Staleness bounds how far ahead sampling may be of training.
-        room = (config.alpha + 1) * config.num_groups - ready - (config.num_groups if self._training else 0)
+        room = (
+            (self.params.alpha + 1) * config.num_groups - ready - (config.num_groups if self._training else 0)
+        )
         while len(self._groups) < room / max(0.1, self._accepted):
             self._start_group()
 
@@ -234,17 +237,22 @@ class Job:
 
     def _group_done(self, group: _Group, now_s: float) -> None:
         del self._groups[group.number]
-        kept = keeps_group(self.config, self.scenario.seed, len(self.steps) - 1, group.number)
-        self._accepted += _EWMA * (float(kept) - self._accepted) if self.config.algorithm == "dapo" else 0.0
+        differ = rewards_differ(self.config, self.scenario.seed, len(self.steps) - 1, group.number)
+        kept = True
+        for index, (name, oldest, _) in enumerate(group.done):
+            reward = float(differ and index % 2)
+            finished = TrajectoryFinished(
+                trajectory_id=name, oldest=oldest, reward=reward, filter_equal=self.params.filter_equal
+            )
+            for action in self.book.handle(finished):
+                kept = kept and not (isinstance(action, Discard) and action.reason == "filtered")
         self.journal.write(now_s, "group", group.number, kept)
-        for name, oldest, _ in group.done:
-            if kept:
-                self.num_finished += 1
-                self.book.handle(TrajectoryFinished(trajectory_id=name, oldest=oldest))
-            else:
-                self._cancel_sample(name, "filtered")
+        if self.params.filter_equal:
+            self._accepted += _EWMA * (float(kept) - self._accepted)
         if not kept:
             self.steps[-1].filtered_groups += 1
+            for name, _, _ in group.done:
+                self.book.forget(name)
         self._try_train(now_s)
         if not self.done and not (self._training and not self.asynchronous):
             self._fill()
@@ -340,7 +348,7 @@ class Job:
         step.sampled = sum(sampled.values()) - sum(self._sampled_before)
         step.harvested = sampled["harvested"] - self._sampled_before[1]
         if self.asynchronous:
-            lag = self.config.alpha if self.scenario.trajectories_in_flight is None else self.version[1]
+            lag = self.params.alpha if self.scenario.trajectories_in_flight is None else self.version[1]
             self.cluster.require((0, max(0, self.version[1] - lag)))
             self.begin(now_s)
             self._try_train(now_s)

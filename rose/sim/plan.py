@@ -98,7 +98,7 @@ def make_plan(scenario: Scenario, progress: Callable[[float], None] = lambda sha
         for index, headroom in enumerate(HEADROOMS):
             progress((number + index / len(HEADROOMS)) / len(moments))
             config = now.model_copy(
-                update={"lending": {**scenario.lending, "min_headroom_fraction": headroom}}
+                update={"lending": scenario.lending.model_copy(update={"min_headroom_fraction": headroom})}
             )
             with_rose = run_cell(config, "rose", load, scenario.seed + number)
             cells.append(_cell(scenario, hour, headroom, with_rose, alone))

@@ -8,8 +8,9 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from rose.config import Section, load_config
+from rose.coserve.config import GateConfig, LendingConfig, SchedulerLink, ServingConfig
 from rose.errors import ConfigError
-from rose.policy.lending import LendingParams
+from rose.scheduler.config import SchedulerConfig
 from rose.sim.hardware import Hardware
 from rose.sim.systems import SYSTEMS
 
@@ -18,6 +19,11 @@ NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
 Name = Annotated[str, Field(pattern=NAME)]
+
+
+def _default(section: type[Section], name: str) -> float:
+    """The daemon's own default: one that changes there changes here."""
+    return section.model_fields[name].default
 
 
 class Efficiency(Section):
@@ -89,8 +95,8 @@ class ServingSection(Section):
     model: str = "qwen2.5-7b"
     profile: Path | None = None
     """Step times that ``rose profile`` measured; None = a roofline.  Relative to the scenario's folder."""
-    slo_ttft_ms: Positive = 500.0
-    slo_tpot_ms: Positive = 150.0
+    slo_ttft_ms: Positive = _default(ServingConfig, "slo_ttft_ms")
+    slo_tpot_ms: Positive = _default(ServingConfig, "slo_tpot_ms")
     trace: Path | None = None
     """Azure-format CSV; None = the generator below.  Relative to the scenario's folder."""
     trace_start_s: NotNegative = 0.0
@@ -131,8 +137,6 @@ class JobSection(Section):
     algorithm: Literal["grpo", "dapo"] = "grpo"
     num_groups: int = Field(default=16, ge=1, le=65536)
     group_size: int = Field(default=16, ge=1, le=4096)
-    alpha: int = Field(default=1, ge=0, le=64)
-    """Versions a sample may lag, in asynchronous training."""
     prompt_tokens: int = Field(default=800, ge=1)
     """Of the first turn; members of a group share it."""
     turns_median: Positive = 8.0
@@ -154,9 +158,6 @@ class JobSection(Section):
     changed_fraction: float = Field(default=0.03, gt=0, le=1)
     """Share of bf16 weights that an update changes."""
     chunk_tokens: int = Field(default=2048, ge=16)
-    cap_dedicated: int = Field(default=64, ge=1)
-    cap_harvested: int = Field(default=16, ge=1)
-    expected_tokens: int = Field(default=256, ge=1)
 
     @model_validator(mode="after")
     def _keep(self) -> Self:
@@ -202,7 +203,8 @@ class Scenario(Section):
     baseline: str | None = None
     """Ratios are against it; None = the first system."""
     mode: Literal["exact", "fleet"] = "exact"
-    heartbeat_s: float = Field(default=0.5, gt=0, le=1.0)
+    heartbeat_s: float = Field(default=_default(SchedulerLink, "heartbeat_s"), gt=0, le=1.0)
+    """Of the nodes; also how often the scheduler looks at its clock."""
     trajectories_in_flight: int | None = Field(default=None, ge=1)
     """Keeps this many running whatever the algorithm would do: for load tests."""
     efficiency: Efficiency = Efficiency()
@@ -213,8 +215,10 @@ class Scenario(Section):
     job: JobSection = JobSection()
     links: LinksSection = LinksSection()
     cells: CellsSection = CellsSection()
-    lending: dict[str, float] = Field(default_factory=dict)
-    """Changes to :class:`rose.policy.lending.LendingParams`."""
+    scheduler: SchedulerConfig = SchedulerConfig()
+    """These three: the daemons' own sections (``rose-scheduler``, ``rose node``); :mod:`rose.sim.live` says what of them has an effect."""
+    lending: LendingConfig = LendingConfig()
+    gate: GateConfig = GateConfig()
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -225,17 +229,7 @@ class Scenario(Section):
             raise ValueError(f"baseline '{self.baseline}' is not among the systems")
         if self.fleet.dedicated + self.fleet.serving + self.fleet.spot == 0:
             raise ValueError("the fleet has no engine")
-        known = set(LendingParams.__dataclass_fields__)
-        wrong = sorted(set(self.lending) - known)
-        if wrong:
-            raise ValueError(f"lending.{wrong[0]} is not a parameter; known: {', '.join(sorted(known))}")
         return self
-
-    def lending_params(self) -> LendingParams:
-        given: dict[str, float | int] = dict(self.lending)
-        if "max_cuts" in given:
-            given["max_cuts"] = int(given["max_cuts"])
-        return LendingParams(**given)  # pyright: ignore[reportArgumentType]
 
 
 def load_scenario(path: Path, overrides: list[str] | tuple[str, ...] = ()) -> Scenario:
@@ -247,7 +241,6 @@ def load_scenario(path: Path, overrides: list[str] | tuple[str, ...] = ()) -> Sc
     try:
         scenario = _beside(path, load_config(Scenario, path, overrides))
         Hardware(scenario).check(scenario.systems)
-        scenario.lending_params()
     except ConfigError as error:
         changed = {text.partition("=")[0].strip() for text in overrides}
         line = _line_of(path, error.field)

@@ -1,7 +1,7 @@
 """The systems under test: which parts each of them has.
 
 A rival is modelled by its published mechanism, on our engines, our workload and our seeds; it is not that project's code.
-``rose`` is this repository's own policy code with its defaults.  ``rose-X`` is ``rose`` without X.
+``rose`` is this repository's own policy code, configured as the daemons are (:mod:`rose.sim.live`).  ``rose-X`` is ``rose`` without X.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from rose.policy.admission import Rule
+from rose.scheduler.config import Policy
 
 Extra = Literal["none", "harvest", "spot", "serverless", "trainers"]
 Lending = Literal["rose", "paper", "static"]
+Rule = Literal["slack", "paper", "free"]
 Format = Literal["full", "coo", "rose"]
 
 BYTES_PER_CHANGE = {"coo": 6.0, "rose": 1.25}
@@ -26,12 +27,12 @@ class System:
     training: Literal["sync", "async"] = "sync"
     extra: Extra = "none"
     """Where rollouts run besides the dedicated engines."""
-    lending: Lending = "rose"
-    admission: bool = True
-    """Rollout steps ask for serving's slack."""
-    rule: Rule = Rule.SLACK
-    """What they are told."""
-    routing: str = "sticky_least_loaded"
+    lending: Lending | None = None
+    """These three: None = what the daemons' configuration says."""
+    rule: Rule | None = None
+    routing: Policy | None = "sticky_least_loaded"
+    plain_queue: bool = True
+    """Turns are placed in the order in which they came; else as ``rose-scheduler`` is configured to."""
     resumable: bool = True
     """A turn that is cut goes on with its tokens."""
     format: Format = "rose"
@@ -40,7 +41,7 @@ class System:
     """Extra engines pull while the trainer pushes, each only its part."""
 
 
-_ROSE = System(name="rose", label="ROSE, as here", extra="harvest", routing="cost")
+_ROSE = System(name="rose", label="ROSE, as here", extra="harvest", routing=None, plain_queue=False)
 
 SYSTEMS: dict[str, System] = {
     system.name: system
@@ -68,7 +69,7 @@ SYSTEMS: dict[str, System] = {
             label="static co-location",
             extra="harvest",
             lending="static",
-            admission=False,
+            rule="free",
             format="full",
         ),
         System(name="trainers", label="borrowing training GPUs (after PEARL)", extra="trainers"),
@@ -77,14 +78,14 @@ SYSTEMS: dict[str, System] = {
             label="ROSE, as in the paper",
             extra="harvest",
             lending="paper",
-            rule=Rule.PAPER,
+            rule="paper",
             routing="paper",
             resumable=False,
             format="coo",
         ),
         _ROSE,
         replace(_ROSE, name="rose_async", label="ROSE, asynchronous", training="async"),
-        replace(_ROSE, name="rose-admission", label="ROSE without admission by slack", admission=False),
+        replace(_ROSE, name="rose-admission", label="ROSE without admission by slack", rule="free"),
         replace(_ROSE, name="rose-lending", label="ROSE with the paper's lending", lending="paper"),
         replace(_ROSE, name="rose-continuation", label="ROSE that restarts cut turns", resumable=False),
         replace(

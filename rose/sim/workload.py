@@ -45,7 +45,7 @@ def make_script(config: JobSection, seed: int, group: int, member: int) -> Scrip
     return Script(config.prompt_tokens, tuple(outputs), tuple(observations), tuple(env_s))
 
 
-def keeps_group(config: JobSection, seed: int, step: int, group: int) -> bool:
+def rewards_differ(config: JobSection, seed: int, step: int, group: int) -> bool:
     """DAPO: whether the rewards of a group differ.  How many do changes from step to step."""
     if config.algorithm == "grpo":
         return True

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rose.policy.admission import AdmissionParams
 from rose.policy.fleet import Duty, Tier
 from rose.policy.staleness import Version
 from rose.sim.arrivals import Arrivals, make_arrivals
@@ -25,6 +24,7 @@ from rose.sim.events import EventQueue, Journal
 from rose.sim.hardware import Hardware
 from rose.sim.job import Hooks, Job, Step
 from rose.sim.links import transfer
+from rose.sim.live import Configs, configs_of
 from rose.sim.scenario import Scenario
 from rose.sim.systems import SYSTEMS, System
 
@@ -85,9 +85,14 @@ class RunResult:
     busy: dict[str, float] = field(default_factory=lambda: dict[str, float]())
 
 
-class _World(Hooks):
+class World(Hooks):
     def __init__(
-        self, scenario: Scenario, system: System, journal: Journal, arrivals: Arrivals | None
+        self,
+        scenario: Scenario,
+        system: System,
+        journal: Journal,
+        arrivals: Arrivals | None,
+        configs: Configs | None = None,
     ) -> None:
         self.scenario, self.system = scenario, system
         self.journal = journal
@@ -96,8 +101,14 @@ class _World(Hooks):
         self.hardware = Hardware(scenario)
         self.hardware.check([system.name])
         self.policy_model = self.hardware.policy_model
-        self.job = Job(scenario, system, self.queue, journal, self, self.policy_model, self.hardware.gpu)
-        self.cluster = Cluster(scenario, system, self.queue, journal, self.job.turn_ended, scenario.seed)
+        shared = scenario.fleet.serving > 0 and system.extra == "harvest"
+        pages = self.hardware.serving_pages(shared=True) if shared else 0
+        self.configs = configs = configs or configs_of(scenario, system, pages)
+        batches = configs.scheduler.batches.params()
+        self.job = Job(
+            scenario, system, self.queue, journal, self, self.policy_model, self.hardware.gpu, batches
+        )
+        self.cluster = Cluster(scenario, system, self.queue, journal, self.job.turn_ended, configs)
         self.job.cluster = self.cluster
         self.serving_devices: list[Device] = []
         self.extra: list[str] = []
@@ -132,6 +143,8 @@ class _World(Hooks):
 
     def _serving_device(self, name: str, shared: bool) -> Device:
         scenario, config = self.scenario, self.scenario.serving
+        node = self.configs.harvested
+        assert node.serving is not None
         pages, page_tokens = self.hardware.serving_pages(shared=shared), self.hardware.serving_page_tokens()
         model = self.hardware.serving_steps()
         return Device(
@@ -143,12 +156,11 @@ class _World(Hooks):
             rollout=self._rollout_engine(scenario.fleet.serving_gpus) if shared else None,
             serving_page_tokens=page_tokens,
             rollout_page_tokens=self.hardware.rollout_page_tokens(),
-            gated=self.system.admission,
             priority=scenario.fleet.sharing == "priority",
             overlap=scenario.efficiency.overlap,
-            slo_ttft_s=config.slo_ttft_ms / 1e3,
-            slo_tpot_s=config.slo_tpot_ms / 1e3,
-            params=AdmissionParams(rule=self.system.rule),
+            slo_ttft_s=node.serving.slo_ttft_ms / 1e3,
+            slo_tpot_s=node.serving.slo_tpot_ms / 1e3,
+            params=node.gate.params(),
         )
 
     def _build(self) -> None:
@@ -166,7 +178,7 @@ class _World(Hooks):
         if system.extra in ("spot", "serverless"):
             for index in range(fleet.spot):
                 name = f"x{index}"
-                cap = self.scenario.job.cap_dedicated
+                cap = self.configs.scheduler.cap_dedicated
                 cluster.join(name, self._own_device(name), Tier.HARVESTED, version=None, cap=cap)
                 self.extra.append(name)
                 if system.extra == "spot":
@@ -311,7 +323,7 @@ class _World(Hooks):
 
     def _sweep(self, now_s: float, _: object) -> None:
         self.cluster.sweep(now_s)
-        self.queue.at(now_s + self.scenario.heartbeat_s, self._sweep)
+        self.queue.at(now_s + self.cluster.heartbeat_s, self._sweep)
 
     def _sample(self, now_s: float, every_s: float) -> None:
         turns = {"dedicated": 0, "harvested": 0}
@@ -401,7 +413,7 @@ def simulate(
     if asynchronous:
         system = replace(system, training="async")
     with _few_collections():
-        world = _World(scenario, system, journal, arrivals)
+        world = World(scenario, system, journal, arrivals)
         world.run(progress)
     if check:
         world.check()

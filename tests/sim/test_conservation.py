@@ -40,10 +40,15 @@ SCENARIOS = st.fixed_dictionaries(
                 "algorithm": st.sampled_from(["grpo", "dapo"]),
                 "num_groups": st.integers(1, 3),
                 "group_size": st.integers(1, 6),
-                "alpha": st.integers(0, 2),
                 "turns_median": st.floats(1.0, 5.0),
                 "output_median": st.floats(1.0, 300.0),
+            }
+        ),
+        "scheduler": st.fixed_dictionaries(
+            {
                 "cap_harvested": st.integers(1, 16),
+                "adaptive_cap": st.booleans(),
+                "batches": st.fixed_dictionaries({"alpha": st.integers(0, 2)}),
             }
         ),
     }

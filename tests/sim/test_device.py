@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from rose.policy.admission import StepModel
+from rose.policy.admission import AdmissionParams, Rule, StepModel
 from rose.sim.device import Device
 from rose.sim.engine import Engine, Request
 from rose.sim.events import EventQueue
@@ -129,7 +129,7 @@ def shared_device(
         total_pages=total,
         serving=Engine(MODEL, 2048, total),
         rollout=Engine(MODEL, CHUNK, 0),
-        gated=gated,
+        params=AdmissionParams(rule=Rule.SLACK if gated else Rule.FREE),
         priority=priority,
         slo_ttft_s=0.2,
         slo_tpot_s=0.03,

@@ -39,12 +39,12 @@ def test_ten_runs_of_one_seed_write_the_same_journal(tmp_path: Path) -> None:
 
 def test_the_hash_seed_of_the_interpreter_changes_nothing_and_the_scenario_s_does() -> None:
     script = (
-        "from tests.sim.test_world import tiny; from rose.sim.world import simulate;"
-        "print(simulate(tiny(), 'paper', digest=True).digest)"
+        "import sys; from rose.sim.scenario import Scenario; from rose.sim.world import simulate;"
+        "print(simulate(Scenario.model_validate_json(sys.argv[1]), 'paper', digest=True).digest)"
     )
     digests = {
         subprocess.run(
-            [sys.executable, "-c", script],
+            [sys.executable, "-c", script, tiny().model_dump_json()],
             env={**os.environ, "PYTHONHASHSEED": value, "PYTHONPATH": os.pathsep.join(sys.path)},
             capture_output=True,
             text=True,
@@ -90,7 +90,7 @@ def test_a_step_is_rollout_then_training_then_weights() -> None:
 
 @pytest.mark.parametrize("alpha", [0, 2])
 def test_asynchronous_training_never_takes_a_sample_older_than_alpha(alpha: int) -> None:
-    run = simulate(tiny(num_steps=6, job={**TINY["job"], "alpha": alpha}), "fixed_async", check=True)
+    run = simulate(tiny(num_steps=6, scheduler={"batches": {"alpha": alpha}}), "fixed_async", check=True)
 
     assert len(run.steps) == 6
     assert max(step.lag for step in run.steps) == alpha
