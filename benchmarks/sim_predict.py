@@ -259,6 +259,7 @@ def scenario_of(live: Live, found: Calibration, folder: Path, duration_s: float)
                 name: {
                     "params_billion": 1e-9,
                     "layers": recipe.num_layers,
+                    "heads": recipe.num_heads,
                     "kv_heads": recipe.num_kv_heads,
                     "head_dim": recipe.head_size,
                 }

@@ -302,6 +302,10 @@ class Device:
                     + serving.context_tokens * serving.context_s
                 )
                 serving_growth = serving.running * serving.context_s
+                if self._serving_prefill:
+                    attention_s, longer_s = serving.prompt_attention_s(self._serving_prefill)
+                    serving_s += attention_s
+                    serving_growth += longer_s
         self.closed = False
         self.slack_s = None
         self._ttft_slack_s = math.inf
@@ -317,11 +321,13 @@ class Device:
                     + rollout.context_tokens * self._rate * rollout.context_s
                 )
                 rollout_growth = decodes * self._rate * rollout.context_s
+                if self._rollout_prefill:
+                    attention_s, longer_s = rollout.prompt_attention_s(self._rollout_prefill)
+                    rollout_s += attention_s
+                    rollout_growth += longer_s
             elif serving_s > 0:
                 steps = min(steps, math.ceil(CLOSED_RECHECK_S / serving_s))
         self._serving_s, self._rollout_s = serving_s, rollout_s
-        if rollout_s > self._longest_s:
-            self._longest_s = rollout_s
         if serving_s <= 0 and rollout_s <= 0:
             return
         cycle_s, growth_s = serving_s + rollout_s, serving_growth + rollout_growth
@@ -331,6 +337,7 @@ class Device:
             if self._ttft_slack_s < math.inf:
                 steps = min(steps, self._cycles_within(self._ttft_slack_s, rollout_s, cycle_s - serving_s))
         count = 1 if steps < 1 else int(steps) if steps < MAX_STEPS else MAX_STEPS
+        self._longest_s = max(self._longest_s, rollout_s + rollout_growth * (count - 1))
         start_s = now_s + self._stall_s
         self._cycle_s, self._growth_s, self._count, self._start_s = cycle_s, growth_s, count, start_s
         self._stall_s = 0.0
@@ -400,7 +407,8 @@ class Device:
                 context_tokens=int(rollout.context_tokens),
             )
             board = self._board(now_s)
-            answer = admit(now_s, board=board, model=rollout.model, params=self.params, demand=demand)
+            model = rollout.asked_model(self.params.max_prefill_tokens)
+            answer = admit(now_s, board=board, model=model, params=self.params, demand=demand)
             self.slack_s = answer.slack_s
             if board.ttft_deadline_s is not None:
                 self._ttft_slack_s = board.ttft_deadline_s - now_s - self.params.guard_s
@@ -440,6 +448,11 @@ class Device:
                 chunk_tokens=serving.chunk_tokens,
                 decode_step_s=decode_s,
                 prefill_token_s=serving.prefill_s,
+            )
+            work_s += (
+                serving.prompt_attention_s(pending)[0]
+                if serving.prefilling
+                else serving.attention_s * pending * pending / 2
             )
             ttft_s = first.arrived_s + self.slo_ttft_s - work_s
         return BoardView(

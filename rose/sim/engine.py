@@ -85,7 +85,8 @@ class Request:
 
 
 class Engine:
-    """See the module.  ``budget_tokens`` bounds used and cached tokens; a prefix is found by whole blocks of ``block_tokens``."""
+    """See the module.  ``budget_tokens`` bounds used and cached tokens; a prefix is found by whole blocks of ``block_tokens``.
+    ``attention_s``: what a prompt token takes for each token before it, on top of ``model``."""
 
     __slots__ = (
         "_alive",
@@ -93,6 +94,7 @@ class Engine:
         "_heap",
         "_number",
         "_prefilling_tokens",
+        "attention_s",
         "base_s",
         "block_tokens",
         "budget_tokens",
@@ -114,7 +116,12 @@ class Engine:
     )
 
     def __init__(
-        self, model: StepModel, chunk_tokens: int, budget_tokens: int, block_tokens: int = 1
+        self,
+        model: StepModel,
+        chunk_tokens: int,
+        budget_tokens: int,
+        block_tokens: int = 1,
+        attention_s: float = 0.0,
     ) -> None:
         self.model = model
         self.base_s, self.prefill_s = model.base_s, model.prefill_token_s
@@ -122,6 +129,7 @@ class Engine:
         self.chunk_tokens = chunk_tokens
         self.budget_tokens = budget_tokens
         self.block_tokens = block_tokens
+        self.attention_s = attention_s
         self.k = 0.0
         self.running = 0
         self.requests: dict[str, Request] = {}
@@ -206,6 +214,36 @@ class Engine:
             return 0.0, math.inf
         steps = math.ceil(self.pending_tokens / chunk_tokens - 1e-9)
         return self.pending_tokens / steps, float(steps)
+
+    def prompt_attention_s(self, per_step: float) -> tuple[float, float]:
+        """Seconds that the next step's ``per_step`` prompt tokens attend to what was read before them, and how much longer each
+        step takes than the one before it: position ``i`` attends to ``i`` tokens, so a whole prompt takes ``prompt**2 / 2``."""
+        if not self.attention_s or per_step <= 0 or not self.prefilling:
+            return 0.0, 0.0
+        if len(self.prefilling) == 1:
+            begin = self.prefilling[0].prompt - self.pending_tokens
+            pairs = per_step * (begin + per_step / 2)
+            return self.attention_s * pairs, self.attention_s * per_step * per_step
+        # Several fit one step, as a rule.  Which of their tokens are left is not known where they take more.
+        pairs = tokens = 0.0
+        for request in self.prefilling:
+            cached = min(request.cached, request.prompt - 1)
+            pairs += (request.prompt * request.prompt - cached * cached) / 2
+            tokens += request.prompt - cached
+        return self.attention_s * pairs * per_step / tokens, 0.0
+
+    def asked_model(self, chunk_tokens: int) -> StepModel:
+        """Step times as the next step finds them: its prompt tokens cost what they attend to, too (a live engine has learned that)."""
+        tokens = min(self.pending_tokens, chunk_tokens)
+        extra_s = self.prompt_attention_s(tokens)[0]
+        if not extra_s:
+            return self.model
+        return StepModel(
+            base_s=self.base_s,
+            prefill_token_s=self.prefill_s + extra_s / tokens,
+            decode_s=self.decode_s,
+            context_token_s=self.context_s,
+        )
 
     def steps_to_finish(self) -> float:
         heap = self._heap

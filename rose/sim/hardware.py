@@ -15,7 +15,17 @@ from rose.coserve.step_profile import load_profile
 from rose.errors import ConfigError
 from rose.policy.admission import StepModel
 from rose.sim.systems import SYSTEMS
-from rose.sim.tables import GB, Model, find_device, find_model, kv_pages, make_device, make_model, step_model
+from rose.sim.tables import (
+    GB,
+    Model,
+    attention_s,
+    find_device,
+    find_model,
+    kv_pages,
+    make_device,
+    make_model,
+    step_model,
+)
 from rose.units import PAGE_BYTES
 
 if TYPE_CHECKING:
@@ -36,11 +46,20 @@ class Hardware:
         self._scenario = scenario
         fleet, job, serving = scenario.fleet, scenario.job, scenario.serving
         devices = {
-            name: make_device(name, own.memory_gb, own.bandwidth_tb_s, own.tflops, OWN)
+            name: make_device(name, own.memory_gb, own.bandwidth_tb_s, own.tflops, own.link_gb_s, OWN)
             for name, own in scenario.devices.items()
         }
         models = {
-            name: make_model(name, own.params_billion, own.layers, own.kv_heads, OWN, own.head_dim)
+            name: make_model(
+                name,
+                own.params_billion,
+                own.layers,
+                own.heads,
+                own.kv_heads,
+                own.hidden or own.heads * own.head_dim,
+                OWN,
+                own.head_dim,
+            )
             for name, own in scenario.models.items()
         }
         self.gpu = find_device(fleet.device, "fleet.device", devices)
@@ -57,6 +76,21 @@ class Hardware:
             self._scenario.serving.profile, self.serving_model, self._scenario.fleet.serving_gpus
         )
 
+    def rollout_attention_s(self, num_gpus: int) -> float:
+        """See :func:`rose.sim.tables.attention_s`; 0 with a measured profile, whose price of a prompt token has it in."""
+        return self._attention(self._scenario.job.profile, self.policy_model, num_gpus)
+
+    def serving_attention_s(self) -> float:
+        """The same of production."""
+        return self._attention(
+            self._scenario.serving.profile, self.serving_model, self._scenario.fleet.serving_gpus
+        )
+
+    def _attention(self, profile: Path | None, model: Model, num_gpus: int) -> float:
+        if profile is not None:
+            return 0.0
+        return attention_s(self.gpu, model, num_gpus, compute_efficiency=self._scenario.efficiency.compute)
+
     def _steps(self, profile: Path | None, model: Model, num_gpus: int) -> StepModel:
         if profile is not None:
             return load_profile(profile).step_model()
@@ -67,7 +101,8 @@ class Hardware:
             num_gpus,
             compute_efficiency=e.compute,
             bandwidth_efficiency=e.bandwidth,
-            parallel_efficiency=e.tensor_parallel,
+            link_efficiency=e.link,
+            all_reduce_latency_s=e.all_reduce_s,
             overhead_s=e.step_overhead_s,
         )
 

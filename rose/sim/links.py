@@ -1,7 +1,8 @@
 """How long a weight update takes to reach an engine, and how many bytes it moves.
 
 Dedicated engines get a broadcast inside the training cluster.  Engines elsewhere pull through a relay; the relay's uplink is
-shared by all of them, and each host takes time for the dense bytes it covers when it encodes or applies.
+shared by all of them, and each rank of an engine takes time for the dense bytes of its own shard, which it encodes or applies
+beside the other ranks: a host in tensor parallel takes its share of what one GPU would.
 With ``prefetch`` pushing and pulling overlap and each receiver pulls once; without it they follow each other.
 """
 
@@ -33,14 +34,21 @@ def update_bytes(system: System, model: Model, changed_fraction: float) -> float
 
 
 def transfer(
-    system: System, model: Model, links: LinksSection, num_extra: int, changed_fraction: float, *, full: bool
+    system: System,
+    model: Model,
+    links: LinksSection,
+    num_extra: int,
+    changed_fraction: float,
+    *,
+    num_ranks: int,
+    full: bool,
 ) -> Transfer:
-    """``full``: receivers that hold no earlier version (a new engine), whatever the format."""
+    """``num_ranks``: of a receiver, among which it divides the model.  ``full``: receivers that hold no earlier version (a new engine), whatever the format."""
     size = model.weight_bytes if full else update_bytes(system, model, changed_fraction)
     dedicated_s = model.weight_bytes * BITS / (links.cluster_gbps * 1e9)
     if not num_extra:
         return Transfer(dedicated_s=dedicated_s, extra_s=0.0, relay_bytes=0.0)
-    host_s = model.weight_bytes / (links.host_path_gb_s * 1e9)
+    host_s = model.weight_bytes / num_ranks / (links.host_path_gb_s * 1e9)
     push_s = size * BITS / (links.relay_gbps * 1e9)
     fan_s = num_extra * push_s
     pull_s = size * BITS / (links.host_gbps * 1e9)

@@ -32,7 +32,10 @@ class Efficiency(Section):
     compute: float = Field(default=0.5, gt=0, le=1)
     """Prefill, of the dense bf16 peak."""
     bandwidth: float = Field(default=0.7, gt=0, le=1)
-    tensor_parallel: float = Field(default=0.85, gt=0, le=1)
+    link: float = Field(default=0.7, gt=0, le=1)
+    """All-reduces between the GPUs of an engine, of what the datasheet gives for one direction."""
+    all_reduce_s: NotNegative = 1e-5
+    """Latency of one of them; there are two in each layer."""
     training: float = Field(default=0.35, gt=0, le=1)
     """Model FLOPs utilisation of a training step."""
     step_overhead_s: NotNegative = 0.002
@@ -48,6 +51,8 @@ class DeviceSection(Section):
     bandwidth_tb_s: Positive
     tflops: Positive
     """Dense bf16."""
+    link_gb_s: Positive = 32.0
+    """To the other GPUs of an engine, in one direction; a PCIe 4.0 x16 slot unless said."""
 
 
 class ModelSection(Section):
@@ -55,8 +60,11 @@ class ModelSection(Section):
 
     params_billion: Positive
     layers: int = Field(ge=1, le=1024)
+    heads: int = Field(ge=1, le=4096)
     kv_heads: int = Field(ge=1, le=1024)
     head_dim: int = Field(default=128, ge=1, le=4096)
+    hidden: int | None = Field(default=None, ge=1, le=1 << 20)
+    """Size of the hidden state; None = heads x head_dim."""
 
 
 class FleetSection(Section):
@@ -176,7 +184,7 @@ class LinksSection(Section):
     cluster_gbps: Positive = 400.0
     """Trainer to dedicated engines, a broadcast."""
     host_path_gb_s: Positive = 3.1
-    """Dense GB that one host covers per second when it encodes or applies an update."""
+    """Dense GB that one rank of an engine covers per second when it encodes or applies its part of an update."""
 
 
 class CellsSection(Section):

@@ -124,7 +124,12 @@ class World(Hooks):
     # --- building --------------------------------------------------------------------------------------
 
     def _rollout_engine(self, num_gpus: int) -> Engine:
-        return Engine(self.hardware.rollout_steps(num_gpus), self.scenario.job.chunk_tokens, 0)
+        return Engine(
+            self.hardware.rollout_steps(num_gpus),
+            self.scenario.job.chunk_tokens,
+            0,
+            attention_s=self.hardware.rollout_attention_s(num_gpus),
+        )
 
     def _own_device(self, name: str) -> Device:
         """A device that runs rollouts only."""
@@ -152,7 +157,13 @@ class World(Hooks):
             self.queue,
             self.cluster,
             total_pages=pages,
-            serving=Engine(model, config.chunk_tokens, int(pages * page_tokens), config.block_tokens),
+            serving=Engine(
+                model,
+                config.chunk_tokens,
+                int(pages * page_tokens),
+                config.block_tokens,
+                self.hardware.serving_attention_s(),
+            ),
             rollout=self._rollout_engine(scenario.fleet.serving_gpus) if shared else None,
             serving_page_tokens=page_tokens,
             rollout_page_tokens=self.hardware.rollout_page_tokens(),
@@ -237,6 +248,12 @@ class World(Hooks):
         else:
             self.wasted_s += now_s - since_s
 
+    @property
+    def _extra_ranks(self) -> int:
+        """GPUs of an engine that gets its weights through the relay."""
+        fleet = self.scenario.fleet
+        return fleet.serving_gpus if self.system.extra == "harvest" else fleet.rollout_gpus
+
     def _pull_s(self, num: int) -> float:
         """A new engine pulls full weights."""
         plan = transfer(
@@ -245,6 +262,7 @@ class World(Hooks):
             self.scenario.links,
             num,
             self.scenario.job.changed_fraction,
+            num_ranks=self._extra_ranks,
             full=True,
         )
         self.relay_bytes += plan.relay_bytes
@@ -293,6 +311,7 @@ class World(Hooks):
             self.scenario.links,
             len(waiting),
             self.scenario.job.changed_fraction,
+            num_ranks=self._extra_ranks,
             full=False,
         )
         self.relay_bytes += plan.relay_bytes

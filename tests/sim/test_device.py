@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,8 @@ from rose.policy.admission import AdmissionParams, Rule, StepModel
 from rose.sim.device import Device
 from rose.sim.engine import Engine, Request
 from rose.sim.events import EventQueue
+from rose.sim.hardware import Hardware
+from rose.sim.scenario import Scenario
 
 MODEL = StepModel(base_s=0.01, prefill_token_s=0.0001, decode_s=0.0005, context_token_s=1e-6)
 CHUNK = 512
@@ -291,3 +294,73 @@ def test_rollout_steps_beside_a_long_prompt_stop_before_its_first_token_is_late(
 
     assert late[False] > 1.0
     assert 0.9 < late[True] <= 1.0
+
+
+def attending_device(attention_s: float, **others: Any) -> tuple[Device, EventQueue, Recorder]:
+    queue, host = EventQueue(), Recorder()
+    engine = Engine(MODEL, CHUNK, 1 << 20, attention_s=attention_s)
+    device = Device("d", queue, host, total_pages=1 << 20, serving=engine, rollout=None, **others)
+    return device, queue, host
+
+
+def test_a_long_prompt_takes_the_time_of_its_attention_too() -> None:
+    """By hand, H100 and Qwen3-8B: 4 x 36 x 32 x 128 operations for each of 15,000**2 / 2 pairs, at 494.5 Tflop/s: 27 % more."""
+    hardware = Hardware(Scenario(name="s"))
+    attention_s = hardware.rollout_attention_s(1)
+    linear_s = 15_000 * hardware.rollout_steps(1).prefill_token_s
+    assert attention_s * 15_000**2 / 2 == pytest.approx(589_824 * 15_000**2 / 2 / 494.5e12)
+    assert attention_s * 15_000**2 / 2 / linear_s == pytest.approx(0.27, abs=0.005)
+
+    device, queue, host = attending_device(attention_s)
+    device.arrive(Request("p", 15_000, 1, 0.0), 0.0)
+    queue.run(1e3)
+
+    num_steps = -(-15_000 // CHUNK)
+    expected_s = num_steps * MODEL.base_s + 15_000 * MODEL.prefill_token_s + attention_s * 15_000**2 / 2
+    assert host.ended["p"] == pytest.approx(expected_s)
+
+
+def test_a_prompt_that_is_looked_at_in_the_middle_attends_no_more_and_no_less() -> None:
+    took_s = []
+    for looks in (0, 7):
+        device, queue, host = attending_device(1e-8)
+        device.arrive(Request("p", 9000, 1, 0.0), 0.0)
+        for look in range(looks):
+            queue.at(0.1 * look, lambda now_s, device: device.poke(now_s), device)
+        queue.run(1e3)
+        took_s.append(host.ended["p"])
+
+    assert took_s[1] == pytest.approx(took_s[0])
+
+
+def test_what_the_prefix_cache_has_is_attended_to_but_does_not_attend_again() -> None:
+    engine = Engine(MODEL, 4096, 10_000, 16, attention_s=1.0)
+    for request in (turn("a1", 320, "a"), turn("a2", 384, "a")):
+        engine.add(request)
+        engine.admit(10_000)
+        pairs, _ = engine.prompt_attention_s(engine.pending_tokens)
+        assert pairs == pytest.approx((request.prompt**2 - request.cached**2) / 2)
+        engine.advance(1, engine.pending_tokens, 1.0)
+    assert request.cached == 320
+
+
+def test_several_prompts_of_one_step_attend_each_to_its_own_tokens() -> None:
+    engine = Engine(MODEL, 4096, 10_000, attention_s=1.0)
+    for index, prompt in enumerate((300, 500)):
+        engine.add(Request(f"r{index}", prompt, 5, 0.0))
+    engine.admit(10_000)
+
+    assert engine.prompt_attention_s(800) == (pytest.approx((300**2 + 500**2) / 2), 0.0)
+    half_s, _ = engine.prompt_attention_s(400)
+    assert half_s == pytest.approx((300**2 + 500**2) / 4)
+
+
+def test_admission_knows_what_a_chunk_attends_to() -> None:
+    engine = Engine(MODEL, CHUNK, 100_000, attention_s=1e-7)
+    engine.add(Request("r", 30_000, 5, 0.0))
+    engine.admit(100_000)
+    engine.advance(1, 20_000, 1.0)
+
+    model = engine.asked_model(512)
+
+    assert model.predict(512) == pytest.approx(MODEL.predict(512) + 1e-7 * 512 * (20_000 + 256))
