@@ -127,6 +127,13 @@ class Cluster:
         assert link is not None
         return link.heartbeat_s
 
+    @property
+    def num_slots(self) -> int:
+        """Turns that all engines together may run at once."""
+        config = self.configs.scheduler
+        caps = {Tier.DEDICATED: config.cap_dedicated, Tier.HARVESTED: config.cap_harvested}
+        return sum(node.cap or caps[node.tier] for node in self.nodes.values())
+
     # --- fleet -----------------------------------------------------------------------------------------
 
     def join(

@@ -5,12 +5,15 @@ time, at most ``alpha`` versions ahead of what is trained.  Batches, leases and 
 :class:`rose.policy.samples.SampleBook`'s.  Under DAPO a group whose rewards are all alike is thrown away and replaced; as
 many are started as the running share of usable groups calls for.
 
+Where trajectories hold slots (:class:`rose.sim.systems.System`), no more of them are under way than the engines have slots.
+
 Invariants: each trajectory is created once and ends once (finished, cancelled or still running); at most one batch trains.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass, field
 
 from rose.policy import turn_events as te
@@ -78,6 +81,7 @@ class _Trajectory:
     prompt: int = 0
     oldest: Version | None = None
     turn_id: str = ""
+    begun: bool = False
     alive: bool = True
 
 
@@ -121,6 +125,10 @@ class Job:
         self.steps: list[Step] = []
         self.done = False
         self._running: dict[str, _Trajectory] = {}
+        self._waiting: deque[_Trajectory] = deque()
+        """For a slot, in the order of their groups; only where trajectories hold slots."""
+        self._num_begun = 0
+        self._by_trajectory = system.slots == "trajectory" and self.config.fixed_slots == "trajectory"
         self._groups: dict[int, _Group] = {}
         self._num_groups = 0
         self._accepted = (
@@ -190,7 +198,17 @@ class Job:
             )
         for name in list(group.members):
             if name in self._running:
-                self._submit(self._running[name])
+                self._waiting.append(self._running[name])
+        self._begin_waiting()
+
+    def _begin_waiting(self) -> None:
+        """First turns of those whose turn it is."""
+        while self._waiting and not (self._by_trajectory and self._num_begun >= self.cluster.num_slots):
+            trajectory = self._waiting.popleft()
+            if trajectory.alive:
+                trajectory.begun = True
+                self._num_begun += 1
+                self._submit(trajectory)
 
     def _submit(self, trajectory: _Trajectory) -> None:
         self._next_turn += 1
@@ -234,6 +252,7 @@ class Job:
         group.done.append((trajectory.name, trajectory.oldest, trajectory.prompt))
         if not group.running:
             self._group_done(group, now_s)
+        self._begin_waiting()
 
     def _group_done(self, group: _Group, now_s: float) -> None:
         del self._groups[group.number]
@@ -276,10 +295,12 @@ class Job:
                     group_size=self.config.group_size,
                 )
             )
-            self._submit(again)
+            self._waiting.appendleft(again)
+            self._begin_waiting()
 
     def _end(self, trajectory: _Trajectory) -> None:
         trajectory.alive = False
+        self._num_begun -= trajectory.begun
         trajectory.group.running -= 1
         del self._running[trajectory.name]
         self.cluster.close(trajectory.name)
@@ -330,6 +351,7 @@ class Job:
                     step.cancelled += 1
                     self._cancel_sample(name, "redundant")
             self._groups.clear()
+            self._waiting.clear()
         fleet, efficiency = self.scenario.fleet, self.scenario.efficiency
         flops = fleet.trainers * self.gpu.flops * efficiency.training
         train_s = TRAIN_FLOPS_PER_PARAM * self.model.num_params * step.tokens / flops

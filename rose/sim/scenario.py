@@ -162,6 +162,8 @@ class JobSection(Section):
     keep_low: float = Field(default=0.2, gt=0, le=1)
     """DAPO: share of groups with a usable reward, drawn for each step between low and high."""
     keep_high: float = Field(default=0.9, gt=0, le=1)
+    fixed_slots: Literal["trajectory", "turn"] = "trajectory"
+    """What holds a slot of the fixed systems' engines; see :class:`rose.sim.systems.System`."""
     max_model_len: int = Field(default=32768, ge=64)
     changed_fraction: float = Field(default=0.03, gt=0, le=1)
     """Share of bf16 weights that an update changes."""

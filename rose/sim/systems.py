@@ -33,6 +33,9 @@ class System:
     routing: Policy | None = "sticky_least_loaded"
     plain_queue: bool = True
     """Turns are placed in the order in which they came; else as ``rose-scheduler`` is configured to."""
+    slots: Literal["turn", "trajectory"] = "turn"
+    """What holds a slot of an engine: a turn while it runs, or a trajectory from its first turn to its last, observations
+    included (ROLL's and AReaL's limit on concurrent rollouts).  Per turn, more trajectories than slots take turns in them."""
     resumable: bool = True
     """A turn that is cut goes on with its tokens."""
     format: Format = "rose"
@@ -46,8 +49,13 @@ _ROSE = System(name="rose", label="ROSE, as here", extra="harvest", routing=None
 SYSTEMS: dict[str, System] = {
     system.name: system
     for system in (
-        System(name="fixed_sync", label="fixed, synchronous (after ROLL)"),
-        System(name="fixed_async", label="fixed, asynchronous (after AReaL)", training="async"),
+        System(name="fixed_sync", label="fixed, synchronous (after ROLL)", slots="trajectory"),
+        System(
+            name="fixed_async",
+            label="fixed, asynchronous (after AReaL)",
+            training="async",
+            slots="trajectory",
+        ),
         System(
             name="spot",
             label="spot-elastic (after RLBoost)",

@@ -39,6 +39,7 @@ SCENARIOS = st.fixed_dictionaries(
             {
                 "algorithm": st.sampled_from(["grpo", "dapo"]),
                 "num_groups": st.integers(1, 3),
+                "fixed_slots": st.sampled_from(["trajectory", "turn"]),
                 "group_size": st.integers(1, 6),
                 "turns_median": st.floats(1.0, 5.0),
                 "output_median": st.floats(1.0, 300.0),
@@ -46,6 +47,7 @@ SCENARIOS = st.fixed_dictionaries(
         ),
         "scheduler": st.fixed_dictionaries(
             {
+                "cap_dedicated": st.integers(1, 16),
                 "cap_harvested": st.integers(1, 16),
                 "adaptive_cap": st.booleans(),
                 "batches": st.fixed_dictionaries({"alpha": st.integers(0, 2)}),

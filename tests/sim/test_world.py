@@ -88,6 +88,24 @@ def test_a_step_is_rollout_then_training_then_weights() -> None:
     assert run.steps[0].end_s == run.steps[1].start_s
 
 
+def test_a_trajectory_of_a_fixed_system_keeps_its_slot_so_its_prefix_stays() -> None:
+    """24 trajectories for 4 slots: they follow each other, where turns would rotate and each find its prefix gone."""
+    job = {"num_groups": 6, "group_size": 4, "turns_median": 6.0, "env_median_s": 0.01}
+    fleet = {"dedicated": 2, "serving": 0, "trainers": 2, "memory_use": 0.5}
+    found = {}
+    for held_by in ("trajectory", "turn"):
+        scenario = tiny(job={**job, "fixed_slots": held_by}, fleet=fleet, scheduler={"cap_dedicated": 2})
+        run = simulate(
+            scenario.model_copy(update={"num_steps": 1, "duration_s": 3600.0}), "fixed_sync", check=True
+        )
+        counters = run.counters
+        found[held_by] = counters.cached / (counters.cached + counters.prefilled)
+        assert run.steps[0].trajectories == 24
+
+    assert found["trajectory"] > 0.7
+    assert found["turn"] < found["trajectory"]
+
+
 @pytest.mark.parametrize("alpha", [0, 2])
 def test_asynchronous_training_never_takes_a_sample_older_than_alpha(alpha: int) -> None:
     run = simulate(tiny(num_steps=6, scheduler={"batches": {"alpha": alpha}}), "fixed_async", check=True)
