@@ -275,7 +275,7 @@ class Plan:
                 "fine_tuning_learning_rate": job.fine_tuning_learning_rate,
                 "fine_tuning_steps": job.fine_tuning_steps,
             },
-            "ray": {"temp_dir": self.root / "ray"},
+            "ray": {"address": "local", "temp_dir": self.root / "ray"},  # its cores are the demo's
         }
         argv = self._rose("train", f"--config={self._write('train', table)}")
         return Part(spec=self._other("train", argv), task=True)

@@ -1,4 +1,4 @@
-"""Ray for one run: a private cluster that is removed at the end, or a given one.  Callers: ``rose.train.loop``."""
+"""Ray for one run: a cluster that is there, or a private one that is removed at the end.  Callers: ``rose.train.loop``."""
 
 from __future__ import annotations
 
@@ -7,40 +7,40 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 
 from rose.errors import ConfigError
 from rose.train.config import TrainConfig
-from rose.train.ray_private import on_loopback, reread_authentication
+from rose.train.ray_private import cluster_started_here, on_loopback, raylets, reread_authentication
 
 WATCH_EVERY_S = 1.0
+CONNECT_TIMEOUT_S = 5.0
 RAY_PROCESSES = ("raylet", "gcs_server")
 
 ray_died = threading.Event()
-"""Set when a process of our own cluster has died: new actors would wait for it for ever."""
+"""Set when a process of Ray's that this driver hangs on has died: new actors would wait for it for ever."""
 
 
 @contextmanager
-def _watched(directory: Path | None) -> Iterator[None]:
-    """While inside, the death of Ray's own processes ends the driver as a SIGTERM would, with :data:`ray_died` set.
+def _watched(processes: list[psutil.Process], *, own: bool) -> Iterator[None]:
+    """While inside, the death of one of Ray's own ``processes`` ends the driver as a SIGTERM would, with :data:`ray_died` set.
 
     Ray itself replaces dead actors and workers, but not the processes that would start them, and its driver waits on.
 
     Args:
-        directory: Of our own cluster; None where another supervisor sees to it.
+        own: They are of our own cluster, and what outlives them is ours to end.
     """
     ray_died.clear()
-    if directory is None:
-        yield
-        return
-    processes = ray_processes(directory)
     agents = set[psutil.Process]()
     over = threading.Event()
 
@@ -61,7 +61,7 @@ def _watched(directory: Path | None) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
-        if ray_died.is_set():  # its agents would look for the dead for a minute
+        if ray_died.is_set() and own:  # its agents would look for the dead for a minute
             for process in agents:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
@@ -84,9 +84,23 @@ def _lives(process: psutil.Process) -> bool:
         return False
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """A cluster that was there before the run, and stays."""
+
+    address: str
+    num_nodes: int
+    num_cpus: int
+
+
 @contextmanager
-def private_ray(config: TrainConfig) -> Iterator[None]:
-    """Ray for one run: a private cluster without dashboard or network, removed at the end; or a given one."""
+def ray_for(config: TrainConfig) -> Iterator[Cluster | None]:
+    """Ray for one run: what :func:`find_cluster` finds (given to the block), or a private cluster (None) without dashboard or
+    network, removed at the end.
+
+    Raises:
+        ConfigError: Ray is not installed, cannot be started, or the cluster cannot be joined.
+    """
     with _own_environment():
         # Before the import: Ray reads them once.  No usage report, and no worker is started ahead of need: on
         # one core each costs seconds.
@@ -99,8 +113,47 @@ def private_ray(config: TrainConfig) -> Iterator[None]:
             raise ConfigError(
                 "ray is not installed", field="ray", fix="pip install 'rose-rl[cpu]'"
             ) from error
-        with _joined(config.ray.address) if config.ray.address is not None else _private(config):
-            yield
+        address = find_cluster(config.ray.address)
+        with _private(config) if address is None else _joined(address) as cluster:
+            yield cluster
+
+
+def find_cluster(wanted: str | None) -> str | None:
+    """The cluster to join; None stands for a private one.
+
+    Args:
+        wanted: ``ray.address``.
+
+    Returns:
+        ``auto`` for the one that ``ray start`` started on this machine: Ray then goes by its rules for that one's token.
+
+    Raises:
+        ConfigError: ``auto`` was asked for, and none is there; or an address is of the jobs API.
+    """
+    named, field = wanted, "ray.address"
+    if wanted in (None, "auto"):
+        named, field = os.environ.get("RAY_ADDRESS") or "auto", "RAY_ADDRESS"
+    if named == "local":
+        return None
+    if named == "auto":
+        if cluster_started_here() is not None:
+            return "auto"
+        if wanted is None:
+            return None
+        fix = "start one with `ray start --head`, name it in RAY_ADDRESS, or leave ray.address out"
+        raise ConfigError("no Ray cluster of yours runs on this machine", field="ray.address", fix=fix)
+    assert named is not None
+    scheme, _, place = named.rpartition("://")
+    if scheme not in ("", "ray"):
+        fix = 'name the cluster itself, as host:port; or set ray.address = "local" for a private one'
+        raise ConfigError(f"{named} is the address of a dashboard", field=field, fix=fix)
+    try:
+        parts = urlsplit(f"//{place}")
+        with socket.create_connection((parts.hostname or "", parts.port or 6379), CONNECT_TIMEOUT_S):
+            return named
+    except (OSError, ValueError) as error:  # Ray itself would try for minutes
+        fix = 'name a cluster that runs, as host:port; or set ray.address = "local" for a private one'
+        raise ConfigError(f"nothing answers at {named}: {error}", field=field, fix=fix) from error
 
 
 @contextmanager
@@ -122,16 +175,26 @@ def _own_environment() -> Iterator[None]:
 
 
 @contextmanager
-def _joined(address: str) -> Iterator[None]:
+def _joined(address: str) -> Iterator[Cluster]:
     import ray
+    from ray.exceptions import RayError
 
     try:
         try:
             ray.init(address=address, logging_level=logging.ERROR)
-        except (ConnectionError, OSError, ValueError) as error:
-            raise ConfigError(f"Ray cannot start: {error}", field="ray") from error
-        with _watched(None):
-            yield
+            nodes = [node for node in ray.nodes() if node["Alive"]]
+        except (RayError, OSError, ValueError, RuntimeError) as error:
+            reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+            fix = 'see `ray status`; ray.address = "local" starts a private one'
+            raise ConfigError(f"cannot join {address}: {reason}", field="ray.address", fix=fix) from error
+        here = ray.get_runtime_context()
+        mine = [process for process, arguments in raylets() if f"--node_id={here.get_node_id()}" in arguments]
+        with _watched(mine, own=False):
+            yield Cluster(
+                address=here.gcs_address,
+                num_nodes=len(nodes),
+                num_cpus=int(sum(node["Resources"].get("CPU", 0) for node in nodes)),
+            )
     finally:
         ray.shutdown()
 
@@ -160,9 +223,9 @@ def _private(config: TrainConfig) -> Iterator[None]:
                     _node_ip_address="127.0.0.1",
                     _temp_dir=str(directory),
                 )
-            except (ConnectionError, OSError, ValueError) as error:
+            except Exception as error:  # Ray has no class of its own for a node that did not start in time
                 raise ConfigError(f"Ray cannot start: {error}", field="ray") from error
-            with _watched(directory):
+            with _watched(ray_processes(directory), own=True):
                 yield
     finally:
         ray.shutdown()

@@ -224,7 +224,9 @@ class TrainerSettings(Section):
 
 class RaySettings(Section):
     address: str | None = None
-    """A cluster to join; None starts a private one and stops it at the end."""
+    """A cluster to join, ``host:port``.  None joins the one that ``RAY_ADDRESS`` names (as under ``ray job submit``), or that ``ray
+    start`` has started on this machine, and starts a private one where there is none; ``auto`` never starts one, ``local`` always
+    does, and removes it at the end.  A cluster that was joined stays as it was."""
     num_cpus: int = Field(default=2, ge=1)
     """Logical CPUs of a private cluster; the actors take one each."""
     object_store_bytes: int = Field(default=100 * 2**20, ge=80 * 2**20)

@@ -29,14 +29,14 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rose.auth import Tokens
 from rose.errors import ConfigError, RunInterrupted, TrainError
 from rose.train.async_loop import Pump
-from rose.train.cluster import private_ray, ray_died
+from rose.train.cluster import ray_died, ray_for
 from rose.train.config import TrainConfig
 from rose.train.crew import ActorDied, Crew, EvaluationFailed
 from rose.train.logs import open_logs
@@ -89,7 +89,9 @@ def run_training(
     """
     check_job(config, parts)
     report = progress or (lambda _: None)
-    with _sole_driver(config.output_dir), private_ray(config):
+    with _sole_driver(config.output_dir), ray_for(config) as cluster:
+        if cluster is not None:
+            report({"event": "cluster", **asdict(cluster)})
         return asyncio.run(_until_signal(train_with(Crew(config, tokens, parts), report, watch_s=watch_s)))
 
 

@@ -6,10 +6,18 @@ Callers: ``rose.train.cluster``.
 
 from __future__ import annotations
 
+import logging
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import psutil
+
+logger = logging.getLogger(__name__)
+
+MAX_ADDRESS_BYTES = 256
 LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
@@ -37,8 +45,45 @@ def on_loopback() -> Iterator[None]:
 
 def reread_authentication() -> None:
     """Have this process go by ``RAY_AUTH_MODE`` and the token as the environment names them now; Ray remembers both."""
-    from ray._raylet import AuthenticationTokenLoader, Config
+    from ray import _raylet
 
+    raylet: Any = _raylet  # compiled, without type information
     # In this order: a thread of Ray's that is still ending would look for a token that is gone, and abort the process.
-    Config.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()
+    raylet.Config.initialize("")
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+
+def cluster_started_here() -> str | None:
+    """The cluster that the last ``ray start`` on this machine belongs to, ``host:port``, if its node still runs.
+
+    Ray keeps the address in a directory that anybody may write to, and who joins hands over the job's tokens.  So the file must
+    be root's or ours and nobody else's to write, and so must the node's process be.
+    """
+    from ray._common.utils import get_ray_address_file
+
+    path = get_ray_address_file(None)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with open(descriptor, "rb") as file:
+        info = os.fstat(descriptor)
+        address = file.read(MAX_ADDRESS_BYTES).decode(errors="replace").strip()
+    if not stat.S_ISREG(info.st_mode) or info.st_uid not in _trusted() or info.st_mode & 0o022:
+        logger.warning("%s could be somebody else's: the cluster that it names is not joined", path)
+        return None
+    return address if any(f"--gcs-address={address}" in arguments for _, arguments in raylets()) else None
+
+
+def raylets() -> list[tuple[psutil.Process, list[str]]]:
+    """The node processes on this machine that are root's or ours, with their arguments."""
+    found: list[tuple[psutil.Process, list[str]]] = []
+    for process in psutil.process_iter(["name", "cmdline", "uids"]):
+        uids = process.info["uids"]
+        if process.info["name"] == "raylet" and uids is not None and uids.effective in _trusted():
+            found.append((process, process.info["cmdline"] or []))
+    return found
+
+
+def _trusted() -> set[int]:
+    return {0, os.geteuid()}

@@ -33,7 +33,7 @@ def job_table(world: World, **changes: Any) -> dict[str, Any]:
         "rollout": {"num_groups": 4, "group_size": 8},
         "env": {"settings": {"num_maps": 4}},
         "trainer": {"fine_tuning_steps": 2, "keep_checkpoints": 100},
-    } | changes
+    } | {**changes, "ray": {"address": "local"} | changes.get("ray", {})}
 
 
 class Assassin:

@@ -62,7 +62,7 @@ def test_a_driver_killed_in_mid_step_goes_on_where_it_stopped(
         driver.wait()
         gone(children)  # Ray does not outlive it
 
-        table["ray"] = {"temp_dir": str(short_tmp / "b")}
+        table["ray"] = {"address": "local", "temp_dir": str(short_tmp / "b")}
         result = run_training(
             TrainConfig.model_validate(table), world.tokens, parts=Parts(make_publisher=file_publisher)
         )

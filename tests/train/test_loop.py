@@ -17,7 +17,7 @@ from rose.auth import Tokens
 from rose.config import load_config
 from rose.errors import ConfigError
 from rose.train import checkpoint as checkpoints
-from rose.train.cluster import private_ray
+from rose.train.cluster import ray_for
 from rose.train.config import TrainConfig
 from rose.train.crew import Crew, answer_of
 from rose.train.loop import check_job, run_training
@@ -257,6 +257,7 @@ def test_a_manager_full_of_groups_still_says_that_it_lives(
     monkeypatch.setattr("rose.train.crew.EnvManager", Patient)
     rollout = {"mode": "asynchronous", "alpha": 4, "num_groups": 256}
     table = {"model": policy_model, "weights": {"directory": "x"}, "rollout": rollout, "output_dir": tmp_path}
+    table["ray"] = {"address": "local"}
     config = TrainConfig.model_validate(table)
 
     async def fill_and_ask() -> int:
@@ -271,5 +272,5 @@ def test_a_manager_full_of_groups_still_says_that_it_lives(
             for one in running:
                 one.cancel()
 
-    with private_ray(config):
+    with ray_for(config):
         assert asyncio.run(fill_and_ask()) > 0

@@ -1,4 +1,7 @@
-"""Ray as its users run it, on real clusters: what a private one leaves behind."""
+"""Ray as its users run it, on real clusters: what a private one leaves behind, which one is joined.
+
+What happens on the machine, in this order: a run on a private cluster; `ray start --head`; everything else.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from tests.plugin.stand_in import eventually
+
 pytest.importorskip("ray")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -21,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 RUN = """
 import json, os, subprocess, sys
 from pathlib import Path
-from rose.train.cluster import private_ray
+from rose.train.cluster import ray_for
 from rose.train.config import TrainConfig
 
 STRANGER = '''
@@ -34,18 +39,20 @@ def mine():
     return {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
 
 config, before, seen = TrainConfig.model_validate(json.loads(sys.argv[1])), mine(), {}
-with private_ray(config):
+with ray_for(config) as cluster:
     import ray
+    seen["joined"] = cluster and cluster.address
     context = ray.get_runtime_context()
     seen["address"] = context.gcs_address
-    seen["inside"] = ray.get(ray.remote(mine).remote())
-    path = seen["inside"].get("RAY_AUTH_TOKEN_PATH")
-    seen["token"] = path and [oct(os.stat(path).st_mode & 0o777), oct(os.stat(Path(path).parent).st_mode & 0o777)]
-    stranger = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    command = [sys.executable, "-c", STRANGER, context.gcs_address]
-    seen["stranger"] = subprocess.run(command, env=stranger, capture_output=True, text=True).stderr
+    if cluster is None:
+        seen["path"] = path = ray.get(ray.remote(mine).remote())["RAY_AUTH_TOKEN_PATH"]
+        seen["modes"] = [oct(os.stat(name).st_mode & 0o777) for name in (path, Path(path).parent)]
+    if "look" in sys.argv:
+        stranger = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        command = [sys.executable, "-c", STRANGER, context.gcs_address]
+        seen["stranger"] = subprocess.run(command, env=stranger, capture_output=True, text=True).stderr
 seen["restored"] = mine() == before
-seen["removed"] = path is None or not os.path.exists(path)
+seen["removed"] = not os.path.exists(seen.get("path", "/"))
 print(json.dumps(seen))
 """
 """One run's Ray, as a driver of its own."""
@@ -74,9 +81,9 @@ class Machine:
             "ray": ray_settings,
         }
 
-    def run(self, table: dict[str, Any], **more: str) -> subprocess.CompletedProcess[str]:
+    def run(self, table: dict[str, Any], *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-c", RUN, json.dumps(table)],
+            [sys.executable, "-c", RUN, json.dumps(table), *arguments],
             env=self.environment(**more),
             capture_output=True,
             text=True,
@@ -92,12 +99,35 @@ def machine() -> Iterator[Machine]:
     shutil.rmtree(root, ignore_errors=True)
 
 
+class Node:
+    """A ``ray start`` that stays in the foreground; what it has started ends with it."""
+
+    def __init__(self, machine: Machine, *arguments: str, num_cpus: int = 1) -> None:
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *arguments]
+        command += [f"--num-cpus={num_cpus}", "--object-store-memory=100000000", "--disable-usage-stats"]
+        self.log = machine.root / f"{'-'.join(arguments)}.log".replace("/", "")
+        with self.log.open("w") as out:
+            self.process = subprocess.Popen(
+                command, env=machine.environment(), stdout=out, stderr=subprocess.STDOUT
+            )
+        eventually(self._started, "the start of a Ray node", timeout_s=90)
+
+    def _started(self) -> bool:
+        assert self.process.poll() is None, self.log.read_text()
+        return "Ray runtime started" in self.log.read_text()
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait(60)
+
+
+HEAD = ("--head", "--port=0", "--include-dashboard=false")
+
+
 @pytest.fixture(scope="module")
 def private_run(machine: Machine) -> dict[str, Any]:
     """What a run on a private cluster saw; the first thing that happens on the machine."""
-    done = machine.run(machine.job())
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return seen(machine.run(machine.job(), "look"))
 
 
 def test_a_private_cluster_leaves_nothing_in_the_home_folder(
@@ -110,10 +140,41 @@ def test_a_private_cluster_leaves_nothing_in_the_home_folder(
 def test_a_private_cluster_has_a_token_of_its_own_for_as_long_as_it_lives(
     private_run: dict[str, Any],
 ) -> None:
-    assert private_run["token"] == ["0o600", "0o700"]
+    assert private_run["modes"] == ["0o600", "0o700"]
     assert private_run["removed"]
 
 
 def test_a_private_cluster_refuses_who_has_no_token(private_run: dict[str, Any]) -> None:
     assert private_run["address"].startswith("127.0.0.1:")
     assert "Unauthenticated" in private_run["stranger"] or "AuthToken" in private_run["stranger"]
+
+
+@pytest.fixture(scope="module")
+def head(machine: Machine, private_run: dict[str, Any]) -> Iterator[str]:
+    """The address of a cluster of one CPU, started where a run had a private one."""
+    node = Node(machine, *HEAD)
+    yield (machine.root / "ray" / "ray_current_cluster").read_text()
+    node.stop()
+
+
+def seen(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_cluster_that_runs_here_is_joined_and_stays(machine: Machine, head: str) -> None:
+    assert seen(machine.run(machine.job()))["joined"] == head
+    assert seen(machine.run(machine.job(address="auto")))["joined"] == head
+
+
+def test_a_cluster_that_the_environment_names_is_joined(machine: Machine, head: str, tmp_path: Path) -> None:
+    """As for a driver of ``ray job submit``, on which nothing else tells of the cluster."""
+    found = seen(machine.run(machine.job(), RAY_ADDRESS=head, RAY_TMPDIR=str(tmp_path)))
+    assert found["joined"] == head
+    assert found["restored"]
+
+
+def test_who_insists_on_a_private_cluster_gets_one_beside_it(machine: Machine, head: str) -> None:
+    found = seen(machine.run(machine.job(address="local"), RAY_ADDRESS=head))
+    assert found["joined"] is None
+    assert found["address"] != head
