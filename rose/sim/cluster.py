@@ -107,6 +107,8 @@ class Cluster:
         self.ttft_s: list[tuple[float, float]] = []
         """(when, seconds) of each production request."""
         self.tpot_s: list[tuple[float, float]] = []
+        self.late: dict[int, float] = {}
+        """Requests of production that missed one of their two limits, by number -> when they came."""
         self.configs = configs
         config = configs.scheduler
         fleet = config.fleet_params()
@@ -343,9 +345,14 @@ class Cluster:
         self.counters.asked += request.prompt
         self.counters.found += request.cached
         self.ttft_s.append((request.arrived_s, first_s - request.arrived_s))
+        late = first_s - request.arrived_s > device.slo_ttft_s
         tokens = request.kept + request.target
         if tokens > 1:
-            self.tpot_s.append((request.arrived_s, (now_s - first_s) / (tokens - 1)))
+            each_s = (now_s - first_s) / (tokens - 1)
+            self.tpot_s.append((request.arrived_s, each_s))
+            late = late or each_s > device.slo_tpot_s
+        if late:
+            self.late[int(request.key[1:])] = request.arrived_s
 
     def turn_done(self, device: Device, request: Request, now_s: float) -> None:
         node = self.nodes[device.name]

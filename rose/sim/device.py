@@ -7,6 +7,7 @@ the step.  An arrival or a cut ends the phase at the next step boundary, as in a
 Two engines on one device take turns: one step of each per cycle, whose length is the sum less an overlap.  Whether, and with
 how many tokens, the rollout engine takes part is :func:`rose.policy.admission.admit`'s decision, asked at each phase.
 With ``priority`` they do not: the rollout engine moves only while serving stands still, and a request stops it at once.
+With ``preempt_s`` they do, but a request that arrives stops the rollout step in progress at a layer, and the step goes on later.
 
 Memory is pages of 2 MiB.  Serving may use what the rollout engine does not hold; the rollout engine what the loan says.
 Serving that lacks pages claims them (``Host.claimed``); the cut happens at this boundary and costs serving ``unmap_s``.
@@ -49,6 +50,8 @@ class Device:
         serving_page_tokens, rollout_page_tokens: Tokens whose keys and values fit one page.
         priority: Serving preempts rollout steps, instead of a step of each in turn.
         overlap: Share of the shorter of two steps that is free.
+        preempt_s: How soon a rollout step stops for a request that arrives, to go on later; None = it does not.
+        idle_chunk_tokens: Prompt tokens of a rollout step while serving stands still; None = the engine's own chunk.
     """
 
     def __init__(
@@ -64,6 +67,8 @@ class Device:
         rollout_page_tokens: float = 1.0,
         priority: bool = False,
         overlap: float = 0.0,
+        preempt_s: float | None = None,
+        idle_chunk_tokens: int | None = None,
         slo_ttft_s: float = 0.5,
         slo_tpot_s: float = 0.15,
         unmap_s: float = 0.02,
@@ -79,6 +84,8 @@ class Device:
         self.rollout_page_tokens = rollout_page_tokens
         self.priority = priority
         self.overlap = overlap
+        self.preempt_s = preempt_s
+        self.idle_chunk_tokens = idle_chunk_tokens
         self.slo_ttft_s, self.slo_tpot_s = slo_ttft_s, slo_tpot_s
         self.unmap_s = unmap_s
         self.params = params or AdmissionParams()
@@ -103,6 +110,12 @@ class Device:
         self._serving_s = 0.0
         self._rollout_s = 0.0
         self._longest_s = 0.0
+        self._from_s = 0.0
+        self._rollout_count = 0
+        self._serving_growth_s = 0.0
+        self._preempted = False
+        self._credit_s = 0.0
+        """What a preempted rollout step had already done."""
         self._serving_prefill = 0.0
         self._rollout_prefill = 0.0
         self._rate = 0.0
@@ -145,9 +158,37 @@ class Device:
             # What the running step had done is lost here; a real one would finish later.
             self._count = min(self._count, self._steps_done(now_s))
             self._phase += 1
+            self._rollout_count = self._count
             self.queue.at(now_s, self._boundary, self._phase)
             return
-        self.poke(now_s)
+        if self.preempt_s is None or not self._preempt(now_s, self.preempt_s):
+            self.poke(now_s)
+
+    def _preempt(self, now_s: float, preempt_s: float) -> bool:
+        """Stop the rollout step in progress ``preempt_s`` from now, or once serving's own step is over; whether that is sooner than its end.
+
+        In a cycle of both engines serving's step comes first.
+        """
+        if not self._active or self._inside or self._rollout_s <= 0 or self.priority:
+            return False
+        if self._preempted:
+            return True
+        done = self._steps_done(now_s)
+        if done >= self._count:
+            return False
+        began_s = self._start_s + done * self._cycle_s + self._growth_s * done * (done - 1) / 2
+        serving_s = self._serving_s + done * self._serving_growth_s if self._serving_s > 0 else 0.0
+        served_s = (self._from_s if done == 0 else began_s) + serving_s
+        end_s = max(served_s, now_s + preempt_s)
+        if end_s >= began_s + self._cycle_s + done * self._growth_s - _EPSILON_S:
+            return False
+        self._preempted = True
+        self._rollout_count = done
+        self._count = done + (self._serving_s > 0)
+        self._credit_s = max(0.0, end_s - began_s - serving_s)
+        self._phase += 1
+        self.queue.at(end_s, self._boundary, self._phase)
+        return True
 
     def add(self, request: Request, now_s: float) -> None:
         """A rollout turn."""
@@ -177,8 +218,8 @@ class Device:
             self._plan(now_s)
             return
         done = self._steps_done(now_s)
-        if done + 1 < self._count:
-            self._count = done + 1
+        if done + 1 < self._count and not self._preempted:
+            self._count = self._rollout_count = done + 1
             self._phase += 1
             self.queue.at(self._end_s(), self._boundary, self._phase)
 
@@ -203,6 +244,7 @@ class Device:
             rollout.remove(key)
         rollout.waiting.clear()
         rollout.drop_cache()
+        self._credit_s = 0.0
         self.rollout_up = False
         self.poke(now_s)
         return gone
@@ -235,7 +277,8 @@ class Device:
         self._inside = True
         count, host = self._count, self.host
         self.num_steps += count
-        length_s = now_s - self._start_s
+        self._preempted = False
+        length_s = now_s - self._from_s
         self.busy_s += length_s
         serving, rollout = self.serving, self.rollout
         if serving is not None and self._serving_s > 0:
@@ -250,7 +293,7 @@ class Device:
                 host.served(self, request, now_s)
         if rollout is not None and self._rollout_s > 0:
             self.rollout_busy_s += length_s
-            _, ended = rollout.advance(count, self._rollout_prefill, self._rate)
+            _, ended = rollout.advance(self._rollout_count, self._rollout_prefill, self._rate)
             for request in ended:
                 if request.trajectory:
                     rollout.keep(request, request.prompt + request.target)
@@ -338,8 +381,12 @@ class Device:
                 steps = min(steps, self._cycles_within(self._ttft_slack_s, rollout_s, cycle_s - serving_s))
         count = 1 if steps < 1 else int(steps) if steps < MAX_STEPS else MAX_STEPS
         self._longest_s = max(self._longest_s, rollout_s + rollout_growth * (count - 1))
-        start_s = now_s + self._stall_s
+        self._from_s = start_s = now_s + self._stall_s
+        if rollout_s > 0 and self._credit_s:
+            start_s -= min(self._credit_s, 0.999 * rollout_s)
+            self._credit_s = 0.0
         self._cycle_s, self._growth_s, self._count, self._start_s = cycle_s, growth_s, count, start_s
+        self._rollout_count, self._serving_growth_s = count, serving_growth
         self._stall_s = 0.0
         self._active = True
         self._phase += 1
@@ -420,6 +467,8 @@ class Device:
                 chunk, rate = 0, tokens / rollout.running
             else:
                 chunk = min(chunk, tokens - rollout.running)
+        elif self.idle_chunk_tokens is not None and self.serving is not None and not beside_serving:
+            chunk = min(chunk, self.idle_chunk_tokens)
         self._rollout_prefill, steps = rollout.shape(chunk)
         if rollout.running:
             self._rate = rate

@@ -72,6 +72,12 @@ class FleetSection(Section):
     sharing: Literal["turns", "priority"] = "turns"
     """Two engines on one device: a step of each in turn, where admission allows it; or rollouts only while serving stands still,
     because the device or the system's scheduler preempts them (``SCHED_IDLE``)."""
+    preempt_s: Positive | None = None
+    """With ``turns``: a request of production that arrives stops the rollout step in progress at its next layer, at most this much later; the
+    step goes on where it was.  None = it waits for the step's end, as on today's nodes."""
+    idle_chunk_tokens: int | None = Field(default=None, ge=16)
+    """Prompt tokens of a harvested engine's step while serving stands still, at most: what a request that then arrives waits for.  None =
+    ``job.chunk_tokens``."""
     dedicated: int = Field(default=8, ge=0, le=16384)
     """Rollout engines that the job owns."""
     serving: int = Field(default=16, ge=0, le=16384)

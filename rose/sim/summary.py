@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from rose.sim.arrivals import Floats
 from rose.sim.world import RunResult
 
 Number = float | int | None
@@ -94,6 +96,47 @@ def percentiles_over_time(
         if len(chosen) >= 20:
             points.append(((window + 0.5) * width_s, float(np.percentile(chosen, q))))
     return points
+
+
+SETTLE_S = 60.0
+"""Requests of the last minute of the shorter run are not judged: in one of them they may not have been answered yet."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Misses:
+    """Production's requests of one window, each beside itself with no rollouts on its engine."""
+
+    num: int
+    """Requests that came in the window."""
+    added: int
+    """Late beside rollouts, in time alone."""
+    mended: int
+    """Late alone, in time beside rollouts: they shared their steps with others."""
+
+    @property
+    def share(self) -> float | None:
+        """Late beside rollouts less late alone, of all; None without a request."""
+        return (self.added - self.mended) / self.num if self.num else None
+
+
+def compare_misses(
+    late: Mapping[int, float], alone: Mapping[int, float], arrived_s: Sequence[float] | Floats, end_s: float
+) -> Misses:
+    """Request by request, over one window.
+
+    Args:
+        late, alone: Number -> arrival of the requests that missed a limit (``RunResult.late``), with and without rollouts.
+        arrived_s: Of all requests.
+        end_s: Of the shorter of the two runs.
+    """
+    until_s = end_s - SETTLE_S
+    with_rollouts = {number for number, at_s in late.items() if at_s < until_s}
+    without = {number for number, at_s in alone.items() if at_s < until_s}
+    return Misses(
+        num=int(np.searchsorted(np.asarray(arrived_s, dtype=float), until_s)),
+        added=len(with_rollouts - without),
+        mended=len(without - with_rollouts),
+    )
 
 
 def _missed(run: RunResult) -> float:

@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
+
 from rose.policy.fleet import Duty, Tier
 from rose.policy.staleness import Version
-from rose.sim.arrivals import Arrivals, make_arrivals
+from rose.sim.arrivals import Arrivals, Floats, make_arrivals
 from rose.sim.cluster import Cluster, Counters
 from rose.sim.device import Device
 from rose.sim.engine import Engine, Request
@@ -72,6 +74,10 @@ class RunResult:
     tpot_s: list[tuple[float, float]]
     samples: list[Sample]
     marks: list[Mark]
+    late: dict[int, float]
+    """Number of each request of production that missed a limit -> when it came; numbers are the same in all systems of a scenario."""
+    arrived_s: Floats
+    """When each of them came."""
     relay_bytes: float = 0.0
     billed_gpu_s: float = 0.0
     """Dedicated, trainer and bought GPUs; harvested ones are paid for by production."""
@@ -169,6 +175,8 @@ class World(Hooks):
             rollout_page_tokens=self.hardware.rollout_page_tokens(),
             priority=scenario.fleet.sharing == "priority",
             overlap=scenario.efficiency.overlap,
+            preempt_s=scenario.fleet.preempt_s,
+            idle_chunk_tokens=scenario.fleet.idle_chunk_tokens,
             slo_ttft_s=node.serving.slo_ttft_ms / 1e3,
             slo_tpot_s=node.serving.slo_tpot_ms / 1e3,
             params=node.gate.params(),
@@ -393,6 +401,16 @@ class World(Hooks):
 
         self.queue.run(scenario.duration_s, stop, every=512)
 
+    def unanswered_late(self, now_s: float) -> dict[int, float]:
+        """Requests still in an engine at the end that have waited for their first token for too long already."""
+        return {
+            int(request.key[1:]): request.arrived_s
+            for device in self.serving_devices
+            if device.serving is not None
+            for request in device.serving.requests.values()
+            if (now_s if request.first_s is None else request.first_s) - request.arrived_s > device.slo_ttft_s
+        }
+
     def check(self) -> None:
         self.job.check()
         self.cluster.check()
@@ -461,6 +479,8 @@ def simulate(
         tpot_s=world.cluster.tpot_s,
         samples=world.samples,
         marks=_marks(steps),
+        late={**world.cluster.late, **world.unanswered_late(now_s)},
+        arrived_s=arrivals.at_s if arrivals is not None else np.zeros(0),
         relay_bytes=world.relay_bytes,
         billed_gpu_s=gpus * now_s + world.allocated_s * fleet.rollout_gpus,
         allocated_s=world.allocated_s,

@@ -22,6 +22,8 @@ SCENARIOS = st.fixed_dictionaries(
                 "spot_up_s": st.floats(2.0, 40.0),
                 "spot_down_s": st.floats(2.0, 40.0),
                 "sharing": st.sampled_from(["turns", "priority"]),
+                "preempt_s": st.sampled_from([None, 0.001, 0.02]),
+                "idle_chunk_tokens": st.sampled_from([None, 64]),
                 # 0.46 of 80 GB leaves two models of 8B hardly a gigabyte: loans are cut all the time.
                 "memory_use": st.sampled_from([0.46, 0.5, 0.9]),
                 "mean_hours_between_failures": st.sampled_from([0.0, 0.002]),

@@ -122,7 +122,7 @@ def test_out_of_memory_preempts_the_youngest_and_every_request_still_ends_whole(
 
 
 def shared_device(
-    *, gated: bool, total: int = 4000, priority: bool = False
+    *, gated: bool, total: int = 4000, priority: bool = False, **others: Any
 ) -> tuple[Device, EventQueue, Recorder]:
     queue, host = EventQueue(), Recorder()
     device = Device(
@@ -134,6 +134,7 @@ def shared_device(
         rollout=Engine(MODEL, CHUNK, 0),
         params=AdmissionParams(rule=Rule.SLACK if gated else Rule.FREE),
         priority=priority,
+        **others,
         slo_ttft_s=0.2,
         slo_tpot_s=0.03,
     )
@@ -364,3 +365,57 @@ def test_admission_knows_what_a_chunk_attends_to() -> None:
     model = engine.asked_model(512)
 
     assert model.predict(512) == pytest.approx(MODEL.predict(512) + 1e-7 * 512 * (20_000 + 256))
+
+
+def waited_s(start_s: float, **others: Any) -> tuple[float, float]:
+    """Of a request that comes at ``start_s`` while rollouts run: until its end; and when the last rollout ended."""
+    device, queue, host = shared_device(gated=True, total=200_000, **others)
+    device.slo_ttft_s = 0.112  # 0.111 s alone: no rollout step fits beside it
+    for index in range(20):
+        device.add(Request(f"turn{index}/1", 400, 300, 0.0), 0.0)
+    request = Request("p", 1000, 1, start_s)
+    queue.at(start_s, lambda now_s, request: device.arrive(request, now_s), request)
+    queue.run(1e3)
+    device.check()
+    assert device.rollout is not None
+    assert len(host.ended) == 21
+    return host.ended.pop("p") - start_s, max(host.ended.values())
+
+
+@pytest.mark.parametrize("start_s", [0.013, 0.05, 0.3507, 2.0004])
+def test_a_request_waits_for_a_layer_and_the_step_that_it_interrupts_goes_on(start_s: float) -> None:
+    alone_s = MODEL.predict(1000)
+    behind_s, behind_end_s = waited_s(start_s)
+    soon_s, soon_end_s = waited_s(start_s, preempt_s=0.001)
+
+    assert behind_s > alone_s + 0.001
+    assert soon_s == pytest.approx(alone_s + 0.001)
+    # Nothing of the interrupted step is done twice; when it goes on is all that differs.
+    assert soon_end_s == pytest.approx(behind_end_s, abs=0.002)
+
+
+def test_many_requests_interrupt_one_step_and_all_work_is_done_once() -> None:
+    device, queue, host = shared_device(gated=False, total=200_000, preempt_s=0.001)
+    for index in range(20):
+        device.add(Request(f"turn{index}/1", 400, 300, 0.0), 0.0)
+    for index in range(200):
+        request = Request(f"p{index}", 50, 5, 0.0213 * index)
+        queue.at(request.arrived_s, lambda now_s, request: device.arrive(request, now_s), request)
+    queue.run(1e3)
+    device.check()
+
+    assert len(host.ended) == 220
+    # Strict turns on one device: no more is done in a second than a second.
+    assert device.busy_s <= max(host.ended.values()) + 1e-6
+
+
+def test_a_rollout_step_beside_an_idle_engine_reads_no_more_than_it_is_allowed_to() -> None:
+    steps_s = {}
+    for chunk in (None, 64):
+        device, queue, _ = shared_device(gated=True, total=200_000, idle_chunk_tokens=chunk)
+        device.add(Request("turn/1", 2000, 2, 0.0), 0.0)
+        queue.run(1e3)
+        steps_s[chunk] = device.longest_step_s()
+
+    assert steps_s[None] == pytest.approx(MODEL.predict(2000 // 4))
+    assert steps_s[64] == pytest.approx(MODEL.predict(round(2000 / 32)), rel=0.01)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rose.sim.scenario import Scenario
+from rose.sim.summary import SETTLE_S, compare_misses
 from rose.sim.systems import SYSTEMS
 from rose.sim.world import simulate
 
@@ -120,3 +121,38 @@ def test_harvesting_moves_tokens_to_serving_engines_and_costs_no_gpu_hours() -> 
     assert fixed.counters.sampled["harvested"] == 0
     assert rose.counters.sampled["harvested"] > 0
     assert rose.allocated_s == 0
+
+
+def test_misses_are_judged_request_by_request_over_the_window_of_both_runs() -> None:
+    arrived_s = [0.0, 10.0, 20.0, 30.0, 100.0]
+    late, alone = {0: 0.0, 1: 10.0, 4: 100.0}, {1: 10.0, 3: 30.0}
+
+    misses = compare_misses(late, alone, arrived_s, end_s=SETTLE_S + 50.0)
+
+    assert (misses.num, misses.added, misses.mended, misses.share) == (4, 1, 1, 0.0)
+    assert compare_misses(late, alone, arrived_s, end_s=SETTLE_S).share is None
+
+
+def test_a_request_that_rollouts_delay_is_late_in_one_run_and_not_in_the_other() -> None:
+    """Prompts that leave a few milliseconds of their limit: rollout steps in progress make some late, and at a layer none."""
+    serving = {
+        "prompt_median": 9000,
+        "prompt_max": 9000,
+        "prompt_log_std": 0.0,
+        "requests_per_s": 0.3,
+        "slo_ttft_ms": 365.0,
+    }
+    scenario = tiny(serving=serving, duration_s=200.0, num_steps=None, trajectories_in_flight=24)
+    alone, beside = (simulate(scenario, name) for name in ("fixed_sync", "rose"))
+    quick = scenario.model_copy(
+        update={"fleet": scenario.fleet.model_copy(update={"preempt_s": 0.001, "idle_chunk_tokens": 512})}
+    )
+    stopped = simulate(quick, "rose")
+    end_s = min(run.duration_s for run in (alone, beside, stopped))
+    misses, fewer = (
+        compare_misses(run.late, alone.late, alone.arrived_s, end_s) for run in (beside, stopped)
+    )
+
+    assert misses.num > 20
+    assert misses.added > 3
+    assert fewer.added < misses.added / 2
