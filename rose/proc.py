@@ -34,6 +34,7 @@ import psutil
 
 from rose.errors import ConfigError, EngineError
 from rose.proc_share import IdleShare, idle_share
+from rose.proc_tree import GUARD_S, processes_below, set_class
 
 Probe = str | Callable[[], bool]
 """An URL that must answer 2xx, or a function that says whether the child is ready."""
@@ -44,8 +45,6 @@ _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # our ow
 _GUARD = Path(__file__).with_name("proc_guard.py")
 _LOG_TAIL_BYTES = 16384
 _LOOK_EVERY_S = 0.1
-_GUARD_S = 0.1
-"""What a guard needs to kill its tree; then we do it ourselves."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,7 +130,7 @@ class Child:
                     "before_kill_s": spec.before_kill_s,
                 }
             )
-            log = _open_log(spec)
+            log = open_log(spec)
             try:
                 guard = subprocess.Popen(
                     [sys.executable, "-I", "-S", str(_GUARD), settings, program, *spec.argv[1:]],
@@ -180,17 +179,7 @@ class Child:
 
     def processes(self) -> list[psutil.Process]:
         """Everything of it that is alive: guard, program, descendants."""
-        found: dict[int, psutil.Process] = {}
-        try:
-            guard = psutil.Process(self._guard.pid)
-            found = {p.pid: p for p in [guard, *guard.children(recursive=True)]}
-        except psutil.NoSuchProcess:
-            pass
-        if self._guard.poll() is not None:
-            # Somebody killed the guard: what is left no longer hangs below it, but carries its session,
-            # and a number is not given out again while a session has it.
-            found = {p.pid: p for p in psutil.process_iter() if _session_of(p.pid) == self._guard.pid}
-        return [p for p in found.values() if _lives(p)]
+        return processes_below(self._guard.pid, guard_ended=self._guard.poll() is not None)
 
     def lift(self, on: bool) -> bool:
         """Give an idle-class tree a normal share of its cores, or take it away again.
@@ -200,25 +189,7 @@ class Child:
         """
         if self.share is None:
             return False
-        return self.share.lift(on, self._guard.pid, self._set_class)
-
-    def _set_class(self, normal: bool) -> bool:
-        """Move every thread of the tree to the normal class, or to the idle class."""
-        for process in self.processes():
-            try:
-                threads = os.listdir(f"/proc/{process.pid}/task")
-            except OSError:  # it has just ended
-                continue
-            for thread in threads:
-                try:
-                    os.sched_setscheduler(
-                        int(thread), os.SCHED_OTHER if normal else os.SCHED_IDLE, os.sched_param(0)
-                    )
-                except ProcessLookupError:
-                    continue
-                except PermissionError:
-                    return False
-        return True
+        return self.share.lift(on, self._guard.pid, lambda normal: set_class(self.processes(), normal))
 
     def rss_bytes(self) -> int:
         """Resident memory of the tree (pages that its processes share count more than once)."""
@@ -322,7 +293,7 @@ class Child:
             self._guard.send_signal(signal.SIGUSR2)
             self._guard.send_signal(signal.SIGCONT)
             try:
-                self._guard.wait(self.spec.before_kill_s + _GUARD_S)
+                self._guard.wait(self.spec.before_kill_s + GUARD_S)
             except subprocess.TimeoutExpired:
                 pass
         while True:
@@ -374,7 +345,12 @@ def free_port(host: str = "127.0.0.1") -> int:
         return probe.getsockname()[1]
 
 
-def _open_log(spec: ProcSpec) -> int:
+def open_log(spec: ProcSpec) -> int:
+    """A descriptor for stdout and stderr; ``subprocess.DEVNULL`` where there is no log.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
     if spec.log_path is None:
         return subprocess.DEVNULL
     try:
@@ -382,20 +358,6 @@ def _open_log(spec: ProcSpec) -> int:
         return os.open(spec.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigError(f"{spec.log_path}: {error.strerror}", field=f"{spec.name}.log_path") from error
-
-
-def _lives(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _session_of(pid: int) -> int:
-    try:
-        return os.getsid(pid)
-    except OSError:
-        return -1
 
 
 def _probe(probe: Probe) -> bool:

@@ -204,6 +204,13 @@ def _show(status: dict[str, Any], as_json: bool) -> None:
         f"engine    {engine['state']}, version {engine['version']}, {engine['starts']} starts, "
         f"{engine['kills']} kills{waits}{'; ' + engine['error'] if engine['error'] else ''}"
     )
+    if (sentinel := engine["sentinel"]) is not None:
+        dies = (
+            f"; a paused engine that it kills dies {sentinel['frozen_dies']}"
+            if sentinel["frozen_dies"]
+            else ""
+        )
+        typer.echo(f"sentinel  {sentinel['why']}{dies}")
     for name in ("scheduler", "weights"):
         link = status[name]
         if link is not None:

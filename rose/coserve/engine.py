@@ -14,7 +14,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import secrets
+import subprocess
 import sys
 import time
 from dataclasses import asdict
@@ -25,14 +27,15 @@ import aiohttp
 import psutil
 
 from rose.auth import bearer
-from rose.coserve import mps
+from rose.coserve import mps, outside
 from rose.coserve.config import NodeConfig
 from rose.coserve.engine_args import derived_args
 from rose.coserve.step_profile import load_profile
 from rose.errors import ConfigError, EngineError, RequestError, RoseError
 from rose.policy.engine_start import EngineSize, Restarts
 from rose.policy.ladder import DeviceFacts, choose
-from rose.proc import Child, ProcSpec, require_free_port
+from rose.proc import Child, ProcSpec, open_log, require_free_port
+from rose.proc_tree import GUARD_S
 from rose.shared_memory import EngineSegments
 
 logger = logging.getLogger("rose.node")
@@ -73,7 +76,7 @@ class RolloutEngine:
         self.exit_s = 0.0
         self.segments = EngineSegments(config.dir / SEGMENTS_FILE)
         self._child: Child | None = None
-        self._sentinel: Child | None = None
+        self._sentinel: subprocess.Popen[bytes] | None = None
         self._session: aiohttp.ClientSession | None = None
         engine = config.engine
         self.restarts = Restarts(engine.max_restarts, engine.restart_window_s, engine.restart_pause_s)
@@ -106,6 +109,7 @@ class RolloutEngine:
             "version": self.version,
             "starts": self.num_starts,
             "kills": self.num_kills,
+            "sentinel": None if self._sentinel is None else outside.standing(self._sentinel.pid),
             "segments_removed": self.segments.num_removed,
             "error": self.error,
         }
@@ -147,7 +151,7 @@ class RolloutEngine:
         self._child = child = Child.start(self._spec())
         self._hurried = False
         if self.config.serving is not None:
-            self._sentinel = Child.start(self._sentinel_spec(child.guard_pid))
+            self._sentinel = self._start_sentinel(child)
         logger.info("rollout engine starting, incarnation %s", self.incarnation)
         try:
             took_s = await child.wait_ready_async(f"{self.url}/health", engine.start_timeout_s)
@@ -261,21 +265,39 @@ class RolloutEngine:
             before_kill=mps.before_kill(self._mps_control),
         )
 
-    def _sentinel_spec(self, guard_pid: int) -> ProcSpec:
-        deadline_s = str(self.config.lending.reclaim_deadline_s or 0)
-        return ProcSpec(
-            name="sentinel",
-            argv=(
-                sys.executable,
-                "-m",
-                "rose.coserve.sentinel",
-                str(self.config.dir),
-                str(guard_pid),
-                deadline_s,
-            ),
-            env={"ROSE_TOKEN_FILE": None},
-            log_path=self.config.engine.log_path,
-        )
+    def _start_sentinel(self, child: Child) -> subprocess.Popen[bytes]:
+        """Without a guard: it has to outlive us for as long as something of the engine does, and ends by itself."""
+        spec, share = child.spec, child.share
+        rung, directory = (share.rung, share.directory) if share is not None else ("class", None)
+        log = open_log(spec)
+        try:
+            return subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "rose.coserve.sentinel",
+                    *(str(self.config.dir), str(child.guard_pid), str(os.getpid())),
+                    str(self.config.lending.reclaim_deadline_s or 0),
+                    str(spec.before_kill_s * bool(spec.before_kill) + GUARD_S),
+                    *(rung, *((str(directory),) if directory is not None else ())),
+                ],
+                env={name: value for name, value in os.environ.items() if name != "ROSE_TOKEN_FILE"},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        finally:
+            if log >= 0:
+                os.close(log)
+
+    def _end_sentinel(self) -> None:
+        if self._sentinel is not None:
+            places = outside.places(self._sentinel.pid)
+            self._sentinel.kill()
+            self._sentinel.wait()
+            outside.remove(places)
+            self._sentinel = None
 
     async def watch_segments(self) -> None:
         """Write down, until cancelled, which shared memory would stay if the engine were killed now."""
@@ -340,13 +362,11 @@ class RolloutEngine:
             await self._session.close()
             self._session = None
         self.version = None
-        if self._sentinel is not None:
-            await self._sentinel.terminate_async(0.0)
-            self._sentinel = None
         if self._child is not None:
             if self.running:
                 self._begin_dying()
             await self._child.terminate_async(self.config.engine.stop_grace_s if grace_s is None else grace_s)
+        self._end_sentinel()
         await asyncio.to_thread(self.segments.end)
         if self.state != "failed":
             self.state = "down"

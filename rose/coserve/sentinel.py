@@ -1,15 +1,20 @@
 """The last to look: ends a rollout engine that owes memory while its node agent does nothing about it.
 
 The agent kills an engine that does not obey.  An agent that is stopped (SIGSTOP, a debugger, a paused container) cannot, and
-its engine may be stopped with it; nobody else can see that.  This small process can: it reads the same shared files,
-needs nothing from the agent, and is killed with it.
+its engine may be stopped with it; nobody else can see that.  This small process can: it reads the same shared files and
+needs nothing from the agent.  Where it can it lives in a cgroup of its own, which a pause of the agent's does not
+reach (:mod:`rose.coserve.outside`).  It has no guard and outlives the agent, for as long as something of the engine is left.
 
-    python -m rose.coserve.sentinel DIR GUARD_PID DEADLINE_S
+    python -m rose.coserve.sentinel DIR GUARD_PID AGENT_PID DEADLINE_S GUARD_S RUNG [CGROUP]
 
-- Owed: the rollout engine reserves more than the loan in ``node.state`` and production's own numbers leave it; or production
-  died, or is starting, and it reserves anything.
-- Owed for ``DEADLINE_S + GRACE_S`` (0: by the engine's own steps, :mod:`rose.policy.deadlines`) without a break and unchanged: SIGUSR2 to the engine's guard, which kills the whole tree.
+- Owed: the rollout engine holds more than it is allowed (:func:`rose.policy.coserving.rollout.allowed_pages`, as it reckons itself);
+  of one whose core is dead, all that its workers hold.
+- Owed for ``DEADLINE_S + GRACE_S`` (0: by the engine's own steps, :mod:`rose.policy.deadlines`) without a break and unchanged: SIGUSR2 to the
+  engine's guard, which kills the whole tree; ``GUARD_S`` later SIGKILL for all of it from here, for the guard may be stopped, too.
   The grace lets the agent, who knows more, go first.
+- The agent is dead: what is left of its engine is killed.
+- The agent is silent and something of the engine is dying: it gets a normal share of its cores (``RUNG``, ``CGROUP``:
+  :mod:`rose.proc_share`), for in the idle class of a busy core the dying do not get to give their memory back.
 - Never: memory that nobody asks for, and a dedicated device.
 
 Decides by :func:`owed_pages`, which is pure.  Callers: the node agent starts one beside each engine.
@@ -18,19 +23,33 @@ Decides by :func:`owed_pages`, which is pure.  Callers: the node agent starts on
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
-from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol, cast
 
-from rose.coserve.ledger import NodeDir, NodeState, Phase, RolloutLease, ServingBoard, ServingLease
+from rose.coserve import outside
+from rose.coserve.device import DeviceView
+from rose.coserve.ledger import NodeDir, NodeState, ServingBoard, ServingLease
 from rose.errors import LedgerError
 from rose.policy import deadlines
 from rose.policy.compat import Support
+from rose.policy.coserving.rollout import allowed_pages
+from rose.proc_share import IdleShare, Rung
+from rose.proc_tree import GuardedTree, ProcessHandle
 from rose.units import NS_PER_S
 
 PERIOD_S = 0.05
 GRACE_S = 0.25
+
+
+class Tree(Protocol):
+    """The engine's processes (:class:`rose.proc_tree.GuardedTree`)."""
+
+    def kill(self) -> None: ...
+    def dying(self) -> bool: ...
+    def lift(self, on: bool) -> None: ...
 
 
 def owed_pages(
@@ -38,47 +57,62 @@ def owed_pages(
     serving: ServingLease | None,
     serving_alive: bool,
     board: ServingBoard | None,
-    rollout: RolloutLease | None,
+    held_pages: int,
+    now_s: float,
 ) -> int:
     """Pages that the rollout engine holds and may not, by the files alone."""
-    if rollout is None or node is None or not node.has_serving:
+    if node is None or not node.has_serving:
         return 0
-    if serving is None or not serving_alive or serving.phase == Phase.STARTING:
-        allowed = 0
-    elif serving.support == Support.COMPUTE_ONLY:
-        allowed = node.lend_pages
-    else:
-        needed = max(serving.reserved_pages, board.needed_pages if board is not None else 0)
-        allowed = min(node.lend_pages, serving.total_pages - needed)
-    return max(0, rollout.reserved_pages - max(0, allowed))
+    there = serving or ServingLease()
+    allowed, _ = allowed_pages(
+        mode=node.mode,
+        lend_pages=node.lend_pages,
+        has_serving=node.has_serving,
+        serving_phase=there.phase,
+        serving_alive=serving_alive and serving is not None,
+        serving_total=there.total_pages,
+        serving_reserved=there.reserved_pages,
+        serving_needed=board.needed_pages if board is not None else 0,
+        node_age_s=now_s - node.heartbeat_ns / NS_PER_S,
+        serving_age_s=now_s - there.heartbeat_ns / NS_PER_S,
+        compute_only=there.support == Support.COMPUTE_ONLY,
+    )
+    return max(0, held_pages - allowed)
 
 
 class Sentinel:
     """Reads the files of one device.
 
     Args:
-        kill: Ends the engine's tree.
         deadline_s: What the engine has to obey a cut; None: what its longest step says.
     """
 
-    def __init__(self, node_dir: NodeDir, kill: Callable[[], None], deadline_s: float | None) -> None:
+    def __init__(self, node_dir: NodeDir, tree: Tree, deadline_s: float | None) -> None:
         self._node, self._serving = node_dir.node(), node_dir.serving_lease()
         self._board, self._rollout = node_dir.serving_board(), node_dir.rollout_lease()
-        self._kill = kill
+        self._device = DeviceView(node_dir, {})
+        self._tree = tree
         self._deadline_s = deadline_s
         self._since_s: float | None = None
         self._held = 0
+        self._lifted = False
 
     def look(self, now_s: float) -> bool:
         """Look once; True when the engine was killed."""
         try:
+            node = self._node.read()
             rollout = self._rollout.read() if self._rollout.alive() else None
-            owed = owed_pages(
-                self._node.read(), self._serving.read(), self._serving.alive(), self._board.read(), rollout
+            # Its workers may outlive a core, and hold memory by themselves.
+            held = (
+                rollout.reserved_pages if rollout is not None else sum(self._device.resident_pages().values())
             )
+            serving, board = self._serving.read(), self._board.read()
+            owed = owed_pages(node, serving, self._serving.alive(), board, held, now_s)
+            if rollout is None:
+                owed = held
         except LedgerError:
             return False  # a damaged file: the engine gives everything back by itself, and we have no proof
-        held = rollout.reserved_pages if rollout is not None else 0
+        self._help_the_dying(node is None or now_s - node.heartbeat_ns / NS_PER_S > GRACE_S)
         step_s = rollout.step_ns / NS_PER_S if rollout is not None else 0.0
         patience_s = deadlines.reclaim_s(step_s, self._deadline_s) + GRACE_S
         if not owed:
@@ -86,29 +120,54 @@ class Sentinel:
         elif self._since_s is None or held < self._held:
             self._since_s = now_s  # it is giving back: it gets its time again
         elif now_s - self._since_s > patience_s:
-            self._kill()
+            self._tree.kill()
             self._since_s = None
             return True
         self._held = held
         return False
 
+    def _help_the_dying(self, alone: bool) -> None:
+        """An agent that is there lifts the tree itself, and knows when it needs it no longer."""
+        lift = alone and self._tree.dying()
+        if lift != self._lifted:
+            self._lifted = lift
+            self._tree.lift(lift)
+
 
 def main() -> int:
-    directory, guard_pid, deadline_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-
-    def kill() -> None:
-        sys.stderr.write("rose sentinel: the rollout engine owes memory and nobody ended it: killing it\n")
-        for number in (signal.SIGUSR2, signal.SIGCONT):
-            os.kill(guard_pid, number)
-
-    sentinel = Sentinel(NodeDir(directory), kill, deadline_s or None)
-    while True:
-        try:
-            os.kill(guard_pid, 0)
+    directory, guard_pid, agent_pid, deadline_s, guard_s, rung, *cgroup = sys.argv[1:]
+    share = IdleShare(rung=cast(Rung, rung), directory=Path(cgroup[0]) if cgroup else None)
+    try:
+        engine = EngineTree(int(guard_pid), share, float(guard_s))
+    except ProcessLookupError:
+        return 0
+    outside.leave(guard_pid)
+    agent = None
+    with suppress(ProcessLookupError):
+        agent = ProcessHandle(int(agent_pid))
+    orphan = os.getppid() != int(agent_pid)  # else the number was its own when we took its handle
+    sentinel = Sentinel(NodeDir(directory), engine, float(deadline_s) or None)
+    while not engine.ended():
+        if orphan or agent is None or not agent.alive():
+            engine.kill()
+        else:
             sentinel.look(time.monotonic())
-        except ProcessLookupError:
-            return 0
         time.sleep(PERIOD_S)
+    return 0
+
+
+class EngineTree(GuardedTree):
+    """Says once what it does."""
+
+    _said = False
+
+    def kill(self) -> None:
+        if not self._said:
+            self._said = True
+            sys.stderr.write(
+                "rose sentinel: the rollout engine is nobody's, or owes memory and nobody ended it: killing it\n"
+            )
+        super().kill()
 
 
 if __name__ == "__main__":

@@ -255,6 +255,7 @@ async def test_until_its_last_process_is_gone_a_killed_engine_is_dying_and_has_a
 async def test_what_is_left_of_an_engine_whose_core_is_gone_is_ended(device: Device) -> None:
     device.produce()
     agent = device.agent(lending={"dead_after_s": 0.2})
+    await ready(device, agent)  # one that dies while it starts is another case
     await lent(device, 16)
     guard = agent.engine._child.guard_pid  # type: ignore[union-attr]
     os.kill(guard, signal.SIGSTOP)  # nobody else ends the rest
