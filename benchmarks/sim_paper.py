@@ -7,6 +7,10 @@ at a quarter of each cell's size and one step.  A claim is that a sign holds in 
 its three answers are known: the rest of the draws could not change them, or an exact binomial interval leaves 90 % out at one of
 five looks, each of 99 %, so that an answer is wrong in at most one of twenty cases.  Results are kept in FILE as they come: start it
 again and it goes on.
+
+Beside each gain stands what the cell can show at most: its *ceiling* with the harvestable GPUs fully dedicated to rollouts, the faster of
+ROSE's placement and the fixed system's, and with an engine for each trajectory.  Misses that rollouts add are counted request by request
+against the fixed system's run, over the window that both have.
 The assumptions are in the scenarios and in docs/simulator.md, and were committed before the first run of this program.
 """
 
@@ -26,9 +30,9 @@ from typing import Any
 
 import numpy as np
 
-from rose.sim.arrivals import make_arrivals
+from rose.sim.arrivals import Arrivals, make_arrivals
 from rose.sim.scenario import Scenario, load_scenario
-from rose.sim.summary import summarize
+from rose.sim.summary import compare_misses, summarize
 from rose.sim.world import simulate
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,6 +71,11 @@ LOOKS = (26, 52, 104, 152, 200)
 LOOK_ERROR = 0.01
 PAIRS = (("rose", "fixed_sync"), ("paper", "fixed_sync"), ("rose", "paper"))
 FIRST = ("fixed_sync", "rose", "paper")
+CEILINGS = {
+    # name: (systems, of which the fastest counts)
+    "ceiling_dedicated": ("fixed_sync", "rose"),
+    "ceiling_unlimited": ("fixed_sync",),
+}
 REST = ("fixed_async", "trainers", "spot", "serverless", "static", "rose-cost")
 
 
@@ -91,11 +100,47 @@ def draw(cell: str, number: int) -> Scenario:
     return quarter(load_scenario(ROOT / f"examples/scenarios/paper/{cell}.toml", changes))
 
 
+def cell_scenario(cell: str, seed: int) -> Scenario:
+    return load_scenario(ROOT / f"examples/scenarios/paper/{cell}.toml", [f"seed={seed}"])
+
+
+@functools.cache
+def arrivals_of(cell: str, seed: int) -> Arrivals:
+    scenario = cell_scenario(cell, seed)
+    return make_arrivals(scenario.serving, scenario.fleet.serving, scenario.duration_s, seed)
+
+
+def ceiling_scenario(scenario: Scenario, name: str) -> Scenario:
+    """The same job with no serving beside it: on all GPUs of the cell, or with an engine for every trajectory it can have under way."""
+    fleet, job = scenario.fleet, scenario.job
+    dedicated = fleet.dedicated + fleet.serving * fleet.serving_gpus // fleet.rollout_gpus
+    if name == "ceiling_unlimited":
+        # DAPO begins as many groups as its share of usable ones calls for.
+        share = job.keep_low if job.algorithm == "dapo" else 1.0
+        dedicated = math.ceil(job.num_groups / share) * job.group_size
+    change = {"dedicated": dedicated, "serving": 0}
+    return scenario.model_copy(update={"fleet": fleet.model_copy(update=change), "heartbeat_s": 1.0})
+
+
 def run_cell(cell: str, seed: int, system: str) -> dict[str, Any]:
-    scenario = load_scenario(ROOT / f"examples/scenarios/paper/{cell}.toml", [f"seed={seed}"])
-    arrivals = make_arrivals(scenario.serving, scenario.fleet.serving, scenario.duration_s, seed)
+    scenario = cell_scenario(cell, seed)
+    if system in CEILINGS:
+        rows = [run_row(ceiling_scenario(scenario, system), name, None) for name in CEILINGS[system]]
+        ended = [row for row in rows if row["step_s"] is not None] or rows
+        return min(ended, key=lambda row: row["step_s"] or math.inf)
+    return run_row(scenario, system, arrivals_of(cell, seed))
+
+
+def run_row(scenario: Scenario, system: str, arrivals: Arrivals | None) -> dict[str, Any]:
     run = simulate(scenario, system, arrivals=arrivals)
-    return {**summarize(run), "cpu_s": round(run.cpu_s, 1)}
+    late = sorted((number, round(at_s, 6)) for number, at_s in run.late.items())
+    return {
+        **summarize(run),
+        "system": system,
+        "cpu_s": round(run.cpu_s, 1),
+        "end_s": run.duration_s,
+        "late": late,
+    }
 
 
 def run_draw(cell: str, number: int) -> dict[str, Any]:
@@ -168,13 +213,19 @@ def conclude(data: dict[str, Any], num_draws: int = 200) -> dict[str, Any]:
                     for seed in runs.values()
                     if system in seed and seed["fixed_sync"]["step_s"] and seed[system]["step_s"]
                 ]
-                missed = [seed[system]["slo_missed"] for seed in runs.values() if system in seed]
+                rows = {number: seed[system] for number, seed in runs.items() if system in seed}
+                missed = [row["slo_missed"] for row in rows.values() if row["slo_missed"] is not None]
                 if gains:
                     summary[f"{cell}.{system}.gain"] = round(float(np.mean(gains)), 3)
                     summary[f"{cell}.{system}.gain_low"] = round(min(gains), 3)
                     summary[f"{cell}.{system}.gain_high"] = round(max(gains), 3)
                     summary[f"{cell}.{system}.seeds"] = len(gains)
-                summary[f"{cell}.{system}.slo_missed"] = round(float(np.mean(missed)), 5)
+                if missed:
+                    summary[f"{cell}.{system}.slo_missed"] = round(float(np.mean(missed)), 5)
+                added = [added_misses(cell, number, row, runs[number]) for number, row in rows.items()]
+                known = [share for share in added if share is not None]
+                if known and system != "fixed_sync":
+                    summary[f"{cell}.{system}.misses_added"] = round(float(np.mean(known)), 6)
             fixed = [seed["fixed_sync"] for seed in runs.values() if seed["fixed_sync"]["step_s"]]
             if fixed:
                 share = float(np.mean([row["rollout_s"] / row["step_s"] for row in fixed]))
@@ -206,6 +257,40 @@ def conclude(data: dict[str, Any], num_draws: int = 200) -> dict[str, Any]:
             summary[f"{cell}.draws.unfinished"] = len(rows) - len(draws)
     summary.update(rivals(data))
     return summary
+
+
+def added_misses(cell: str, seed: str, row: dict[str, Any], runs: dict[str, Any]) -> float | None:
+    """Of all requests; None for an older row, which does not name them, and where nothing serves."""
+    alone = runs["fixed_sync"]
+    if row["slo_missed"] is None or "late" not in row or "late" not in alone:
+        return None
+    end_s = min(row["end_s"], alone["end_s"])
+    return compare_misses(
+        dict(row["late"]), dict(alone["late"]), arrivals_of(cell, int(seed)).at_s, end_s
+    ).share
+
+
+def table(summary: dict[str, Any]) -> list[str]:
+    """Each gain beside the ceilings of its cell, and the part of what can be gained that it is."""
+    lines: list[str] = []
+    for cell in CELLS:
+        tops = {name: summary.get(f"{cell}.{name}.gain") for name in CEILINGS}
+        said = ", ".join(
+            f"{name.removeprefix('ceiling_')} {top:.2f}x" for name, top in tops.items() if top is not None
+        )
+        for key in summary:
+            name = key.removeprefix(f"{cell}.").removesuffix(".gain")
+            if key != f"{cell}.{name}.gain" or name in ("fixed_sync", *CEILINGS):
+                continue
+            gain, top = summary[key], tops["ceiling_dedicated"]
+            part = f"{(gain - 1) / (top - 1):5.0%} of it" if top is not None and top > 1 else "no ceiling"
+            added = summary.get(f"{cell}.{name}.misses_added")
+            misses = "" if added is None else f"; misses added {added:+.3%}"
+            low, high = summary[f"{key}_low"], summary[f"{key}_high"]
+            lines.append(
+                f"{cell:9} {name:12} {gain:.2f}x ({low:.2f}-{high:.2f}); ceiling: {said or 'not run'}; {part}{misses}"
+            )
+    return lines
 
 
 def rivals(data: dict[str, Any]) -> dict[str, Any]:
@@ -271,7 +356,9 @@ def main() -> None:
     began = time.monotonic()
     cells = [args.only] if args.only else list(CELLS)
     # What the goal speaks of first; a seed of every cell before the next seed.
-    for chosen, seed in itertools.product((FIRST, REST) if args.part != "draws" else (), SEEDS):
+    for chosen, seed in itertools.product(
+        (FIRST, tuple(CEILINGS), REST) if args.part != "draws" else (), SEEDS
+    ):
         for cell in cells:
             done = data["cells"].setdefault(cell, {}).setdefault(str(seed), {})
             for system in chosen:
@@ -294,8 +381,10 @@ def main() -> None:
         if number % 10 == 9:
             print(f"draw {number + 1} of {args.draws}", flush=True)
     save(args.json, data)
-    for key, value in conclude(data).items():
+    summary = conclude(data)
+    for key, value in summary.items():
         print(f"{key:56} {value}")
+    print("\n".join(table(summary)))
 
 
 if __name__ == "__main__":
