@@ -194,6 +194,9 @@ class TrainerSettings(Section):
     weight_decay: float = Field(default=0.0, ge=0)
     adam_beta2: float = Field(default=0.95, gt=0, lt=1)
     """How long AdamW remembers the size of gradients: 0.95 about 20 updates, 0.999 about 1,000."""
+    adam_epsilon: float = Field(default=1e-8, gt=0, le=1)
+    """AdamW's divisor never falls below it.  Above the size of most gradients (1e-2, say) a step is as large as its gradient instead of the same for
+    every weight: few bf16 weights change, and updates are sparse."""
     scale_advantages: bool = True
     """GRPO's division by the group's standard deviation."""
     aggregation: Literal["token", "sequence"] = "token"

@@ -174,7 +174,7 @@ class FrozenLake:
     async def reset(self, task: Task) -> Observation:
         import gymnasium
 
-        self._rows = self._check_map(task)
+        self._rows = check_map(task, self._params.size)
         await self.close()
         self._env = gymnasium.make(
             "FrozenLake-v1",
@@ -214,23 +214,33 @@ class FrozenLake:
             self._env = None
 
     def _show(self) -> Message:
-        row, column = divmod(self._position, len(self._rows[0]))
-        rows = list(self._rows)
-        rows[row] = rows[row][:column] + AGENT_MARK + rows[row][column + 1 :]
-        return {"role": "user", "content": "\n".join(rows)}
+        return {"role": "user", "content": show_map(self._rows, self._position)}
 
-    def _check_map(self, task: Task) -> list[str]:
-        if task.get("env") != "frozenlake":
-            raise TrainError(f"not a frozenlake task: {task.get('env')!r}", field="task.env")
-        rows = task.get("map")
-        size = self._params.size
-        if (
-            not isinstance(rows, list)
-            or len(rows) != size
-            or not all(isinstance(row, str) and len(row) == size and set(row) <= set("SFHG") for row in rows)
-        ):
-            raise TrainError(f"needs {size} rows of {size} letters of S, F, H, G", field="task.map")
-        return list(rows)
+
+def show_map(rows: Sequence[str], cell: int) -> str:
+    """The board as text, with the agent on ``cell``."""
+    row, column = divmod(cell, len(rows[0]))
+    shown = list(rows)
+    shown[row] = shown[row][:column] + AGENT_MARK + shown[row][column + 1 :]
+    return "\n".join(shown)
+
+
+def check_map(task: Task, size: int) -> list[str]:
+    """The rows of a task.
+
+    Raises:
+        TrainError: It is of another family or size.
+    """
+    if task.get("env") != "frozenlake":
+        raise TrainError(f"not a frozenlake task: {task.get('env')!r}", field="task.env")
+    rows = task.get("map")
+    if (
+        not isinstance(rows, list)
+        or len(rows) != size
+        or not all(isinstance(row, str) and len(row) == size and set(row) <= set("SFHG") for row in rows)
+    ):
+        raise TrainError(f"needs {size} rows of {size} letters of S, F, H, G", field="task.map")
+    return list(rows)
 
 
 def _move_start(board: tuple[str, ...], params: FrozenLakeParams, rng: random.Random) -> tuple[str, ...]:
@@ -321,8 +331,15 @@ def _text_game(**settings: Any) -> Family:
     return TextGameFamily(TextGameParams(**settings))
 
 
+def _lake_plan(**settings: Any) -> Family:
+    from rose.train.lake_plan import LakePlanFamily
+
+    return LakePlanFamily(FrozenLakeParams(**settings))
+
+
 FAMILIES: dict[str, Callable[..., Family]] = {
     "frozenlake": lambda **settings: FrozenLakeFamily(FrozenLakeParams(**settings)),
+    "frozenlake_plan": _lake_plan,
     "math_tools": _math_tools,
     "text_game": _text_game,
 }

@@ -61,6 +61,7 @@ class TrainerParams:
     estimator: Estimator = "grpo"
     scale_advantages: bool = True
     adam_beta2: float = 0.95
+    adam_epsilon: float = 1e-8
     loss: LossParams = field(default_factory=LossParams)
     overlong: OverlongParams = field(default_factory=OverlongParams)
     policy_dtype: Dtype = "bfloat16"
@@ -159,6 +160,7 @@ class TorchTrainer:
             self._policy.masters,
             lr=params.learning_rate,
             betas=(0.9, params.adam_beta2),
+            eps=params.adam_epsilon,
             weight_decay=params.weight_decay,
             foreach=True,
         )

@@ -597,6 +597,7 @@ def torch_trainer(config: TrainConfig) -> Any:
             max_grad_norm=settings.max_grad_norm,
             weight_decay=settings.weight_decay,
             adam_beta2=settings.adam_beta2,
+            adam_epsilon=settings.adam_epsilon,
             estimator="rloo" if settings.algorithm == "rloo" else "grpo",
             scale_advantages=settings.scale_advantages,
             loss=LossParams(

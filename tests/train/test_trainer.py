@@ -68,6 +68,22 @@ def test_small_rates_reach_the_masters_and_leave_most_rounded_weights_alone(trai
     assert 0 < changed < 0.5 * sum(old.numel() for old in rounded)
 
 
+def test_a_large_epsilon_moves_weights_by_the_size_of_their_gradients(policy_model: Path) -> None:
+    """The same update twice: AdamW's own moves every weight that has a gradient equally far, one with a floor under its divisor few."""
+
+    def moves(rate: float, epsilon: float) -> torch.Tensor:
+        made = TorchTrainer(policy_model, TrainerParams(learning_rate=rate, adam_epsilon=epsilon))
+        before = weights(made)
+        made.step(samples(3), single_update=True)
+        after = weights(made)
+        return torch.cat([(after[name] - before[name]).abs().flatten() for name in before])
+
+    equal_steps, by_size = moves(1e-4, 1e-8), moves(1e-4, 1e-2)
+    moved = equal_steps > 0
+    assert equal_steps[moved].quantile(0.1) > 0.9e-4
+    assert by_size[moved].quantile(0.1) < 0.1 * by_size[moved].max()
+
+
 def test_a_single_update_takes_the_whole_batch_at_once(trainer: TorchTrainer) -> None:
     assert trainer.step(samples(3), single_update=True).num_updates == 1
 
@@ -279,6 +295,7 @@ def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
         ("max_grad_norm", 0.5, "max_grad_norm"),
         ("weight_decay", 0.5, "weight_decay"),
         ("adam_beta2", 0.5, "adam_beta2"),
+        ("adam_epsilon", 0.5, "adam_epsilon"),
         ("algorithm", "rloo", "estimator"),
         ("scale_advantages", False, "scale_advantages"),
         ("policy_dtype", "float32", "policy_dtype"),
