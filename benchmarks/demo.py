@@ -6,9 +6,9 @@
 Each run takes about seven minutes and wants the machine for itself: its P99s are those of some hundred requests.  Keys: ``seedN.KEY``
 for each key of the demo's own summary, ``seedN.success_rise``, and ``median.KEY`` over the seeds.
 
-``seedN.alone.KEY`` and ``seedN.shared.KEY``: the RL job's steps while harvesting was off (the dedicated engine alone on core 1, which
-trains too) and while it was on (with the harvested engine beside production on core 0): medians of where a step's time goes, and turns
-per second of rollout.  Steps that lie in both are left out.
+``seedN.alone.KEY`` and ``seedN.shared.KEY``: the RL job's steps in blocks with harvesting off (the dedicated engine alone on core 1, which
+trains too) and in blocks with it on (with the harvested engine beside production on core 0): medians of where a step's time goes, and turns
+per second of rollout.  Steps that lie across the border of a block are left out.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ from benchmarks.report import Report
 
 MEDIANS = (
     "success_rise",
+    "success_rate_last",
+    "steps_gain",
+    "sent_over_dense",
+    "resumed_with_8_tokens_each_side",
     "harvested_turn_share",
     "p99_ttft_ratio",
     "p99_itl_ratio",
@@ -42,12 +46,17 @@ PARTS = ("rollout", "train", "publish")
 
 
 def steps_of(details: Mapping[str, Any]) -> dict[str, float]:
-    """Figures of the steps of each phase, and of both."""
-    borders = {phase["name"]: (phase["start_s"], phase["end_s"]) for phase in details["phases"]}
-    windows = {"alone": (borders["alone_1"][0], borders["alone_2"][1]), "shared": borders["shared"]}
+    """Figures of the steps of each kind of block, and of both."""
     found: dict[str, float] = {}
-    for name, (start_s, end_s) in windows.items():
-        steps = [one for one in details["steps"] if start_s <= one["start_s"] and one["end_s"] <= end_s]
+    for name, harvesting in (("alone", False), ("shared", True)):
+        windows = [
+            (one["start_s"], one["end_s"]) for one in details["blocks"] if one["harvesting"] == harvesting
+        ]
+        steps = [
+            one
+            for one in details["steps"]
+            if any(start_s <= one["start_s"] and one["end_s"] <= end_s for start_s, end_s in windows)
+        ]
         whole_s = [one["end_s"] - one["start_s"] for one in steps]
         found[f"{name}.num_steps"] = len(steps)
         found[f"{name}.step_s"] = statistics.median(whole_s)

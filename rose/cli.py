@@ -65,7 +65,9 @@ def demo(
         Path | None,
         typer.Option(help="Azure LLM inference trace (CSV) to replay instead of the traffic generator."),
     ] = None,
-    seconds: Annotated[float | None, typer.Option(help="Length of one arm of the measurement.")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="Length of one block of the measurement: a period of traffic.")
+    ] = None,
     rate: Annotated[float | None, typer.Option(help="Production requests per second, on average.")] = None,
     out: Annotated[Path | None, typer.Option(help="Where report.json and report.html go.")] = None,
     base_port: Annotated[int | None, typer.Option(help="First of the loopback ports in use.")] = None,

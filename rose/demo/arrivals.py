@@ -36,7 +36,6 @@ MAX_TRACE_DAYS = 366
 
 PROMPT_LOG_STD = 0.99
 OUTPUT_LOG_STD = 0.86
-BURST_EVERY_S = 20.0
 BURST_LENGTH_S = (1.0, 1.5)
 BURST_FACTOR = (5.5, 8.0)
 """Rate in a burst over the mean rate: with the noise of counts, the busiest second is 5-10x the mean."""
@@ -71,9 +70,10 @@ class TrafficShape:
     prompt_max_tokens: int
     output_median_tokens: int
     output_max_tokens: int
+    burst_every_s: float = 20.0
 
     def __post_init__(self) -> None:
-        for name in ("period_s", "mean_rate_hz"):
+        for name in ("period_s", "mean_rate_hz", "burst_every_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"must be above 0, got {value}", field=f"traffic.{name}")
@@ -103,12 +103,12 @@ class TraceRow:
 def generate_arrivals(shape: TrafficShape, seed: int) -> list[Arrival]:
     """One period of bursty traffic.
 
-    One burst falls at a random place in each stretch of ``BURST_EVERY_S``: unlike a free Markov chain,
+    One burst falls at a random place in each stretch of ``shape.burst_every_s``: unlike a free Markov chain,
     a period of half a minute then never comes without a burst, whatever the seed.
     """
     rng = np.random.default_rng([seed, 0x7_4AFF1C])
     last_s = shape.period_s - QUIET_TAIL_S
-    num_bursts = max(1, round(last_s / BURST_EVERY_S))
+    num_bursts = max(1, round(last_s / shape.burst_every_s))
     stretch_s = last_s / num_bursts
     length_s = np.minimum(rng.uniform(*BURST_LENGTH_S, num_bursts), stretch_s)
     start_s = stretch_s * np.arange(num_bursts) + rng.uniform(0, 1, num_bursts) * (stretch_s - length_s)

@@ -14,20 +14,23 @@ from rose.config import Section, load_config
 from rose.demo.arrivals import TrafficShape
 from rose.demo.measure import Slo
 from rose.errors import ConfigError
+from rose.train.env import FrozenLakeParams
 
 PARTS = ("production", "relay", "scheduler", "harvested", "dedicated")
 """What listens, in the order of its port from ``base_port``."""
 
 
 class TrafficSettings(Section):
-    """Production traffic; one arm of the measurement is one period."""
+    """Production traffic; one block of the measurement is one period."""
 
-    period_s: float = Field(default=40.0, gt=0, le=600)
+    period_s: float = Field(default=34.0, gt=0, le=600)
+    """Longer than production's use is remembered (30 s): each burst then takes memory back anew."""
     mean_rate_hz: float = Field(default=1.2, gt=0, le=100)
     prompt_median_tokens: int = Field(default=64, ge=1)
     prompt_max_tokens: int = Field(default=400, ge=1)
     output_median_tokens: int = Field(default=16, ge=1)
     output_max_tokens: int = Field(default=64, ge=1)
+    burst_every_s: float = Field(default=30.0, gt=0)
 
 
 class ProductionSettings(Section):
@@ -35,7 +38,8 @@ class ProductionSettings(Section):
 
     max_model_len: int = Field(default=1024, ge=64)
     max_num_seqs: int = Field(default=32, ge=1)
-    kv_cache_bytes: int = Field(default=64 * 2**20, ge=16 * 2**20)
+    kv_cache_bytes: int = Field(default=48 * 2**20, ge=16 * 2**20)
+    """So little that a burst cannot do without what rollouts hold."""
     slo_ttft_s: float = Field(default=0.5, gt=0)
     slo_tpot_s: float = Field(default=0.15, gt=0)
 
@@ -44,24 +48,30 @@ class RolloutSettings(Section):
     """Both rollout engines.  Harvested KV memory comes on top of nothing: it is lent by production."""
 
     max_model_len: int = Field(default=512, ge=64)
-    max_num_seqs: int = Field(default=32, ge=1)
+    max_num_seqs: int = Field(default=64, ge=1)
     kv_cache_bytes: int = Field(default=128 * 2**20, ge=16 * 2**20)
 
 
 class JobSettings(Section):
-    """The RL job: ``num_groups * group_size`` trajectories a step."""
+    """The RL job: ``num_groups * group_size`` trajectories a step, each one answer with a move for every cell of a lake."""
 
     num_groups: int = Field(default=8, ge=1, le=256)
     group_size: int = Field(default=16, ge=8, le=128)
-    learning_rate: float = Field(default=1e-3, gt=0)
-    fine_tuning_learning_rate: float = Field(default=5e-6, gt=0)
-    fine_tuning_steps: int = Field(default=3, ge=0)
-    """The last steps, at a learning rate as real fine-tuning uses it: the case of sparse updates."""
+    lake_size: int = Field(default=5, ge=4, le=8)
+    num_lakes: int = Field(default=8, ge=1, le=64)
+    learning_rate: float = Field(default=7e-4, gt=0)
+    adam_epsilon: float = Field(default=1e-2, gt=0)
+    """Far above the size of gradients: a weight moves as far as its gradient is large, so that most bf16 weights stay what they are
+    in a step, as in real fine-tuning."""
+    num_epochs: int = Field(default=1, ge=1, le=16)
+    minibatch_sequences: int = Field(default=64, ge=1)
 
 
 class DemoConfig(Section):
     seed: int = Field(default=0, ge=0, lt=2**31)
-    steps: int = Field(default=40, ge=1, le=1000)
+    steps: int = Field(default=60, ge=1, le=1000)
+    num_pairs: int = Field(default=4, ge=2, le=50)
+    """Of blocks with harvesting off and on, each of one period of traffic."""
     trace: Path | None = None
     out: Path = Path("out/demo")
     base_port: int = Field(default=18470, ge=1024, le=65535 - len(PARTS))
@@ -71,11 +81,6 @@ class DemoConfig(Section):
     """Production and the harvested engine; None = the first core that we may use."""
     other_core: int | None = None
     """Everything else; None = the second."""
-    baseline_load: bool = True
-    """Train, on the dedicated engine alone, also while production is measured alone.
-
-    Two cores of one machine share caches and memory, often even the execution units; without this the
-    comparison would charge core 1's load to harvesting."""
     start_timeout_s: float = Field(default=240.0, gt=0)
     train_timeout_s: float = Field(default=900.0, gt=0)
     keep_run_directory: bool = False
@@ -95,6 +100,12 @@ class DemoConfig(Section):
 
     def slo(self) -> Slo:
         return Slo(ttft_s=self.production.slo_ttft_s, tpot_s=self.production.slo_tpot_s)
+
+    def lakes(self) -> FrozenLakeParams:
+        size = self.job.lake_size
+        return FrozenLakeParams(
+            size=size, num_maps=self.job.num_lakes, max_start_distance=2 * size - 2, seed=self.seed
+        )
 
     def shape(self) -> TrafficShape:
         return TrafficShape(**self.traffic.model_dump())
@@ -139,10 +150,5 @@ def load_demo_config(
             f"prompt and output of {longest} tokens exceed production.max_model_len "
             f"({config.production.max_model_len})",
             field="traffic.prompt_max_tokens",
-        )
-    if config.job.fine_tuning_steps >= config.steps:
-        raise ConfigError(
-            f"must be fewer than all {config.steps} steps, got {config.job.fine_tuning_steps}",
-            field="job.fine_tuning_steps",
         )
     return config

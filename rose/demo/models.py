@@ -142,7 +142,7 @@ def ensure_model(recipe: ModelRecipe, cache_dir: Path | None = None, *, seed: in
         raise ConfigError(f"{cache_dir} cannot be written: {error}", field="cache_dir") from error
     try:
         _write_model(recipe, seed, staging)
-        _sync_tree(staging)
+        sync_tree(staging)
         staging.chmod(0o755)  # mkdtemp gives 0700; another user's engine may read the cache
         try:
             staging.rename(target)
@@ -247,7 +247,7 @@ def _write_model(recipe: ModelRecipe, seed: int, folder: Path) -> None:
     (folder / _MARKER).write_text(json.dumps(described, indent=2) + "\n")
 
 
-def _sync_tree(folder: Path) -> None:
+def sync_tree(folder: Path) -> None:
     """Make the files durable before the rename makes them visible."""
     for path in [*folder.iterdir(), folder]:
         descriptor = os.open(path, os.O_RDONLY)

@@ -92,17 +92,13 @@ class Observer:
         node_dir: Directory that production and the harvested engine share.
         records_path: The traffic sender's output.
         steps_path: The trainer's ``metrics.jsonl``.
-        fine_tuning_lr: Steps at or below this learning rate are marked as fine-tuning.
     """
 
-    def __init__(
-        self, *, start_s: float, node_dir: Path, records_path: Path, steps_path: Path, fine_tuning_lr: float
-    ) -> None:
+    def __init__(self, *, start_s: float, node_dir: Path, records_path: Path, steps_path: Path) -> None:
         self._start_s = start_s
         node = NodeDir(node_dir)
         self._board, self._rollout, self._node = node.serving_board(), node.rollout_lease(), node.node()
         self._records, self._steps = JsonLines(records_path), JsonLines(steps_path)
-        self._fine_tuning_lr = fine_tuning_lr
         self._pressure, self._cuts, self._cut_requests = Counter(), Counter(), Counter()
         self._resumed, self._continued, self._kills = Counter(), Counter(), 0
         self._engine_kills = Counter()
@@ -118,6 +114,10 @@ class Observer:
         """``(phase, CLOCK_MONOTONIC)`` of every period that the sender began."""
         self.num_requests = 0
         self.num_errors = 0
+
+    def start(self, now_s: float) -> None:
+        """The run begins now; nothing has been seen yet."""
+        self._start_s = now_s
 
     def at(self, monotonic_s: float) -> float:
         return monotonic_s - self._start_s
@@ -185,6 +185,14 @@ class Observer:
             for tier in TIERS
         }
 
+    def steps_between(self, start_s: float, end_s: float) -> float:
+        """RL steps done between two times of the run; of a step that lies across a border, the part of its time inside."""
+        return sum(
+            max(0.0, min(end_s, step.end_s) - max(start_s, step.start_s)) / (step.end_s - step.start_s)
+            for step in self.steps
+            if step.end_s > step.start_s
+        )
+
     def reclaim(self) -> Reclaim:
         return Reclaim(
             pressure_events=self._pressure.total,
@@ -244,7 +252,6 @@ class Observer:
             end_s=self.at(end_s),
             success_rate=success,
             lr=lr,
-            fine_tuning=lr <= self._fine_tuning_lr * 1.001,
             tiers={
                 tier: TierCount(
                     num_turns=int(_number(_table(tiers, tier), "turns") or 0),

@@ -7,9 +7,11 @@ What was not measured says so; nothing is drawn from a value that is None.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from importlib import resources
+from itertools import accumulate
 from string import Template
 
 from rose.demo.charts import (
@@ -35,18 +37,24 @@ from rose.demo.result import (
     ARMS,
     DEDICATED,
     HARVESTED,
+    MIN_SIDE_TOKENS,
     PHASE_NAMES,
+    REST,
     SHARED,
     TIERS,
     DemoResult,
     Step,
     TierCount,
     harvested_share,
+    shared_tiers,
+    shorter_side,
+    steps_gain,
     summarize,
 )
 from rose.units import format_bytes, format_s
 
 TIER_NAMES = {DEDICATED: "dedicated (core 1)", HARVESTED: "harvested (core 0)"}
+ARM_NAMES = {ALONE_1: "off, one half", ALONE_2: "off, other half", SHARED: "on"}
 ARM_CSS = {ALONE_1: "alone", ALONE_2: "again", SHARED: "shared"}
 LATENCY_ROWS = (
     ("First token, P50", "ttft_p50_s", "ttft_p50", None),
@@ -69,6 +77,8 @@ def render_html(result: DemoResult) -> str:
         timeline=_timeline(result),
         learning=_learning(result),
         turns=_turns(result),
+        blocks=_blocks(result),
+        resumed=_resumed(result),
         tier_table=_tier_table(result),
         latency_table=_latency_table(result),
         distributions=_distributions(result),
@@ -78,7 +88,6 @@ def render_html(result: DemoResult) -> str:
         steps_table=_steps_table(result),
         settings=_facts({**result.settings, "Traffic": result.traffic_source}),
         machine=_facts(result.machine),
-        baseline_note=escape(result.baseline_note),
     )
 
 
@@ -106,6 +115,11 @@ def _verdict(result: DemoResult) -> str:
         f"{result.production_requests:,} requests"
         + (f"; <b>{failed:,} failed.</b>" if failed else ", none failed.")
     )
+    if gain := steps_gain(result.blocks):
+        parts.append(
+            f"With harvesting on it made {gain.value:.2f}x the RL steps per minute that it made with it off "
+            f"({gain.low:.2f} to {gain.high:.2f} with 95 % confidence, {gain.num_pairs} pairs of blocks)."
+        )
     if pair := _ratio_pair(result, "ttft_p99"):
         parts.append(
             f"Its P99 time to first token was {pair[0].value:.2f}x that of production alone; "
@@ -133,7 +147,8 @@ def _tiles(result: DemoResult) -> str:
 
     first, last = summary["success_rate_first"], summary["success_rate_last"]
     share = summary["harvested_turn_share"]
-    shared_share = harvested_share(result.tiers_shared)
+    shared_share = harvested_share(shared_tiers(result))
+    gain = steps_gain(result.blocks)
     dense, sent = summary["weight_bytes_dense"], summary["weight_bytes_sent"]
     errors = result.production_errors
     return "".join(
@@ -149,6 +164,20 @@ def _tiles(result: DemoResult) -> str:
                 "of all turns"
                 + (f"; {shared_share:.0%} while harvesting was on" if shared_share is not None else ""),
             ),
+            tile(
+                "RL steps per minute, on / off",
+                NOT_MEASURED if gain is None else f"{gain.value:.2f}x",
+                ""
+                if gain is None
+                else f"{gain.low:.2f}-{gain.high:.2f}; {summary['steps_per_minute_on']:.1f} and "
+                f"{summary['steps_per_minute_off']:.1f}",
+            ),
+            tile(
+                "Resumed turns",
+                f"{result.reclaim.resumed_turns:,}",
+                f"{summary['resumed_with_8_tokens_each_side']:,} of {len(result.resumed):,} looked at have 8 tokens "
+                "or more on both sides",
+            ),
             tile("P99 first token", times("p99_ttft_ratio"), f"A/A noise {times('aa_ttft_ratio')}"),
             tile("P99 between tokens", times("p99_itl_ratio"), f"A/A noise {times('aa_itl_ratio')}"),
             tile(
@@ -160,7 +189,7 @@ def _tiles(result: DemoResult) -> str:
             tile(
                 "Weights sent",
                 NOT_MEASURED if sent is None else escape(format_bytes(sent)),
-                "" if dense is None else f"dense: {format_bytes(dense)}",
+                "" if not dense or sent is None else f"{sent / dense:.0%} of dense ({format_bytes(dense)})",
             ),
         )
     )
@@ -273,11 +302,87 @@ def _steps_axis(steps: Sequence[Step]) -> Axis:
     )
 
 
-def _fine_band(steps: Sequence[Step]) -> list[Band]:
-    fine = [step for step in steps if step.fine_tuning]
-    return (
-        [Band(start=fine[0].step - 0.5, end=fine[-1].step + 0.5, label=f"lr {fine[0].lr:g}")] if fine else []
+def _on_bands(result: DemoResult) -> list[Band]:
+    """Where harvesting was on, on the axis of steps."""
+    return [
+        Band(start=start, end=end, label="on" if end - start > 2 else "")
+        for phase in result.phases
+        if phase.name in (SHARED, REST)
+        for start, end in [(_step_at(result.steps, phase.start_s), _step_at(result.steps, phase.end_s))]
+        if end > start
+    ]
+
+
+def _step_at(steps: Sequence[Step], at_s: float) -> float:
+    """A time as a number of steps: halfway through step 3 is 3.0, whose bar stands there."""
+    for step in steps:
+        if at_s < step.end_s:
+            return step.step - 0.5 + max(0.0, at_s - step.start_s) / (step.end_s - step.start_s)
+    return steps[-1].step + 0.5 if steps else 0.0
+
+
+def _blocks(result: DemoResult) -> str:
+    if not result.blocks:
+        return _absent("no block of traffic passed while the job ran")
+    series = [
+        Series(
+            name=name,
+            css=css,
+            points=[
+                (float(number), block.steps_per_minute if block.harvesting == on else 0.0)
+                for number, block in enumerate(result.blocks, start=1)
+            ],
+        )
+        for name, css, on in (("harvesting off", "dedicated", False), ("harvesting on", "harvested", True))
+    ]
+    numbers = [float(number) for number in range(1, len(result.blocks) + 1)]
+    axis = Axis(low=0.4, high=numbers[-1] + 0.6, ticks=numbers, format=lambda n: f"{n:.0f}", label="block")
+    top = max(block.steps_per_minute for block in result.blocks)
+    chart = bar_chart(
+        series, numbers, axis, linear_axis(top, lambda v: f"{v:.0f}"), title="RL steps per minute, by block"
     )
+    rows = [
+        [
+            str(number),
+            "on" if block.harvesting else "off",
+            f"{block.steps_per_minute:.1f}",
+            *(f"{block.tiers.get(tier, TierCount()).num_turns:,}" for tier in TIERS),
+        ]
+        for number, block in enumerate(result.blocks, start=1)
+    ]
+    table = _table(["Block", "Harvesting", "Steps per minute", "Dedicated turns", "Harvested turns"], rows)
+    return legend([("dedicated", "harvesting off"), ("harvested", "harvesting on")]) + chart + table
+
+
+def _resumed(result: DemoResult) -> str:
+    """One turn that moved, token by token, each in the colour of the engine that sampled it."""
+    turn = result.longest_resumed
+    if turn is None:
+        return _absent("no turn was seen that lost its engine with tokens")
+    chips: list[str] = []
+    ends = set(accumulate(turn.parts[:-1]))
+    for number, token in enumerate(turn.tokens):
+        if number in ends:
+            before, after = turn.tokens[number - 1], token
+            chips.append(
+                f'<span class="moved">memory taken back: from {escape(before.worker)} to {escape(after.worker)}</span>'
+            )
+        css = token.tier if token.tier in TIERS else "event"
+        title = f"token {number + 1}, {token.worker}, log-prob {token.logprob:.3f}, weights {token.version}"
+        chips.append(f'<span class="token s-{css}" title="{escape(title)}">{escape(token.text)}</span>')
+    sides = " + ".join(str(part) for part in turn.parts)
+    versions = sorted({token.version for token in turn.tokens})
+    return (
+        legend([(tier, TIER_NAMES[tier]) for tier in TIERS])
+        + f'<div class="turn"><pre>{escape(readable(turn.prompt))}</pre><div class="tokens">{"".join(chips)}</div></div>'
+        + f'<p class="hint">Trajectory {escape(turn.trajectory_id)}: {sides} tokens, weights '
+        f"{escape(', '.join(versions))}. Each token was sampled once; none was sampled again after the move.</p>"
+    )
+
+
+def readable(prompt: str) -> str:
+    """The board of a prompt, without the marks of the chat template."""
+    return re.sub(r"<\|[a-z]+\|>", "", prompt)
 
 
 def _learning(result: DemoResult) -> str:
@@ -290,7 +395,7 @@ def _learning(result: DemoResult) -> str:
         _steps_axis(result.steps),
         percent,
         title="Success rate per RL step",
-        bands=_fine_band(result.steps),
+        bands=_on_bands(result),
     )
 
 
@@ -328,7 +433,7 @@ def _distributions(result: DemoResult) -> str:
             continue
         axis = log_axis(min(values), max(*values, slo_s), _short(format_s))
         series = [
-            Series(name=PHASE_NAMES[arm], css=ARM_CSS[arm], points=_staircase(pair[which]))
+            Series(name=ARM_NAMES[arm], css=ARM_CSS[arm], points=_staircase(pair[which]))
             for arm, pair in found.items()
         ]
         percent = Axis(low=0.0, high=1.0, ticks=[0, 0.25, 0.5, 0.75, 1.0], format=lambda v: f"{v:.0%}")
@@ -340,7 +445,7 @@ def _distributions(result: DemoResult) -> str:
         )
     if not charts:
         return _absent("no production request was measured")
-    key = legend([*((ARM_CSS[arm], PHASE_NAMES[arm]) for arm in found), ("slo", "SLO")])
+    key = legend([*((ARM_CSS[arm], ARM_NAMES[arm]) for arm in found), ("slo", "SLO")])
     return key + f'<div class="pair">{"".join(charts)}</div>'
 
 
@@ -367,7 +472,6 @@ def _weights(result: DemoResult) -> str:
         _steps_axis(steps),
         bytes_axis(min(values) / 2, max(values), _short(format_bytes)),
         title="Bytes per weight update",
-        bands=_fine_band(steps),
         outline=Series(name="dense", css="dense", points=dense),
     )
 
@@ -383,17 +487,7 @@ def _weights_note(result: DemoResult) -> str:
         )
 
     deltas = [s for s in result.steps if s.bytes_sent is not None and s.update_kind != "anchor"]
-    toy = [step for step in deltas if not step.fine_tuning]
-    fine = [step for step in deltas if step.fine_tuning]
-    lines: list[str] = []
-    if toy:
-        lines.append(
-            f"At the toy learning rate ({toy[0].lr:g}): {describe(toy)}. Sparse updates are "
-            "<i>not</i> made for this: a rate that learns in minutes changes nearly every bf16 weight."
-        )
-    if fine:
-        lines.append(f"At a fine-tuning learning rate ({fine[0].lr:g}), in the last steps: {describe(fine)}.")
-    return "".join(f"<p>{line}</p>" for line in lines)
+    return f"<p>{describe(deltas)}.</p>" if deltas else ""
 
 
 # ---------------------------------------------------------------- tables
@@ -402,8 +496,8 @@ def _weights_note(result: DemoResult) -> str:
 def _tier_table(result: DemoResult) -> str:
     rows: list[list[str]] = []
     for name, tiers in (
-        ("while traffic ran", result.tiers),
-        ("while harvesting was on", result.tiers_shared),
+        ("from the first block to the end", result.tiers),
+        ("in blocks with harvesting on", shared_tiers(result)),
     ):
         share = harvested_share(tiers)
         for tier in TIERS:
@@ -453,7 +547,7 @@ def _latency_table(result: DemoResult) -> str:
             [label, "", *(f"{getattr(stats, name):,}" if stats else NOT_MEASURED for stats in arms), "", ""]
         )
     rows.append(["Sender late by, P99", "", *(seconds(stats, "late_p99_s") for stats in arms), "", ""])
-    heads = ["", "SLO", "Alone", "Alone again", "Shared", "Shared / alone", "A/A"]
+    heads = ["", "SLO", "Off, one half", "Off, other half", "On", "On / off", "A/A"]
     errors = "".join(f"<li>{escape(text)}</li>" for text in result.error_examples)
     return _table(heads, rows) + (f"<p>Failures:</p><ul>{errors}</ul>" if errors else "")
 
@@ -466,6 +560,10 @@ def _reclaim(result: DemoResult) -> str:
         ["Rollout requests stopped by a cut, with the tokens they had", f"{found.cut_requests:,}"],
         ["Turns that lost their engine and were finished by another", f"{found.resumed_turns:,}"],
         ["  of these, continued from tokens that they had", f"{found.continued_turns:,}"],
+        [
+            f"  of {len(result.resumed):,} that were looked at, with {MIN_SIDE_TOKENS} tokens or more on both sides of the cut",
+            f"{sum(shorter_side(parts) >= MIN_SIDE_TOKENS for parts in result.resumed):,}",
+        ],
         ["Rollout engines that the node agent killed", f"{found.engine_kills:,}"],
         ["Processes of the demo that were killed", f"{found.kills:,}"],
     ]

@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +73,12 @@ SCRUBBED: dict[str, str | None] = dict.fromkeys(
 
 _MAKE_MODELS = """\
 import json, pathlib, sys
-from rose.demo.models import ensure_models
-models = ensure_models(seed=int(sys.argv[1]))
-pathlib.Path(sys.argv[2]).write_text(json.dumps([str(models.production), str(models.policy)]))
+from rose.demo.models import PRODUCTION, ensure_model
+from rose.demo.pretrain import PLANNER, ensure_pretrained
+from rose.train.env import FrozenLakeParams
+seed, lakes = int(sys.argv[1]), FrozenLakeParams(**json.loads(sys.argv[2]))
+made = ensure_model(PRODUCTION, seed=seed), ensure_pretrained(PLANNER, lakes, seed=seed)
+pathlib.Path(sys.argv[3]).write_text(json.dumps([str(path) for path in made]))
 """
 
 
@@ -155,7 +158,8 @@ class Plan:
 
     def models(self) -> Part:
         """A process of its own: it imports torch, and the orchestrator must stay small."""
-        argv = (sys.executable, "-c", _MAKE_MODELS, str(self.config.seed), str(self._models_path))
+        lakes = json.dumps(asdict(self.config.lakes()))
+        argv = (sys.executable, "-c", _MAKE_MODELS, str(self.config.seed), lakes, str(self._models_path))
         return Part(spec=self._other("models", argv), task=True)
 
     def relay(self) -> Part:
@@ -252,10 +256,7 @@ class Plan:
             "slo_ttft_ms": production.slo_ttft_s * 1e3,
             "slo_tpot_ms": production.slo_tpot_s * 1e3,
         }
-        # A step of the idle-class engine may take seconds when production keeps their core busy; killing it for
-        # that would cost more than it saves.
-        lending = {"reclaim_deadline_s": 3.0}
-        table = {"mode": "off", "serving": serving, "engine": engine, "lending": lending}
+        table = {"mode": "off", "serving": serving, "engine": engine}
         return self._node("harvested", self.node_dir, table)
 
     def train(self) -> Part:
@@ -269,11 +270,19 @@ class Plan:
             "output_dir": self.train_dir,
             "scheduler": {"url": config.url("scheduler"), "model": POLICY_MODEL},
             "weights": {"relay_url": config.url("relay"), "run_id": RUN_ID},
-            "rollout": {"num_groups": job.num_groups, "group_size": job.group_size},
+            "env": {"kind": "frozenlake_plan", "settings": asdict(config.lakes())},
+            "rollout": {
+                "num_groups": job.num_groups,
+                "group_size": job.group_size,
+                "max_tokens": job.lake_size**2,
+            },
             "trainer": {
                 "learning_rate": job.learning_rate,
-                "fine_tuning_learning_rate": job.fine_tuning_learning_rate,
-                "fine_tuning_steps": job.fine_tuning_steps,
+                "adam_epsilon": job.adam_epsilon,
+                "num_epochs": job.num_epochs,
+                "minibatch_sequences": job.minibatch_sequences,
+                "entropy_weight": 0.0,
+                "fine_tuning_steps": 0,
             },
             "ray": {"address": "local", "temp_dir": self.root / "ray"},  # its cores are the demo's
         }

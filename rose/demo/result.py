@@ -6,24 +6,30 @@ replaced by a number that looks good.
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
-from rose.demo.measure import ArmStats, Ratio, Slo
+from rose.demo.measure import ArmStats, Ratio, Slo, mean_interval
 
 DEDICATED = "dedicated"
 HARVESTED = "harvested"
 TIERS = (DEDICATED, HARVESTED)
 
 ALONE_1, ALONE_2, SHARED = "alone_1", "alone_2", "shared"
-"""The measured phases.  The first two differ in nothing: their ratio is the noise."""
+"""The arms of the measured blocks.  The first two, without harvesting, differ in nothing: their ratio is the noise."""
+SWITCH, REST = "switch", "rest"
+"""Not measured: harvesting is being turned on or off; the blocks are over, the job is not."""
 ARMS = (ALONE_1, ALONE_2, SHARED)
 PHASE_NAMES: Mapping[str, str] = {
     "startup": "start-up",
-    ALONE_1: "alone",
-    ALONE_2: "alone again",
-    "switch": "switching on",
-    SHARED: "shared",
+    ALONE_1: "off",
+    ALONE_2: "off",
+    SWITCH: "",
+    SHARED: "on",
+    REST: "on",
 }
 
 
@@ -55,14 +61,49 @@ class Step:
     rollout_s: float | None = None
     train_s: float | None = None
     publish_s: float | None = None
-    fine_tuning: bool = False
-    """Taken at the learning rate of real fine-tuning instead of the toy one."""
     entropy: float | None = None
     mismatch_kl: float | None = None
     update_kind: str | None = None
     bytes_dense: int | None = None
     bytes_sent: int | None = None
     density: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """One period of traffic with harvesting off or on."""
+
+    harvesting: bool
+    start_s: float
+    end_s: float
+    num_steps: float
+    """RL steps, with the part of those that lie across its borders."""
+    tiers: Mapping[str, TierCount]
+
+    @property
+    def steps_per_minute(self) -> float:
+        return 60.0 * self.num_steps / (self.end_s - self.start_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Token:
+    """One sampled token of a turn: its text, log-prob, and who sampled it with which weights."""
+
+    text: str
+    logprob: float
+    worker: str
+    tier: str
+    version: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResumedTurn:
+    """A turn that began at one engine and ended at another.  ``parts``: tokens that each sampled, in order."""
+
+    trajectory_id: str
+    prompt: str
+    parts: tuple[int, ...]
+    tokens: tuple[Token, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,17 +169,18 @@ class DemoResult:
     error_examples: Sequence[str]
     steps: Sequence[Step]
     tiers: Mapping[str, TierCount]
-    """While production traffic ran, from the first measured phase to the last."""
-    tiers_shared: Mapping[str, TierCount]
-    """While harvesting was on."""
+    """From the first block to the end."""
     reclaim: Reclaim
+    blocks: Sequence[Block] = ()
+    resumed: Sequence[tuple[int, ...]] = ()
+    """Of each turn that was looked at after it had moved: tokens that each engine sampled."""
+    longest_resumed: ResumedTurn | None = None
+    """The one whose cut lies nearest to its middle."""
     events: Sequence[Event] = ()
     curves: Mapping[str, Curve] = field(default_factory=dict)
     """``production`` (requests/s), ``dedicated``, ``harvested`` (tokens/s), ``lent`` (pages)."""
     machine: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
-    baseline_note: str = ""
-    """What else ran while production was measured alone."""
 
 
 def harvested_share(tiers: Mapping[str, TierCount]) -> float | None:
@@ -147,7 +189,51 @@ def harvested_share(tiers: Mapping[str, TierCount]) -> float | None:
     return tiers.get(HARVESTED, TierCount()).num_turns / total if total else None
 
 
+def shorter_side(parts: Sequence[int]) -> int:
+    """Tokens on the shorter side of the cut that lies nearest to the middle; ``parts`` as in :class:`ResumedTurn`."""
+    ends = accumulate(parts[:-1])
+    return max((min(end, sum(parts) - end) for end in ends), default=0)
+
+
+MIN_SIDE_TOKENS = 8
+"""On either side of a cut: fewer say little about a turn that goes on."""
+
+
+def shared_tiers(result: DemoResult) -> dict[str, TierCount]:
+    """What each tier delivered in the blocks with harvesting."""
+    blocks = [block for block in result.blocks if block.harvesting]
+    return {
+        tier: TierCount(
+            num_turns=sum(block.tiers.get(tier, TierCount()).num_turns for block in blocks),
+            num_tokens=sum(block.tiers.get(tier, TierCount()).num_tokens for block in blocks),
+        )
+        for tier in TIERS
+    }
+
+
+def steps_gain(blocks: Sequence[Block]) -> Ratio | None:
+    """RL steps per minute with harvesting over without: the geometric mean over pairs of neighbouring blocks, with its 95 %
+    interval by Student's t.  None without two whole pairs."""
+    logs: list[float] = []
+    for first, second in zip(blocks[::2], blocks[1::2], strict=False):
+        on, off = (first, second) if first.harvesting else (second, first)
+        if on.harvesting == off.harvesting or min(on.num_steps, off.num_steps) <= 0:
+            return None
+        logs.append(math.log(on.steps_per_minute / off.steps_per_minute))
+    if len(logs) < 2:
+        return None
+    middle, half = mean_interval(logs)
+    return Ratio(
+        value=math.exp(middle), low=math.exp(middle - half), high=math.exp(middle + half), num_pairs=len(logs)
+    )
+
+
 SUMMARY_KEYS = (
+    "steps_per_minute_off",
+    "steps_per_minute_on",
+    "steps_gain",
+    "steps_gain_low",
+    "steps_gain_high",
     "success_rate_first",
     "success_rate_last",
     "production_requests",
@@ -159,7 +245,10 @@ SUMMARY_KEYS = (
     "aa_itl_ratio",
     "weight_bytes_dense",
     "weight_bytes_sent",
+    "sent_over_dense",
     "resumed_turns",
+    "resumed_turns_seen",
+    "resumed_with_8_tokens_each_side",
     "seconds_total",
 )
 
@@ -174,7 +263,21 @@ def summarize(result: DemoResult) -> dict[str, float | int | None]:
 
     sent = [step for step in result.steps if step.bytes_sent is not None]
     share = harvested_share(result.tiers)
+    gain = steps_gain(result.blocks)
+    dense_bytes, sent_bytes = (
+        sum(getattr(step, name) or 0 for step in sent) for name in ("bytes_dense", "bytes_sent")
+    )
+
+    def rate(harvesting: bool) -> float | None:
+        rates = [block.steps_per_minute for block in result.blocks if block.harvesting == harvesting]
+        return round(statistics.fmean(rates), 2) if rates else None
+
     return {
+        "steps_per_minute_off": rate(False),
+        "steps_per_minute_on": rate(True),
+        "steps_gain": round(gain.value, 3) if gain else None,
+        "steps_gain_low": round(gain.low, 3) if gain else None,
+        "steps_gain_high": round(gain.high, 3) if gain else None,
         "success_rate_first": result.steps[0].success_rate if result.steps else None,
         "success_rate_last": result.steps[-1].success_rate if result.steps else None,
         "production_requests": result.production_requests,
@@ -184,8 +287,13 @@ def summarize(result: DemoResult) -> dict[str, float | int | None]:
         "p99_itl_ratio": value("itl_p99"),
         "aa_ttft_ratio": value("aa_ttft_p99"),
         "aa_itl_ratio": value("aa_itl_p99"),
-        "weight_bytes_dense": sum(step.bytes_dense or 0 for step in sent) if sent else None,
-        "weight_bytes_sent": sum(step.bytes_sent or 0 for step in sent) if sent else None,
+        "weight_bytes_dense": dense_bytes if sent else None,
+        "weight_bytes_sent": sent_bytes if sent else None,
+        "sent_over_dense": round(sent_bytes / dense_bytes, 4) if dense_bytes else None,
         "resumed_turns": result.reclaim.resumed_turns,
+        "resumed_turns_seen": len(result.resumed),
+        "resumed_with_8_tokens_each_side": sum(
+            shorter_side(parts) >= MIN_SIDE_TOKENS for parts in result.resumed
+        ),
         "seconds_total": round(result.seconds_total, 1),
     }

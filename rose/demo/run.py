@@ -1,8 +1,9 @@
-"""``rose demo``: start everything, measure production alone twice and then shared, train all the while, report.
+"""``rose demo``: start everything, train, and switch harvesting off and on in blocks of equal traffic all the while; report.
 
-Main path (:func:`_measure`): parts up -> harvesting off -> RL job starts -> ``alone_1`` -> ``alone_2`` -> harvesting
-on -> ``shared`` until the job is done, with harvesting off and on again half way -> harvesting off -> report.  Production traffic runs from the
-moment production is up.  This file orders and waits; what each part is stands in :mod:`rose.demo.parts`.
+Main path (:func:`_measure`): parts up -> harvesting off -> RL job starts -> pairs of blocks, one without and one with harvesting,
+each a period of the same traffic -> harvesting on until the job is done -> harvesting off -> report.  Every second pair begins with
+harvesting (off on, on off, ...), so that what changes in the course of the job does not favour either.  Production traffic runs
+from the moment production is up.  This file orders and waits; what each part is stands in :mod:`rose.demo.parts`.
 
 Guarantees: every process that it started has ended and its private directory is gone when
 :func:`run_demo` returns, whether the run succeeded, failed, or was interrupted.  What had been measured by then is
@@ -18,7 +19,7 @@ import os
 import platform
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -40,7 +41,8 @@ from rose.demo.measure import Ratio, Sample, arm_stats, ratio, read_records, to_
 from rose.demo.observe import Observer
 from rose.demo.preflight import check_facts, gather_facts
 from rose.demo.report import write_report
-from rose.demo.result import ALONE_1, ALONE_2, ARMS, SHARED, DemoResult, Latency, Phase
+from rose.demo.result import ALONE_1, ALONE_2, ARMS, REST, SHARED, SWITCH, Block, DemoResult, Latency, Phase
+from rose.demo.resumed import ResumedTurns
 from rose.demo.traffic import write_phase
 from rose.demo.ui import Stages, summary_table
 from rose.demo.workplace import Workplace, default_parent
@@ -51,7 +53,7 @@ from rose.units import format_bytes
 EXIT_COMPLETE, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 SAMPLE_EVERY_S = 0.5
 NODE_EVERY_S = 2.0
-STARTUP, SWITCH, END = "startup", "switch", "end"
+STARTUP, END = "startup", "end"
 MAX_ERROR_EXAMPLES = 5
 
 
@@ -68,7 +70,11 @@ class Run:
     marks: list[tuple[str, float]] = field(default_factory=list[tuple[str, float]])
     """``(phase, CLOCK_MONOTONIC)`` of each phase's beginning; the last one has no end yet."""
     report: Callable[[str, str], None]
+    started_s: float
+    """CLOCK_MONOTONIC when the models were there."""
     num_job_restarts: int = 0
+    harvesting: bool = False
+    resumed: ResumedTurns = field(default_factory=ResumedTurns)
 
 
 def run_demo(config: DemoConfig) -> int:
@@ -96,7 +102,6 @@ async def _supervise(config: DemoConfig, plan: parts.Plan, stages: Stages, arriv
         node_dir=plan.node_dir,
         records_path=plan.records_path,
         steps_path=plan.steps_path,
-        fine_tuning_lr=config.job.fine_tuning_learning_rate,
     )
 
     def report(kind: str, text: str) -> None:
@@ -115,6 +120,7 @@ async def _supervise(config: DemoConfig, plan: parts.Plan, stages: Stages, arriv
                     fleet=fleet,
                     arrivals=arrivals,
                     report=report,
+                    started_s=stages.started_s,
                 )
                 plan.prepare(arrivals)
                 await fleet.guarded(_observed(run, _measure(run)))
@@ -193,7 +199,11 @@ async def _observed(run: Run, work: Awaitable[None]) -> None:
         finally:
             node.close()
 
-    watching = [asyncio.create_task(sample()), asyncio.create_task(ask_node())]
+    watching = [
+        asyncio.create_task(sample()),
+        asyncio.create_task(ask_node()),
+        asyncio.create_task(run.resumed.watch(run.config.url("scheduler"), tokens.environment)),
+    ]
     try:
         await work
     finally:
@@ -210,7 +220,10 @@ async def _measure(run: Run) -> None:
         if await fleet.wait_end("models", config.start_timeout_s) != 0:
             raise EngineError(f"failed: {fleet.log_tail('models')}", field="models")
         plan.find_models()
-    run.marks.append((STARTUP, stages.started_s))
+    # The models are made once: a run takes from here.
+    run.started_s = time.monotonic()
+    run.observer.start(run.started_s)
+    run.marks.append((STARTUP, run.started_s))
     with stages.stage("Starting relay, scheduler, production and the dedicated engine"):
         await fleet.start(plan.relay())
         await fleet.start(plan.scheduler())
@@ -222,32 +235,55 @@ async def _measure(run: Run) -> None:
     with stages.stage("Starting the harvested engine beside production, under traffic"):
         await fleet.start(plan.harvested(), lambda s: stages.update(f"{s:.0f} s"))
         await _node(run, "off")
-    if config.baseline_load:
-        await _start_job(run)
-    with stages.stage(f"Production alone, {config.traffic.period_s:.0f} s"):
-        await _enter(run, ALONE_1, restart=True)
-        await _next_cycle(run, ALONE_2)
-    with stages.stage("Production alone again, for the noise"):
-        await _next_cycle(run, SWITCH)
-    with stages.stage("Switching harvesting on"):
-        await _node(run, "on")
-    if not config.baseline_load:
-        await _start_job(run)
-    with stages.stage("Production and harvested rollouts on one core"):
-        await _enter(run, SHARED, restart=True)
-        await _job_end(run, _half_way(run))
-    with stages.stage("Harvesting off and on again, with turns in flight"):
-        await _node(run, "off")
-        await _node(run, "on")
-    with stages.stage("Production and harvested rollouts on one core, to the end of the job"):
+    await _start_job(run)
+    for number, harvesting in enumerate(block_order(config.num_pairs), start=1):
+        with stages.stage(
+            f"Block {number} of {2 * config.num_pairs}, harvesting {'on' if harvesting else 'off'}"
+        ):
+            if not await _block(run, number, harvesting):
+                stages.note("the job is done before the last block")
+                break
+    with stages.stage("Harvesting on, to the end of the job"):
+        await _switch(run, True)
+        await _enter(run, REST, restart=True)
         await _job_end(run)
-        # A job that was nearly done leaves a short phase; a whole period is what the others are compared with.
-        shared_s = run.marks[-1][1]
-        await asyncio.sleep(max(0.0, shared_s + config.traffic.period_s - time.monotonic()))
         run.marks.append((END, time.monotonic()))
     with stages.stage("Stopping"):
         await fleet.stop("traffic")
         await _node(run, "off")
+
+
+def block_order(num_pairs: int) -> list[bool]:
+    """Harvesting in each block: off on, on off, off on, ..."""
+    return [harvesting for pair in range(num_pairs) for harvesting in (pair % 2 == 1, pair % 2 == 0)]
+
+
+async def _block(run: Run, number: int, harvesting: bool) -> bool:
+    """One period of traffic with harvesting on or off; False when the job ended before it did."""
+    # Blocks without harvesting take turns in two arms that differ in nothing: ALONE_1, ALONE_2, ALONE_2, ALONE_1, ...
+    arm = SHARED if harvesting else (ALONE_1, ALONE_2)[(number // 2 + number // 4) % 2]
+    if harvesting != run.harvesting:
+        await _switch(run, harvesting)
+        await _enter(run, arm, restart=True)
+    else:
+        await _enter(run, arm)
+    end_s = run.marks[-1][1] + run.config.traffic.period_s
+    while time.monotonic() < end_s - SAMPLE_EVERY_S:
+        if not await _job_runs(run):
+            return False
+        _show_progress(run)
+        await asyncio.sleep(SAMPLE_EVERY_S)
+    return True
+
+
+async def _switch(run: Run, harvesting: bool) -> None:
+    """Let the running period of traffic end, then turn harvesting on or off under the next, which is not measured."""
+    if harvesting == run.harvesting:
+        return
+    if run.marks[-1][0] != STARTUP:
+        await _enter(run, SWITCH)
+    await _node(run, "on" if harvesting else "off")
+    run.harvesting = harvesting
 
 
 async def _start_production(run: Run) -> None:
@@ -267,26 +303,22 @@ async def _start_job(run: Run) -> None:
         )
 
 
-def _half_way(run: Run) -> int:
-    """The RL step in the middle of those that are left."""
-    done = len(run.observer.steps)
-    return done + (run.config.steps - done + 1) // 2
-
-
-async def _job_end(run: Run, num_steps: int | None = None) -> None:
-    """Wait for the job's end, or for its first ``num_steps`` steps, showing its progress."""
+async def _job_end(run: Run) -> None:
+    """Wait for the job's end, showing its progress."""
     deadline_s = time.monotonic() + run.config.train_timeout_s
     while await _job_runs(run):
-        if num_steps is not None and len(run.observer.steps) >= num_steps:
-            return
         if time.monotonic() > deadline_s:
             raise EngineError(f"not done after {run.config.train_timeout_s:.0f} s", field="train")
-        steps = run.observer.steps
-        last = f", success {steps[-1].success_rate:.0%}" if steps else ""
-        run.stages.update(
-            f"RL step {len(steps)} of {run.config.steps}{last}; {run.observer.num_requests} production requests"
-        )
+        _show_progress(run)
         await asyncio.sleep(SAMPLE_EVERY_S)
+
+
+def _show_progress(run: Run) -> None:
+    steps = run.observer.steps
+    last = f", success {steps[-1].success_rate:.0%}" if steps else ""
+    run.stages.update(
+        f"RL step {len(steps)} of {run.config.steps}{last}; {run.observer.num_requests} production requests"
+    )
 
 
 async def _job_runs(run: Run) -> bool:
@@ -318,11 +350,6 @@ async def _enter(run: Run, phase: str, *, restart: bool = False) -> None:
 
     await _until(run, begun, 2 * run.config.traffic.period_s + 30, f"traffic does not enter phase '{phase}'")
     run.marks.append((phase, next(at_s for name, at_s in run.observer.cycles[seen:] if name == phase)))
-
-
-async def _next_cycle(run: Run, phase: str) -> None:
-    """Let the running period end; ``phase`` is the next."""
-    await _enter(run, phase)
 
 
 async def _node(run: Run, command: str) -> None:
@@ -372,15 +399,14 @@ def _result(run: Run, *, complete: bool) -> DemoResult:
         for (name, start_s), end_s in zip(run.marks, ends, strict=True)
         if name != END
     ]
-    by_name = {phase.name: phase for phase in phases}
     samples = to_samples(read_records(run.plan.records_path)) if run.plan.records_path.exists() else []
-    measured = [phase for phase in phases if phase.name in (*ARMS, SWITCH)]
-    shared = by_name.get(SHARED)
+    blocks = blocks_of(phases, observer, config.traffic.period_s)
+    with_traffic = [phase for phase in phases if phase.name != STARTUP]
     failed = [sample for sample in samples if sample.error is not None]
     return DemoResult(
         seed=config.seed,
         complete=complete,
-        seconds_total=now_s - run.stages.started_s,
+        seconds_total=now_s - run.started_s,
         traffic_source=str(config.trace) if config.trace else f"generator, seed {config.seed}",
         busiest_second_ratio=busiest_second_ratio(run.arrivals, config.traffic.period_s),
         phases=phases,
@@ -391,20 +417,32 @@ def _result(run: Run, *, complete: bool) -> DemoResult:
             f"{one.phase}, request {one.index}: {one.error}" for one in failed[:MAX_ERROR_EXAMPLES]
         ],
         steps=observer.steps,
-        tiers=observer.tiers_between(measured[0].start_s, measured[-1].end_s) if measured else {},
-        tiers_shared=observer.tiers_between(shared.start_s, shared.end_s) if shared else {},
+        tiers=observer.tiers_between(with_traffic[0].start_s, with_traffic[-1].end_s) if with_traffic else {},
+        blocks=blocks,
+        resumed=run.resumed.found,
+        longest_resumed=run.resumed.best,
         reclaim=observer.reclaim(),
         events=observer.events,
         curves=observer.curves(),
         machine=_machine(),
         settings=_settings(run),
-        baseline_note=(
-            "Core 1 carried the RL job, on its dedicated engine, in all three phases."
-            if config.baseline_load
-            else "While production was measured alone, core 1 carried idle engines only; in the shared phase, the "
-            "RL job: the ratio contains what two busy cores of one machine cost each other."
-        ),
     )
+
+
+def blocks_of(phases: Sequence[Phase], observer: Observer, period_s: float) -> list[Block]:
+    """The measured blocks that were whole, and during which the job ran to the end."""
+    done_s = max((step.end_s for step in observer.steps), default=0.0)
+    return [
+        Block(
+            harvesting=phase.name == SHARED,
+            start_s=phase.start_s,
+            end_s=phase.start_s + period_s,
+            num_steps=observer.steps_between(phase.start_s, phase.start_s + period_s),
+            tiers=observer.tiers_between(phase.start_s, phase.start_s + period_s),
+        )
+        for phase in phases
+        if phase.name in ARMS and phase.start_s + period_s <= min(phase.end_s + 1.0, done_s)
+    ]
 
 
 def _latency(config: DemoConfig, samples: list[Sample]) -> Latency:
@@ -466,6 +504,6 @@ def _settings(run: Run) -> dict[str, str]:
         "SLO": f"first token {config.production.slo_ttft_s * 1e3:g} ms, "
         f"then {config.production.slo_tpot_s * 1e3:g} ms a token",
         "Harvested engine yields by": run.observer.idle_by or "unknown",
-        "RL job": f"{config.steps} steps of {job.num_groups} groups of {job.group_size} trajectories, "
-        f"lr {job.learning_rate:g}, in the last {job.fine_tuning_steps} steps {job.fine_tuning_learning_rate:g}",
+        "RL job": f"{config.steps} steps of {job.num_groups} groups of {job.group_size} answers of "
+        f"{job.lake_size**2} moves, lr {job.learning_rate:g}; it begins with a policy that has read careless plans",
     }

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 
-from rose.demo.result import DemoResult, harvested_share, summarize
+from rose.demo.result import DemoResult, harvested_share, shared_tiers, steps_gain, summarize
 from rose.units import format_bytes
 
 
@@ -92,7 +92,7 @@ def summary_table(result: DemoResult) -> Table:
     table.add_row(
         "harvested turns",
         f"{percent(summary['harvested_turn_share'])} of all, "
-        f"{percent(harvested_share(result.tiers_shared))} while harvesting was on",
+        f"{percent(harvested_share(shared_tiers(result)))} in blocks with harvesting on",
     )
     failed = result.production_errors
     table.add_row(
@@ -100,18 +100,23 @@ def summary_table(result: DemoResult) -> Table:
         f"{result.production_requests:,} requests, "
         + (f"[red]{failed:,} failed[/red]" if failed else "0 failed"),
     )
-    table.add_row(
-        "P99 first token", f"{times('p99_ttft_ratio')} shared / alone  (A/A {times('aa_ttft_ratio')})"
-    )
-    table.add_row(
-        "P99 between tokens", f"{times('p99_itl_ratio')} shared / alone  (A/A {times('aa_itl_ratio')})"
-    )
+    if (gain := steps_gain(result.blocks)) is not None:
+        table.add_row(
+            "RL steps per minute",
+            f"{summary['steps_per_minute_on']:.1f} on, {summary['steps_per_minute_off']:.1f} off: {gain.value:.2f}x "
+            f"({gain.low:.2f}-{gain.high:.2f}, {gain.num_pairs} pairs of blocks)",
+        )
+    table.add_row("P99 first token", f"{times('p99_ttft_ratio')} on / off  (A/A {times('aa_ttft_ratio')})")
+    table.add_row("P99 between tokens", f"{times('p99_itl_ratio')} on / off  (A/A {times('aa_itl_ratio')})")
     sent, dense = summary["weight_bytes_sent"], summary["weight_bytes_dense"]
     if sent is not None and dense is not None:
-        table.add_row("weights", f"{format_bytes(sent)} sent, {format_bytes(dense)} dense")
+        table.add_row(
+            "weights", f"{format_bytes(sent)} sent, {format_bytes(dense)} dense ({sent / max(1, dense):.0%})"
+        )
     table.add_row(
         "memory taken back",
         f"{result.reclaim.pressure_events} times, {result.reclaim.cuts} cuts, "
-        f"{result.reclaim.resumed_turns} turns resumed",
+        f"{result.reclaim.resumed_turns} turns resumed; "
+        f"{summary['resumed_with_8_tokens_each_side']} of {len(result.resumed)} looked at have 8 tokens or more on both sides",
     )
     return table

@@ -60,19 +60,18 @@ def serve(port: int) -> None:
 
 
 def train(steps_path: str, until: str) -> None:
-    """Steps until the file ``until`` says that the shared phase has begun, and two more."""
+    """Steps until the file ``until`` says that the blocks are over, and two more."""
     left = 2
     with Path(steps_path).open("a") as file:
         for number in range(10_000):
             time.sleep(0.3)
-            shared = '"shared"' in Path(until).read_text()
-            left -= shared
+            left -= '"rest"' in Path(until).read_text()
             record = {
                 "step": number,
                 "success_rate": min(1.0, 0.1 + 0.02 * number),
                 "end_s": time.monotonic(),
                 "step_s": 0.3,
-                "lr": 5e-6 if shared else 1e-3,
+                "lr": 1e-3,
                 "tiers": {"dedicated": {"turns": 20, "tokens": 20}},
                 "update": {"kind": "delta", "bytes_dense": 1000, "bytes_sent": 300, "density": 0.9},
             }
@@ -128,6 +127,7 @@ def main() -> int:
                 "out": Path(out),
                 "base_port": int(base_port),
                 "run_directory": Path(run_directory),
+                "num_pairs": 2,
                 "traffic.period_s": 8.0,
                 "traffic.mean_rate_hz": 5.0,
             }

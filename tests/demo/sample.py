@@ -12,15 +12,19 @@ from rose.demo.result import (
     ARMS,
     DEDICATED,
     HARVESTED,
+    REST,
     SHARED,
+    Block,
     Curve,
     DemoResult,
     Event,
     Latency,
     Phase,
     Reclaim,
+    ResumedTurn,
     Step,
     TierCount,
+    Token,
 )
 
 SLO = Slo(ttft_s=0.5, tpot_s=0.15)
@@ -83,11 +87,29 @@ def sample_result(seed: int = 0, num_errors: int = 0) -> DemoResult:
         busiest_second_ratio=busiest_second_ratio(arrivals, SHAPE.period_s),
         phases=[
             Phase(name="startup", start_s=0.0, end_s=70.0),
-            Phase(name=ALONE_1, start_s=70.0, end_s=110.0),
-            Phase(name=ALONE_2, start_s=110.0, end_s=150.0),
-            Phase(name="switch", start_s=150.0, end_s=155.0),
-            Phase(name=SHARED, start_s=155.0, end_s=435.0),
+            *(
+                Phase(name=name, start_s=70.0 + 40.0 * at, end_s=110.0 + 40.0 * at)
+                for at, name in enumerate((ALONE_1, SHARED, SHARED, ALONE_2))
+            ),
+            Phase(name=REST, start_s=230.0, end_s=435.0),
         ],
+        blocks=sample_blocks(),
+        resumed=[(9, 16), (3, 22), (12, 13)],
+        longest_resumed=ResumedTurn(
+            trajectory_id="tr-7",
+            prompt="<|user|>FF\n@G<|end|><|assistant|>",
+            parts=(12, 13),
+            tokens=tuple(
+                Token(
+                    text=("left", "down", "right", "<up>")[at % 4],
+                    logprob=-0.1 * at,
+                    worker="harvested" if at < 12 else "dedicated",
+                    tier=HARVESTED if at < 12 else DEDICATED,
+                    version="1.4",
+                )
+                for at in range(25)
+            ),
+        ),
         latency=Latency(
             slo=SLO,
             arms={arm: arm_stats(samples[arm], SLO) for arm in ARMS},
@@ -106,10 +128,6 @@ def sample_result(seed: int = 0, num_errors: int = 0) -> DemoResult:
         steps=steps,
         tiers={
             DEDICATED: TierCount(num_turns=9_800, num_tokens=12_100),
-            HARVESTED: TierCount(num_turns=5_100, num_tokens=6_300),
-        },
-        tiers_shared={
-            DEDICATED: TierCount(num_turns=7_300, num_tokens=9_000),
             HARVESTED: TierCount(num_turns=5_100, num_tokens=6_300),
         },
         reclaim=Reclaim(pressure_events=9, cuts=6, cut_requests=31, resumed_turns=31, kills=0),
@@ -131,15 +149,30 @@ def sample_result(seed: int = 0, num_errors: int = 0) -> DemoResult:
         },
         machine={"Processor": "sample", "Cores": "2", "vLLM": "0.32.0"},
         settings={"Seed": str(seed), "SLO": "first token 500 ms, then 150 ms a token"},
-        baseline_note="Core 1 carried the RL job in all three.",
     )
+
+
+def sample_blocks() -> list[Block]:
+    """Two pairs: 8 and 10 steps, then 12 and 8, in 40 s."""
+    return [
+        Block(
+            harvesting=on,
+            start_s=70.0 + 40.0 * at,
+            end_s=110.0 + 40.0 * at,
+            num_steps=num_steps,
+            tiers={
+                DEDICATED: TierCount(num_turns=1_000, num_tokens=25_000),
+                HARVESTED: TierCount(num_turns=500 if on else 0, num_tokens=12_500 if on else 0),
+            },
+        )
+        for at, (on, num_steps) in enumerate(((False, 8.0), (True, 10.0), (True, 12.0), (False, 8.0)))
+    ]
 
 
 def sample_steps(rng: np.random.Generator) -> list[Step]:
     steps: list[Step] = []
     at_s = 60.0
     for number in range(20):
-        fine = number >= 17
         harvested = 0 if at_s < STARTS_S[SHARED] else int(rng.integers(240, 360))
         took_s = 24.0 if not harvested else 17.0
         success = min(0.97, 0.14 + 0.055 * number + 0.02 * float(rng.standard_normal()))
@@ -149,8 +182,7 @@ def sample_steps(rng: np.random.Generator) -> list[Step]:
                 start_s=at_s,
                 end_s=at_s + took_s,
                 success_rate=round(success, 3),
-                lr=5e-6 if fine else 1e-3,
-                fine_tuning=fine,
+                lr=1e-3,
                 tiers={
                     DEDICATED: TierCount(num_turns=780 - harvested, num_tokens=780 - harvested),
                     HARVESTED: TierCount(num_turns=harvested, num_tokens=harvested),
@@ -162,8 +194,8 @@ def sample_steps(rng: np.random.Generator) -> list[Step]:
                 mismatch_kl=2e-4,
                 update_kind="anchor" if number == 0 else "delta",
                 bytes_dense=1_900_000,
-                bytes_sent=1_900_000 if number == 0 else 61_000 if fine else 1_310_000,
-                density=1.0 if number == 0 else 0.031 if fine else 0.93,
+                bytes_sent=1_900_000 if number == 0 else 61_000,
+                density=1.0 if number == 0 else 0.031,
             )
         )
         at_s += took_s

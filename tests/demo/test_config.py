@@ -10,12 +10,17 @@ from typing import Any
 
 import pytest
 
+from rose.config import load_config
+from rose.coserve.config import NodeConfig
 from rose.demo.arrivals import Arrival
 from rose.demo.config import DemoConfig, load_demo_config
 from rose.demo.fleet import Part
 from rose.demo.parts import LOG_NAMES, TOKEN_FILE, Plan, to_toml
 from rose.demo.traffic import load_plan
 from rose.errors import ConfigError
+from rose.train.config import TrainConfig
+from rose.train.env import make_family
+from rose.train.lake_plan import LakePlanFamily
 
 
 def test_defaults_are_valid_and_ports_are_consecutive() -> None:
@@ -43,7 +48,8 @@ def test_named_options_and_overrides_win_over_the_file(tmp_path: Path) -> None:
         ({"traffic.period_s": 1.0}, "traffic.period_s"),
         ({"traffic.prompt_max_tokens": 2000}, "traffic.prompt_max_tokens"),
         ({"job.group_size": 4}, "job.group_size"),
-        ({"job.fine_tuning_steps": DemoConfig().steps}, "job.fine_tuning_steps"),
+        ({"num_pairs": 1}, "num_pairs"),
+        ({"job.lake_size": 3}, "job.lake_size"),
         ({"stepz": 3}, "stepz"),
     ],
 )
@@ -122,6 +128,31 @@ def test_no_part_has_a_secret_on_its_command_line_and_the_senders_plan_loads(tmp
     files = [path.read_text() for path in root.glob("*.toml") if path.name != TOKEN_FILE]
     for secret in (*(getattr(tokens, role) for role in ROLES), tokens.secret):
         assert not any(secret in text for text in (*words, *files))
+
+
+def test_the_harvested_host_s_deadlines_are_the_code_s_own(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    root.mkdir()
+    Plan(config=DemoConfig(), cores=(0, 1), root=root, logs=tmp_path / "logs").harvested()
+    table = tomllib.loads((root / "harvested.toml").read_text())
+    assert "lending" not in table
+    assert load_config(NodeConfig, root / "harvested.toml").lending.reclaim_deadline_s is None
+
+
+def test_the_job_answers_with_a_move_for_every_cell_of_the_lakes_that_its_policy_has_read(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "run"
+    root.mkdir()
+    config = load_demo_config(None, {"job.lake_size": 6, "seed": 3})
+    plan = Plan(config=config, cores=(0, 1), root=root, logs=tmp_path / "logs")
+    plan.train()
+    job = load_config(TrainConfig, root / "train.toml")
+    family = make_family(job.env.kind, job.env.settings)
+
+    assert job.rollout.max_tokens == 36
+    assert list(family.tasks()) == list(LakePlanFamily(config.lakes()).tasks())
+    assert {job.learning_rate_at(step) for step in range(job.num_steps)} == {config.job.learning_rate}
 
 
 def test_only_production_and_the_harvested_engine_use_the_first_core(tmp_path: Path) -> None:

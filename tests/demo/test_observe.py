@@ -24,7 +24,6 @@ def observer(tmp_path: Path) -> Observer:
         node_dir=tmp_path / "node",
         records_path=tmp_path / "records.jsonl",
         steps_path=tmp_path / "metrics.jsonl",
-        fine_tuning_lr=5e-6,
     )
 
 
@@ -149,10 +148,24 @@ def test_a_step_line_becomes_a_step(observer: Observer, tmp_path: Path) -> None:
 
     (found,) = observer.steps
     assert (found.step, found.start_s, found.end_s, found.success_rate) == (1, 51.0, 61.0, 0.75)
-    assert found.fine_tuning
     assert found.tiers[DEDICATED] == TierCount(num_turns=7, num_tokens=9)
     assert found.tiers[HARVESTED] == TierCount()
     assert (found.update_kind, found.bytes_dense, found.bytes_sent, found.density) == ("delta", 100, 40, 0.3)
+
+
+def test_steps_between_two_times_count_the_part_that_lies_inside(observer: Observer, tmp_path: Path) -> None:
+    append(tmp_path / "metrics.jsonl", *(step(n, end_s=110.0 + 10 * n, step_s=10.0) for n in range(3)))
+    observer.sample(200.0)  # of the run: 0 to 10, 10 to 20, 20 to 30
+
+    assert observer.steps_between(0.0, 30.0) == pytest.approx(3.0)
+    assert observer.steps_between(5.0, 12.0) == pytest.approx(0.7)
+    assert observer.steps_between(30.0, 60.0) == 0.0
+
+
+def test_a_run_that_begins_later_counts_from_there(observer: Observer) -> None:
+    observer.start(150.0)
+    observer.note(151.0, "note", "x")
+    assert observer.events[0].at_s == 1.0
 
 
 def test_a_step_repeated_after_a_restart_counts_once(observer: Observer, tmp_path: Path) -> None:

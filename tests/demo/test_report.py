@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from rose.demo.charts import bytes_axis, linear_axis, log_axis, nice_ticks
 from rose.demo.page import render_html
 from rose.demo.report import write_report
-from rose.demo.result import SUMMARY_KEYS, DemoResult, Latency, Reclaim, summarize
+from rose.demo.result import SUMMARY_KEYS, DemoResult, Latency, Reclaim, steps_gain, summarize
 from rose.units import format_bytes
 from tests.demo.sample import SLO, sample_result
 
@@ -39,7 +40,6 @@ def empty() -> DemoResult:
         error_examples=[],
         steps=[],
         tiers={},
-        tiers_shared={},
         reclaim=Reclaim(),
     )
 
@@ -92,9 +92,11 @@ def test_summary_takes_first_and_last_step_sums_bytes_and_counts_turns(result: D
     assert summary["success_rate_first"] == result.steps[0].success_rate
     assert summary["success_rate_last"] == result.steps[-1].success_rate
     assert summary["weight_bytes_dense"] == 20 * 1_900_000
-    assert summary["weight_bytes_sent"] == 1_900_000 + 16 * 1_310_000 + 3 * 61_000
+    assert summary["weight_bytes_sent"] == 1_900_000 + 19 * 61_000
+    assert summary["sent_over_dense"] == pytest.approx((1_900_000 + 19 * 61_000) / (20 * 1_900_000), abs=1e-4)
     assert summary["harvested_turn_share"] == round(5_100 / 14_900, 4)
     assert summary["resumed_turns"] == 31
+    assert (summary["resumed_turns_seen"], summary["resumed_with_8_tokens_each_side"]) == (3, 2)
 
 
 def test_a_run_cut_short_still_has_all_keys_with_null_for_what_is_unknown(
@@ -125,14 +127,44 @@ def test_page_nests_and_says_the_figures_of_the_summary(result: DemoResult) -> N
     assert f"{summary['p99_ttft_ratio']:.2f}x" in text
     assert f"A/A noise {summary['aa_itl_ratio']:.2f}x" in text
     assert format_bytes(summary["weight_bytes_sent"] or 0) in text
-    assert "Core 1 carried the RL job in all three." in text
 
 
-def test_toy_learning_rate_is_named_beside_the_density(result: DemoResult) -> None:
-    text = text_of(render_html(result))
+def test_the_gain_is_the_mean_over_pairs_with_student_s_interval(result: DemoResult) -> None:
+    """Logarithms of 10/8 and 12/8: mean 0.314, standard deviation 0.129, and t = 12.71 with one degree of freedom."""
+    gain = steps_gain(result.blocks)
 
-    assert "At the toy learning rate (0.001): 93.0% of the weights changed" in text
-    assert "At a fine-tuning learning rate (5e-06), in the last steps: 3.1% of the weights changed" in text
+    assert gain is not None
+    assert gain.num_pairs == 2
+    assert gain.value == pytest.approx(math.sqrt(10 / 8 * 12 / 8))
+    half = 12.71 * (math.log(12 / 8) - math.log(10 / 8)) / 2
+    assert gain.low == pytest.approx(gain.value / math.exp(half))
+    assert gain.high == pytest.approx(gain.value * math.exp(half))
+    assert (summarize(result)["steps_per_minute_off"], summarize(result)["steps_per_minute_on"]) == (
+        12.0,
+        16.5,
+    )
+
+
+def test_a_pair_that_is_not_whole_gives_no_gain(result: DemoResult) -> None:
+    assert steps_gain(result.blocks[:3]) is None
+    assert steps_gain(result.blocks[1:3]) is None
+
+
+def test_the_resumed_turn_is_shown_token_by_token_with_the_place_of_its_cut(result: DemoResult) -> None:
+    page = render_html(result)
+    turn = page[page.index('<div class="tokens">') :].partition("</div>")[0]
+
+    assert turn.count('class="token s-harvested"') == 12
+    assert turn.count('class="token s-dedicated"') == 13
+    before, cut, after = turn.partition("memory taken back: from harvested to dedicated")
+    assert cut
+    assert (before.count('class="token '), after.count('class="token ')) == (12, 13)
+    assert "&lt;up&gt;" in turn
+    assert "<pre>FF\n@G</pre>" in page
+
+
+def test_without_a_resumed_turn_the_page_says_so(empty: DemoResult) -> None:
+    assert "Not shown: no turn was seen that lost its engine with tokens." in text_of(render_html(empty))
 
 
 def test_failed_requests_lead_the_page_and_are_listed() -> None:

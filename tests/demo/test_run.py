@@ -94,7 +94,7 @@ def demo(tmp_path: Path) -> Iterator[Demo]:
 
 @pytest.mark.slow
 def test_the_whole_path_with_a_killed_scheduler_ends_with_a_report_and_nothing_left(demo: Demo) -> None:
-    demo.read_until("Production alone, 8 s")
+    demo.read_until("Block 1 of 4, harvesting off")
     processes = demo.children()
     scheduler = demo.named(f"serve {demo.base_port + 2}")
     scheduler.kill()
@@ -112,12 +112,10 @@ def test_the_whole_path_with_a_killed_scheduler_ends_with_a_report_and_nothing_l
     assert summary["weight_bytes_sent"] > 0
     details = json.loads((demo.out / "report.json").read_text())["details"]
     assert [phase["name"] for phase in details["phases"]] == [
-        "startup",
-        "alone_1",
-        "alone_2",
-        "switch",
-        "shared",
+        *("startup", "alone_1", "switch", "shared", "shared", "switch", "alone_2", "switch", "rest")
     ]
+    assert [block["harvesting"] for block in details["blocks"]] == [False, True, True, False]
+    assert summary["steps_gain_low"] <= summary["steps_gain"] <= summary["steps_gain_high"]
     assert [event["kind"] for event in details["events"]] == ["kill", "restart"]
     assert "report.html" in demo.output
     demo.check_nothing_left(processes)
