@@ -607,6 +607,26 @@ def waiting_requests(scheduler: Any, limit: int) -> list[Any]:
     return list(itertools.islice(both, limit))
 
 
+def wait_for_blocks(scheduler: Any, limit: int) -> list[Any]:
+    """Of the first ``limit`` requests that wait those that blocks alone could set running: there is a seat for each, and none of them waits
+    for a grammar, for keys and values from elsewhere, or for its client.  Engine thread, between two steps.
+    """
+    from vllm.v1.core.sched.interface import PauseState
+
+    # Sessions that wait for their client hold a seat, too.
+    taken = len(scheduler.running) + scheduler.num_waiting_for_streaming_input
+    seats = scheduler.max_num_active_reqs - taken
+    paused = scheduler.pause_state
+    if seats <= 0 or paused == PauseState.PAUSED_ALL:
+        return []
+    queues = itertools.chain(
+        scheduler.kv_holding_waiting, scheduler.waiting if paused == PauseState.UNPAUSED else ()
+    )
+    blocked = scheduler._is_blocked_waiting_status
+    ready = (request for request in itertools.islice(queues, limit) if not blocked(request.status))
+    return list(itertools.islice(ready, seats))
+
+
 def let_past(scheduler: Any, fits: Callable[[Any], bool], limit: int) -> None:
     """First come first served, but for those at the head of the queue that do not fit: the first ``limit`` that do go before them.
 

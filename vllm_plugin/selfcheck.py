@@ -105,7 +105,8 @@ CORE: tuple[Owner, ...] = (
     Owner(
         where="vllm.v1.core.sched.scheduler:Scheduler",
         names="""
-            waiting kv_holding_waiting running requests kv_cache_manager block_size max_num_scheduled_tokens pause_state""",
+            waiting kv_holding_waiting running requests kv_cache_manager block_size max_num_scheduled_tokens pause_state
+            max_num_active_reqs num_waiting_for_streaming_input _is_blocked_waiting_status""",
         calls={
             "schedule": "self throttle_prefills",
             "update_from_output": "self scheduler_output model_runner_output",
@@ -117,7 +118,7 @@ CORE: tuple[Owner, ...] = (
             "make_stats": "self",
         },
     ),
-    Owner(where="vllm.v1.core.sched.interface:PauseState", names="UNPAUSED"),
+    Owner(where="vllm.v1.core.sched.interface:PauseState", names="UNPAUSED PAUSED_ALL"),
     Owner(
         where="vllm.v1.core.sched.output:SchedulerOutput",
         names="num_scheduled_tokens total_num_scheduled_tokens preempted_req_ids",
@@ -154,7 +155,7 @@ CORE: tuple[Owner, ...] = (
         where="vllm.v1.request:Request",
         names="""
             request_id num_tokens num_computed_tokens num_output_tokens arrival_time block_hashes cache_salt client_index
-            trace_headers skip_reading_prefix_cache""",
+            trace_headers skip_reading_prefix_cache status""",
         calls={"take_events": "self", "update_block_hashes": "self"},
     ),
     Owner(where="vllm.v1.request:RequestStatus", names="FINISHED_ABORTED"),

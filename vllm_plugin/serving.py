@@ -204,8 +204,9 @@ class ServingSide:
         lent = 0 if self._fixed else len(self.balloon.inflated)
         waiting = 0
         if lent and compat.num_waiting(self._scheduler):
-            requests = compat.waiting_requests(self._scheduler, WAITING_LOOKED_AT)
-            waiting = -(-sum(request.num_tokens for request in requests) // self._block_tokens)
+            requests = compat.wait_for_blocks(self._scheduler, WAITING_LOOKED_AT)
+            missing = sum(request.num_tokens - request.num_computed_tokens for request in requests)
+            waiting = -(-missing // self._block_tokens)
         free = compat.block_pool(self._scheduler).get_num_free_blocks() if lent else 0
         if self.steps.claim(lent_chunks=lent, free_blocks=free, waiting_blocks=waiting):
             self._bell.ring()

@@ -1,0 +1,110 @@
+"""What production claims back from a loan is what requests wait for that only lack blocks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rose.coserve.ledger import Mode, NodeDir, NodeState
+from tests.plugin import harness
+from tests.plugin.stand_in import eventually
+from tests.tiny_model import write_tiny_model
+
+LENT_PAGES = 12
+SEATS = 4
+
+
+@pytest.fixture
+def scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Four seats, and 12 of 16 pages lent, which nobody gives back."""
+    node = tmp_path / "node"
+    node.mkdir(mode=0o700)
+    monkeypatch.setenv("ROSE_DIR", str(node))
+    monkeypatch.setenv("ROSE_ROLE", "serving")
+    write_tiny_model(tmp_path / "model")
+    from vllm_plugin.scheduler import ServingScheduler
+
+    rank, agent = harness.write_rank(node, "serving", mapped=False), NodeDir(node).node_writer()
+    far_ns = time.monotonic_ns() + 10**12
+    agent.write(NodeState(mode=Mode.ON, lend_pages=LENT_PAGES, has_serving=1, heartbeat_ns=far_ns))
+    config = harness.engine_config(tmp_path / "model")
+    config.scheduler_config.max_num_seqs = SEATS
+    scheduler = harness.build(ServingScheduler, config)
+    scheduler.rose_attach(harness.engine())
+
+    def lent() -> bool:
+        scheduler.rose.before_schedule()
+        return len(scheduler.rose.balloon.inflated) == LENT_PAGES
+
+    eventually(lent, "the loan is out")
+    yield scheduler
+    scheduler.rose.stop()
+    rank.close()
+    agent.close()
+
+
+def claim(scheduler: Any) -> int:
+    scheduler.rose.before_schedule()
+    return scheduler.rose.steps.claim_chunks
+
+
+def seats_taken(scheduler: Any) -> None:
+    for number in range(SEATS):
+        scheduler.add_request(harness.request(f"runs{number}", num_tokens=5, max_tokens=50))
+    harness.step(scheduler)
+    assert len(scheduler.running) == SEATS
+
+
+def set_status(name: str) -> Callable[[Any], None]:
+    def change(scheduler: Any) -> None:
+        from vllm.v1.request import RequestStatus
+
+        for request in scheduler.waiting:
+            request.status = RequestStatus[name]
+
+    return change
+
+
+def paused(scheduler: Any) -> None:
+    from vllm.v1.core.sched.interface import PauseState
+
+    scheduler._pause_state = PauseState.PAUSED_NEW
+
+
+def add_many(scheduler: Any) -> None:
+    """More than is free: 300 prompts of three blocks, with 128 of 512 blocks usable."""
+    for number in range(300):
+        scheduler.add_request(harness.request(f"waits{number}", num_tokens=300))
+
+
+@pytest.mark.parametrize(
+    "lacks",
+    [
+        seats_taken,
+        set_status("WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR"),
+        set_status("WAITING_FOR_REMOTE_KVS"),
+        set_status("WAITING_FOR_STREAMING_REQ"),
+        paused,
+    ],
+    ids=["a seat", "a grammar", "remote KV", "its client", "the end of a pause"],
+)
+def test_what_waits_for_something_else_claims_nothing(scheduler: Any, lacks: Callable[[Any], None]) -> None:
+    if lacks is seats_taken:
+        seats_taken(scheduler)
+        add_many(scheduler)
+    else:
+        add_many(scheduler)
+        lacks(scheduler)
+    assert claim(scheduler) == 0
+
+
+@pytest.mark.parametrize(("seats", "chunks"), [(SEATS, 0), (64, 2)])
+def test_those_count_that_have_a_seat(scheduler: Any, seats: int, chunks: int) -> None:
+    """64 prompts of 300 tokens are 150 blocks; with a watermark of 25 that is 48 more than the 127 that are usable, two chunks."""
+    scheduler.max_num_active_reqs = seats
+    add_many(scheduler)
+    assert claim(scheduler) == chunks
