@@ -281,6 +281,9 @@ class NodeAgent:
 
     def _waits_for_serving(self) -> str | None:
         lease, engine = self.device.lease, self.config.engine
+        for name in ("serving.lease", "serving.board"):
+            if name in self.errors:  # another version's, or damaged
+                return self.errors[name]
         if lease is None or not self.device.serving_alive():
             return "serving is not there"
         if lease.phase == Phase.OFF:

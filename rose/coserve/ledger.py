@@ -112,6 +112,17 @@ _MISSING_FILE_WAIT_S = 0.02
 """There is no futex to sleep on before the file exists; only this start-up case looks again by itself."""
 
 
+def _described(record_type: type[Any]) -> bytes:
+    return f"{record_type.__name__}:{','.join(field.name for field in fields(record_type))};".encode()
+
+
+_PROTOCOL = 0
+"""Of all records of a device together, into each file's schema: who differs in one of them is understood in none.  Else production could
+read a lease and not the report that counts when its writer is dead."""
+for _one in (NodeState, ServingLease, ServingBoard, ChunkState, RankState, RolloutLease):
+    _PROTOCOL = zlib.crc32(_described(_one), _PROTOCOL)
+
+
 class _Layout(Generic[R]):
     """How records of one type lie in a file.  Built once per type and size."""
 
@@ -127,7 +138,7 @@ class _Layout(Generic[R]):
             raise LedgerError(
                 f"a record of {len(self.names)} fields is too large", field=record_type.__name__
             )
-        self.schema = zlib.crc32(f"{record_type.__name__}:{','.join(self.names)}".encode())
+        self.schema = zlib.crc32(_described(record_type), _PROTOCOL)
 
     def header(self, extra_bytes: int, incarnation: int) -> bytes:
         head = _HEADER.pack(_MAGIC, VERSION, self.schema, self.body.size, extra_bytes, incarnation)
@@ -153,7 +164,7 @@ class _Layout(Generic[R]):
             )
         if schema != self.schema or record_bytes != self.body.size:
             raise LedgerError(
-                "holds another kind of record, or one of another ROSE version",
+                "was written by another ROSE version, or holds another kind of record",
                 field=str(path),
                 fix="run the same ROSE version in every process of the device",
             )
