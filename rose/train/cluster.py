@@ -214,7 +214,9 @@ def _private(config: TrainConfig) -> Iterator[None]:
                 _make_token(own_dir)
                 ray.init(
                     address="local",  # or RAY_ADDRESS would win
-                    num_cpus=max(settings.num_cpus, config.env.num_managers + config.trainer.num_ranks),
+                    num_cpus=max(
+                        settings.num_cpus, (config.env.num_managers or 1) + config.trainer.num_ranks
+                    ),
                     num_gpus=0,
                     include_dashboard=False,
                     object_store_memory=settings.object_store_bytes,

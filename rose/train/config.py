@@ -64,8 +64,9 @@ class EnvSettings(Section):
     kind: str = "frozenlake"
     settings: dict[str, Any] = Field(default_factory=dict)
     """Passed to the environment as they are; it names what it does not know."""
-    num_managers: int = Field(default=1, ge=1, le=1024)
-    """Ray actors; each runs hundreds of environments."""
+    num_managers: int | None = Field(default=None, ge=1, le=1024)
+    """Ray actors; each runs hundreds of environments.  None follows the cluster: one for each of its nodes, as far as
+    it has CPUs and the step has groups for them; counted when the run starts, and when a lost node's room is nowhere to be had."""
     concurrency: int = Field(default=512, ge=1, le=65536)
     """Training episodes in flight per manager; held-out ones have as many places of their own."""
     step_timeout_s: float = Field(default=60.0, gt=0)
@@ -230,6 +231,9 @@ class RaySettings(Section):
     """A cluster to join, ``host:port``.  None joins the one that ``RAY_ADDRESS`` names (as under ``ray job submit``), or that ``ray
     start`` has started on this machine, and starts a private one where there is none; ``auto`` never starts one, ``local`` always
     does, and removes it at the end.  A cluster that was joined stays as it was."""
+    when_too_small: Literal["fail", "wait"] = "fail"
+    """What a job does that finds no room for its actors in a cluster: ends after some seconds and says what is missing, or says it
+    and waits for room, which an autoscaling cluster makes."""
     num_cpus: int = Field(default=2, ge=1)
     """Logical CPUs of a private cluster; the actors take one each."""
     object_store_bytes: int = Field(default=100 * 2**20, ge=80 * 2**20)

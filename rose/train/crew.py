@@ -1,7 +1,8 @@
 """The actors of a run: makes them, replaces dead ones, and renames Ray's errors.
 
-Environment managers, the train worker (with its ranks in one placement group where there are several), and reward workers
-(made by the managers).  Ray holds no durable state: any of them may die at any moment.
+Environment managers, the train worker with its ranks, and reward workers (made by the managers).  Ray holds no durable state: any of
+them may die at any moment, and a node with all that it runs.  Nobody is made before :mod:`rose.train.room` has
+room for all.
 
 Callers: ``rose.train.loop``, ``rose.train.async_loop``.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +24,7 @@ from rose.train.env import Task
 from rose.train.mix import TaskMix, TaskShapes
 from rose.train.plan import GroupPlan, GroupState
 from rose.train.rollout import RolloutReport, Score
+from rose.train.room import LOOK_EVERY_S, Room
 from rose.train.workers import EnvManager, Parts, TrainWorker, eval_job, family_of, torch_trainer
 
 logger = logging.getLogger(__name__)
@@ -30,6 +33,8 @@ PING_TIMEOUT_S = 60.0
 """Longer than an actor takes to start on one busy core."""
 STOP_TIMEOUT_S = 15.0
 """Longer than a manager waits for a scheduler that does not answer."""
+START_TIMEOUT_S = 300.0
+"""For an actor that has room: Ray notices the death of a node after half a minute, and starts it elsewhere."""
 MAX_GIVEN_UP = 2
 """Times that a group is begun whose episodes fail: what it has finished is worth another try, but not one after the other."""
 MAX_REMEMBERED = 10_000
@@ -76,10 +81,10 @@ class Crew:
         self.given_up: Counter[str] = Counter()
         self._tokens = tokens
         self._parts = parts
-        self._managers: list[Any] = [None] * config.env.num_managers
+        self._room = Room(config)
+        self._managers: list[Any] = [None] * self._room.num_managers
         self._trainer: Any = None
         self._ranks: list[Any] = []
-        self._group: Any = None
 
     @property
     def num_managers(self) -> int:
@@ -102,17 +107,30 @@ class Crew:
             TrainError: Too many deaths in a row.
         """
         events: list[dict[str, Any]] = []
-        for index, manager in enumerate(self._managers):
-            if not await self._alive(manager, f"environment manager {index}", events):
-                self._managers[index] = self._make_manager()
+        alive = [
+            await self._alive(manager, f"environment manager {index}", events)
+            for index, manager in enumerate(self._managers)
+        ]
         trainer_alive = await self._alive(self._trainer, "trainer", events)
         if self.last_death is not None and not events:
             self._count("nobody that stayed dead", events)  # unreachable for a moment: it counts all the same
         self.last_death = None
+        if not (trainer_alive and all(alive)) and await self._hold_room():
+            trainer_alive, alive = False, [False] * self._room.num_managers
+            self._managers = [None] * len(alive)
+        new: list[Any] = []
+        for index, lives in enumerate(alive):
+            if not lives:
+                self._managers[index] = self._make_manager(index)
+                new.append(self._managers[index])
+        if not trainer_alive:
+            self._make_trainer()
+            new += [*self._ranks, self._trainer]
+        for actor in new:
+            await self._started(actor)
         if trainer_alive:
             await answer_of(self._trainer.release.remote())
         else:
-            self._make_trainer()
             started = await answer_of(self._trainer.start.remote())
             if self.step and not started["step"] and not started["passed_over"]:
                 raise TrainError(
@@ -123,6 +141,28 @@ class Crew:
             self.step, self.attempt = started["step"], started["attempt"]
             events.append({"event": "attempt", **started})
         return events
+
+    async def _hold_room(self) -> bool:
+        return await self._room.hold()
+
+    async def _started(self, actor: Any) -> None:
+        """Wait until a new actor answers; its room may be lost meanwhile.
+
+        Raises:
+            ActorDied: It did not start.
+            ConfigError: There is no room for it any more, see :meth:`Room.hold`.
+        """
+        until_s = time.monotonic() + START_TIMEOUT_S
+        ping = asyncio.ensure_future(answer_of(actor.pid.remote()))
+        try:
+            while not (await asyncio.wait({ping}, timeout=LOOK_EVERY_S))[0]:
+                if await self._hold_room():
+                    raise ActorDied("the node that it was to start on is gone")
+                if time.monotonic() > until_s:
+                    raise ActorDied("it did not start")
+            await ping
+        finally:
+            ping.cancel()
 
     async def _alive(self, actor: Any, name: str, events: list[dict[str, Any]]) -> bool:
         """Whether ``actor`` answers.  One that is silent for too long is made sure to be dead."""
@@ -148,14 +188,14 @@ class Crew:
                 field="ray.max_restarts",
             )
 
-    def _make_manager(self) -> Any:
+    def _make_manager(self, index: int) -> Any:
         import ray
 
         config = self.config
         # An asynchronous run makes a call per group, of which a refill begins up to four times as many.  At Ray's own
         # limit, a thousand, the next ping would wait behind them, and the manager be taken for dead.
         num_calls = 1000 + 4 * (config.alpha + 1) * config.rollout.num_groups
-        options: Any = {"num_cpus": 1, "scheduling_strategy": "SPREAD", "max_concurrency": num_calls}
+        options: Any = {**self._room.of_manager(index), "max_concurrency": num_calls}
         make: Any = ray.remote(**options)(EnvManager)
         return make.remote(self.config, self._tokens, spawn_reward_worker)
 
@@ -166,35 +206,20 @@ class Crew:
 
     def _make_trainer(self) -> None:
         import ray
-        from ray.util.placement_group import placement_group
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        config, num_ranks = self.config, self.config.trainer.num_ranks
+        config, room = self.config, self._room
         for rank in self._ranks:
             ray.kill(rank)
-        if num_ranks == 1:
-            self._trainer = ray.remote(num_cpus=1)(TrainWorker).remote(config, self._tokens, self._parts)
-            return
-        if self._group is None:
-            self._group = placement_group([{"CPU": 1}] * num_ranks, strategy="PACK")
+        if room.num_ranks > 1:
+            from rose.train.ranks import TrainRank
 
-        def place(index: int) -> dict[str, Any]:
-            return {
-                "num_cpus": 1,
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                    self._group, placement_group_bundle_index=index
-                ),
-            }
-
-        from rose.train.ranks import TrainRank
-
-        make = (self._parts.make_trainer if self._parts else None) or torch_trainer
-        self._ranks = [
-            ray.remote(**place(index))(TrainRank).remote(config, make, index) for index in range(1, num_ranks)
-        ]
-        self._trainer = ray.remote(**place(0))(TrainWorker).remote(
-            config, self._tokens, self._parts, self._ranks
-        )
+            make = (self._parts.make_trainer if self._parts else None) or torch_trainer
+            self._ranks = [
+                ray.remote(**room.of_rank(index))(TrainRank).remote(config, make, index)
+                for index in range(1, room.num_ranks)
+            ]
+        make_worker: Any = ray.remote(**room.of_rank(0))(TrainWorker)
+        self._trainer = make_worker.remote(config, self._tokens, self._parts, self._ranks)
 
     # --- calls -----------------------------------------------------------------------------------------
 

@@ -83,7 +83,10 @@ class LocalCrew(Crew):
         super().__init__(*arguments)
         self.made: list[LocalActor] = []
 
-    def _make_manager(self) -> Any:
+    async def _hold_room(self) -> bool:
+        return False
+
+    def _make_manager(self, index: int) -> Any:
         self.made.append(LocalActor(EnvManager(self.config, self._tokens, LocalRewards)))
         return self.made[-1]
 

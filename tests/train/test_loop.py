@@ -262,7 +262,8 @@ def test_a_manager_full_of_groups_still_says_that_it_lives(
 
     async def fill_and_ask() -> int:
         crew = Crew(config, Tokens.generate(), None)
-        manager = crew._managers[0] = crew._make_manager()
+        await crew._hold_room()
+        manager = crew._managers[0] = crew._make_manager(0)
         await answer_of(manager.pid.remote())
         running = [asyncio.create_task(crew.run_on(0, [])) for _ in range(5 * 256)]
         try:

@@ -15,9 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.plugin.stand_in import eventually
+from tests.train.ray_world import job_table
+from tests.train.world import World, running_world
 
 pytest.importorskip("ray")
 
@@ -116,6 +119,12 @@ class Node:
         assert self.process.poll() is None, self.log.read_text()
         return "Ray runtime started" in self.log.read_text()
 
+    def kill(self) -> None:
+        """As a machine that is switched off."""
+        for process in (*psutil.Process(self.process.pid).children(recursive=True), self.process):
+            process.kill()
+        self.process.wait(60)
+
     def stop(self) -> None:
         self.process.terminate()
         self.process.wait(60)
@@ -178,3 +187,64 @@ def test_who_insists_on_a_private_cluster_gets_one_beside_it(machine: Machine, h
     found = seen(machine.run(machine.job(address="local"), RAY_ADDRESS=head))
     assert found["joined"] is None
     assert found["address"] != head
+
+
+def driver(machine: Machine, world: World, head: str, **changes: Any) -> subprocess.Popen[str]:
+    """A job on the cluster at ``head``; one line of JSON for each step and event."""
+    table = job_table(world, log={"tensorboard": False}, **changes)
+    (world.root / "job.json").write_text(json.dumps(table))
+    world.tokens.save(world.root / "tokens.toml")
+    command = [sys.executable, "-m", "tests.train.ray_world", str(world.root / "job.json")]
+    return subprocess.Popen(
+        [*command, str(world.root / "tokens.toml")],
+        env=machine.environment(RAY_ADDRESS=head),
+        stdout=subprocess.PIPE,
+        stderr=(world.root / "stderr").open("w"),
+        text=True,
+    )
+
+
+def test_a_cluster_too_small_for_the_job_says_what_is_missing(
+    machine: Machine, head: str, tmp_path: Path, policy_model: Path
+) -> None:
+    with running_world(tmp_path, policy_model) as world:
+        job = driver(machine, world, head, env={"num_managers": 2}, ray={"address": "auto"})
+        job.communicate(timeout=90)
+    said = (tmp_path / "stderr").read_text()
+    assert job.returncode == 1
+    assert "the cluster has 1 CPUs on 1 nodes, 1 of them free; the job's actors want 3" in said
+    assert "without room: 2 x environment manager (add nodes" in said
+
+
+def test_a_job_that_waits_goes_on_when_nodes_come_and_when_one_dies(
+    machine: Machine, head: str, tmp_path: Path, policy_model: Path
+) -> None:
+    small = {
+        "rollout": {"num_groups": 2, "group_size": 4},
+        "env": {"num_managers": 2, "settings": {"num_maps": 4}},
+    }
+    settings = {"address": "auto", "when_too_small": "wait"}
+    nodes: list[Node] = []
+    with running_world(tmp_path, policy_model) as world:
+        job = driver(machine, world, head, num_steps=4, ray=settings, **small)
+        try:
+            eventually(
+                lambda: "waiting for room" in (tmp_path / "stderr").read_text(), "its word", timeout_s=60
+            )
+            nodes = [Node(machine, f"--address={head}", num_cpus=2) for _ in range(2)]
+            assert job.stdout is not None
+            told: list[dict[str, Any]] = []
+            for line in job.stdout:
+                if not line.startswith("{"):
+                    continue  # Ray has its say too
+                told.append(json.loads(line))
+                if told[-1] == {"step": 0, "event": None} and nodes[0].process.poll() is None:
+                    nodes[0].kill()
+            job.wait(60)
+        finally:
+            job.kill()
+            for node in nodes[1:]:
+                node.stop()
+    assert job.returncode == 0, (tmp_path / "stderr").read_text()
+    assert "actor_died" in [one["event"] for one in told]
+    assert {one["step"] for one in told} >= {0, 1, 2, 3}

@@ -1,0 +1,120 @@
+"""Room for a job's actors in its Ray cluster, reserved as a whole before any of them is made.
+
+An actor without room waits in Ray without a word.  A placement group either has its room or has not, and says which; an
+autoscaler reads one that waits as a wish.  It has room for the trainer and the environment managers; the ranks of the trainer lie
+together on one node where one is large enough.  A node that dies takes its part of the room along, and Ray looks for
+another place for that.
+
+Callers: ``rose.train.crew``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from rose.errors import ConfigError
+from rose.train.config import TrainConfig
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_S = 5.0
+"""For a reservation, before the job says what is missing: an earlier job may just be leaving."""
+LOOK_EVERY_S = 1
+
+
+class Room:
+    """See the module's docstring.  One event loop; the driver is connected to Ray."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._config = config
+        self.num_ranks = config.trainer.num_ranks
+        self.num_managers = config.env.num_managers or 1
+        self._follows = config.env.num_managers is None
+        self._group: Any = None
+        self._together = True
+
+    async def hold(self) -> bool:
+        """Have room for everybody.
+
+        Returns:
+            Whether it is another room: who was in the one before is gone with it, and :attr:`num_managers` may have changed.
+
+        Raises:
+            ConfigError: There is none, and ``ray.when_too_small`` is ``fail``.
+        """
+        is_new = self._group is None
+        if is_new:
+            await asyncio.to_thread(self._ask, self._config.rollout.num_groups)
+        until_s, said = time.monotonic() + PATIENCE_S, ""
+        while not await asyncio.to_thread(self._group.wait, LOOK_EVERY_S):
+            if time.monotonic() < until_s:
+                continue
+            if self._follows and self.num_managers > 1:
+                await asyncio.to_thread(self._ask, self.num_managers - 1)
+                is_new, until_s = True, time.monotonic() + PATIENCE_S
+                continue
+            lack = await asyncio.to_thread(self._lack)
+            if self._config.ray.when_too_small == "fail":
+                fix = (
+                    "add nodes, or ask for less (env.num_managers, trainer.num_ranks); "
+                    'ray.when_too_small = "wait" waits for room, ray.address = "local" needs none'
+                )
+                raise ConfigError(lack, field="ray", fix=fix)
+            if lack != said:
+                logger.warning("%s; waiting for room, which an autoscaling cluster makes", lack)
+                said = lack
+        return is_new
+
+    def of_rank(self, rank: int) -> dict[str, Any]:
+        """Options of the actor of a trainer's rank."""
+        return self._at(0 if self._together else rank)
+
+    def of_manager(self, index: int) -> dict[str, Any]:
+        """Options of the actor of an environment manager."""
+        return self._at((1 if self._together else self.num_ranks) + index)
+
+    def _at(self, bundle: int) -> dict[str, Any]:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        return {"num_cpus": 1, "scheduling_strategy": place}
+
+    def _ask(self, max_managers: int) -> None:
+        from ray.util.placement_group import placement_group, remove_placement_group
+
+        if self._group is not None:
+            remove_placement_group(self._group)
+        ranks, nodes = self.num_ranks, [cpus for cpus in _cpus_of_nodes() if cpus]
+        if self._follows:
+            self.num_managers = max(1, min(len(nodes), sum(nodes) - ranks, max_managers))
+        self._together = ranks <= max([1, *nodes])
+        bundles = [{"CPU": float(ranks)}] if self._together else [{"CPU": 1.0}] * ranks
+        # Several nodes of ranks are better neighbours; managers are better spread.
+        strategy = "SPREAD" if self._together else "PACK"
+        self._group = placement_group(bundles + [{"CPU": 1.0}] * self.num_managers, strategy=strategy)
+
+    def _lack(self) -> str:
+        import ray
+
+        nodes, free = _cpus_of_nodes(), int(ray.available_resources().get("CPU", 0))
+        left_out = {"trainer rank": self.num_ranks, "environment manager": self.num_managers}
+        wanted, places = sum(left_out.values()), free
+        for name, count in left_out.items():
+            left_out[name] = max(0, count - places)
+            places = max(0, places - count)
+        without = ", ".join(f"{count} x {name}" for name, count in left_out.items() if count)
+        return (
+            f"the cluster has {sum(nodes)} CPUs on {len(nodes)} nodes, {free} of them free; the job's actors want {wanted}: "
+            f"{self.num_ranks} x trainer rank, {self.num_managers} x environment manager; "
+            f"without room: {without or 'some, for no node has enough in one piece'}"
+        )
+
+
+def _cpus_of_nodes() -> list[int]:
+    """Of every living node, free or not."""
+    import ray
+
+    return [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
