@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rose.coserve.ledger import NodeDir, Phase, RecordWriter, ServingLease
+from rose.coserve.ledger import NodeDir, Phase, RecordWriter, ServingLease, pack_found
 from rose.errors import ConfigError, RoseError
 from rose.policy.compat import UNLISTED, Row, Support, judge, row
 from rose.units import PAGE_BYTES
@@ -268,13 +268,14 @@ _refusal: Any = None
 def stay_stock(error: Exception | Standing) -> None:
     """Production's scheduler could not be made to share: say why in the lease.  Never raises."""
     if isinstance(error, Standing):
-        _give_up("serving", str(error), error.row)
+        _give_up("serving", str(error), error.row, error.found)
         return
     because = row("small_cache") if isinstance(error, ConfigError) else UNLISTED
     _give_up("serving", f"{type(error).__name__}: {error}", because)
 
 
-def _give_up(role: str, reason: str, because: Row = UNLISTED) -> None:
+def _give_up(role: str, reason: str, because: Row = UNLISTED, found: str | None = None) -> None:
+    """``found``: what of the configuration the row was found by; None: the reason itself says all there is."""
     global _refused, _refusal
     _refused = reason
     if role == "rollout":
@@ -283,6 +284,7 @@ def _give_up(role: str, reason: str, because: Row = UNLISTED) -> None:
     if _refusal is None and os.environ.get("ROSE_DIR"):
         try:
             _refusal = starting_lease() or NodeDir(os.environ["ROSE_DIR"]).serving_lease_writer()
+            _refusal.extra[:] = pack_found(reason if found is None else found)
             _refusal.write(
                 ServingLease(phase=Phase.OFF, row=because.number, heartbeat_ns=time.monotonic_ns())
             )
@@ -302,7 +304,7 @@ def _wrap_config(original: Callable[..., Any], role: str) -> Callable[..., Any]:
             _give_up(role, f"the configuration could not be read: {error!r}", row("unknown_version"))
             return config
         if standing.support is Support.REFUSED:
-            _give_up(role, str(standing), standing.row)
+            _give_up(role, str(standing), standing.row, standing.found)
             return config
         config.scheduler_config.scheduler_cls = SCHEDULER_FACTORY
         if standing.support is Support.ELASTIC:

@@ -59,6 +59,7 @@ class _Serving:
                 elastic,
                 piece_bytes=compat.piece_bytes(config),
                 because=standing.row,
+                found=standing.found,
             )
         except Exception as error:  # noqa: BLE001  # fail-open
             compat.stay_stock(error)

@@ -37,6 +37,7 @@ from rose.coserve.ledger import (
     NodeState,
     Phase,
     ServingLease,
+    pack_found,
 )
 from rose.errors import LedgerError
 from rose.policy.compat import Row, Support, row
@@ -72,6 +73,7 @@ class ServingSide:
         elastic: Its KV memory can be given back; else it shares compute only and lends nothing.
         piece_bytes: In which pieces its memory comes and goes.
         because: The row of the compatibility table by which it takes part.
+        found: What of the configuration the row was found by.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class ServingSide:
         *,
         piece_bytes: int = compat.OS_PAGE_BYTES,
         because: Row | None = None,
+        found: str = "",
     ) -> None:
         self._scheduler = scheduler
         self._engine: Any = None
@@ -117,6 +120,7 @@ class ServingSide:
         self._engine_number = engine_number()
         with contextlib.ExitStack() as made:  # a file that is kept open here would look like a live engine's
             self._lease = made.enter_context(compat.starting_lease() or self._dir.serving_lease_writer())
+            self._lease.extra[:] = pack_found(found)
             board = made.enter_context(self._dir.serving_board_writer())
             self._chunks = made.enter_context(self._dir.chunks_writer("serving", self.plan.num_chunks))
             self._chunks.extra[:] = b"\x01" * self.plan.num_chunks

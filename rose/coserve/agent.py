@@ -288,7 +288,8 @@ class NodeAgent:
             return "serving is not there"
         if lease.phase == Phase.OFF:
             because = row_of_number(lease.row)
-            return f"serving does not share: {because.feature}: {because.reason}"
+            found = f" ({text})" if (text := self.device.found()) else ""
+            return f"serving does not share: {because.feature}{found}: {because.reason}"
         if lease.phase != Phase.READY:
             return "serving is not ready"
         if self._could_lend_pages is None and not says_kv_size(engine):

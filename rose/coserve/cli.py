@@ -168,7 +168,7 @@ def _show(status: dict[str, Any], as_json: bool) -> None:
     )
     typer.echo(
         f"serving   {serving['phase']}{'' if serving['alive'] else ' (no process)'}, "
-        f"{serving['support']} ({serving['because']}), "
+        f"{serving['support']} ({serving['because']}{': ' + serving['found'] if serving['found'] else ''}), "
         f"{serving['used_pages']} used, {serving['reserved_pages']} reserved of {serving['total_pages']} pages, "
         f"claims {serving['claim_pages']}"
         + (f", {serving['stranded_pages']} STRANDED" if serving["stranded_pages"] else "")

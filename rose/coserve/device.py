@@ -16,7 +16,15 @@ import time
 from typing import Any, TypeVar
 
 from rose.coserve.free_memory import FreeMemory, HostMemory
-from rose.coserve.ledger import NodeDir, Phase, RecordReader, RolloutLease, ServingBoard, ServingLease
+from rose.coserve.ledger import (
+    NodeDir,
+    Phase,
+    RecordReader,
+    RolloutLease,
+    ServingBoard,
+    ServingLease,
+    unpack_found,
+)
 from rose.errors import LedgerError
 from rose.policy.admission import BoardView, slack
 from rose.policy.compat import Support
@@ -64,6 +72,13 @@ class DeviceView:
 
     def rollout_alive(self) -> bool:
         return _alive(self._rollout_file)
+
+    def found(self) -> str:
+        """What of production's configuration its row of the compatibility table was found by; empty where it did not say."""
+        try:
+            return unpack_found(self._lease_file.extra)
+        except LedgerError:
+            return ""
 
     def serving_event(self, dead_after_s: float) -> ServingReported | None:
         """The last look as the lending policy wants it; None where there is no lease."""

@@ -92,10 +92,12 @@ R = TypeVar("R")
 Role = Literal["serving", "rollout"]
 ROLES: tuple[Role, ...] = ("serving", "rollout")
 
-VERSION = 2
+VERSION = 3
 MAX_EXTRA_BYTES = 1 << 24
 """One byte per chunk: 16 M chunks are 32 TiB.  More is a corrupt header, not a device."""
 MAX_RANKS = 64
+FOUND_BYTES = 256
+"""Behind ``serving.lease``, UTF-8, the rest zero: what of production's configuration its row of the compatibility table was found by."""
 
 _MAGIC = b"ROSELGR\n"
 _HEADER = struct.Struct("<8sIIIIQ")  # magic, version, schema, record bytes, extra bytes, incarnation
@@ -121,6 +123,17 @@ _PROTOCOL = 0
 read a lease and not the report that counts when its writer is dead."""
 for _one in (NodeState, ServingLease, ServingBoard, ChunkState, RankState, RolloutLease):
     _PROTOCOL = zlib.crc32(_described(_one), _PROTOCOL)
+
+
+def pack_found(text: str) -> bytes:
+    """For the extra bytes of ``serving.lease``; cut off where it is too long."""
+    return text.encode(errors="replace")[:FOUND_BYTES].ljust(FOUND_BYTES, b"\0")
+
+
+def unpack_found(data: bytes) -> str:
+    """Whatever stands there as one printable line."""
+    text = data.rstrip(b"\0").decode(errors="replace")
+    return "".join(one if one.isprintable() else "?" for one in text)
 
 
 class _Layout(Generic[R]):
@@ -614,10 +627,10 @@ class NodeDir:
         return RecordReader(self.path / "node.state", NodeState)
 
     def serving_lease_writer(self) -> RecordWriter[ServingLease]:
-        return RecordWriter(self.path / "serving.lease", ServingLease)
+        return RecordWriter(self.path / "serving.lease", ServingLease, FOUND_BYTES)
 
     def serving_lease(self) -> RecordReader[ServingLease]:
-        return RecordReader(self.path / "serving.lease", ServingLease)
+        return RecordReader(self.path / "serving.lease", ServingLease, FOUND_BYTES)
 
     def serving_board_writer(self) -> RecordWriter[ServingBoard]:
         return RecordWriter(self.path / "serving.board", ServingBoard)

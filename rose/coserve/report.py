@@ -139,6 +139,7 @@ def _serving(agent: NodeAgent) -> dict[str, Any]:
         "phase": _phase(lease),
         "support": _support(lease),
         "because": row_of_number(lease.row).feature if lease else "",
+        "found": device.found(),
         "total_pages": lease.total_pages if lease else 0,
         "reserved_pages": lease.reserved_pages if lease else 0,
         "used_pages": board.used_pages if board else 0,

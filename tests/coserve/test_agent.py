@@ -17,7 +17,7 @@ from rose.config import validate
 from rose.coserve.agent import NodeAgent
 from rose.coserve.config import NodeConfig
 from rose.coserve.control import ControlClient
-from rose.coserve.ledger import Mode, NodeDir, Phase, RankState
+from rose.coserve.ledger import Mode, NodeDir, Phase, RankState, pack_found
 from rose.errors import ConfigError, EngineError, LedgerError
 from rose.policy.admission import Rule
 from rose.policy.baselines import StaticLending
@@ -598,3 +598,16 @@ async def test_a_directory_too_long_for_a_socket_is_refused(device: Device, tmp_
     with pytest.raises(ConfigError, match="too long for a socket"):
         await device.agents[0][1]
     device.agents.clear()
+
+
+async def test_the_status_names_the_field_and_value_for_which_production_does_not_share(
+    device: Device,
+) -> None:
+    production = device.produce()
+    production.phase = Phase.OFF
+    production._lease.extra[:] = pack_found("scheduler_config.policy = 'priority'\x1b[2J" + "x" * 1000)
+    production.publish()
+    agent = device.agent()
+    await until(lambda: "(scheduler_config.policy = 'priority'?[2Jxx" in str(agent.waits_for()))
+    assert "policy = 'priority'?[2J" in agent.status()["serving"]["found"]
+    assert len(agent.status()["serving"]["found"]) <= 256

@@ -344,3 +344,23 @@ def test_a_compute_only_scheduler_publishes_slack_and_lends_nothing(
         assert (board.step, board.running) == (1, 1)
     finally:
         scheduler.rose.stop() if scheduler.rose._thread.is_alive() else None
+
+
+def test_the_lease_names_the_field_and_value_for_which_nothing_is_lent(
+    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rose.coserve.ledger import unpack_found
+    from vllm_plugin.scheduler import ServingScheduler
+
+    monkeypatch.setenv("ROSE_DIR", str(tmp_path / "n"))
+    monkeypatch.setenv("ROSE_ROLE", "serving")
+    config.scheduler_config.watermark = 0.3
+    scheduler = harness.build(ServingScheduler, config)
+    try:
+        lease = NodeDir(tmp_path / "n").serving_lease()
+        record = lease.read()
+        assert record is not None
+        assert record.support == Support.COMPUTE_ONLY
+        assert unpack_found(lease.extra) == "scheduler_config.watermark = 0.3"
+    finally:
+        scheduler.rose.stop() if scheduler.rose._thread.is_alive() else None

@@ -27,8 +27,8 @@ pytestmark = pytest.mark.timeout(300)
 FIX = "run the same ROSE version in every process of the device"
 LEDGER, RECORDS = "rose/coserve/ledger.py", "rose/coserve/records.py"
 CHANGES = {
-    "a newer ledger": (LEDGER, "\nVERSION = 2\n", "\nVERSION = 3\n", "ledger version"),
-    "an older ledger": (LEDGER, "\nVERSION = 2\n", "\nVERSION = 1\n", "ledger version"),
+    "a newer ledger": (LEDGER, "\nVERSION = 3\n", "\nVERSION = 4\n", "ledger version"),
+    "an older ledger": (LEDGER, "\nVERSION = 3\n", "\nVERSION = 2\n", "ledger version"),
     "a report with another field": (
         RECORDS,
         "    touched_bytes: int = 0\n",
