@@ -24,11 +24,11 @@ class TrafficSettings(Section):
     """Production traffic; one block of the measurement is one period."""
 
     period_s: float = Field(default=34.0, gt=0, le=600)
-    """Longer than production's use is remembered (30 s): each burst then takes memory back anew."""
-    mean_rate_hz: float = Field(default=1.2, gt=0, le=100)
-    prompt_median_tokens: int = Field(default=64, ge=1)
+    """With the other defaults there is one burst in each."""
+    mean_rate_hz: float = Field(default=0.9, gt=0, le=100)
+    prompt_median_tokens: int = Field(default=128, ge=1)
     prompt_max_tokens: int = Field(default=400, ge=1)
-    output_median_tokens: int = Field(default=16, ge=1)
+    output_median_tokens: int = Field(default=24, ge=1)
     output_max_tokens: int = Field(default=64, ge=1)
     burst_every_s: float = Field(default=30.0, gt=0)
 
@@ -38,7 +38,7 @@ class ProductionSettings(Section):
 
     max_model_len: int = Field(default=1024, ge=64)
     max_num_seqs: int = Field(default=32, ge=1)
-    kv_cache_bytes: int = Field(default=48 * 2**20, ge=16 * 2**20)
+    kv_cache_bytes: int = Field(default=36 * 2**20, ge=16 * 2**20)
     """So little that a burst cannot do without what rollouts hold."""
     slo_ttft_s: float = Field(default=0.5, gt=0)
     slo_tpot_s: float = Field(default=0.15, gt=0)
@@ -59,7 +59,7 @@ class JobSettings(Section):
     group_size: int = Field(default=16, ge=8, le=128)
     lake_size: int = Field(default=5, ge=4, le=8)
     num_lakes: int = Field(default=8, ge=1, le=64)
-    learning_rate: float = Field(default=7e-4, gt=0)
+    learning_rate: float = Field(default=5e-4, gt=0)
     adam_epsilon: float = Field(default=1e-2, gt=0)
     """Far above the size of gradients: a weight moves as far as its gradient is large, so that most bf16 weights stay what they are
     in a step, as in real fine-tuning."""
@@ -69,7 +69,7 @@ class JobSettings(Section):
 
 class DemoConfig(Section):
     seed: int = Field(default=0, ge=0, lt=2**31)
-    steps: int = Field(default=60, ge=1, le=1000)
+    steps: int = Field(default=100, ge=1, le=1000)
     num_pairs: int = Field(default=4, ge=2, le=50)
     """Of blocks with harvesting off and on, each of one period of traffic."""
     trace: Path | None = None

@@ -38,6 +38,8 @@ BYTE_TOKENS = 256
 """The first token ids of the demo's tokenizer are single bytes: safe as prompts, no special token among them."""
 RESTARTS = 3
 BATCH_NICE = 5
+LENT_AGAIN_S = 5.0
+"""A page that production has not used for so long is lent again."""
 LOG_NAMES = (
     *("models", "relay", "scheduler", "production", "traffic", "dedicated", "dedicated-engine"),
     *("harvested", "harvested-engine", "train", "node on", "node off"),
@@ -256,7 +258,13 @@ class Plan:
             "slo_ttft_ms": production.slo_ttft_s * 1e3,
             "slo_tpot_ms": production.slo_tpot_s * 1e3,
         }
-        table = {"mode": "off", "serving": serving, "engine": engine}
+        # Half a minute's memory of production's use would outlast a block: no burst would find its pages lent.
+        table = {
+            "mode": "off",
+            "serving": serving,
+            "engine": engine,
+            "lending": {"use_window_s": LENT_AGAIN_S},
+        }
         return self._node("harvested", self.node_dir, table)
 
     def train(self) -> Part:
