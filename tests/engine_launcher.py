@@ -86,6 +86,7 @@ class EngineServer:
         url: ``http://127.0.0.1:PORT``.
         node_token: Value of ``ROSE_NODE_TOKEN``; :meth:`get` and :meth:`post` send it.
         rose_dir: Value of ``ROSE_DIR``; a fresh folder unless ``env`` names one.
+        argv: Of the ``vllm`` command.
         pid: Of the API server, which is also the id of the session of the whole tree.
         start_s: What the start took.
     """
@@ -128,7 +129,7 @@ class EngineServer:
         env |= self._extra_env
         self.node_token = env.get("ROSE_NODE_TOKEN", self.node_token)
         self.rose_dir = Path(env.get("ROSE_DIR", self._folder))
-        argv = ["serve", str(self.model_dir), *BASE_ARGS, f"--port={self.port}"]
+        self.argv = argv = ["serve", str(self.model_dir), *BASE_ARGS, f"--port={self.port}"]
         argv += [*ROLE_ARGS.get(self.role or "", ()), *self._extra_args]
         began_s = time.monotonic()
         try:

@@ -32,7 +32,7 @@ from rose.errors import ConfigError, RoseError
 from rose.policy.compat import UNLISTED, Row, Support, judge, row
 from rose.units import PAGE_BYTES
 from vllm_plugin import ENV_ENGINE
-from vllm_plugin.features import Device, findings, kv_findings
+from vllm_plugin.features import Device, Findings, findings, kv_findings
 from vllm_plugin.kv_layout import CountedCache
 from vllm_plugin.selfcheck import GROUP_BYTES, problems
 
@@ -126,8 +126,8 @@ class Standing:
         return f"{self.row.feature}{found}: {self.row.reason}"
 
 
-def standing_of(config: Any, role: str, kv_cache_config: Any = None) -> Standing:
-    """How an engine stands by its ``VllmConfig``, and by its ``KVCacheConfig`` too where that is known already.
+def touched(config: Any, kv_cache_config: Any = None) -> Findings:
+    """Rows that an engine touches by its ``VllmConfig``, and by its ``KVCacheConfig`` too where that is known already.
 
     Raises:
         Exception: Something of the configuration is not what it was: no engine that we know.
@@ -135,13 +135,28 @@ def standing_of(config: Any, role: str, kv_cache_config: Any = None) -> Standing
     kind = device()
     worker, stock_worker = _WORKERS.get(kind, ("", ""))
     found = findings(config, device=kind, stock_worker=stock_worker, ours=(SCHEDULER_FACTORY, worker))
-    if kv_cache_config is not None:
-        found |= kv_findings(kv_cache_config, piece_bytes(config))
+    return found if kv_cache_config is None else found | kv_findings(kv_cache_config, piece_bytes(config))
+
+
+def standing_of(config: Any, role: str, kv_cache_config: Any = None) -> Standing:
+    """How an engine stands.  Raises as :func:`touched`."""
+    return standing_by(touched(config, kv_cache_config), role)
+
+
+def standing_by(found: Findings, role: str) -> Standing:
+    """How an engine stands that touches these rows."""
     allowed = os.environ.get(ENV_ALLOW_UNMEASURED) == "1"
     support, because = judge(role, found or ("decoder",), allow_unmeasured=allowed)
-    if support is Support.ELASTIC and kind == "cuda":
+    if support is Support.ELASTIC and device() == "cuda":
         because = row("gpu")  # the row by which it takes part: nobody has measured it
     return Standing(support=support, row=because, found=found.get(because.name, ""))
+
+
+def take_places(config: Any, standing: Standing) -> None:
+    """Put our scheduler, and our worker where its memory is elastic, into the configuration of an engine that is not refused."""
+    config.scheduler_config.scheduler_cls = SCHEDULER_FACTORY
+    if standing.support is Support.ELASTIC:
+        config.parallel_config.worker_cls = _WORKERS[device()][0]
 
 
 def require_elastic(kv_cache_config: Any, piece_bytes: int) -> None:
@@ -306,9 +321,8 @@ def _wrap_config(original: Callable[..., Any], role: str) -> Callable[..., Any]:
         if standing.support is Support.REFUSED:
             _give_up(role, str(standing), standing.row, standing.found)
             return config
-        config.scheduler_config.scheduler_cls = SCHEDULER_FACTORY
+        take_places(config, standing)
         if standing.support is Support.ELASTIC:
-            config.parallel_config.worker_cls = _WORKERS[device()][0]
             if standing.row.unmeasured is not None:
                 logger.warning("ROSE shares what nobody has measured: %s", standing.row.feature)
         else:

@@ -291,6 +291,48 @@ CPU_WORKER: tuple[Owner, ...] = (
 )
 """Of those on the CPU build, besides.  (That ``sched_yield`` is gone costs time only: see ``compat.patch_spin``.)"""
 
+DOCTOR: tuple[Owner, ...] = (
+    Owner(
+        where="vllm.entrypoints.cli.serve",
+        names="run_server run_multi_api_server run_headless run_dp_supervisor",
+    ),
+    Owner(
+        where="vllm.entrypoints.cli.serve:ServeSubcommand",
+        calls={"subparser_init": "self subparsers", "validate": "self args", "cmd": "args"},
+    ),
+    Owner(where="vllm.entrypoints.launchers.cli_args", names="propagate_flash_late_interaction"),
+    Owner(where="vllm.utils.argparse_utils", names="FlexibleArgumentParser"),
+    Owner(where="vllm.usage.usage_lib", names="UsageContext"),
+    Owner(where="vllm.usage.usage_lib:UsageContext", names="OPENAI_API_SERVER"),
+    Owner(
+        where="vllm.engine.arg_utils:AsyncEngineArgs",
+        names="_api_process_count _api_process_rank",
+        calls={"from_cli_args": "args", "create_engine_config": "self usage_context headless"},
+    ),
+    Owner(where="vllm.engine.arg_utils", names="AsyncEngineArgs"),
+    Owner(
+        where="vllm.config.model:ModelConfig",
+        calls={
+            "get_sliding_window": "self",
+            "get_num_kv_heads": "self parallel_config",
+            "get_head_size": "self",
+            "get_num_layers": "self parallel_config",
+        },
+    ),
+    Owner(where="vllm.utils.torch_utils", names="kv_cache_dtype_str_to_dtype"),
+    Owner(
+        where="vllm.v1.kv_cache_interface",
+        names="FullAttentionSpec SlidingWindowSpec ChunkedLocalAttentionSpec",
+    ),
+    Owner(
+        where="vllm.v1.core.kv_cache_utils",
+        names="get_kv_cache_configs",
+        calls={"get_kv_cache_configs": "vllm_config kv_cache_specs available_memory"},
+    ),
+    Owner(where="vllm.v1.core.single_type_kv_cache_manager", names="register_all_kvcache_specs"),
+)
+"""Of ``rose doctor``'s look at an engine that is not started."""
+
 GROUP_BYTES = 4
 """A key of the prefix cache is a block's hash and the number of its KV group."""
 

@@ -18,6 +18,7 @@ import zmq
 from rose.coserve.ledger import Phase
 from rose.policy.compat import Support
 from tests.engine_launcher import EngineServer
+from tests.plugin.ask_doctor import ask_about
 from tests.plugin.logits_for_tests import NEVER
 from tests.plugin.stand_in import eventually
 from tests.plugin.test_serving_engine import Agent
@@ -134,6 +135,16 @@ def test_a_burst_takes_lent_memory_back(production: Production, agent: Agent) ->
     after = board.read()
     assert after is not None
     assert after.pressure_seq > before.pressure_seq
+
+
+def test_the_doctor_had_said_so(production: Production, agent: Agent) -> None:
+    answer = ask_about(production.server)
+
+    lease = agent.lease()
+    assert (answer["support"], answer["problem"]) == (Support(lease.support).label, "")
+    assert answer["total_pages"] == lease.total_pages
+    assert answer["lendable_pages"] == agent.total - 1  # chunk 0 is one page here
+    assert {one["row"] for one in answer["rows"]} <= {production.option, "decoder"}
 
 
 @pytest.mark.parametrize("production", ["logits_processors"], indirect=True, scope="module")

@@ -27,6 +27,7 @@ GROUPS = {
     "api": selfcheck.API,
     "worker": selfcheck.WORKER,
     "cpu worker": selfcheck.CPU_WORKER,
+    "doctor": selfcheck.DOCTOR,
 }
 OWNERS = [owner for group in GROUPS.values() for owner in group]
 

@@ -11,6 +11,7 @@ import pytest
 from rose.coserve.ledger import NodeDir, Phase
 from rose.policy.compat import Support, row, row_of_number
 from tests.engine_launcher import EngineServer
+from tests.plugin.ask_doctor import ask_about
 from tests.plugin.stand_in import eventually
 from tests.plugin.test_serving_engine import Agent
 from tests.tiny_shapes import write_shape
@@ -55,6 +56,17 @@ def test_several_groups_share_compute_only_and_their_memory_is_counted_once(agen
     lease = agent.lease()
     assert (Support(lease.support), row_of_number(lease.row)) == (Support.COMPUTE_ONLY, row("kv_groups"))
     assert (lease.total_pages, lease.reserved_pages) == (KV_BYTES >> 21, KV_BYTES >> 21)
+
+
+@pytest.mark.conformance
+def test_the_doctor_had_said_so(server: EngineServer, agent: Agent) -> None:
+    answer = ask_about(server)
+
+    lease = agent.lease()
+    assert (answer["support"], answer["problem"]) == (Support(lease.support).label, "")
+    assert answer["rows"][0]["row"] == row_of_number(lease.row).name
+    assert answer["rows"][0]["found"] in server.log_path.read_text(errors="replace")
+    assert (answer["total_pages"], answer["lendable_pages"]) == (lease.total_pages, 0)
 
 
 def test_its_workers_have_vllms_own_memory(server: EngineServer, agent: Agent, node_dir: Path) -> None:

@@ -1,0 +1,67 @@
+"""What an operator can do about each row of the compatibility table (``rose.policy.compat``), in one line.
+
+Pure.  Callers: ``vllm_plugin.doctor``, tests.
+"""
+
+from __future__ import annotations
+
+_FIXED_BUDGET = "nothing to change: set lending.max_lend_pages, the fixed budget of the rollouts beside it"
+_FULL_ATTENTION = "take a policy model with full attention in every layer"
+
+_ADVICE: dict[str, str | tuple[str, str]] = {
+    "unlisted": "leave it at its default, or ask for a row of its own in the table",
+    "decoder": "",
+    "tensor_parallel": "",
+    "kv_connector": (
+        "leave out --kv-transfer-config and --kv-offloading-size to lend memory too",
+        "leave out --kv-transfer-config and --kv-offloading-size",
+    ),
+    "encoder_connector": "leave out --ec-transfer-config",
+    "data_parallel": "leave out --data-parallel-size: a server and a ROSE_DIR for each device, behind a load balancer",
+    "expert_parallel": "leave out --enable-expert-parallel and --enable-eplb",
+    "pipeline_parallel": "leave out --pipeline-parallel-size; --tensor-parallel-size is supported on one host",
+    "context_parallel": "leave out --decode-context-parallel-size and --prefill-context-parallel-size",
+    "lora": "leave out --enable-lora",
+    "speculative": "leave out --speculative-config",
+    "hybrid": "nothing for this model: take one with attention in every layer",
+    "encoder_decoder": "nothing for this model: take a decoder-only one",
+    "multimodal": "nothing for this model: take a text-only one",
+    "pooling": "nothing for this model: take one that generates",
+    "fp8_kv": "give --kv-cache-dtype bfloat16",
+    "api_servers": ("", "leave out --api-server-count"),
+    "rust_frontend": "unset VLLM_USE_RUST_FRONTEND",
+    "mig": "use a whole GPU",
+    "sleep_mode": "leave out --enable-sleep-mode, and expandable_segments in PYTORCH_ALLOC_CONF",
+    "unknown_version": "run the release line of vLLM that docs/compatibility.md names",
+    "gpu": (
+        "set ROSE_ALLOW_UNMEASURED=1 to run what nobody has measured",
+        "engine.allow_unmeasured = true runs what nobody has measured",
+    ),
+    "other_scheduler": "leave out --scheduler-cls and --worker-cls",
+    "multi_host": "run all ranks on one host: --distributed-executor-backend mp, without --nnodes",
+    "small_cache": "give the engine more KV memory: --kv-cache-memory-bytes",
+    "other_device": "nothing for this device: CUDA, or the CPU build of vLLM",
+    "kv_groups": (_FIXED_BUDGET, _FULL_ATTENTION),
+    "kv_kind": (_FIXED_BUDGET, _FULL_ATTENTION),
+    "kv_layout": (_FIXED_BUDGET, "report the geometry: it may be a row of its own"),
+    "kv_option": ("leave it at its default to lend memory too", "leave it at its default"),
+    "attention_backend": (
+        "leave out --attention-backend, or set ROSE_ALLOW_UNMEASURED=1",
+        "leave out --attention-backend, or engine.allow_unmeasured = true",
+    ),
+    "quantized_weights": (_FIXED_BUDGET, "take the policy's checkpoint that is not quantised"),
+    "priority": "leave out --scheduling-policy",
+    "prompt_embeds": ("", "leave out --enable-prompt-embeds"),
+    "logits_processors": ("", "leave out --logits-processors"),
+    "other_option": "leave it at its default",
+}
+
+
+def advice(name: str, role: str) -> str:
+    """What to do about the row ``name`` for an engine of ``role``; empty where there is nothing to do.
+
+    Raises:
+        KeyError: No such row.
+    """
+    found = _ADVICE[name]
+    return found if isinstance(found, str) else found[role == "rollout"]

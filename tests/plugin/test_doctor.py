@@ -1,0 +1,331 @@
+"""What ``rose doctor`` says of an engine is what the plugin decides of it: the same command lines, asked of both."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rose.coserve.ledger import NodeDir
+from rose.errors import ConfigError
+from rose.policy.advice import advice
+from rose.policy.compat import TABLE, Support, judge, row, row_of_number
+from tests.plugin.ask_doctor import ask
+from tests.plugin.test_kv_cache_table import cache_of
+from tests.tiny_model import write_tiny_model
+from tests.tiny_shapes import SHAPES, write_shape
+from vllm_plugin import compat, doctor, selfcheck
+
+pytestmark = pytest.mark.timeout(500)
+
+BASE = (
+    "--load-format=dummy",
+    "--max-model-len=128",
+    "--dtype=bfloat16",
+    "--enforce-eager",
+    f"--kv-cache-memory-bytes={48 << 20}",
+)
+NGRAM = '--speculative-config={"method":"ngram","num_speculative_tokens":2,"prompt_lookup_max":3}'
+OFFLOAD = '--kv-transfer-config={"kv_connector":"OffloadingConnector","kv_role":"kv_both"}'
+SECRET = "hunter2-and-more"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """``cache``: which of ``test_kv_cache_table``'s caches vLLM makes of that model; None: the configuration decides alone."""
+
+    name: str
+    shape: str
+    args: tuple[str, ...]
+    expected: tuple[str, str]
+    role: str = "serving"
+    cache: str | None = None
+
+
+CASES = [
+    Case("dense", "qwen3", (), ("elastic", "decoder"), cache="dense"),
+    Case("moe", "moe", (), ("elastic", "decoder"), cache="dense"),
+    Case("sliding and full", "gemma3", (), ("compute-only", "kv_groups"), cache="gemma3"),
+    Case("gpt-oss", "gpt_oss", (), ("compute-only", "kv_groups"), cache="gpt_oss"),
+    Case("chunked", "chunked", (), ("compute-only", "kv_groups"), cache="chunked"),
+    Case("sliding", "sliding", (), ("compute-only", "kv_kind"), cache="sliding"),
+    Case("window off", "sliding", ("--disable-sliding-window",), ("elastic", "decoder"), cache="dense"),
+    Case("latent", "mla", (), ("compute-only", "kv_kind"), cache="mla"),
+    Case("state", "mamba", (), ("refused", "hybrid")),
+    Case("hybrid", "hybrid", (), ("refused", "hybrid")),
+    Case("encoder", "encoder_decoder", (), ("refused", "encoder_decoder")),
+    Case("audio", "multimodal", (), ("refused", "multimodal")),
+    Case("pooling", "pooling", (), ("refused", "pooling")),
+    Case("lora", "qwen3", ("--enable-lora",), ("refused", "lora")),
+    Case("n-gram", "qwen3", (NGRAM,), ("refused", "speculative")),
+    Case("fp8 cache", "qwen3", ("--kv-cache-dtype=fp8",), ("refused", "fp8_kv")),
+    Case("fp8 weights", "qwen3", ("--quantization=fp8",), ("compute-only", "quantized_weights")),
+    Case("priority", "qwen3", ("--scheduling-policy=priority",), ("refused", "priority")),
+    Case("data parallel", "qwen3", ("--data-parallel-size=2",), ("refused", "data_parallel")),
+    Case("tensor parallel", "qwen3", ("--tensor-parallel-size=2",), ("elastic", "tensor_parallel")),
+    Case("api servers", "qwen3", ("--api-server-count=2",), ("elastic", "api_servers"), cache="dense"),
+    Case("offload", "qwen3", (OFFLOAD,), ("compute-only", "kv_connector")),
+    Case("embeddings", "qwen3", ("--enable-prompt-embeds",), ("elastic", "prompt_embeds"), cache="dense"),
+    Case("policy", "qwen3", (), ("elastic", "decoder"), "rollout", "dense"),
+    Case("policy, sliding", "gemma3", (), ("refused", "kv_groups"), "rollout", "gemma3"),
+    Case("policy, api servers", "qwen3", ("--api-server-count=2",), ("refused", "api_servers"), "rollout"),
+]
+BY_NAME = {case.name: case for case in CASES}
+MORE = {
+    "two reasons": ("gemma3", ("--enable-lora", "--scheduling-policy=priority", f"--api-key={SECRET}")),
+    "no such option": ("qwen3", ("--api-keys", SECRET, f"--hf-token={SECRET}", "--no-such-option")),
+    "small": ("qwen3", (f"--kv-cache-memory-bytes={2 << 20}", "--max-num-seqs=1")),
+    "no model": ("nothing-here", ()),
+    "no size": ("gemma3", ()),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for shape in SHAPES:
+        write_shape(folder / shape, shape)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answers(models: Path) -> dict[str, dict[str, Any]]:
+    """All questions of this file, in one process."""
+    questions = {case.name: {"role": case.role, "args": command(models, case)} for case in CASES}
+    for name, (shape, args) in MORE.items():
+        base = [one for one in BASE if name != "no size" or "memory-bytes" not in one]
+        questions[name] = {"role": "serving", "args": [str(models / shape), *base, *args]}
+    return dict(zip(questions, ask(list(questions.values())), strict=True))
+
+
+def command(models: Path, case: Case) -> list[str]:
+    return [str(models / case.shape), *BASE, *case.args]
+
+
+def decided_by_the_plugin(models: Path, case: Case, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+    """The real hook around the real ``create_engine_config``, then what the scheduler asks of the real kind of cache."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(command(models, case))
+    args.model = args.model_tag
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    engine_args._api_process_count = args.api_server_count or 1
+    hooked = compat._wrap_config(AsyncEngineArgs.create_engine_config, case.role)
+    try:
+        config = hooked(engine_args)
+    except ConfigError as error:  # of the plugin: a rollout engine does not start, and names the row
+        return "refused", next(one.name for one in TABLE if one.feature in error.message)
+    if config.scheduler_config.scheduler_cls is None:
+        record = NodeDir(Path(compat.os.environ["ROSE_DIR"])).serving_lease().read()
+        assert record is not None
+        return "refused", row_of_number(record.row).name
+    assert config.scheduler_config.scheduler_cls == compat.SCHEDULER_FACTORY
+    made = None if case.cache is None else cache_of(config, case.cache)
+    standing = compat.standing_of(config, case.role, made)
+    if case.role == "rollout" and standing.support is not Support.ELASTIC:
+        return "refused", standing.row.name  # the scheduler's constructor raises
+    return standing.support.label, standing.row.name
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """The plugin's module state, put back afterwards."""
+    monkeypatch.setenv("ROSE_DIR", str(tmp_path / "n"))
+    monkeypatch.delenv("ROSE_ALLOW_UNMEASURED", raising=False)
+    monkeypatch.setattr(compat, "_refused", None)
+    monkeypatch.setattr(compat, "_refusal", None)
+    yield monkeypatch
+    if compat._refusal is not None:
+        compat._refusal.close()
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_the_doctor_says_what_the_plugin_decides(
+    answers: dict[str, dict[str, Any]], models: Path, plugin: pytest.MonkeyPatch, name: str
+) -> None:
+    case, answer = BY_NAME[name], answers[name]
+    assert answer["problem"] == ""
+    assert (answer["support"], answer["rows"][0]["row"]) == case.expected
+    label, because = decided_by_the_plugin(models, case, plugin)
+    assert label == answer["support"]
+    assert because == ("decoder" if label == "elastic" else answer["rows"][0]["row"])
+
+
+def test_every_row_that_decides_says_what_to_do(answers: dict[str, dict[str, Any]]) -> None:
+    rows = [one for name in BY_NAME for one in answers[name]["rows"]]
+    assert all(one["fix"] for one in rows if one["support"] != "elastic")
+    assert {one["fix"] for one in answers["lora"]["rows"]} == {"leave out --enable-lora"}
+
+
+@pytest.mark.parametrize("role", ["serving", "rollout"])
+def test_the_table_has_advice_for_each_row_that_allows_less(role: str) -> None:
+    for one in TABLE:
+        support, _ = judge(role, [one.name])
+        assert bool(advice(one.name, role)) == (support is not Support.ELASTIC), one.name
+
+
+def test_all_rows_are_named_the_deciding_one_first(answers: dict[str, dict[str, Any]]) -> None:
+    rows = answers["two reasons"]["rows"]
+    assert [one["row"] for one in rows] == ["lora", "priority", "kv_groups", "kv_kind"]
+    assert rows[1]["found"] == "scheduler_config.policy = 'priority'"
+    assert [one["support"] for one in rows] == ["refused", "refused", "compute-only", "compute-only"]
+
+
+def test_what_only_the_cache_tells_is_marked_as_predicted(answers: dict[str, dict[str, Any]]) -> None:
+    assert [one["predicted"] for one in answers["two reasons"]["rows"]] == [False, False, True, True]
+    assert not answers["latent"]["rows"][0]["predicted"]  # vLLM's ModelConfig says it
+
+
+def test_no_secret_is_shown(answers: dict[str, dict[str, Any]]) -> None:
+    assert SECRET not in json.dumps(answers)
+    assert "--no-such-option" in answers["no such option"]["problem"]
+
+
+def test_a_command_line_that_vllm_does_not_take_is_said_to_be_that(
+    answers: dict[str, dict[str, Any]],
+) -> None:
+    for name in ("no such option", "no model"):
+        assert answers[name]["support"] is None
+        assert answers[name]["problem"].startswith("vLLM does not start with it: ")
+
+
+def test_the_memory_that_could_be_lent_is_what_the_plan_of_the_chunks_says(
+    answers: dict[str, dict[str, Any]],
+) -> None:
+    assert (answers["dense"]["total_pages"], answers["dense"]["lendable_pages"]) == (24, 23)
+    assert (answers["sliding and full"]["total_pages"], answers["sliding and full"]["lendable_pages"]) == (24, 0)  # fmt: skip
+    assert (answers["small"]["support"], answers["small"]["rows"][0]["row"]) == ("refused", "small_cache")
+
+
+def test_without_a_size_the_kinds_of_the_cache_are_predicted_all_the_same(
+    answers: dict[str, dict[str, Any]],
+) -> None:
+    answer = answers["no size"]
+    assert (answer["support"], answer["rows"][0]["row"]) == ("compute-only", "kv_groups")
+    assert (answer["total_pages"], answer["lendable_pages"]) == (None, None)
+
+
+# --- in this process: what a vLLM that changed, or is absent, leads to
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> list[str]:
+    write_tiny_model(tmp_path / "m")
+    return [str(tmp_path / "m"), *BASE]
+
+
+def test_another_release_line_says_what_moved(tiny: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm
+
+    monkeypatch.setattr(vllm, "__version__", "0.33.0")
+    answer = doctor.judge_engine("serving", tiny)
+    assert (answer.support, answer.rows[0].row) == ("refused", "unknown_version")
+    assert "0.33.0 is not of the supported line" in answer.rows[0].found
+
+
+def test_names_that_only_a_rollout_engine_needs_refuse_that(
+    tiny: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    monkeypatch.delattr(CPUWorker, "determine_available_memory")
+    monkeypatch.delattr(selfcheck.importlib.import_module("vllm.v1.worker.gpu_worker").Worker, "determine_available_memory")  # fmt: skip
+    assert doctor.judge_engine("serving", tiny).support == "elastic"
+    refused = doctor.judge_engine("rollout", tiny)
+    assert (refused.support, refused.rows[0].row) == ("refused", "unknown_version")
+    assert "determine_available_memory" in refused.rows[0].found
+
+
+def test_a_configuration_that_cannot_be_read_is_refused_as_at_the_start(
+    tiny: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def moved(config: Any) -> None:
+        raise AttributeError("its fields have moved")
+
+    monkeypatch.setattr(compat, "touched", moved)
+    answer = doctor.judge_engine("serving", tiny)
+    assert (answer.support, answer.rows[0].row) == ("refused", "unknown_version")
+
+
+def test_looking_starts_nothing_and_leaves_vllms_dispatch_as_it_was(tiny: list[str]) -> None:
+    from vllm.entrypoints.cli import serve
+
+    before = dict(vars(serve))
+    applied = compat.applied()
+    doctor.config_of(tiny)
+    assert dict(vars(serve)) == before
+    assert compat.applied() == applied
+
+
+def test_the_operators_word_is_heard(tiny: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = [*tiny, "--attention-backend=FLASH_ATTN"]
+    monkeypatch.setattr(compat, "touched", lambda config: {"gpu": "the platform"})
+    monkeypatch.setattr(compat, "device", lambda: "cuda")
+    monkeypatch.setattr(doctor, "config_of", lambda arguments: SHAPED())
+    monkeypatch.setattr(doctor, "_predict", lambda config: ({}, None, ()))
+    assert doctor.judge_engine("serving", tiny).rows[0].fix == advice("gpu", "serving")
+    monkeypatch.setenv("ROSE_ALLOW_UNMEASURED", "1")
+    answer = doctor.judge_engine("serving", tiny)
+    assert (answer.support, answer.rows[0].row, answer.rows[0].fix) == ("elastic", "gpu", "")
+
+
+class SHAPED:
+    """Boundary: only :func:`compat.take_places` writes to it here."""
+
+    def __init__(self) -> None:
+        self.scheduler_config = self.parallel_config = type("Section", (), {})()
+
+
+@pytest.mark.parametrize(
+    ("env", "names", "word"),
+    [
+        ({}, ["rose"], ""),
+        ({"VLLM_PLUGINS": "lora_resolver,rose"}, ["rose"], ""),
+        ({"VLLM_PLUGINS": "lora_resolver"}, ["rose"], "VLLM_PLUGINS"),
+        ({}, ["other"], "not installed"),
+    ],
+)
+def test_a_plugin_that_would_not_be_loaded_is_said(env: dict[str, str], names: list[str], word: str) -> None:
+    problem = doctor.loaded_problem(env, names)
+    assert bool(problem) == bool(word)
+    assert word in problem
+
+
+def test_where_vllm_is_not_installed_that_is_the_answer() -> None:
+    base = str(Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}")
+    (answer,) = ask([{"role": "serving", "args": ["m"]}], python=base)
+    assert answer["support"] is None
+    assert answer["problem"].startswith("vLLM is not installed for ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "expected"),
+    [
+        (["--api-key", "aaaa", "bbbb", "--port", "8000"], {}, {"aaaa", "bbbb"}),
+        (["--api-key=aaaa", "model"], {"HF_TOKEN": "cccc"}, {"aaaa", "cccc"}),
+        (["--max-num-batched-tokens", "8192"], {"LANG": "english"}, set()),
+        (['--kv-transfer-config={"a": {"password": "dddd", "port": 12345}}'], {}, {"dddd"}),
+        (["--kv-transfer-config", '{"token": ["eeee", 12345]}'], {}, {"eeee", "12345"}),
+        (["--hf-token", "--port", "8000"], {}, set()),
+        (["--api-key", "", "x"], {}, set()),
+    ],
+)
+def test_which_values_are_secrets(arguments: list[str], env: dict[str, str], expected: set[str]) -> None:
+    assert doctor.secrets_in(arguments, env) == expected
+
+
+def test_what_is_shown_is_bounded_and_a_password_in_an_address_is_not_in_it() -> None:
+    shown = doctor._shown({"a": ["x" * 5000, "see tcp://me:pw@host/1"]}, [])
+    assert len(shown["a"][0]) == 600
+    assert shown["a"][1] == "see tcp://***@host/1"
+
+
+def test_a_row_that_the_table_does_not_know_has_advice() -> None:
+    assert advice(row("nobody").name, "serving")
