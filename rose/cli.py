@@ -122,6 +122,31 @@ def node(context: typer.Context) -> None:
     _forward("rose.coserve.cli", "app", "node", context.args)
 
 
+@app.command()
+def doctor(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[-- vllm serve MODEL ARGS...]",
+            help="Production's command line as it is; variables may stand before it.",
+            show_default=False,
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="node.toml: also the rollout engine, and what it needs.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
+) -> None:
+    """What would run here, which row of the compatibility table decides, and what to do. Starts and changes nothing.
+
+    rose doctor --config node.toml -- vllm serve MODEL --dtype bfloat16 ...
+
+    Exit code 0: all can run (if with less than it could); 1: something would be refused or fail; 2: wrong usage.
+    """
+    run: Any = _load("rose.coserve.doctor", "doctor", "doctor")
+    raise typer.Exit(run(config, command or [], as_json=as_json))
+
+
 @app.command(**_PASS_ON)
 def profile(context: typer.Context) -> None:
     """Measure an engine's step times for admission: how long is a step of so many tokens?"""

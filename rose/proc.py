@@ -25,7 +25,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Literal
@@ -100,18 +100,14 @@ class Child:
         Raises:
             ConfigError: No such program, a core that this machine does not give us, log file not writable.
         """
-        program = _find(spec.argv[0]) if spec.argv else None
+        program = find_program(spec.argv[0]) if spec.argv else None
         if program is None:
             raise ConfigError(
                 f"'{spec.argv[0] if spec.argv else ''}' is no program here",
                 field=f"{spec.name}.argv",
                 fix="give its path",
             )
-        missing = sorted(set(spec.cores) - os.sched_getaffinity(0))
-        if missing:
-            raise ConfigError(
-                f"cores {missing} are not among {sorted(os.sched_getaffinity(0))}", field=f"{spec.name}.cores"
-            )
+        require_cores(spec.cores, f"{spec.name}.cores")
         environment = {**os.environ, **spec.env}
         share = idle_share() if spec.sched == "idle" else None
         pid_read, pid_write = os.pipe()
@@ -328,6 +324,15 @@ class Child:
         self.terminate()
 
 
+def require_cores(cores: Iterable[int], field_name: str) -> None:
+    """Raise :class:`ConfigError` if one of ``cores`` is not among ours."""
+    missing = sorted(set(cores) - os.sched_getaffinity(0))
+    if missing:
+        raise ConfigError(
+            f"cores {missing} are not among {sorted(os.sched_getaffinity(0))}", field=field_name
+        )
+
+
 def require_free_port(port: int, field_name: str, host: str = "127.0.0.1") -> None:
     """Raise :class:`ConfigError` if ``port`` is taken, before a child finds out half a minute later."""
     with socket.socket() as probe:
@@ -370,6 +375,6 @@ def _probe(probe: Probe) -> bool:
         return False
 
 
-def _find(program: str) -> str | None:
-    """On the path, or beside this Python: who runs ``/some/venv/bin/rose`` means that environment's ``vllm``."""
+def find_program(program: str) -> str | None:
+    """Its path: on the path, or beside this Python: who runs ``/some/venv/bin/rose`` means that environment's ``vllm``."""
     return shutil.which(program) or shutil.which(program, path=str(Path(sys.executable).parent))

@@ -28,7 +28,7 @@ import psutil
 
 from rose.auth import bearer
 from rose.coserve import mps, outside
-from rose.coserve.config import NodeConfig
+from rose.coserve.config import EngineConfig, NodeConfig
 from rose.coserve.engine_args import derived_args
 from rose.coserve.step_profile import load_profile
 from rose.errors import ConfigError, EngineError, RequestError, RoseError
@@ -133,11 +133,7 @@ class RolloutEngine:
         engine = self.config.engine
         self._size = size
         self.restarts.started(time.monotonic())
-        if engine.profile is not None:
-            load_profile(
-                engine.profile
-            )  # wrong here is a clear error; in the engine it would be a line in a log
-        _require_model(engine.model)
+        require_files(engine)
         require_free_port(engine.port, "engine.port", engine.host)
         self.incarnation, self.token, self.version = secrets.token_hex(8), secrets.token_urlsafe(24), None
         self.state, self.error = "starting", ""
@@ -223,6 +219,11 @@ class RolloutEngine:
                 "production keeps its core busy, up to the reclaim deadline, and then costs the engine",
                 self._child.share.rung if self._child.share is not None else "nothing",
             )
+
+    def planned(self, size: EngineSize | None) -> ProcSpec:
+        """What :meth:`start` would start, with no token yet."""
+        self._size = size
+        return self._spec()
 
     def _spec(self) -> ProcSpec:
         config, engine = self.config, self.config.engine
@@ -475,8 +476,15 @@ def check_update_path(path: Path, directory: Path) -> Path:
     return path
 
 
-def _require_model(model: str) -> None:
-    """A path must be a model folder; anything else is a name that vLLM resolves."""
+def require_files(engine: EngineConfig) -> None:
+    """What the engine reads is there.  Wrong here is a clear error; in the engine it would be a line in a log.
+
+    Raises:
+        ConfigError: A profile that is none; a model that is a path and no model folder (anything else is a name that vLLM resolves).
+    """
+    if engine.profile is not None:
+        load_profile(engine.profile)
+    model = engine.model
     path = Path(model).expanduser()
     looks_like_path = model.startswith(("/", "./", "../", "~")) or path.exists()
     if looks_like_path and not (path / "config.json").is_file():

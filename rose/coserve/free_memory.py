@@ -72,6 +72,16 @@ class GpuMemory:
         """Of the whole GPU."""
         return int(self._call("device", self._nvml.nvmlDeviceGetMemoryInfo, self._device).total)
 
+    def driver_version(self) -> str:
+        return str(self._call("device", self._nvml.nvmlSystemGetDriverVersion))
+
+    def is_cut_up(self) -> bool:
+        """Is it in MIG mode?  A GPU that has no such mode is not."""
+        try:
+            return bool(self._nvml.nvmlDeviceGetMigMode(self._device)[0])
+        except self._nvml.NVMLError:
+            return False
+
     def _call(self, field: str, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return function(*arguments)

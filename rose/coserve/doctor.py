@@ -1,0 +1,356 @@
+"""``rose doctor``: what would run here, which row of the compatibility table decides, what to do.
+
+Two halves.  This host: :mod:`rose.coserve.host_checks`.  The engines, production's by its command line and the rollout engine of a
+``node.toml``: the plugin answers in a process of its own, with the Python that the ``vllm`` command runs in
+(``python -m vllm_plugin.doctor``; only the plugin imports vLLM), and starts nothing.
+
+Decides nothing itself, changes nothing, and needs none of its parts: what is missing is a line of the table.
+
+Caller: ``rose.cli``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from rose.config import load_config
+from rose.coserve.config import DeviceConfig, NodeConfig
+from rose.coserve.engine import RolloutEngine
+from rose.coserve.engine_args import says_kv_size, says_memory_share, weights_bytes
+from rose.coserve.free_memory import GpuMemory
+from rose.coserve.host_checks import (
+    SHARED_MEMORY,
+    Check,
+    Level,
+    check_cgroups,
+    check_cores,
+    check_directory,
+    check_engine_files,
+    check_gpu,
+    check_idle_class,
+    check_kernel,
+    check_memory,
+    check_relay,
+    check_scheduler,
+    check_shared_memory,
+    check_tokens,
+    of_error,
+)
+from rose.errors import ConfigError, LedgerError
+from rose.policy.engine_start import EngineSize, kv_pages, memory_share
+from rose.proc import find_program
+from rose.units import PAGE_BYTES, format_bytes
+
+PRODUCTION, ROLLOUT = "production engine", "rollout engine"
+ENGINE_S = 600.0
+"""The longest that one engine's answer may take; importing vLLM is most of it."""
+_ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
+_SHELL_WRAPPER = re.compile(rb"^'''exec' \"?([^\"\s]+)\"? ", re.M)
+_HEAD_BYTES = 4096
+_LEVELS = {"elastic": Level.OK, "compute-only": Level.WARN, "refused": Level.FAIL}
+_STYLES = {
+    Level.OK: ("ok", "green"),
+    Level.WARN: ("less", "yellow"),
+    Level.FAIL: ("no", "bold red"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """A command line of ``vllm serve``, taken apart.  ``env``: what stands before it, as a shell has it."""
+
+    python: str
+    args: tuple[str, ...]
+    env: Mapping[str, str | None]
+
+
+def parse_command(words: Sequence[str]) -> Command:
+    """``[NAME=VALUE...] vllm serve ARGS`` or ``python -m ... serve ARGS``.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    env: dict[str, str | None] = {}
+    left = list(words)
+    while left and _ASSIGNMENT.match(left[0]):
+        name, _, env[name] = left.pop(0).partition("=")
+    program = left[0] if left else ""
+    at = 3 if left[1:2] == ["-m"] else 1
+    if left[at : at + 1] != ["serve"]:
+        raise ConfigError(
+            f"'{' '.join(left[: at + 1])}' does not begin a server of vLLM's",
+            field="command",
+            fix="rose doctor -- vllm serve MODEL ARGS...",
+        )
+    return Command(python=interpreter_of(program), args=tuple(left[at + 1 :]), env=env)
+
+
+def interpreter_of(program: str) -> str:
+    """The Python that a console script runs in; ours where it is no such script."""
+    if Path(program).name.startswith("python"):
+        return program
+    path = find_program(program)
+    if path is None:
+        return sys.executable
+    with open(path, "rb") as file:
+        head = file.read(_HEAD_BYTES)
+    if wrapped := _SHELL_WRAPPER.search(head):
+        return os.fsdecode(wrapped[1])
+    if not head.startswith(b"#!"):
+        return sys.executable
+    words = os.fsdecode(head[2:].partition(b"\n")[0]).split()
+    found = words[-1] if words else ""
+    return found if "python" in Path(found).name else sys.executable
+
+
+# --------------------------------------------------------------------------- engines
+
+
+def ask_engine(role: str, command: Command) -> dict[str, Any]:
+    """The plugin's word on an engine, ``vllm_plugin.doctor.Answer`` as JSON has it; a ``problem`` where it cannot be had."""
+    env = {**os.environ, **command.env}
+    env.pop("ROSE_ROLE", None)  # nothing of ours may be applied to what is looked at
+    env.pop("ROSE_TOKEN_FILE", None)
+    answers = os.memfd_create("rose-doctor")
+    try:
+        done = subprocess.run(
+            # -P: what lies in this directory is not what vLLM's environment has
+            [command.python, "-P", "-m", "vllm_plugin.doctor", str(answers)],
+            input=json.dumps([{"role": role, "args": command.args}]),
+            env={name: value for name, value in env.items() if value is not None},
+            pass_fds=(answers,),
+            stdout=subprocess.DEVNULL,  # vLLM's log; it may hold what nobody should see
+            stderr=subprocess.DEVNULL,
+            text=True,
+            timeout=ENGINE_S,
+            check=False,
+        )
+        text = os.pread(answers, 1 << 20, 0)
+        found = json.loads(text)
+        if isinstance(found, dict):
+            return found
+        problem = f"{command.python} answers nonsense"
+    except subprocess.TimeoutExpired:
+        problem = f"{command.python} did not answer within {ENGINE_S:.0f} s"
+    except OSError as error:
+        problem = f"{command.python} cannot be started: {error.strerror}"
+    except ValueError:
+        problem = f"{command.python} -m vllm_plugin.doctor ended with {done.returncode} and no answer: is rose-rl installed there?"
+    finally:
+        os.close(answers)
+    return {"support": None, "problem": problem, "fix": "pip install rose-rl where vLLM is", "rows": []}
+
+
+def engine_checks(name: str, answer: Mapping[str, Any]) -> Iterator[Check]:
+    """An engine's lines: the deciding row, then whatever else it touches."""
+    support, rows = answer["support"], answer["rows"]
+    if answer["problem"]:
+        yield Check(level=Level.FAIL, name=name, says=answer["problem"], fix=answer["fix"])
+    for place, row in enumerate(rows):
+        found = f" ({row['found']}{', predicted' if row['predicted'] else ''})" if row["found"] else ""
+        says = f"{row['feature']}{found}: {row['reason']}"
+        if place == 0:
+            lends = _lendable(answer) if name == PRODUCTION else ""
+            yield Check(level=_LEVELS[support], name=name, says=f"{support}{lends}. {says}", fix=row["fix"])
+        elif row["support"] != "elastic":
+            yield Check(
+                level=_LEVELS[row["support"]],
+                name=name,
+                says=f"also {row['support']}: {says}",
+                fix=row["fix"],
+            )
+    for note in answer.get("notes", ()):
+        yield Check(level=Level.WARN, name=name, says=note)
+
+
+def _lendable(answer: Mapping[str, Any]) -> str:
+    pages = answer.get("lendable_pages")
+    if not pages:
+        return ""
+    return f", at most {format_bytes(pages * PAGE_BYTES)} of {format_bytes(answer['total_pages'] * PAGE_BYTES)} KV memory lent"
+
+
+def rollout_plan(
+    config: NodeConfig, production: Mapping[str, Any] | None
+) -> tuple[Command | None, list[Check]]:
+    """The rollout engine's command line as the agent would start it, and what would keep it from that.
+
+    Args:
+        production: The plugin's word on production; None: it was not asked.
+    """
+    engine, found = config.engine, list[Check]()
+    pages, total = None, production.get("total_pages") if production is not None else None
+    if config.serving is not None and production is not None and production["support"] is not None:
+        refused, compute_only = (production["support"] == word for word in ("refused", "compute-only"))
+        pages = kv_pages(
+            total_pages=total or 0,
+            compute_only=compute_only,
+            max_lend_pages=config.lending.max_lend_pages,
+        )
+        if refused:
+            found.append(
+                Check(
+                    level=Level.FAIL,
+                    name=ROLLOUT,
+                    says="not started beside production that is refused",
+                    fix="see the production engine's own lines",
+                )
+            )
+        if pages is None and not says_kv_size(engine):
+            found.append(
+                Check(
+                    level=Level.FAIL,
+                    name=ROLLOUT,
+                    says="not started beside production that is compute-only: nobody knows what the device has left",
+                    fix="set lending.max_lend_pages",
+                )
+            )
+    share = None
+    if config.serving is not None and config.device.kind == "gpu" and not says_memory_share(engine):
+        try:
+            gpu = GpuMemory(config.device.gpu)
+            share = memory_share(
+                weights_bytes=weights_bytes(engine.model),
+                device_bytes=gpu.total_bytes(),
+                free_bytes=gpu.free_bytes() - config.device.reserve,
+            )
+        except ConfigError as error:
+            found.append(of_error(ROLLOUT, error))
+        except LedgerError:
+            pass  # the GPU's own line says it
+    size = EngineSize(kv_bytes=pages * PAGE_BYTES, memory_share=share) if pages else None
+    spec = RolloutEngine(config).planned(size)
+    if find_program(engine.command[0]) is None:
+        says = f"'{engine.command[0]}' is no program here"
+        found.append(Check(level=Level.FAIL, name=ROLLOUT, says=says, fix="engine.command = its path"))
+        return None, found
+    try:
+        command = parse_command(spec.argv)
+    except ConfigError as error:
+        found.append(Check(level=Level.FAIL, name="engine.command", says=error.message))
+        return None, found
+    return Command(python=command.python, args=command.args, env=dict(spec.env)), found
+
+
+# --------------------------------------------------------------------------- all of it
+
+
+def examine(config_path: Path | None, words: Sequence[str]) -> dict[str, Any]:
+    """Look at everything that is there to be looked at; the whole answer as ``--json`` prints it.
+
+    Raises:
+        ConfigError: ``words`` are no command line of ``vllm serve``.
+    """
+    command = parse_command(words) if words else None
+    checks: list[Check] = []
+    config: NodeConfig | None = None
+    if config_path is not None:
+        try:
+            config = load_config(NodeConfig, config_path)
+            checks.append(Check(level=Level.OK, name="node.toml", says=f"{config_path} is well-formed"))
+        except ConfigError as error:
+            checks.append(of_error("node.toml", error))
+    checks += _host(config, command)
+    engines: dict[str, Any] = {}
+    if command is not None:
+        engines["production"] = ask_engine("serving", command)
+        checks += engine_checks(PRODUCTION, engines["production"])
+    elif config is None or config.serving is not None:
+        says = "not looked at: its command line was not given"
+        checks.append(
+            Check(level=Level.OK, name=PRODUCTION, says=says, fix="rose doctor -- vllm serve MODEL ARGS...")
+        )
+    if config is not None:
+        plan, found = rollout_plan(config, engines.get("production"))
+        checks += found
+        if plan is not None:
+            engines["rollout"] = ask_engine("rollout", plan)
+            checks += engine_checks(ROLLOUT, engines["rollout"])
+    checks.sort(key=lambda one: -one.level)
+    return {
+        "ok": not any(one.level is Level.FAIL for one in checks),
+        "engines": engines,
+        "checks": [
+            {"level": one.level.name.lower(), "name": one.name, "says": one.says, "fix": one.fix}
+            for one in checks
+        ],
+    }
+
+
+def _host(config: NodeConfig | None, command: Command | None) -> Iterator[Check]:
+    told = (command.env.get("ROSE_DIR") if command is not None else None) or os.environ.get("ROSE_DIR")
+    directory = config.dir if config is not None else Path(told) if told else None
+    mine = command.env.get("ROSE_DIR") if command is not None else None
+    if config is not None and mine and os.path.abspath(mine) != os.path.abspath(config.dir):
+        yield Check(
+            level=Level.FAIL,
+            name="node directory",
+            says=f"production's ROSE_DIR is {mine}, dir of node.toml is {config.dir}: neither would see the other",
+            fix="name one directory in both",
+        )
+    scratch = directory.parent if directory is not None and directory.parent.is_dir() else SHARED_MEMORY
+    yield check_kernel(scratch if os.access(scratch, os.W_OK) else SHARED_MEMORY)
+    yield check_idle_class()
+    yield check_cgroups()
+    yield check_shared_memory()
+    yield check_cores(config.engine.cores if config is not None else ())
+    yield check_memory(config.device if config is not None else DeviceConfig())
+    yield from check_gpu(config)
+    if directory is not None:
+        yield from check_directory(directory)
+    else:
+        yield Check(
+            level=Level.OK, name="node directory", says="not looked at: none was named", fix="set ROSE_DIR"
+        )
+    token_file = config.token_file if config is not None else None
+    if config is None and not os.environ.get("ROSE_TOKEN_FILE"):
+        yield Check(
+            level=Level.OK, name="token file", says="not looked at: none was named", fix="set ROSE_TOKEN_FILE"
+        )
+        return
+    check, tokens = check_tokens(token_file)
+    yield check
+    if config is None:
+        return
+    yield from check_engine_files(config)
+    if tokens is None:
+        if config.scheduler is not None or config.weights is not None:
+            says = "not asked: they want a token"
+            yield Check(level=Level.WARN, name="scheduler, relay", says=says, fix="see the token file's line")
+        return
+    if config.scheduler is not None:
+        yield check_scheduler(config.scheduler, tokens)
+    if config.weights is not None:
+        yield check_relay(config.weights, tokens)
+
+
+def doctor(config_path: Path | None, words: Sequence[str], *, as_json: bool) -> int:
+    """Print what :func:`examine` finds; 0: all can run, 1: something would be refused or fail."""
+    if as_json:
+        found = examine(config_path, words)
+        Console(soft_wrap=True).print_json(json.dumps(found))
+        return 0 if found["ok"] else 1
+    with Console(stderr=True).status("looking; vLLM takes its time to answer"):
+        found = examine(config_path, words)
+    table = Table(box=None, pad_edge=False)
+    for heading in ("", "what", "says", "do"):
+        table.add_column(heading, overflow="fold")  # what is to be done must be whole
+    for check in found["checks"]:
+        word, style = _STYLES[Level[check["level"].upper()]]
+        table.add_row(
+            f"[{style}]{word}[/]", escape(check["name"]), escape(check["says"]), escape(check["fix"])
+        )
+    Console().print(table)
+    return 0 if found["ok"] else 1
