@@ -25,7 +25,7 @@ import httpx
 import psutil
 
 from rose.auth import Tokens, bearer
-from rose.coserve import mps
+from rose.coserve import mps, outside
 from rose.coserve.config import DeviceConfig, NodeConfig, SchedulerLink, WeightsLink
 from rose.coserve.device import DeviceView
 from rose.coserve.engine import require_files
@@ -156,19 +156,24 @@ def check_idle_class() -> Check:
     return Check(level=Level.OK, name=name, says=f"by {rung}, and lifted out again")
 
 
-def check_cgroups(root: Path = Path("/sys/fs/cgroup")) -> Check:
-    """Which version, which is what a frozen engine depends on."""
-    name = "cgroups"
-    if (root / "cgroup.controllers").is_file():
-        return Check(level=Level.OK, name=name, says="version 2: a frozen engine can be killed")
-    if root.is_dir() and any(root.iterdir()):
+def check_cgroups() -> Check:
+    """What becomes of an engine that somebody freezes, by the hierarchies that can freeze here."""
+    hierarchies = sorted({place.hierarchy for place in outside.places()})
+    if not hierarchies:
         return Check(
             level=Level.WARN,
-            name=name,
-            says="version 1: an engine that somebody freezes is killed only when it thaws, and limits of memory are not seen",
+            name="cgroups",
+            says="no cgroup hierarchy that can freeze is mounted: limits of memory are not seen",
+            fix="mount cgroup version 2 at /sys/fs/cgroup",
+        )
+    if hierarchies != ["v2"]:
+        return Check(
+            level=Level.WARN,
+            name="cgroups",
+            says=f"{' and '.join(hierarchies)}: an engine that is frozen in a group of v1 is killed only when it thaws",
             fix="boot with systemd.unified_cgroup_hierarchy=1",
         )
-    return Check(level=Level.WARN, name=name, says=f"{root} is not mounted: limits of memory are not seen")
+    return Check(level=Level.OK, name="cgroups", says="v2: a frozen engine can be killed")
 
 
 def check_shared_memory(folder: Path = SHARED_MEMORY) -> Check:

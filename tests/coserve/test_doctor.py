@@ -15,7 +15,7 @@ import pytest
 
 from rose.auth import Tokens
 from rose.config import validate
-from rose.coserve import doctor, host_checks
+from rose.coserve import doctor, host_checks, outside
 from rose.coserve.config import DeviceConfig, NodeConfig, SchedulerLink, WeightsLink
 from rose.coserve.doctor import Command, engine_checks, interpreter_of, parse_command, rollout_plan
 from rose.coserve.free_memory import GpuMemory
@@ -92,12 +92,22 @@ def test_an_idle_child_is_really_made_and_lifted(monkeypatch: pytest.MonkeyPatch
     assert "CAP_SYS_NICE" in check.fix
 
 
-def test_the_version_of_cgroups_is_told_apart(tmp_path: Path) -> None:
-    assert "not mounted" in host_checks.check_cgroups(tmp_path / "none").says
-    (tmp_path / "cpu").mkdir()
-    assert "version 1" in host_checks.check_cgroups(tmp_path).says
-    (tmp_path / "cgroup.controllers").write_text("cpu\n")
-    assert host_checks.check_cgroups(tmp_path).level is Level.OK
+@pytest.mark.parametrize(
+    ("kinds", "level", "word"),
+    [
+        (["v2"], Level.OK, "can be killed"),
+        (["v1"], Level.WARN, "only when it thaws"),
+        (["v1", "v2"], Level.WARN, "v1 and v2"),
+        ([], Level.WARN, "no cgroup hierarchy"),
+    ],
+)
+def test_the_versions_of_cgroups_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch, kinds: list[Any], level: Level, word: str
+) -> None:
+    places = [outside.Place(kind, SHM, SHM) for kind in kinds]
+    monkeypatch.setattr(outside, "places", lambda: places)
+    check = host_checks.check_cgroups()
+    assert (check.level, word in check.says) == (level, True)
 
 
 @needs_root
