@@ -17,7 +17,7 @@ demo: setup      ## run the main job on this machine and write out/demo/report.h
 	@$(BIN)/rose demo $(ARGS)
 
 test: setup      ## run all tests; lists the ones that need a GPU and were skipped
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder $(ARGS)
 
 bench: setup     ## run the benchmarks (about an hour) and keep their figures in benchmarks/results/
 	@$(BIN)/python benchmarks/run.py $(ARGS)

@@ -136,10 +136,10 @@ def mapped(node_dir: NodeDir, role: str) -> set[int]:
     return {chunk for chunk, state in enumerate(report(node_dir, role)) if state}
 
 
-def until(condition: Callable[[], bool]) -> None:
+def until(condition: Callable[[], bool], otherwise: Callable[[], str] = lambda: "") -> None:
     deadline_s = time.monotonic() + 20
     while not condition():
-        assert time.monotonic() < deadline_s, "condition did not come true"
+        assert time.monotonic() < deadline_s, f"condition did not come true; {otherwise()}"
         time.sleep(0.002)
 
 
@@ -294,7 +294,11 @@ def test_a_rollout_engine_core_that_dies_takes_its_memory_with_it_when_the_steps
         wish(writer, {4, 5})
         until(lambda: mapped(node_dir, "rollout") == {4, 5})
         step(worker, 1)
-    until(lambda: "record" in driver.trace)
+    pager = worker.rose_pager
+    until(
+        lambda: "record" in driver.trace,
+        lambda: f"{pager.num_rounds} rounds, core alive: {pager._chunks.alive()}, {pager._trouble!r}",
+    )
     assert mapped(node_dir, "rollout") == {4, 5}
     driver.done(STREAM)
     until(lambda: driver.handles == {})
