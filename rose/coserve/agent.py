@@ -52,6 +52,7 @@ from rose.policy.lending import Lending, LendingPolicy
 from rose.policy.lending_events import ALL_PAGES, Action, Event, KillRollout, ModeSet, RlStepStarted, SetLend
 from rose.policy.watch import Harvestable, SloGuard, StepFloor
 from rose.units import NS_PER_S, PAGE_BYTES, format_bytes, format_s
+from rose.wire.workers import Heartbeat
 
 logger = logging.getLogger("rose.node")
 DECISIONS_EVERY_S = 1.0
@@ -590,9 +591,9 @@ class NodeAgent:
                     logger.debug("engine status: %s", error)
             await asyncio.sleep(STATUS_EVERY_S)
 
-    def heartbeat(self) -> dict[str, Any]:
-        """The agent's part of a heartbeat to rose-scheduler."""
-        return report.heartbeat(self, self._engine_status, self._stop.is_set())
+    def heartbeat(self, incarnation: str, seq: int) -> Heartbeat:
+        """The engine's next heartbeat to rose-scheduler."""
+        return report.heartbeat(self, self._engine_status, self._stop.is_set(), incarnation, seq)
 
     def status(self) -> dict[str, Any]:
         """Everything in force on this device, for ``rose node status``."""

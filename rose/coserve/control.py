@@ -31,9 +31,10 @@ from pydantic import Field
 from rose.auth import Tokens, bearer
 from rose.config import Section, validate
 from rose.coserve.ledger import Mode
-from rose.errors import ConfigError, EngineError, RequestError, RoseError
+from rose.errors import ConfigError, EngineError, RequestError, RoseError, TooLarge
 from rose.policy.admission import Rule
 from rose.private_dir import private_dir
+from rose.wire.errors import error_body, read_refusal
 
 if TYPE_CHECKING:
     from rose.coserve.agent import NodeAgent
@@ -146,13 +147,10 @@ class ControlServer:
                 self._tokens.check(request.headers.get("Authorization"), "node")
                 return web.json_response(await handler(request))
             except RoseError as error:
-                status = error.status
-                body = {"message": error.message, "param": error.field, "code": error.code}
+                refused = error
             except web.HTTPRequestEntityTooLarge:
-                status = 413
-                body = {"message": f"more than {MAX_BODY_BYTES} bytes", "param": "body", "code": "too_large"}
-            kind = "invalid_request_error" if status < 500 else "server_error"
-            return web.json_response({"error": {"type": kind, **body}}, status=status)
+                refused = TooLarge(f"more than {MAX_BODY_BYTES} bytes", field="body")
+            return web.json_response(error_body(refused), status=refused.status)
 
         return route
 
@@ -224,11 +222,8 @@ class ControlClient:
                 f"no node agent answers at {self._path}", field="dir", fix="rose node run --config node.toml"
             ) from error
         if response.status_code >= 400:
-            error = answer.get("error", {}) if isinstance(answer, dict) else {}
+            said, status = read_refusal(answer), response.status_code
             raise RequestError(
-                str(error.get("message", response.status_code)),
-                field=error.get("param"),
-                status=response.status_code,
-                code=str(error.get("code", "refused")),
+                said.message or f"HTTP {status}", field=said.field, status=status, code=said.code or "refused"
             )
         return answer

@@ -37,6 +37,7 @@ from rose.policy.ladder import DeviceFacts, choose
 from rose.proc import Child, ProcSpec, open_log, require_free_port
 from rose.proc_tree import GUARD_S
 from rose.shared_memory import EngineSegments
+from rose.wire.errors import read_refusal
 
 logger = logging.getLogger("rose.node")
 
@@ -453,16 +454,10 @@ async def read_bounded(response: aiohttp.ClientResponse, most_bytes: int, field:
 
 
 def _refusal(path: str, status: int, answer: Any) -> RoseError:
-    error = answer.get("error") if isinstance(answer, dict) else None
-    if not isinstance(error, dict):
+    said = read_refusal(answer)
+    if not said.message:
         return EngineError(f"{path}: answered {status}", field="rollout engine")
-    message, param, code = error.get("message"), error.get("param"), error.get("code")
-    return RequestError(
-        str(message)[:500],
-        field=str(param)[:100] if param is not None else None,
-        status=status,
-        code=str(code)[:64],
-    )
+    return RequestError(said.message, field=said.field, status=status, code=said.code)
 
 
 def check_update_path(path: Path, directory: Path) -> Path:

@@ -12,13 +12,13 @@ Callers: ``rose.coserve.agent``.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import aiohttp
+import msgspec
 
 from rose.auth import Tokens, bearer
 from rose.coserve.config import NodeConfig, SchedulerLink, WeightsLink
@@ -34,7 +34,11 @@ from rose.errors import (
 )
 from rose.private_dir import private_dir
 from rose.weights.version import WeightVersion
+from rose.wire.errors import read_refusal
+from rose.wire.reading import read
+from rose.wire.workers import Heartbeat, HeartbeatAnswer, Registered, Registration
 
+A = TypeVar("A", bound=msgspec.Struct)
 logger = logging.getLogger("rose.node")
 
 _MAX_ANSWER_BYTES = 1 << 16
@@ -46,7 +50,7 @@ class SchedulerUplink:
     """Keeps rose-scheduler informed.
 
     Args:
-        heartbeat: Builds the part of a heartbeat that the agent knows, see ``docs/architecture.md``.
+        heartbeat: Builds a heartbeat of this incarnation, with this number.
     """
 
     def __init__(
@@ -55,7 +59,7 @@ class SchedulerUplink:
         link: SchedulerLink,
         tokens: Tokens,
         engine: RolloutEngine,
-        heartbeat: Callable[[], dict[str, Any]],
+        heartbeat: Callable[[str, int], Heartbeat],
     ) -> None:
         self._config, self._link, self._engine, self._heartbeat = config, link, engine, heartbeat
         self._tokens = tokens
@@ -80,18 +84,19 @@ class SchedulerUplink:
         engine = self._engine
         try:
             if engine.state == "ready" and self._registered != engine.incarnation:
-                await self._post(session, "/workers", self._registration())
+                await self._post(session, "/workers", self._registration(), Registered)
                 self._registered = engine.incarnation
                 logger.info("registered at the scheduler as %s", self._config.node_id)
             if self._registered is None:
                 return
             self._seq += 1
-            body = {"incarnation": self._registered, "seq": self._seq, **self._heartbeat()}
-            answer = await self._post(session, f"/workers/{self._config.node_id}/heartbeat", body)
-            if answer.get("known") is False:
+            path = f"/workers/{self._config.node_id}/heartbeat"
+            body = self._heartbeat(self._registered, self._seq)
+            answer = await self._post(session, path, body, HeartbeatAnswer)
+            if not answer.known:
                 self._registered = None
-            required = answer.get("required_version")
-            self.required_version = str(required)[:32] if required is not None else None
+            required = answer.required_version
+            self.required_version = required[:32] if required is not None else None
         except RequestError as error:
             if error.status == 404:
                 self._registered = None
@@ -101,21 +106,19 @@ class SchedulerUplink:
         else:
             self._note("")
 
-    def _registration(self) -> dict[str, Any]:
+    def _registration(self) -> Registration:
         config = self._config
-        return {
-            "worker_id": config.node_id,
-            "url": config.engine.advertise_url or self._engine.url,
-            "tier": config.tier,
-            "model": config.engine.served_model_name or config.engine.model,
-            "max_model_len": config.engine.max_model_len,
-            "incarnation": self._engine.incarnation,
-            "engine_token": self._engine.token,
-            # With it the scheduler refuses a token id that the model does not know, by name and before any engine sees it.
-            "vocab_size": self._engine.vocab_size,
-            # What is beyond it waits in the scheduler, where it can still go to whoever is free first.
-            "max_num_seqs": self._engine.max_num_seqs,
-        }
+        return Registration(
+            worker_id=config.node_id,
+            url=config.engine.advertise_url or self._engine.url,
+            tier=config.tier,
+            model=config.engine.served_model_name or config.engine.model,
+            max_model_len=config.engine.max_model_len,
+            incarnation=self._engine.incarnation,
+            engine_token=self._engine.token,
+            vocab_size=self._engine.vocab_size,
+            max_num_seqs=self._engine.max_num_seqs,
+        )
 
     async def _leave(self, session: aiohttp.ClientSession) -> None:
         if self._registered is None:
@@ -127,20 +130,26 @@ class SchedulerUplink:
         except (aiohttp.ClientError, TimeoutError, OSError):
             pass  # it will notice the silence
 
-    async def _post(self, session: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def _post(
+        self, session: aiohttp.ClientSession, path: str, body: msgspec.Struct, answer: type[A]
+    ) -> A:
         try:
-            async with session.post(self._link.url.rstrip("/") + path, json=body) as response:
+            data, headers = msgspec.json.encode(body), {"Content-Type": "application/json"}
+            async with session.post(
+                self._link.url.rstrip("/") + path, data=data, headers=headers
+            ) as response:
                 raw = await read_bounded(response, _MAX_ANSWER_BYTES, "scheduler")
                 status = response.status
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EngineError(f"no answer ({type(error).__name__})", field="scheduler") from error
         if status >= 400:
-            raise RequestError(f"{path} answered {status}", field="scheduler", status=status)
+            said = read_refusal(raw)
+            because = f": {said.field or ''} {said.message}".rstrip() if said.message else ""
+            raise RequestError(f"{path} answered {status}{because}", field="scheduler", status=status)
         try:
-            answer = json.loads(raw or b"{}")
-        except ValueError:
-            raise EngineError(f"{path} answered no JSON", field="scheduler") from None
-        return answer if isinstance(answer, dict) else {}
+            return read(answer, raw)
+        except RequestError as error:
+            raise EngineError(f"{path} answered nonsense: {error}", field="scheduler") from None
 
     def _note(self, error: str) -> None:
         """Log a change of the link's state, not every beat of it."""

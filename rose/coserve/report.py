@@ -17,33 +17,42 @@ from rose.errors import RoseError
 from rose.policy.compat import Support, row_of_number
 from rose.policy.lending import Lending, LendingPolicy
 from rose.units import PAGE_BYTES
+from rose.wire.workers import Heartbeat
 
 if TYPE_CHECKING:
     from rose.coserve.agent import NodeAgent
     from rose.coserve.links import WeightLoop
 
 
-def heartbeat(agent: NodeAgent, engine_status: dict[str, Any], stopping: bool) -> dict[str, Any]:
-    """The agent's part of a heartbeat to rose-scheduler."""
+def heartbeat(
+    agent: NodeAgent, engine_status: dict[str, Any], stopping: bool, incarnation: str, seq: int
+) -> Heartbeat:
+    """A heartbeat to rose-scheduler."""
     device = agent.device
     ready = agent.engine.state == "ready" and agent.mode == Mode.ON
     rollout = device.rollout if agent.engine.running else None
     budget, used = _tokens_of(rollout, engine_status)
-    return {
-        "version": agent.engine.version,
-        "state": "ready" if ready else "stopping" if stopping else "starting",
-        "kv_budget_tokens": budget,
-        "kv_used_tokens": used,
-        "running": _count(engine_status.get("running")) or 0,
-        "waiting": _count(engine_status.get("waiting")) or 0,
-        "num_preemptions": _count(engine_status.get("num_preemptions")) or 0,
-        "gated": rollout is not None and not rollout.gate_open,
-        "reclaim_seq": rollout.reclaim_seq if rollout is not None else 0,
-        "slack_s": device.slack_s() if agent.config.serving is not None else None,
-        "serving_use": _serving_use(agent),
-        "slo_breaches": device.board.breaches if device.board is not None else 0,
-        **_promises(agent),
-    }
+    p99_s = {} if agent.latency is None else agent.latency.p99_s
+    return Heartbeat(
+        incarnation=incarnation,
+        seq=seq,
+        version=agent.engine.version,
+        state="ready" if ready else "stopping" if stopping else "starting",
+        kv_budget_tokens=budget,
+        kv_used_tokens=used,
+        running=_count(engine_status.get("running")) or 0,
+        waiting=_count(engine_status.get("waiting")) or 0,
+        num_preemptions=_count(engine_status.get("num_preemptions")) or 0,
+        gated=rollout is not None and not rollout.gate_open,
+        reclaim_seq=rollout.reclaim_seq if rollout is not None else 0,
+        slack_s=device.slack_s() if agent.config.serving is not None else None,
+        serving_use=_serving_use(agent),
+        slo_breaches=device.board.breaches if device.board is not None else 0,
+        serving_ttft_p99_s=p99_s.get("ttft"),
+        serving_tpot_p99_s=p99_s.get("tpot"),
+        slo_ttft_s=agent.slo_ttft_ms / 1e3 if "ttft" in p99_s else None,
+        slo_tpot_s=agent.slo_tpot_ms / 1e3 if "tpot" in p99_s else None,
+    )
 
 
 def status(agent: NodeAgent) -> dict[str, Any]:
@@ -163,15 +172,6 @@ def _weights(weights: WeightLoop) -> dict[str, Any]:
         "commits": weights.num_commits,
         "error": weights.error,
         "last": weights.last,
-    }
-
-
-def _promises(agent: NodeAgent) -> dict[str, float]:
-    """Production's P99 beside what it promises, in seconds."""
-    p99_s = {} if agent.latency is None else agent.latency.p99_s
-    promised = {"ttft": agent.slo_ttft_ms / 1e3, "tpot": agent.slo_tpot_ms / 1e3}
-    return {f"serving_{kind}_p99_s": value for kind, value in p99_s.items()} | {
-        f"slo_{kind}_s": promised[kind] for kind in p99_s
     }
 
 

@@ -13,8 +13,7 @@ from rose.policy.fleet import FleetParams
 from rose.policy.routing import RoutingPolicy, make_policy
 from rose.policy.samples import JobParams, SampleParams
 from rose.policy.turn_events import TurnParams
-
-Policy = Literal["cost", "paper", "sticky_least_loaded", "round_robin", "random"]
+from rose.wire import samples
 
 
 class StaticWorker(Section):
@@ -148,7 +147,7 @@ class ProvisioningConfig(Section):
 class SchedulerConfig(Section):
     host: str = "127.0.0.1"
     port: int = Field(default=8800, ge=0, le=65535)
-    policy: Policy = "cost"
+    policy: samples.RoutingPolicy = "cost"
     seed: int = 0
     """Of the draws between equal workers."""
     history: Literal["append", "template"] = "append"

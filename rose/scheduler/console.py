@@ -22,6 +22,7 @@ from rich.text import Text
 
 from rose.auth import Tokens, bearer
 from rose.errors import ConfigError, RequestError
+from rose.wire.errors import read_refusal
 
 app = typer.Typer(
     name="rose traj", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__
@@ -55,10 +56,7 @@ class Client:
                 f"no rose-scheduler answers at {self._url}: {error}", field="url", fix="name it with --url"
             ) from error
         if answer.status_code != 200:
-            try:
-                text = answer.json()["error"]["message"]
-            except (ValueError, KeyError, TypeError):
-                text = f"status {answer.status_code}"
+            text = read_refusal(answer.content).message or f"status {answer.status_code}"
             raise RequestError(text, field=path)
         return answer.json()
 

@@ -6,7 +6,6 @@ Thin: read the body, call the store or the dispatcher, wait for the disk where t
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from typing import Any
 
@@ -17,15 +16,17 @@ from rose.errors import NotFound, RequestError
 from rose.policy import samples as sp
 from rose.policy import turn_events as te
 from rose.policy.fleet import Duty, Tier, Worker
-from rose.policy.staleness import Version, format_version, parse_version
+from rose.policy.staleness import format_version, parse_version
 from rose.scheduler.config import SchedulerConfig
 from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.engine import Endpoint
-from rose.scheduler.http import Fields, bounded_json, json_response, read_object
+from rose.scheduler.http import bounded_json, encode, json_response, read_wire
 from rose.scheduler.journal import FinishRecord, packed
 from rose.scheduler.pool import Target
 from rose.scheduler.store import Store
 from rose.scheduler.timeline import Promise, Timeline
+from rose.wire.samples import Ack, Finish, Lease, NewTrajectory, NewVersion, Resume
+from rose.wire.workers import Heartbeat, HeartbeatAnswer, Registered, Registration
 
 SAMPLING_FIELDS = (
     "temperature",
@@ -48,8 +49,8 @@ SAMPLING_FIELDS = (
 )
 """What a trajectory may fix for all its turns."""
 
-MIN_RATIO = 1e-6
-"""Of new prompt tokens to sampled ones; the inverse of the largest."""
+DEFAULT_TTL_S = 600.0
+"""Of a lease."""
 
 
 class ControlRoutes:
@@ -73,41 +74,29 @@ class ControlRoutes:
     # --- trajectories (environment) --------------------------------------------------------------------------
 
     async def create(self, request: web.Request) -> web.Response:
-        body = await read_object(request)
-        fields = Fields(body)
-        max_bytes = self._config.limits.max_info_bytes
-        job = fields.text("job")
-        group_id = None if fields.raw("group_id") is None else fields.text("group_id")
-        group_size = fields.integer("group_size", default=1, least=1, most=4096)
-        if group_id is None and group_size != 1:
+        body = await read_wire(request, NewTrajectory)
+        max_bytes, most_s = self._config.limits.max_info_bytes, self._config.timeouts.max_trajectory_s
+        if body.group_id is None and body.group_size != 1:
             raise RequestError("is required when group_size is over 1", field="group_id")
-        task = bounded_json(fields.raw("task"), field="task", max_bytes=max_bytes)
-        sampling = fields.raw("sampling")
-        sampling = {} if sampling is None else sampling
-        if not isinstance(sampling, dict):
-            raise RequestError("must be an object", field="sampling")
+        sampling = body.sampling or {}
         for name in sampling:
             if name not in SAMPLING_FIELDS:
                 raise RequestError("unknown field", field=f"sampling.{name[:64]}")
-        bounded_json(sampling, field="sampling", max_bytes=max_bytes)
-        task_kind = "" if fields.raw("task_kind") is None else fields.text("task_kind")
-        ratio = fields.optional_number("prefill_per_decode", least=MIN_RATIO, most=1 / MIN_RATIO)
-        most_s = self._config.timeouts.max_trajectory_s
-        deadline_s = fields.optional_number("deadline_s", least=0.001, most=most_s)
-        fields.done()
+        if body.deadline_s is not None and body.deadline_s > most_s:
+            raise RequestError(f"must be at most {most_s:g}", field="deadline_s")
         key = request.headers.get("Idempotency-Key", "")
         if len(key) > 256:
             raise RequestError("must have at most 256 characters", field="Idempotency-Key")
         name = self._store.create(
-            job=job,
-            group_id=group_id,
-            group_size=group_size,
-            task=task,
-            sampling=sampling,
+            job=body.job,
+            group_id=body.group_id,
+            group_size=body.group_size,
+            task=bounded_json(body.task, field="task", max_bytes=max_bytes),
+            sampling=bounded_json(sampling, field="sampling", max_bytes=max_bytes),
             key=key,
-            task_kind=task_kind,
-            prefill_per_decode=ratio,
-            deadline_s=deadline_s,
+            task_kind=body.task_kind or "",
+            prefill_per_decode=body.prefill_per_decode,
+            deadline_s=body.deadline_s,
         )
         await self._store.journal.commit()
         return json_response({"id": name, "key": self._tokens.key_of(name)})
@@ -142,16 +131,12 @@ class ControlRoutes:
 
     async def finish(self, request: web.Request) -> web.Response:
         name = request.match_info["id"]
-        fields = Fields(await read_object(request))
-        reward = fields.number("reward", least=-1e30, most=1e30)
-        if not math.isfinite(reward):
-            raise RequestError("must be finite", field="reward")
-        success = fields.boolean("success", default=None)
-        max_bytes = self._config.limits.max_info_bytes
-        info = bounded_json(fields.raw("info"), field="info", max_bytes=max_bytes)
-        fields.done()
+        body = await read_wire(request, Finish)
+        info = bounded_json(body.info, field="info", max_bytes=self._config.limits.max_info_bytes)
         fresh = self._store.get(name).finish is None
-        actions = self._store.finish(FinishRecord(id=name, reward=reward, success=success, info=packed(info)))
+        actions = self._store.finish(
+            FinishRecord(id=name, reward=body.reward, success=body.success, info=packed(info))
+        )
         self._timeline.num_finished += fresh
         self._carry_out(actions)
         # A finished trajectory takes no more turns; what still runs would be recorded nowhere.
@@ -177,30 +162,24 @@ class ControlRoutes:
         return await self._lease(request, _batch_id(request))
 
     async def _lease(self, request: web.Request, name: str) -> web.Response:
-        fields = Fields(await read_object(request))
-        job = fields.text("job")
-        num_groups = fields.integer("num_groups", least=1, most=65_536)
-        version = parse_version(fields.raw("version", required=True))
-        ttl_s = fields.number("ttl_s", default=600.0, least=0.001, most=self._config.batches.max_ttl_s)
-        wait_s = fields.number("wait_s", default=0.0, least=0, most=1e9)
-        alpha, on_stale = _staleness(fields)
-        prompts = fields.text("prompts", default="suffix")
-        consumer = fields.text("consumer", default="")
-        fields.done()
-        if prompts not in ("whole", "suffix"):
-            raise RequestError("is 'whole' or 'suffix'", field="prompts")
-        deadline_s = self._dispatcher.now_s() + min(wait_s, self._config.timeouts.max_wait_s)
+        body = await read_wire(request, Lease)
+        version = parse_version(body.version)
+        ttl_s = DEFAULT_TTL_S if body.ttl_s is None else body.ttl_s
+        if ttl_s > self._config.batches.max_ttl_s:
+            raise RequestError(f"must be at most {self._config.batches.max_ttl_s:g}", field="ttl_s")
+        prompts = body.prompts or "suffix"
+        deadline_s = self._dispatcher.now_s() + min(body.wait_s or 0.0, self._config.timeouts.max_wait_s)
         while True:
             changed = self._group_ready
             leased, actions = self._store.lease(
-                job=job,
-                num_groups=num_groups,
+                job=body.job,
+                num_groups=body.num_groups,
                 version=version,
                 ttl_s=ttl_s,
-                alpha=alpha,
-                on_stale=on_stale,
+                alpha=body.alpha,
+                on_stale=body.on_stale,
                 name=name,
-                consumer=consumer,
+                consumer=body.consumer or "",
             )
             self._carry_out(actions)
             if leased is not None:
@@ -228,11 +207,8 @@ class ControlRoutes:
         ]
 
     async def ack(self, request: web.Request) -> web.Response:
-        fields = Fields(await read_object(request))
-        step = fields.integer("step")
-        attempt = fields.integer("attempt")
-        fields.done()
-        self._carry_out(self._store.ack(request.match_info["id"], step, attempt))
+        body = await read_wire(request, Ack)
+        self._carry_out(self._store.ack(request.match_info["id"], body.step, body.attempt))
         await self._store.journal.commit()
         return json_response({})
 
@@ -242,14 +218,10 @@ class ControlRoutes:
         return json_response({})
 
     async def resume(self, request: web.Request) -> web.Response:
-        fields = Fields(await read_object(request))
-        attempt = fields.integer("attempt")
-        consumed = fields.raw("consumed", required=True)
-        consumer = fields.text("consumer", default="")
-        fields.done()
-        if not isinstance(consumed, list) or not all(isinstance(name, str) for name in consumed):
-            raise RequestError("must be a list of trajectory ids", field="consumed")
-        actions = self._store.resume(request.match_info["job"], attempt, consumed, consumer)
+        body = await read_wire(request, Resume)
+        actions = self._store.resume(
+            request.match_info["job"], body.attempt, body.consumed, body.consumer or ""
+        )
         self._carry_out(actions)
         await self._store.journal.commit()
         returned = [
@@ -261,16 +233,13 @@ class ControlRoutes:
         return json_response({"returned_groups": len(set(returned)), "consumed": len(dropped)})
 
     async def version(self, request: web.Request) -> web.Response:
-        fields = Fields(await read_object(request))
-        job = fields.text("job")
-        version: Version = (fields.integer("attempt"), fields.integer("version"))
-        alpha, on_stale = _staleness(fields)
-        fields.done()
+        body = await read_wire(request, NewVersion)
+        job, version = body.job, (body.attempt, body.version)
         if self._store.require(job, version):
             # Before the workers hear of the version: no engine carries over the update what is of no use after it.
             live = self._dispatcher.book.oldest_live(job)
             spent = self._store.drop_spent(
-                job=job, version=version, alpha=alpha, on_stale=on_stale, live=live
+                job=job, version=version, alpha=body.alpha, on_stale=body.on_stale, live=live
             )
             self._carry_out(spent)
             self._dispatcher.require(job, version)
@@ -281,24 +250,14 @@ class ControlRoutes:
     # --- workers (node) --------------------------------------------------------------------------------
 
     async def register(self, request: web.Request) -> web.Response:
-        fields = Fields(await read_object(request))
-        worker_id = fields.text("worker_id", max_chars=128)
-        url = fields.text("url", max_chars=512).rstrip("/")
+        body = await read_wire(request, Registration)
+        worker_id, url = body.worker_id, body.url.rstrip("/")
         try:
             if "?" in url or "#" in url:
                 raise ValueError("a query or a fragment")
             Target.of(url, {})
         except ValueError:
             raise RequestError("must be http://host:port", field="url") from None
-        tier = fields.choice("tier", tuple(tier.value for tier in Tier))
-        model = fields.text("model")
-        max_model_len = fields.integer("max_model_len", least=2, most=2**24)
-        incarnation = fields.text("incarnation", max_chars=128)
-        token = None if fields.raw("engine_token") is None else fields.text("engine_token", max_chars=512)
-        vocab_size = fields.optional_integer("vocab_size", least=1, most=2**32)
-        cap = fields.optional_integer("cap", least=1, most=65_536)
-        max_num_seqs = fields.optional_integer("max_num_seqs", least=1, most=65_536)
-        fields.done()
         workers = self._dispatcher.book.fleet.workers
         if worker_id not in workers and len(workers) >= self._config.limits.max_workers:
             raise RequestError("too many workers", field="worker_id", status=429, code="queue_full")
@@ -306,49 +265,46 @@ class ControlRoutes:
             te.WorkerRegistered(
                 at_s=self._dispatcher.now_s(),
                 worker_id=worker_id,
-                incarnation=incarnation,
-                tier=Tier(tier),
-                model=model,
-                max_model_len=max_model_len,
-                cap=cap,
-                max_num_seqs=max_num_seqs,
+                incarnation=body.incarnation,
+                tier=Tier(body.tier),
+                model=body.model,
+                max_model_len=body.max_model_len,
+                cap=body.cap,
+                max_num_seqs=body.max_num_seqs,
             ),
-            Endpoint(worker_id=worker_id, url=url, token=token, vocab_size=vocab_size),
+            Endpoint(worker_id=worker_id, url=url, token=body.engine_token, vocab_size=body.vocab_size),
         )
-        return json_response({"worker_id": worker_id, "required_version": self._required()})
+        return json_response(encode(Registered(worker_id=worker_id, required_version=self._required())))
 
     async def heartbeat(self, request: web.Request) -> web.Response:
-        fields = Fields(await read_object(request))
-        version = fields.raw("version")
+        worker_id = request.match_info["id"]
+        body = await read_wire(request, Heartbeat)
         known = self._dispatcher.heartbeat(
             te.WorkerHeartbeat(
                 at_s=self._dispatcher.now_s(),
-                worker_id=request.match_info["id"],
-                incarnation=fields.text("incarnation", max_chars=128),
-                seq=fields.integer("seq"),
-                version=None if version is None else parse_version(version),
-                state=fields.choice("state", ("ready", "starting", "stopping")),
-                kv_budget_tokens=fields.optional_integer("kv_budget_tokens"),
-                kv_used_tokens=fields.optional_integer("kv_used_tokens"),
-                running=fields.integer("running", default=0),
-                gated=bool(fields.boolean("gated")),
-                reclaim_seq=fields.integer("reclaim_seq", default=0),
-                slack_s=fields.optional_number("slack_s", least=-1e9, most=1e9),
-                waiting=fields.integer("waiting", default=0),
-                num_preemptions=fields.integer("num_preemptions", default=0),
-                serving_use=fields.number("serving_use", default=0.0, least=0.0, most=1.0),
+                worker_id=worker_id,
+                incarnation=body.incarnation,
+                seq=body.seq,
+                version=None if body.version is None else parse_version(body.version),
+                state=body.state,
+                kv_budget_tokens=body.kv_budget_tokens,
+                kv_used_tokens=body.kv_used_tokens,
+                running=body.running,
+                gated=body.gated,
+                reclaim_seq=body.reclaim_seq,
+                slack_s=body.slack_s,
+                waiting=body.waiting,
+                num_preemptions=body.num_preemptions,
+                serving_use=body.serving_use,
             )
         )
-        breaches = fields.integer("slo_breaches", default=0)
-        promises = _promises(fields)
         if known:
-            self._timeline.on_breaches(request.match_info["id"], breaches)
-            self._timeline.on_promises(request.match_info["id"], promises)
-        # Unknown fields are let through: a newer node may say more than we read.
-        worker = self._dispatcher.book.fleet.workers.get(request.match_info["id"])
-        # ``active`` false: no job wants this device now, its engine may give its memory back.
+            self._timeline.on_breaches(worker_id, body.slo_breaches)
+            self._timeline.on_promises(worker_id, _promises(body))
+        worker = self._dispatcher.book.fleet.workers.get(worker_id)
         active = worker is None or worker.job != ""
-        return json_response({"known": known, "required_version": self._required(), "active": active})
+        answer = HeartbeatAnswer(known=known, required_version=self._required(), active=active)
+        return json_response(encode(answer))
 
     async def remove(self, request: web.Request) -> web.Response:
         self._dispatcher.remove(request.match_info["id"])
@@ -410,21 +366,17 @@ def _batch_id(request: web.Request) -> str:
     return name
 
 
-def _staleness(fields: Fields) -> tuple[int | None, str | None]:
-    """``alpha`` and ``on_stale``, where a trainer names its own."""
-    alpha = fields.optional_integer("alpha")
-    return alpha, fields.choice("on_stale", sp.STALE_RULES) if fields.raw("on_stale") is not None else None
-
-
-def _promises(fields: Fields) -> dict[str, Promise]:
+def _promises(body: Heartbeat) -> dict[str, Promise]:
     """Production's P99 beside what it promises, for what the node knows both of."""
-    found: dict[str, Promise] = {}
-    for kind in ("ttft", "tpot"):
-        p99_s = fields.optional_number(f"serving_{kind}_p99_s", least=0.0, most=1e9)
-        slo_s = fields.optional_number(f"slo_{kind}_s", least=1e-6, most=1e9)
-        if p99_s is not None and slo_s is not None:
-            found[kind] = Promise(p99_s, slo_s)
-    return found
+    both = {
+        "ttft": (body.serving_ttft_p99_s, body.slo_ttft_s),
+        "tpot": (body.serving_tpot_p99_s, body.slo_tpot_s),
+    }
+    return {
+        kind: Promise(p99_s, slo_s)
+        for kind, (p99_s, slo_s) in both.items()
+        if p99_s is not None and slo_s is not None
+    }
 
 
 def worker_status(worker: Worker, now_s: float) -> dict[str, Any]:

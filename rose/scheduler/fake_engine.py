@@ -22,7 +22,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import aiohttp
 import msgspec
@@ -33,6 +33,8 @@ from rose.auth import Tokens, bearer
 from rose.policy.turns import RECLAIMED
 from rose.scheduler.fake_text import FakeText, _error, _json, encode
 from rose.scheduler.toy_tokenizer import HFTokenizer, Tokenizer, ToyTokenizer
+from rose.wire.reading import read
+from rose.wire.workers import Heartbeat, HeartbeatAnswer, Registration
 
 SLOW_FACTOR = 20
 _P = 2_147_483_647
@@ -425,7 +427,7 @@ class FakeNode:
         engine_url: str,
         *,
         worker_id: str,
-        tier: str = "dedicated",
+        tier: Literal["dedicated", "harvested"] = "dedicated",
         period_s: float = 0.5,
         engine_token: str | None = None,
     ) -> None:
@@ -453,44 +455,49 @@ class FakeNode:
         self._seq = 0
 
     async def register(self) -> None:
-        body = {
-            "worker_id": self.worker_id,
-            "url": self._engine_url,
-            "tier": self._tier,
-            "model": self.engine.model,
-            "max_model_len": self.engine.max_model_len,
-            "incarnation": self._incarnation,
-            "vocab_size": self.engine.tokenizer.vocab_size,
-            "engine_token": self._engine_token,
-        }
-        async with self._session.post(f"{self._url}/workers", json=body, headers=self._headers) as response:
+        body = Registration(
+            worker_id=self.worker_id,
+            url=self._engine_url,
+            tier=self._tier,
+            model=self.engine.model,
+            max_model_len=self.engine.max_model_len,
+            incarnation=self._incarnation,
+            vocab_size=self.engine.tokenizer.vocab_size,
+            engine_token=self._engine_token,
+        )
+        data = msgspec.json.encode(body)
+        async with self._session.post(f"{self._url}/workers", data=data, headers=self._headers) as response:
             response.raise_for_status()
 
-    async def beat(self, state: str = "ready") -> bool:
+    async def beat(self, state: Literal["ready", "starting", "stopping"] = "ready") -> bool:
         """One heartbeat; False when the scheduler does not know us."""
         self._seq += 1
-        body = {
-            "incarnation": self._incarnation,
-            "seq": self._seq,
-            "version": self.engine.version,
-            "state": state,
-            "kv_budget_tokens": self.kv_budget_tokens,
-            "kv_used_tokens": self.kv_used_tokens,
-            "running": self.engine.num_running,
-            "gated": self.gated,
-            "reclaim_seq": self.reclaim_seq + self.engine.num_reclaims,
-            "slack_s": self.slack_s,
-            "waiting": self.waiting,
-            "num_preemptions": self.num_preemptions,
-            "serving_use": self.serving_use,
-            "slo_breaches": self.slo_breaches,
-        }
-        for kind, (p99_s, slo_s) in self.serving_p99_s.items():
-            body |= {f"serving_{kind}_p99_s": p99_s, f"slo_{kind}_s": slo_s}
+        ttft, tpot = (self.serving_p99_s.get(kind, (None, None)) for kind in ("ttft", "tpot"))
+        body = Heartbeat(
+            incarnation=self._incarnation,
+            seq=self._seq,
+            version=self.engine.version,
+            state=state,
+            kv_budget_tokens=self.kv_budget_tokens,
+            kv_used_tokens=self.kv_used_tokens,
+            running=self.engine.num_running,
+            gated=self.gated,
+            reclaim_seq=self.reclaim_seq + self.engine.num_reclaims,
+            slack_s=self.slack_s,
+            waiting=self.waiting,
+            num_preemptions=self.num_preemptions,
+            serving_use=self.serving_use,
+            slo_breaches=self.slo_breaches,
+            serving_ttft_p99_s=ttft[0],
+            serving_tpot_p99_s=tpot[0],
+            slo_ttft_s=ttft[1],
+            slo_tpot_s=tpot[1],
+        )
         url = f"{self._url}/workers/{self.worker_id}/heartbeat"
-        async with self._session.post(url, json=body, headers=self._headers) as response:
+        data = msgspec.json.encode(body)
+        async with self._session.post(url, data=data, headers=self._headers) as response:
             response.raise_for_status()
-            return (await response.json())["known"]
+            return read(HeartbeatAnswer, await response.read()).known
 
     async def run(self) -> None:
         """Beat until cancelled; outlives restarts of the scheduler."""

@@ -1,9 +1,7 @@
 """What every route shares: bodies in, errors out, roles, request ids.
 
-All input is hostile.  A body is bounded, must be one JSON object, and is read field by field with
-:class:`Fields`, whose errors name the field.  Every error leaves as one line in OpenAI's shape::
-
-    {"error": {"message": ..., "type": ..., "param": field, "code": ..., "reason"?: why it is gone}}
+All input is hostile.  A body is bounded, and read as what :mod:`rose.wire` says that it is; errors name the field.  Every error
+leaves as one line in OpenAI's shape (:mod:`rose.wire.errors`).
 """
 
 from __future__ import annotations
@@ -18,7 +16,9 @@ import msgspec
 from aiohttp import web
 
 from rose.auth import Tokens
-from rose.errors import CapacityError, EngineError, Gone, PolicyError, RequestError, RoseError, TooLarge
+from rose.errors import PolicyError, RequestError, RoseError, TooLarge
+from rose.wire.errors import error_body, error_headers
+from rose.wire.reading import read, read_struct
 
 log = logging.getLogger("rose.scheduler")
 
@@ -27,12 +27,11 @@ encode = msgspec.json.Encoder().encode
 
 REQUEST_ID = web.RequestKey("rose_request_id", str)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}\Z")
-_NAME = re.compile(r"[^\x00-\x1f\x7f]{1,256}\Z")
 KEY_OF = web.RequestKey("rose_key_of", str)
 """The trajectory whose key a request came with."""
 BY_KEY = "trajectory"
 """Stands among a route's roles: bearers of a trajectory's key, who may name no other trajectory."""
-NO_RETRY = {"x-should-retry": "false"}
+S = TypeVar("S", bound=msgspec.Struct)
 
 
 def json_response(body: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
@@ -56,27 +55,8 @@ async def send_json(
     return response
 
 
-def error_body(error: RoseError) -> dict[str, Any]:
-    kind = "invalid_request_error" if 400 <= error.status < 500 else "server_error"
-    message = error.message if error.fix is None else f"{error.message} ({error.fix})"
-    message = " ".join(message.split())[:1000]
-    body = {"message": message, "type": kind, "param": error.field, "code": error.code}
-    if isinstance(error, Gone) and error.reason:
-        body["reason"] = error.reason
-    return {"error": body}
-
-
 def error_response(error: RoseError) -> web.Response:
-    headers: dict[str, str] = {}
-    if isinstance(error, CapacityError):
-        if error.retry_after_s is None:
-            headers |= NO_RETRY
-        else:
-            headers["Retry-After"] = str(max(1, min(120, round(error.retry_after_s))))
-    elif error.status in (409, 410, 422) or isinstance(error, EngineError):
-        # The OpenAI client retries 409 and 5xx by itself; these would only fail again.
-        headers |= NO_RETRY
-    return json_response(error_body(error), status=error.status, headers=headers)
+    return json_response(error_body(error), status=error.status, headers=error_headers(error))
 
 
 @web.middleware
@@ -154,31 +134,14 @@ async def read_object(request: web.Request) -> dict[str, Any]:
     return value
 
 
-T = TypeVar("T")
-_FAULT = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<where>[^`]*)`)?\Z", re.DOTALL)
-_UNKNOWN = re.compile(r"Object contains unknown field `(.{1,64}?)`")
-
-
-def read_struct(data: bytes, decode: Callable[[bytes], T]) -> T:
-    """``data`` as what a typed decoder makes of it.
+async def read_wire(request: web.Request, kind: type[S]) -> S:
+    """The body as what the route takes.
 
     Raises:
-        RequestError: Not JSON, not UTF-8, nested too deeply, or not of that type.
+        RequestError: It is not that.
+        TooLarge: Over the limit.
     """
-    try:
-        return decode(data)
-    except msgspec.ValidationError as error:
-        unknown = _UNKNOWN.match(str(error))
-        if unknown is not None:
-            raise RequestError("unknown field", field=unknown[1]) from None
-        fault = _FAULT.match(str(error))
-        assert fault is not None
-        field = (fault["where"] or "body").split("[", 1)[0]
-        raise RequestError(f"wrong type: {fault['what'].lower()}", field=field) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError(f"is not JSON: {error}", field="body") from error
-    except RecursionError as error:
-        raise RequestError("is nested too deeply", field="body") from error
+    return read(kind, await read_body(request))
 
 
 _TRACE = re.compile(r"00-(?P<trace>(?!0{32})[0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-(?P<flags>[0-9a-f]{2})\Z")
@@ -193,76 +156,6 @@ def trace_context(traceparent: str | None, tracestate: str | None) -> dict[str, 
     if tracestate and len(tracestate) <= 512 and tracestate.isprintable() and tracestate.isascii():
         passed["tracestate"] = tracestate
     return passed
-
-
-class Fields:
-    """Typed access to a JSON object; every failure is a 400 that names the field.
-
-    :meth:`done` refuses what was not asked for, so that a misspelt field is not a default.
-    """
-
-    def __init__(self, body: dict[str, Any]) -> None:
-        self._body = body
-        self._seen: set[str] = set()
-
-    def raw(self, name: str, *, required: bool = False) -> Any:
-        self._seen.add(name)
-        value = self._body.get(name)
-        if value is None and required:
-            raise RequestError("is required", field=name)
-        return value
-
-    def text(self, name: str, *, default: str | None = None, max_chars: int = 256) -> str:
-        value = self.raw(name, required=default is None)
-        if value is None:
-            assert default is not None
-            return default
-        if not isinstance(value, str) or not _NAME.match(value) or len(value) > max_chars:
-            raise RequestError(f"must be text of 1 to {max_chars} printable characters", field=name)
-        return value
-
-    def integer(self, name: str, *, default: int | None = None, least: int = 0, most: int = 2**53) -> int:
-        value = self.raw(name, required=default is None)
-        if value is None:
-            assert default is not None
-            return default
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            raise RequestError(f"must be a whole number from {least} to {most}", field=name)
-        return value
-
-    def optional_integer(self, name: str, *, least: int = 0, most: int = 2**53) -> int | None:
-        return None if self.raw(name) is None else self.integer(name, least=least, most=most)
-
-    def number(self, name: str, *, default: float | None = None, least: float, most: float) -> float:
-        value = self.raw(name, required=default is None)
-        if value is None:
-            assert default is not None
-            return default
-        if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
-            raise RequestError(f"must be a number from {least:g} to {most:g}", field=name)
-        return float(value)
-
-    def optional_number(self, name: str, *, least: float, most: float) -> float | None:
-        return None if self.raw(name) is None else self.number(name, least=least, most=most)
-
-    def boolean(self, name: str, *, default: bool | None = False) -> bool | None:
-        value = self.raw(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise RequestError("must be true or false", field=name)
-        return value
-
-    def choice(self, name: str, options: tuple[str, ...], *, default: str | None = None) -> str:
-        value = self.text(name, default=default)
-        if value not in options:
-            raise RequestError(f"must be one of {', '.join(options)}", field=name)
-        return value
-
-    def done(self) -> None:
-        unknown = sorted(set(self._body) - self._seen)
-        if unknown:
-            raise RequestError("unknown field", field=str(unknown[0])[:64])
 
 
 def check_token_ids(value: Any, *, field: str, vocab_size: int | None, most: int = 2**21) -> list[int]:

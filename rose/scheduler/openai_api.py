@@ -19,9 +19,8 @@ import binascii
 import functools
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from rose.errors import CapacityError, NotFound, RequestError, RoseError, Unauthorized
@@ -32,14 +31,12 @@ from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.http import (
     KEY_OF,
     REQUEST_ID,
-    Fields,
     check_storable,
     check_token_ids,
     encode,
     json_response,
     read_body,
     read_object,
-    read_struct,
     send_json,
     trace_context,
 )
@@ -52,23 +49,11 @@ from rose.scheduler.replays import finished_before
 from rose.scheduler.stops import chat_finish, cut_at_stop, visible_ids
 from rose.scheduler.store import Store, Trajectory
 from rose.scheduler.streams import replay_stream, replay_tokens, stream_job, stream_tokens, wants_logprobs
+from rose.wire.reading import read
+from rose.wire.turns import Generate
 
 REFUSED_PARAMS = ("output_kind", "skip_clone", "extra_args", "prompt_logprobs")
 """Not for ``/rose/v1/generate``: they change the shape of the answer or reach into the engine."""
-
-
-class _Generate(msgspec.Struct, forbid_unknown_fields=True):
-    token_ids: Annotated[
-        list[Annotated[int, msgspec.Meta(ge=0, lt=2**32)]], msgspec.Meta(max_length=2**21)
-    ] = []
-    token_ids_b64: str | None = None
-    sampling_params: dict[str, Any] | None = None
-    model: str | None = None
-    session_id: str | None = None
-    stream: bool = False
-
-
-_decode_generate = msgspec.json.Decoder(_Generate).decode
 
 
 class OpenAIRoutes:
@@ -182,7 +167,7 @@ class OpenAIRoutes:
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         data = await read_body(request)
-        body = read_struct(data, _decode_generate)
+        body = read(Generate, data)
         trajectory = self._trajectory(request, body.session_id)
         model = await self._model(body.model, trajectory)
         vocab_size = self._vocab_size(model)
@@ -435,7 +420,12 @@ class OpenAIRoutes:
         best_of = body.get("best_of")
         if best_of not in (None, 1, body.get("n")):
             raise RequestError("is not supported here", field="best_of")
-        return Fields(body).integer("n", default=1, least=1, most=self._config.limits.max_n)
+        most, n = self._config.limits.max_n, body.get("n")
+        if n is None:
+            return 1
+        if type(n) is not int or not 1 <= n <= most:
+            raise RequestError(f"must be a whole number from 1 to {most}", field="n")
+        return n
 
     def _with_sampling(self, body: dict[str, Any], trajectory: Trajectory | None) -> dict[str, Any]:
         if trajectory is None:

@@ -1,22 +1,25 @@
 """The OpenAPI description of rose-scheduler, served at ``/openapi.json``.
 
-Written out once, by hand, next to nothing else: request bodies, roles and the statuses each route may answer.  The tests
-hold it against the running daemon (``tests/scheduler/test_hostile.py``) and against the router, route by route.
+Bodies of our own are described by what reads them (:mod:`rose.wire`), OpenAI's by hand, here; with roles and the statuses each
+route may answer.  The tests hold it against the running daemon (``tests/scheduler/test_hostile.py``) and against the
+router, route by route.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from rose.policy.samples import STALE_RULES
+import msgspec
 
-Schema = dict[str, Any]
+from rose.wire.samples import Ack, Finish, Lease, NewTrajectory, NewVersion, Resume, Settings
+from rose.wire.schema import Schema, reference, schemas
+from rose.wire.turns import Generate
+from rose.wire.workers import Heartbeat, Registration
+
+Body = Schema | type[msgspec.Struct] | None
 
 TEXT: Schema = {"type": "string", "minLength": 1, "maxLength": 256}
-COUNT: Schema = {"type": "integer", "minimum": 0, "maximum": 2**53}
-NUMBER: Schema = {"type": "number"}
 FLAG: Schema = {"type": "boolean"}
-ANY: Schema = {}
 TOKEN_IDS: Schema = {
     "type": "array",
     "items": {"type": "integer", "minimum": 0, "maximum": 2**32 - 1},
@@ -59,99 +62,20 @@ COMPLETION = _object(
     max_tokens=_optional({"type": "integer", "minimum": 1}),
     stream=_optional(FLAG),
 )
-GENERATE = _object(
-    token_ids=TOKEN_IDS,
-    token_ids_b64=_optional({"type": "string", "contentEncoding": "base64"}),
-    sampling_params=_optional(_object(closed=False, max_tokens=_optional({"type": "integer", "minimum": 1}))),
-    model=_optional(TEXT),
-    session_id=_optional(TEXT),
-    stream=FLAG,
-)
-CREATE = _object(
-    ("job",),
-    job=TEXT,
-    group_id=_optional(TEXT),
-    group_size=_optional({"type": "integer", "minimum": 1, "maximum": 4096}),
-    task=ANY,
-    sampling=_optional({"type": "object"}),
-    task_kind=_optional(TEXT),
-    prefill_per_decode=_optional({"type": "number", "minimum": 1e-6, "maximum": 1e6}),
-    deadline_s=_optional({"type": "number", "minimum": 0.001, "maximum": 604_800}),
-)
-FINISH = _object(("reward",), reward=NUMBER, success=_optional(FLAG), info=ANY)
-ON_STALE = _optional({"type": "string", "enum": [*STALE_RULES, None]})
-LEASE = _object(
-    ("job", "num_groups", "version"),
-    job=TEXT,
-    num_groups={"type": "integer", "minimum": 1, "maximum": 65_536},
-    version={
-        "anyOf": [
-            {"type": "string", "pattern": r"^\d+\.\d+$"},
-            {"type": "array", "items": COUNT, "minItems": 2, "maxItems": 2},
-        ]
-    },
-    ttl_s=_optional({"type": "number", "exclusiveMinimum": 0}),
-    wait_s=_optional({"type": "number", "minimum": 0}),
-    alpha=_optional(COUNT),
-    on_stale=ON_STALE,
-    prompts=_optional({"type": "string", "enum": ["suffix", "whole", None]}),
-    consumer=_optional(TEXT),
-)
-WORKER = _object(
-    ("worker_id", "url", "tier", "model", "max_model_len", "incarnation"),
-    worker_id={**TEXT, "maxLength": 128},
-    url={"type": "string", "maxLength": 512},
-    tier={"type": "string", "enum": ["dedicated", "harvested"]},
-    model=TEXT,
-    max_model_len={"type": "integer", "minimum": 2, "maximum": 2**24},
-    incarnation={**TEXT, "maxLength": 128},
-    engine_token=_optional({**TEXT, "maxLength": 512}),
-    vocab_size=_optional({"type": "integer", "minimum": 1, "maximum": 2**32}),
-    cap=_optional({"type": "integer", "minimum": 1, "maximum": 65_536}),
-    max_num_seqs=_optional({"type": "integer", "minimum": 1, "maximum": 65_536}),
-)
-HEARTBEAT = _object(
-    ("incarnation", "seq", "state"),
-    closed=False,
-    incarnation={**TEXT, "maxLength": 128},
-    seq=COUNT,
-    state={"type": "string", "enum": ["ready", "starting", "stopping"]},
-    version={"type": ["string", "null"]},
-    kv_budget_tokens=_optional(COUNT),
-    kv_used_tokens=_optional(COUNT),
-    running=COUNT,
-    reclaim_seq=COUNT,
-    gated=FLAG,
-    slack_s=_optional(NUMBER),
-    waiting=COUNT,
-    num_preemptions=COUNT,
-    serving_use={"type": "number", "minimum": 0, "maximum": 1},
-    slo_breaches=COUNT,
-    serving_ttft_p99_s=_optional({"type": "number", "minimum": 0, "maximum": 1e9}),
-    serving_tpot_p99_s=_optional({"type": "number", "minimum": 0, "maximum": 1e9}),
-    slo_ttft_s=_optional({"type": "number", "minimum": 1e-6, "maximum": 1e9}),
-    slo_tpot_s=_optional({"type": "number", "minimum": 1e-6, "maximum": 1e9}),
-)
-SETTINGS = _object(
-    policy={"type": "string", "enum": ["cost", "paper", "sticky_least_loaded", "round_robin", "random"]},
-    cap_dedicated={"type": "integer", "minimum": 1, "maximum": 65_536},
-    cap_harvested={"type": "integer", "minimum": 1, "maximum": 65_536},
-    max_running={"type": "integer", "minimum": 1, "maximum": 65_536},
-)
 
 _CHAT = ("agent", "environment", "trajectory")
 _WATCH = ("environment", "trainer", "node")
 _TURN = (200, 404, 409, 410, 422, 429, 502, 503, 504)
 # (method, path, roles, summary, body, statuses besides 400, 401, 413 and 429 where they apply)
-ROUTES: list[tuple[str, str, tuple[str, ...], str, Schema | None, tuple[int, ...]]] = [
+ROUTES: list[tuple[str, str, tuple[str, ...], str, Body, tuple[int, ...]]] = [
     ("post", "/v1/chat/completions", _CHAT, "Chat, as OpenAI has it", CHAT, _TURN),
     ("post", "/v1/completions", _CHAT, "Completions, as OpenAI has them", COMPLETION, _TURN),
     ("get", "/v1/models", _CHAT, "Served models", None, (200,)),
     ("post", "/s/{session}/v1/chat/completions", _CHAT, "Chat of a trajectory", CHAT, _TURN),
     ("post", "/s/{session}/v1/completions", _CHAT, "Completions of a trajectory", COMPLETION, _TURN),
     ("get", "/s/{session}/v1/models", _CHAT, "Served models", None, (200,)),
-    ("post", "/rose/v1/generate", _CHAT, "Tokens in, tokens out", GENERATE, _TURN),
-    ("post", "/rose/v1/trajectories", ("environment",), "Begin a trajectory", CREATE, (200, 409, 422)),
+    ("post", "/rose/v1/generate", _CHAT, "Tokens in, tokens out", Generate, _TURN),
+    ("post", "/rose/v1/trajectories", ("environment",), "Begin a trajectory", NewTrajectory, (200, 409, 422)),
     ("get", "/rose/v1/trajectories", ("environment", "trainer"), "List trajectories", None, (200,)),
     (
         "get",
@@ -176,19 +100,19 @@ ROUTES: list[tuple[str, str, tuple[str, ...], str, Schema | None, tuple[int, ...
         "/rose/v1/trajectories/{id}/finish",
         ("environment",),
         "Its reward",
-        FINISH,
+        Finish,
         (200, 404, 409, 410),
     ),
     ("delete", "/rose/v1/trajectories/{id}", ("environment",), "Cancel it", None, (200, 404, 409)),
-    ("post", "/rose/v1/batches/lease", ("trainer",), "Lease whole groups", LEASE, (200, 204)),
-    ("put", "/rose/v1/batches/{id}", ("trainer",), "The batch of this name", LEASE, (200, 204, 409, 410)),
+    ("post", "/rose/v1/batches/lease", ("trainer",), "Lease whole groups", Lease, (200, 204)),
+    ("put", "/rose/v1/batches/{id}", ("trainer",), "The batch of this name", Lease, (200, 204, 409, 410)),
     ("delete", "/rose/v1/batches/{id}", ("trainer",), "Give it back", None, (200, 409)),
     (
         "post",
         "/rose/v1/batches/{id}/ack",
         ("trainer",),
         "Trained on",
-        _object(("step", "attempt"), step=COUNT, attempt=COUNT),
+        Ack,
         (200, 404, 409, 410),
     ),
     (
@@ -196,12 +120,7 @@ ROUTES: list[tuple[str, str, tuple[str, ...], str, Schema | None, tuple[int, ...
         "/rose/v1/jobs/{job}/resume",
         ("trainer",),
         "A restarted trainer",
-        _object(
-            ("attempt", "consumed"),
-            attempt=COUNT,
-            consumed={"type": "array", "items": {"type": "string"}},
-            consumer=_optional(TEXT),
-        ),
+        Resume,
         (200, 404, 409, 410),
     ),
     (
@@ -209,24 +128,17 @@ ROUTES: list[tuple[str, str, tuple[str, ...], str, Schema | None, tuple[int, ...
         "/rose/v1/versions",
         ("trainer",),
         "New weights",
-        _object(
-            ("job", "attempt", "version"),
-            job=TEXT,
-            attempt=COUNT,
-            version=COUNT,
-            alpha=_optional(COUNT),
-            on_stale=ON_STALE,
-        ),
+        NewVersion,
         (200, 409),
     ),
-    ("post", "/workers", ("node",), "Register an engine", WORKER, (200,)),
-    ("post", "/workers/{id}/heartbeat", ("node",), "It lives", HEARTBEAT, (200,)),
+    ("post", "/workers", ("node",), "Register an engine", Registration, (200,)),
+    ("post", "/workers/{id}/heartbeat", ("node",), "It lives", Heartbeat, (200,)),
     ("post", "/workers/{id}/{verb}", ("node",), "drain, cordon, uncordon", None, (200, 404)),
     ("delete", "/workers/{id}", ("node",), "It is gone", None, (200, 404)),
     ("get", "/workers", _WATCH, "All engines", None, (200,)),
     ("get", "/status", _WATCH, "What runs, and where", None, (200,)),
     ("get", "/admin/settings", ("admin",), "Caps and policy", None, (200,)),
-    ("post", "/admin/settings", ("admin",), "Change them", SETTINGS, (200,)),
+    ("post", "/admin/settings", ("admin",), "Change them", Settings, (200,)),
     ("get", "/openapi.json", (), "This", None, (200,)),
     ("get", "/metrics", (), "Prometheus", None, (200, 401)),
     ("get", "/healthz", (), "It runs", None, (200,)),
@@ -264,7 +176,8 @@ def describe() -> dict[str, Any]:
         if roles:
             operation["security"] = [{role: []} for role in (*roles, "admin")]
         if body is not None:
-            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
+            schema = body if isinstance(body, dict) else reference(body)
+            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
         paths.setdefault(path, {})[method] = operation
     return {
         "openapi": "3.1.0",
@@ -282,7 +195,7 @@ def describe() -> dict[str, Any]:
                     "description": "key of one trajectory, from its creation",
                 }
             },
-            "schemas": {"Error": ERROR},
+            "schemas": {"Error": ERROR, **schemas(kind for *_, kind, _ in ROUTES if isinstance(kind, type))},
         },
     }
 

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import logging
 import random
-from typing import Any, get_args
+from typing import Any
 
 from aiohttp import web
 
 from rose.errors import RequestError
 from rose.policy.fleet import Tier
 from rose.policy.routing import make_policy
-from rose.scheduler.config import Policy, SchedulerConfig
+from rose.scheduler.config import SchedulerConfig
 from rose.scheduler.dispatch import Dispatcher
-from rose.scheduler.http import REQUEST_ID, Fields, json_response, read_object
+from rose.scheduler.http import REQUEST_ID, json_response, read_wire
+from rose.wire.samples import Settings
 
 log = logging.getLogger("rose.scheduler")
 
@@ -37,14 +38,8 @@ class SettingsRoutes:
 
     async def change(self, request: web.Request) -> web.Response:
         """``{policy?, cap_dedicated?, cap_harvested?, max_running?}`` -> ``{changed: {name: [old, new]}}``."""
-        fields = Fields(await read_object(request))
-        asked: dict[str, Any] = {}
-        if fields.raw("policy") is not None:
-            asked["policy"] = fields.choice("policy", get_args(Policy))
-        for name in ("cap_dedicated", "cap_harvested", "max_running"):
-            if fields.raw(name) is not None:
-                asked[name] = fields.integer(name, least=1, most=65_536)
-        fields.done()
+        body = await read_wire(request, Settings)
+        asked = {name: new for name in self._now if (new := getattr(body, name)) is not None}
         if not asked:
             raise RequestError(f"name at least one of {', '.join(self._now)}", field="body")
         changed = {name: [self._now[name], new] for name, new in asked.items() if self._now[name] != new}

@@ -26,12 +26,13 @@ from rose.errors import CapacityError, RoseError
 from rose.policy.turn_events import TurnState
 from rose.scheduler.dispatch import Dispatcher, TurnHandle, turn_error
 from rose.scheduler.engine import TokenLogprob
-from rose.scheduler.http import REQUEST_ID, encode, error_body
+from rose.scheduler.http import REQUEST_ID, encode
 from rose.scheduler.jobs import Job, is_resumable
 from rose.scheduler.messages import Deltas, call_id
 from rose.scheduler.parses import Piece, StreamParse
 from rose.scheduler.renderer import Renderer
 from rose.scheduler.stops import chat_finish
+from rose.wire.errors import error_body
 
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",

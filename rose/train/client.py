@@ -27,22 +27,14 @@ from typing import Any, Self
 from urllib.parse import quote
 
 import aiohttp
+import msgspec
 
 from rose.auth import bearer
-from rose.errors import (
-    CapacityError,
-    Conflict,
-    EngineError,
-    Gone,
-    NotFound,
-    RequestError,
-    RoseError,
-    TooLarge,
-    TrainError,
-    Unauthorized,
-)
+from rose.errors import CapacityError, Conflict, EngineError, Gone, NotFound, RoseError, TrainError
 from rose.policy.staleness import parse_version
 from rose.train.env import Message, Task
+from rose.wire.errors import error_of, read_refusal
+from rose.wire.samples import Ack, Finish, Lease, NewTrajectory, NewVersion, Resume, StaleRule
 
 MAX_ANSWER_BYTES = 2**28
 MAX_BATCH_BYTES = 2**30
@@ -51,13 +43,6 @@ CALL_TIMEOUT_S = 60.0
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 2.0
 
 _PROXY_STATUSES = (502, 503, 504)
-_BY_STATUS: dict[int, type[RequestError]] = {
-    401: Unauthorized,
-    404: NotFound,
-    409: Conflict,
-    413: TooLarge,
-    422: Conflict,
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,16 +107,14 @@ class SchedulerClient:
         prefill_per_decode: float | None = None,
     ) -> Begun:
         """A new member of a group.  The last two tell the scheduler how long its turns will be: see ``rose.train.mix``."""
-        body: dict[str, Any] = {
-            "job": job,
-            "group_id": group_id,
-            "group_size": group_size,
-            "task": dict(task),
-        }
-        if task_kind:
-            body["task_kind"] = task_kind
-        if prefill_per_decode is not None:
-            body["prefill_per_decode"] = prefill_per_decode
+        body = NewTrajectory(
+            job=job,
+            group_id=group_id,
+            group_size=group_size,
+            task=dict(task),
+            task_kind=task_kind or None,
+            prefill_per_decode=prefill_per_decode,
+        )
         answer = await self._call("POST", "/rose/v1/trajectories", self._by("environment"), body)
         return Begun(id=_field(answer, "id", str), key=_field(answer, "key", str))
 
@@ -179,7 +162,7 @@ class SchedulerClient:
     async def finish(
         self, trajectory_id: str, *, reward: float, success: bool, info: Mapping[str, Any]
     ) -> None:
-        body = {"reward": reward, "success": success, "info": dict(info)}
+        body = Finish(reward=reward, success=success, info=dict(info))
         await self._call(
             "POST", f"/rose/v1/trajectories/{trajectory_id}/finish", self._by("environment"), body
         )
@@ -219,7 +202,7 @@ class SchedulerClient:
         ttl_s: float,
         wait_s: float,
         alpha: int | None = None,
-        on_stale: str | None = None,
+        on_stale: StaleRule | None = None,
         name: str | None = None,
         consumer: str | None = None,
     ) -> tuple[str, list[dict[str, Any]]] | None:
@@ -234,14 +217,16 @@ class SchedulerClient:
             Gone: What was leased under this name has been given back, or has run out and was leased to others.
         """
         name = name or secrets.token_hex(12)
-        body: dict[str, Any] = {
-            "job": job,
-            "num_groups": num_groups,
-            "version": [attempt, version],
-            "ttl_s": ttl_s,
-            "wait_s": wait_s,
-        }
-        body |= _staleness(alpha, on_stale) | _consumer(consumer)
+        body = Lease(
+            job=job,
+            num_groups=num_groups,
+            version=[attempt, version],
+            ttl_s=ttl_s,
+            wait_s=wait_s,
+            alpha=alpha,
+            on_stale=on_stale,
+            consumer=consumer,
+        )
         answer = await self._call(
             "PUT",
             _batch(name),
@@ -258,7 +243,7 @@ class SchedulerClient:
         return _field(answer, "batch_id", str), trajectories
 
     async def ack(self, batch_id: str, *, step: int, attempt: int) -> None:
-        body = {"step": step, "attempt": attempt}
+        body = Ack(step=step, attempt=attempt)
         await self._call("POST", f"{_batch(batch_id)}/ack", self._by("trainer"), body)
 
     async def give_back(self, batch_id: str) -> None:
@@ -266,14 +251,19 @@ class SchedulerClient:
         await self._call("DELETE", _batch(batch_id), self._by("trainer"))
 
     async def set_version(
-        self, *, job: str, attempt: int, version: int, alpha: int | None = None, on_stale: str | None = None
+        self,
+        *,
+        job: str,
+        attempt: int,
+        version: int,
+        alpha: int | None = None,
+        on_stale: StaleRule | None = None,
     ) -> None:
         """Workers below this version take no new turn of the job, and what is too old for it is given up.
 
         ``alpha`` and ``on_stale`` as with :meth:`lease`.
         """
-        body: dict[str, Any] = {"job": job, "attempt": attempt, "version": version}
-        body |= _staleness(alpha, on_stale)
+        body = NewVersion(job=job, attempt=attempt, version=version, alpha=alpha, on_stale=on_stale)
         await self._call("POST", "/rose/v1/versions", self._by("trainer"), body)
 
     async def latest_attempt(self, job: str) -> int:
@@ -299,7 +289,7 @@ class SchedulerClient:
         self, *, job: str, attempt: int, consumed: Sequence[str], consumer: str | None = None
     ) -> None:
         """A trainer starts: its open leases return, except what ``consumed`` names.  Those of other consumers stay."""
-        body = {"attempt": attempt, "consumed": list(consumed)} | _consumer(consumer)
+        body = Resume(attempt=attempt, consumed=list(consumed), consumer=consumer)
         await self._call("POST", f"/rose/v1/jobs/{job}/resume", self._by("trainer"), body)
 
     def _by(self, role: str) -> dict[str, str]:
@@ -323,7 +313,7 @@ class SchedulerClient:
         method: str,
         path: str,
         token: Mapping[str, str],
-        body: Mapping[str, Any] | None = None,
+        body: Mapping[str, Any] | msgspec.Struct | None = None,
         *,
         headers: Mapping[str, str] | None = None,
         params: Mapping[str, str] | None = None,
@@ -336,16 +326,18 @@ class SchedulerClient:
         ``has_deadline``: ``timeout_s`` is all the time that the answer is good for, and its end no sign that the scheduler is away.
         """
         session = self._open()
+        data = None if body is None else msgspec.json.encode(body)
+        kind = {} if data is None else {"Content-Type": "application/json"}
         started_s = time.monotonic()
         unreachable_since_s: float | None = None
         delay_s, num_retries = FIRST_DELAY_S, 0
         while True:
-            sent = {**token, **(headers or {}), "x-stainless-retry-count": str(num_retries)}
+            sent = {**token, **kind, **(headers or {}), "x-stainless-retry-count": str(num_retries)}
             try:
                 async with session.request(
                     method,
                     self._url + path,
-                    json=body,
+                    data=data,
                     headers=sent,
                     params=params,
                     timeout=aiohttp.ClientTimeout(total=timeout_s),
@@ -358,14 +350,13 @@ class SchedulerClient:
                         raw += piece
                         if len(raw) > max_bytes:
                             raise EngineError(f"the answer exceeds {max_bytes} bytes", field=path)
-                    if response.status in _PROXY_STATUSES and not _is_ours(raw):
+                    if response.status in _PROXY_STATUSES and read_refusal(raw).code is None:
                         # Something between us and the scheduler, which may be restarting behind it.
                         raise aiohttp.ClientConnectionError(f"HTTP {response.status}")
                     unreachable_since_s = None  # a whole answer: headers alone arrive from a broken path too
-                    answer = _parse(raw, path)
                     if response.status < 300:
-                        return answer
-                    raise error_of(response.status, answer, response.headers.get("Retry-After"))
+                        return _parse(raw, path)
+                    raise error_of(response.status, raw, response.headers.get("Retry-After"))
             except CapacityError as error:
                 # The call's own time counts here: a turn that waits for a worker may wait as long as any turn.
                 waited_s = time.monotonic() - started_s
@@ -400,59 +391,8 @@ def _late(timeout_s: float) -> CapacityError:
     )
 
 
-def error_of(status: int, answer: Any, retry_after: str | None = None) -> RoseError:
-    """The error tree's name for an HTTP error in OpenAI's shape."""
-    described = answer.get("error") if isinstance(answer, dict) else None
-    described = described if isinstance(described, dict) else {}
-    message = str(described.get("message") or f"HTTP {status}")[:500]
-    field = described.get("param")
-    field = field if isinstance(field, str) else None
-    code = described.get("code")
-    code = code if isinstance(code, str) else None
-    if status in (429, 503, 504):
-        return CapacityError(
-            message,
-            status=status,
-            code=code or "no_capacity",
-            retry_after_s=None if status == 504 else _seconds(retry_after),
-            field=field,
-        )
-    if status >= 500:
-        return EngineError(message, field=field)
-    if status == 410:
-        reason = described.get("reason")
-        return Gone(message, field=field, code=code, reason=reason if isinstance(reason, str) else "")
-    return _BY_STATUS.get(status, RequestError)(message, field=field, status=status, code=code)
-
-
-def _staleness(alpha: int | None, on_stale: str | None) -> dict[str, Any]:
-    named = {"alpha": alpha, "on_stale": on_stale}
-    return {name: value for name, value in named.items() if value is not None}
-
-
-def _consumer(consumer: str | None) -> dict[str, Any]:
-    return {} if consumer is None else {"consumer": consumer}
-
-
 def _batch(name: str) -> str:
     return f"/rose/v1/batches/{quote(name, safe='')}"
-
-
-def _is_ours(raw: bytes | bytearray) -> bool:
-    """Whether an error's body is the scheduler's own: an object with a code."""
-    try:
-        answer = json.loads(raw)
-    except (ValueError, RecursionError):
-        return False
-    error = answer.get("error") if isinstance(answer, dict) else None
-    return isinstance(error, dict) and isinstance(error.get("code"), str)
-
-
-def _seconds(text: str | None) -> float:
-    try:
-        return min(max(float(text or 1.0), 0.0), 120.0)
-    except ValueError:
-        return 1.0
 
 
 def _parse(raw: bytes | bytearray, path: str) -> Any:

@@ -44,6 +44,7 @@ from rose.weights.store import (
     check_range,
 )
 from rose.weights.version import WeightVersion
+from rose.wire.errors import read_refusal
 
 MAX_LIST_BYTES = 64 << 20
 _MAX_ERROR_BYTES = 64 << 10
@@ -316,14 +317,9 @@ class _Response:
     def error(self, path: str) -> Exception:
         """What this failure means, in our words; the relay's message is kept, bounded."""
         text = self.read(_MAX_ERROR_BYTES)
-        message, field, code = f"relay answered {self.status}", path.partition("?")[0], None
-        try:
-            detail = msgspec.json.decode(text)["error"]
-            message = str(detail["message"])[:300]
-            field = str(detail["param"] or field)[:300]
-            code = str(detail["code"])
-        except (msgspec.DecodeError, KeyError, TypeError):
-            pass
+        said = read_refusal(text)
+        message = said.message or f"relay answered {self.status}"
+        field, code = said.field or path.partition("?")[0], said.code
         if self.status == 507:
             return CapacityError(message, status=507, field=field)
         if self.status >= 500:

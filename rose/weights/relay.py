@@ -51,6 +51,7 @@ from rose.weights import manifest
 from rose.weights.manifest import MAX_OBJECT_BYTES, check_key, check_run_id
 from rose.weights.store import MAX_HEAD_BYTES, FileStore, check_prefix
 from rose.weights.version import WeightVersion
+from rose.wire.errors import error_body
 
 MAX_WAIT_S = 60.0
 MAX_WAITERS = 4096
@@ -290,11 +291,8 @@ def _json(table: dict[str, Any]) -> web.Response:
 
 
 def _error(status: int, error: RoseError) -> web.Response:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    message = error.message if error.fix is None else f"{error.message} ({error.fix})"
-    detail = {"message": message, "type": kind, "param": error.field, "code": error.code}
     headers = {"Retry-After": "1"} if isinstance(error, CapacityError) else {}
-    body = msgspec.json.encode({"error": detail})
+    body = msgspec.json.encode(error_body(error, status))
     return web.Response(status=status, body=body, content_type="application/json", headers=headers)
 
 

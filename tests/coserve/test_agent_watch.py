@@ -191,23 +191,25 @@ def test_policies_can_be_changed_while_something_is_lent(bench: Bench) -> None:
 
 def test_the_heartbeat_tells_how_much_production_uses_and_which_promises_broke(bench: Bench) -> None:
     bench.round(used_pages=25, breaches=2)
-    beat = bench.agent.heartbeat()
-    assert (beat["serving_use"], beat["slo_breaches"]) == (0.25, 2)
+    beat = bench.agent.heartbeat("one", 1)
+    assert (beat.serving_use, beat.slo_breaches) == (0.25, 2)
 
 
 def test_the_heartbeat_tells_how_the_engine_is_short_of_memory(bench: Bench) -> None:
-    assert (bench.agent.heartbeat()["waiting"], bench.agent.heartbeat()["num_preemptions"]) == (0, 0)
+    beat = bench.agent.heartbeat("one", 1)
+    assert (beat.waiting, beat.num_preemptions) == (0, 0)
     bench.agent._engine_status = {"running": 4, "waiting": 3, "num_preemptions": 2}
-    beat = bench.agent.heartbeat()
-    assert (beat["running"], beat["waiting"], beat["num_preemptions"]) == (4, 3, 2)
+    beat = bench.agent.heartbeat("one", 1)
+    assert (beat.running, beat.waiting, beat.num_preemptions) == (4, 3, 2)
 
 
 def test_the_heartbeat_tells_productions_p99_beside_what_is_promised_now(bench: Bench) -> None:
-    assert not [name for name in bench.agent.heartbeat() if name.startswith(("slo_t", "serving_t"))]
+    beat = bench.agent.heartbeat("one", 1)
+    assert (beat.serving_ttft_p99_s, beat.serving_tpot_p99_s, beat.slo_ttft_s, beat.slo_tpot_s) == (None,) * 4
     bench.agent.latency = ServingLatency("http://production/metrics")
     bench.agent.latency._p99_s = {"ttft": 0.2}
     bench.agent.change(slo_ttft_ms=400.0)
-    beat = bench.agent.heartbeat()
-    assert (beat["serving_ttft_p99_s"], beat["slo_ttft_s"]) == (0.2, 0.4)
-    assert "slo_tpot_s" not in beat
+    beat = bench.agent.heartbeat("one", 1)
+    assert (beat.serving_ttft_p99_s, beat.slo_ttft_s) == (0.2, 0.4)
+    assert beat.slo_tpot_s is None
     assert bench.agent.status()["serving"]["p99_s"] == {"ttft": 0.2}

@@ -23,6 +23,8 @@ from rose.coserve.cli import app as cli
 from rose.coserve.control import ControlClient
 from rose.errors import EngineError, RequestError, SectionCorrupt
 from rose.weights.version import WeightVersion
+from rose.wire.reading import read
+from rose.wire.workers import Heartbeat, Registration
 from tests.coserve.conftest import Device, alive, until
 
 
@@ -32,8 +34,8 @@ class Registry:
     def __init__(self, token: str) -> None:
         self._token = token
         self.known: dict[str, str] = {}
-        self.registrations: list[dict[str, Any]] = []
-        self.beats: list[dict[str, Any]] = []
+        self.registrations: list[Registration] = []
+        self.beats: list[Heartbeat] = []
         self.removed: list[str] = []
         self.down = False
         self.in_pieces = False
@@ -65,16 +67,16 @@ class Registry:
 
     async def register(self, request: web.Request) -> web.Response:
         self._check(request)
-        body = await request.json()
+        body = read(Registration, await request.read())
         self.registrations.append(body)
-        self.known[body["worker_id"]] = body["incarnation"]
+        self.known[body.worker_id] = body.incarnation
         return web.json_response({})
 
     async def heartbeat(self, request: web.Request) -> web.Response:
         self._check(request)
-        body = await request.json()
+        body = read(Heartbeat, await request.read())
         self.beats.append(body)
-        known = self.known.get(request.match_info["id"]) == body["incarnation"]
+        known = self.known.get(request.match_info["id"]) == body.incarnation
         answer = {"known": known, "required_version": "1.3"}
         if not self.in_pieces:
             return web.json_response(answer)
@@ -119,29 +121,24 @@ async def test_an_engine_is_registered_once_and_then_beats(device: Device, regis
     agent = linked(device, registry, engine={"served_model_name": "policy-7b"})
     await until(lambda: len(registry.beats) > 5)
     assert registry.registrations == [
-        {
-            "worker_id": "n0",
-            "url": agent.engine.url,
-            "tier": "harvested",
-            "model": "policy-7b",
-            "max_model_len": 256,
-            "incarnation": agent.engine.incarnation,
-            "engine_token": agent.engine.token,
-            "vocab_size": 1000,
-            "max_num_seqs": 32,
-        }
+        Registration(
+            worker_id="n0",
+            url=agent.engine.url,
+            tier="harvested",
+            model="policy-7b",
+            max_model_len=256,
+            incarnation=agent.engine.incarnation,
+            engine_token=agent.engine.token,
+            vocab_size=1000,
+            max_num_seqs=32,
+        )
     ]
-    seqs = [beat["seq"] for beat in registry.beats]
+    seqs = [beat.seq for beat in registry.beats]
     assert seqs == sorted(set(seqs))
-    await until(lambda: registry.beats[-1]["kv_budget_tokens"] == 1600)
+    await until(lambda: registry.beats[-1].kv_budget_tokens == 1600)
     beat = registry.beats[-1]
-    assert {key: beat[key] for key in ("version", "state", "kv_used_tokens", "running", "gated")} == {
-        "version": "0.0",
-        "state": "ready",
-        "kv_used_tokens": 7,
-        "running": 3,
-        "gated": False,
-    }
+    assert (beat.version, beat.state, beat.gated) == ("0.0", "ready", False)
+    assert (beat.kv_used_tokens, beat.running) == (7, 3)
 
 
 async def test_a_scheduler_that_forgot_us_gets_the_registration_again(
@@ -182,19 +179,19 @@ async def test_a_cut_is_told_to_the_scheduler(device: Device, registry: Registry
     linked(device, registry)
     await until(lambda: device.resident_pages() == 16)
     assert device.production is not None
-    before = registry.beats[-1]["reclaim_seq"] if registry.beats else 0
+    before = registry.beats[-1].reclaim_seq if registry.beats else 0
     device.production.used = 12
-    await until(lambda: bool(registry.beats) and registry.beats[-1]["reclaim_seq"] > before)
+    await until(lambda: bool(registry.beats) and registry.beats[-1].reclaim_seq > before)
 
 
 async def test_switched_off_means_not_ready_and_leaving_means_removed(
     device: Device, registry: Registry
 ) -> None:
     agent = linked(device, registry)
-    await until(lambda: bool(registry.beats) and registry.beats[-1]["state"] == "ready")
+    await until(lambda: bool(registry.beats) and registry.beats[-1].state == "ready")
     async with control(device) as client:
         await asyncio.to_thread(client.set, mode="off")
-    await until(lambda: registry.beats[-1]["state"] == "starting")
+    await until(lambda: registry.beats[-1].state == "starting")
     agent.stop()
     await until(lambda: registry.removed == ["n0"])
 
@@ -265,7 +262,7 @@ async def test_each_published_version_is_staged_and_committed_in_order(device: D
     weights = agent.status()["weights"]
     assert (weights["newest"], weights["commits"], weights["error"]) == ("1.2", 2, "")
     assert weights["last"]["num_changed"] == 5
-    assert agent.heartbeat()["version"] == "1.2"
+    assert agent.heartbeat("one", 1).version == "1.2"
 
 
 async def test_a_restarted_engine_is_brought_to_the_newest_version_again(device: Device) -> None:

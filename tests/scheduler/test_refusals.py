@@ -9,6 +9,15 @@ import pytest
 from rose.auth import bearer
 from tests.scheduler.conftest import World, user
 
+WORKER = {
+    "worker_id": "x",
+    "url": "http://127.0.0.1:1",
+    "tier": "dedicated",
+    "model": "m",
+    "max_model_len": 8,
+    "incarnation": "1",
+}
+
 
 @pytest.mark.parametrize(
     ("method", "path", "body", "role", "status", "param"),
@@ -68,7 +77,10 @@ from tests.scheduler.conftest import World, user
         ),
         ("POST", "/rose/v1/batches/none/ack", {"step": 1, "attempt": 1}, "trainer", 410, "batch_id"),
         ("POST", "/rose/v1/versions", {"job": "j", "attempt": 1, "version": -1}, "trainer", 400, "version"),
-        ("POST", "/workers", {"worker_id": "x", "url": "file:///etc/passwd"}, "node", 400, "url"),
+        ("POST", "/workers", {**WORKER, "url": "file:///etc/passwd"}, "node", 400, "url"),
+        ("POST", "/workers", {"worker_id": "x"}, "node", 400, "url"),
+        ("POST", "/workers", {**WORKER, "tier": "borrowed"}, "node", 400, "tier"),
+        ("POST", "/workers", {**WORKER, "rank": 3}, "node", 400, "rank"),
         ("DELETE", "/workers/none", None, "node", 404, "worker_id"),
         ("POST", "/workers/a/explode", None, "node", 404, "path"),
         ("POST", "/rose/v1/trajectories", {"job": "j"}, "trainer", 401, "Authorization"),

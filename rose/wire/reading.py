@@ -1,0 +1,110 @@
+"""Read a body as what it must be; whatever it is not is refused by the name of the field.
+
+Bodies come from anybody.  Their size is bounded by who receives them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import inspect
+
+from rose.errors import RequestError
+
+T = TypeVar("T")
+S = TypeVar("S", bound=msgspec.Struct)
+_FAULT = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<where>[^`]*)`)?\Z", re.DOTALL)
+_UNKNOWN = re.compile(r"Object contains unknown field `(.{1,64}?)`")
+_MISSING = re.compile(r"Object missing required field `(.{1,64}?)`")
+
+
+def read(kind: type[S], data: bytes) -> S:
+    """``data``, JSON, as a ``kind``.
+
+    Raises:
+        RequestError: It is not; the field is named, and what it must be.
+    """
+    try:
+        return read_struct(data or b"{}", _decoder(kind).decode)
+    except RequestError as error:
+        must = _requirements(kind).get(error.field or "")
+        if must is None or not error.message.startswith("wrong type"):
+            raise
+        raise RequestError(f"must be {must}", field=error.field) from error.__cause__
+
+
+def read_struct(data: bytes, decode: Callable[[bytes], T]) -> T:
+    """``data`` as what a typed decoder makes of it.
+
+    Raises:
+        RequestError: Not JSON, not UTF-8, nested too deeply, or not of that type.
+    """
+    try:
+        return decode(data)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        unknown, missing = _UNKNOWN.match(text), _MISSING.match(text)
+        if unknown is not None:
+            raise RequestError("unknown field", field=unknown[1]) from None
+        fault = _FAULT.match(text)
+        assert fault is not None
+        if missing is not None and not fault["where"]:
+            raise RequestError("is required", field=missing[1]) from None
+        where = fault["where"] or ""
+        if not where and text.startswith("Expected `object`"):
+            raise RequestError("must be a JSON object", field="body") from error
+        field = (where or "body").split("[", 1)[0].split(".", 1)[0]
+        raise RequestError(f"wrong type: {fault['what'].lower()}", field=field) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"is not JSON: {error}", field="body") from error
+    except RecursionError as error:
+        raise RequestError("is nested too deeply", field="body") from error
+
+
+@lru_cache(maxsize=64)
+def _decoder(kind: type[S]) -> msgspec.json.Decoder[S]:
+    return msgspec.json.Decoder(kind)
+
+
+@lru_cache(maxsize=64)
+def _requirements(kind: type[msgspec.Struct]) -> dict[str, str]:
+    """What each field must be, in words."""
+    info = inspect.type_info(kind)
+    assert isinstance(info, inspect.StructType)
+    return {field.encode_name: describe(field.type) for field in info.fields}
+
+
+def describe(kind: inspect.Type) -> str:
+    """A type and its bounds, for a person."""
+    match kind:
+        case inspect.UnionType(types=types):
+            return " or ".join(describe(one) for one in types if not isinstance(one, inspect.NoneType))
+        case inspect.StrType(min_length=least, max_length=most, pattern=pattern):
+            if pattern is not None and "0-9" in pattern:
+                return "a version like '2.17'"
+            return "text" if most is None else f"text of {least or 0} to {most} printable characters"
+        case inspect.BoolType():
+            return "true or false"
+        case inspect.IntType(ge=least, le=most):
+            return "a whole number" + _between(least, most)
+        case inspect.FloatType(ge=least, le=most):
+            return "a number" + _between(least, most)
+        case inspect.LiteralType(values=values):
+            return "one of " + ", ".join(map(str, values))
+        case inspect.DictType() | inspect.StructType():
+            return "an object"
+        case inspect.ListType(item_type=item, min_length=least, max_length=most):
+            size = f" of {least}" if least is not None and least == most else ""
+            return f"a list{size}, each {describe(item)}"
+        case _:
+            return "something else"
+
+
+def _between(least: Any, most: Any) -> str:
+    if least is not None and most is not None:
+        return f" from {least:g} to {most:g}" if isinstance(least, float) else f" from {least} to {most}"
+    return f" of at least {least:g}" if least is not None else ""

@@ -1,0 +1,92 @@
+"""Environments and trainers to rose-scheduler: trajectories, batches, versions; and ``/admin/settings``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from rose.wire.types import Count, Name, Positive, Seconds, VersionText
+
+MIN_RATIO = 1e-6
+"""Of new prompt tokens to sampled ones; the inverse of the largest."""
+MAX_DEADLINE_S = 604_800.0
+StaleRule = Literal["wait", "mask", "cancel"]
+RoutingPolicy = Literal["cost", "paper", "sticky_least_loaded", "round_robin", "random"]
+
+
+class _Body(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    pass
+
+
+class NewTrajectory(_Body):
+    """``POST /rose/v1/trajectories``."""
+
+    job: Name
+    group_id: Name | None = None
+    group_size: Annotated[int, Meta(ge=1, le=4096)] = 1
+    task: Any = None
+    sampling: dict[str, Any] | None = None
+    """For all its turns."""
+    task_kind: Name | None = None
+    prefill_per_decode: Annotated[float, Meta(ge=MIN_RATIO, le=1 / MIN_RATIO)] | None = None
+    deadline_s: Annotated[float, Meta(ge=0.001, le=MAX_DEADLINE_S)] | None = None
+
+
+class Finish(_Body):
+    """``POST /rose/v1/trajectories/{id}/finish``."""
+
+    reward: Annotated[float, Meta(ge=-1e30, le=1e30)]
+    success: bool | None = None
+    info: Any = None
+
+
+class Lease(_Body):
+    """``PUT /rose/v1/batches/{id}``: whole groups."""
+
+    job: Name
+    num_groups: Positive
+    # A list: msgspec 0.22 crashes in the garbage collector on a union that has a tuple of a fixed length.
+    version: VersionText | Annotated[list[Count], Meta(min_length=2, max_length=2)]
+    """Of the weights that will train on it."""
+    ttl_s: Annotated[float, Meta(ge=0.001)] | None = None
+    wait_s: Seconds | None = None
+    alpha: Count | None = None
+    on_stale: StaleRule | None = None
+    prompts: Literal["suffix", "whole"] | None = None
+    consumer: Name | None = None
+
+
+class Ack(_Body):
+    """``POST /rose/v1/batches/{id}/ack``: trained on."""
+
+    step: Count
+    attempt: Count
+
+
+class Resume(_Body):
+    """``POST /rose/v1/jobs/{job}/resume``: a trainer starts anew."""
+
+    attempt: Count
+    consumed: list[str]
+    """Trajectories that it has been trained on."""
+    consumer: Name | None = None
+
+
+class NewVersion(_Body):
+    """``POST /rose/v1/versions``."""
+
+    job: Name
+    attempt: Count
+    version: Count
+    alpha: Count | None = None
+    on_stale: StaleRule | None = None
+
+
+class Settings(_Body):
+    """``POST /admin/settings``."""
+
+    policy: RoutingPolicy | None = None
+    cap_dedicated: Positive | None = None
+    cap_harvested: Positive | None = None
+    max_running: Positive | None = None

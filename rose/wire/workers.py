@@ -1,0 +1,79 @@
+"""Node agents to rose-scheduler: ``POST /workers`` and ``POST /workers/{id}/heartbeat``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from rose.wire.types import (
+    Count,
+    LongName,
+    Name,
+    Positive,
+    Seconds,
+    Share,
+    ShortName,
+    Slack,
+    SomeSeconds,
+    VersionText,
+)
+
+
+class Registration(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """An engine that may take turns, once per incarnation of it."""
+
+    worker_id: ShortName
+    url: LongName
+    """``http://host:port``, as the scheduler reaches it."""
+    tier: Literal["dedicated", "harvested"]
+    model: Name
+    max_model_len: Annotated[int, Meta(ge=2, le=2**24)]
+    incarnation: ShortName
+    engine_token: LongName | None = None
+    vocab_size: Annotated[int, Meta(ge=1, le=2**32)] | None = None
+    """With it a token id that the model does not know is refused before any engine sees it."""
+    cap: Positive | None = None
+    """Turns at once; None: by tier."""
+    max_num_seqs: Positive | None = None
+    """What is beyond it waits in the scheduler, where it can still go to whoever is free first."""
+
+
+class Registered(Struct, kw_only=True):
+    worker_id: str = ""
+    required_version: str | None = None
+
+
+class Heartbeat(Struct, kw_only=True, omit_defaults=True):
+    """Twice a second.  Unknown fields are let through: a newer node may say more than is read here."""
+
+    incarnation: ShortName
+    seq: Count
+    state: Literal["ready", "starting", "stopping"]
+    version: VersionText | None = None
+    """Of the weights in force; None: none yet."""
+    kv_budget_tokens: Count | None = None
+    kv_used_tokens: Count | None = None
+    running: Count = 0
+    waiting: Count = 0
+    num_preemptions: Count = 0
+    gated: bool = False
+    """No step runs now, for production's sake."""
+    reclaim_seq: Count = 0
+    """How often memory was given back with turns in it."""
+    slack_s: Slack | None = None
+    serving_use: Share = 0.0
+    """Of production's KV memory."""
+    slo_breaches: Count = 0
+    serving_ttft_p99_s: Seconds | None = None
+    serving_tpot_p99_s: Seconds | None = None
+    slo_ttft_s: SomeSeconds | None = None
+    slo_tpot_s: SomeSeconds | None = None
+
+
+class HeartbeatAnswer(Struct, kw_only=True):
+    known: bool = True
+    """False: register again."""
+    required_version: str | None = None
+    active: bool = True
+    """False: no job wants this device now, its engine may give its memory back."""

@@ -1,0 +1,168 @@
+"""Bodies between the daemons: read as what they are declared, refused by the name of the field, described as they are read."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rose.errors import CapacityError, EngineError, Gone, NotFound, RequestError, RoseError
+from rose.policy.fleet import Tier
+from rose.policy.routing import POLICY_NAMES
+from rose.policy.samples import STALE_RULES
+from rose.wire.errors import error_body, error_headers, error_of, read_refusal
+from rose.wire.reading import read
+from rose.wire.samples import (
+    Ack,
+    Finish,
+    Lease,
+    NewTrajectory,
+    NewVersion,
+    Resume,
+    RoutingPolicy,
+    Settings,
+    StaleRule,
+)
+from rose.wire.schema import schemas
+from rose.wire.turns import Generate
+from rose.wire.workers import Heartbeat, HeartbeatAnswer, Registered, Registration
+
+BODIES = [
+    Ack,
+    Finish,
+    Generate,
+    Heartbeat,
+    HeartbeatAnswer,
+    Lease,
+    NewTrajectory,
+    NewVersion,
+    Registered,
+    Registration,
+    Resume,
+    Settings,
+]
+BEAT = {"incarnation": "1", "seq": 1, "state": "ready"}
+LEASE = {"job": "j", "num_groups": 1, "version": "1.2"}
+
+
+def encoded(body: Any) -> bytes:
+    return msgspec.json.encode(body)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "field", "says"),
+    [
+        (Heartbeat, {**BEAT, "seq": -1}, "seq", "must be a whole number from 0 to 9007199254740992"),
+        (Heartbeat, {**BEAT, "state": "fine"}, "state", "must be one of ready, starting, stopping"),
+        (Heartbeat, {**BEAT, "gated": 1}, "gated", "must be true or false"),
+        (Heartbeat, {**BEAT, "serving_use": 1.5}, "serving_use", "must be a number from 0 to 1"),
+        (Heartbeat, {**BEAT, "version": "x"}, "version", "must be a version like '2.17'"),
+        (Heartbeat, {"seq": 1, "state": "ready"}, "incarnation", "is required"),
+        (Ack, {"step": 1, "attempt": True}, "attempt", "must be a whole number from 0 to 9007199254740992"),
+        (Ack, {"step": 1, "attempt": 1, "stpe": 2}, "stpe", "unknown field"),
+        (Lease, {**LEASE, "job": ""}, "job", "must be text of 1 to 256 printable characters"),
+        (Lease, {**LEASE, "job": "a\n"}, "job", "must be text of 1 to 256 printable characters"),
+        (Lease, {**LEASE, "job": "a\0b"}, "job", "must be text of 1 to 256 printable characters"),
+        (Lease, {**LEASE, "version": [1]}, "version", "must be a version like '2.17' or a list of 2, each "),
+        (Resume, {"attempt": 1, "consumed": [1]}, "consumed", "must be a list, each text"),
+        (Resume, {"attempt": 1, "consumed": "a"}, "consumed", "must be a list, each text"),
+        (Finish, [], "body", "must be a JSON object"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named_and_what_it_must_be(kind: Any, body: Any, field: str, says: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        read(kind, encoded(body))
+
+    assert refused.value.field == field
+    assert refused.value.message.startswith(says)
+
+
+@pytest.mark.parametrize("data", [b"{", b"\xff", b"[" * 100_000, b"nul"])
+def test_what_is_not_json_is_refused(data: bytes) -> None:
+    with pytest.raises(RequestError) as refused:
+        read(Ack, data)
+
+    assert refused.value.field == "body"
+
+
+def test_a_heartbeat_of_a_newer_node_is_read() -> None:
+    assert read(Heartbeat, encoded({**BEAT, "switch_s": 1.0})).seq == 1
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_a_body_says_of_itself_how_it_is_read(kind: Any) -> None:
+    """What may be left out has a default, and nothing but heartbeats and answers lets unknown fields through."""
+    schema = schemas([kind])[kind.__name__]
+
+    open_ = kind in (Heartbeat, HeartbeatAnswer, Registered)
+    assert schema.get("additionalProperties", True) is open_
+    required = [field.encode_name for field in msgspec.structs.fields(kind) if field.required]
+    assert schema.get("required", []) == required
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_the_garbage_collector_gets_over_each_kind(kind: Any) -> None:
+    """msgspec 0.22 crashes there on a union that has a tuple of a fixed length."""
+    decoder = msgspec.json.Decoder(kind)
+    gc.collect()
+
+    assert decoder is not None
+
+
+def test_the_names_are_those_of_the_policies() -> None:
+    assert get_args(StaleRule) == STALE_RULES
+    assert set(get_args(RoutingPolicy)) == set(POLICY_NAMES)
+    assert set(get_args(msgspec.structs.fields(Registration)[2].type)) == {tier.value for tier in Tier}
+
+
+@given(st.builds(Heartbeat, incarnation=st.just("1"), seq=st.integers(0, 9), state=st.just("ready"), running=st.integers(0, 9)))  # fmt: skip
+def test_what_is_sent_is_what_is_read(beat: Heartbeat) -> None:
+    assert read(Heartbeat, encoded(beat)) == beat
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        NotFound("is not known", field="worker_id", fix="register it"),
+        Gone("was cancelled", field="id", reason="stale"),
+        CapacityError("is full", status=429, field="job", retry_after_s=7.0),
+        CapacityError("took too long", status=504, retry_after_s=None),
+        EngineError("died", field="engine"),
+        RequestError("is odd", field="x", code="odd"),
+    ],
+)
+def test_an_error_is_the_same_on_the_other_side(error: RoseError) -> None:
+    headers = error_headers(error)
+
+    got = error_of(error.status, encoded(error_body(error)), headers.get("Retry-After"))
+
+    assert type(got) is type(error)
+    assert (got.status, got.code, got.field) == (error.status, error.code, error.field)
+    assert got.message.startswith(error.message)
+    assert (error.fix or "") in got.message
+    assert getattr(got, "reason", None) == getattr(error, "reason", None)
+    assert getattr(got, "retry_after_s", None) == getattr(error, "retry_after_s", None)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"<html>", b"[]", b'{"error": "x"}', b'{"error": {"message": 4}}', b"[" * 100_000]
+)
+def test_a_refusal_in_another_shape_says_nothing(body: bytes) -> None:
+    said = read_refusal(body)
+
+    assert (said.message, said.field, said.code) == ("", None, None)
+
+
+def test_what_a_refusal_says_is_bounded() -> None:
+    said = read_refusal(
+        encoded({"error": {"message": "x" * 10**6, "param": "y" * 10**6, "code": "z" * 10**6}})
+    )
+
+    assert (len(said.message), len(said.field or ""), len(said.code or "")) == (1000, 300, 64)
