@@ -157,6 +157,7 @@ class Control:
             scheduler=url,
             token_file=str(tokens),
             probe_file=str(folder / "engines.jsonl"),
+            run="control",
             engines=[EngineSpec(name=f"e{i}", steps=None, mean_tokens=24) for i in range(NUM_ENGINES)],
         )
         (folder / "engines.json").write_text(to_json(pool))

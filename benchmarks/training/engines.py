@@ -88,6 +88,8 @@ class PoolSpec:
     probe_file: str
     head_file: str | None = None
     """Holds ``attempt.version``; None = nobody publishes."""
+    run: str | None = None
+    """Whose versions these are."""
     pull_s: float = 0.2
     commit_s: float = 0.05
     max_model_len: int = 16_384
@@ -321,6 +323,7 @@ async def serve(spec: PoolSpec) -> None:
             node = FakeNode(
                 session, spec.scheduler, node_token, engine, url, worker_id=one.name, tier=one.tier
             )
+            node.follows = spec.run
             node.kv_budget_tokens = one.kv_tokens if one.steps is not None else None
             if isinstance(engine, TimedEngine) and one.bursts is not None:
                 running.append(asyncio.create_task(engine.live_with_production(node)))

@@ -146,6 +146,7 @@ class Loop:
             token_file=str(tokens),
             probe_file=str(folder / "engines.jsonl"),
             head_file=str(head),
+            run="bench",
             engines=self._engines(case.fleet, seed),
         )
         (folder / "engines.json").write_text(to_json(pool))

@@ -37,6 +37,7 @@ def heartbeat(
         incarnation=incarnation,
         seq=seq,
         version=agent.engine.version,
+        run=agent.config.weights.run_id if agent.config.weights is not None else None,
         state="ready" if ready else "stopping" if stopping else "starting",
         kv_budget_tokens=budget,
         kv_used_tokens=used,

@@ -111,6 +111,8 @@ class Worker:
     job: str | None = None
     """The only job it works for; None: any."""
     version: Version | None = None
+    run: str = ""
+    """The run whose weights these are; empty where its node follows none."""
     seq: int = -1
     kv_budget_tokens: int | None = None
     kv_used_tokens: int | None = None
@@ -138,9 +140,9 @@ class Worker:
     """Requests that failed since the last that did not; probes do not count."""
     rests_until_s: float | None = None
     """Takes no new turn until then."""
-    facts: tuple[str | None, Version | None, bool, float] | None = None
+    facts: tuple[str | None, Version | None, str, bool, float] | None = None
     load: tuple[bool, int, int, int] | None = None
-    """What the table (``rose.policy.packed``) has of it: job, version, whether production's promises hold, reclaim rate;
+    """What the table (``rose.policy.packed``) has of it: job, version, run, whether production's promises hold, reclaim rate;
     and whether it is open, its room in tokens, turns in flight, free slots.  None: not there yet."""
 
     @property
@@ -246,6 +248,7 @@ class Fleet:
         serving_use: float = 0.0,
         waiting: int = 0,
         num_preemptions: int = 0,
+        run: str = "",
     ) -> bool:
         """Update a worker; False when we do not know it (the node must register again)."""
         worker = self.workers.get(worker_id)
@@ -255,8 +258,8 @@ class Fleet:
             return True  # reordered on the way: newer facts are already in the book
         worker.seq = seq
         worker.heard_at_s = at_s
-        if version != worker.version:
-            worker.version = version
+        if (version, run) != (worker.version, worker.run):
+            worker.version, worker.run = version, run
             worker.kv_epoch += 1
         if reclaim_seq > worker.reclaim_seq:
             worker.kv_epoch += 1

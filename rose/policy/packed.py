@@ -40,7 +40,7 @@ class WorkerTable:
     """One row per worker; a removed worker's row is taken by the last one.
 
     Columns, each ``[num_rows]``: ``open`` (may take turns, has a slot), ``model`` and ``job`` (a number per name, -1: any job),
-    ``dedicated``, ``max_len`` and ``room`` in tokens, ``attempt`` and ``version`` (-1 when unknown),
+    ``dedicated``, ``max_len`` and ``room`` in tokens, ``run`` (a number per name), ``attempt`` and ``version`` (-1 when unknown),
     ``inflight``, ``free`` slots, ``safe`` (serving has slack), ``reclaim_rate``, ``observed_at_s``.  ``speed``,
     ``[3, num_rows]``: what was learned, ``token_s``, ``crowd_s`` and ``prefill_s`` (``rose.policy.speed``).
     ``tier_speed``, ``[2, 3]``: the same three of harvested (row 0) and dedicated (row 1) workers at large.
@@ -74,6 +74,7 @@ class WorkerTable:
             "job": np.int64,
             "max_len": np.int64,
             "room": np.int64,
+            "run": np.int64,
             "attempt": np.int64,
             "version": np.int64,
             "inflight": np.int64,
@@ -105,6 +106,7 @@ class WorkerTable:
     job: NDArray[np.int64]
     max_len: NDArray[np.int64]
     room: NDArray[np.int64]
+    run: NDArray[np.int64]
     attempt: NDArray[np.int64]
     version: NDArray[np.int64]
     inflight: NDArray[np.int64]
@@ -155,7 +157,7 @@ class WorkerTable:
         """Copy everything that can change, but for the speed."""
         # Most heartbeats bring nothing new, and to compare a tuple is a tenth of looking into the columns.
         safe = worker.serving_holds_slo
-        facts = (worker.job, worker.version, safe, worker.reclaim_rate)
+        facts = (worker.job, worker.version, worker.run, safe, worker.reclaim_rate)
         if facts != worker.facts:
             worker.facts = facts
             self._sync_facts(worker, safe)
@@ -169,9 +171,10 @@ class WorkerTable:
             self.job[row] = job
             self.gained.add(worker.worker_id)
             self.epoch += 1
-        if attempt != self.attempt[row] or version != self.version[row]:
+        run = self._number(worker.run)
+        if attempt != self.attempt[row] or version != self.version[row] or run != self.run[row]:
             self.gained.add(worker.worker_id)
-            self.attempt[row], self.version[row] = attempt, version
+            self.attempt[row], self.version[row], self.run[row] = attempt, version, run
             self.epoch += 1
         if safe != self.safe[row]:
             if safe:
@@ -221,20 +224,30 @@ class WorkerTable:
 
     # --- asking ----------------------------------------------------------------------------------------
 
-    def may_run(self, *, model: str, job: str, dedicated_only: bool, floor: Version | None) -> Mask:
-        """Rows that are open to any turn of this model, job, tier and weight version; ``[num_rows]``."""
-        suits = self.suits(model=model, job=job, dedicated_only=dedicated_only, floor=floor)
+    def may_run(
+        self, *, model: str, job: str, dedicated_only: bool, floor: Version | None, run: str = ""
+    ) -> Mask:
+        """Rows that are open to any turn of this model, job, tier, run and weight version; ``[num_rows]``."""
+        suits = self.suits(model=model, job=job, dedicated_only=dedicated_only, floor=floor, run=run)
         return suits & self.open[: len(self.workers)]
 
-    def suits(self, *, model: str, job: str, dedicated_only: bool, floor: Version | None) -> Mask:
-        """The same of rows that are open or not; good until :attr:`epoch` changes."""
+    def suits(
+        self, *, model: str, job: str, dedicated_only: bool, floor: Version | None, run: str = ""
+    ) -> Mask:
+        """The same of rows that are open or not; good until :attr:`epoch` changes.  An empty ``run``: any run, or none."""
         count = len(self.workers)
         mask = self.serves(model, job)
         if dedicated_only:
             mask &= self.dedicated[:count]
+        if run:
+            mask &= self.of_run(run)
         if floor is not None:
             mask &= self.at_least(floor)
         return mask
+
+    def of_run(self, run: str) -> Mask:
+        """Rows whose weights are of this run."""
+        return self.run[: len(self.workers)] == self._numbers.get(run, -2)
 
     def serves(self, model: str, job: str) -> Mask:
         """Rows with this model that work for this job, open or not."""
@@ -275,6 +288,7 @@ class WorkerTable:
             assert self.room[row] == (NO_LIMIT if budget is None else budget - worker.reserved_tokens)
             assert (self.attempt[row], self.version[row]) == (worker.version or (-1, -1))
             assert self.job[row] == (-1 if worker.job is None else self._numbers[worker.job])
+            assert self.run[row] == self._numbers[worker.run]
             assert self.safe[row] == worker.serving_holds_slo
             assert tuple(self.speed[:, row]) == worker.speed.coefficients()
             assert self.reclaim_rate[row] == worker.reclaim_rate

@@ -32,8 +32,8 @@ from rose.policy.turn_events import TurnParams
 
 Entry = tuple[tuple[int, float, int], str]
 _MAX_CLASSES = 256
-_Class = tuple[str, str, bool, Version | None]
-"""What eligibility depends on besides size and back-off: model, job, dedicated only, lowest version."""
+_Class = tuple[str, str, bool, Version | None, str]
+"""What eligibility depends on besides size and back-off: model, job, dedicated only, lowest version, run."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,6 +41,7 @@ class Placer:
     """Args:
     turns: All turns that have not ended; owned by the turn book.
     required: Lowest weight version per job; owned by the turn book.
+    runs: The run of each job whose trainer named one; owned by the turn book.
     """
 
     policy: RoutingPolicy
@@ -50,6 +51,7 @@ class Placer:
     remaining: Remaining
     turns: dict[str, Turn]
     required: dict[str, Version]
+    runs: dict[str, str]
     queue: list[Entry] = field(default_factory=lambda: list[Entry]())
     _fresh: set[str] = field(default_factory=lambda: set[str]())
     """Queued turns that have not been tried against the workers as they were when these last gained."""
@@ -175,7 +177,10 @@ class Placer:
             own = turn.spans[-1].version
             floor = own if floor is None else max(floor, own)
         dedicated_only = spec.dedicated_only or self._is_pinned(turn)
-        return spec.model, spec.job, dedicated_only, floor
+        run = self.runs.get(spec.job, "")
+        if not run and turn.segments:  # one turn, one policy, also where nobody asked for one by name
+            run = turn.segments[-1].run
+        return spec.model, spec.job, dedicated_only, floor, run
 
     def _suiting(self, kind: _Class) -> Mask:
         table = self.fleet.table
@@ -186,8 +191,8 @@ class Placer:
         if mask is None:
             if len(self._suits) >= _MAX_CLASSES:
                 self._suits.clear()
-            model, job, dedicated_only, floor = kind
-            mask = table.suits(model=model, job=job, dedicated_only=dedicated_only, floor=floor)
+            model, job, dedicated_only, floor, run = kind
+            mask = table.suits(model=model, job=job, dedicated_only=dedicated_only, floor=floor, run=run)
             self._suits[kind] = mask
         return mask
 
@@ -225,7 +230,7 @@ class Placer:
         """The first thing that keeps the turn from every worker."""
         table = self.fleet.table
         count = len(table)
-        model, job, dedicated_only, floor = self._class_of(turn)
+        model, job, dedicated_only, floor, run = self._class_of(turn)
         mask = table.serves(model, job)
         if not mask.any() and any(worker.model == model for worker in self.fleet):
             return "job"
@@ -236,9 +241,13 @@ class Placer:
             return "pinned" if not turn.spec.dedicated_only else "tier"
         if dedicated_only:
             mask &= table.dedicated[:count]
+        if run:
+            mask &= table.of_run(run)
+            if not mask.any():
+                return "run"
         if floor is not None and not (mask & table.at_least(floor)).any():
             return "weights"
-        open_ = table.may_run(model=model, job=job, dedicated_only=dedicated_only, floor=floor)
+        open_ = table.may_run(model=model, job=job, dedicated_only=dedicated_only, floor=floor, run=run)
         if table.fits(open_, num_tokens=turn.num_tokens, need_tokens=turn.need_tokens).any():
             return "backoff"
         return "pinned" if dedicated_only and not turn.spec.dedicated_only else "capacity"

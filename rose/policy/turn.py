@@ -29,6 +29,7 @@ class Turn:
     attempt: int = 0
     worker: Worker | None = None
     dispatch_version: Version | None = None
+    dispatch_run: str = ""
     reserved_tokens: int = 0
     attempt_start: int = 0
     attempt_at_s: float = 0.0
@@ -111,6 +112,7 @@ class Turn:
                 attempt=self.attempt,
                 start=start,
                 num_tokens=count,
+                run=self.dispatch_run,
             )
         )
         _append_span(self.spans, self.dispatch_version or (0, 0), len(token_ids))

@@ -12,6 +12,19 @@ from enum import StrEnum
 from rose.policy.fleet import Duty, Tier
 from rose.policy.staleness import Version
 
+HOLDS = {
+    "capacity": "all engines are full",
+    "job": "no engine works for this job",
+    "model": "no engine has a context that long",
+    "tier": "no dedicated engine is there",
+    "pinned": "it was cut too often, and waits for a dedicated engine",
+    "run": "no engine follows the run that trains this job: see run_id in the nodes' [weights]",
+    "weights": "no engine has the job's newest weights yet",
+    "backoff": "the engines that could take it have just failed it",
+    "policy": "the routing policy keeps it waiting for a better engine",
+}
+"""Why a turn waits, in words."""
+
 
 class TurnState(StrEnum):
     QUEUED = "queued"
@@ -34,6 +47,8 @@ class Segment:
     attempt: int
     start: int
     num_tokens: int
+    run: str = ""
+    """Whose weights sampled them; empty where the worker does not name a run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +95,8 @@ class WorkerHeartbeat:
     """Requests that the engine has not begun."""
     num_preemptions: int = 0
     """Requests that the engine itself put back for want of KV room, since its start."""
+    run: str = ""
+    """Whose weights are in force: the run that published them; empty where the node follows none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,11 +128,16 @@ class WorkerAssigned:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VersionRequired:
-    """The trainer of ``job`` published ``version``: workers below it take no new turn of this job."""
+    """The trainer of ``job`` published ``version``: workers below it take no new turn of this job.
+
+    ``run``: under which name it publishes.  Workers with weights of another run, or of none, take no turn of this job at all: a
+    version number says nothing across runs.  Empty: it does not say.
+    """
 
     at_s: float
     job: str
     version: Version
+    run: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -313,10 +335,14 @@ class Fenced:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerUnavailable:
-    """Waited ``max_queue_s``: answer 503.  The turn keeps its place; a retry rejoins it."""
+    """Waited ``max_queue_s``: answer 503.  The turn keeps its place; a retry rejoins it.
+
+    ``hold``: the first thing that keeps it from every worker, a key of :data:`HOLDS`.
+    """
 
     turn_id: str
     waited_s: float
+    hold: str = "capacity"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -95,6 +95,8 @@ class TurnBook:
         self.fleet = Fleet(params=fleet_params or FleetParams())
         self.turns: dict[str, Turn] = {}
         self.required: dict[str, Version] = {}
+        self.runs: dict[str, str] = {}
+        """Of jobs whose trainer named one."""
         self._live: dict[str, set[str]] = {}
         self.affinity = Affinity(
             self.fleet,
@@ -111,6 +113,7 @@ class TurnBook:
             remaining=self.remaining,
             turns=self.turns,
             required=self.required,
+            runs=self.runs,
         )
         self.num_running: Counter[str] = Counter()
         self.num_done: Counter[str] = Counter()
@@ -364,9 +367,8 @@ class TurnBook:
         assert worker is not None
         actions = self._abort(turn) if abort else []
         self._release(turn, at_s)
-        if not turn.spec.resumable and turn.token_ids:
-            actions.append(TokensDropped(turn_id=turn.spec.turn_id, num_tokens=len(turn.token_ids)))
-            turn.restart()
+        if not turn.spec.resumable or self._is_of_another_run(turn):
+            actions.extend(self._forget_tokens(turn))
         turn.state, turn.queued_at_s = TurnState.QUEUED, at_s
         turn.order = (0, turn.spec.at_s, turn.order[2])
         self.placer.put(turn)
@@ -441,6 +443,8 @@ class TurnBook:
         return [action for item in down for action in self._evacuate(item.worker_id, item.reason, event.at_s)]
 
     def _heartbeat(self, event: WorkerHeartbeat) -> list[Action]:
+        worker = self.fleet.workers.get(event.worker_id)
+        before = "" if worker is None else worker.run
         self.fleet.heartbeat(
             at_s=event.at_s,
             worker_id=event.worker_id,
@@ -457,8 +461,34 @@ class TurnBook:
             serving_use=event.serving_use,
             waiting=event.waiting,
             num_preemptions=event.num_preemptions,
+            run=event.run,
         )
-        return []
+        worker = self.fleet.workers.get(event.worker_id)
+        if worker is None or worker.run == before:
+            return []
+        # What still runs there would be sampled by another policy from here on.
+        return self._evacuate(event.worker_id, "run", event.at_s)
+
+    def _leave_runs(self, job: str, at_s: float) -> list[Action]:
+        """Turns of ``job`` that weights of another run sample, or have sampled, begin anew."""
+        run, actions = self.runs[job], list[Action]()
+        for worker in [worker for worker in self.fleet if run and worker.run != run]:
+            actions.extend(self._evacuate(worker.worker_id, "run", at_s, only_job=job))
+        for turn in self.turns.values():
+            if turn.spec.job == job and turn.worker is None and self._is_of_another_run(turn):
+                actions.extend(self._forget_tokens(turn))
+        return actions
+
+    def _is_of_another_run(self, turn: Turn) -> bool:
+        run = self.runs.get(turn.spec.job, "")
+        return bool(run) and any(segment.run != run for segment in turn.segments)
+
+    def _forget_tokens(self, turn: Turn) -> list[Action]:
+        if not turn.token_ids:
+            return []
+        dropped = TokensDropped(turn_id=turn.spec.turn_id, num_tokens=len(turn.token_ids))
+        turn.restart()
+        return [dropped]
 
     def _lost(self, event: WorkerLost) -> list[Action]:
         actions: list[Action] = []
@@ -497,16 +527,27 @@ class TurnBook:
             )
         self.required[event.job] = event.version
         self.fleet.thaw()
-        return []
+        if event.run == self.runs.get(event.job, ""):
+            return []
+        self.runs[event.job] = event.run
+        return self._leave_runs(event.job, event.at_s)
 
-    def _evacuate(self, worker_id: str, reason: str, at_s: float, but_job: str | None = None) -> list[Action]:
-        """Move every turn from a worker, but those of ``but_job``."""
+    def _evacuate(
+        self,
+        worker_id: str,
+        reason: str,
+        at_s: float,
+        *,
+        but_job: str | None = None,
+        only_job: str | None = None,
+    ) -> list[Action]:
+        """Move every turn from a worker, but those of ``but_job``, or only those of ``only_job``."""
         actions: list[Action] = []
         for turn_id in sorted(self._live.get(worker_id, ())):
             turn = self.turns[turn_id]
-            if turn.spec.job == but_job:
+            if turn.spec.job == but_job or (only_job is not None and turn.spec.job != only_job):
                 continue
-            if reason not in ("drain", "suspect", "restarted", "assigned"):
+            if reason not in ("drain", "suspect", "restarted", "assigned", "run"):
                 turn.infra_left -= 1
             if turn.infra_left < 0:
                 actions.extend(
@@ -572,7 +613,7 @@ class TurnBook:
             if waited_s >= params.max_queue_s and not turn.answered_503:
                 turn.answered_503 = True
                 turn.detached_at_s = turn.detached_at_s or at_s
-                actions.append(AnswerUnavailable(turn_id=spec.turn_id, waited_s=waited_s))
+                actions.append(AnswerUnavailable(turn_id=spec.turn_id, waited_s=waited_s, hold=turn.hold))
         elif (
             spec.streamed
             and turn.worker is not None
@@ -606,7 +647,7 @@ class TurnBook:
         spec = turn.spec
         turn.attempt += 1
         turn.state = TurnState.DISPATCHED
-        turn.worker, turn.dispatch_version = worker, worker.version
+        turn.worker, turn.dispatch_version, turn.dispatch_run = worker, worker.version, worker.run
         turn.attempt_start, turn.attempt_at_s, turn.progress_at_s = len(turn.token_ids), at_s, at_s
         turn.reserved_tokens = turn.need_tokens
         if turn.first_dispatch_at_s is None:

@@ -140,7 +140,7 @@ class Scheduler:
             self.status.on_rerouted,
         )
         for job, version in self.store.versions.items():
-            self.dispatcher.require(job, version)
+            self.dispatcher.require(job, version, self.store.runs.get(job, ""))
         self.renderer = Renderer(
             self.dispatcher, self.engines, max_wait_s=times.max_queue_s, sidecar=config.render_url
         )

@@ -235,14 +235,15 @@ class ControlRoutes:
     async def version(self, request: web.Request) -> web.Response:
         body = await read_wire(request, NewVersion)
         job, version = body.job, (body.attempt, body.version)
-        if self._store.require(job, version):
+        run = body.run or ""
+        if self._store.require(job, version, run):
             # Before the workers hear of the version: no engine carries over the update what is of no use after it.
             live = self._dispatcher.book.oldest_live(job)
             spent = self._store.drop_spent(
                 job=job, version=version, alpha=body.alpha, on_stale=body.on_stale, live=live
             )
             self._carry_out(spent)
-            self._dispatcher.require(job, version)
+            self._dispatcher.require(job, version, run)
             self._timeline.on_step(job, format_version(version))
             await self._store.journal.commit()
         return json_response({"job": job, "version": format_version(version)})
@@ -296,6 +297,7 @@ class ControlRoutes:
                 waiting=body.waiting,
                 num_preemptions=body.num_preemptions,
                 serving_use=body.serving_use,
+                run=body.run or "",
             )
         )
         if known:
@@ -390,6 +392,7 @@ def worker_status(worker: Worker, now_s: float) -> dict[str, Any]:
         "duty": worker.duty.value,
         "incarnation": worker.incarnation,
         "version": None if worker.version is None else format_version(worker.version),
+        "run": worker.run,
         "inflight": worker.inflight,
         "cap": worker.cap,
         "reserved_tokens": worker.reserved_tokens,

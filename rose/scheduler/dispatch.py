@@ -60,6 +60,8 @@ class TurnHandle:
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
     on_unavailable: Callable[[], None] = lambda: None
+    hold: str = "capacity"
+    """Why no worker took it in time."""
 
     def notify(self) -> None:
         for watcher in self.watchers:
@@ -232,8 +234,8 @@ class Dispatcher:
             raise NotFound(f"worker '{worker_id[:64]}' is not registered", field="worker_id")
         self.feed(te.WorkerDuty(at_s=self.now_s(), worker_id=worker_id, duty=duty))
 
-    def require(self, job: str, version: Version) -> None:
-        self.feed(te.VersionRequired(at_s=self.now_s(), job=job, version=version))
+    def require(self, job: str, version: Version, run: str = "") -> None:
+        self.feed(te.VersionRequired(at_s=self.now_s(), job=job, version=version, run=run))
 
     def models(self) -> dict[str, ServedModel]:
         """What living workers serve.  Every request asks, so it is put together once per change of the fleet."""
@@ -340,6 +342,7 @@ class Dispatcher:
                 handle.logprobs.clear()
             case te.AnswerUnavailable():
                 handle = self.handles[action.turn_id]
+                handle.hold = action.hold
                 handle.on_unavailable()
             case te.TurnEnded():
                 handle = self.handles.pop(action.turn_id)
@@ -454,6 +457,12 @@ class Dispatcher:
 
 def _inflight(worker: Worker) -> int:
     return worker.inflight
+
+
+def no_worker(handle: TurnHandle) -> CapacityError:
+    """The error a client gets for a turn that goes on waiting."""
+    because = te.HOLDS.get(handle.hold, handle.hold)
+    return CapacityError(f"no worker could take the turn in time: {because}", retry_after_s=5.0)
 
 
 def turn_error(ended: te.TurnEnded) -> RoseError:

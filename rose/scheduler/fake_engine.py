@@ -434,6 +434,8 @@ class FakeNode:
         self.engine = engine
         self.worker_id = worker_id
         self.reclaim_seq = 0
+        self.follows: str | None = None
+        """The run whose weights it says to have."""
         self.kv_budget_tokens: int | None = None
         self.kv_used_tokens = 0
         self.slack_s: float | None = None
@@ -477,6 +479,7 @@ class FakeNode:
             incarnation=self._incarnation,
             seq=self._seq,
             version=self.engine.version,
+            run=self.follows,
             state=state,
             kv_budget_tokens=self.kv_budget_tokens,
             kv_used_tokens=self.kv_used_tokens,

@@ -35,7 +35,7 @@ from rose.policy import samples as sp
 from rose.policy import turn_events as te
 from rose.policy.staleness import Version, format_version
 from rose.scheduler.deliveries import Connections
-from rose.scheduler.dispatch import Dispatcher, TurnHandle, turn_error
+from rose.scheduler.dispatch import Dispatcher, TurnHandle, no_worker, turn_error
 from rose.scheduler.ids import pack_ids, pack_logprobs
 from rose.scheduler.journal import TurnRecord
 from rose.scheduler.messages import thought, tips
@@ -167,7 +167,7 @@ class Job:
             finally:
                 self._waiters.remove(waiter)
         if not self.task.done():
-            raise CapacityError("no worker could take the turn in time", retry_after_s=5.0)
+            raise no_worker(next(handle for handle in self.handles if not handle.done.done()))
         return self.task.result()
 
     def let_go(self) -> None:
@@ -639,6 +639,7 @@ def _summary(result: te.TurnResult, handle: TurnHandle, prompt: Prompt) -> dict[
                 "attempt": s.attempt,
                 "start": s.start,
                 "n": s.num_tokens,
+                **({"run": s.run} if s.run else {}),
             }
             for s in result.segments
         ],

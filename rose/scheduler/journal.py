@@ -206,6 +206,8 @@ class VersionRecord(msgspec.Struct, tag="version", frozen=True, gc=False):
     job: str
     attempt: int
     version: int
+    run: str = ""
+    """Under which name its trainer publishes weights."""
 
 
 Record = (

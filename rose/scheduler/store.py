@@ -280,6 +280,8 @@ class Store:
         self.book = sp.SampleBook(params=params)
         self.trajectories: dict[str, Trajectory] = {}
         self.versions: dict[str, Version] = {}
+        self.runs: dict[str, str] = {}
+        """Of jobs whose trainer named one."""
         self._by_key: dict[str, str] = {}
         self._finals: OrderedDict[str, None] = OrderedDict()
         self._untouched: OrderedDict[str, float] = OrderedDict()
@@ -537,14 +539,26 @@ class Store:
             actions.extend(self._write(ExpireRecord(batch_id=batch_id)))
         return actions
 
-    def require(self, job: str, version: Version) -> bool:
-        """Note a job's published version; False when it was known."""
-        if self.versions.get(job) == version:
+    def require(self, job: str, version: Version, run: str = "") -> bool:
+        """Note a job's published version, and of which run it is; False when it was known.
+
+        Raises:
+            Conflict: It is older than the one before, or another run has this job.
+        """
+        known, whose = self.versions.get(job), self.runs.get(job, "")
+        if known is not None and whose and run != whose and version[0] <= known[0]:
+            raise Conflict(
+                f"job {job} is trained by run {whose}, at {format_version(known)}",
+                field="run",
+                fix="give each trainer a job name of its own; a trainer that takes the job over begins a later attempt",
+            )
+        if known == version and run == whose:
             return False
-        if job in self.versions and version < self.versions[job]:
+        if known is not None and version < known:
             raise Conflict("is older than the version published before", field="version")
-        self.journal.append(VersionRecord(job=job, attempt=version[0], version=version[1]))
+        self.journal.append(VersionRecord(job=job, attempt=version[0], version=version[1], run=run))
         self.versions[job] = version
+        self.runs[job] = run
         return True
 
     def drop_spent(
@@ -704,6 +718,7 @@ class Store:
                 return []
             case VersionRecord():
                 self.versions[record.job] = (record.attempt, record.version)
+                self.runs[record.job] = record.run
                 return []
             case _:
                 raise PolicyError(f"unknown record {type(record).__name__}")
@@ -746,7 +761,7 @@ class Store:
     def _snapshot(self) -> Iterator[Record]:
         """The live state of now as records: what is not final, leases in front of what waits."""
         head: list[Record] = [
-            VersionRecord(job=job, attempt=version[0], version=version[1])
+            VersionRecord(job=job, attempt=version[0], version=version[1], run=self.runs.get(job, ""))
             for job, version in self.versions.items()
         ]
         head.append(AckedRecord(batches=[(name, *done) for name, done in self.book.acked.items()]))

@@ -22,9 +22,9 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from rose.errors import CapacityError, RoseError
+from rose.errors import RoseError
 from rose.policy.turn_events import TurnState
-from rose.scheduler.dispatch import Dispatcher, TurnHandle, turn_error
+from rose.scheduler.dispatch import Dispatcher, TurnHandle, no_worker, turn_error
 from rose.scheduler.engine import TokenLogprob
 from rose.scheduler.http import REQUEST_ID, encode
 from rose.scheduler.jobs import Job, is_resumable
@@ -157,7 +157,7 @@ async def _progress(
             changed.clear()
             done = handle.done.done()
             if job.is_waiting_too_long and not done:
-                raise CapacityError("no worker could take the turn in time", retry_after_s=5.0)
+                raise no_worker(handle)
             if done and handle.done.result().outcome is not TurnState.DONE:
                 raise turn_error(handle.done.result())
             if done or live:

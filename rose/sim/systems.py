@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from rose.scheduler.config import Policy
+from rose.wire.samples import RoutingPolicy
 
 Extra = Literal["none", "harvest", "spot", "serverless", "trainers"]
 Lending = Literal["rose", "paper", "static"]
@@ -30,7 +30,7 @@ class System:
     lending: Lending | None = None
     """These three: None = what the daemons' configuration says."""
     rule: Rule | None = None
-    routing: Policy | None = "sticky_least_loaded"
+    routing: RoutingPolicy | None = "sticky_least_loaded"
     plain_queue: bool = True
     """Turns are placed in the order in which they came; else as ``rose-scheduler`` is configured to."""
     slots: Literal["turn", "trajectory"] = "turn"

@@ -256,14 +256,17 @@ class SchedulerClient:
         job: str,
         attempt: int,
         version: int,
+        run: str | None = None,
         alpha: int | None = None,
         on_stale: StaleRule | None = None,
     ) -> None:
         """Workers below this version take no new turn of the job, and what is too old for it is given up.
 
+        ``run``: under which name the weights are published; workers that follow another take no turn of the job at all.
+
         ``alpha`` and ``on_stale`` as with :meth:`lease`.
         """
-        body = NewVersion(job=job, attempt=attempt, version=version, alpha=alpha, on_stale=on_stale)
+        body = NewVersion(job=job, attempt=attempt, version=version, run=run, alpha=alpha, on_stale=on_stale)
         await self._call("POST", "/rose/v1/versions", self._by("trainer"), body)
 
     async def latest_attempt(self, job: str) -> int:
@@ -326,7 +329,8 @@ class SchedulerClient:
         ``has_deadline``: ``timeout_s`` is all the time that the answer is good for, and its end no sign that the scheduler is away.
         """
         session = self._open()
-        data = None if body is None else msgspec.json.encode(body)
+        # What a tool answered may be no Unicode; only the standard encoder can send that, and the scheduler refuses it by name.
+        data = None if body is None else json.dumps(msgspec.to_builtins(body)).encode()
         kind = {} if data is None else {"Content-Type": "application/json"}
         started_s = time.monotonic()
         unreachable_since_s: float | None = None

@@ -471,7 +471,9 @@ class TrainWorker:
     async def pin(self, job: str) -> str:
         """Let no worker below the current weights take a turn of ``job``; returns their version."""
         version = self._trainer.step_index
-        await self._client.set_version(job=job, attempt=self._attempt, version=version)
+        await self._client.set_version(
+            job=job, attempt=self._attempt, version=version, run=self._config.run_id
+        )
         return f"{self._attempt}.{version}"
 
     async def _lease(self) -> None:
@@ -567,7 +569,11 @@ class TrainWorker:
                 logger.warning("version %s.%s is not published yet: %s", self._attempt, version, error)
                 await asyncio.sleep(PUBLISH_PAUSE_S)
         await self._client.set_version(
-            job=self._config.job, attempt=self._attempt, version=version, **self._staleness
+            job=self._config.job,
+            attempt=self._attempt,
+            version=version,
+            run=self._config.run_id,
+            **self._staleness,
         )
         return {
             "kind": str(report.kind),

@@ -79,6 +79,8 @@ class NewVersion(_Body):
     job: Name
     attempt: Count
     version: Count
+    run: Name | None = None
+    """Under which name the weights are published: only engines that follow it sample for the job from now on."""
     alpha: Count | None = None
     on_stale: StaleRule | None = None
 

@@ -52,6 +52,8 @@ class Heartbeat(Struct, kw_only=True, omit_defaults=True):
     state: Literal["ready", "starting", "stopping"]
     version: VersionText | None = None
     """Of the weights in force; None: none yet."""
+    run: Name | None = None
+    """Who published them; None: the node follows nobody, and serves only jobs that do not name a run."""
     kv_budget_tokens: Count | None = None
     kv_used_tokens: Count | None = None
     running: Count = 0

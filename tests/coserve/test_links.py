@@ -157,7 +157,7 @@ async def test_a_new_engine_process_registers_with_its_own_token(device: Device,
     linked(device, registry)
     await until(lambda: len(registry.beats) > 0)
     os.kill(device.report()["pid"], signal.SIGKILL)
-    await until(lambda: any(beat["state"] == "starting" for beat in registry.beats))
+    await until(lambda: any(beat.state == "starting" for beat in registry.beats))
     await until(lambda: len(registry.registrations) == 2)
     first, second = registry.registrations
     assert first["incarnation"] != second["incarnation"]

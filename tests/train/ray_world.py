@@ -19,12 +19,12 @@ from rose.train.config import TrainConfig
 from rose.train.env import FrozenLakeFamily, FrozenLakeParams, Observation
 from rose.train.loop import run_training
 from rose.train.workers import Parts
-from tests.train.world import World, file_publisher
+from tests.train.world import RUN, World, file_publisher
 
 
 def job_table(world: World, **changes: Any) -> dict[str, Any]:
     return {
-        "job": "loop",
+        "job": RUN,
         "model": str(world.model_path),
         "output_dir": str(world.root / "out"),
         "num_steps": 6,

@@ -25,7 +25,7 @@ from rose.train.loop import train_with
 from rose.train.workers import Parts
 from tests.scheduler.processes import Daemon
 from tests.train.local_crew import LocalCrew
-from tests.train.world import TorchEngine, file_publisher, keep_up
+from tests.train.world import RUN, TorchEngine, file_publisher, keep_up
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -122,7 +122,7 @@ async def test_the_job_goes_on_and_applies_each_trajectory_once(
 
         config = TrainConfig.model_validate(
             {
-                "job": "loop",
+                "job": RUN,
                 "model": str(policy_model),
                 "output_dir": str(tmp_path / "out"),
                 "num_steps": NUM_STEPS,

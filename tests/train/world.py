@@ -28,6 +28,9 @@ from rose.scheduler.fake_engine import FakeEngine, FakeNode, serve_engine
 from rose.scheduler.toy_tokenizer import HFTokenizer
 from rose.train.config import TrainConfig
 
+RUN = "loop"
+"""The job of these tests, and the run that its engines follow."""
+
 
 class TorchEngine(FakeEngine):
     """Samples from a Hugging Face model."""
@@ -162,6 +165,7 @@ async def keep_up(node: FakeNode, engine: TorchEngine, versions: Path) -> None:
         )
         if newest != engine.version:
             engine.load(newest)
+        node.follows = RUN
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):  # the scheduler may be away
             if not await node.beat():
                 await node.register()

@@ -1,0 +1,167 @@
+"""Turns of one run are never placed on, or recorded from, weights of another."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rose.policy import turn_events as te
+from rose.policy.fleet import FleetParams, Tier
+from rose.policy.routing import make_policy
+from rose.policy.staleness import Version
+from rose.policy.turns import TurnBook
+
+
+class Book:
+    """A turn book, and a clock that goes on with every event."""
+
+    def __init__(self) -> None:
+        self.book = TurnBook(make_policy("cost", random.Random(0)), te.TurnParams(), FleetParams())
+        self.now_s = 0.0
+        self.seq = 0
+
+    def tell(self, event: type, **fields: object) -> list[te.Action]:
+        self.now_s += 0.01
+        return self.book.handle(event(at_s=self.now_s, **fields))
+
+    def worker(self, name: str, *, run: str, version: Version = (1, 5)) -> list[te.Action]:
+        self.tell(
+            te.WorkerRegistered,
+            worker_id=name, incarnation="1", tier=Tier.DEDICATED, model="policy", max_model_len=4096,
+        )  # fmt: skip
+        return self.beat(name, run=run, version=version)
+
+    def beat(self, name: str, *, run: str, version: Version = (1, 5)) -> list[te.Action]:
+        self.seq += 1
+        return self.tell(
+            te.WorkerHeartbeat,
+            worker_id=name, incarnation="1", seq=self.seq, version=version, state="ready", run=run,
+        )  # fmt: skip
+
+    def turn(self, name: str, job: str) -> list[te.Action]:
+        return self.tell(
+            te.TurnSubmitted,
+            turn_id=name, trajectory_id=f"of {name}", job=job, model="policy", num_prompt_tokens=10, max_tokens=50,
+        )  # fmt: skip
+
+    def tokens(self, name: str, count: int = 5) -> list[te.Action]:
+        turn = self.book.turns[name]
+        return self.tell(te.TokensArrived, turn_id=name, attempt=turn.attempt, token_ids=(7,) * count)
+
+
+def placed(actions: list[te.Action]) -> list[str]:
+    return [action.worker_id for action in actions if isinstance(action, te.Dispatch)]
+
+
+def test_a_job_never_runs_on_weights_of_another_run_however_new_they_are() -> None:
+    """One worker followed job A at 1.5, job B required 1.3, and B's turn ran on A's weights."""
+    book = Book()
+    book.worker("w", run="run-a", version=(1, 5))
+    book.tell(te.VersionRequired, job="b", version=(1, 3), run="run-b")
+
+    assert placed(book.turn("t", "b")) == []
+    assert book.book.turns["t"].hold == "run"
+    assert placed(book.worker("v", run="run-b", version=(1, 3))) == ["v"]
+
+
+def test_a_worker_that_names_no_run_takes_no_turn_of_a_job_that_does() -> None:
+    book = Book()
+    book.worker("w", run="")
+    book.tell(te.VersionRequired, job="b", version=(1, 3), run="run-b")
+
+    assert placed(book.turn("t", "b")) == []
+
+
+def test_a_job_that_names_no_run_goes_anywhere() -> None:
+    book = Book()
+    book.worker("w", run="run-a")
+
+    assert placed(book.turn("t", "chat")) == ["w"]
+
+
+def test_a_turn_of_such_a_job_stays_with_the_run_that_sampled_its_first_tokens() -> None:
+    book = Book()
+    book.worker("w", run="run-a")
+    book.turn("t", "chat")
+    book.tokens("t")
+    book.worker("v", run="run-b")
+
+    assert placed(book.tell(te.WorkerLost, worker_id="w", reason="reset")) == []
+    assert placed(book.worker("u", run="run-a")) == ["u"]
+
+
+def test_a_worker_that_goes_over_to_another_run_lets_go_of_its_turns() -> None:
+    book = Book()
+    book.tell(te.VersionRequired, job="a", version=(1, 5), run="run-a")
+    book.worker("w", run="run-a")
+    book.worker("v", run="run-a")
+    (first,) = placed(book.turn("t", "a"))
+    book.tokens("t")
+
+    other = placed(book.beat(first, run="run-b"))
+
+    assert other == [{"w": "v", "v": "w"}[first]]
+    assert len(book.book.turns["t"].token_ids) == 5
+
+
+def test_a_job_that_is_taken_over_by_another_run_keeps_no_token_of_the_first() -> None:
+    book = Book()
+    book.tell(te.VersionRequired, job="a", version=(1, 5), run="run-a")
+    book.worker("w", run="run-a")
+    book.turn("t", "a")
+    book.tokens("t")
+
+    actions = book.tell(te.VersionRequired, job="a", version=(2, 0), run="run-c")
+
+    assert any(isinstance(action, te.TokensDropped) for action in actions)
+    assert placed(book.worker("u", run="run-c", version=(2, 0))) == ["u"]
+    assert not book.book.turns["t"].token_ids
+
+
+RUNS = ("run-a", "run-b", "")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("beat"), st.sampled_from("xyz"), st.sampled_from(RUNS), st.integers(0, 3)),
+            st.tuples(st.just("turn"), st.sampled_from("ab")),
+            st.tuples(st.just("require"), st.sampled_from("ab"), st.integers(0, 3)),
+            st.tuples(st.just("tokens"), st.integers(0, 9)),
+            st.tuples(st.just("lost"), st.sampled_from("xyz")),
+        ),
+        max_size=40,
+    )
+)
+def test_no_token_of_a_job_is_ever_of_another_run(steps: list[tuple[object, ...]]) -> None:
+    book, number = Book(), 0
+    required = {"a": 0, "b": 0}
+    for name in required:
+        book.tell(te.VersionRequired, job=name, version=(1, 0), run=f"run-{name}")
+    for name in "xyz":
+        book.worker(name, run="run-a", version=(1, 0))
+    for step in steps:
+        match step:
+            case ("beat", str() as worker, str() as run, int() as version):
+                if worker in book.book.fleet.workers:
+                    book.beat(worker, run=run, version=(1, version))
+            case ("turn", str() as job):
+                number += 1
+                book.turn(f"t{number}", job)
+            case ("require", str() as job, int() as version):
+                required[job] = max(required[job], version)
+                book.tell(te.VersionRequired, job=job, version=(1, required[job]), run=f"run-{job}")
+            case ("tokens", int() as which):
+                live = [name for name, turn in book.book.turns.items() if turn.worker is not None]
+                if live:
+                    book.tokens(live[which % len(live)], 1)
+            case ("lost", str() as worker):
+                book.tell(te.WorkerLost, worker_id=worker, reason="reset")
+                book.worker(worker, run="run-b", version=(1, 3))
+        for turn in book.book.turns.values():
+            assert {segment.run for segment in turn.segments} <= {f"run-{turn.spec.job}"}
+            assert turn.worker is None or turn.worker.run == f"run-{turn.spec.job}"
+        book.book.check()

@@ -1,0 +1,76 @@
+"""Two jobs with the same model name and overlapping version numbers on one fleet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rose.scheduler.app import Scheduler
+from rose.scheduler.config import SchedulerConfig
+from tests.scheduler.conftest import World
+
+
+async def publish(world: World, job: str, version: tuple[int, int], **fields: Any) -> tuple[int, Any]:
+    body = {"job": job, "attempt": version[0], "version": version[1], **fields}
+    return await world.call("POST", "/rose/v1/versions", body, role="trainer")
+
+
+async def generate(world: World, job: str) -> dict[str, Any]:
+    name = await world.trajectory(job=job)
+    body = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 8}, "session_id": name}
+    return await world.ok("POST", "/rose/v1/generate", body)
+
+
+async def test_each_job_s_turns_run_on_the_weights_of_its_own_run(world: World) -> None:
+    """One worker followed job A at 1.5, job B required 1.3: B's turn ran on A's weights and was leased as B's."""
+    await world.start()
+    for name, version in (("a", "1.5"), ("b", "1.3")):
+        engine = await world.add(name)
+        engine.version, world.nodes[name].follows = version, f"run-{name}"
+        await world.nodes[name].beat()
+    assert (await publish(world, "job-a", (1, 5), run="run-a"))[0] == 200
+    assert (await publish(world, "job-b", (1, 3), run="run-b"))[0] == 200
+
+    for job, worker in (("job-a", "a"), ("job-b", "b")):
+        for _ in range(4):
+            answer = await generate(world, job)
+            assert [(one["worker"], one["run"]) for one in answer["segments"]] == [(worker, f"run-{worker}")]
+
+
+async def test_a_turn_that_no_engine_may_run_says_that_none_follows_its_run(world: World) -> None:
+    await world.start(timeouts={"max_queue_s": 0.2})
+    engine = await world.add("a")
+    engine.version, world.nodes["a"].follows = "1.5", "run-a"
+    await world.nodes["a"].beat()
+    await publish(world, "job-b", (1, 3), run="run-b")
+
+    name = await world.trajectory(job="job-b")
+    body = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 8}, "session_id": name}
+    status, answer = await world.call("POST", "/rose/v1/generate", body)
+
+    assert status == 503
+    assert "run" in answer["error"]["message"]
+
+
+async def test_a_second_trainer_cannot_take_a_job_by_its_name(world: World) -> None:
+    """``policy`` is everybody's favourite name."""
+    await world.start()
+    await publish(world, "policy", (1, 5), run="mine")
+
+    status, answer = await publish(world, "policy", (1, 6), run="theirs")
+
+    assert status == 409
+    assert answer["error"]["param"] == "run"
+    assert (await publish(world, "policy", (2, 0), run="theirs"))[0] == 200
+
+
+async def test_a_scheduler_that_starts_again_knows_whose_run_a_job_is(world: World) -> None:
+    await world.start()
+    await publish(world, "job-b", (1, 3), run="run-b")
+    await world.scheduler.stop(drain_s=0)
+
+    again = Scheduler(SchedulerConfig(port=0), world.tokens, world.tmp_path / "journal")
+    await again.start()
+    try:
+        assert again.book.runs == {"job-b": "run-b"}
+    finally:
+        await again.stop(drain_s=0)
