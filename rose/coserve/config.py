@@ -207,7 +207,7 @@ class NodeConfig(Section):
     decisions: NodeDecisions = NodeDecisions()
 
     @property
-    def tier(self) -> str:
+    def tier(self) -> Literal["dedicated", "harvested"]:
         return "dedicated" if self.serving is None else "harvested"
 
     @property

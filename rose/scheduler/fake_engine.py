@@ -22,7 +22,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import aiohttp
 import msgspec
@@ -427,7 +427,7 @@ class FakeNode:
         engine_url: str,
         *,
         worker_id: str,
-        tier: Literal["dedicated", "harvested"] = "dedicated",
+        tier: str = "dedicated",
         period_s: float = 0.5,
         engine_token: str | None = None,
     ) -> None:
@@ -460,7 +460,7 @@ class FakeNode:
         body = Registration(
             worker_id=self.worker_id,
             url=self._engine_url,
-            tier=self._tier,
+            tier=cast("Literal['dedicated', 'harvested']", self._tier),
             model=self.engine.model,
             max_model_len=self.engine.max_model_len,
             incarnation=self._incarnation,

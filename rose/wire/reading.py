@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 from msgspec import inspect
@@ -29,7 +29,7 @@ def read(kind: type[S], data: bytes) -> S:
         RequestError: It is not; the field is named, and what it must be.
     """
     try:
-        return read_struct(data or b"{}", _decoder(kind).decode)
+        return read_struct(data or b"{}", cast("msgspec.json.Decoder[S]", _decoder(kind)).decode)
     except RequestError as error:
         must = _requirements(kind).get(error.field or "")
         if must is None or not error.message.startswith("wrong type"):
@@ -66,7 +66,7 @@ def read_struct(data: bytes, decode: Callable[[bytes], T]) -> T:
 
 
 @lru_cache(maxsize=64)
-def _decoder(kind: type[S]) -> msgspec.json.Decoder[S]:
+def _decoder(kind: type[msgspec.Struct]) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind)
 
 
