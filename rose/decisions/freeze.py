@@ -55,6 +55,8 @@ _FIELDS: dict[type, tuple[str, ...]] = {
     for cls in _NAMES
     if dataclasses.is_dataclass(cls)
 }
+_UPGRADED = (turns.TurnBook, packed.WorkerTable)
+"""These say themselves how a state from before they had all of their parts becomes whole."""
 _PLAIN = frozenset({type(None), bool, int, float, str})
 _MAPS: dict[str, type] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 _LISTS: dict[str, type] = {"list": list, "tuple": tuple, "set": set}
@@ -171,6 +173,9 @@ def thaw(nodes: list[Any]) -> Any:
 
     try:
         build(0)
+        for value in made.values():
+            if isinstance(value, _UPGRADED):
+                value.upgrade()
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise LedgerError(f"a frozen state cannot be read: {error}", field="decisions") from error
     return made[0]

@@ -97,6 +97,11 @@ class WorkerTable:
             self._columns[name] = column
             setattr(self, name, column)
 
+    def upgrade(self) -> None:
+        """Complete the state of a decision log from before workers named runs."""
+        if "run" not in self._columns:
+            self._columns["run"] = self.run = np.full(len(self.open), self._number(""), dtype=np.int64)
+
     everyone: Mask
     numbers: NDArray[np.int64]
     open: Mask

@@ -469,6 +469,11 @@ class TurnBook:
         # What still runs there would be sampled by another policy from here on.
         return self._evacuate(event.worker_id, "run", event.at_s)
 
+    def upgrade(self) -> None:
+        """Complete the state of a decision log from before jobs named runs."""
+        if not hasattr(self, "runs"):
+            self.runs = self.placer.runs = {}
+
     def _leave_runs(self, job: str, at_s: float) -> list[Action]:
         """Turns of ``job`` that weights of another run sample, or have sampled, begin anew."""
         run, actions = self.runs[job], list[Action]()

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rose.decisions.freeze import freeze, thaw
+from rose.decisions.log import covers
 from rose.policy import turn_events as te
 from rose.policy.fleet import FleetParams, Tier
 from rose.policy.routing import make_policy
@@ -165,3 +169,64 @@ def test_no_token_of_a_job_is_ever_of_another_run(steps: list[tuple[object, ...]
             assert {segment.run for segment in turn.segments} <= {f"run-{turn.spec.job}"}
             assert turn.worker is None or turn.worker.run == f"run-{turn.spec.job}"
         book.book.check()
+
+
+# --- decision logs from before there were runs
+
+NEW = {
+    "turns.TurnBook": {"runs"},
+    "placing.Placer": {"runs"},
+    "fleet.Worker": {"run"},
+    "turn.Turn": {"dispatch_run"},
+}
+
+
+def as_before(nodes: list[list[Any]]) -> list[list[Any]]:
+    """A frozen state as it was written then."""
+    found = []
+    for node in nodes:
+        if node[0] == "object":
+            pairs = [
+                (name, part)
+                for name, part in zip(node[2::2], node[3::2], strict=True)
+                if name not in NEW.get(node[1], ()) and (node[1], name) != ("packed.WorkerTable", "run")
+            ]
+            node = [*node[:2], *(one for pair in pairs for one in pair)]
+        elif node[0] == "dict" and "reclaim_rate" in node and "run" in node:  # the table's columns
+            at = node.index("run")
+            node = [*node[:at], *node[at + 2 :]]
+        found.append(node)
+    return found
+
+
+def test_the_state_of_an_older_decision_log_goes_on() -> None:
+    book = Book()
+    book.worker("w", run="")
+    book.worker("v", run="")
+    book.tell(te.VersionRequired, job="a", version=(1, 2))
+    book.turn("t", "a")
+    old = Book()
+    old.book, old.now_s, old.seq = thaw(as_before(freeze(book.book))), book.now_s, book.seq
+
+    old.book.check()
+    for each in (book, old):
+        each.beat("w", run="", version=(1, 6))
+        each.turn("u", "a")
+    assert [turn.worker and turn.worker.worker_id for turn in old.book.turns.values()] == [
+        turn.worker and turn.worker.worker_id for turn in book.book.turns.values()
+    ]
+    old.book.check()
+
+
+@pytest.mark.parametrize(
+    ("then", "same"),
+    [
+        ([[5, "t", {"segments": [{"worker": "w"}]}]], True),
+        ([[5, "t", {"segments": [{"worker": "v"}]}]], False),
+        ([[5, "t"], [6]], False),
+        ([[5, "t", {"segments": []}]], False),
+        ([[5, "t", {"segments": [{"worker": "w"}], "more": 1}]], False),
+    ],
+)
+def test_recorded_actions_of_an_older_version_have_fewer_fields(then: list[list[Any]], same: bool) -> None:
+    assert covers([[5, "t", {"segments": [{"worker": "w", "run": ""}]}, "capacity"]], then) == same
