@@ -169,7 +169,7 @@ class PublishSteps(TrainerCallback):
 
     async def _require(self, version: int) -> None:
         async with SchedulerClient(self._url, trainer_token=self._tokens.trainer) as client:
-            await client.set_version(job=self._job, attempt=self._attempt, version=version)
+            await client.set_version(job=self._job, attempt=self._attempt, version=version, run=self._job)
 
 
 def next_attempt(store: Store, run_id: str) -> int:

@@ -293,8 +293,11 @@ class Child:
             except subprocess.TimeoutExpired:
                 pass
         while True:
+            ended = (
+                self._guard.poll() is not None
+            )  # first: one that ends while we look leaves what we have not seen
             left = self.processes()
-            if not left and self._guard.poll() is not None:
+            if ended and not left:
                 if self.share is not None:
                     self.share.remove()
                 return

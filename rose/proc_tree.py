@@ -96,21 +96,31 @@ class GuardedTree:
     def __init__(self, guard_pid: int, share: IdleShare, guard_s: float) -> None:
         self._guard_pid, self._share, self._guard_s = guard_pid, share, guard_s
         self._guard = ProcessHandle(guard_pid)
+        self._began = _began(guard_pid)
 
     def ended(self) -> bool:
         """Is nothing of it left?  Cheap while its guard lives."""
         return not self._guard.alive() and not self.processes()
 
     def processes(self) -> list[psutil.Process]:
-        return processes_below(self._guard_pid, guard_ended=not self._guard.alive())
+        if self._guard.alive():
+            return processes_below(self._guard_pid, guard_ended=False)
+        if _began(self._guard_pid) not in (self._began, None):
+            return []  # the number is another's, so nothing of the old session was left when it was given out
+        return processes_below(self._guard_pid, guard_ended=True)
 
     def dying(self) -> bool:
         """Is any of them?"""
         return any(is_dying(process.pid) for process in self.processes())
 
-    def lift(self, on: bool) -> None:
-        """Give it a normal share of its cores, or take it away; what the kernel refuses is left as it is."""
-        self._share.lift(on, self._guard_pid, lambda normal: set_class(self.processes(), normal))
+    def lift(self, on: bool) -> bool:
+        """Give it a normal share of its cores, or take it away; False when the kernel does not let us (now)."""
+        member = self._guard_pid
+        if (
+            self._share.rung == "autogroup" and not self._guard.alive()
+        ):  # its session's share, by any of its members
+            member = next((process.pid for process in self.processes()), member)
+        return self._share.lift(on, member, lambda normal: set_class(self.processes(), normal))
 
     def kill(self) -> None:
         """SIGKILL for all of it, after a normal share.  The guard does it where it can: it knows what has to be done before."""
@@ -159,6 +169,14 @@ def _lives(process: psutil.Process) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE or is_dying(process.pid)
     except psutil.NoSuchProcess:
         return False
+
+
+def _began(pid: int) -> str | None:
+    """When process ``pid`` was started, in the kernel's ticks; None: there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return None
 
 
 def _session_of(pid: int) -> int:

@@ -623,9 +623,14 @@ def waiting_requests(scheduler: Any, limit: int) -> list[Any]:
     return list(itertools.islice(both, limit))
 
 
+LOOKED_PAST = 1024
+"""Waiting requests that one look goes over, 0.1 us each."""
+
+
 def wait_for_blocks(scheduler: Any, limit: int) -> list[Any]:
-    """Of the first ``limit`` requests that wait those that blocks alone could set running: there is a seat for each, and none of them waits
-    for a grammar, for keys and values from elsewhere, or for its client.  Engine thread, between two steps.
+    """The first ``limit`` requests that blocks alone could set running: there is a seat for each, and none of them waits for a grammar, for
+    keys and values from elsewhere, or for its client.  vLLM puts those back in front of the queue, so they are looked past, not counted.
+    Engine thread, between two steps.
     """
     from vllm.v1.core.sched.interface import PauseState
 
@@ -639,8 +644,9 @@ def wait_for_blocks(scheduler: Any, limit: int) -> list[Any]:
         scheduler.kv_holding_waiting, scheduler.waiting if paused == PauseState.UNPAUSED else ()
     )
     blocked = scheduler._is_blocked_waiting_status
-    ready = (request for request in itertools.islice(queues, limit) if not blocked(request.status))
-    return list(itertools.islice(ready, seats))
+    looked_at = itertools.islice(queues, LOOKED_PAST)
+    ready = (request for request in looked_at if not blocked(request.status))
+    return list(itertools.islice(ready, min(limit, seats)))
 
 
 def let_past(scheduler: Any, fits: Callable[[Any], bool], limit: int) -> None:

@@ -110,10 +110,17 @@ class RolloutEngine:
             "version": self.version,
             "starts": self.num_starts,
             "kills": self.num_kills,
-            "sentinel": None if self._sentinel is None else outside.standing(self._sentinel.pid),
+            "sentinel": self._describe_sentinel(),
             "segments_removed": self.segments.num_removed,
             "error": self.error,
         }
+
+    def _describe_sentinel(self) -> dict[str, object] | None:
+        if self._sentinel is None:
+            return None
+        if self._sentinel.poll() is not None:
+            return {"outside": False, "frozen_dies": "", "why": "the sentinel has ended"}
+        return outside.standing(self._sentinel.pid)
 
     def _ladder(self, child: Child) -> dict[str, Any]:
         """The rung in force: on a GPU the engine's own word, for it alone knows its device."""
@@ -147,10 +154,10 @@ class RolloutEngine:
             logger.warning("engine.allow_mps is set, but no MPS control daemon answers: going on without")
         self._child = child = Child.start(self._spec())
         self._hurried = False
-        if self.config.serving is not None:
-            self._sentinel = self._start_sentinel(child)
         logger.info("rollout engine starting, incarnation %s", self.incarnation)
         try:
+            if self.config.serving is not None:
+                self._sentinel = self._start_sentinel(child)
             took_s = await child.wait_ready_async(f"{self.url}/health", engine.start_timeout_s)
             self._session = aiohttp.ClientSession(headers=bearer(self.token))
             await self.refresh_status()
@@ -268,7 +275,11 @@ class RolloutEngine:
         )
 
     def _start_sentinel(self, child: Child) -> subprocess.Popen[bytes]:
-        """Without a guard: it has to outlive us for as long as something of the engine does, and ends by itself."""
+        """Without a guard: it has to outlive us for as long as something of the engine does, and ends by itself.
+
+        Raises:
+            EngineError: There is no process or memory left for it.
+        """
         spec, share = child.spec, child.share
         rung, directory = (share.rung, share.directory) if share is not None else ("class", None)
         log = open_log(spec)
@@ -289,9 +300,26 @@ class RolloutEngine:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        except OSError as error:
+            raise EngineError(
+                f"the sentinel could not be started: {error.strerror}", field="engine"
+            ) from error
         finally:
             if log >= 0:
                 os.close(log)
+
+    def keep_sentinel(self) -> None:
+        """Start it again where it has ended before the engine."""
+        child, sentinel = self._child, self._sentinel
+        if child is None or sentinel is None or sentinel.poll() is None or not self.running:
+            return
+        logger.warning(
+            "the sentinel of %s ended (status %s): starting another", self.config.dir, sentinel.returncode
+        )
+        try:
+            self._sentinel = self._start_sentinel(child)
+        except EngineError as error:
+            self.error = str(error)
 
     def _end_sentinel(self) -> None:
         if self._sentinel is not None:
@@ -391,6 +419,7 @@ class RolloutEngine:
 
     async def refresh_status(self) -> dict[str, Any]:
         """``GET /rose/status``; also learns version, vocabulary and whether the weights are broken."""
+        self.keep_sentinel()
         status = await self.call("GET", "/rose/status")
         ranks = status.get("ranks")
         self.weights_broken = isinstance(ranks, list) and any(

@@ -10,6 +10,7 @@ Inside a container the groups are the container's or read-only: there is no way 
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from collections.abc import Iterator
@@ -87,18 +88,24 @@ def leave(name: str) -> None:
 
 def _move_below(parent: Path, name: str) -> bool:
     _sweep(parent)
-    directory = parent / f"{PREFIX}{name}-{secrets.token_hex(3)}"
-    try:
-        directory.mkdir()
-    except OSError:  # read-only, or not ours
-        return False
-    try:
-        (directory / "cgroup.procs").write_text("0")
-    except OSError:
-        with suppress(OSError):
-            directory.rmdir()
-        return False
-    return True
+    for _ in range(3):
+        directory = parent / f"{PREFIX}{name}-{secrets.token_hex(3)}"
+        try:
+            directory.mkdir()
+        except OSError:  # read-only, or not ours
+            return False
+        try:
+            (directory / "cgroup.procs").write_text("0")
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # another sentinel has swept it while it was still empty
+        except OSError as error:
+            with suppress(OSError):
+                directory.rmdir()
+            if error.errno != errno.ENODEV:
+                return False
+            continue
+        return True
+    return False
 
 
 def _sweep(parent: Path) -> None:

@@ -49,7 +49,7 @@ class Tree(Protocol):
 
     def kill(self) -> None: ...
     def dying(self) -> bool: ...
-    def lift(self, on: bool) -> None: ...
+    def lift(self, on: bool) -> bool: ...
 
 
 def owed_pages(
@@ -101,18 +101,22 @@ class Sentinel:
         """Look once; True when the engine was killed."""
         try:
             node = self._node.read()
+        except LedgerError:
+            self._help_the_dying(alone=True)
+            return False  # a damaged file: the engine gives everything back by itself, and we have no proof
+        self._help_the_dying(alone=node is None or now_s - node.heartbeat_ns / NS_PER_S > GRACE_S)
+        try:
             rollout = self._rollout.read() if self._rollout.alive() else None
             # Its workers may outlive a core, and hold memory by themselves.
             held = (
                 rollout.reserved_pages if rollout is not None else sum(self._device.resident_pages().values())
             )
-            serving, board = self._serving.read(), self._board.read()
-            owed = owed_pages(node, serving, self._serving.alive(), board, held, now_s)
-            if rollout is None:
-                owed = held
         except LedgerError:
-            return False  # a damaged file: the engine gives everything back by itself, and we have no proof
-        self._help_the_dying(node is None or now_s - node.heartbeat_ns / NS_PER_S > GRACE_S)
+            return False
+        serving, serving_alive, board = self._production()
+        owed = owed_pages(node, serving, serving_alive, board, held, now_s)
+        if rollout is None:
+            owed = held
         step_s = rollout.step_ns / NS_PER_S if rollout is not None else 0.0
         patience_s = deadlines.reclaim_s(step_s, self._deadline_s) + GRACE_S
         if not owed:
@@ -126,12 +130,24 @@ class Sentinel:
         self._held = held
         return False
 
-    def _help_the_dying(self, alone: bool) -> None:
-        """An agent that is there lifts the tree itself, and knows when it needs it no longer."""
-        lift = alone and self._tree.dying()
-        if lift != self._lifted:
+    def _production(self) -> tuple[ServingLease | None, bool, ServingBoard | None]:
+        """What production says.  Of damaged files nothing: then it may not share, as the rollout engine itself takes it."""
+        serving = board = None
+        alive = False
+        with suppress(LedgerError):
+            serving, alive = self._serving.read(), self._serving.alive()
+        with suppress(LedgerError):
+            board = self._board.read()
+        return serving, alive, board
+
+    def _help_the_dying(self, *, alone: bool) -> None:
+        """An agent that is there lifts the tree itself; but what we have lifted is not dropped while it dies, whoever comes back.
+
+        What the kernel refuses (it may only ask for patience) is tried again at the next look.
+        """
+        lift = (alone or self._lifted) and self._tree.dying()
+        if lift != self._lifted and self._tree.lift(lift):
             self._lifted = lift
-            self._tree.lift(lift)
 
 
 def main() -> int:

@@ -365,7 +365,7 @@ def _resumed(result: DemoResult) -> str:
         if number in ends:
             before, after = turn.tokens[number - 1], token
             chips.append(
-                f'<span class="moved">memory taken back: from {escape(before.worker)} to {escape(after.worker)}</span>'
+                f'<span class="moved">its engine was taken: from {escape(before.worker)} to {escape(after.worker)}</span>'
             )
         css = token.tier if token.tier in TIERS else "event"
         title = f"token {number + 1}, {token.worker}, log-prob {token.logprob:.3f}, weights {token.version}"

@@ -230,21 +230,21 @@ class WorkerTable:
     # --- asking ----------------------------------------------------------------------------------------
 
     def may_run(
-        self, *, model: str, job: str, dedicated_only: bool, floor: Version | None, run: str = ""
+        self, *, model: str, job: str, dedicated_only: bool, floor: Version | None, run: str | None = None
     ) -> Mask:
         """Rows that are open to any turn of this model, job, tier, run and weight version; ``[num_rows]``."""
         suits = self.suits(model=model, job=job, dedicated_only=dedicated_only, floor=floor, run=run)
         return suits & self.open[: len(self.workers)]
 
     def suits(
-        self, *, model: str, job: str, dedicated_only: bool, floor: Version | None, run: str = ""
+        self, *, model: str, job: str, dedicated_only: bool, floor: Version | None, run: str | None = None
     ) -> Mask:
-        """The same of rows that are open or not; good until :attr:`epoch` changes.  An empty ``run``: any run, or none."""
+        """The same of rows that are open or not; good until :attr:`epoch` changes.  ``run`` None: any, or none."""
         count = len(self.workers)
         mask = self.serves(model, job)
         if dedicated_only:
             mask &= self.dedicated[:count]
-        if run:
+        if run is not None:
             mask &= self.of_run(run)
         if floor is not None:
             mask &= self.at_least(floor)

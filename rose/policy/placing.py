@@ -32,7 +32,7 @@ from rose.policy.turn_events import TurnParams
 
 Entry = tuple[tuple[int, float, int], str]
 _MAX_CLASSES = 256
-_Class = tuple[str, str, bool, Version | None, str]
+_Class = tuple[str, str, bool, Version | None, str | None]
 """What eligibility depends on besides size and back-off: model, job, dedicated only, lowest version, run."""
 
 
@@ -177,9 +177,9 @@ class Placer:
             own = turn.spans[-1].version
             floor = own if floor is None else max(floor, own)
         dedicated_only = spec.dedicated_only or self._is_pinned(turn)
-        run = self.runs.get(spec.job, "")
-        if not run and turn.segments:  # one turn, one policy, also where nobody asked for one by name
-            run = turn.segments[-1].run
+        run = self.runs.get(spec.job)
+        if not run:  # one turn, one policy, also where nobody asked for one by name
+            run = turn.segments[-1].run if turn.segments else None
         return spec.model, spec.job, dedicated_only, floor, run
 
     def _suiting(self, kind: _Class) -> Mask:
@@ -241,7 +241,7 @@ class Placer:
             return "pinned" if not turn.spec.dedicated_only else "tier"
         if dedicated_only:
             mask &= table.dedicated[:count]
-        if run:
+        if run is not None:
             mask &= table.of_run(run)
             if not mask.any():
                 return "run"

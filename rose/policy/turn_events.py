@@ -15,7 +15,7 @@ from rose.policy.staleness import Version
 HOLDS = {
     "capacity": "all engines are full",
     "job": "no engine works for this job",
-    "model": "no engine has a context that long",
+    "model": "no engine serves this model with a context that long",
     "tier": "no dedicated engine is there",
     "pinned": "it was cut too often, and waits for a dedicated engine",
     "run": "no engine follows the run that trains this job: see run_id in the nodes' [weights]",

@@ -365,6 +365,8 @@ class TurnBook:
         """Back to the front, with the tokens; ``abort`` tells the old engine to let go."""
         worker = turn.worker
         assert worker is not None
+        if turn.spec.streamed and turn.spec.resumable and self._is_of_another_run(turn):
+            return self._begin_anew(turn, at_s)
         actions = self._abort(turn) if abort else []
         self._release(turn, at_s)
         if not turn.spec.resumable or self._is_of_another_run(turn):
@@ -479,10 +481,24 @@ class TurnBook:
         run, actions = self.runs[job], list[Action]()
         for worker in [worker for worker in self.fleet if run and worker.run != run]:
             actions.extend(self._evacuate(worker.worker_id, "run", at_s, only_job=job))
-        for turn in self.turns.values():
-            if turn.spec.job == job and turn.worker is None and self._is_of_another_run(turn):
-                actions.extend(self._forget_tokens(turn))
+        waiting = [turn for turn in self.turns.values() if turn.spec.job == job and turn.worker is None]
+        for turn in waiting:
+            if self._is_of_another_run(turn):
+                actions.extend(self._begin_anew(turn, at_s))
+        self.placer.try_again(turn.spec.turn_id for turn in waiting if turn.spec.turn_id in self.turns)
         return actions
+
+    def _begin_anew(self, turn: Turn, at_s: float) -> list[Action]:
+        """A turn whose tokens no engine may go on from.  A client that has read them cannot take them back: then it has failed."""
+        if turn.spec.streamed and turn.spec.resumable and turn.token_ids:
+            return self._finish(
+                turn,
+                at_s,
+                TurnState.FAILED,
+                "infra",
+                message="the engines went over to another run's weights",
+            )
+        return self._forget_tokens(turn)
 
     def _is_of_another_run(self, turn: Turn) -> bool:
         run = self.runs.get(turn.spec.job, "")
@@ -618,7 +634,14 @@ class TurnBook:
             if waited_s >= params.max_queue_s and not turn.answered_503:
                 turn.answered_503 = True
                 turn.detached_at_s = turn.detached_at_s or at_s
+                turn.hold = self.placer.why(turn, at_s)
                 actions.append(AnswerUnavailable(turn_id=spec.turn_id, waited_s=waited_s, hold=turn.hold))
+                if turn.hold == "run" and not self.runs.get(spec.job):
+                    # Nobody asked for this run, and nobody has it any more.
+                    actions.extend(self._begin_anew(turn, at_s))
+                    if spec.turn_id not in self.turns:
+                        return actions
+                    self.placer.try_again((spec.turn_id,))
         elif (
             spec.streamed
             and turn.worker is not None

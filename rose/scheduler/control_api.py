@@ -76,7 +76,8 @@ class ControlRoutes:
     async def create(self, request: web.Request) -> web.Response:
         body = await read_wire(request, NewTrajectory)
         max_bytes, most_s = self._config.limits.max_info_bytes, self._config.timeouts.max_trajectory_s
-        if body.group_id is None and body.group_size != 1:
+        group_size = body.group_size or 1
+        if body.group_id is None and group_size != 1:
             raise RequestError("is required when group_size is over 1", field="group_id")
         sampling = body.sampling or {}
         for name in sampling:
@@ -90,7 +91,7 @@ class ControlRoutes:
         name = self._store.create(
             job=body.job,
             group_id=body.group_id,
-            group_size=body.group_size,
+            group_size=group_size,
             task=bounded_json(body.task, field="task", max_bytes=max_bytes),
             sampling=bounded_json(sampling, field="sampling", max_bytes=max_bytes),
             key=key,
@@ -219,6 +220,7 @@ class ControlRoutes:
 
     async def resume(self, request: web.Request) -> web.Response:
         body = await read_wire(request, Resume)
+        self._store.check_run(request.match_info["job"], body.run or "")
         actions = self._store.resume(
             request.match_info["job"], body.attempt, body.consumed, body.consumer or ""
         )
@@ -243,7 +245,7 @@ class ControlRoutes:
                 job=job, version=version, alpha=body.alpha, on_stale=body.on_stale, live=live
             )
             self._carry_out(spent)
-            self._dispatcher.require(job, version, run)
+            self._dispatcher.require(job, version, self._store.runs[job])
             self._timeline.on_step(job, format_version(version))
             await self._store.journal.commit()
         return json_response({"job": job, "version": format_version(version)})

@@ -32,9 +32,12 @@ def chat_finish(request: Mapping[str, Any], reason: str, *, called: bool, stream
 def cut_at_stop(text: str, stop: str, *, min_tokens: int, keep: bool) -> str:
     """``text`` up to the ``stop`` that ended it; with it when ``keep``.
 
-    The first one; with a least length an earlier one may not have counted, so the last one.
+    The first one; with a least length an earlier one may not have counted, so the last one, or the first of those that
+    follow each other without anything between: one token may hold several.
     """
     at = text.rfind(stop) if min_tokens else text.find(stop)
+    while min_tokens and stop and at >= len(stop) and text.startswith(stop, at - len(stop)):
+        at -= len(stop)
     if at < 0:
         return text
     return text[: at + len(stop)] if keep else text[:at]

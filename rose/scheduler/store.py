@@ -545,13 +545,9 @@ class Store:
         Raises:
             Conflict: It is older than the one before, or another run has this job.
         """
+        self.check_run(job, run)
         known, whose = self.versions.get(job), self.runs.get(job, "")
-        if known is not None and whose and run != whose and version[0] <= known[0]:
-            raise Conflict(
-                f"job {job} is trained by run {whose}, at {format_version(known)}",
-                field="run",
-                fix="give each trainer a job name of its own; a trainer that takes the job over begins a later attempt",
-            )
+        run = run or whose
         if known == version and run == whose:
             return False
         if known is not None and version < known:
@@ -560,6 +556,20 @@ class Store:
         self.versions[job] = version
         self.runs[job] = run
         return True
+
+    def check_run(self, job: str, run: str) -> None:
+        """A job is one run's, from when its trainer has named it: samples of another would be taken for its own.
+
+        Raises:
+            Conflict: It is another's.
+        """
+        whose = self.runs.get(job, "")
+        if run and whose and run != whose:
+            raise Conflict(
+                f"job {job} is trained by run {whose}",
+                field="run",
+                fix="give each trainer a job name of its own",
+            )
 
     def drop_spent(
         self,

@@ -289,10 +289,16 @@ class SchedulerClient:
         return found
 
     async def resume(
-        self, *, job: str, attempt: int, consumed: Sequence[str], consumer: str | None = None
+        self,
+        *,
+        job: str,
+        attempt: int,
+        consumed: Sequence[str],
+        run: str | None = None,
+        consumer: str | None = None,
     ) -> None:
         """A trainer starts: its open leases return, except what ``consumed`` names.  Those of other consumers stay."""
-        body = Resume(attempt=attempt, consumed=list(consumed), consumer=consumer)
+        body = Resume(attempt=attempt, consumed=list(consumed), run=run, consumer=consumer)
         await self._call("POST", f"/rose/v1/jobs/{job}/resume", self._by("trainer"), body)
 
     def _by(self, role: str) -> dict[str, str]:
@@ -329,8 +335,8 @@ class SchedulerClient:
         ``has_deadline``: ``timeout_s`` is all the time that the answer is good for, and its end no sign that the scheduler is away.
         """
         session = self._open()
-        # What a tool answered may be no Unicode; only the standard encoder can send that, and the scheduler refuses it by name.
-        data = None if body is None else json.dumps(msgspec.to_builtins(body)).encode()
+        # By the standard encoder: what a tool answered may be no Unicode (the scheduler refuses it by name), a reward numpy's.
+        data = None if body is None else json.dumps(body, default=_table).encode()
         kind = {} if data is None else {"Content-Type": "application/json"}
         started_s = time.monotonic()
         unreachable_since_s: float | None = None
@@ -393,6 +399,13 @@ def _late(timeout_s: float) -> CapacityError:
     return CapacityError(
         f"no answer within {timeout_s:g} s", status=504, retry_after_s=None, field="scheduler.turn_timeout_s"
     )
+
+
+def _table(body: Any) -> dict[str, Any]:
+    """A body as ``json`` takes it; what is None is not said."""
+    if not isinstance(body, msgspec.Struct):
+        raise TypeError(f"{type(body).__name__} cannot be sent as JSON")
+    return {name: value for name, value in msgspec.structs.asdict(body).items() if value is not None}
 
 
 def _batch(name: str) -> str:

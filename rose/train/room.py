@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 PATIENCE_S = 5.0
 """For a reservation, before the job says what is missing: an earlier job may just be leaving."""
+LOST_PATIENCE_S = 120.0
+"""The same for room that it has had: a node that died is replaced in a minute or two."""
 LOOK_EVERY_S = 1
 
 
@@ -48,7 +50,7 @@ class Room:
         is_new = self._group is None
         if is_new:
             await asyncio.to_thread(self._ask, self._config.rollout.num_groups)
-        until_s, said = time.monotonic() + PATIENCE_S, ""
+        until_s, said = time.monotonic() + (PATIENCE_S if is_new else LOST_PATIENCE_S), ""
         while not await asyncio.to_thread(self._group.wait, LOOK_EVERY_S):
             if time.monotonic() < until_s:
                 continue

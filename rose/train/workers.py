@@ -292,6 +292,8 @@ class TrainWorker:
         self._make_trainer = parts.make_trainer or torch_trainer
         self._ranks = ranks
         self._make_publisher = parts.make_publisher or make_publisher
+        # Who brings weights to the engines in another way has no name that these could follow.
+        self._run = None if parts.make_publisher is not None else config.run_id
         self._client = SchedulerClient(
             config.scheduler.url,
             trainer_token=tokens.trainer,
@@ -471,9 +473,7 @@ class TrainWorker:
     async def pin(self, job: str) -> str:
         """Let no worker below the current weights take a turn of ``job``; returns their version."""
         version = self._trainer.step_index
-        await self._client.set_version(
-            job=job, attempt=self._attempt, version=version, run=self._config.run_id
-        )
+        await self._client.set_version(job=job, attempt=self._attempt, version=version, run=self._run)
         return f"{self._attempt}.{version}"
 
     async def _lease(self) -> None:
@@ -532,7 +532,9 @@ class TrainWorker:
         self._num_leases += 1  # what is open under the last name goes back with the others
         newest = sorted(self._consumed)[-RESUMED_STEPS:]
         consumed = [name for step in newest for name in self._consumed[step]]
-        await self._client.resume(job=self._config.job, attempt=self._attempt, consumed=consumed)
+        await self._client.resume(
+            job=self._config.job, attempt=self._attempt, consumed=consumed, run=self._run
+        )
 
     async def close(self) -> None:
         await self._client.close()
@@ -572,7 +574,7 @@ class TrainWorker:
             job=self._config.job,
             attempt=self._attempt,
             version=version,
-            run=self._config.run_id,
+            run=self._run,
             **self._staleness,
         )
         return {

@@ -24,7 +24,8 @@ class NewTrajectory(_Body):
 
     job: Name
     group_id: Name | None = None
-    group_size: Annotated[int, Meta(ge=1, le=4096)] = 1
+    group_size: Annotated[int, Meta(ge=1, le=4096)] | None = None
+    """None: 1."""
     task: Any = None
     sampling: dict[str, Any] | None = None
     """For all its turns."""
@@ -70,6 +71,8 @@ class Resume(_Body):
     attempt: Count
     consumed: list[str]
     """Trajectories that it has been trained on."""
+    run: Name | None = None
+    """Under which name it publishes: refused where the job is another run's."""
     consumer: Name | None = None
 
 

@@ -103,8 +103,27 @@ class Tree:
     def dying(self) -> bool:
         return False
 
-    def lift(self, on: bool) -> None:
+    def lift(self, on: bool) -> bool:
         raise AssertionError("nothing was dying")
+
+
+class DyingTree(Tree):
+    """One that dies slowly, of a kernel that refuses the first ``num_refused`` changes of a share."""
+
+    def __init__(self, num_refused: int = 0) -> None:
+        self.num_refused = num_refused
+        self.is_dying = True
+        self.normal = False
+
+    def dying(self) -> bool:
+        return self.is_dying
+
+    def lift(self, on: bool) -> bool:
+        if self.num_refused:
+            self.num_refused -= 1
+            return False
+        self.normal = on
+        return True
 
 
 @pytest.fixture
@@ -252,6 +271,42 @@ def held(tmp_path: Path) -> Iterator[Held]:
                     os.kill(pid, signal.SIGKILL)
             agent.wait()
             agent.stdout.close()
+
+
+def test_a_share_is_not_taken_from_the_dying_because_the_agent_is_back(files: Files) -> None:
+    tree = DyingTree()
+    sentinel = Sentinel(files.dir, tree, deadline_s=0.1)
+    files.beat(0.0)
+    sentinel.look(10.0)  # the agent has been silent
+    assert tree.normal
+    sentinel.look(files.beat(10.1))
+    assert tree.normal
+    tree.is_dying = False
+    sentinel.look(files.beat(10.2))
+    assert not tree.normal
+
+
+def test_a_share_that_the_kernel_refuses_is_asked_for_again(files: Files) -> None:
+    tree = DyingTree(num_refused=2)
+    sentinel = Sentinel(files.dir, tree, deadline_s=0.1)
+    files.beat(0.0)
+    for at_s in (10.0, 10.05, 10.1):
+        sentinel.look(at_s)
+    assert tree.normal
+
+
+@pytest.mark.parametrize("name", ["serving.board", "serving.lease"])
+def test_production_s_damaged_file_is_no_leave_to_keep_its_memory(files: Files, name: str) -> None:
+    tree = Tree()
+    sentinel = Sentinel(files.dir, tree, deadline_s=0.1)
+    sentinel.look(files.beat(0.0))
+    path = files.dir.path / name
+    path.write_bytes(b"\xff" * (path.stat().st_size if path.exists() else 4096))
+    files.node = dataclasses.replace(NODE, lend_pages=0)
+    sentinel.look(files.beat(1.0))
+    for at_s in (1.2, 1.4, 1.6):
+        sentinel.look(files.beat(at_s))
+    assert tree.num_kills == 1
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:

@@ -102,6 +102,19 @@ def test_what_waits_for_something_else_claims_nothing(scheduler: Any, lacks: Cal
     assert claim(scheduler) == 0
 
 
+def test_those_that_vllm_puts_back_in_front_hide_nobody(scheduler: Any) -> None:
+    """A hundred that wait for a grammar, and behind them prompts that only lack blocks."""
+    from vllm.v1.request import RequestStatus
+
+    scheduler.max_num_active_reqs = 64
+    for number in range(100):
+        scheduler.add_request(harness.request(f"grammar{number}", num_tokens=5))
+    for request in scheduler.waiting:
+        request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    add_many(scheduler)
+    assert claim(scheduler) == 2
+
+
 @pytest.mark.parametrize(("seats", "chunks"), [(SEATS, 0), (64, 2)])
 def test_those_count_that_have_a_seat(scheduler: Any, seats: int, chunks: int) -> None:
     """64 prompts of 300 tokens are 150 blocks; with a watermark of 25 that is 48 more than the 127 that are usable, two chunks."""

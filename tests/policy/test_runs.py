@@ -44,10 +44,10 @@ class Book:
             worker_id=name, incarnation="1", seq=self.seq, version=version, state="ready", run=run,
         )  # fmt: skip
 
-    def turn(self, name: str, job: str) -> list[te.Action]:
+    def turn(self, name: str, job: str, *, streamed: bool = False) -> list[te.Action]:
         return self.tell(
             te.TurnSubmitted,
-            turn_id=name, trajectory_id=f"of {name}", job=job, model="policy", num_prompt_tokens=10, max_tokens=50,
+            turn_id=name, trajectory_id=f"of {name}", job=job, model="policy", num_prompt_tokens=10, max_tokens=50, streamed=streamed,
         )  # fmt: skip
 
     def tokens(self, name: str, count: int = 5) -> list[te.Action]:
@@ -122,6 +122,44 @@ def test_a_job_that_is_taken_over_by_another_run_keeps_no_token_of_the_first() -
     assert any(isinstance(action, te.TokensDropped) for action in actions)
     assert placed(book.worker("u", run="run-c", version=(2, 0))) == ["u"]
     assert not book.book.turns["t"].token_ids
+
+
+def test_a_turn_that_a_client_has_read_a_part_of_ends_where_its_job_goes_over_to_another_run() -> None:
+    book = Book()
+    book.worker("w", run="")
+    book.turn("t", "a", streamed=True)
+    book.tokens("t")
+
+    actions = book.tell(te.VersionRequired, job="a", version=(2, 0), run="run-c")
+
+    (ended,) = [action for action in actions if isinstance(action, te.TurnEnded)]
+    assert ended.outcome is te.TurnState.FAILED
+
+
+def test_a_turn_that_waits_is_tried_again_when_its_job_names_the_run() -> None:
+    """The engine had the weights before the trainer said so."""
+    book = Book()
+    book.tell(te.VersionRequired, job="a", version=(1, 0), run="run-x")
+    book.worker("w", run="run-a")
+    assert placed(book.turn("t", "a")) == []
+
+    assert placed(book.tell(te.VersionRequired, job="a", version=(1, 5), run="run-a")) == ["w"]
+
+
+def test_a_turn_whose_run_is_gone_begins_anew_when_it_has_waited_long_enough() -> None:
+    book = Book()
+    book.worker("w", run="run-a")
+    book.turn("t", "chat")
+    book.tokens("t")
+    book.beat("w", run="run-b")
+    assert book.book.turns["t"].worker is None
+
+    book.now_s += te.TurnParams().max_queue_s
+    book.beat("w", run="run-b")
+    actions = book.tell(te.ClockTicked)
+
+    assert [action.hold for action in actions if isinstance(action, te.AnswerUnavailable)] == ["run"]
+    assert placed(actions) == ["w"]
 
 
 RUNS = ("run-a", "run-b", "")

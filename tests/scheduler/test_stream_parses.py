@@ -9,7 +9,7 @@ import pytest
 
 from rose.scheduler.fake_engine import FakeEngine
 from rose.scheduler.parses import Piece, StreamParse, joined
-from rose.scheduler.stops import StopMatcher
+from rose.scheduler.stops import StopMatcher, cut_at_stop
 from tests.scheduler.conftest import World, user
 
 PARSE = ("/rose/parse", "/rose/parse/close")
@@ -167,3 +167,11 @@ def test_a_stop_string_inside_held_text_that_does_not_count_is_none() -> None:
     shown = matcher.feed("aa", counts=False) + matcher.feed("c") + matcher.feed("ad")
 
     assert (shown, matcher.matched) == ("aac", "a")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [("ab\n\n", "ab"), ("a\nb\n\n\n", "a\nb"), ("ab", "ab"), ("\n", "")],
+)
+def test_a_token_of_several_stop_strings_is_cut_at_the_first_of_them(text: str, shown: str) -> None:
+    assert cut_at_stop(text, "\n", min_tokens=3, keep=False) == shown

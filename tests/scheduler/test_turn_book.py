@@ -156,7 +156,9 @@ def test_waiting_too_long_answers_503_and_keeps_the_place() -> None:
     book = book_of(max_queue_s=5.0, detach_s=30.0)
     submit(book, "a")
     assert book.handle(te.ClockTicked(at_s=4.9)) == []
-    assert book.handle(te.ClockTicked(at_s=5.0)) == [te.AnswerUnavailable(turn_id="a", waited_s=5.0)]
+    assert book.handle(te.ClockTicked(at_s=5.0)) == [
+        te.AnswerUnavailable(turn_id="a", waited_s=5.0, hold="model")
+    ]
     book.handle(te.ClientBack(at_s=8.0, turn_id="a"))
     book.handle(te.ClockTicked(at_s=36.0))
     assert "a" in book.turns

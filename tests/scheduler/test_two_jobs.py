@@ -60,7 +60,11 @@ async def test_a_second_trainer_cannot_take_a_job_by_its_name(world: World) -> N
 
     assert status == 409
     assert answer["error"]["param"] == "run"
-    assert (await publish(world, "policy", (2, 0), run="theirs"))[0] == 200
+    assert (await publish(world, "policy", (2, 0), run="theirs"))[0] == 409
+    body = {"attempt": 2, "consumed": [], "run": "theirs"}
+    assert (await world.call("POST", "/rose/v1/jobs/policy/resume", body, role="trainer"))[0] == 409
+    assert (await publish(world, "policy", (2, 0)))[0] == 200, "who says no name is taken for the one who did"
+    assert world.scheduler.book.runs == {"policy": "mine"}
 
 
 async def test_a_scheduler_that_starts_again_knows_whose_run_a_job_is(world: World) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp import web
 
@@ -103,6 +105,21 @@ async def test_a_turn_that_finds_no_worker_waits_in_line_until_its_time_is_over(
         with pytest.raises(CapacityError, match="no answer within") as late:
             await client.chat("t", 0, model="m", messages=[], temperature=1.0, max_tokens=1)
     assert (late.value.status, num_asked > 1) == (504, True)
+
+
+async def test_a_reward_of_numpy_s_and_text_that_is_no_unicode_are_sent() -> None:
+    """Gymnasium's rewards, and what a tool printed: the scheduler says what it does not take, and the run goes on."""
+    bodies: list[Any] = []
+
+    async def handle(request: web.Request) -> web.Response:
+        bodies.append(await request.json())
+        return web.json_response({})
+
+    async with answering(handle) as url, SchedulerClient(url, environment_token="a" * 16) as client:
+        info = {"score": np.float64(0.5), "said": "\udc80"}
+        await client.finish("t", reward=np.float64(1.0), success=True, info=info)
+
+    assert bodies == [{"reward": 1.0, "success": True, "info": {"score": 0.5, "said": "\udc80"}}]
 
 
 async def test_a_lost_lease_is_asked_for_by_its_name() -> None:
