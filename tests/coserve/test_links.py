@@ -160,8 +160,8 @@ async def test_a_new_engine_process_registers_with_its_own_token(device: Device,
     await until(lambda: any(beat.state == "starting" for beat in registry.beats))
     await until(lambda: len(registry.registrations) == 2)
     first, second = registry.registrations
-    assert first["incarnation"] != second["incarnation"]
-    assert first["engine_token"] != second["engine_token"]
+    assert first.incarnation != second.incarnation
+    assert first.engine_token != second.engine_token
 
 
 async def test_a_scheduler_that_is_away_is_tried_again_and_lending_goes_on(

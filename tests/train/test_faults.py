@@ -33,12 +33,18 @@ def gone(processes: list[psutil.Process]) -> None:
         except psutil.NoSuchProcess:
             return False
 
-    eventually(lambda: not any(map(alive, processes)), "the end of Ray's processes", timeout_s=60)
+    names = {process.pid: process.name() for process in processes if alive(process)}
+    try:
+        eventually(lambda: not any(map(alive, processes)), "the end of Ray's processes", timeout_s=60)
+    except AssertionError as error:
+        left = [names.get(process.pid, "?") for process in processes if alive(process)]
+        raise AssertionError(f"{error}: {left}") from None
 
 
 SMALL: dict[str, Any] = {"rollout": {"num_groups": 2, "group_size": 4}, "log": {"tensorboard": False}}
 
 
+@pytest.mark.alone  # Ray's processes notice late on crowded cores that their driver is dead
 def test_a_driver_killed_in_mid_step_goes_on_where_it_stopped(
     tmp_path: Path, policy_model: Path, short_tmp: Path
 ) -> None:
