@@ -33,11 +33,10 @@ def gone(processes: list[psutil.Process]) -> None:
         except psutil.NoSuchProcess:
             return False
 
-    names = {process.pid: process.name() for process in processes if alive(process)}
     try:
         eventually(lambda: not any(map(alive, processes)), "the end of Ray's processes", timeout_s=60)
     except AssertionError as error:
-        left = [names.get(process.pid, "?") for process in processes if alive(process)]
+        left = [str(process) for process in processes if alive(process)]
         raise AssertionError(f"{error}: {left}") from None
 
 
