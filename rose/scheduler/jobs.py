@@ -40,7 +40,8 @@ from rose.scheduler.ids import pack_ids, pack_logprobs
 from rose.scheduler.journal import TurnRecord
 from rose.scheduler.messages import thought, tips
 from rose.scheduler.prompts import Prompt
-from rose.scheduler.store import Store, Trajectory, request_name
+from rose.scheduler.store import Store
+from rose.scheduler.trajectory import Trajectory, request_name
 
 log = logging.getLogger("rose.scheduler")
 

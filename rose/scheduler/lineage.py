@@ -16,7 +16,7 @@ from typing import Any
 
 from rose.scheduler.journal import TurnRecord
 from rose.scheduler.messages import call_id, loose, thought
-from rose.scheduler.store import Trajectory
+from rose.scheduler.trajectory import Trajectory
 
 
 @dataclass(frozen=True, slots=True)

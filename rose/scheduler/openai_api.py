@@ -47,8 +47,9 @@ from rose.scheduler.prompts import NOT_RENDERED, Prompt, Prompts, continuation
 from rose.scheduler.renderer import Renderer
 from rose.scheduler.replays import finished_before
 from rose.scheduler.stops import chat_finish, cut_at_stop, visible_ids
-from rose.scheduler.store import Store, Trajectory
+from rose.scheduler.store import Store
 from rose.scheduler.streams import replay_stream, replay_tokens, stream_job, stream_tokens, wants_logprobs
+from rose.scheduler.trajectory import Trajectory
 from rose.wire.reading import read
 from rose.wire.turns import Generate
 

@@ -40,7 +40,7 @@ from rose.errors import EngineError, RequestError
 from rose.scheduler.ids import MAX_TOKEN_ID
 from rose.scheduler.lineage import continued
 from rose.scheduler.messages import chain, context_digest
-from rose.scheduler.store import Trajectory
+from rose.scheduler.trajectory import Trajectory
 
 CallEngine = Callable[[str, str | None, bytes], Awaitable[bytes]]
 """``(path, model, body) -> answer`` on any worker that renders for this model."""

@@ -15,7 +15,7 @@ from rose.scheduler.ids import unpack_ids, unpack_logprobs
 from rose.scheduler.jobs import Finished, Replay
 from rose.scheduler.journal import TurnRecord
 from rose.scheduler.prompts import Prompt
-from rose.scheduler.store import Trajectory
+from rose.scheduler.trajectory import Trajectory
 
 
 def finished_before(found: Replay) -> list[Finished]:

@@ -14,8 +14,9 @@ from rose.errors import CapacityError, EngineError, RequestError
 from rose.scheduler.http import encode, json_response
 from rose.scheduler.ids import unpack_ids, unpack_logprobs
 from rose.scheduler.renderer import Renderer
-from rose.scheduler.store import Store, Trajectory
+from rose.scheduler.store import Store
 from rose.scheduler.timeline import Timeline
+from rose.scheduler.trajectory import Trajectory
 
 PERIOD_S = 1.0
 _FIRST_SPANS = 12_000

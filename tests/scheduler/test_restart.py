@@ -319,7 +319,7 @@ def test_how_old_a_first_turn_may_be_is_known_after_a_restart(tmp_path: Path, co
 def test_prompt_ids_are_put_together_along_the_branch(tmp_path: Path, count: int) -> None:
     from rose.scheduler.ids import pack_ids
     from rose.scheduler.journal import CreateRecord
-    from rose.scheduler.store import Trajectory
+    from rose.scheduler.trajectory import Trajectory
 
     trajectory = Trajectory(CreateRecord(id="t", job="j", group_id="g", group_size=1, created_at=0.0))
     whole: list[int] = []

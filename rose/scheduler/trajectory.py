@@ -1,0 +1,230 @@
+"""One trajectory in memory: a tree of turns, mostly a line.
+
+A turn keeps only what its parent does not have (``suffix_ids`` and its own output), so a trajectory of n turns costs its length once,
+not n times.  :meth:`Trajectory.full_ids` puts a branch together.
+
+Changed by ``rose.scheduler.store`` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from rose.policy.staleness import Version, parse_version
+from rose.scheduler.deliveries import Deliveries
+from rose.scheduler.holdings import created_bytes, turn_bytes
+from rose.scheduler.ids import split, unpack_ids, unpack_logprobs
+from rose.scheduler.journal import (
+    CreateRecord,
+    FinishRecord,
+    TurnRecord,
+    unpacked,
+)
+from rose.scheduler.messages import TIP_BYTES
+
+
+class Trajectory:
+    """One run of an environment: a tree of turns, mostly a line."""
+
+    __slots__ = (
+        "created",
+        "deliveries",
+        "finish",
+        "lengths",
+        "named",
+        "newest",
+        "num_bytes",
+        "num_tokens",
+        "oldest",
+        "parents",
+        "stale",
+        "tips",
+        "turns",
+    )
+
+    def __init__(self, created: CreateRecord) -> None:
+        self.created = created
+        self.turns: list[TurnRecord] = []
+        self.lengths: list[int] = []
+        """Of each turn's prompt and output together, in tokens."""
+        self.tips: dict[bytes, tuple[int, ...]] = {}
+        """Message list that ends with our answer, in a form in which it was delivered -> the turns that answered so."""
+        self.named: dict[str, int] = {}
+        """Name that a client gave its request -> the first turn of its answer."""
+        self.deliveries = Deliveries()
+        self.finish: FinishRecord | None = None
+        self.stale = False
+        self.parents: set[int] = set()
+        """Turns that another turn continues."""
+        self.num_tokens = 0
+        """Sampled, in all turns."""
+        self.num_bytes = created_bytes(created)
+        """Held in memory."""
+        self.oldest: Version | None = None
+        self.newest: Version | None = None
+
+    @property
+    def id(self) -> str:
+        return self.created.id
+
+    def add(self, record: TurnRecord) -> None:
+        if record.prompt_of is not None:
+            record = msgspec.structs.replace(record, suffix_ids=self.turns[record.prompt_of].suffix_ids)
+        held = 0 if record.parent is None else self.lengths[record.parent]
+        self.lengths.append(held + (len(record.suffix_ids) + len(record.token_ids)) // 4)
+        self.turns.append(record)
+        self.num_bytes += turn_bytes(record)
+        self.num_tokens += len(record.token_ids) // 4
+        self._add_tips(record.turn, record.tip)
+        if record.choice == 0:
+            self.deliveries.add(record.turn, record.retry)
+            name = request_name(record.key, record.turn_key)
+            if name and record.id:
+                self.named[name] = record.turn
+        if record.parent is not None:
+            self.parents.add(record.parent)
+        for text, _, _ in record.versions:
+            version = parse_version(text)
+            self.oldest = version if self.oldest is None else min(self.oldest, version)
+            self.newest = version if self.newest is None else max(self.newest, version)
+
+    def answers_to(self, digest: str) -> Iterator[int]:
+        """First turns of the answers to a request that was given no name, newest first, but for those that another turn
+        continues: they have arrived."""
+        for record in reversed(self.turns):
+            # One without an id is of an older journal, which does not say what its request had besides.
+            if (
+                record.id
+                and record.digest == digest
+                and record.choice == 0
+                and not (record.key or record.turn_key)
+            ):
+                group = range(record.turn, record.turn + record.num_choices)
+                if group.stop <= len(self.turns) and self.parents.isdisjoint(group):
+                    yield record.turn
+
+    def add_form(self, turn: int, tip: bytes, thoughts: bytes) -> None:
+        """More names of this turn's answer and of its reasoning."""
+        known = self.turns[turn]
+        self._add_tips(turn, tip)
+        self.turns[turn] = record = msgspec.structs.replace(
+            known, tip=joined_names(known.tip, tip), thoughts=joined_names(known.thoughts, thoughts)
+        )
+        self.num_bytes += turn_bytes(record) - turn_bytes(known)
+
+    def _add_tips(self, turn: int, tip: bytes) -> None:
+        for name in split(tip, TIP_BYTES):
+            turns = self.tips.get(name, ())
+            if turn not in turns:
+                self.tips[name] = (*turns, turn)
+
+    def full_ids(self, turn: int) -> list[int]:
+        """Prompt and output of ``turn``: what a continuation starts with."""
+        return unpack_ids(self.packed_ids(turn))
+
+    def prompt_ids(self, turn: int) -> list[int]:
+        record = self.turns[turn]
+        return unpack_ids(self._packed_prompt(record))
+
+    def sampled(self, turn: int) -> list[list[int]]:
+        """``[[start, num_tokens, turn], ...]``: which of this branch's ids were sampled, and in which
+        turn."""
+        line: list[TurnRecord] = []
+        at: int | None = turn
+        while at is not None:
+            line.append(self.turns[at])
+            at = self.turns[at].parent
+        spans: list[list[int]] = []
+        position = 0
+        for record in reversed(line):
+            position += len(record.suffix_ids) // 4
+            count = len(record.token_ids) // 4
+            spans.append([position, count, record.turn])
+            position += count
+        return spans
+
+    def num_prompt_tokens(self, record: TurnRecord) -> int:
+        return self.lengths[record.turn] - len(record.token_ids) // 4
+
+    def trace_turn(self, record: TurnRecord, *, whole_prompts: bool = True) -> dict[str, Any]:
+        """A turn as the wire has it.
+
+        Args:
+            whole_prompts: Else only what its parent does not hold: of n turns the prompts together grow with n squared.
+        """
+        prompt: dict[str, Any]
+        if whole_prompts:
+            prompt = {"prompt_token_ids": self.prompt_ids(record.turn), "sampled": self.sampled(record.turn)}
+        else:
+            prompt = {
+                "suffix_token_ids": unpack_ids(record.suffix_ids),
+                "num_prompt_tokens": self.num_prompt_tokens(record),
+            }
+        return {
+            "turn": record.turn,
+            "kind": record.kind,
+            "parent": record.parent,
+            "fork": record.fork,
+            **prompt,
+            "token_ids": unpack_ids(record.token_ids),
+            "logprobs": unpack_logprobs(record.logprobs),
+            "finish_reason": record.finish_reason,
+            "stop_reason": record.stop_reason,
+            "versions": record.versions,
+            "kv_mixed": record.kv_mixed,
+            "segments": record.segments,
+            "usage": record.usage,
+            "timing": record.timing,
+            "sampling": record.sampling,
+        }
+
+    def trace(self, state: str, reason: str = "", *, whole_prompts: bool = True) -> dict[str, Any]:
+        created, finish = self.created, self.finish
+        return {
+            "id": created.id,
+            "job": created.job,
+            "group_id": created.group_id,
+            "group_size": created.group_size,
+            "task": unpacked(created.task),
+            "task_kind": created.task_kind,
+            "sampling": created.sampling,
+            "created_at": created.created_at,
+            "deadline_at": created.deadline_at,
+            "state": state,
+            "reason": reason,
+            "stale": self.stale,
+            "reward": None if finish is None else finish.reward,
+            "success": None if finish is None else finish.success,
+            "info": None if finish is None else unpacked(finish.info),
+            "turns": [self.trace_turn(record, whole_prompts=whole_prompts) for record in self.turns],
+            "branches": [record.turn for record in self.turns if record.turn not in self.parents],
+        }
+
+    def packed_ids(self, turn: int) -> bytes:
+        record = self.turns[turn]
+        return self._packed_prompt(record) + record.token_ids
+
+    def _packed_prompt(self, record: TurnRecord) -> bytes:
+        parts: list[bytes] = []
+        at: TurnRecord | None = record
+        while at is not None:
+            parts.append(at.suffix_ids)
+            if at.parent is None:
+                break
+            at = self.turns[at.parent]
+            parts.append(at.token_ids)
+        return b"".join(reversed(parts))
+
+
+def request_name(key: str, turn_key: str) -> str:
+    """What a client calls a request, so that it can ask again: ``Idempotency-Key``, else ``X-ROSE-Turn``; else empty."""
+    return f"i:{key}" if key else f"t:{turn_key}" if turn_key else ""
+
+
+def joined_names(known: bytes, more: bytes) -> bytes:
+    """``known`` and the names in ``more`` that are not in it."""
+    have = split(known, TIP_BYTES)
+    return b"".join([known, *(name for name in split(more, TIP_BYTES) if name not in have)])
