@@ -47,6 +47,8 @@ SEGMENTS_FILE = "engine.segments"
 _REQUEST_S = 10.0
 _NOTE_STARTING_S, _NOTE_READY_S = 0.5, 5.0
 """How often the engine's shared memory is looked at: it makes nearly all of it before it is ready."""
+SENTINEL_AGAIN_S = 30.0
+"""A sentinel that ends by itself is not started more often: each start costs a second of a core."""
 
 
 class RolloutEngine:
@@ -78,6 +80,7 @@ class RolloutEngine:
         self.segments = EngineSegments(config.dir / SEGMENTS_FILE)
         self._child: Child | None = None
         self._sentinel: subprocess.Popen[bytes] | None = None
+        self._sentinel_at_s = 0.0
         self._session: aiohttp.ClientSession | None = None
         engine = config.engine
         self.restarts = Restarts(engine.max_restarts, engine.restart_window_s, engine.restart_pause_s)
@@ -280,6 +283,7 @@ class RolloutEngine:
         Raises:
             EngineError: There is no process or memory left for it.
         """
+        self._sentinel_at_s = time.monotonic()
         spec, share = child.spec, child.share
         rung, directory = (share.rung, share.directory) if share is not None else ("class", None)
         log = open_log(spec)
@@ -309,9 +313,11 @@ class RolloutEngine:
                 os.close(log)
 
     def keep_sentinel(self) -> None:
-        """Start it again where it has ended before the engine."""
+        """Start it again where it has ended before the engine; not at once again, for it may not be able to run here at all."""
         child, sentinel = self._child, self._sentinel
         if child is None or sentinel is None or sentinel.poll() is None or not self.running:
+            return
+        if time.monotonic() - self._sentinel_at_s < SENTINEL_AGAIN_S:
             return
         logger.warning(
             "the sentinel of %s ended (status %s): starting another", self.config.dir, sentinel.returncode
