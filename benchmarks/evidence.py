@@ -56,41 +56,41 @@ class Claim:
 
 CLAIMS = (
     Claim(
-        text="demo, seeds 0, 1, 2: success in the last of its steps",
+        text="the demo before it went by blocks, seeds 0, 1, 2: success in the last of its steps",
         benchmark="demo",
         keys=("seed*.success_rate_last",),
         every=True,
     ),
     Claim(
-        text="demo: share of turns that ran harvested", benchmark="demo",
+        text="the demo before it went by blocks: share of turns that ran harvested", benchmark="demo",
         keys=("seed*.harvested_turn_share",), every=True,
     ),
     Claim(
-        text="demo: production's P99 first token, shared over alone", benchmark="demo",
+        text="the demo before it went by blocks: production's P99 first token, shared over alone", benchmark="demo",
         keys=("seed*.p99_ttft_ratio",), form="{:.2f}x", every=True,
     ),
     Claim(
-        text="demo, noise of the P99 first token: two arms alone", benchmark="demo",
+        text="the demo before it went by blocks, noise of the P99 first token: two arms alone", benchmark="demo",
         keys=("seed*.aa_ttft_ratio",), form="{:.2f}x", every=True,
     ),
     Claim(
-        text="demo: production's P99 between tokens, shared over alone", benchmark="demo",
+        text="the demo before it went by blocks: production's P99 between tokens, shared over alone", benchmark="demo",
         keys=("seed*.p99_itl_ratio",), form="{:.2f}x", every=True,
     ),
     Claim(
-        text="demo, noise of the P99 between tokens: two arms alone", benchmark="demo",
+        text="the demo before it went by blocks, noise of the P99 between tokens: two arms alone", benchmark="demo",
         keys=("seed*.aa_itl_ratio",), form="{:.2f}x", every=True,
     ),
     Claim(
-        text="demo: production's requests that failed", benchmark="demo",
+        text="the demo before it went by blocks: production's requests that failed", benchmark="demo",
         keys=("seed*.production_errors",), form="{:.0f}", every=True,
     ),
     Claim(
-        text="demo: bytes of weights sent, and dense (deltas are hardly sparse at its learning rate)", benchmark="demo",
+        text="the demo before it went by blocks: bytes of weights sent, and dense (deltas are hardly sparse at its learning rate)", benchmark="demo",
         keys=("seed0.weight_bytes_sent", "seed0.weight_bytes_dense"), form="{:,.0f}",
     ),
     Claim(
-        text="demo, one run: turns per second of rollout, harvesting on over off (off comes first)",
+        text="the demo before it went by blocks, one run: turns per second of rollout, harvesting on over off (off comes first)",
         benchmark="demo", keys=("seed0.rollout_gain",), form="{:.2f}x",
     ),
     Claim(
