@@ -95,25 +95,31 @@ class Host:
         return self.serving.resident_pages() == TOTAL_PAGES and not lease.stranded_pages and not lease.errors
 
 
-@pytest.fixture(params=["v1", "v2"])
-def host(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
-    node = NodeDir(tmp_path / "n")
-    (tmp_path / "n").mkdir(mode=0o700)
-    monkeypatch.setenv("ROSE_DIR", str(tmp_path / "n"))
-    write_tiny_model(tmp_path / "model")
+def write_host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Tokens:
+    """Node directory ``n``, ``node.toml``, its tokens and a ``model`` below ``folder``, for production in this environment."""
+    (folder / "n").mkdir(mode=0o700)
+    monkeypatch.setenv("ROSE_DIR", str(folder / "n"))
+    write_tiny_model(folder / "model")
     tokens = Tokens.generate()
-    tokens.save(tmp_path / "tokens.toml")
-    (tmp_path / "node.toml").write_text(
+    tokens.save(folder / "tokens.toml")
+    (folder / "node.toml").write_text(
         CONFIG.format(
-            dir=tmp_path / "n",
-            tokens=tmp_path / "tokens.toml",
+            dir=folder / "n",
+            tokens=folder / "tokens.toml",
             python=sys.executable,
             engine=FAKE_ENGINE,
             port=free_port(),
-            log=tmp_path / "engine.log",
-            report=tmp_path / "report",
+            log=folder / "engine.log",
+            report=folder / "report",
         )
     )
+    return tokens
+
+
+@pytest.fixture(params=["v1", "v2"])
+def host(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+    tokens = write_host(tmp_path, monkeypatch)
+    node = NodeDir(tmp_path / "n")
     with freezer(request.param) as group:
         serving = Child("serving", tmp_path / "model")
         command = group.command(

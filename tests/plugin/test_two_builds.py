@@ -14,14 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from rose.auth import Tokens
 from rose.coserve.control import ControlClient
 from rose.errors import RoseError
-from rose.proc import free_port
 from tests.builds import ROOT, copy_of_the_build
 from tests.plugin.churn import TOTAL_PAGES, Child
-from tests.plugin.test_frozen import CONFIG, FAKE_ENGINE
-from tests.tiny_model import write_tiny_model
+from tests.plugin.test_frozen import write_host
 
 pytestmark = pytest.mark.timeout(300)
 FIX = "run the same ROSE version in every process of the device"
@@ -68,22 +65,7 @@ def test_a_build_of_another_format_is_refused_by_name_and_production_goes_on(
     file, old, new, says = CHANGES[change]
     build = copy_of_the_build(tmp_path / "build", file=file, old=old, new=new)
     here = {"plugin": ROOT, "agent": ROOT} | {other: build}
-    (tmp_path / "n").mkdir(mode=0o700)
-    monkeypatch.setenv("ROSE_DIR", str(tmp_path / "n"))
-    write_tiny_model(tmp_path / "model")
-    tokens = Tokens.generate()
-    tokens.save(tmp_path / "tokens.toml")
-    (tmp_path / "node.toml").write_text(
-        CONFIG.format(
-            dir=tmp_path / "n",
-            tokens=tmp_path / "tokens.toml",
-            python=sys.executable,
-            engine=FAKE_ENGINE,
-            port=free_port(),
-            log=tmp_path / "engine.log",
-            report=tmp_path / "report",
-        )
-    )
+    tokens = write_host(tmp_path, monkeypatch)
     serving = Child("serving", tmp_path / "model")
     monkeypatch.setenv("PYTHONPATH", str(here["plugin"]))
     monkeypatch.chdir(here["plugin"])

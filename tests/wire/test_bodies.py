@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from typing import Any, get_args
+from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
 import pytest
@@ -105,12 +104,12 @@ def test_a_body_says_of_itself_how_it_is_read(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", BODIES)
-def test_the_garbage_collector_gets_over_each_kind(kind: Any) -> None:
-    """msgspec 0.22 crashes there on a union that has a tuple of a fixed length."""
-    decoder = msgspec.json.Decoder(kind)
-    gc.collect()
+def test_no_union_has_a_tuple(kind: Any) -> None:
+    """With one of a fixed length msgspec 0.22 crashes in the garbage collector."""
+    hints = get_type_hints(kind)
+    unions = [get_args(hint) for hint in hints.values() if len(get_args(hint)) > 1]
 
-    assert decoder is not None
+    assert not [one for union in unions for one in union if get_origin(one) is tuple]
 
 
 def test_the_names_are_those_of_the_policies() -> None:
