@@ -9,9 +9,10 @@ reach (:mod:`rose.coserve.outside`).  It has no guard and outlives the agent, fo
 
 - Owed: the rollout engine holds more than it is allowed (:func:`rose.policy.coserving.rollout.allowed_pages`, as it reckons itself);
   of one whose core is dead, all that its workers hold.
-- Owed for ``DEADLINE_S + GRACE_S`` (0: by the engine's own steps, :mod:`rose.policy.deadlines`) without a break and unchanged: SIGUSR2 to the
-  engine's guard, which kills the whole tree; ``GUARD_S`` later SIGKILL for all of it from here, for the guard may be stopped, too.
-  The grace lets the agent, who knows more, go first.
+- Owed for ``DEADLINE_S + GRACE_S`` (0: by the engine's own steps, :mod:`rose.policy.deadlines`) without a break and unchanged, and past the
+  deadline that the agent has set: SIGUSR2 to the engine's guard, which kills the whole tree; ``GUARD_S`` later SIGKILL for all
+  of it from here, for the guard may be stopped, too.  The grace lets the agent go first, and its deadline counts because it knows
+  more: it remembers longer steps than the engine tells.
 - The agent is dead: what is left of its engine is killed.
 - The agent is silent and something of the engine is dying: it gets a normal share of its cores (``RUNG``, ``CGROUP``:
   :mod:`rose.proc_share`), for in the idle class of a busy core the dying do not get to give their memory back.
@@ -93,6 +94,7 @@ class Sentinel:
         self._device = DeviceView(node_dir, {})
         self._tree = tree
         self._deadline_s = deadline_s
+        self._longest_s = max(deadlines.MAX_RECLAIM_S, deadline_s or 0.0) + GRACE_S
         self._since_s: float | None = None
         self._held = 0
         self._lifted = False
@@ -119,11 +121,13 @@ class Sentinel:
             owed = held
         step_s = rollout.step_ns / NS_PER_S if rollout is not None else 0.0
         patience_s = deadlines.reclaim_s(step_s, self._deadline_s) + GRACE_S
+        set_s = node.deadline_ns / NS_PER_S + GRACE_S if node is not None else 0.0
         if not owed:
             self._since_s = None
         elif self._since_s is None or held < self._held:
             self._since_s = now_s  # it is giving back: it gets its time again
-        elif now_s - self._since_s > patience_s:
+        # However far away the agent has set it: nobody gets longer than the longest deadline that there is.
+        elif now_s > min(set_s, self._since_s + self._longest_s) and now_s - self._since_s > patience_s:
             self._tree.kill()
             self._since_s = None
             return True

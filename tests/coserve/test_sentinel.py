@@ -27,6 +27,7 @@ from rose.coserve.ledger import (
 )
 from rose.coserve.sentinel import GRACE_S, Sentinel, owed_pages
 from rose.policy.compat import Support
+from rose.policy.deadlines import MAX_RECLAIM_S
 from rose.policy.lending import DEAD_AFTER_S
 from rose.proc_tree import is_dying
 from tests.coserve.conftest import Device, alive, until
@@ -169,6 +170,28 @@ def test_without_a_configured_deadline_its_own_steps_say_how_long_the_engine_may
     assert not sentinel.look(files.beat(1.0))
     assert not sentinel.look(files.beat(1.0 + 2.1 + GRACE_S - 0.01))
     assert sentinel.look(files.beat(1.0 + 2.1 + GRACE_S + 0.01))
+    assert tree.num_kills == 1
+
+
+def test_an_engine_has_until_the_deadline_that_the_agent_has_set(files: Files) -> None:
+    # The agent remembers a longer step than the lease tells, and waits longer.
+    tree = Tree()
+    sentinel = Sentinel(files.dir, tree, deadline_s=None)
+    files.rollout = dataclasses.replace(ROLLOUT, step_ns=100_000_000)
+    files.node = dataclasses.replace(NODE, lend_pages=2, deadline_ns=int(2.5e9))
+    assert not sentinel.look(files.beat(1.0))
+    assert not sentinel.look(files.beat(2.5 + GRACE_S - 0.01))
+    assert sentinel.look(files.beat(2.5 + GRACE_S + 0.01))
+    assert tree.num_kills == 1
+
+
+def test_a_deadline_that_is_set_for_ever_gives_no_more_than_the_longest_there_is(files: Files) -> None:
+    tree = Tree()
+    sentinel = Sentinel(files.dir, tree, deadline_s=None)
+    files.node = dataclasses.replace(NODE, lend_pages=2, deadline_ns=2**62)
+    assert not sentinel.look(files.beat(1.0))
+    assert not sentinel.look(files.beat(1.0 + MAX_RECLAIM_S + GRACE_S - 0.01))
+    assert sentinel.look(files.beat(1.0 + MAX_RECLAIM_S + GRACE_S + 0.01))
     assert tree.num_kills == 1
 
 
