@@ -43,6 +43,8 @@ from rose.units import NS_PER_S
 
 PERIOD_S = 0.05
 GRACE_S = 0.25
+HELP_EVERY_S = 0.5
+"""Who kills lifts what it kills; this is for what dies by itself, or by somebody else."""
 
 
 class Tree(Protocol):
@@ -98,15 +100,16 @@ class Sentinel:
         self._since_s: float | None = None
         self._held = 0
         self._lifted = False
+        self._next_help_s = 0.0
 
     def look(self, now_s: float) -> bool:
         """Look once; True when the engine was killed."""
         try:
             node = self._node.read()
         except LedgerError:
-            self._help_the_dying(alone=True)
+            self._help_the_dying(now_s, alone=True)
             return False  # a damaged file: the engine gives everything back by itself, and we have no proof
-        self._help_the_dying(alone=node is None or now_s - node.heartbeat_ns / NS_PER_S > GRACE_S)
+        self._help_the_dying(now_s, alone=node is None or now_s - node.heartbeat_ns / NS_PER_S > GRACE_S)
         try:
             rollout = self._rollout.read() if self._rollout.alive() else None
             # Its workers may outlive a core, and hold memory by themselves.
@@ -144,11 +147,18 @@ class Sentinel:
             board = self._board.read()
         return serving, alive, board
 
-    def _help_the_dying(self, *, alone: bool) -> None:
+    def _help_the_dying(self, now_s: float, *, alone: bool) -> None:
         """An agent that is there lifts the tree itself; but what we have lifted is not dropped while it dies, whoever comes back.
 
-        What the kernel refuses (it may only ask for patience) is tried again at the next look.
+        What the kernel refuses (it may only ask for patience) is tried again at the next look at the tree, which goes through all
+        processes of the machine: an agent may be silent for hours, on production's cores.
         """
+        if not alone and not self._lifted:
+            self._next_help_s = 0.0
+            return
+        if now_s < self._next_help_s:
+            return
+        self._next_help_s = now_s + HELP_EVERY_S
         lift = (alone or self._lifted) and self._tree.dying()
         if lift != self._lifted and self._tree.lift(lift):
             self._lifted = lift

@@ -25,7 +25,7 @@ from rose.coserve.ledger import (
     ServingBoard,
     ServingLease,
 )
-from rose.coserve.sentinel import GRACE_S, Sentinel, owed_pages
+from rose.coserve.sentinel import GRACE_S, HELP_EVERY_S, PERIOD_S, Sentinel, owed_pages
 from rose.policy.compat import Support
 from rose.policy.deadlines import MAX_RECLAIM_S
 from rose.policy.lending import DEAD_AFTER_S
@@ -305,7 +305,7 @@ def test_a_share_is_not_taken_from_the_dying_because_the_agent_is_back(files: Fi
     sentinel.look(files.beat(10.1))
     assert tree.normal
     tree.is_dying = False
-    sentinel.look(files.beat(10.2))
+    sentinel.look(files.beat(10.1 + HELP_EVERY_S))
     assert not tree.normal
 
 
@@ -313,9 +313,27 @@ def test_a_share_that_the_kernel_refuses_is_asked_for_again(files: Files) -> Non
     tree = DyingTree(num_refused=2)
     sentinel = Sentinel(files.dir, tree, deadline_s=0.1)
     files.beat(0.0)
-    for at_s in (10.0, 10.05, 10.1):
-        sentinel.look(at_s)
+    for number in range(3):
+        sentinel.look(10.0 + number * HELP_EVERY_S)
     assert tree.normal
+
+
+def test_an_agent_that_is_silent_for_long_costs_few_looks_at_all_processes(files: Files) -> None:
+    class Counting(Tree):
+        num_looks = 0
+
+        def dying(self) -> bool:
+            self.num_looks += 1
+            return False
+
+    tree = Counting()
+    sentinel = Sentinel(files.dir, tree, deadline_s=0.1)
+    files.rollout = RolloutLease(phase=Phase.READY)  # it owes nothing
+    files.beat(0.0)
+    looks = 200
+    for number in range(looks):
+        sentinel.look(10.0 + number * PERIOD_S)
+    assert 1 <= tree.num_looks <= looks * PERIOD_S / HELP_EVERY_S + 1
 
 
 @pytest.mark.parametrize("name", ["serving.board", "serving.lease"])
