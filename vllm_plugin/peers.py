@@ -13,6 +13,7 @@ from typing import Any
 
 from rose.coserve.ledger import NodeDir, RankState, RecordReader, RecordWriter
 from rose.errors import LedgerError
+from rose.policy.lending_events import ALL_PAGES
 
 logger = logging.getLogger("vllm.rose")
 
@@ -64,6 +65,7 @@ class Peers:
         self._dir, self._trouble = node_dir, trouble
         self._lease = node_dir.rollout_lease()
         self._ranks: dict[int, RecordReader[RankState]] = {}
+        self._last_read: dict[int, int] = {}
         self._met = 0
 
     def any_alive(self) -> bool:
@@ -80,9 +82,11 @@ class Peers:
     def pages(self) -> int:
         """Pages that rollout engines hold.
 
-        By the lease; where that has no writer or cannot be read, by what living workers say: neither a dead engine
-        core nor a damaged file may keep memory from production, and a worker may outlive its core for a moment.
+        By the lease; where that has no writer or cannot be read, by what living workers say: a dead engine core keeps no memory from
+        production, and a worker may outlive its core for a moment.  Of a living process whose files cannot be read, the last that was
+        read; where nothing ever was (an engine of another ROSE version), everything.
         """
+        readable = True
         try:
             if self._lease.alive():
                 record, second = self._lease.read(), self._lease.others()
@@ -95,7 +99,10 @@ class Peers:
                 return held
         except LedgerError as error:
             self._trouble.say("rollout.lease", error)
+            readable = False
         self._meet_workers()
+        if not self._ranks and not readable and self._lease.is_written():
+            return ALL_PAGES
         return sum(self._held_by(rank, reader) for rank, reader in list(self._ranks.items()))
 
     def _meet_workers(self) -> None:
@@ -107,10 +114,13 @@ class Peers:
         try:
             if reader.alive():
                 record = reader.read()
-                return record.resident_pages if record is not None else 0
+                self._last_read[rank] = record.resident_pages if record is not None else 0
+                return self._last_read[rank]
         except LedgerError as error:
             self._trouble.say(reader.path.name, error)
-            return 0
+            if reader.is_written():
+                return self._last_read.get(rank, ALL_PAGES)
         reader.close()
         del self._ranks[rank]
+        self._last_read.pop(rank, None)
         return 0

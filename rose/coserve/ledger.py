@@ -499,6 +499,25 @@ class RecordReader(Generic[R]):
         """Does a process live that writes this file?  Takes no lock itself."""
         return self._refresh() and is_locked(self._fd)
 
+    def is_written(self) -> bool:
+        """:meth:`alive`, of a file that cannot be read, too: of another version, damaged, open to others.
+
+        Where even that cannot be asked (a file that we may not open) it counts as written.
+        """
+        if self._fd >= 0 and is_locked(self._fd):
+            return True
+        try:
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            descriptor = os.open(self._name, flags, dir_fd=self._folder.fd())
+        except FileNotFoundError:
+            return False
+        except (OSError, LedgerError):
+            return True
+        try:
+            return is_locked(descriptor)
+        finally:
+            os.close(descriptor)
+
     def word(self) -> int:
         """Number of the newest record; changes with every write.  0: no file, or nothing written."""
         if not self._refresh():

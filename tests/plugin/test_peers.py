@@ -1,0 +1,86 @@
+"""What a rollout engine holds that production cannot ask: of a file that says nothing, something is assumed, never nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rose.coserve import ledger
+from rose.coserve.ledger import NodeDir, RankState, RolloutLease
+from rose.policy.lending_events import ALL_PAGES
+from vllm_plugin.peers import Peers, Trouble
+
+HELD = 7
+CHUNKS = 16
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> NodeDir:
+    return NodeDir(tmp_path / "n")
+
+
+@pytest.fixture
+def engine(node: NodeDir) -> Iterator[tuple[Any, Any]]:
+    """Lease and report of a living engine of this version."""
+    with ExitStack() as files:
+        yield start_engine(node, files)
+
+
+def start_engine(node: NodeDir, files: ExitStack) -> tuple[Any, Any]:
+    lease = files.enter_context(node.rollout_lease_writer())
+    rank = files.enter_context(node.rank_writer("rollout", 0, CHUNKS))
+    lease.write(RolloutLease(reserved_pages=HELD))
+    rank.write(RankState(resident_pages=HELD))
+    return lease, rank
+
+
+def spoil(*writers: Any) -> None:
+    for writer in writers:
+        writer.path.write_bytes(b"\xff" * writer.path.stat().st_size)
+
+
+def test_a_living_engine_of_another_version_holds_everything_until_it_ends(
+    node: NodeDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ExitStack() as files:
+        monkeypatch.setattr(ledger, "VERSION", ledger.VERSION - 1)
+        start_engine(node, files)
+        monkeypatch.undo()
+        peers = Peers(node, Trouble())
+        assert peers.any_alive()
+        assert peers.pages() >= ALL_PAGES
+    assert peers.pages() == 0
+
+
+def test_a_lease_of_another_version_whose_workers_nobody_can_find_holds_everything(
+    node: NodeDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "VERSION", ledger.VERSION - 1)
+    with node.rollout_lease_writer() as lease:
+        lease.write(RolloutLease(reserved_pages=HELD))
+        monkeypatch.undo()
+        assert Peers(node, Trouble()).pages() >= ALL_PAGES
+
+
+def test_of_damaged_files_the_last_that_was_read_counts(node: NodeDir, engine: tuple[Any, Any]) -> None:
+    lease, rank = engine
+    peers = Peers(node, Trouble())
+    spoil(lease)
+    assert peers.pages() == HELD
+    spoil(rank)
+    assert peers.pages() == HELD
+    rank.close()
+    lease.close()
+    assert peers.pages() == 0
+
+
+def test_what_a_dead_engine_left_in_its_files_keeps_nothing(node: NodeDir, engine: tuple[Any, Any]) -> None:
+    lease, rank = engine
+    spoil(lease, rank)
+    for writer in engine:
+        writer.close()
+    assert Peers(node, Trouble()).pages() == 0
