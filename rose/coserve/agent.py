@@ -35,7 +35,7 @@ from rose.coserve.audit import AUDIT_EVERY_S, ResidentAudit
 from rose.coserve.config import NodeConfig
 from rose.coserve.control import ControlServer
 from rose.coserve.device import DeviceView, FreeFigure, age_s
-from rose.coserve.engine import RolloutEngine
+from rose.coserve.engine import REQUEST_S, RolloutEngine
 from rose.coserve.engine_args import says_kv_size, says_memory_share, weights_bytes
 from rose.coserve.free_memory import GpuMemory
 from rose.coserve.latency import ServingLatency
@@ -184,7 +184,12 @@ class NodeAgent:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
         jobs: list[Coroutine[Any, Any, None]] = [self._govern(), self._keep_engine(), self._watch_status()]
-        jobs += [self.engine.watch_segments(), self._watch_books(), self._end_unwanted_engine()]
+        jobs += [
+            self.engine.watch_segments(),
+            self._watch_books(),
+            self._end_unwanted_engine(),
+            control.keep(),
+        ]
         jobs += [link.run() for link in (self.uplink, self.weights, self.latency) if link is not None]
         tasks = [asyncio.create_task(job) for job in jobs]
         stopped = asyncio.create_task(self._stop.wait())
@@ -468,8 +473,7 @@ class NodeAgent:
             self.max_lend_pages,
             round(100 * self.engine.delay),
         )
-        if self._state.mend():
-            logger.warning("%s was written by another process, or cut off; mended", self._state.path)
+        self._mend()
         changed = now != self._published
         if changed and now[:2] != self._published[:2]:
             self.epoch += 1
@@ -495,6 +499,25 @@ class NodeAgent:
         )
         if changed:
             self._state.wake()
+
+    def _mend(self) -> None:
+        """Put ``node.state`` back as we left it.  Where there is no room for its name, those who have met us read on.
+
+        Raises:
+            LedgerError: Another agent has taken our place.
+        """
+        try:
+            if self._state.mend():
+                logger.warning(
+                    "%s was deleted, cut off or written by another process; mended", self._state.path
+                )
+            self.errors.pop("node.state", None)
+        except LedgerError as error:
+            if self.dir.node().is_written():
+                raise
+            if self.errors.get("node.state") != str(error):
+                logger.error("%s", error)
+            self.errors["node.state"] = str(error)
 
     # -- commands (rose.coserve.control) --------------------------------------------------------------
 
@@ -572,9 +595,9 @@ class NodeAgent:
             await asyncio.sleep(0.02)
         return False
 
-    async def proof(self) -> dict[str, Any]:
+    async def proof(self, timeout_s: float = REQUEST_S) -> dict[str, Any]:
         """What the rollout engine holds, from three sources that do not know each other."""
-        return await report.proof(self)
+        return await report.proof(self, timeout_s)
 
     # -- what others see ------------------------------------------------------------------------------
 

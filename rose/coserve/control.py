@@ -16,6 +16,7 @@ more than one tenant.  Errors have OpenAI's shape.  Callers: ``rose.coserve.cli`
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("rose.node")
 
 MAX_BODY_BYTES = 4096
+BEFORE_S = 0.25
+"""What an engine gets to say what it holds before it is switched off: one that hangs must not keep its memory by its silence."""
+LOOK_EVERY_S = 1.0
 MAX_SOCKET_PATH = 100
 """The kernel's limit is 108 bytes with the end."""
 
@@ -73,6 +77,8 @@ class ControlServer:
         self._agent, self._path, self._tokens = agent, path, tokens
         self._directory = private_dir(path.parent)
         self._runner: web.AppRunner | None = None
+        self._site: web.UnixSite | None = None
+        self._identity = (0, 0)
 
     async def start(self) -> None:
         """Listen.  The caller owns ``node.state``, so a socket that is there belongs to a dead agent.
@@ -88,14 +94,47 @@ class ControlServer:
         app.router.add_post("/off", self._guarded(self._off))
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
+        self._site = await self._listen(self._runner)
+
+    async def _listen(self, runner: web.AppRunner) -> web.UnixSite:
         self._unlink()
+        folder = self._directory.make()
+        site = web.UnixSite(runner, _by_descriptor(folder, self._path.name))
         mask = os.umask(0o177)
         try:
-            await web.UnixSite(self._runner, _by_descriptor(self._directory.make(), self._path.name)).start()
+            await site.start()
         except OSError as error:
             raise ConfigError(f"{self._path}: {error.strerror}", field="dir") from error
         finally:
             os.umask(mask)
+        self._identity = self._there()
+        return site
+
+    def _there(self) -> tuple[int, int]:
+        try:
+            info = os.stat(self._path.name, dir_fd=self._directory.fd(), follow_symlinks=False)
+        except OSError:
+            return 0, 0
+        return info.st_dev, info.st_ino
+
+    async def keep(self) -> None:
+        """Until cancelled: listen anew where the socket's name is gone (a deleted directory), so that operators find it again."""
+        said = ""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            if self._runner is None or self._there() == self._identity:
+                continue
+            try:
+                if self._site is not None:
+                    await self._site.stop()
+                    self._site = None
+                self._site = await self._listen(self._runner)
+                logger.warning("%s was deleted or moved; it is there again", self._path)
+                said = ""
+            except RoseError as error:
+                if said != str(error):
+                    said = str(error)
+                    logger.error("%s", error)
 
     async def stop(self) -> None:
         if self._runner is not None:
@@ -131,7 +170,7 @@ class ControlServer:
 
     async def _off(self, request: web.Request) -> dict[str, Any]:
         body = await _body(request, OffBody)
-        before = await self._agent.proof()
+        before = await self._agent.proof(BEFORE_S)
         self._agent.change(mode=Mode.OFF)
         given_back = await self._agent.wait_given_back(body.wait_s)
         if not body.engine:

@@ -44,7 +44,7 @@ logger = logging.getLogger("rose.node")
 MAX_ANSWER_BYTES = 4 << 20
 SEGMENTS_FILE = "engine.segments"
 """In the node directory: the shared memory that an engine which is killed would leave."""
-_REQUEST_S = 10.0
+REQUEST_S = 10.0
 _NOTE_STARTING_S, _NOTE_READY_S = 0.5, 5.0
 """How often the engine's shared memory is looked at: it makes nearly all of it before it is ready."""
 SENTINEL_AGAIN_S = 30.0
@@ -423,10 +423,10 @@ class RolloutEngine:
 
     # -- its routes -----------------------------------------------------------------------------------
 
-    async def refresh_status(self) -> dict[str, Any]:
+    async def refresh_status(self, timeout_s: float = REQUEST_S) -> dict[str, Any]:
         """``GET /rose/status``; also learns version, vocabulary and whether the weights are broken."""
         self.keep_sentinel()
-        status = await self.call("GET", "/rose/status")
+        status = await self.call("GET", "/rose/status", timeout_s=timeout_s)
         ranks = status.get("ranks")
         self.weights_broken = isinstance(ranks, list) and any(
             isinstance(rank, dict) and rank.get("phase") == "broken" for rank in ranks
@@ -443,7 +443,7 @@ class RolloutEngine:
         return status
 
     async def call(
-        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = _REQUEST_S
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = REQUEST_S
     ) -> dict[str, Any]:
         """One request to the engine.
 

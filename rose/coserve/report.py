@@ -104,11 +104,15 @@ def status(agent: NodeAgent) -> dict[str, Any]:
     }
 
 
-async def proof(agent: NodeAgent) -> dict[str, Any]:
-    """What the rollout engine holds, from three sources that do not know each other."""
+async def proof(agent: NodeAgent, timeout_s: float) -> dict[str, Any]:
+    """What the rollout engine holds, from three sources that do not know each other.
+
+    Args:
+        timeout_s: What it gets to answer; without one the others speak.
+    """
     engine, rollout = agent.engine, agent.device.rollout
     try:
-        answer = await engine.refresh_status() if engine.state == "ready" else {}
+        answer = await engine.refresh_status(timeout_s) if engine.state == "ready" else {}
     except RoseError:
         answer = {}  # dead or too busy to answer: the files and the kernel still speak
     scheduler = answer.get("scheduler")

@@ -188,6 +188,24 @@ async def test_a_node_state_cut_off_under_the_agent_is_put_back(device: Device) 
     await until(lambda: readable(device))
 
 
+async def test_an_agent_whose_state_has_no_room_for_its_name_goes_on_with_those_who_know_it(
+    device: Device,
+) -> None:
+    device.produce()
+    agent = device.agent()
+    await ready(device, agent)
+    await lent(device, 16)
+    path = device.dir / "node.state"
+    path.unlink()
+    path.mkdir()  # as a full disk: nothing of ours can be made there
+    await until(lambda: "node.state" in agent.errors)
+    await lent(device, 16)
+    assert agent.engine.num_starts == 1
+    path.rmdir()
+    await until(lambda: readable(device))
+    assert "node.state" not in agent.errors
+
+
 def readable(device: Device) -> bool:
     """By a newcomer, who looks at the header."""
     try:

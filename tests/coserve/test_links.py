@@ -7,6 +7,7 @@ import json
 import os
 import queue
 import re
+import shutil
 import signal
 import stat
 from collections.abc import AsyncIterator
@@ -21,6 +22,7 @@ from typer.testing import CliRunner
 from rose.coserve.agent import NodeAgent
 from rose.coserve.cli import app as cli
 from rose.coserve.control import ControlClient
+from rose.coserve.ledger import Mode
 from rose.errors import EngineError, RequestError, SectionCorrupt
 from rose.weights.version import WeightVersion
 from rose.wire.reading import read
@@ -372,6 +374,39 @@ class control:
 
     async def __aexit__(self, *_: object) -> None:
         self._client.close()
+
+
+async def test_off_does_not_wait_for_an_engine_that_hangs(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device.produce()
+    agent = device.agent()
+    await until(lambda: device.resident_pages() == 16)
+    await until(lambda: agent.engine.state == "ready")
+    ask = agent.engine.refresh_status
+
+    async def without_end(timeout_s: float = 600.0) -> dict[str, Any]:
+        return await ask(timeout_s)
+
+    monkeypatch.setattr(agent.engine, "refresh_status", without_end)
+    os.kill(device.report()["pid"], signal.SIGSTOP)
+    async with control(device) as client:
+        off = asyncio.create_task(asyncio.to_thread(client.off, 30.0))
+        await until(lambda: agent.mode == Mode.OFF, "it is off while the engine says nothing")
+        assert (await off)["given_back"]
+
+
+@pytest.mark.parametrize("lose", ["the socket", "the directory"])
+async def test_operators_find_an_agent_again_whose_socket_was_deleted(device: Device, lose: str) -> None:
+    device.produce()
+    agent = device.agent()
+    await until(lambda: agent.engine.state == "ready")
+    path = device.dir / "agent.sock"
+    path.unlink() if lose == "the socket" else shutil.rmtree(device.dir)
+    await until(path.exists, "the agent listens again")
+    async with control(device) as client:
+        assert (await asyncio.to_thread(client.off, 30.0))["given_back"]
+    assert path.stat().st_mode & 0o077 == 0
 
 
 async def test_off_proves_that_all_memory_is_back_and_on_lends_again(device: Device) -> None:
