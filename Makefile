@@ -32,8 +32,9 @@ gpu-rehearse: setup  ## rehearse the minutes on a GPU: CPU engines, and a stand-
 	@rm -rf out/gpu_rehearsal
 	@$(BIN)/python benchmarks/gpu_check.py --rehearse --until 900 --out out/gpu_rehearsal $(ARGS)
 
-conformance: setup  ## one real engine for each option that the compatibility table calls elastic (minutes)
-	@$(BIN)/python -m pytest -m conformance $(ARGS)
+conformance: setup  ## real engines: options, faults, every shape of model x every feature (about an hour; goes on where it was stopped)
+	@$(BIN)/python -m pytest -m conformance
+	@$(BIN)/python benchmarks/conformance.py --resume $(ARGS)
 
 lint: setup      ## ruff, pyright, import-linter
 	@$(BIN)/ruff check .

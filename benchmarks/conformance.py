@@ -1,0 +1,404 @@
+#!/usr/bin/env python
+"""Every shape of model that vLLM builds here x every feature that can be switched on here, each a real production engine beside a
+real node agent and rollout engine: does it end refused, compute-only or elastic, as docs/compatibility.md says?   (`make conformance`)
+
+What is expected is written down below, a row of the table for each shape and each feature; of several the one that allows least.
+
+- *refused*: production answers as plain vLLM, its lease says ``off`` and names the row, a rollout engine holds nothing.
+- *compute-only*: production keeps all its memory while rollouts generate in a fixed budget of their own; its greedy tokens and
+  log-probs are those that it gave alone.
+- *elastic*: memory is lent, by the kernel's figure; tokens and log-probs are the same while rollouts generate in it; ``off`` brings
+  all of it back, and ``on`` lends it again.
+
+What vLLM itself does not start with the same arguments and without the plugin is named as such.  One engine after the other, about
+a quarter of a minute each; the result is written after each.
+
+    python benchmarks/conformance.py --resume           # goes on behind what out/conformance.json has
+    python benchmarks/conformance.py --only "moe x"     # cells that begin so
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import io
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import httpx  # noqa: E402
+
+from benchmarks.report import Report, machine, write  # noqa: E402
+from rose.coserve.ledger import Phase  # noqa: E402
+from rose.policy.compat import Row, Support, row, row_of_number  # noqa: E402
+from rose.shared_memory import SharedMemorySweep  # noqa: E402
+from tests.engine_launcher import EngineServer, EngineStartError  # noqa: E402
+from tests.pair.memory import TOTAL_PAGES  # noqa: E402
+from tests.pair.pair import HELD_PAGES, PRODUCTION_ARGS, Pair  # noqa: E402
+from tests.tiny_shapes import SHAPES, write_shape  # noqa: E402
+
+NAME = "conformance"
+SHAPE_ROWS = {
+    "qwen3": "decoder",
+    "llama": "decoder",
+    "moe": "decoder",
+    "gemma3": "kv_groups",
+    "gpt_oss": "kv_groups",
+    "chunked": "kv_groups",
+    "sliding": "kv_kind",
+    "mla": "kv_kind",
+    "hybrid": "hybrid",
+    "mamba": "hybrid",
+    "encoder_decoder": "encoder_decoder",
+    "multimodal": "multimodal",
+    "pooling": "pooling",
+}
+PLAIN = "plain"
+FEATURES: dict[str, tuple[str, tuple[str, ...]]] = {
+    PLAIN: ("decoder", ()),
+    "kv_events": ("decoder", ('--kv-events-config={"enable_kv_cache_events":true,"publisher":"null"}',)),
+    "logits_processors": (
+        "logits_processors",
+        ("--logits-processors=tests.plugin.logits_for_tests:Never",),
+    ),
+    "prompt_embeds": ("prompt_embeds", ("--enable-prompt-embeds",)),
+    "api_servers": ("api_servers", ("--api-server-count=2",)),
+    "tensor_parallel": ("tensor_parallel", ("--tensor-parallel-size=2",)),
+    "offload": (
+        "kv_connector",
+        ('--kv-transfer-config={"kv_connector":"OffloadingConnector","kv_role":"kv_both"}',),
+    ),
+    "connector": (
+        "kv_connector",
+        ('--kv-transfer-config={"kv_connector":"ExampleConnector","kv_role":"kv_both"}',),
+    ),
+    "kv_sharing": ("kv_option", ("--kv-sharing-fast-prefill",)),
+    "fp8_weights": ("quantized_weights", ("--quantization=fp8",)),
+    "lora": ("lora", ("--enable-lora",)),
+    "speculative": (
+        "speculative",
+        ('--speculative-config={"method":"ngram","num_speculative_tokens":2,"prompt_lookup_max":3}',),
+    ),
+    "fp8_kv": ("fp8_kv", ("--kv-cache-dtype=fp8",)),
+    "priority": ("priority", ("--scheduling-policy=priority",)),
+    "data_parallel": ("data_parallel", ("--data-parallel-size=2",)),
+    "expert_parallel": ("expert_parallel", ("--enable-expert-parallel",)),
+    "pipeline_parallel": ("pipeline_parallel", ("--pipeline-parallel-size=2",)),
+    "other_scheduler": (
+        "other_scheduler",
+        ("--scheduler-cls=vllm.v1.core.sched.scheduler.Scheduler",),
+    ),
+}
+ARGS = ("--load-format=dummy", "--max-model-len=512")
+SHORT = {"encoder_decoder": 128}
+"""Context lengths of shapes that have no more."""
+FIXED_PAGES = 8
+NUM_PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 3, 100, 16
+TOLERANCE = 1e-3
+PATIENCE_S = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    shape: str
+    feature: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.shape} x {self.feature}"
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row(SHAPE_ROWS[self.shape]), row(FEATURES[self.feature][0])]
+
+    @property
+    def expected(self) -> Support:
+        return min(one.serving for one in self.rows)
+
+    @property
+    def args(self) -> list[str]:
+        length = SHORT.get(self.shape)
+        return [*ARGS, *FEATURES[self.feature][1], *([f"--max-model-len={length}"] if length else [])]
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """``got``: what was in force, or ``vLLM does not start it``; ``wrong``: what is not as it has to be."""
+
+    name: str
+    expected: str
+    got: str = ""
+    row: str = ""
+    seconds: float = 0.0
+    held_pages: int = 0
+    rollout_tokens: int = 0
+    logprob_diff: float = 0.0
+    wrong: list[str] = field(default_factory=list)
+    why: str = ""
+
+
+def cells() -> list[Cell]:
+    """All of them: first every shape as it is, then every feature of the plainest, then the rest."""
+    every = [Cell(shape=shape, feature=feature) for feature in FEATURES for shape in SHAPE_ROWS]
+    return sorted(every, key=lambda one: (one.feature != PLAIN, one.shape != "qwen3"))
+
+
+class Matrix:
+    """Cells on one agent and one rollout engine; production is another in each."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+
+    async def run(self, cell: Cell) -> Outcome:
+        pair, began_s = self.pair, time.monotonic()
+        outcome = Outcome(name=cell.name, expected=cell.expected.label)
+        model = write_shape(pair.folder / "models" / cell.shape, cell.shape)
+        try:
+            await pair.until(lambda: pair.set_mode("off", max_lend_pages=TOTAL_PAGES), "the agent listens")
+            await pair.become(model, cell.args)
+        except EngineStartError as error:
+            await self._explain(model, cell, outcome, error)
+        else:
+            try:
+                await self._look(cell, outcome)
+            except (TimeoutError, httpx.HTTPError, KeyError) as error:
+                outcome.wrong.append(f"{type(error).__name__}: {str(error)[:500]}")
+        outcome.seconds = round(time.monotonic() - began_s, 1)
+        return outcome
+
+    async def _explain(self, model: Path, cell: Cell, outcome: Outcome, error: EngineStartError) -> None:
+        """Whose fault is it that it does not start?"""
+
+        def start_stock() -> str:
+            args = [*PRODUCTION_ARGS, *cell.args]
+            try:
+                with EngineServer(model, env={"VLLM_PLUGINS": ""}, args=args):
+                    return ""
+            except EngineStartError as stock:
+                return last_error(str(stock))
+
+        outcome.why = await asyncio.to_thread(start_stock)
+        outcome.got = "vLLM does not start it" if outcome.why else "not started"
+        if not outcome.why:
+            outcome.wrong.append(f"starts without the plugin only: {last_error(str(error))}")
+
+    async def _look(self, cell: Cell, outcome: Outcome) -> None:
+        pair = self.pair
+        await pair.until(self._has_spoken, "production says what it shares", PATIENCE_S)
+        lease = pair.lease()
+        assert lease is not None
+        support = Support(lease.support)
+        outcome.got, outcome.row = support.label, row_of_number(lease.row).name
+        if support != cell.expected:
+            outcome.wrong.append(f"{support.label} instead of {cell.expected.label}")
+        allowed = {one.name for one in cell.rows if one.serving == cell.expected} | (
+            {"decoder"} if cell.expected == Support.ELASTIC else set()
+        )
+        if outcome.row not in allowed:
+            outcome.wrong.append(f"by the row {outcome.row}, not {' or '.join(sorted(allowed))}")
+        alone = await self._answers(cell)
+        if support == Support.REFUSED:
+            await self._refused(outcome)
+        elif support == Support.COMPUTE_ONLY:
+            await self._compute_only(cell, outcome, alone)
+        else:
+            await self._elastic(cell, outcome, alone)
+
+    def _has_spoken(self) -> bool:
+        lease = self.pair.lease()
+        return lease is not None and lease.phase in (Phase.READY, Phase.OFF)
+
+    async def _refused(self, outcome: Outcome) -> None:
+        lease = self.pair.lease()
+        if lease is None or lease.phase != Phase.OFF:
+            outcome.wrong.append("its lease is not off")
+        await self.pair.until(lambda: self.pair.set_mode("on"), "the agent listens")
+        await asyncio.sleep(1.0)
+        if self._held():
+            outcome.wrong.append(f"a rollout engine holds {self._held()} pages beside it")
+
+    async def _compute_only(self, cell: Cell, outcome: Outcome, alone: list[Any]) -> None:
+        pair = self.pair
+        await pair.until(lambda: pair.set_mode("on", max_lend_pages=FIXED_PAGES), "the agent listens")
+        await pair.until(lambda: self._held() == FIXED_PAGES, "rollouts have their budget", PATIENCE_S)
+        await self._same(cell, outcome, alone)
+        lease = pair.lease()
+        if lease is None or lease.lent_pages or lease.reserved_pages != lease.total_pages:
+            outcome.wrong.append(f"its memory was lent: {lease}")
+        await pair.until(pair.off, "off is heard")
+        await pair.until(lambda: not self._held(), "rollouts hold nothing", PATIENCE_S)
+
+    async def _elastic(self, cell: Cell, outcome: Outcome, alone: list[Any]) -> None:
+        pair = self.pair
+        for _ in range(2):
+            pair.memory.worst_pages = 0.0
+            await pair.until(lambda: pair.set_mode("on"), "the agent listens")
+            await pair.until(pair.is_lent, "memory is lent", PATIENCE_S)
+            await pair.until(
+                lambda: 0 < pair.memory.serving_pages <= TOTAL_PAGES - HELD_PAGES,
+                "it really goes",
+                PATIENCE_S,
+            )
+            await self._same(cell, outcome, alone)
+            await pair.until(pair.off, "off is heard")
+            await pair.until(pair.all_back, "all memory is back", PATIENCE_S)
+            if pair.memory.worst_pages > TOTAL_PAGES:
+                outcome.wrong.append(f"{pair.memory.worst_pages} of {TOTAL_PAGES} pages at once")
+        await self._same(cell, outcome, alone, rollouts=False)
+
+    def _held(self) -> int:
+        held = self.pair.rollout()
+        return held.reserved_pages if held is not None else 0
+
+    async def _same(self, cell: Cell, outcome: Outcome, alone: list[Any], rollouts: bool = True) -> None:
+        """The answers are those that it gave alone; ``rollouts``: while these make tokens."""
+        pair, before = self.pair, self.pair.rollouts.tokens
+        outcome.held_pages = max(outcome.held_pages, self._held())
+        compared = 0
+        until_s = time.monotonic() + PATIENCE_S
+        while not compared or (rollouts and pair.rollouts.tokens == before):
+            answers = await self._answers(cell)
+            compared += 1
+            if [tokens for tokens, _ in answers] != [tokens for tokens, _ in alone]:
+                outcome.wrong.append("other tokens than alone")
+                return
+            for (_, said), (_, first) in zip(answers, alone, strict=True):
+                difference = max((abs(a - b) for a, b in zip(said, first, strict=True)), default=0.0)
+                outcome.logprob_diff = max(outcome.logprob_diff, difference)
+            if outcome.logprob_diff > TOLERANCE:
+                outcome.wrong.append(f"log-probs differ by {outcome.logprob_diff:.2g}")
+                return
+            if time.monotonic() > until_s:
+                outcome.wrong.append("rollouts made no token beside it")
+                return
+        outcome.rollout_tokens += pair.rollouts.tokens - before
+
+    async def _answers(self, cell: Cell) -> list[tuple[Any, list[float]]]:
+        return await asyncio.to_thread(
+            lambda: [ask(self.pair.url, str(self.pair.model), cell, one) for one in range(NUM_PROMPTS)]
+        )
+
+
+def ask(url: str, model: str, cell: Cell, number: int) -> tuple[Any, list[float]]:
+    """A greedy answer and its log-probs; of a pooling model a vector."""
+    ids = [5 + (13 * number + 7 * i) % 200 for i in range(PROMPT_TOKENS)]
+    if cell.shape == "pooling":
+        answer = httpx.post(f"{url}/v1/embeddings", json={"model": model, "input": ids}, timeout=60.0)
+        answer.raise_for_status()
+        return "vector", answer.json()["data"][0]["embedding"]
+    body = {
+        "model": model,
+        "max_tokens": ANSWER_TOKENS,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "logprobs": 1,
+    }
+    prompt = (
+        {"prompt_embeds": embedded(cell.shape, number)}
+        if cell.feature == "prompt_embeds"
+        else {"prompt": ids}
+    )
+    answer = httpx.post(f"{url}/v1/completions", json=body | prompt, timeout=60.0)
+    answer.raise_for_status()
+    said = answer.json()["choices"][0]["logprobs"]
+    return said["tokens"], said["token_logprobs"]
+
+
+def embedded(shape: str, number: int) -> str:
+    import torch
+
+    generator = torch.Generator().manual_seed(number)
+    file = io.BytesIO()
+    values = torch.randn(PROMPT_TOKENS, SHAPES[shape]["hidden_size"], generator=generator) * 0.15
+    torch.save(values.to(torch.bfloat16), file)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def last_error(log: str) -> str:
+    """The line of a server's log that says why it ended."""
+    lines = [line.strip() for line in log.splitlines()]
+    named = [line for line in lines if "Error" in line.partition(":")[0] or "error:" in line]
+    return (named or lines or [""])[-1][:300]
+
+
+def load(path: Path) -> list[Outcome]:
+    if not path.exists():
+        return []
+    return [Outcome(**one) for one in json.loads(path.read_text())["details"]["cells"]]
+
+
+def save(path: Path, done: Sequence[Outcome], commits: Sequence[str]) -> None:
+    write(path, NAME, summarise(done), {"commits": list(commits), "cells": [asdict(one) for one in done]})
+
+
+def summarise(done: Sequence[Outcome]) -> dict[str, Any]:
+    got = Counter(one.got for one in done)
+    return {
+        "cells": len(done),
+        "cells_planned": len(cells()),
+        **{f"got.{name.replace(' ', '_')}": count for name, count in sorted(got.items())},
+        "wrong": sum(bool(one.wrong) for one in done),
+        "logprob_diff_max": max((one.logprob_diff for one in done), default=0.0),
+        "rollout_tokens": sum(one.rollout_tokens for one in done),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, default=Path("out/conformance.json"))
+    parser.add_argument(
+        "--resume", action="store_true", help="leave out what the result file has and is right"
+    )
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no cell later than that")
+    parser.add_argument("--only", action="append", help="cells that begin so")
+    args = parser.parse_args()
+    try:
+        return asyncio.run(_main(args))
+    except KeyboardInterrupt:
+        print(f"stopped; --resume goes on behind the cells in {args.json}", file=sys.stderr)
+        return 130
+
+
+async def _main(args: argparse.Namespace) -> int:
+    until_s = time.monotonic() + args.minutes * 60.0
+    report = Report(NAME)
+    done = [one for one in load(args.json) if not one.wrong] if args.resume else []
+    before = json.loads(args.json.read_text())["details"]["commits"] if done else []
+    commits = list(dict.fromkeys([*before, str(machine()["commit"])]))
+    had = {one.name for one in done}
+    wanted = [cell for cell in cells() if cell.name not in had]
+    if args.only:
+        wanted = [cell for cell in wanted if cell.name.startswith(tuple(args.only))]
+    with SharedMemorySweep():
+        async with Pair(args.json.parent / "conformance-logs", seed=0, busy=False) as pair:
+            matrix = Matrix(pair)
+            for number, cell in enumerate(wanted):
+                if time.monotonic() > until_s:
+                    break
+                done.append(await matrix.run(cell))
+                save(args.json, done, commits)
+                one = done[-1]
+                verdict = "; ".join(one.wrong) or "as the table says"
+                print(
+                    f"{number + 1:4} of {len(wanted)}  {one.name:34} {one.got} by {one.row or '-'}, "
+                    f"{one.seconds:.0f} s: {one.why or verdict}",
+                    flush=True,
+                )
+    summary = summarise(done)
+    report.table(("figure", "value"), summary.items(), title=NAME)
+    return 1 if summary["wrong"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
