@@ -31,9 +31,9 @@ from rose.coserve.ledger import NodeDir, Phase, RecordWriter, ServingLease, pack
 from rose.errors import ConfigError, RoseError
 from rose.policy.compat import UNLISTED, Row, Support, judge, row
 from rose.units import PAGE_BYTES
-from vllm_plugin import ENV_ENGINE
 from vllm_plugin.features import Device, Findings, findings, kv_findings
 from vllm_plugin.kv_layout import CountedCache
+from vllm_plugin.roles import ENV_ENGINE
 from vllm_plugin.selfcheck import GROUP_BYTES, problems
 
 logger = logging.getLogger("vllm.rose")
@@ -208,7 +208,7 @@ def switch_on(role: str) -> None:
             ``serving`` never raises: production stays stock and one line says why.
     """
     global _refused
-    from vllm_plugin import ENV_DIR, ENV_ROLE, ROLES
+    from vllm_plugin.roles import ENV_DIR, ENV_ROLE, ROLES
 
     if role not in ROLES:  # a typo in production's environment must not stop production
         _give_up("serving", f"{ENV_ROLE}='{role}' is not a role; known: {', '.join(ROLES)}")

@@ -15,10 +15,11 @@ from typing import Any
 
 from rose.coserve.ledger import NodeDir
 from rose.errors import ConfigError
-from vllm_plugin import ENV_DIR, compat, role
+from vllm_plugin import compat
 from vllm_plugin.kv_layout import page_layers
 from vllm_plugin.kv_memory import KvMemory
 from vllm_plugin.memory import ChunkPlan, Pager
+from vllm_plugin.roles import ENV_DIR, role
 
 logger = logging.getLogger("vllm.rose")
 

@@ -47,8 +47,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from rose.errors import ConfigError, Conflict, NotFound, RequestError, RoseError, TooLarge, Unauthorized
-from vllm_plugin import ENV_DIR, role, selfcheck
+from vllm_plugin import selfcheck
 from vllm_plugin.parses import CloseBody, FeedBody, Parses, VllmParse, WholeBody, parse_whole
+from vllm_plugin.roles import ENV_DIR, role
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request, Response

@@ -14,9 +14,10 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from rose.coserve.cuda_driver import CudaDriver, Driver
 from rose.coserve.cuda_pages import DEFAULT_RESERVE_BYTES
-from vllm_plugin import compat, compute, role, selfcheck
+from vllm_plugin import compat, compute, selfcheck
 from vllm_plugin.elastic import ENV_GPU_RESERVE, ElasticKv
 from vllm_plugin.kv_memory import CudaKvMemory, KvMemory
+from vllm_plugin.roles import role
 from vllm_plugin.weights import WeightWorkerMixin
 
 

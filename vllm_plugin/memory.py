@@ -35,10 +35,11 @@ from rose.errors import ConfigError, LedgerError
 from rose.policy.coserving.chunks import MAPPED, MOVING, UNMAPPED
 from rose.policy.coserving.runs import runs
 from rose.units import NS_PER_S, PAGE_BYTES, format_bytes
-from vllm_plugin import ENV_ENGINE, compat
+from vllm_plugin import compat
 from vllm_plugin.compat import OS_PAGE_BYTES
 from vllm_plugin.kv_layout import CountedCache, kv_entries
 from vllm_plugin.kv_memory import FENCE_S, HostKvMemory, KvMemory, StepFence
+from vllm_plugin.roles import ENV_ENGINE
 
 logger = logging.getLogger("vllm.rose")
 

@@ -46,9 +46,9 @@ from rose.weights import kernels, statehash
 from rose.weights.spec import model_digest
 from rose.weights.update import TensorUpdate, UpdateFile
 from rose.weights.version import WeightVersion
+from rose.wire.errors import error_data
 from vllm_plugin.cover import span_of
 from vllm_plugin.plan import Box, ShardPlan
-from vllm_plugin.weights import error_data
 
 logger = logging.getLogger("vllm.rose")
 

@@ -36,9 +36,10 @@ from rose.policy.compat import Support
 from rose.policy.coserving.chunks import Report
 from rose.policy.coserving.rollout import RolloutBook, allowed_pages
 from rose.units import NS_PER_S
-from vllm_plugin import ENV_DIR, compat
+from vllm_plugin import compat
 from vllm_plugin.capacity import Balloon
 from vllm_plugin.memory import ChunkPlan, engine_number
+from vllm_plugin.roles import ENV_DIR
 from vllm_plugin.step_log import StepLog, first_model
 from vllm_plugin.watch import Bell
 

@@ -18,8 +18,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from rose.errors import ConfigError
 from rose.policy.compat import Support
-from vllm_plugin import compat, role
+from vllm_plugin import compat
 from vllm_plugin.prefix import PrefixKeys
+from vllm_plugin.roles import role
 from vllm_plugin.rollout import RolloutSide
 from vllm_plugin.serving import ServingSide
 

@@ -45,12 +45,13 @@ from rose.policy.coserving.chunks import Report
 from rose.policy.coserving.serving import ServingBook
 from rose.policy.coserving.steps import StepBook
 from rose.units import NS_PER_S
-from vllm_plugin import ENV_DIR, compat
+from vllm_plugin import compat
 from vllm_plugin.board import WAITING_LOOKED_AT, Board
 from vllm_plugin.capacity import SLICE_S, Balloon
 from vllm_plugin.ghost import GhostCache
 from vllm_plugin.memory import ChunkPlan, engine_number
 from vllm_plugin.peers import Peers, Trouble, require_own
+from vllm_plugin.roles import ENV_DIR
 from vllm_plugin.step_log import first_model
 from vllm_plugin.watch import Bell
 

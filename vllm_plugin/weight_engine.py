@@ -24,9 +24,10 @@ from vllm.distributed.weight_transfer.base import (
 
 from rose.errors import RoseError, WeightsError
 from rose.weights.version import WeightVersion
+from rose.wire.errors import error_data
 from vllm_plugin.plan import NO_CHECKPOINT, check_contents, checkpoint_tensors, record
 from vllm_plugin.rank_weights import RankWeights
-from vllm_plugin.weights import error_data, initial_version, model_folder
+from vllm_plugin.weights import initial_version, model_folder
 
 logger = logging.getLogger("vllm.rose")
 

@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rose.errors import ConfigError, RoseError, WeightsError
-from vllm_plugin import role
+from rose.wire.errors import error_data
+from vllm_plugin.roles import role
 
 if TYPE_CHECKING:
     from vllm_plugin.rank_weights import RankWeights
@@ -131,16 +132,6 @@ class WeightWorkerMixin:
         except Exception as error:  # a raise would desynchronise the executor; see the module docstring
             logger.exception("ROSE: a weight call failed")
             return {"ok": False, "error": error_data(WeightsError(f"failed: {error!r}"[:300]))}
-
-
-def error_data(error: RoseError) -> dict[str, Any]:
-    """An error as plain data, for an answer to a collective call."""
-    return {
-        "code": error.code,
-        "status": error.status,
-        "message": error.message[:500],
-        "field": error.field,
-    }
 
 
 def model_folder(model: str) -> Path:

@@ -13,9 +13,10 @@ from typing import Any
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from rose.coserve.pages import RESERVE_BYTES
-from vllm_plugin import compat, role, selfcheck
+from vllm_plugin import compat, selfcheck
 from vllm_plugin.elastic import ENV_RESERVE, ElasticKv
 from vllm_plugin.kv_memory import HostKvMemory, KvMemory
+from vllm_plugin.roles import role
 from vllm_plugin.weights import WeightWorkerMixin
 
 

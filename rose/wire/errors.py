@@ -62,6 +62,16 @@ def error_headers(error: RoseError) -> dict[str, str]:
     return dict(NO_RETRY) if error.status in (409, 410, 422) or isinstance(error, EngineError) else {}
 
 
+def error_data(error: RoseError) -> dict[str, Any]:
+    """An error as plain data, for an answer that is no HTTP body: of an engine's collective call."""
+    return {
+        "code": error.code,
+        "status": error.status,
+        "message": error.message[:500],
+        "field": error.field,
+    }
+
+
 class Refusal(msgspec.Struct, kw_only=True):
     """What a body says; bounded, empty where it says nothing."""
 

@@ -1,0 +1,16 @@
+"""Which role this process tree has, and the variables that say so; nothing else is read before ROSE is switched on."""
+
+from __future__ import annotations
+
+import os
+
+ENV_ROLE = "ROSE_ROLE"
+ENV_DIR = "ROSE_DIR"
+ENV_ENGINE = "ROSE_ENGINE"
+"""Set by an engine core for its own workers: which engine they belong to.  Not for operators."""
+ROLES = ("serving", "rollout")
+
+
+def role() -> str | None:
+    """The role of this process tree; None when ROSE is switched off."""
+    return os.environ.get(ENV_ROLE) or None
