@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.report import Report  # noqa: E402
 from rose.sim.cells import run_cell  # noqa: E402
 from rose.sim.fleet import simulate_fleet  # noqa: E402
-from rose.sim.scenario import load_scenario  # noqa: E402
+from rose.sim.scenario_file import load_scenario  # noqa: E402
 from rose.sim.world import simulate  # noqa: E402
 
 SCENARIOS = ROOT / "examples" / "scenarios"

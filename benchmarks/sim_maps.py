@@ -28,7 +28,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.report import machine, mean_interval  # noqa: E402
 from benchmarks.sim_paper import quarter  # noqa: E402
 from rose.sim.arrivals import make_arrivals  # noqa: E402
-from rose.sim.scenario import Scenario, load_scenario  # noqa: E402
+from rose.sim.scenario import Scenario  # noqa: E402
+from rose.sim.scenario_file import load_scenario  # noqa: E402
 from rose.sim.summary import summarize  # noqa: E402
 from rose.sim.world import simulate  # noqa: E402
 

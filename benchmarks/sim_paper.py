@@ -31,7 +31,8 @@ from typing import Any
 import numpy as np
 
 from rose.sim.arrivals import Arrivals, make_arrivals
-from rose.sim.scenario import Scenario, load_scenario
+from rose.sim.scenario import Scenario
+from rose.sim.scenario_file import load_scenario
 from rose.sim.summary import compare_misses, summarize
 from rose.sim.world import simulate
 

@@ -15,7 +15,8 @@ from rose.sim.arrivals import make_arrivals
 from rose.sim.fleet import simulate_fleet, write_fleet_report
 from rose.sim.plan import make_plan, write_plan
 from rose.sim.report import document, write_reports
-from rose.sim.scenario import Scenario, load_scenario
+from rose.sim.scenario import Scenario
+from rose.sim.scenario_file import load_scenario
 from rose.sim.systems import SYSTEMS
 from rose.sim.world import RunResult, simulate
 

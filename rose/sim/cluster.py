@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 
 from rose.coserve.config import NodeConfig
 from rose.policy import turn_events as te
-from rose.policy.fleet import Duty, Tier
 from rose.policy.lending import Lending
 from rose.policy.lending_events import (
     KillRollout,
@@ -27,6 +26,7 @@ from rose.policy.lending_events import (
 )
 from rose.policy.staleness import Version
 from rose.policy.turns import RECLAIMED, TurnBook
+from rose.policy.worker import Duty, Tier
 from rose.sim.device import Device
 from rose.sim.engine import Request
 from rose.sim.events import EventQueue, Journal

@@ -7,11 +7,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rose.config import Section, load_config
+from rose.config import Section
 from rose.coserve.config import GateConfig, LendingConfig, SchedulerLink, ServingConfig
-from rose.errors import ConfigError
 from rose.scheduler.config import SchedulerConfig
-from rose.sim.hardware import Hardware
 from rose.sim.systems import SYSTEMS
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -246,55 +244,3 @@ class Scenario(Section):
         if self.fleet.dedicated + self.fleet.serving + self.fleet.spot == 0:
             raise ValueError("the fleet has no engine")
         return self
-
-
-def load_scenario(path: Path, overrides: list[str] | tuple[str, ...] = ()) -> Scenario:
-    """Read and check a scenario, names of devices and models included.
-
-    Raises:
-        ConfigError: Names the file, and the line or the field.
-    """
-    try:
-        scenario = _beside(path, load_config(Scenario, path, overrides))
-        Hardware(scenario).check(scenario.systems)
-    except ConfigError as error:
-        changed = {text.partition("=")[0].strip() for text in overrides}
-        line = _line_of(path, error.field)
-        where = "--set" if error.field in changed else f"{path}:{line}" if line else str(path)
-        field = f"{where}: {error.field}" if error.field and error.field != "config" else where
-        raise ConfigError(error.message, field=field, fix=error.fix) from error
-    return scenario
-
-
-def _beside(path: Path, scenario: Scenario) -> Scenario:
-    """With the files it names found from its own folder."""
-    serving, job = scenario.serving, scenario.job
-    serving = serving.model_copy(
-        update={
-            "trace": serving.trace and path.parent / serving.trace,
-            "profile": serving.profile and path.parent / serving.profile,
-        }
-    )
-    job = job.model_copy(update={"profile": job.profile and path.parent / job.profile})
-    return scenario.model_copy(update={"serving": serving, "job": job})
-
-
-def _line_of(path: Path, field: str | None) -> int | None:
-    """Line of ``table.key`` in a TOML file: the last ``key =`` under that header, else the header; None when neither is there."""
-    if not field:
-        return None
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
-        return None
-    *tables, key = field.split(".")
-    header, found = "", None
-    for number, text in enumerate(lines, 1):
-        text = text.strip()
-        if text.startswith("["):
-            header = text.strip("[] ")
-            if header == field or (header == ".".join(tables) and found is None):
-                found = number
-        elif text.partition("=")[0].strip() == key and header == ".".join(tables):
-            found = number
-    return found

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from rose.policy.fleet import Duty, Tier
 from rose.policy.staleness import Version
+from rose.policy.worker import Duty, Tier
 from rose.sim.arrivals import Arrivals, Floats, make_arrivals
 from rose.sim.cluster import Cluster, Counters
 from rose.sim.device import Device

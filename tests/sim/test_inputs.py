@@ -12,7 +12,8 @@ from rose.errors import ConfigError
 from rose.sim.arrivals import make_arrivals, trace_windows
 from rose.sim.hardware import Hardware
 from rose.sim.links import transfer
-from rose.sim.scenario import LinksSection, Scenario, ServingSection, load_scenario
+from rose.sim.scenario import LinksSection, Scenario, ServingSection
+from rose.sim.scenario_file import load_scenario
 from rose.sim.systems import SYSTEMS
 from rose.sim.tables import find_model
 from rose.sim.workload import make_script
