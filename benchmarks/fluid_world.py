@@ -16,9 +16,10 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
 from rose.policy import turn_events as te
-from rose.policy.fleet import FleetParams, Tier
+from rose.policy.fleet import FleetParams
 from rose.policy.routing import RoutingPolicy
 from rose.policy.turns import RECLAIMED, TurnBook
+from rose.policy.worker import Tier
 
 CHUNK = 512
 

@@ -44,7 +44,7 @@ from weights_kv import MODES, Pair, over_a_commit, sample
 from benchmarks.report import Report
 from rose.auth import Tokens, bearer
 from rose.demo.models import POLICY, ensure_model
-from rose.policy.fleet import Duty
+from rose.policy.worker import Duty
 from rose.scheduler.app import Scheduler
 from rose.scheduler.config import SchedulerConfig, StaticWorker
 from rose.train.batch import Sample, samples_of

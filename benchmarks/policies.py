@@ -27,8 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.fluid_world import EngineSpec, Outcome, Workload, World
 from benchmarks.report import Report, mean_interval
-from rose.policy.fleet import FleetParams, Tier
+from rose.policy.fleet import FleetParams
 from rose.policy.routing import POLICY_NAMES, CostParams, CostPolicy, RoutingPolicy, make_policy
+from rose.policy.worker import Tier
 from rose.scheduler.config import SchedulerConfig
 
 CHURN_PER_MIN = (0.1, 1.0, 4.0)

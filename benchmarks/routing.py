@@ -31,10 +31,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.report import Report
 from rose.policy import turn_events as te
-from rose.policy.fleet import FleetParams, Tier
+from rose.policy.fleet import FleetParams
 from rose.policy.routing import POLICY_NAMES, make_policy
 from rose.policy.samples import SampleParams
 from rose.policy.turns import TurnBook
+from rose.policy.worker import Tier
 from rose.scheduler.cli import restrain_collector
 from rose.scheduler.journal import CreateRecord, Journal, TurnRecord
 from rose.scheduler.store import Store

@@ -37,11 +37,12 @@ from rose.policy import (
     turn,
     turn_events,
     turns,
+    worker,
 )
 
 _MODULES = (
     *(affinity, baselines, cold_cache, concurrency, fleet, growth, lending, lending_events, packed),
-    *(placing, remaining, routing, speed, turn, turn_events, turns),
+    *(placing, remaining, routing, speed, turn, turn_events, turns, worker),
 )
 _CLASSES: dict[str, type] = {
     f"{module.__name__.rpartition('.')[2]}.{name}": cls
@@ -50,6 +51,14 @@ _CLASSES: dict[str, type] = {
     if isinstance(cls, type) and cls.__module__ == module.__name__ and cls is not packed.Eligible
 }
 _NAMES = {cls: name for name, cls in _CLASSES.items()}
+_CLASSES |= {
+    "fleet.Tier": worker.Tier,
+    "fleet.Health": worker.Health,
+    "fleet.Lending": worker.LendingState,
+    "fleet.Duty": worker.Duty,
+    "fleet.Worker": worker.Worker,
+}
+"""As older logs name them."""
 _FIELDS: dict[type, tuple[str, ...]] = {
     cls: tuple(field.name for field in dataclasses.fields(cast("Any", cls)))
     for cls in _NAMES

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TypeVar
 
-from rose.policy.fleet import Fleet, Health, Worker
+from rose.policy.fleet import Fleet
 from rose.policy.turn_events import TurnSubmitted
+from rose.policy.worker import Health, Worker
 
 T = TypeVar("T")
 

@@ -22,38 +22,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 
 from rose.policy.concurrency import Concurrency
 from rose.policy.packed import WorkerTable
 from rose.policy.speed import Speed
 from rose.policy.staleness import Version
-
-
-class Tier(StrEnum):
-    DEDICATED = "dedicated"
-    """A GPU that the RL job owns."""
-    HARVESTED = "harvested"
-    """A share of a serving GPU; can be taken back at any moment."""
-
-
-class Health(StrEnum):
-    JOINING = "joining"
-    READY = "ready"
-    SUSPECT = "suspect"
-    DEAD = "dead"
-
-
-class Lending(StrEnum):
-    OPEN = "open"
-    PRESSURE = "pressure"
-    FROZEN = "frozen"
-
-
-class Duty(StrEnum):
-    ACTIVE = "active"
-    CORDONED = "cordoned"
-    DRAINING = "draining"
+from rose.policy.worker import Duty, Health, LendingState, Tier, Worker
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,89 +57,6 @@ class FleetParams:
     reclaim_ewma_s: float = 60.0
     serving_ewma: float = 0.1
     """Of production's KV use: about the last five seconds of heartbeats."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Worker:
-    """One engine as we believe it to be.  Changed only through :class:`Fleet` and the turn book."""
-
-    worker_id: str
-    incarnation: str
-    tier: Tier
-    model: str
-    max_model_len: int
-    cap: int
-    registered_at_s: float
-    heard_at_s: float
-    health: Health = Health.JOINING
-    lending: Lending = Lending.OPEN
-    duty: Duty = Duty.ACTIVE
-    has_own_cap: bool = False
-    """Registered with a cap, so a change of the default leaves it."""
-    max_num_seqs: int | None = None
-    """What its engine runs at once, where it says so; ``cap`` is never above."""
-    limit: Concurrency | None = None
-    """Adapts the cap to what the engine says; None: the cap is fixed."""
-    serving_use: float = 0.0
-    """Recent share of the device's KV memory that production uses."""
-    job: str | None = None
-    """The only job it works for; None: any."""
-    version: Version | None = None
-    run: str = ""
-    """The run whose weights these are; empty where its node follows none."""
-    seq: int = -1
-    kv_budget_tokens: int | None = None
-    kv_used_tokens: int | None = None
-    running: int = 0
-    waiting: int = 0
-    """Requests that its engine has not begun."""
-    num_preemptions: int = 0
-    """Requests that its engine put back for want of KV memory, since its start."""
-    gated: bool = False
-    slack_s: float | None = None
-    reclaim_seq: int = 0
-    kv_epoch: int = 0
-    """Grows whenever cached prefixes of this engine are gone (cut, new weights)."""
-    inflight: int = 0
-    reserved_tokens: int = 0
-    admitted_tokens: int = 0
-    """Tokens ever sent here; the measure by which an old prefix ages out of the engine's cache."""
-    load_s: float = 0.0
-    """Integral of ``inflight`` over time, up to ``load_at_s``: gives the mean load of any interval."""
-    load_at_s: float = 0.0
-    speed: Speed = field(default_factory=Speed)
-    reclaim_rate: float = 0.0
-    reclaimed_at_s: float | None = None
-    failures_in_a_row: int = 0
-    """Requests that failed since the last that did not; probes do not count."""
-    rests_until_s: float | None = None
-    """Takes no new turn until then."""
-    facts: tuple[str | None, Version | None, str, bool, float] | None = None
-    load: tuple[bool, int, int, int] | None = None
-    """What the table (``rose.policy.packed``) has of it: job, version, run, whether production's promises hold, reclaim rate;
-    and whether it is open, its room in tokens, turns in flight, free slots.  None: not there yet."""
-
-    @property
-    def slots(self) -> int:
-        """Turns it may run at once now."""
-        return self.cap if self.limit is None else min(self.cap, self.limit.slots)
-
-    def load_until(self, at_s: float) -> float:
-        return self.load_s + self.inflight * (at_s - self.load_at_s)
-
-    @property
-    def may_take_turns(self) -> bool:
-        return (
-            self.health is Health.READY
-            and self.duty is Duty.ACTIVE
-            and self.lending is not Lending.PRESSURE
-            and self.rests_until_s is None
-        )
-
-    @property
-    def serving_holds_slo(self) -> bool:
-        """True unless the engine says that production leaves no slack now."""
-        return not self.gated and (self.slack_s is None or self.slack_s > 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -264,7 +155,7 @@ class Fleet:
         if reclaim_seq > worker.reclaim_seq:
             worker.kv_epoch += 1
             worker.reclaim_seq = reclaim_seq
-            worker.lending = Lending.PRESSURE
+            worker.lending = LendingState.PRESSURE
             self._note_reclaim(worker, at_s)
         worker.kv_budget_tokens = kv_budget_tokens
         worker.kv_used_tokens = kv_used_tokens
@@ -288,8 +179,8 @@ class Fleet:
                 num_preemptions=num_preemptions,
             )
         inside = kv_budget_tokens is None or kv_used_tokens is None or kv_used_tokens <= kv_budget_tokens
-        if worker.lending is Lending.PRESSURE and inside:
-            worker.lending = Lending.FROZEN
+        if worker.lending is LendingState.PRESSURE and inside:
+            worker.lending = LendingState.FROZEN
         before = worker.health
         if state == "ready" and version is not None:
             worker.health = Health.READY
@@ -333,8 +224,8 @@ class Fleet:
     def thaw(self) -> None:
         """The trainer published a version: an RL step has passed, frozen budgets may grow again."""
         for worker in self.workers.values():
-            if worker.lending is Lending.FROZEN:
-                worker.lending = Lending.OPEN
+            if worker.lending is LendingState.FROZEN:
+                worker.lending = LendingState.OPEN
                 self.table.sync(worker)
 
     def set_duty(self, worker: Worker, duty: Duty) -> None:

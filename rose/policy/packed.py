@@ -1,6 +1,6 @@
 """The workers as packed columns, so that one decision over a thousand of them is a few array operations.
 
-:class:`WorkerTable` mirrors what placement needs to know of each :class:`~rose.policy.fleet.Worker`, one row
+:class:`WorkerTable` mirrors what placement needs to know of each :class:`~rose.policy.worker.Worker`, one row
 each.  The worker objects stay the truth: whoever changes one calls :meth:`WorkerTable.sync`, and
 :meth:`WorkerTable.check` asserts that nobody forgot.
 
@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from rose.policy.speed import Speed
 
 if TYPE_CHECKING:
-    from rose.policy.fleet import Worker
     from rose.policy.staleness import Version
+    from rose.policy.worker import Worker
 
 NO_LIMIT = 2**62
 """Room of a worker that advertises no KV budget."""

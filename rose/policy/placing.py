@@ -22,13 +22,14 @@ from dataclasses import dataclass, field
 
 from rose.errors import PolicyError
 from rose.policy.affinity import Affinity
-from rose.policy.fleet import Fleet, Health, Tier, Worker
+from rose.policy.fleet import Fleet
 from rose.policy.packed import Eligible, Mask
 from rose.policy.remaining import Remaining
 from rose.policy.routing import Candidate, RoutingPolicy
 from rose.policy.staleness import Version
 from rose.policy.turn import Turn
 from rose.policy.turn_events import TurnParams
+from rose.policy.worker import Health, Tier, Worker
 
 Entry = tuple[tuple[int, float, int], str]
 _MAX_CLASSES = 256

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import assert_never
 
 from rose.errors import PolicyError
-from rose.policy.fleet import Tier
+from rose.policy.worker import Tier
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rose.errors import ConfigError
-from rose.policy.fleet import Tier, Worker
 from rose.policy.packed import Eligible
+from rose.policy.worker import Tier, Worker
 
 
 class Rng(Protocol):

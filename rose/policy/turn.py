@@ -10,9 +10,9 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rose.policy.fleet import Worker
 from rose.policy.staleness import Version
 from rose.policy.turn_events import Segment, Span, TurnResult, TurnState, TurnSubmitted
+from rose.policy.worker import Worker
 
 
 @dataclass(kw_only=True, slots=True)

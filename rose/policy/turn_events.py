@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rose.policy.fleet import Duty, Tier
 from rose.policy.staleness import Version
+from rose.policy.worker import Duty, Tier
 
 HOLDS = {
     "capacity": "all engines are full",

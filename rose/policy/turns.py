@@ -31,7 +31,7 @@ from typing import assert_never
 
 from rose.errors import PolicyError
 from rose.policy.affinity import Affinity
-from rose.policy.fleet import Duty, Fleet, FleetParams, Health, Worker
+from rose.policy.fleet import Fleet, FleetParams
 from rose.policy.placing import Entry, Placer
 from rose.policy.remaining import Remaining
 from rose.policy.routing import Candidate, RoutingPolicy
@@ -68,6 +68,7 @@ from rose.policy.turn_events import (
     WorkerLost,
     WorkerRegistered,
 )
+from rose.policy.worker import Duty, Health, Worker
 
 MAX_GROUPS = 20_000
 """Whose begin is remembered; one that is forgotten counts as begun with its next turn."""

@@ -21,8 +21,8 @@ from rose.decisions.log import DecisionLog
 from rose.decisions.words import TURNS
 from rose.errors import CapacityError, ConfigError, PolicyError, RoseError, Unauthorized
 from rose.policy import turn_events as te
-from rose.policy.fleet import Tier
 from rose.policy.turns import TurnBook
+from rose.policy.worker import Tier
 from rose.scheduler.config import SchedulerConfig, StaticWorker
 from rose.scheduler.control_api import ControlRoutes
 from rose.scheduler.dispatch import Dispatcher

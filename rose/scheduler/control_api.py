@@ -15,8 +15,8 @@ from rose.auth import Tokens
 from rose.errors import NotFound, RequestError
 from rose.policy import samples as sp
 from rose.policy import turn_events as te
-from rose.policy.fleet import Duty, Tier, Worker
 from rose.policy.staleness import format_version, parse_version
+from rose.policy.worker import Duty, Tier, Worker
 from rose.scheduler.config import SchedulerConfig
 from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.engine import Endpoint

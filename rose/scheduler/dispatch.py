@@ -23,10 +23,10 @@ from rose.clock import Clock
 from rose.decisions.log import DecisionLog
 from rose.errors import CapacityError, EngineError, Gone, NotFound, PolicyError, RequestError, RoseError
 from rose.policy import turn_events as te
-from rose.policy.fleet import Duty, Health, Tier, Worker
 from rose.policy.routing import RoutingPolicy
 from rose.policy.staleness import Version
 from rose.policy.turns import TurnBook
+from rose.policy.worker import Duty, Health, Tier, Worker
 from rose.scheduler.engine import (
     NO_HEADERS,
     Endpoint,

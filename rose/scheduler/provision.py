@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from rose.policy import provisioning as pv
-from rose.policy.fleet import Health
+from rose.policy.worker import Health
 from rose.scheduler.config import JobShare, ProvisioningConfig
 from rose.scheduler.dispatch import Dispatcher
 

@@ -12,8 +12,8 @@ from typing import Any
 from aiohttp import web
 
 from rose.errors import RequestError
-from rose.policy.fleet import Tier
 from rose.policy.routing import make_policy
+from rose.policy.worker import Tier
 from rose.scheduler.config import SchedulerConfig
 from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.http import REQUEST_ID, json_response, read_wire

@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from rose.policy import samples as sp
 from rose.policy import turn_events as te
-from rose.policy.fleet import Tier
 from rose.policy.staleness import format_version
+from rose.policy.worker import Tier
 from rose.scheduler.control_api import worker_status
 from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.jobs import Finished, Wish

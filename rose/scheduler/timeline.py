@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from rose.policy import turn_events as te
-from rose.policy.fleet import Fleet, Health, Lending, Tier
+from rose.policy.fleet import Fleet
+from rose.policy.worker import Health, LendingState, Tier
 
 MAX_SPANS = 20_000
 MAX_MARKS = 2_000
@@ -149,7 +150,7 @@ class Timeline:
             flight[worker.tier.value] += worker.inflight
             if worker.slack_s is not None:
                 slack.append(worker.slack_s)
-            if worker.lending is Lending.PRESSURE:
+            if worker.lending is LendingState.PRESSURE:
                 pressed.add(worker.worker_id)
         for name in sorted(pressed - self._under_pressure):
             self.marks.append([now_s, name, "pressure"])

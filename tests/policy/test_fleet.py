@@ -7,7 +7,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from rose.policy.fleet import Duty, Fleet, FleetParams, Health, Lending, Tier
+from rose.policy.fleet import Fleet, FleetParams
+from rose.policy.worker import Duty, Health, LendingState, Tier
 
 PARAMS = FleetParams(mass_silence_min_workers=4, mass_silence_hold_s=30.0, clock_gap_s=100.0)
 
@@ -179,7 +180,7 @@ class AnySequence(RuleBasedStateMachine):
             if worker.may_take_turns:
                 assert worker.health is Health.READY
                 assert worker.version is not None
-                assert worker.lending is not Lending.PRESSURE
+                assert worker.lending is not LendingState.PRESSURE
             assert 1 <= worker.slots <= worker.cap
 
 

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from rose.errors import PolicyError
 from rose.policy import provisioning as pv
-from rose.policy.fleet import Tier
+from rose.policy.worker import Tier
 
 PARAMS = pv.ProvisioningParams(switch_s=4.0, idle_s=30.0, min_active_s=20.0, rest_s=10.0)
 

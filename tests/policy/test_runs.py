@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from rose.decisions.freeze import freeze, thaw
 from rose.decisions.log import covers
 from rose.policy import turn_events as te
-from rose.policy.fleet import FleetParams, Tier
+from rose.policy.fleet import FleetParams
 from rose.policy.routing import make_policy
 from rose.policy.staleness import Version
 from rose.policy.turns import TurnBook
+from rose.policy.worker import Tier
 
 
 class Book:
@@ -214,8 +215,11 @@ def test_no_token_of_a_job_is_ever_of_another_run(steps: list[tuple[object, ...]
 NEW = {
     "turns.TurnBook": {"runs"},
     "placing.Placer": {"runs"},
-    "fleet.Worker": {"run"},
+    "worker.Worker": {"run"},
     "turn.Turn": {"dispatch_run"},
+}
+MOVED = {"worker.LendingState": "fleet.Lending"} | {
+    f"worker.{name}": f"fleet.{name}" for name in ("Worker", "Tier", "Health", "Duty")
 }
 
 
@@ -233,6 +237,8 @@ def as_before(nodes: list[list[Any]]) -> list[list[Any]]:
         elif node[0] == "dict" and "reclaim_rate" in node and "run" in node:  # the table's columns
             at = node.index("run")
             node = [*node[:at], *node[at + 2 :]]
+        if node[0] in ("object", "enum"):
+            node = [node[0], MOVED.get(node[1], node[1]), *node[2:]]
         found.append(node)
     return found
 

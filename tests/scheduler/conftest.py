@@ -12,8 +12,8 @@ import pytest
 from aiohttp import web
 
 from rose.auth import Tokens, bearer
-from rose.policy.fleet import Tier
 from rose.policy.turns import TurnBook
+from rose.policy.worker import Tier
 from rose.scheduler.app import Scheduler
 from rose.scheduler.config import SchedulerConfig
 from rose.scheduler.fake_engine import FakeEngine, FakeNode, serve_engine

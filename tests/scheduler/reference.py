@@ -6,11 +6,12 @@ import math
 import random
 
 from rose.policy import turn_events as te
-from rose.policy.fleet import Duty, FleetParams, Health, Tier, Worker
+from rose.policy.fleet import FleetParams
 from rose.policy.packed import Eligible
 from rose.policy.routing import Candidate, CostParams, RoutingPolicy, make_policy
 from rose.policy.turn import Turn
 from rose.policy.turns import TurnBook
+from rose.policy.worker import Duty, Health, Tier, Worker
 
 
 def eligible(book: TurnBook, turn: Turn, worker: Worker, at_s: float) -> bool:

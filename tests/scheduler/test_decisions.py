@@ -17,9 +17,9 @@ from rose.decisions.log import DecisionLog, logs, replay
 from rose.decisions.words import TURNS
 from rose.errors import LedgerError
 from rose.policy import turn_events as te
-from rose.policy.fleet import Tier
 from rose.policy.routing import POLICY_NAMES, make_policy
 from rose.policy.turns import RECLAIMED, TurnBook
+from rose.policy.worker import Tier
 from rose.scheduler.fake_engine import FakeEngine, FakeNode, Fault, serve_engine
 from tests.scheduler.conftest import World, user
 from tests.scheduler.processes import Daemon

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rose.errors import ConfigError
-from rose.policy.fleet import Tier, Worker
 from rose.policy.packed import Eligible
 from rose.policy.routing import (
     POLICY_NAMES,
@@ -20,6 +19,7 @@ from rose.policy.routing import (
     StickyLeastLoadedPolicy,
     make_policy,
 )
+from rose.policy.worker import Tier, Worker
 from tests.scheduler import reference
 
 

@@ -10,9 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from rose.errors import PolicyError
 from rose.policy import turn_events as te
-from rose.policy.fleet import Duty, FleetParams, Tier
+from rose.policy.fleet import FleetParams
 from rose.policy.routing import POLICY_NAMES, make_policy
 from rose.policy.turns import RECLAIMED, TurnBook
+from rose.policy.worker import Duty, Tier
 from tests.scheduler import reference
 
 

@@ -7,9 +7,10 @@ import random
 import pytest
 
 from rose.policy import turn_events as te
-from rose.policy.fleet import Duty, FleetParams, Tier
+from rose.policy.fleet import FleetParams
 from rose.policy.routing import POLICY_NAMES, make_policy
 from rose.policy.turns import TurnBook
+from rose.policy.worker import Duty, Tier
 from tests.scheduler.turn_kit import book_of, dispatches, end, hear, join, submit, tokens
 
 

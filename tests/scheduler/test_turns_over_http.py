@@ -9,7 +9,7 @@ import json
 import pytest
 
 from rose.auth import bearer
-from rose.policy.fleet import Health
+from rose.policy.worker import Health
 from rose.scheduler.fake_engine import Fault
 from rose.scheduler.ids import pack_ids
 from tests.scheduler.conftest import PROMPT, World, generate

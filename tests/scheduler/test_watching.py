@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 from rose.auth import bearer
 from rose.policy import turn_events as te
-from rose.policy.fleet import Fleet, FleetParams, Tier
+from rose.policy.fleet import Fleet, FleetParams
+from rose.policy.worker import Tier
 from rose.scheduler import app, cli, console
 from rose.scheduler.fake_engine import Fault
 from rose.scheduler.timeline import Timeline

@@ -6,9 +6,10 @@ import random
 from typing import Any
 
 from rose.policy import turn_events as te
-from rose.policy.fleet import FleetParams, Tier
+from rose.policy.fleet import FleetParams
 from rose.policy.routing import make_policy
 from rose.policy.turns import TurnBook
+from rose.policy.worker import Tier
 
 
 def book_of(

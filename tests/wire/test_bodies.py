@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rose.errors import CapacityError, EngineError, Gone, NotFound, RequestError, RoseError
-from rose.policy.fleet import Tier
 from rose.policy.routing import POLICY_NAMES
 from rose.policy.samples import STALE_RULES
+from rose.policy.worker import Tier
 from rose.wire.errors import error_body, error_headers, error_of, read_refusal
 from rose.wire.reading import read
 from rose.wire.samples import (
