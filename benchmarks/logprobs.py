@@ -49,7 +49,7 @@ from rose.scheduler.app import Scheduler
 from rose.scheduler.config import SchedulerConfig, StaticWorker
 from rose.train.batch import Sample, samples_of
 from rose.train.client import SchedulerClient
-from rose.train.env import FrozenLakeFamily, FrozenLakeParams
+from rose.train.envs.frozenlake import FrozenLakeFamily, FrozenLakeParams
 from rose.train.loss import mismatch
 from rose.train.plan import GroupPlan
 from rose.train.rollout import EpisodeParams, EpisodeRunner, single_token_ids

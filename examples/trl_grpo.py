@@ -39,7 +39,8 @@ from rose.auth import Tokens
 from rose.errors import ConfigError, TrainError
 from rose.train.batch import samples_of
 from rose.train.client import SchedulerClient
-from rose.train.env import Family, Message, make_family
+from rose.train.envs.base import Family, Message
+from rose.train.envs.registry import make_family
 from rose.train.rollout import EpisodeParams, EpisodeRunner
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rose.train.env import Environment, Observation, Task
+from rose.train.envs.base import Environment, Observation, Task
 
 WORDS = ("the file holds nothing of note", "error: no such entry", "three results were found", "done")
 

@@ -23,8 +23,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rose.errors import TrainError
-from rose.train.env import Family, Message, Observation, Task
-from rose.train.math_env import calculate
+from rose.train.envs.base import Family, Message, Observation, Task
+from rose.train.envs.math_tools import calculate
 
 _QUESTION = re.compile(r"What is (.*)\?")
 

@@ -14,7 +14,7 @@ from rose.config import Section, load_config
 from rose.demo.arrivals import TrafficShape
 from rose.demo.measure import Slo
 from rose.errors import ConfigError
-from rose.train.env import FrozenLakeParams
+from rose.train.envs.frozenlake import FrozenLakeParams
 
 PARTS = ("production", "relay", "scheduler", "harvested", "dedicated")
 """What listens, in the order of its port from ``base_port``."""

@@ -77,7 +77,7 @@ _MAKE_MODELS = """\
 import json, pathlib, sys
 from rose.demo.models import PRODUCTION, ensure_model
 from rose.demo.pretrain import PLANNER, ensure_pretrained
-from rose.train.env import FrozenLakeParams
+from rose.train.envs.frozenlake import FrozenLakeParams
 seed, lakes = int(sys.argv[1]), FrozenLakeParams(**json.loads(sys.argv[2]))
 made = ensure_model(PRODUCTION, seed=seed), ensure_pretrained(PLANNER, lakes, seed=seed)
 pathlib.Path(sys.argv[3]).write_text(json.dumps([str(path) for path in made]))

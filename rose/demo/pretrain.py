@@ -2,7 +2,7 @@
 
 A policy with random weights needs updates that change nearly every bf16 weight before it succeeds at all; a model that can do its
 task now and then needs small ones, as in real fine-tuning.  So the policy model is trained for a moment on plans of
-:mod:`rose.train.lake_plan` in which a share of the moves is random.  It then succeeds in a fraction of its episodes, and RL has
+:mod:`rose.train.envs.frozenlake_plan` in which a share of the moves is random.  It then succeeds in a fraction of its episodes, and RL has
 to find out which moves are the good ones.
 
 Same recipe, seed and machine: same bytes (one thread).  A folder is complete or absent, as those of :mod:`rose.demo.models`, whose
@@ -21,8 +21,8 @@ from pathlib import Path
 
 from rose.demo.models import POLICY, ModelRecipe, default_cache_dir, ensure_model, model_key, sync_tree
 from rose.errors import ConfigError
-from rose.train.env import ACTIONS, FrozenLakeParams, show_map
-from rose.train.lake_plan import LakePlanFamily, shortest_plan, start_of
+from rose.train.envs.frozenlake import ACTIONS, FrozenLakeParams, show_map
+from rose.train.envs.frozenlake_plan import LakePlanFamily, shortest_plan, start_of
 
 PLANNER = dataclasses.replace(POLICY, name="planner", num_kv_heads=4, head_size=64)
 """The policy with wider attention: 2 KiB of keys and values a token, so that its turns hold memory that production misses."""

@@ -20,7 +20,7 @@ from typing import Any
 from rose.auth import Tokens
 from rose.errors import RoseError, TrainError
 from rose.train.config import RewardSettings, TrainConfig
-from rose.train.env import Task
+from rose.train.envs.base import Task
 from rose.train.mix import TaskMix, TaskShapes
 from rose.train.plan import GroupPlan, GroupState
 from rose.train.rollout import RolloutReport, Score

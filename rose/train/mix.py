@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rose.train.env import Task
+from rose.train.envs.base import Task
 
 EWMA = 0.3
 """Weight of a new step's ratio."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rose.train.env import Task
+from rose.train.envs.base import Task
 from rose.train.mix import TaskMix
 
 

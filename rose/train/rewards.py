@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rose.errors import ConfigError, TrainError
-from rose.train.env import Message, Observation, Task
+from rose.train.envs.base import Message, Observation, Task
 
 RewardFunction = Callable[[Task, Sequence[Message], Mapping[str, Any]], Awaitable[float]]
 

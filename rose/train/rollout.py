@@ -53,7 +53,7 @@ from rose.errors import (
     Unauthorized,
 )
 from rose.train.client import Begun, SchedulerClient
-from rose.train.env import Environment, Family, Message, Observation, Task
+from rose.train.envs.base import Environment, Family, Message, Observation, Task
 from rose.train.plan import GroupPlan
 
 logger = logging.getLogger(__name__)

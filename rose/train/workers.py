@@ -35,7 +35,9 @@ from rose.errors import CapacityError, ConfigError, Gone, RoseError, TrainError
 from rose.train.client import SchedulerClient
 from rose.train.collect import Acceptance, Collected, CollectParams
 from rose.train.config import JobTask, RewardSettings, TrainConfig
-from rose.train.env import Family, Latency, Task, make_family
+from rose.train.envs.base import Family, Task
+from rose.train.envs.delayed import Latency
+from rose.train.envs.registry import make_family
 from rose.train.metrics import lengths_by_quantile, success_rate, trajectory_metrics
 from rose.train.plan import GroupPlan, GroupState
 from rose.train.rewards import PoolParams, RewardPool

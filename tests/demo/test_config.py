@@ -19,8 +19,8 @@ from rose.demo.parts import LOG_NAMES, TOKEN_FILE, Plan, to_toml
 from rose.demo.traffic import load_plan
 from rose.errors import ConfigError
 from rose.train.config import TrainConfig
-from rose.train.env import make_family
-from rose.train.lake_plan import LakePlanFamily
+from rose.train.envs.frozenlake_plan import LakePlanFamily
+from rose.train.envs.registry import make_family
 
 
 def test_defaults_are_valid_and_ports_are_consecutive() -> None:

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from rose.demo.models import PRODUCTION
 from rose.demo.pretrain import PLANNER, PretrainParams, ensure_pretrained
 from rose.errors import ConfigError
-from rose.train.env import ACTIONS, FrozenLakeParams, show_map
-from rose.train.lake_plan import LakePlanFamily, shortest_plan, start_of
+from rose.train.envs.frozenlake import ACTIONS, FrozenLakeParams, show_map
+from rose.train.envs.frozenlake_plan import LakePlanFamily, shortest_plan, start_of
 
 SMALL = replace(PLANNER, hidden_size=64, intermediate_size=64, num_heads=1, num_kv_heads=1, head_size=32)
 LAKES = FrozenLakeParams(size=4, num_maps=2)

@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import DynamicCache
 
-from rose.train.env import Family, Message
+from rose.train.envs.base import Family, Message
 
 
 class OfflineRollout:

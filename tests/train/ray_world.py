@@ -16,7 +16,8 @@ from typing import Any
 
 from rose.auth import Tokens
 from rose.train.config import TrainConfig
-from rose.train.env import FrozenLakeFamily, FrozenLakeParams, Observation
+from rose.train.envs.base import Observation
+from rose.train.envs.frozenlake import FrozenLakeFamily, FrozenLakeParams
 from rose.train.loop import run_training
 from rose.train.workers import Parts
 from tests.train.world import RUN, World, file_publisher

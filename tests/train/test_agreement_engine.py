@@ -22,7 +22,7 @@ from rose.scheduler.app import Scheduler
 from rose.scheduler.config import SchedulerConfig, StaticWorker
 from rose.train.batch import samples_of
 from rose.train.client import SchedulerClient
-from rose.train.env import FrozenLakeFamily, FrozenLakeParams
+from rose.train.envs.frozenlake import FrozenLakeFamily, FrozenLakeParams
 from rose.train.plan import GroupPlan
 from rose.train.rollout import EpisodeParams, EpisodeRunner, single_token_ids
 from rose.train.trainer import TorchTrainer, TrainerParams

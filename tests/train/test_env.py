@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from rose.errors import ConfigError, TrainError
-from rose.train.env import ACTIONS, FrozenLakeFamily, FrozenLakeParams, Observation, make_family
+from rose.train.envs.base import Observation
+from rose.train.envs.frozenlake import ACTIONS, FrozenLakeFamily, FrozenLakeParams
+from rose.train.envs.registry import make_family
 
 LAKE = {"env": "frozenlake", "map": ["SFFF", "FHFH", "FFFH", "HFFG"], "seed": 0}
 

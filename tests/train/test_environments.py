@@ -12,8 +12,11 @@ import pytest
 
 from rose.errors import ConfigError, TrainError
 from rose.train.dataset import load_tasks
-from rose.train.env import FrozenLakeFamily, FrozenLakeParams, Latency, Observation, make_family
-from rose.train.math_env import calculate
+from rose.train.envs.base import Observation
+from rose.train.envs.delayed import Latency
+from rose.train.envs.frozenlake import FrozenLakeFamily, FrozenLakeParams
+from rose.train.envs.math_tools import calculate
+from rose.train.envs.registry import make_family
 
 TASK = {"env": "math_tools", "question": "What is 12 * 7?", "answer": "84"}
 
@@ -206,7 +209,7 @@ def game() -> Any:
 
 
 async def test_a_text_game_is_won_by_its_own_walkthrough(game: Any) -> None:
-    from rose.train.text_env import _game
+    from rose.train.envs.text_game import _game
 
     task = game.tasks()[0]
     commands = _game(*task["shape"], task["seed"]).metadata["walkthrough"]

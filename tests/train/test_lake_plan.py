@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from rose.errors import TrainError
-from rose.train.env import ACTIONS, make_family
-from rose.train.lake_plan import follow, shortest_plan, start_of
+from rose.train.envs.frozenlake import ACTIONS
+from rose.train.envs.frozenlake_plan import follow, shortest_plan, start_of
+from rose.train.envs.registry import make_family
 
 BOARD = ["FFFF", "SHFH", "FFFH", "HFFG"]
 LEFT, DOWN, RIGHT, UP = range(4)

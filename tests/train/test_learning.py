@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rose.train.batch import samples_of
-from rose.train.env import FrozenLakeFamily, FrozenLakeParams
+from rose.train.envs.frozenlake import FrozenLakeFamily, FrozenLakeParams
 from rose.train.loss import LossParams
 from rose.train.trainer import TorchTrainer, TrainerParams
 from tests.train.offline import OfflineRollout, success_rate

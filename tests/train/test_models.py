@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from rose.demo.models import POLICY, PRODUCTION, SINGLE_TOKEN_WORDS, build_tokenizer, ensure_model, model_key
 from rose.errors import ConfigError
-from rose.train.env import ACTIONS
+from rose.train.envs.frozenlake import ACTIONS
 
 SMALL = replace(POLICY, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=1, num_kv_heads=1)
 

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from rose.errors import ConfigError, TrainError
-from rose.train.env import Observation
+from rose.train.envs.base import Observation
 from rose.train.rewards import PoolParams, RewardPool, RewardWorker, make_reward
 
 FINAL = Observation(done=True, info={"turns": 2})

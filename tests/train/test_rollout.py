@@ -15,7 +15,8 @@ from rose.errors import ConfigError, NotFound, TrainError, Unauthorized
 from rose.scheduler.fake_engine import Fault
 from rose.train.batch import samples_of
 from rose.train.client import SchedulerClient
-from rose.train.env import FrozenLakeFamily, FrozenLakeParams, Observation
+from rose.train.envs.base import Observation
+from rose.train.envs.frozenlake import FrozenLakeFamily, FrozenLakeParams
 from rose.train.plan import GroupPlan
 from rose.train.rollout import EpisodeParams, EpisodeRunner, pause_before, single_token_ids
 from tests.train.ray_world import Wrapper

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from rose.train.env import Observation, Task
+from rose.train.envs.base import Observation, Task
 from rose.weights.stores import open_store
 from rose.weights.subscriber import WeightSubscriber
 from tests.train.world import running_world

@@ -1,81 +1,17 @@
-"""Environments: what an agent sees, says and is paid for, one conversation at a time.
-
-An :class:`Environment` is one running episode; a :class:`Family` makes them and lists their tasks.
-A *task* is plain JSON data and holds everything that an episode depends on, so that an episode can be
-started again anywhere (after a lost actor, for example) and is the same episode.
-
-The protocol is async because real environments wait (for a browser, a sandbox, a judge); those here do
-not.  An environment never sees token ids, engines or weights: messages in, messages out.  It owns the
-reward: ``reward`` counts on the last observation of an episode only, and is finite.
-
-Text that is no legal action is the agent's mistake, not an error: the episode goes on (and its turns run
-out).  :class:`~rose.errors.TrainError` is for what the run cannot absorb: a task of another family, or a
-step after the end.
-
-Callers: ``rose.train.rollout`` (episodes), ``rose.train.loop`` (tasks of a step).
-"""
+"""Gymnasium's FrozenLake as a conversation: one action per turn."""
 
 from __future__ import annotations
 
-import asyncio
-import importlib
-import json
-import math
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from rose.errors import ConfigError, TrainError
+from rose.train.envs.base import Environment, Message, Observation, Task
 
 if TYPE_CHECKING:
     from gymnasium import Env
-
-Message = dict[str, str]
-"""``{"role": ..., "content": ...}``, as in the OpenAI API."""
-
-Task = Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Observation:
-    """What the agent is shown next.  When ``done``, ``messages`` is empty and ``reward`` is final."""
-
-    messages: tuple[Message, ...] = ()
-    done: bool = False
-    reward: float = 0.0
-    success: bool = False
-    info: dict[str, Any] = field(default_factory=dict)
-
-
-class Environment(Protocol):
-    """One episode.  Life: ``reset`` -> ``step``... until ``done`` -> ``close``; ``close`` is always safe."""
-
-    async def reset(self, task: Task) -> Observation: ...
-
-    async def step(self, text: str) -> Observation: ...
-
-    async def close(self) -> None: ...
-
-
-class Family(Protocol):
-    """A kind of environment with its settings."""
-
-    @property
-    def allowed_texts(self) -> tuple[str, ...] | None:
-        """The only answers that make sense, each one token; None = free text."""
-        ...
-
-    def tasks(self) -> Sequence[Task]:
-        """The training tasks, in a fixed order that depends on the settings alone."""
-        ...
-
-    def held_out_tasks(self, count: int) -> Sequence[Task]:
-        """Up to ``count`` tasks for evaluation, none of them among the training tasks."""
-        ...
-
-    def make(self) -> Environment: ...
-
 
 ACTIONS = ("left", "down", "right", "up")
 """FrozenLake's actions in gymnasium's numbering."""
@@ -263,110 +199,3 @@ def _move_start(board: tuple[str, ...], params: FrozenLakeParams, rng: random.Ra
     rows = [line.replace("S", "F") for line in board]
     rows[row] = rows[row][:column] + "S" + rows[row][column + 1 :]
     return tuple(rows)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Latency:
-    """Time that each ``reset`` and ``step`` is made to take: lognormal, seeded by the task and the turn."""
-
-    median_s: float
-    sigma: float
-
-    def draw_s(self, task: Task, turn: int) -> float:
-        seed = json.dumps([dict(task), turn], sort_keys=True)
-        return self.median_s * math.exp(random.Random(seed).gauss(0.0, self.sigma))
-
-
-class DelayedFamily:
-    """A family whose environments are slow, for benchmarks of stragglers."""
-
-    def __init__(self, family: Family, latency: Latency) -> None:
-        self._family = family
-        self._latency = latency
-
-    @property
-    def allowed_texts(self) -> tuple[str, ...] | None:
-        return self._family.allowed_texts
-
-    def tasks(self) -> Sequence[Task]:
-        return self._family.tasks()
-
-    def held_out_tasks(self, count: int) -> Sequence[Task]:
-        return self._family.held_out_tasks(count)
-
-    def make(self) -> Environment:
-        return _Delayed(self._family.make(), self._latency)
-
-
-class _Delayed:
-    def __init__(self, environment: Environment, latency: Latency) -> None:
-        self._environment = environment
-        self._latency = latency
-        self._task: Task = {}
-        self._turn = 0
-
-    async def reset(self, task: Task) -> Observation:
-        self._task, self._turn = task, 0
-        await asyncio.sleep(self._latency.draw_s(task, 0))
-        return await self._environment.reset(task)
-
-    async def step(self, text: str) -> Observation:
-        self._turn += 1
-        await asyncio.sleep(self._latency.draw_s(self._task, self._turn))
-        return await self._environment.step(text)
-
-    async def close(self) -> None:
-        await self._environment.close()
-
-
-def _math_tools(**settings: Any) -> Family:
-    from rose.train.math_env import MathFamily, MathParams
-
-    return MathFamily(MathParams(**settings))
-
-
-def _text_game(**settings: Any) -> Family:
-    from rose.train.text_env import TextGameFamily, TextGameParams
-
-    return TextGameFamily(TextGameParams(**settings))
-
-
-def _lake_plan(**settings: Any) -> Family:
-    from rose.train.lake_plan import LakePlanFamily
-
-    return LakePlanFamily(FrozenLakeParams(**settings))
-
-
-FAMILIES: dict[str, Callable[..., Family]] = {
-    "frozenlake": lambda **settings: FrozenLakeFamily(FrozenLakeParams(**settings)),
-    "frozenlake_plan": _lake_plan,
-    "math_tools": _math_tools,
-    "text_game": _text_game,
-}
-"""Kinds known by name."""
-
-
-def make_family(kind: str, settings: Mapping[str, Any], latency: Latency | None = None) -> Family:
-    """Build a family from configuration.
-
-    Args:
-        kind: A name of :data:`FAMILIES`, or ``module:factory`` of your own, importable where the environments run.
-
-    Raises:
-        ConfigError: Unknown kind, or settings that the kind does not know.
-    """
-    factory: Any = FAMILIES.get(kind)
-    if factory is None and ":" in kind:
-        module, _, name = kind.partition(":")
-        try:
-            factory = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(f"{kind} cannot be imported: {error}", field="env.kind") from error
-    if factory is None:
-        known = [*sorted(FAMILIES), "module:factory"]
-        raise ConfigError(f"unknown environment '{kind}'", field="env.kind", fix=f"one of {known}")
-    try:
-        family = factory(**settings)
-    except TypeError as error:
-        raise ConfigError(f"{error}", field="env.settings") from error
-    return family if latency is None or latency.median_s == 0.0 else DelayedFamily(family, latency)

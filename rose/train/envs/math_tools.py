@@ -11,8 +11,6 @@ Tasks are made from a seed, or come from a JSONL file (or a saved data set) with
 The calculator (:func:`calculate`) evaluates a small grammar of its own over whole numbers and fractions: no names, no calls, no
 attributes, nothing of Python's ``eval``; length, depth and the size of numbers are bounded, so no input costs more than
 microseconds.
-
-Callers: ``rose.train.env`` (by name ``math_tools``).
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from typing import Any
 
 from rose.errors import ConfigError, TrainError
 from rose.train.dataset import load_tasks
-from rose.train.env import Environment, Observation, Task
+from rose.train.envs.base import Environment, Observation, Task
 
 MAX_EXPRESSION_CHARS = 200
 MAX_DEPTH = 20

@@ -3,8 +3,6 @@
 The moves are then followed from ``@``, as many as the board has cells; reward 1 on the goal, 0 otherwise.  An answer of a
 board of 5x5 is 25 tokens of four possible ones, all written at once: a turn that takes time, as turns of real agents do, where
 ``frozenlake`` takes one token a turn.  Set ``rollout.max_tokens`` to the number of cells.
-
-Callers: ``rose.train.env`` (by name ``frozenlake_plan``), the demo.
 """
 
 from __future__ import annotations
@@ -13,19 +11,11 @@ import re
 from collections.abc import Sequence
 
 from rose.errors import TrainError
-from rose.train.env import (
-    ACTIONS,
-    Environment,
-    FrozenLakeFamily,
-    FrozenLakeParams,
-    Observation,
-    Task,
-    check_map,
-    show_map,
-)
+from rose.train.envs.base import Environment, Observation, Task
+from rose.train.envs.frozenlake import ACTIONS, FrozenLakeFamily, FrozenLakeParams, check_map, show_map
 
 MOVES = ((0, -1), (1, 0), (0, 1), (-1, 0))
-"""Row and column of each of :data:`~rose.train.env.ACTIONS`."""
+"""Row and column of each of :data:`~rose.train.envs.frozenlake.ACTIONS`."""
 _WORDS = re.compile("|".join(ACTIONS))
 
 

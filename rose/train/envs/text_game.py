@@ -7,7 +7,7 @@ Games are played by TextWorld's own logic on the generated game, without its Inf
 put together here from the facts of the game's state.  Generating one takes a second or two of CPU; it happens once per
 process and task, in a thread.
 
-Needs ``pip install 'rose-rl[textgame]'``.  Callers: ``rose.train.env`` (by name ``text_game``).
+Needs ``pip install 'rose-rl[textgame]'``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rose.errors import ConfigError, TrainError
-from rose.train.env import Environment, Observation, Task
+from rose.train.envs.base import Environment, Observation, Task
 
 MAX_REPLY_CHARS = 4000
 

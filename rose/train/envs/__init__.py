@@ -1,0 +1,1 @@
+"""Environments: one module each, over the protocol of :mod:`rose.train.envs.base`."""
