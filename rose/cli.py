@@ -150,7 +150,7 @@ def doctor(
 @app.command(**_PASS_ON)
 def profile(context: typer.Context) -> None:
     """Measure an engine's step times for admission: how long is a step of so many tokens?"""
-    _forward("rose.coserve.step_profile", "profile_main", "profile", context.args)
+    _forward("rose.coserve.profile_engine", "profile_main", "profile", context.args)
 
 
 @app.command(**_PASS_ON)

@@ -31,27 +31,23 @@ from typing import Any
 
 from rose.auth import Tokens
 from rose.coserve import report
-from rose.coserve.audit import AUDIT_EVERY_S, ResidentAudit
+from rose.coserve.audit import AUDIT_EVERY_S
 from rose.coserve.config import NodeConfig
 from rose.coserve.control import ControlServer
-from rose.coserve.device import DeviceView, FreeFigure, age_s
-from rose.coserve.engine import REQUEST_S, RolloutEngine
-from rose.coserve.engine_args import says_kv_size, says_memory_share, weights_bytes
+from rose.coserve.engine import REQUEST_S
 from rose.coserve.free_memory import GpuMemory
-from rose.coserve.latency import ServingLatency
-from rose.coserve.ledger import Mode, NodeDir, NodeState, Phase
+from rose.coserve.ledger import Mode, NodeState
 from rose.coserve.links import SchedulerUplink, WeightLoop, WeightSource, open_weight_source
+from rose.coserve.node import Node
 from rose.decisions.log import DecisionLog
 from rose.decisions.words import LENDING
 from rose.errors import ConfigError, LedgerError, RequestError, RoseError
 from rose.policy.admission import Rule
 from rose.policy.baselines import POLICIES, make_lending
-from rose.policy.compat import Support, row_of_number
-from rose.policy.engine_start import EngineSize, kv_pages, memory_share
-from rose.policy.lending import Lending, LendingPolicy
+from rose.policy.lending import LendingPolicy
 from rose.policy.lending_events import ALL_PAGES, Action, Event, KillRollout, ModeSet, RlStepStarted, SetLend
-from rose.policy.watch import Harvestable, SloGuard, StepFloor
-from rose.units import NS_PER_S, PAGE_BYTES, format_bytes, format_s
+from rose.policy.watch import StepFloor
+from rose.units import NS_PER_S
 from rose.wire.workers import Heartbeat
 
 logger = logging.getLogger("rose.node")
@@ -60,11 +56,9 @@ DECISIONS_EVERY_S = 1.0
 STATUS_EVERY_S = 2.0
 """The engine's own status costs it a call to its workers."""
 HURRIED_PERIOD_S = 0.005
-TAKE_OVER_S = 600.0
-"""How long the settings of an agent that was killed outlive it."""
 
 
-class NodeAgent:
+class NodeAgent(Node):
     """See the module.  ``await run()`` once.
 
     Args:
@@ -76,11 +70,7 @@ class NodeAgent:
     """
 
     def __init__(self, config: NodeConfig, tokens: Tokens, source: WeightSource | None = None) -> None:
-        self.config = config
-        self.dir = NodeDir(config.dir)
-        self.engine = RolloutEngine(config)
-        self.policy: Lending = config.lending.make()
-        self.policy_name: str = config.lending.policy
+        super().__init__(config)
         self._decisions = DecisionLog(
             config.decisions.directory or config.dir,
             f"lending-{config.node_id}",
@@ -90,32 +80,12 @@ class NodeAgent:
             max_files=config.decisions.max_files,
         )
         self._recorded_s = -math.inf
-        gate = config.gate.params()
-        self.rule, self.serialise = gate.rule, gate.serialise
-        serving = config.serving
-        self.mode = Mode[config.mode.upper()]
-        self.floor_pages = serving.floor_pages if serving else 0
-        self.max_lend_pages = config.lending.max_lend_pages
-        self.slo_ttft_ms = serving.slo_ttft_ms if serving else 0.0
-        self.slo_tpot_ms = serving.slo_tpot_ms if serving else 0.0
-        self.want_engine = True
-        self.errors: dict[str, str] = {}
-        self.device = DeviceView(self.dir, self.errors)
-        self.free = FreeFigure(config.device.reserve, self.errors)
-        self.audit = ResidentAudit(self.dir)
         self._tokens = tokens
         self._source = source
-        self.uplink: SchedulerUplink | None = None
-        self.weights: WeightLoop | None = None
-        metrics_url = None if serving is None else serving.metrics_url
-        self.latency = None if metrics_url is None else ServingLatency(metrics_url)
-        self.observed = Harvestable()
         self._step_floor = StepFloor()
-        self._slo_guard = SloGuard(config.lending.max_slo_breaches, config.lending.slo_window_s)
         self._num_commits = 0
         self._core_seen_s = 0.0
         self._deadline_s: float | None = None
-        self.epoch = 0
         self._published: tuple[int, ...] = ()
         self._stop = asyncio.Event()
         self._killing: asyncio.Task[None] | None = None
@@ -126,7 +96,7 @@ class NodeAgent:
     async def run(self) -> None:
         """Until SIGTERM, SIGINT or :meth:`stop`."""
         config = self.config
-        self._take_over()
+        self.take_over()
         self._state = self.dir.node_writer()  # first: it proves that we are the only one
         try:
             await self._run()
@@ -135,35 +105,6 @@ class NodeAgent:
             self._decisions.close()
             self._state.close()
             self.dir.remove()
-
-    def _take_over(self) -> None:
-        """Go on as the operator told an agent that was killed a moment ago: one who switched off must not find it on.
-
-        An agent that ended by itself leaves no file, and then the configuration counts.
-        """
-        reader = self.dir.node()
-        try:
-            last = reader.read()
-            if last is None or reader.alive() or age_s(last.heartbeat_ns) > TAKE_OVER_S:
-                return
-            mode, rule, policy = Mode(last.mode), Rule(last.rule), POLICIES[max(0, last.policy)]
-        except (LedgerError, ValueError, IndexError):
-            return
-        finally:
-            reader.close()
-        if mode != self.mode:
-            logger.warning(
-                "mode %s, as the agent that died here had it (configured: %s)",
-                mode.name.lower(),
-                self.config.mode,
-            )
-        self.mode, self.rule, self.serialise = mode, rule, bool(last.serialise)
-        self.max_lend_pages = max(0, last.max_lend_pages)
-        if policy != self.policy_name:
-            self.policy_name, self.policy = policy, make_lending(policy, self.config.lending.params())
-        if self.config.serving is not None and last.slo_ttft_ns > 0 and last.slo_tpot_ns > 0:
-            self.floor_pages = last.floor_pages
-            self.slo_ttft_ms, self.slo_tpot_ms = last.slo_ttft_ns / 1e6, last.slo_tpot_ns / 1e6
 
     async def _run(self) -> None:
         config = self.config
@@ -220,11 +161,6 @@ class NodeAgent:
         await control.stop()
         await self.engine.stop()
 
-    @property
-    def breaches_while_lending(self) -> int:
-        """Promises that production broke while something was lent."""
-        return self._slo_guard.total
-
     def stop(self) -> None:
         """Ask :meth:`run` to end."""
         self._stop.set()
@@ -242,7 +178,7 @@ class NodeAgent:
                 continue
             first = engine.num_starts == 0
             try:
-                await engine.start(self._engine_size())
+                await engine.start(self.engine_size())
                 await engine.wait_exit()
             except ConfigError as error:
                 if first:
@@ -252,7 +188,7 @@ class NodeAgent:
             except RoseError as error:
                 logger.error("rollout engine: %s", error)
             await engine.stop(grace_s=0.0)
-            if self._wants_engine:
+            if self.wants_engine:
                 engine.restarts.ended(time.monotonic())
 
     async def _end_unwanted_engine(self) -> None:
@@ -268,74 +204,6 @@ class NodeAgent:
             except RoseError as error:
                 self.errors["engine"] = str(error)
                 logger.error("%s", error)
-
-    @property
-    def _wants_engine(self) -> bool:
-        """Should its process be there?  Mode off leaves one that is, and starts none."""
-        warm = self.mode == Mode.OFF and self.config.engine.warm
-        return self.want_engine and (self.mode == Mode.ON or warm)
-
-    def waits_for(self) -> str | None:
-        """Why the engine may not be started now: it takes nothing of the device before an operator says ``on``, and serving
-        sizes its memory first."""
-        if not self._wants_engine:
-            return f"mode is {self.mode.name.lower()}" if self.want_engine else "an operator stopped it"
-        if self.config.serving is not None and (reason := self._waits_for_serving()) is not None:
-            return reason
-        left_s = self.engine.restarts.next_start_s - time.monotonic()
-        return f"a pause of {format_s(left_s)} before it is started again" if left_s > 0 else None
-
-    def _waits_for_serving(self) -> str | None:
-        lease, engine = self.device.lease, self.config.engine
-        for name in ("serving.lease", "serving.board"):
-            if name in self.errors:  # another version's, or damaged
-                return self.errors[name]
-        if lease is None or not self.device.serving_alive():
-            return "serving is not there"
-        if lease.phase == Phase.OFF:
-            because = row_of_number(lease.row)
-            found = f" ({text})" if (text := self.device.found()) else ""
-            return f"serving does not share: {because.feature}{found}: {because.reason}"
-        if lease.phase != Phase.READY:
-            return "serving is not ready"
-        if self._could_lend_pages is None and not says_kv_size(engine):
-            return "compute only: lending.max_lend_pages is not set, and nobody else knows what the device has left"
-        free_bytes, num_bytes = self.free.num_bytes, weights_bytes(engine.model)
-        if (
-            free_bytes is not None
-            and num_bytes is not None
-            and free_bytes - self.free.reserve_bytes < num_bytes
-        ):
-            left = max(0, free_bytes - self.free.reserve_bytes)
-            return f"the device has {format_bytes(left)} beside its reserve, the policy's weights are {format_bytes(num_bytes)}"
-        return None
-
-    @property
-    def _could_lend_pages(self) -> int | None:
-        lease = self.device.lease
-        if lease is None:
-            return None
-        compute_only = lease.support == Support.COMPUTE_ONLY
-        return kv_pages(
-            total_pages=lease.total_pages, compute_only=compute_only, max_lend_pages=self.max_lend_pages
-        )
-
-    def _engine_size(self) -> EngineSize | None:
-        """What the engine may take beside production; None on a dedicated device.
-
-        Raises:
-            ConfigError: A policy that does not fit beside production, or of unknown size, on a GPU.
-        """
-        if self.config.serving is None:
-            return None
-        memory, engine, share = self.free.memory, self.config.engine, None
-        if isinstance(memory, GpuMemory) and not says_memory_share(engine):
-            share = memory_share(
-                weights_bytes=weights_bytes(engine.model),
-                device_bytes=memory.total_bytes(),
-                free_bytes=memory.free_bytes() - self.free.reserve_bytes,
-            )
-        return EngineSize(kv_bytes=(self._could_lend_pages or 0) * PAGE_BYTES, memory_share=share)
 
     async def set_engine(self, wanted: bool) -> None:
         """Start or stop the engine process itself, apart from what it may hold."""
@@ -397,7 +265,7 @@ class NodeAgent:
             )
         rollout = self.device.rollout
         lent = rollout is not None and rollout.reserved_pages > 0
-        if self._slo_guard.see(now_s, board.breaches, lent) and self.mode == Mode.ON:
+        if self.slo_guard.see(now_s, board.breaches, lent) and self.mode == Mode.ON:
             lending = self.config.lending
             self._switch_off(
                 f"{lending.max_slo_breaches} broken promises of production within {lending.slo_window_s:g} s"
@@ -563,7 +431,7 @@ class NodeAgent:
         if mode is not None:
             for kind in ("slo", "audit"):
                 self.errors.pop(kind, None)
-            self._slo_guard.forgive()
+            self.slo_guard.forgive()
             if mode != self.mode:
                 self.observed.clear()
                 self.engine.forgive()

@@ -23,7 +23,7 @@ import os
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import httpx
 from aiohttp import web
@@ -36,9 +36,6 @@ from rose.errors import ConfigError, EngineError, RequestError, RoseError, TooLa
 from rose.policy.admission import Rule
 from rose.private_dir import private_dir
 from rose.wire.errors import error_body, read_refusal
-
-if TYPE_CHECKING:
-    from rose.coserve.agent import NodeAgent
 
 logger = logging.getLogger("rose.node")
 
@@ -70,10 +67,43 @@ class OffBody(Section):
     """False also ends the engine's process."""
 
 
+class Engine(Protocol):
+    def set_sched(self, sched: Literal["normal", "idle"], /) -> None: ...
+
+
+class Agent(Protocol):
+    """What an operator may do with a node agent."""
+
+    @property
+    def engine(self) -> Engine: ...
+
+    def status(self) -> dict[str, Any]: ...
+
+    def change(
+        self,
+        *,
+        mode: Mode | None = None,
+        floor_pages: int | None = None,
+        max_lend_pages: int | None = None,
+        slo_ttft_ms: float | None = None,
+        slo_tpot_ms: float | None = None,
+        policy: str | None = None,
+        rule: Rule | None = None,
+        serialise: bool | None = None,
+        rl_step: bool = False,
+    ) -> None: ...
+
+    async def set_engine(self, wanted: bool) -> None: ...
+
+    async def wait_given_back(self, timeout_s: float) -> bool: ...
+
+    async def proof(self, timeout_s: float = ..., /) -> dict[str, Any]: ...
+
+
 class ControlServer:
     """The server side; owned by the agent."""
 
-    def __init__(self, agent: NodeAgent, path: Path, tokens: Tokens) -> None:
+    def __init__(self, agent: Agent, path: Path, tokens: Tokens) -> None:
         self._agent, self._path, self._tokens = agent, path, tokens
         self._directory = private_dir(path.parent)
         self._runner: web.AppRunner | None = None

@@ -1,8 +1,6 @@
 """What the node agent tells others: ``rose node status``, rose-scheduler's heartbeat, and the proof that memory is back.
 
 Builds plain dictionaries from what the agent and its parts know; asks nobody but the engine (:func:`proof`), changes nothing.
-
-Callers: ``rose.coserve.agent``.
 """
 
 from __future__ import annotations
@@ -10,34 +8,32 @@ from __future__ import annotations
 import asyncio
 import os
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rose.coserve.ledger import Mode, Phase, RolloutLease, ServingLease
+from rose.coserve.links import WeightLoop
+from rose.coserve.node import Node
 from rose.errors import RoseError
 from rose.policy.compat import Support, row_of_number
 from rose.policy.lending import Lending, LendingPolicy
 from rose.units import PAGE_BYTES
 from rose.wire.workers import Heartbeat
 
-if TYPE_CHECKING:
-    from rose.coserve.agent import NodeAgent
-    from rose.coserve.links import WeightLoop
-
 
 def heartbeat(
-    agent: NodeAgent, engine_status: dict[str, Any], stopping: bool, incarnation: str, seq: int
+    node: Node, engine_status: dict[str, Any], stopping: bool, incarnation: str, seq: int
 ) -> Heartbeat:
     """A heartbeat to rose-scheduler."""
-    device = agent.device
-    ready = agent.engine.state == "ready" and agent.mode == Mode.ON
-    rollout = device.rollout if agent.engine.running else None
+    device = node.device
+    ready = node.engine.state == "ready" and node.mode == Mode.ON
+    rollout = device.rollout if node.engine.running else None
     budget, used = _tokens_of(rollout, engine_status)
-    p99_s = {} if agent.latency is None else agent.latency.p99_s
+    p99_s = {} if node.latency is None else node.latency.p99_s
     return Heartbeat(
         incarnation=incarnation,
         seq=seq,
-        version=agent.engine.version,
-        run=agent.config.weights.run_id if agent.config.weights is not None else None,
+        version=node.engine.version,
+        run=node.config.weights.run_id if node.config.weights is not None else None,
         state="ready" if ready else "stopping" if stopping else "starting",
         kv_budget_tokens=budget,
         kv_used_tokens=used,
@@ -46,46 +42,46 @@ def heartbeat(
         num_preemptions=_count(engine_status.get("num_preemptions")) or 0,
         gated=rollout is not None and not rollout.gate_open,
         reclaim_seq=rollout.reclaim_seq if rollout is not None else 0,
-        slack_s=device.slack_s() if agent.config.serving is not None else None,
-        serving_use=_serving_use(agent),
+        slack_s=device.slack_s() if node.config.serving is not None else None,
+        serving_use=_serving_use(node),
         slo_breaches=device.board.breaches if device.board is not None else 0,
         serving_ttft_p99_s=p99_s.get("ttft"),
         serving_tpot_p99_s=p99_s.get("tpot"),
-        slo_ttft_s=agent.slo_ttft_ms / 1e3 if "ttft" in p99_s else None,
-        slo_tpot_s=agent.slo_tpot_ms / 1e3 if "tpot" in p99_s else None,
+        slo_ttft_s=node.slo_ttft_ms / 1e3 if "ttft" in p99_s else None,
+        slo_tpot_s=node.slo_tpot_ms / 1e3 if "tpot" in p99_s else None,
     )
 
 
-def status(agent: NodeAgent) -> dict[str, Any]:
+def status(node: Node) -> dict[str, Any]:
     """Everything in force on this device, for ``rose node status``."""
-    uplink, device = agent.uplink, agent.device
-    observed = agent.observed.report()
+    uplink, device = node.uplink, node.device
+    observed = node.observed.report()
     rollout = device.rollout
     return {
-        "node_id": agent.config.node_id,
+        "node_id": node.config.node_id,
         "pid": os.getpid(),
-        "tier": agent.config.tier,
-        "mode": agent.mode.name.lower(),
-        "epoch": agent.epoch,
+        "tier": node.config.tier,
+        "mode": node.mode.name.lower(),
+        "epoch": node.epoch,
         "page_bytes": PAGE_BYTES,
-        "slo_ttft_ms": agent.slo_ttft_ms,
-        "slo_tpot_ms": agent.slo_tpot_ms,
-        "floor_pages": agent.floor_pages,
+        "slo_ttft_ms": node.slo_ttft_ms,
+        "slo_tpot_ms": node.slo_tpot_ms,
+        "floor_pages": node.floor_pages,
         "lending": {
-            "policy": agent.policy_name,
-            "rule": agent.rule.name.lower() + (", serialised" if agent.serialise else ""),
-            **_lending(agent.policy),
+            "policy": node.policy_name,
+            "rule": node.rule.name.lower() + (", serialised" if node.serialise else ""),
+            **_lending(node.policy),
         },
         "device": {
-            "kind": agent.free.memory.kind,
-            "free_bytes": agent.free.num_bytes,
-            "reserve_bytes": agent.free.reserve_bytes,
-            "short": agent.policy.short_of_reserve,
-            "breaches": agent.policy.num_reserve_breaches,
+            "kind": node.free.memory.kind,
+            "free_bytes": node.free.num_bytes,
+            "reserve_bytes": node.free.reserve_bytes,
+            "short": node.policy.short_of_reserve,
+            "breaches": node.policy.num_reserve_breaches,
         },
-        "audit": agent.audit.report(),
+        "audit": node.audit.report(),
         "observed": None if observed is None else asdict(observed),
-        "serving": _serving(agent),
+        "serving": _serving(node),
         "rollout": {
             "alive": device.rollout_alive(),
             "phase": _phase(rollout),
@@ -97,20 +93,20 @@ def status(agent: NodeAgent) -> dict[str, Any]:
             "reclaim_seq": rollout.reclaim_seq if rollout else 0,
             "cut_requests": rollout.cut_requests if rollout else 0,
         },
-        "engine": {**agent.engine.describe(), "waits_for": agent.waits_for()},
+        "engine": {**node.engine.describe(), "waits_for": node.waits_for()},
         "scheduler": None if uplink is None else {"connected": uplink.connected, "error": uplink.error},
-        "weights": None if agent.weights is None else _weights(agent.weights),
-        "errors": dict(agent.errors),
+        "weights": None if node.weights is None else _weights(node.weights),
+        "errors": dict(node.errors),
     }
 
 
-async def proof(agent: NodeAgent, timeout_s: float) -> dict[str, Any]:
+async def proof(node: Node, timeout_s: float) -> dict[str, Any]:
     """What the rollout engine holds, from three sources that do not know each other.
 
     Args:
         timeout_s: What it gets to answer; without one the others speak.
     """
-    engine, rollout = agent.engine, agent.device.rollout
+    engine, rollout = node.engine, node.device.rollout
     try:
         answer = await engine.refresh_status(timeout_s) if engine.state == "ready" else {}
     except RoseError:
@@ -119,7 +115,7 @@ async def proof(agent: NodeAgent, timeout_s: float) -> dict[str, Any]:
     resident = scheduler.get("resident_bytes") if isinstance(scheduler, dict) else None
     return {
         "reserved_pages": rollout.reserved_pages if rollout and engine.running else 0,
-        "resident_pages": sum(agent.device.resident_pages().values()),
+        "resident_pages": sum(node.device.resident_pages().values()),
         "engine_kv_resident_bytes": resident if isinstance(resident, int) else None,
         "engine_rss_bytes": await asyncio.to_thread(engine.rss_bytes),
         "gate_open": bool(rollout.gate_open) if rollout and engine.running else False,
@@ -145,8 +141,8 @@ def _lending(policy: Lending) -> dict[str, Any]:
     return found
 
 
-def _serving(agent: NodeAgent) -> dict[str, Any]:
-    device = agent.device
+def _serving(node: Node) -> dict[str, Any]:
+    device = node.device
     lease, board = device.lease, device.board
     return {
         "alive": device.serving_alive(),
@@ -165,9 +161,9 @@ def _serving(agent: NodeAgent) -> dict[str, Any]:
         "lost_tokens": lease.lost_tokens if lease else 0,
         "cold_pages": lease.cold_pages if lease else 0,
         "slo_breaches": board.breaches if board else 0,
-        "slo_breaches_while_lending": agent.breaches_while_lending,
-        "p99_s": None if agent.latency is None else dict(agent.latency.p99_s),
-        "metrics_error": None if agent.latency is None else agent.latency.error,
+        "slo_breaches_while_lending": node.breaches_while_lending,
+        "p99_s": None if node.latency is None else dict(node.latency.p99_s),
+        "metrics_error": None if node.latency is None else node.latency.error,
     }
 
 
@@ -180,9 +176,9 @@ def _weights(weights: WeightLoop) -> dict[str, Any]:
     }
 
 
-def _serving_use(agent: NodeAgent) -> float:
+def _serving_use(node: Node) -> float:
     """Share of the device's KV memory that production uses."""
-    lease, board = agent.device.lease, agent.device.board
+    lease, board = node.device.lease, node.device.board
     if board is None or lease is None or not lease.total_pages:
         return 0.0
     return min(1.0, board.used_pages / lease.total_pages)

@@ -1,33 +1,23 @@
-"""``rose profile``: measure how long an engine's steps take, fit the model that admission predicts with, say how wrong it is.
+"""Step times of an engine, and the model that admission predicts with, fitted to them.
 
-Starts the ``[engine]`` of a node's settings alone on its cores (no production, no scheduler, no relay), sends it prompts of
-many lengths and batches of many sizes, and reads the steps that its plugin wrote down (``ROSE_STEP_LOG``).  Two thirds of the
-steps fit the coefficients, the rest judges them.  The result is a small JSON file::
+``rose profile`` (:mod:`rose.coserve.profile_engine`) measures them; the plugin writes them down (``ROSE_STEP_LOG``).  Two thirds of
+the steps fit the coefficients, the rest judges them.  The result is a small JSON file.  The engine starts from these coefficients
+and goes on correcting them from its own steps.
 
-    rose profile --config node.toml --out policy-profile.json
-    # node.toml:  [engine] profile = "policy-profile.json"      production:  ROSE_STEP_PROFILE=... vllm serve ...
-
-The engine starts from these coefficients and goes on correcting them from its own steps.
-
-Errors: a file that is not a profile is a ConfigError that names the field.  Callers: ``rose.cli``, the node agent's settings.
+Errors: a file that is not a profile is a ConfigError that names the field.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import typer
 
-from rose.config import load_config
-from rose.coserve.config import NodeConfig
 from rose.errors import ConfigError, EngineError
 from rose.policy.admission import StepModel
 
@@ -168,93 +158,3 @@ def load_profile(path: Path) -> Profile:
     except (ValueError, TypeError) as error:
         raise ConfigError(f"is no step profile: {error}", field=str(path), fix="rose profile") from error
     return profile
-
-
-# --- measuring
-
-
-def profile_main(
-    config: Annotated[Path, typer.Option(help="A node's settings; its section engine is measured.")],
-    out: Annotated[Path, typer.Option(help="Where the profile goes.")] = Path("profile.json"),
-    seconds: Annotated[float, typer.Option(min=5, help="How long to measure.")] = 60.0,
-    overrides: Annotated[list[str] | None, typer.Option("--set", help="Change a setting: a.b=value.")] = None,
-) -> None:
-    """Measure an engine's step times, fit the latency model of admission, and print its error on held-out steps."""
-    settings = load_config(NodeConfig, config, overrides or [])
-    profile = asyncio.run(measure(settings, seconds, typer.echo))
-    out.write_text(profile.to_json())
-    for name in COEFFICIENTS:
-        typer.echo(f"{name:18} {getattr(profile, name) * 1e6:10.2f} us")
-    met = "within" if profile.mae_fraction <= BAR_FRACTION else "above"
-    typer.echo(
-        f"mean absolute error {profile.mae_fraction:.1%} (median {profile.median_error_fraction:.1%}) on "
-        f"{profile.num_held_out} held-out of {profile.num_steps} steps: {met} the limit of {BAR_FRACTION:.0%}"
-    )
-    typer.echo(f"{out}")
-
-
-async def measure(settings: NodeConfig, seconds: float, say: Any) -> Profile:
-    """Run the engine alone and fit what it wrote."""
-    from rose.auth import Tokens
-    from rose.coserve.agent import NodeAgent
-
-    with tempfile.TemporaryDirectory(prefix="rose-profile-") as folder:
-        log = Path(folder) / "steps.log"
-        engine = settings.engine.model_copy(
-            update={"env": {**settings.engine.env, "ROSE_STEP_LOG": str(log)}, "profile": None}
-        )
-        alone = settings.model_copy(
-            update={
-                "dir": Path(folder) / "n",
-                "mode": "on",
-                "serving": None,
-                "scheduler": None,
-                "weights": None,
-                "engine": engine,
-            }
-        )
-        agent = NodeAgent(alone, Tokens.generate())
-        running = asyncio.create_task(agent.run())
-        try:
-            say("starting the engine ...")
-            await _ready(agent, running, settings.engine.start_timeout_s)
-            say(f"measuring for {seconds:.0f} s ...")
-            await _exercise(agent, seconds, settings.engine.max_model_len)
-        finally:
-            agent.stop()
-            await asyncio.gather(running, return_exceptions=True)
-        return fit(read_steps(log), settings.engine.model)
-
-
-async def _ready(agent: Any, running: asyncio.Task[None], timeout_s: float) -> None:
-    async with asyncio.timeout(timeout_s):
-        while agent.engine.state != "ready" or not (
-            agent.device.rollout and agent.device.rollout.reserved_pages
-        ):
-            if running.done():
-                running.result()
-                raise EngineError("ended before it was ready", field="rollout engine")
-            await asyncio.sleep(0.1)
-
-
-async def _exercise(agent: Any, seconds: float, max_model_len: int) -> None:
-    """Waves of requests: batch sizes and prompt lengths drawn so that every coefficient is exercised."""
-    rng = random.Random(0)
-    number = 0
-    until_s = asyncio.get_running_loop().time() + seconds
-    longest = max(16, max_model_len // 2)
-    while asyncio.get_running_loop().time() < until_s:
-        batch = rng.choice([1, 1, 2, 4, 8, 16])
-        length = min(longest, int(8 * 2 ** rng.uniform(0, 7)))
-        bodies: list[dict[str, Any]] = []
-        for _ in range(batch):
-            number += 1
-            tokens = [rng.randrange(100) for _ in range(max(1, int(length * rng.uniform(0.5, 1.0))))]
-            sampling = {"max_tokens": rng.choice([4, 16, 32]), "temperature": 1.0, "ignore_eos": True}
-            bodies.append(
-                {"request_id": f"profile-{number}", "token_ids": tokens, "sampling_params": sampling}
-            )
-        calls = [
-            agent.engine.call("POST", "/inference/v1/generate", body, timeout_s=120.0) for body in bodies
-        ]
-        await asyncio.gather(*calls)

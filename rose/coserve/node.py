@@ -1,0 +1,165 @@
+"""The node as its agent holds it: what runs on the device, what an operator has set, and why the engine may not run.
+
+The agent (:mod:`rose.coserve.agent`) acts on it, :mod:`rose.coserve.report` tells others about it; nothing here starts, writes or sends.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from rose.coserve.audit import ResidentAudit
+from rose.coserve.config import NodeConfig
+from rose.coserve.device import DeviceView, FreeFigure, age_s
+from rose.coserve.engine import RolloutEngine
+from rose.coserve.engine_args import says_kv_size, says_memory_share, weights_bytes
+from rose.coserve.free_memory import GpuMemory
+from rose.coserve.latency import ServingLatency
+from rose.coserve.ledger import Mode, NodeDir, Phase
+from rose.coserve.links import SchedulerUplink, WeightLoop
+from rose.errors import LedgerError
+from rose.policy.admission import Rule
+from rose.policy.baselines import POLICIES, make_lending
+from rose.policy.compat import Support, row_of_number
+from rose.policy.engine_start import EngineSize, kv_pages, memory_share
+from rose.policy.lending import Lending
+from rose.policy.watch import Harvestable, SloGuard
+from rose.units import PAGE_BYTES, format_bytes, format_s
+
+logger = logging.getLogger("rose.node")
+
+TAKE_OVER_S = 600.0
+"""How long the settings of an agent that was killed outlive it."""
+
+
+class Node:
+    """The parts of a node and its settings in force."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        self.config = config
+        self.dir = NodeDir(config.dir)
+        self.engine = RolloutEngine(config)
+        self.policy: Lending = config.lending.make()
+        self.policy_name: str = config.lending.policy
+        gate = config.gate.params()
+        self.rule, self.serialise = gate.rule, gate.serialise
+        serving = config.serving
+        self.mode = Mode[config.mode.upper()]
+        self.floor_pages = serving.floor_pages if serving else 0
+        self.max_lend_pages = config.lending.max_lend_pages
+        self.slo_ttft_ms = serving.slo_ttft_ms if serving else 0.0
+        self.slo_tpot_ms = serving.slo_tpot_ms if serving else 0.0
+        self.want_engine = True
+        self.errors: dict[str, str] = {}
+        self.device = DeviceView(self.dir, self.errors)
+        self.free = FreeFigure(config.device.reserve, self.errors)
+        self.audit = ResidentAudit(self.dir)
+        self.uplink: SchedulerUplink | None = None
+        self.weights: WeightLoop | None = None
+        metrics_url = None if serving is None else serving.metrics_url
+        self.latency = None if metrics_url is None else ServingLatency(metrics_url)
+        self.observed = Harvestable()
+        self.slo_guard = SloGuard(config.lending.max_slo_breaches, config.lending.slo_window_s)
+        self.epoch = 0
+
+    def take_over(self) -> None:
+        """Go on as the operator told an agent that was killed a moment ago: one who switched off must not find it on.
+
+        An agent that ended by itself leaves no file, and then the configuration counts.
+        """
+        reader = self.dir.node()
+        try:
+            last = reader.read()
+            if last is None or reader.alive() or age_s(last.heartbeat_ns) > TAKE_OVER_S:
+                return
+            mode, rule, policy = Mode(last.mode), Rule(last.rule), POLICIES[max(0, last.policy)]
+        except (LedgerError, ValueError, IndexError):
+            return
+        finally:
+            reader.close()
+        if mode != self.mode:
+            logger.warning(
+                "mode %s, as the agent that died here had it (configured: %s)",
+                mode.name.lower(),
+                self.config.mode,
+            )
+        self.mode, self.rule, self.serialise = mode, rule, bool(last.serialise)
+        self.max_lend_pages = max(0, last.max_lend_pages)
+        if policy != self.policy_name:
+            self.policy_name, self.policy = policy, make_lending(policy, self.config.lending.params())
+        if self.config.serving is not None and last.slo_ttft_ns > 0 and last.slo_tpot_ns > 0:
+            self.floor_pages = last.floor_pages
+            self.slo_ttft_ms, self.slo_tpot_ms = last.slo_ttft_ns / 1e6, last.slo_tpot_ns / 1e6
+
+    @property
+    def breaches_while_lending(self) -> int:
+        """Promises that production broke while something was lent."""
+        return self.slo_guard.total
+
+    @property
+    def wants_engine(self) -> bool:
+        """Should its process be there?  Mode off leaves one that is, and starts none."""
+        warm = self.mode == Mode.OFF and self.config.engine.warm
+        return self.want_engine and (self.mode == Mode.ON or warm)
+
+    def waits_for(self) -> str | None:
+        """Why the engine may not be started now: it takes nothing of the device before an operator says ``on``, and serving
+        sizes its memory first."""
+        if not self.wants_engine:
+            return f"mode is {self.mode.name.lower()}" if self.want_engine else "an operator stopped it"
+        if self.config.serving is not None and (reason := self._waits_for_serving()) is not None:
+            return reason
+        left_s = self.engine.restarts.next_start_s - time.monotonic()
+        return f"a pause of {format_s(left_s)} before it is started again" if left_s > 0 else None
+
+    def _waits_for_serving(self) -> str | None:
+        lease, engine = self.device.lease, self.config.engine
+        for name in ("serving.lease", "serving.board"):
+            if name in self.errors:  # another version's, or damaged
+                return self.errors[name]
+        if lease is None or not self.device.serving_alive():
+            return "serving is not there"
+        if lease.phase == Phase.OFF:
+            because = row_of_number(lease.row)
+            found = f" ({text})" if (text := self.device.found()) else ""
+            return f"serving does not share: {because.feature}{found}: {because.reason}"
+        if lease.phase != Phase.READY:
+            return "serving is not ready"
+        if self.could_lend_pages is None and not says_kv_size(engine):
+            return "compute only: lending.max_lend_pages is not set, and nobody else knows what the device has left"
+        free_bytes, num_bytes = self.free.num_bytes, weights_bytes(engine.model)
+        if (
+            free_bytes is not None
+            and num_bytes is not None
+            and free_bytes - self.free.reserve_bytes < num_bytes
+        ):
+            left = max(0, free_bytes - self.free.reserve_bytes)
+            return f"the device has {format_bytes(left)} beside its reserve, the policy's weights are {format_bytes(num_bytes)}"
+        return None
+
+    @property
+    def could_lend_pages(self) -> int | None:
+        lease = self.device.lease
+        if lease is None:
+            return None
+        compute_only = lease.support == Support.COMPUTE_ONLY
+        return kv_pages(
+            total_pages=lease.total_pages, compute_only=compute_only, max_lend_pages=self.max_lend_pages
+        )
+
+    def engine_size(self) -> EngineSize | None:
+        """What the engine may take beside production; None on a dedicated device.
+
+        Raises:
+            ConfigError: A policy that does not fit beside production, or of unknown size, on a GPU.
+        """
+        if self.config.serving is None:
+            return None
+        memory, engine, share = self.free.memory, self.config.engine, None
+        if isinstance(memory, GpuMemory) and not says_memory_share(engine):
+            share = memory_share(
+                weights_bytes=weights_bytes(engine.model),
+                device_bytes=memory.total_bytes(),
+                free_bytes=memory.free_bytes() - self.free.reserve_bytes,
+            )
+        return EngineSize(kv_bytes=(self.could_lend_pages or 0) * PAGE_BYTES, memory_share=share)
