@@ -55,13 +55,13 @@ from rich.table import Table
 from benchmarks.report import write
 from rose.auth import Tokens
 from rose.demo import parts
-from rose.demo.arrivals import busiest_second_ratio, load_trace
 from rose.demo.config import DemoConfig, ProductionSettings, RolloutSettings, TrafficSettings
 from rose.demo.fleet import Fleet
-from rose.demo.measure import Sample, read_records, to_samples
 from rose.demo.ui import Stages
 from rose.demo.workplace import Workplace
 from rose.errors import ConfigError, RoseError
+from rose.evaluation.arms import RequestLatency, read_records, to_samples
+from rose.evaluation.arrivals import busiest_second_ratio, load_trace
 from rose.shared_memory import SharedMemorySweep
 
 SOLO_LEAD_S = 2.5
@@ -248,7 +248,7 @@ async def _until(at_s: float) -> float:
     return time.monotonic() - at_s
 
 
-def _pack(sample: Sample) -> list[Any]:
+def _pack(sample: RequestLatency) -> list[Any]:
     gaps = [round(gap, 5) for gap in sample.itl_s]
     return [
         sample.phase, sample.index, round(sample.ttft_s, 5), round(sample.end_s, 5), sample.num_tokens,
@@ -256,9 +256,9 @@ def _pack(sample: Sample) -> list[Any]:
     ]  # fmt: skip
 
 
-def _unpack(row: list[Any]) -> Sample:
+def _unpack(row: list[Any]) -> RequestLatency:
     phase, index, ttft_s, end_s, num_tokens, late_s, error, gaps = row
-    return Sample(
+    return RequestLatency(
         index=index, phase=phase, at_s=0.0, ttft_s=ttft_s, end_s=end_s, itl_s=tuple(gaps),
         num_tokens=num_tokens, late_s=late_s, error=error,
     )  # fmt: skip

@@ -47,7 +47,7 @@ from rose.demo.models import POLICY, ensure_model
 from rose.policy.worker import Duty
 from rose.scheduler.app import Scheduler
 from rose.scheduler.config import SchedulerConfig, StaticWorker
-from rose.train.batch import Sample, samples_of
+from rose.train.batch import TrainingSequence, samples_of
 from rose.train.client import SchedulerClient
 from rose.train.envs.frozenlake import FrozenLakeFamily, FrozenLakeParams
 from rose.train.loss import mismatch
@@ -83,7 +83,7 @@ class Tally:
         self.trainer = trainer
         self._pairs: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
-    def add(self, samples: Sequence[Sample], kinds: Sequence[Sequence[str]]) -> None:
+    def add(self, samples: Sequence[TrainingSequence], kinds: Sequence[Sequence[str]]) -> None:
         """``kinds``: of each sampled token of each sample; the empty name is left out."""
         for one, mine_N, names in zip(samples, self.trainer.log_probs(samples), kinds, strict=True):
             theirs_N = torch.tensor(one.logprobs)
@@ -233,10 +233,10 @@ def of_dtype(dtype: str, model: Path, report: Report) -> dict[str, Any]:
 # --- an update on keys and values of before --------------------------------------------------------------
 
 
-def sample_from(turn: Mapping[str, Any], begin: int = 0) -> Sample:
+def sample_from(turn: Mapping[str, Any], begin: int = 0) -> TrainingSequence:
     """The tokens of a turn from ``begin`` on, to be computed by the trainer."""
     start, count = len(turn["prompt"]) + begin, len(turn["tokens"]) - begin
-    return Sample(
+    return TrainingSequence(
         trajectory_id="t",
         group_id="g",
         reward=0.0,
@@ -280,7 +280,7 @@ def weights_of(trainer: TorchTrainer) -> dict[str, torch.Tensor]:
     }
 
 
-def around_a_commit(pair: Pair, kv: str, rng: np.random.Generator) -> list[tuple[str, Sample]]:
+def around_a_commit(pair: Pair, kv: str, rng: np.random.Generator) -> list[tuple[str, TrainingSequence]]:
     """One commit with turns in flight, and turns on cached and on new prompts after it."""
     server, prompts = pair.server, [prompt_of(rng) for _ in range(NUM_TURNS)]
     for prompt in prompts:

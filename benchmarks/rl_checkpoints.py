@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from rose.train.batch import Sample
+from rose.train.batch import TrainingSequence
 from rose.train.trainer import TorchTrainer, TrainerParams
 from rose.weights.source import collect
 
@@ -92,7 +92,7 @@ def make_base(folder: Path, *, steps: int, seed: int) -> None:
 @torch.no_grad()
 def roll_out(
     model: torch.nn.Module, num_groups: int, rng: np.random.Generator, generator: torch.Generator
-) -> list[Sample]:
+) -> list[TrainingSequence]:
     """Sample ``num_groups * GROUP_SIZE`` answers at temperature 1, with the log-probs of what was sampled."""
     problems = [problem(rng) for _ in range(num_groups)]
     ids = torch.tensor([prompt for prompt, _ in problems for _ in range(GROUP_SIZE)])
@@ -109,7 +109,7 @@ def roll_out(
     for row, answer in enumerate(answers):
         prompt, right = problems[row // GROUP_SIZE]
         samples.append(
-            Sample(
+            TrainingSequence(
                 trajectory_id=f"t{row:04d}",
                 group_id=f"g{row // GROUP_SIZE:03d}",
                 reward=sum(a == b for a, b in zip(answer, right, strict=True)) / ANSWER_TOKENS,

@@ -38,8 +38,8 @@ from coserving.world import POLICY_RECIPE, PRODUCTION_RECIPE  # noqa: E402
 
 from benchmarks.report import Report, percentile  # noqa: E402
 from rose.coserve.step_profile import Profile, load_profile  # noqa: E402
-from rose.demo.arrivals import Arrival, TrafficShape, load_trace  # noqa: E402
 from rose.errors import ConfigError, RoseError  # noqa: E402
+from rose.evaluation.arrivals import Arrival, TrafficShape, load_trace  # noqa: E402
 from rose.sim.arrivals import Arrivals, Prefixes  # noqa: E402
 from rose.sim.scenario import Scenario  # noqa: E402
 from rose.sim.world import RunResult, simulate  # noqa: E402

@@ -43,7 +43,7 @@ from weights_parts import measure_large, measure_recovery
 
 from benchmarks.report import Report, write
 from rose.shared_memory import SharedMemorySweep
-from rose.train.batch import Sample
+from rose.train.batch import TrainingSequence
 from rose.train.trainer import TorchTrainer, TrainerParams
 from rose.weights import statehash
 from rose.weights.params import WeightsParams
@@ -81,7 +81,7 @@ def measure_versions(
         shutil.copytree(args.base, base)
     write_tokenizer(base, MODEL["vocab_size"])
     trainer = TorchTrainer(base, TrainerParams(learning_rate=args.lr, max_grad_norm=1.0))
-    groups: queue.Queue[list[Sample]] = queue.Queue(2 * args.groups)
+    groups: queue.Queue[list[TrainingSequence]] = queue.Queue(2 * args.groups)
     rows: list[dict[str, Any]] = []
     losses: list[dict[str, float]] = []
     checks: dict[str, bool] = {}
@@ -176,7 +176,7 @@ def measure_versions(
     }
 
 
-def take(groups: queue.Queue[list[Sample]], samplers: list[Sampler]) -> list[Sample]:
+def take(groups: queue.Queue[list[TrainingSequence]], samplers: list[Sampler]) -> list[TrainingSequence]:
     while True:
         for sampler in samplers:
             if sampler.error is not None:

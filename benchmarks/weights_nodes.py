@@ -31,7 +31,7 @@ from rose.auth import Tokens, bearer
 from rose.coserve.config import EngineConfig, NodeConfig, WeightsLink
 from rose.coserve.engine import RolloutEngine
 from rose.coserve.links import WeightLoop, WeightSource, open_weight_source
-from rose.train.batch import Sample
+from rose.train.batch import TrainingSequence
 from rose.weights import retention
 from rose.weights.http_store import HttpStore
 from rose.weights.manifest import Head
@@ -320,7 +320,9 @@ class Sampler(threading.Thread):
     wanted.  The log-probs are the engine's, so what is trained on may be a version or two old.
     """
 
-    def __init__(self, server: EngineServer, name: str, groups: queue.Queue[list[Sample]], seed: int) -> None:
+    def __init__(
+        self, server: EngineServer, name: str, groups: queue.Queue[list[TrainingSequence]], seed: int
+    ) -> None:
         super().__init__(name=name, daemon=True)
         self._server, self._groups = server, groups
         self._rng = np.random.default_rng(seed)
@@ -353,7 +355,7 @@ class Sampler(threading.Thread):
         except Exception as error:  # noqa: BLE001 - told to the trainer's thread, which waits for groups
             self.error = error
 
-    def _put(self, group: list[Sample]) -> None:
+    def _put(self, group: list[TrainingSequence]) -> None:
         while True:
             try:
                 return self._groups.put_nowait(group)
@@ -361,7 +363,7 @@ class Sampler(threading.Thread):
                 with contextlib.suppress(queue.Empty):
                     self._groups.get_nowait()
 
-    def _group(self, pool: ThreadPoolExecutor) -> list[Sample]:
+    def _group(self, pool: ThreadPoolExecutor) -> list[TrainingSequence]:
         prompt, right = problem(self._rng)
         self.in_flight = GROUP_SIZE
         seeds = [int(seed) for seed in self._rng.integers(1 << 31, size=GROUP_SIZE)]
@@ -370,7 +372,7 @@ class Sampler(threading.Thread):
         self.num_answers += len(choices)
         self.num_mixed += sum(len(choice["weight_versions"]) > 1 for choice in choices)
         return [
-            Sample(
+            TrainingSequence(
                 trajectory_id=f"{name}-{number}",
                 group_id=name,
                 reward=sum(a == b for a, b in zip(choice["token_ids"], right, strict=True)) / ANSWER_TOKENS,

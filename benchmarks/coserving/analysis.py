@@ -9,7 +9,7 @@ from typing import Any
 
 from coserving.plan import ALONE_1, ALONE_2, SOLO, Schedule
 
-from rose.demo.measure import Ratio, Sample, Slo, arm_stats, ratio
+from rose.evaluation.arms import Ratio, RequestLatency, Slo, arm_stats, ratio
 
 BAR_RATIO = 1.05
 BAR_SHARE = 0.85
@@ -29,7 +29,9 @@ class BlockRecord:
     counters: Mapping[str, float]
 
 
-def label(samples: Sequence[Sample], schedule: Schedule, measured: Collection[int]) -> list[Sample]:
+def label(
+    samples: Sequence[RequestLatency], schedule: Schedule, measured: Collection[int]
+) -> list[RequestLatency]:
     """Requests of the blocks with these numbers, with their arm as phase and their pair as index."""
     block_of = [number for number, block in enumerate(schedule.blocks) for _ in range(block.count)]
     return [
@@ -74,7 +76,7 @@ def _hit_rate(blocks: Sequence[BlockRecord]) -> float | None:
 
 
 def analyse(
-    samples: Sequence[Sample], blocks: Sequence[BlockRecord], slo: Slo, arms: Sequence[str]
+    samples: Sequence[RequestLatency], blocks: Sequence[BlockRecord], slo: Slo, arms: Sequence[str]
 ) -> dict[str, Any]:
     """``{"arms": {name: row}, "summary": {...}}``; a figure that could not be measured is None."""
     by_arm = {arm: [s for s in samples if s.phase == arm] for arm in arms}

@@ -14,7 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from rose.demo.arrivals import Arrival, TraceRow, TrafficShape, fit_trace, generate_arrivals, thin_burst
+from rose.evaluation.arrivals import (
+    Arrival,
+    TraceRow,
+    TrafficShape,
+    fit_trace,
+    generate_arrivals,
+    thin_burst,
+)
 
 ALONE_1, ALONE_2, SOLO = "alone_1", "alone_2", "solo"
 WORKLOADS = ("generated", "trace", "burst", "multiturn")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from rose.demo.charts import linear_axis, log_axis
+from rose.evaluation.charts import linear_axis, log_axis
 
 METRICS = {
     "ttft": "P99 time to first token, over production alone",

@@ -30,13 +30,13 @@ from benchmarks.gpu.common import GIB, RATE, TRACE, Figures, keep, logs_folder, 
 from rose.auth import Tokens, bearer
 from rose.coserve.control import ControlClient
 from rose.demo import parts
-from rose.demo.arrivals import load_trace
 from rose.demo.config import DemoConfig, ProductionSettings, RolloutSettings, TrafficSettings
 from rose.demo.fleet import Fleet, Part
-from rose.demo.measure import read_records, to_samples
 from rose.demo.ui import Stages
 from rose.demo.workplace import Workplace
 from rose.errors import EngineError
+from rose.evaluation.arms import read_records, to_samples
+from rose.evaluation.arrivals import load_trace
 from rose.shared_memory import SharedMemorySweep
 
 ARMS = ("alone_1", "alone_2", "naive", "static", "paper", "rose")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from rose.demo.charts import Axis, Series, legend, line_chart
+from rose.evaluation.charts import Axis, Series, legend, line_chart
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2430; --muted: #66707e; --grid: #d9dee5; --page: #fff;

@@ -25,7 +25,7 @@ import uvloop
 
 from benchmarks.training.probe import Probe
 from rose.auth import Tokens
-from rose.train.batch import Sample
+from rose.train.batch import TrainingSequence
 from rose.train.checkpoint import Checkpoint
 from rose.train.config import TrainConfig
 from rose.train.loop import train_with
@@ -52,7 +52,11 @@ class PacedTrainer:
         return self._step_index
 
     def step(
-        self, samples: Sequence[Sample], *, learning_rate: float | None = None, single_update: bool = False
+        self,
+        samples: Sequence[TrainingSequence],
+        *,
+        learning_rate: float | None = None,
+        single_update: bool = False,
     ) -> TrainReport:
         started_s = time.monotonic()
         time.sleep(self._step_s)

@@ -11,9 +11,9 @@ from typing import Any
 from pydantic import Field
 
 from rose.config import Section, load_config
-from rose.demo.arrivals import TrafficShape
-from rose.demo.measure import Slo
 from rose.errors import ConfigError
+from rose.evaluation.arms import Slo
+from rose.evaluation.arrivals import TrafficShape
 from rose.train.envs.frozenlake import FrozenLakeParams
 
 PARTS = ("production", "relay", "scheduler", "harvested", "dedicated")

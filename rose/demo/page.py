@@ -14,23 +14,6 @@ from importlib import resources
 from itertools import accumulate
 from string import Template
 
-from rose.demo.charts import (
-    Axis,
-    Band,
-    Lane,
-    Mark,
-    Series,
-    Span,
-    bar_chart,
-    bytes_axis,
-    legend,
-    line_chart,
-    linear_axis,
-    log_axis,
-    nice_ticks,
-    timeline,
-)
-from rose.demo.measure import ArmStats, Ratio
 from rose.demo.result import (
     ALONE_1,
     ALONE_2,
@@ -50,6 +33,23 @@ from rose.demo.result import (
     shorter_side,
     steps_gain,
     summarize,
+)
+from rose.evaluation.arms import ArmStats, Ratio
+from rose.evaluation.charts import (
+    Axis,
+    Band,
+    Lane,
+    Mark,
+    Series,
+    Span,
+    bar_chart,
+    bytes_axis,
+    legend,
+    line_chart,
+    linear_axis,
+    log_axis,
+    nice_ticks,
+    timeline,
 )
 from rose.units import format_bytes, format_s
 

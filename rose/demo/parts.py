@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from rose.auth import ENV_TOKEN_FILE
-from rose.demo.arrivals import Arrival
 from rose.demo.config import DemoConfig
 from rose.demo.fleet import Part
 from rose.demo.traffic import TrafficPlan, write_phase
 from rose.errors import ConfigError
+from rose.evaluation.arrivals import Arrival
 from rose.proc import ProcSpec
 
 TOKEN_FILE = "tokens.toml"

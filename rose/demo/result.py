@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from rose.demo.measure import ArmStats, Ratio, Slo, mean_interval
+from rose.evaluation.arms import ArmStats, Ratio, Slo, mean_interval
 
 DEDICATED = "dedicated"
 HARVESTED = "harvested"

@@ -34,10 +34,8 @@ from rich.markup import escape
 from rose.auth import Tokens, bearer
 from rose.coserve.control import ControlClient
 from rose.demo import parts
-from rose.demo.arrivals import Arrival, busiest_second_ratio, fit_trace, generate_arrivals, load_trace
 from rose.demo.config import DemoConfig
 from rose.demo.fleet import Fleet
-from rose.demo.measure import Ratio, Sample, arm_stats, ratio, read_records, to_samples
 from rose.demo.observe import Observer
 from rose.demo.preflight import check_facts, gather_facts
 from rose.demo.report import write_report
@@ -47,6 +45,14 @@ from rose.demo.traffic import write_phase
 from rose.demo.ui import Stages, summary_table
 from rose.demo.workplace import Workplace, default_parent
 from rose.errors import EngineError, RoseError, RunInterrupted
+from rose.evaluation.arms import Ratio, RequestLatency, arm_stats, ratio, read_records, to_samples
+from rose.evaluation.arrivals import (
+    Arrival,
+    busiest_second_ratio,
+    fit_trace,
+    generate_arrivals,
+    load_trace,
+)
 from rose.shared_memory import SharedMemorySweep
 from rose.units import format_bytes
 
@@ -452,7 +458,7 @@ def blocks_of(phases: Sequence[Phase], observer: Observer, period_s: float) -> l
     ]
 
 
-def _latency(config: DemoConfig, samples: list[Sample]) -> Latency:
+def _latency(config: DemoConfig, samples: list[RequestLatency]) -> Latency:
     arms = {arm: [sample for sample in samples if sample.phase == arm] for arm in ARMS}
     alone = arms[ALONE_1] + arms[ALONE_2]
     ratios: dict[str, Ratio | None] = {}

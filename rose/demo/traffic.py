@@ -39,8 +39,8 @@ from pydantic import Field
 
 from rose.auth import bearer
 from rose.config import Section, validate
-from rose.demo.arrivals import MAX_ARRIVALS, Arrival
 from rose.errors import ConfigError, RoseError
+from rose.evaluation.arrivals import MAX_ARRIVALS, Arrival
 
 MAX_RECORDS = 200_000
 MAX_IN_FLIGHT = 512

@@ -2,7 +2,7 @@
 
 The generator follows what is published about production fleets: a daily swing, bursts of seconds that all engines see
 together, and noise between seconds.  Its lengths are those of the Azure conversation trace of 2023 (see
-:mod:`rose.demo.arrivals`, which also reads trace files).  A front end spreads requests at random over engines.
+:mod:`rose.evaluation.arrivals`, which also reads trace files).  A front end spreads requests at random over engines.
 
 Invariants: sorted by ``at_s``; ``0 <= at_s < duration_s``; lengths between 1 and their maximum.  A seed fixes it.
 """
@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from rose.demo.arrivals import load_trace
 from rose.errors import ConfigError
+from rose.evaluation.arrivals import load_trace
 from rose.sim.engine import Request
 from rose.sim.scenario import ServingSection
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from rose.demo.charts import Series, legend, line_chart, linear_axis
+from rose.evaluation.charts import Series, legend, line_chart, linear_axis
 from rose.sim.arrivals import daily
 from rose.sim.cells import CellResult, run_cell
 from rose.sim.hardware import Hardware

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rose.demo.charts import Series, legend, line_chart, linear_axis
+from rose.evaluation.charts import Series, legend, line_chart, linear_axis
 from rose.sim.arrivals import trace_windows
 from rose.sim.cells import CellResult, run_cell
 from rose.sim.scenario import Scenario

@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from rose.demo.charts import Series, bar_chart, legend, line_chart, linear_axis
+from rose.evaluation.charts import Series, bar_chart, legend, line_chart, linear_axis
 from rose.sim.summary import COLUMNS, Row, percentiles_over_time, summarize
 from rose.sim.world import RunResult
 

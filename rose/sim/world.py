@@ -35,7 +35,7 @@ SAMPLE_POINTS = 600
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sample:
+class FleetState:
     """The fleet at one moment."""
 
     at_s: float
@@ -72,7 +72,7 @@ class RunResult:
     counters: Counters
     ttft_s: list[tuple[float, float]]
     tpot_s: list[tuple[float, float]]
-    samples: list[Sample]
+    samples: list[FleetState]
     marks: list[Mark]
     late: dict[int, float]
     """Number of each request of production that missed a limit -> when it came; numbers are the same in all systems of a scenario."""
@@ -118,7 +118,7 @@ class World(Hooks):
         self.job.cluster = self.cluster
         self.serving_devices: list[Device] = []
         self.extra: list[str] = []
-        self.samples: list[Sample] = []
+        self.samples: list[FleetState] = []
         self.relay_bytes = 0.0
         self.allocated_s = 0.0
         self.wasted_s = 0.0
@@ -368,7 +368,7 @@ class World(Hooks):
                     total += node.device.total_pages
         running = sum(device.serving.running for device in self.serving_devices if device.serving is not None)
         self.samples.append(
-            Sample(
+            FleetState(
                 at_s=now_s,
                 dedicated_turns=turns["dedicated"],
                 harvested_turns=turns["harvested"],

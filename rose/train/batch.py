@@ -45,7 +45,7 @@ MAX_PART_TOKENS = 16_384
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sample:
+class TrainingSequence:
     """One training sequence.  Everything after ``token_ids`` is per *sampled* token, in order."""
 
     trajectory_id: str
@@ -83,7 +83,7 @@ class Minibatch:
         return self.targets_N.numel()
 
 
-def samples_of(trajectory: Mapping[str, Any], *, vocab_size: int, max_tokens: int) -> list[Sample]:
+def samples_of(trajectory: Mapping[str, Any], *, vocab_size: int, max_tokens: int) -> list[TrainingSequence]:
     """Check a trajectory and return its training sequences; empty if nothing was sampled.
 
     Raises:
@@ -131,7 +131,7 @@ def samples_of(trajectory: Mapping[str, Any], *, vocab_size: int, max_tokens: in
             chains.append(chain)
         chain.extend(prompt, sampled, logprobs, temperature, allowed)
     return [
-        Sample(
+        TrainingSequence(
             trajectory_id=trajectory_id,
             group_id=group_id,
             reward=reward,
@@ -147,7 +147,7 @@ def samples_of(trajectory: Mapping[str, Any], *, vocab_size: int, max_tokens: in
 
 
 def make_minibatch(
-    samples: Sequence[Sample],
+    samples: Sequence[TrainingSequence],
     *,
     vocab_size: int,
     advantages: Mapping[str, float] | None = None,

@@ -20,7 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from rose.train.batch import Sample
+from rose.train.batch import TrainingSequence
 from rose.train.checkpoint import Checkpoint
 from rose.train.config import TrainConfig
 from rose.train.trainer import Trainer, TrainReport
@@ -81,7 +81,11 @@ class RankedTrainer:
         return self._trainer.module
 
     def step(
-        self, samples: Sequence[Sample], *, learning_rate: float | None = None, single_update: bool = False
+        self,
+        samples: Sequence[TrainingSequence],
+        *,
+        learning_rate: float | None = None,
+        single_update: bool = False,
     ) -> TrainReport:
         return self._all("step", list(samples), learning_rate=learning_rate, single_update=single_update)
 

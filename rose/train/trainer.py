@@ -33,7 +33,7 @@ from torch import Tensor
 
 from rose.errors import TrainError
 from rose.train.advantages import Estimator, OverlongParams, group_advantages, overlong_penalty
-from rose.train.batch import MAX_PART_TOKENS, Minibatch, Sample, make_minibatch, split_by_length
+from rose.train.batch import MAX_PART_TOKENS, Minibatch, TrainingSequence, make_minibatch, split_by_length
 from rose.train.checkpoint import Checkpoint
 from rose.train.loss import (
     LossParams,
@@ -119,7 +119,11 @@ class Trainer(Protocol):
         ...
 
     def step(
-        self, samples: Sequence[Sample], *, learning_rate: float | None = None, single_update: bool = False
+        self,
+        samples: Sequence[TrainingSequence],
+        *,
+        learning_rate: float | None = None,
+        single_update: bool = False,
     ) -> TrainReport: ...
 
     def capture(self, *, attempt: int, version: int, consumed: Mapping[int, tuple[str, ...]]) -> Checkpoint:
@@ -181,7 +185,11 @@ class TorchTrainer:
         return self._policy.computing
 
     def step(
-        self, samples: Sequence[Sample], *, learning_rate: float | None = None, single_update: bool = False
+        self,
+        samples: Sequence[TrainingSequence],
+        *,
+        learning_rate: float | None = None,
+        single_update: bool = False,
     ) -> TrainReport:
         """Take one RL step.  All ranks, with the same arguments.
 
@@ -242,7 +250,7 @@ class TorchTrainer:
             **mismatch(behaviour_N, proximal_N),
         )
 
-    def log_probs(self, samples: Sequence[Sample]) -> list[Tensor]:
+    def log_probs(self, samples: Sequence[TrainingSequence]) -> list[Tensor]:
         """Log-probs of the sampled tokens under the weights as they are now, one tensor per sample.  All ranks."""
         return self._forward(self._policy, samples)[0]
 
@@ -284,7 +292,7 @@ class TorchTrainer:
         return loss.entropy_weight > 0.0 or (loss.kl_weight > 0.0 and loss.kl_kind != "reward")
 
     def _advantages(
-        self, samples: Sequence[Sample], proximal: list[Tensor], reference: list[Tensor] | None
+        self, samples: Sequence[TrainingSequence], proximal: list[Tensor], reference: list[Tensor] | None
     ) -> dict[str, float]:
         params = self.params
         rewards = {sample.trajectory_id: sample.reward for sample in samples}
@@ -310,7 +318,7 @@ class TorchTrainer:
     def _minibatch(
         self,
         chosen: Sequence[int],
-        samples: Sequence[Sample],
+        samples: Sequence[TrainingSequence],
         advantages: dict[str, float],
         proximal: list[Tensor],
         reference: list[Tensor] | None,
@@ -367,7 +375,7 @@ class TorchTrainer:
         return norm
 
     @torch.no_grad()
-    def _forward(self, model: PolicyModel, samples: Sequence[Sample]) -> tuple[list[Tensor], float]:
+    def _forward(self, model: PolicyModel, samples: Sequence[TrainingSequence]) -> tuple[list[Tensor], float]:
         """Log-probs of each sample, and the mean entropy; the same on all ranks."""
         offsets = [0]
         for sample in samples:
@@ -414,7 +422,7 @@ class _Totals:
 
 def _stand_in() -> Minibatch:
     """One token, for a rank that has nothing to do while the others compute."""
-    nothing = Sample(
+    nothing = TrainingSequence(
         trajectory_id="-",
         group_id="-",
         reward=0.0,

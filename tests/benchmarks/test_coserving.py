@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from coserving.analysis import BlockRecord, analyse, verdict
 from coserving.plan import BURST_TRAFFIC_S, SOLO, SOLO_EVERY, Timing, make_schedule, make_segments
 
-from rose.demo.arrivals import TraceRow, TrafficShape
-from rose.demo.measure import Sample, Slo
+from rose.evaluation.arms import RequestLatency, Slo
+from rose.evaluation.arrivals import TraceRow, TrafficShape
 
 ARMS = ("alone_1", "alone_2", "rose")
 SHAPE = TrafficShape(
@@ -76,8 +76,8 @@ def block(arm: str, number: int, decoded: float = 0.0, busy_s: float = 0.0) -> B
     return BlockRecord(arm=arm, segment=0, run=0, number=number, counters=counters)
 
 
-def sample(arm: str, index: int, ttft_s: float) -> Sample:
-    return Sample(
+def sample(arm: str, index: int, ttft_s: float) -> RequestLatency:
+    return RequestLatency(
         index=index, phase=arm, at_s=0.0, ttft_s=ttft_s, end_s=1.0, itl_s=(0.02,) * 5, num_tokens=6, late_s=0.0, error=None
     )  # fmt: skip
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from rose.demo.arrivals import TrafficShape, busiest_second_ratio, generate_arrivals
-from rose.demo.measure import Sample, Slo, arm_stats, ratio
 from rose.demo.result import (
     ALONE_1,
     ALONE_2,
@@ -26,6 +24,8 @@ from rose.demo.result import (
     TierCount,
     Token,
 )
+from rose.evaluation.arms import RequestLatency, Slo, arm_stats, ratio
+from rose.evaluation.arrivals import TrafficShape, busiest_second_ratio, generate_arrivals
 
 SLO = Slo(ttft_s=0.5, tpot_s=0.15)
 SHAPE = TrafficShape(
@@ -43,7 +43,7 @@ END_S = 460.0
 def sample_result(seed: int = 0, num_errors: int = 0) -> DemoResult:
     rng = np.random.default_rng(seed)
     arrivals = generate_arrivals(SHAPE, seed)
-    samples: dict[str, list[Sample]] = {arm: [] for arm in ARMS}
+    samples: dict[str, list[RequestLatency]] = {arm: [] for arm in ARMS}
     for arm in ARMS:
         for cycle in range(7 if arm == SHARED else 1):
             for index, arrival in enumerate(arrivals):
@@ -51,7 +51,7 @@ def sample_result(seed: int = 0, num_errors: int = 0) -> DemoResult:
                 gaps = 0.02 * slower * rng.lognormal(0, 0.25, max(0, arrival.output_tokens - 1))
                 ttft_s = (0.03 + 0.0004 * arrival.prompt_tokens) * slower * float(rng.lognormal(0, 0.3))
                 samples[arm].append(
-                    Sample(
+                    RequestLatency(
                         index=index,
                         phase=arm,
                         at_s=STARTS_S[arm] + 40.0 * cycle + arrival.at_s,

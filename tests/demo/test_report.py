@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from rose.demo.charts import bytes_axis, linear_axis, log_axis, nice_ticks
 from rose.demo.page import render_html
 from rose.demo.report import write_report
 from rose.demo.result import SUMMARY_KEYS, DemoResult, Latency, Reclaim, steps_gain, summarize
+from rose.evaluation.charts import bytes_axis, linear_axis, log_axis, nice_ticks
 from rose.units import format_bytes
 from tests.demo.sample import SLO, sample_result
 

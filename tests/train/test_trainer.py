@@ -12,14 +12,14 @@ import torch
 from rose.auth import Tokens
 from rose.errors import ConfigError, TrainError
 from rose.train import checkpoint as checkpoints
-from rose.train.batch import Sample, samples_of
+from rose.train.batch import TrainingSequence, samples_of
 from rose.train.config import TrainConfig
 from rose.train.trainer import TorchTrainer, TrainerParams
 from rose.train.workers import make_publisher, torch_trainer
 from tests.train.traces import random_batch
 
 
-def samples(seed: int, **size: int) -> list[Sample]:
+def samples(seed: int, **size: int) -> list[TrainingSequence]:
     return [
         sample
         for one in random_batch(seed, **size)

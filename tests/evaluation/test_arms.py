@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rose.demo.measure import Sample, Slo, arm_stats, percentile, ratio, read_records, to_samples
 from rose.errors import ConfigError
+from rose.evaluation.arms import RequestLatency, Slo, arm_stats, percentile, ratio, read_records, to_samples
 
 SLO = Slo(ttft_s=0.5, tpot_s=0.1)
 
@@ -19,8 +19,8 @@ def sample(
     ttft_s: float = 0.1,
     itl_s: tuple[float, ...] = (0.02, 0.02),
     error: str | None = None,
-) -> Sample:
-    return Sample(
+) -> RequestLatency:
+    return RequestLatency(
         index=index,
         phase="x",
         at_s=0.0,

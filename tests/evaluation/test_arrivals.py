@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rose.demo.arrivals import (
+from rose.errors import ConfigError
+from rose.evaluation.arrivals import (
     Arrival,
     TraceRow,
     TrafficShape,
@@ -18,7 +19,6 @@ from rose.demo.arrivals import (
     load_trace,
     thin_burst,
 )
-from rose.errors import ConfigError
 
 SHAPE = TrafficShape(
     period_s=60.0,

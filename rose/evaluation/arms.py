@@ -43,7 +43,7 @@ class Slo:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sample:
+class RequestLatency:
     """One finished request.  ``error`` is None or the latencies are meaningless."""
 
     index: int
@@ -136,10 +136,10 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def to_samples(records: Iterable[Mapping[str, Any]]) -> list[Sample]:
+def to_samples(records: Iterable[Mapping[str, Any]]) -> list[RequestLatency]:
     """The request records, as samples, in their order."""
     return [
-        Sample(
+        RequestLatency(
             index=int(record["index"]),
             phase=str(record["phase"]),
             at_s=float(record["at_s"]),
@@ -155,7 +155,7 @@ def to_samples(records: Iterable[Mapping[str, Any]]) -> list[Sample]:
     ]
 
 
-def arm_stats(samples: Sequence[Sample], slo: Slo) -> ArmStats:
+def arm_stats(samples: Sequence[RequestLatency], slo: Slo) -> ArmStats:
     ok = [sample for sample in samples if sample.error is None]
     return ArmStats(
         num_requests=len(samples),
@@ -181,8 +181,8 @@ def percentile(values: Floats, fraction: float) -> float | None:
 
 
 def ratio(
-    above: Sequence[Sample],
-    below: Sequence[Sample],
+    above: Sequence[RequestLatency],
+    below: Sequence[RequestLatency],
     metric: Metric,
     fraction: float,
     *,
@@ -224,7 +224,7 @@ def ratio(
     )
 
 
-def _values(samples: Sequence[Sample], metric: Metric) -> tuple[Floats, npt.NDArray[np.int64]]:
+def _values(samples: Sequence[RequestLatency], metric: Metric) -> tuple[Floats, npt.NDArray[np.int64]]:
     """All values of a metric, and the request index that each belongs to."""
     if metric == "itl":
         values = [gap for sample in samples for gap in sample.itl_s]
