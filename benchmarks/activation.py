@@ -30,7 +30,7 @@ import psutil  # noqa: E402
 from coserving.rollouts import Registry, Trajectories  # noqa: E402
 from coserving.world import VOCAB, BenchPlan  # noqa: E402
 
-from benchmarks.report import Report, percentile  # noqa: E402
+from benchmarks.report import Report  # noqa: E402
 from rose.auth import Tokens, bearer  # noqa: E402
 from rose.coserve.control import ControlClient  # noqa: E402
 from rose.coserve.ledger import NodeDir  # noqa: E402
@@ -39,6 +39,7 @@ from rose.demo.config import DemoConfig, ProductionSettings, RolloutSettings  # 
 from rose.demo.fleet import Fleet  # noqa: E402
 from rose.demo.models import POLICY, PRODUCTION, ensure_model  # noqa: E402
 from rose.demo.workplace import Workplace  # noqa: E402
+from rose.evaluation.statistics import percentile  # noqa: E402
 from rose.shared_memory import SharedMemorySweep  # noqa: E402
 
 POLICY_RECIPE = replace(

@@ -226,7 +226,3 @@ async def streams(port: int, make: Callable[[], bytes], count: int, ramp_s: floa
         "gap_max_s": round(gaps[-1], 3),
         "stalled_over_1s": sum(gap > 1.0 for gap in gaps),
     }
-
-
-def p99(values: list[float]) -> float:
-    return sorted(values)[int(0.99 * (len(values) - 1))]

@@ -33,8 +33,9 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
 
 import numpy as np  # noqa: E402
 
-from benchmarks.report import percentile, write  # noqa: E402
+from benchmarks.report import write  # noqa: E402
 from rose.coserve.ledger import NodeDir, ServingBoard  # noqa: E402
+from rose.evaluation.statistics import percentile  # noqa: E402
 
 RECORD_BYTES, AT = 260, 768
 WORK_S = 0.003

@@ -33,8 +33,9 @@ from aiohttp import web
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.arms import Arm, end_all
-from benchmarks.report import Report, percentile
+from benchmarks.report import Report
 from rose.auth import Tokens, bearer
+from rose.evaluation.statistics import percentile
 from rose.scheduler.fake_engine import FakeEngine, FakeNode, Fault, serve_engine
 from tests.scheduler.browser import CHROMIUM, Browser
 

@@ -34,11 +34,12 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.arms import Arm, closed_loop, end_all, ok, open_loop, p99, run_load, streams
+from benchmarks.arms import Arm, closed_loop, end_all, ok, open_loop, run_load, streams
 from benchmarks.gateway_fakes import MODEL, NUM_NEW, NUM_PROMPT, TEXT, new_ids
 from benchmarks.report import Report
 from benchmarks.wire import connect, request
 from rose.auth import Tokens
+from rose.evaluation.statistics import percentile
 
 
 def check_answers(arm: str, kind: str, answers: list[bytes]) -> None:
@@ -234,7 +235,7 @@ def _measure(bench: Bench, args: argparse.Namespace) -> tuple[dict[str, Any], di
                 f"open loop through {arm}",
                 lambda port=port, body=body: open_loop(port, lambda: body, half, args.seconds),
             )
-            p99s[arm].append(p99(latencies) * 1e3)
+            p99s[arm].append(percentile(latencies, 0.99) * 1e3)
     at99 = {arm: statistics.median(values) for arm, values in p99s.items()}
     added = {arm: at99[arm] - at99["direct"] for arm in ("bare", "rose")}
     print(

@@ -35,11 +35,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.report import Report, mean_interval, write
+from benchmarks.report import Report, write
 from benchmarks.training import curves, small_runs
 from benchmarks.training.warm_start import WarmStart, warm_start
 from rose.config import apply_override
 from rose.demo.models import POLICY, ensure_model
+from rose.evaluation.statistics import mean_interval
 from rose.train.config import JobTask, TrainConfig
 from rose.train.workers import family_of
 

@@ -41,7 +41,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 import numpy as np  # noqa: E402
 
-from benchmarks.report import percentile, write  # noqa: E402
+from benchmarks.report import write  # noqa: E402
+from rose.evaluation.statistics import median_ratio, percentile  # noqa: E402
 
 LIMIT_US = 100.0
 NEVER_S = 1000.0
@@ -284,7 +285,7 @@ def _measure(folder: Path, num_requests: int, num_steps: int) -> tuple[dict[str,
             summary["beside_waits"] = int(calls[:, 2].sum())
     summary["stock_step_us"] = float(np.median(means["stock"]) / 1e3)
     for name, above in (("step_ratio", "rose"), ("beside_ratio", "rose_beside"), ("aa_ratio", "again")):
-        value, low, high = paired(means[above], means["stock"])
+        value, low, high = median_ratio(means[above], means["stock"])
         summary |= {name: value, f"{name}_low": low, f"{name}_high": high}
     summary["limit_met"] = summary["hook_p99_us"] <= LIMIT_US and summary["cold_p99_us"] <= LIMIT_US
     summary["beside_limit_met"] = summary["beside_p99_us"] <= LIMIT_US
@@ -323,14 +324,6 @@ class Timed:
                 self.spent.append((took_ns, faults, after.ru_nvcsw - before.ru_nvcsw))
 
         return hook
-
-
-def paired(above: Any, below: Any) -> tuple[float, float, float]:
-    """Ratio of medians over pairs of blocks, with a bootstrap interval."""
-    rng = np.random.default_rng(0)
-    ratios = above / below
-    draws = np.median(ratios[rng.integers(0, len(ratios), (2000, len(ratios)))], axis=1)
-    return float(np.median(ratios)), float(np.quantile(draws, 0.025)), float(np.quantile(draws, 0.975))
 
 
 # --- system calls

@@ -139,7 +139,7 @@ def _cpu_s(server: Any) -> float:
 
 
 def _summary(seconds: dict[str, list[float]], cpu_s: dict[str, list[float]]) -> dict[str, Any]:
-    from benchmarks.overhead import paired
+    from rose.evaluation.statistics import median_ratio
 
     wall = {name: np.array(each) for name, each in seconds.items()}
     cpu = {name: np.array(each) for name, each in cpu_s.items()}
@@ -155,7 +155,7 @@ def _summary(seconds: dict[str, list[float]], cpu_s: dict[str, list[float]]) -> 
         "end_cpu_aa_ratio": (cpu[STOCK[1]], cpu[STOCK[0]]),
     }
     for name, (above, below) in pairs.items():
-        value, low, high = paired(above, below)
+        value, low, high = median_ratio(above, below)
         summary |= {name: value, f"{name}_low": low, f"{name}_high": high}
     summary["end_limit_met"] = summary["end_ratio_low"] <= 1.0 <= summary["end_ratio_high"]
     return summary

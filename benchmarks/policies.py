@@ -26,7 +26,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.fluid_world import EngineSpec, Outcome, Workload, World
-from benchmarks.report import Report, mean_interval
+from benchmarks.report import Report
+from rose.evaluation.statistics import mean_interval
 from rose.policy.fleet import FleetParams
 from rose.policy.routing import POLICY_NAMES, CostParams, CostPolicy, RoutingPolicy, make_policy
 from rose.policy.worker import Tier

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import datetime
 import json
-import math
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import time
@@ -104,27 +102,6 @@ def machine() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": _commit(),
     }
-
-
-_T95 = (
-    *(12.71, 4.30, 3.18, 2.776, 2.57, 2.45, 2.36, 2.31, 2.262, 2.23),
-    *(2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10, 2.09),
-)
-"""Two-sided 95 % of Student's t, by degrees of freedom from 1."""
-
-
-def mean_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and half of its 95 % interval by Student's t; infinite for one value."""
-    if len(values) < 2:
-        return values[0], math.inf
-    t95 = _T95[len(values) - 2] if len(values) <= len(_T95) + 1 else 2.0
-    return statistics.fmean(values), t95 * statistics.stdev(values) / math.sqrt(len(values))
-
-
-def percentile(values: Sequence[float], fraction: float) -> float:
-    """Smallest value that at least this share of the values does not exceed."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)] if ordered else math.nan
 
 
 def _cpu_model() -> str:

@@ -30,6 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.report import Report
+from rose.evaluation.statistics import percentile
 from rose.policy import turn_events as te
 from rose.policy.fleet import FleetParams
 from rose.policy.routing import POLICY_NAMES, make_policy
@@ -52,9 +53,8 @@ def rss_gb() -> float:
 
 
 def quantiles_us(times_ns: array[int]) -> dict[str, float]:
-    ordered = sorted(times_ns)
     at = {"p50": 0.5, "p99": 0.99, "p999": 0.999}
-    return {name: round(ordered[int(q * (len(ordered) - 1))] / 1e3, 1) for name, q in at.items()}
+    return {name: round(percentile(times_ns, q) / 1e3, 1) for name, q in at.items()}
 
 
 def brute_force(num_fleets: int, report: Report) -> int:

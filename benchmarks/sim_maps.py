@@ -25,8 +25,9 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.report import machine, mean_interval  # noqa: E402
+from benchmarks.report import machine  # noqa: E402
 from benchmarks.sim_paper import quarter  # noqa: E402
+from rose.evaluation.statistics import mean_interval  # noqa: E402
 from rose.sim.arrivals import make_arrivals  # noqa: E402
 from rose.sim.scenario import Scenario  # noqa: E402
 from rose.sim.scenario_file import load_scenario  # noqa: E402

@@ -36,10 +36,11 @@ from coserving.plan import SOLO, Prefix, Timing, make_segments  # noqa: E402
 from coserving.rollouts import NUM_TURNS, OBSERVATION_TOKENS, OUTPUT_TOKENS, PROMPT_TOKENS  # noqa: E402
 from coserving.world import POLICY_RECIPE, PRODUCTION_RECIPE  # noqa: E402
 
-from benchmarks.report import Report, percentile  # noqa: E402
+from benchmarks.report import Report  # noqa: E402
 from rose.coserve.step_profile import Profile, load_profile  # noqa: E402
 from rose.errors import ConfigError, RoseError  # noqa: E402
 from rose.evaluation.arrivals import Arrival, TrafficShape, load_trace  # noqa: E402
+from rose.evaluation.statistics import percentile  # noqa: E402
 from rose.sim.arrivals import Arrivals, Prefixes  # noqa: E402
 from rose.sim.scenario import Scenario  # noqa: E402
 from rose.sim.world import RunResult, simulate  # noqa: E402

@@ -30,7 +30,8 @@ from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.report import Report, percentile
+from benchmarks.report import Report
+from rose.evaluation.statistics import percentile
 from tests.engine_launcher import EngineServer
 from tests.plugin.weights_kit import Tensors, make_update
 from tests.plugin.weights_server import dedicated

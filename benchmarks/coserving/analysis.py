@@ -10,6 +10,7 @@ from typing import Any
 from coserving.plan import ALONE_1, ALONE_2, SOLO, Schedule
 
 from rose.evaluation.arms import Ratio, RequestLatency, Slo, arm_stats, ratio
+from rose.evaluation.statistics import percentile
 
 BAR_RATIO = 1.05
 BAR_SHARE = 0.85
@@ -98,9 +99,8 @@ def analyse(
             (by_arm[arm], alone) if arm not in (ALONE_1, ALONE_2) else (by_arm[arm], by_arm[ALONE_1])
         )
         row: dict[str, Any] = {**asdict(arm_stats(by_arm[arm], slo)), "rollout_tokens_per_s": rate}
-        row["tpot_p99_s"] = _percentile(
-            [s.tpot_s for s in by_arm[arm] if s.error is None and s.num_tokens > 1]
-        )
+        tpot_s = [s.tpot_s for s in by_arm[arm] if s.error is None and s.num_tokens > 1]
+        row["tpot_p99_s"] = percentile(tpot_s, 0.99) if tpot_s else None
         for metric in ("ttft", "itl", "stall"):
             for name, fraction in (("p50", 0.5), ("p99", 0.99)):
                 row[f"{metric}_{name}_ratio"] = _ratio(ratio(above, below, metric, fraction))
@@ -154,11 +154,6 @@ def verdict(row: Mapping[str, Any], noise: Mapping[str, Mapping[str, float] | No
             return False
     share = row["harvested_share"]
     return row["extra_violations"] <= 0 and share is not None and share >= BAR_SHARE
-
-
-def _percentile(values: Sequence[float]) -> float | None:
-    ordered = sorted(values)
-    return ordered[max(0, -(-99 * len(ordered) // 100) - 1)] if ordered else None
 
 
 def _ratio(found: Ratio | None) -> dict[str, float] | None:

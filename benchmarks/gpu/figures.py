@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from xml.etree import ElementTree
 
-from benchmarks.report import percentile
 from rose.errors import LedgerError
+from rose.evaluation.statistics import percentile
 from rose.units import PAGE_BYTES
 
 GIB = 1 << 30

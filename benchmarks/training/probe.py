@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import percentile
+from rose.evaluation.statistics import percentile
 
 WAKE_S = 0.01
 LINE_S = 0.5

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from rose.evaluation.arms import ArmStats, Ratio, Slo, mean_interval
+from rose.evaluation.arms import ArmStats, Ratio, Slo
+from rose.evaluation.statistics import mean_interval
 
 DEDICATED = "dedicated"
 HARVESTED = "harvested"

@@ -2,8 +2,7 @@
 
 Pure arithmetic on the sender's records (:class:`rose.demo.traffic.RequestRecord` as JSON lines).
 
-* A percentile is the smallest value that at least that share of the values does not exceed (no
-  interpolation: P99 of few values is their largest, and says so by its interval).
+* Percentiles are those of :mod:`rose.evaluation.statistics`; P99 of few values says so by its interval.
 * Failed requests have no latency.  They are counted, and count as violations.
 * A ratio is percentile(A) / percentile(B).  Its 95 % interval is a bootstrap over *request indices*, the
   same draw for both arms: the arms replay one schedule, so index ``i`` is one request seen in both, and
@@ -15,8 +14,6 @@ Pure arithmetic on the sender's records (:class:`rose.demo.traffic.RequestRecord
 from __future__ import annotations
 
 import json
-import math
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,9 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rose.errors import ConfigError
+from rose.evaluation.statistics import Floats, percentile, weighted_percentile
 
 Metric = Literal["ttft", "itl", "stall"]
-Floats = npt.NDArray[np.float64]
 MAX_RECORDS_BYTES = 512 * 2**20
 NUM_RESAMPLES = 1000
 
@@ -98,16 +95,6 @@ class Ratio:
     num_pairs: int
 
 
-_T95 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-"""Two-sided 95 % of Student's t, by degrees of freedom from 1."""
-
-
-def mean_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean of two or more values, and half of its 95 % interval by Student's t (for more than eleven, of eleven: wider)."""
-    t95 = _T95[min(len(values) - 1, len(_T95)) - 1]
-    return statistics.fmean(values), t95 * statistics.stdev(values) / math.sqrt(len(values))
-
-
 def read_records(path: Path) -> list[dict[str, Any]]:
     """All whole lines of a records file; a torn last line (the sender was killed) is dropped.
 
@@ -162,22 +149,19 @@ def arm_stats(samples: Sequence[RequestLatency], slo: Slo) -> ArmStats:
         num_errors=len(samples) - len(ok),
         num_violations=sum(sample.violates(slo) for sample in samples),
         num_tokens=sum(sample.num_tokens for sample in ok),
-        ttft_p50_s=percentile(_values(ok, "ttft")[0], 0.50),
-        ttft_p99_s=percentile(_values(ok, "ttft")[0], 0.99),
-        itl_p50_s=percentile(_values(ok, "itl")[0], 0.50),
-        itl_p99_s=percentile(_values(ok, "itl")[0], 0.99),
-        stall_p50_s=percentile(_values(ok, "stall")[0], 0.50),
-        stall_p99_s=percentile(_values(ok, "stall")[0], 0.99),
-        stall_max_s=percentile(_values(ok, "stall")[0], 1.0),
-        late_p99_s=percentile(np.array([sample.late_s for sample in samples], dtype=np.float64), 0.99),
+        ttft_p50_s=_of(_values(ok, "ttft")[0], 0.50),
+        ttft_p99_s=_of(_values(ok, "ttft")[0], 0.99),
+        itl_p50_s=_of(_values(ok, "itl")[0], 0.50),
+        itl_p99_s=_of(_values(ok, "itl")[0], 0.99),
+        stall_p50_s=_of(_values(ok, "stall")[0], 0.50),
+        stall_p99_s=_of(_values(ok, "stall")[0], 0.99),
+        stall_max_s=_of(_values(ok, "stall")[0], 1.0),
+        late_p99_s=_of(np.array([sample.late_s for sample in samples], dtype=np.float64), 0.99),
     )
 
 
-def percentile(values: Floats, fraction: float) -> float | None:
-    """Inverse of the empirical distribution; None for no values."""
-    if len(values) == 0:
-        return None
-    return _weighted_percentile(np.sort(values), np.ones(len(values)), fraction)
+def _of(values: Floats, fraction: float) -> float | None:
+    return percentile(values, fraction) if len(values) else None
 
 
 def ratio(
@@ -204,7 +188,7 @@ def ratio(
 
     def estimate(weight_of_pair: Floats) -> float:
         top, bottom = (
-            _weighted_percentile(values, weight_of_pair[pair] * share, fraction)
+            weighted_percentile(values, weight_of_pair[pair] * share, fraction)
             for values, pair, share in sides
         )
         return top / bottom if bottom > 0 else float("nan")
@@ -235,13 +219,3 @@ def _values(samples: Sequence[RequestLatency], metric: Metric) -> tuple[Floats, 
         values = [sample.ttft_s if metric == "ttft" else sample.stall_s for sample in kept]
         owners = [sample.index for sample in kept]
     return np.array(values, dtype=np.float64), np.array(owners, dtype=np.int64)
-
-
-def _weighted_percentile(sorted_values: Floats, weights: Floats, fraction: float) -> float:
-    cumulative = np.cumsum(weights)
-    total = float(cumulative[-1])
-    if total <= 0:
-        return float("nan")  # the draw left this arm empty; the caller drops it
-    # The small slack keeps 0.99 * 100 = 99.00000000000001 from skipping to the next value.
-    position = np.searchsorted(cumulative, fraction * total * (1 - 1e-12), side="left")
-    return float(sorted_values[min(int(position), len(sorted_values) - 1)])

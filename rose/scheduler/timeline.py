@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from rose.evaluation.statistics import percentile
 from rose.policy import turn_events as te
 from rose.policy.fleet import Fleet
 from rose.policy.worker import Health, LendingState, Tier
@@ -300,5 +301,4 @@ def _percentiles(values: deque[float]) -> list[float] | None:
     """``[p50, p99]`` of the latest values."""
     if not values:
         return None
-    ordered = sorted(values)
-    return [round(ordered[int(share * (len(ordered) - 1))], 4) for share in (0.5, 0.99)]
+    return [round(percentile(values, share), 4) for share in (0.5, 0.99)]

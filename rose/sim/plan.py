@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from rose.evaluation.charts import Series, legend, line_chart, linear_axis
+from rose.evaluation.statistics import percentile
 from rose.sim.arrivals import trace_windows
 from rose.sim.cells import CellResult, run_cell
 from rose.sim.scenario import Scenario
@@ -140,16 +141,12 @@ def _cell(scenario: Scenario, hour: str, headroom: float, rose: CellResult, alon
         headroom=headroom,
         worth=rose.harvested_tokens_s / per_engine * scenario.fleet.serving,
         extra_missed=max(0.0, rose.slo_missed - alone.slo_missed),
-        ttft_p99_ms=_p99_ms(rose.ttft_s),
-        alone_ttft_p99_ms=_p99_ms(alone.ttft_s),
-        tpot_p99_ms=_p99_ms(rose.tpot_s),
-        alone_tpot_p99_ms=_p99_ms(alone.tpot_s),
+        ttft_p99_ms=percentile(rose.ttft_s, 0.99) * 1e3 if rose.ttft_s else 0.0,
+        alone_ttft_p99_ms=percentile(alone.ttft_s, 0.99) * 1e3 if alone.ttft_s else 0.0,
+        tpot_p99_ms=percentile(rose.tpot_s, 0.99) * 1e3 if rose.tpot_s else 0.0,
+        alone_tpot_p99_ms=percentile(alone.tpot_s, 0.99) * 1e3 if alone.tpot_s else 0.0,
         cuts_per_min=rose.cuts_per_min,
     )
-
-
-def _p99_ms(values: tuple[float, ...]) -> float:
-    return float(np.percentile(values, 99)) * 1e3 if values else 0.0
 
 
 def write_plan(plan: Plan, directory: Path) -> list[Path]:

@@ -184,7 +184,7 @@ def _slo_chart(runs: Sequence[RunResult], kind: str) -> str:
     duration_s = max(run.duration_s for run in runs)
     for run, css in zip(runs, _cycle(), strict=False):
         values = run.ttft_s if kind == "ttft" else run.tpot_s
-        points = [(at, value * 1e3) for at, value in percentiles_over_time(values, duration_s, 99)]
+        points = [(at, value * 1e3) for at, value in percentiles_over_time(values, duration_s, 0.99)]
         if points:
             series.append(Series(name=run.system.label, css=css, points=points))
             entries.append((css, run.system.name))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rose.evaluation.statistics import percentile
 from rose.sim.arrivals import Floats
 from rose.sim.world import RunResult
 
@@ -65,10 +66,10 @@ def summarize(run: RunResult) -> Row:
         "gpu_hours_per_step": run.billed_gpu_s / 3600 / run.duration_s * span_s / num if num else math.nan,
         "relay_gb_per_step": run.relay_bytes / 1e9 / num if num else math.nan,
         "allocation_overhead": run.wasted_s / run.allocated_s if run.allocated_s else 0.0,
-        "ttft_p50_ms": _percentile(ttft, 50) * 1e3,
-        "ttft_p99_ms": _percentile(ttft, 99) * 1e3,
-        "tpot_p50_ms": _percentile(tpot, 50) * 1e3,
-        "tpot_p99_ms": _percentile(tpot, 99) * 1e3,
+        "ttft_p50_ms": percentile(ttft, 0.50) * 1e3,
+        "ttft_p99_ms": percentile(ttft, 0.99) * 1e3,
+        "tpot_p50_ms": percentile(tpot, 0.50) * 1e3,
+        "tpot_p99_ms": percentile(tpot, 0.99) * 1e3,
         "slo_missed": missed,
         "cuts": counters.cuts,
         "requeued": counters.requeued,
@@ -82,7 +83,7 @@ def summarize(run: RunResult) -> Row:
 
 
 def percentiles_over_time(
-    values: Sequence[tuple[float, float]], duration_s: float, q: float, num_windows: int = 24
+    values: Sequence[tuple[float, float]], duration_s: float, fraction: float, num_windows: int = 24
 ) -> list[tuple[float, float]]:
     """(middle of the window, percentile) where a window has at least 20 values."""
     if not values:
@@ -94,7 +95,7 @@ def percentiles_over_time(
     for window in range(num_windows):
         chosen = data[index == window, 1]
         if len(chosen) >= 20:
-            points.append(((window + 0.5) * width_s, float(np.percentile(chosen, q))))
+            points.append(((window + 0.5) * width_s, percentile(chosen, fraction)))
     return points
 
 
@@ -146,10 +147,6 @@ def _missed(run: RunResult) -> float:
     slow = {at for at, value in run.ttft_s if value * 1e3 > serving.slo_ttft_ms}
     slow |= {at for at, value in run.tpot_s if value * 1e3 > serving.slo_tpot_ms}
     return len(slow) / len(run.ttft_s)
-
-
-def _percentile(values: np.ndarray[tuple[int], np.dtype[np.float64]], q: float) -> float:
-    return float(np.percentile(values, q)) if len(values) else math.nan
 
 
 def _mean(values: list[float]) -> float:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rose.errors import ConfigError
-from rose.evaluation.arms import RequestLatency, Slo, arm_stats, percentile, ratio, read_records, to_samples
+from rose.evaluation.arms import RequestLatency, Slo, arm_stats, ratio, read_records, to_samples
 
 SLO = Slo(ttft_s=0.5, tpot_s=0.1)
 
@@ -31,16 +31,6 @@ def sample(
         late_s=0.0,
         error=error,
     )
-
-
-def test_percentile_is_the_smallest_value_not_exceeded_by_its_share() -> None:
-    values = np.arange(1.0, 101.0)
-
-    assert percentile(values, 0.50) == 50.0
-    assert percentile(values, 0.99) == 99.0
-    assert percentile(values, 1.0) == 100.0
-    assert percentile(np.array([3.0]), 0.99) == 3.0
-    assert percentile(np.array([]), 0.5) is None
 
 
 def test_stall_is_the_longest_gap_and_single_tokens_have_none() -> None:
