@@ -36,7 +36,7 @@ from benchmarks.arms import Arm, end_all
 from benchmarks.report import Report
 from rose.auth import Tokens, bearer
 from rose.evaluation.statistics import percentile
-from rose.scheduler.fake_engine import FakeEngine, FakeNode, Fault, serve_engine
+from rose.testing.fake_engine import FakeEngine, FakeNode, Fault, serve_engine
 from tests.scheduler.browser import CHROMIUM, Browser
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,4 +1,4 @@
-"""Engines that take time and no CPU: the scheduler's fake engine behind a step-latency model.
+"""Engines that take time and no CPU: the fake engine behind a step-latency model.
 
 :class:`TimedEngine` answers with the fake engine's tokens, when a continuous batch would have: it runs the simulator's
 :class:`rose.sim.engine.Engine` (chunked prefill, one token per request and step, KV memory, prefix cache) against the clock, with
@@ -34,8 +34,8 @@ from benchmarks.training.probe import Probe
 from rose.auth import Tokens
 from rose.policy.admission import StepModel
 from rose.policy.turns import RECLAIMED
-from rose.scheduler.fake_engine import FakeEngine, FakeNode, serve_engine
 from rose.sim.engine import Engine, Request
+from rose.testing.fake_engine import FakeEngine, FakeNode, serve_engine
 
 MAX_LATE_S = 0.5
 """An engine further behind than this does not run after its schedule any more."""

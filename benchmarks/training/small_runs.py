@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rose.policy.staleness import lag, parse_version
-from rose.scheduler.fake_engine import Fault
+from rose.testing.fake_engine import Fault
 from rose.train import checkpoint as checkpoints
 from rose.train.config import TrainConfig
 from rose.train.loop import train_with

@@ -13,7 +13,7 @@ import pytest
 from rose.auth import Tokens
 from rose.demo.result import shorter_side
 from rose.demo.resumed import ResumedTurns, moved, turn_of
-from rose.scheduler.fake_engine import Fault
+from rose.testing.fake_engine import Fault
 from tests.scheduler.conftest import World, generate
 
 

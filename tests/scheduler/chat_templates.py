@@ -17,7 +17,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rose.scheduler.toy_tokenizer import HFTokenizer
+from rose.testing.toy_tokenizer import HFTokenizer
 
 HERMES = (
     "{% if tools %}<|im_start|>system\n# Tools\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"

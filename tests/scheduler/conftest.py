@@ -16,7 +16,7 @@ from rose.policy.turns import TurnBook
 from rose.policy.worker import Tier
 from rose.scheduler.app import Scheduler
 from rose.scheduler.config import SchedulerConfig
-from rose.scheduler.fake_engine import FakeEngine, FakeNode, serve_engine
+from rose.testing.fake_engine import FakeEngine, FakeNode, serve_engine
 from tests.scheduler.turn_kit import book_of, join
 
 FAST = {"timeouts": {"tick_s": 0.02, "drain_s": 2.0, "max_queue_s": 5.0, "backoff_s": 0.05}}

@@ -13,7 +13,7 @@ from typing import Any
 
 from aiohttp import web
 
-from rose.scheduler.fake_engine import FakeEngine, _json
+from rose.testing.fake_engine import FakeEngine, _json
 
 
 @dataclass(frozen=True, kw_only=True)

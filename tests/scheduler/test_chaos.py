@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 
 from rose.auth import Tokens
-from rose.scheduler.fake_engine import FakeEngine
+from rose.testing.fake_engine import FakeEngine
 from tests.scheduler.audit import Client, lease_all, token_accounts
 from tests.scheduler.conftest import user
 from tests.scheduler.processes import Daemon, FakeHost

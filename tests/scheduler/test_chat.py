@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rose.scheduler.fake_engine import Fault
+from rose.testing.fake_engine import Fault
 from tests.scheduler.conftest import World, user
 
 

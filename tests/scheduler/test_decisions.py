@@ -20,7 +20,7 @@ from rose.policy import turn_events as te
 from rose.policy.routing import POLICY_NAMES, make_policy
 from rose.policy.turns import RECLAIMED, TurnBook
 from rose.policy.worker import Tier
-from rose.scheduler.fake_engine import FakeEngine, FakeNode, Fault, serve_engine
+from rose.testing.fake_engine import FakeEngine, FakeNode, Fault, serve_engine
 from tests.scheduler.conftest import World, user
 from tests.scheduler.processes import Daemon
 from tests.scheduler.test_restart import agent, reached

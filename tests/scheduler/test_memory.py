@@ -13,7 +13,7 @@ import pytest
 
 from rose.auth import bearer
 from rose.scheduler import cli
-from rose.scheduler.fake_engine import Fault
+from rose.testing.fake_engine import Fault
 from tests.scheduler.conftest import World, user
 
 NUM_REQUESTS = 20

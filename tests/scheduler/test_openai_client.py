@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from rose.scheduler.fake_engine import Fault
+from rose.testing.fake_engine import Fault
 from tests.scheduler.conftest import World, user
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from rose.scheduler.fake_engine import Fault
+from rose.testing.fake_engine import Fault
 from tests.scheduler.conftest import PROMPT, World, generate
 
 

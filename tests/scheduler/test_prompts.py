@@ -20,8 +20,8 @@ from rose.scheduler.ids import pack_ids
 from rose.scheduler.journal import CreateRecord, TurnRecord
 from rose.scheduler.messages import chain, context_digest, extend
 from rose.scheduler.prompts import Prompt, Prompts, overlap
-from rose.scheduler.toy_tokenizer import HFTokenizer, Tokenizer, ToyTokenizer
 from rose.scheduler.trajectory import Trajectory
+from rose.testing.toy_tokenizer import HFTokenizer, Tokenizer, ToyTokenizer
 from tests.scheduler.conftest import user
 
 transformers = pytest.importorskip("transformers")

@@ -14,9 +14,9 @@ import aiohttp
 import pytest
 
 from rose.auth import Tokens, bearer
-from rose.scheduler.fake_engine import FakeEngine, FakeNode, serve_engine
 from rose.scheduler.journal import FinishRecord, Journal, TurnRecord
 from rose.scheduler.store import Store, sp
+from rose.testing.fake_engine import FakeEngine, FakeNode, serve_engine
 from tests.scheduler.conftest import World, user
 from tests.scheduler.processes import Daemon
 

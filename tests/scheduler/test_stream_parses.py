@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from rose.scheduler.fake_engine import FakeEngine
 from rose.scheduler.parses import Piece, StreamParse, joined
 from rose.scheduler.stops import StopMatcher, cut_at_stop
+from rose.testing.fake_engine import FakeEngine
 from tests.scheduler.conftest import World, user
 
 PARSE = ("/rose/parse", "/rose/parse/close")

@@ -10,8 +10,8 @@ import pytest
 
 from rose.auth import bearer
 from rose.policy.worker import Health
-from rose.scheduler.fake_engine import Fault
 from rose.scheduler.ids import pack_ids
+from rose.testing.fake_engine import Fault
 from tests.scheduler.conftest import PROMPT, World, generate
 
 

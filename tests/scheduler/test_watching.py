@@ -18,8 +18,8 @@ from rose.policy import turn_events as te
 from rose.policy.fleet import Fleet, FleetParams
 from rose.policy.worker import Tier
 from rose.scheduler import app, cli, console
-from rose.scheduler.fake_engine import Fault
 from rose.scheduler.timeline import Timeline
+from rose.testing.fake_engine import Fault
 from tests.scheduler.browser import CHROMIUM, Browser
 from tests.scheduler.conftest import World, user
 

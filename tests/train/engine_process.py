@@ -12,7 +12,7 @@ import aiohttp
 import torch
 
 from rose.auth import Tokens
-from rose.scheduler.fake_engine import FakeNode, serve_engine
+from rose.testing.fake_engine import FakeNode, serve_engine
 from tests.train.world import TorchEngine, keep_up
 
 

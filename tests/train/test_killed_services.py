@@ -18,7 +18,7 @@ import aiohttp
 import pytest
 
 from rose.auth import Tokens, bearer
-from rose.scheduler.fake_engine import FakeNode, serve_engine
+from rose.testing.fake_engine import FakeNode, serve_engine
 from rose.train import checkpoint as checkpoints
 from rose.train.config import TrainConfig
 from rose.train.loop import train_with

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rose.errors import ConfigError, NotFound, TrainError, Unauthorized
-from rose.scheduler.fake_engine import Fault
+from rose.testing.fake_engine import Fault
 from rose.train.batch import samples_of
 from rose.train.client import SchedulerClient
 from rose.train.envs.base import Observation

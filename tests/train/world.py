@@ -1,6 +1,6 @@
 """Everything around the train loop, in one thread: the real scheduler, and engines that run the policy in torch.
 
-:class:`TorchEngine` is the scheduler's fake engine with a real model inside: it samples from the policy
+:class:`TorchEngine` is the fake engine with a real model inside: it samples from the policy
 and reports its log-probs, so that a loop on top of it truly learns.  :class:`FilePublisher` stands for the
 weight path: a version is a file; an engine loads the version that the scheduler asks its worker for.
 """
@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from rose.auth import Tokens
 from rose.scheduler.app import Scheduler
 from rose.scheduler.config import SchedulerConfig
-from rose.scheduler.fake_engine import FakeEngine, FakeNode, serve_engine
-from rose.scheduler.toy_tokenizer import HFTokenizer
+from rose.testing.fake_engine import FakeEngine, FakeNode, serve_engine
+from rose.testing.toy_tokenizer import HFTokenizer
 from rose.train.config import TrainConfig
 
 RUN = "loop"

@@ -1,6 +1,6 @@
 """How a fake engine turns tokens into text: vLLM's derender routes, and the parse routes of our plug-in.
 
-Text is what the tokenizer says; there is no reasoning and there are no tools.  Callers: ``rose.scheduler.fake_engine``.
+Text is what the tokenizer says; there is no reasoning and there are no tools.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from rose.scheduler.toy_tokenizer import Tokenizer
+from rose.testing.toy_tokenizer import Tokenizer
 
 encode = msgspec.json.Encoder().encode
 

@@ -8,7 +8,7 @@ elsewhere must give the same tokens as one that was not: any loss, repeat or re-
 It can be told to misbehave, per request, in order (:class:`Fault`; over HTTP: ``POST /fake/faults``), and that production
 takes its memory back: all that runs then ends with what it has (``POST /fake/reclaim``).
 
-``python -m rose.scheduler.fake_engine --scheduler URL --token-file FILE`` starts one that registers itself
+``python -m rose.testing.fake_engine --scheduler URL --token-file FILE`` starts one that registers itself
 and sends heartbeats, like a node agent would.
 """
 
@@ -31,8 +31,8 @@ from aiohttp import web
 
 from rose.auth import Tokens, bearer
 from rose.policy.turns import RECLAIMED
-from rose.scheduler.fake_text import FakeText, _error, _json, encode
-from rose.scheduler.toy_tokenizer import HFTokenizer, Tokenizer, ToyTokenizer
+from rose.testing.fake_text import FakeText, _error, _json, encode
+from rose.testing.toy_tokenizer import HFTokenizer, Tokenizer, ToyTokenizer
 from rose.wire.reading import read
 from rose.wire.workers import Heartbeat, HeartbeatAnswer, Registration
 
