@@ -40,7 +40,7 @@ from rose.policy.worker import Tier
 from rose.scheduler.cli import restrain_collector
 from rose.scheduler.journal import CreateRecord, Journal, TurnRecord
 from rose.scheduler.store import Store
-from tests.scheduler import reference
+from tests.policy import reference
 
 TURNS = 2
 TOKENS_PER_TURN = 1000

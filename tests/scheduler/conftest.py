@@ -17,7 +17,7 @@ from rose.policy.worker import Tier
 from rose.scheduler.app import Scheduler
 from rose.scheduler.config import SchedulerConfig
 from rose.testing.fake_engine import FakeEngine, FakeNode, serve_engine
-from tests.scheduler.turn_kit import book_of, join
+from tests.policy.turn_kit import book_of, join
 
 FAST = {"timeouts": {"tick_s": 0.02, "drain_s": 2.0, "max_queue_s": 5.0, "backoff_s": 0.05}}
 

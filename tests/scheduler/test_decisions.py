@@ -21,10 +21,10 @@ from rose.policy.routing import POLICY_NAMES, make_policy
 from rose.policy.turns import RECLAIMED, TurnBook
 from rose.policy.worker import Tier
 from rose.testing.fake_engine import FakeEngine, FakeNode, Fault, serve_engine
+from tests.policy.turn_kit import join
 from tests.scheduler.conftest import World, user
 from tests.scheduler.processes import Daemon
 from tests.scheduler.test_restart import agent, reached
-from tests.scheduler.turn_kit import join
 
 
 def live(directory: Path, policy: str, *, events: int = 400, max_bytes: int = 10**9) -> TurnBook:

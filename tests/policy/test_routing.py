@@ -20,7 +20,7 @@ from rose.policy.routing import (
     make_policy,
 )
 from rose.policy.worker import Tier, Worker
-from tests.scheduler import reference
+from tests.policy import reference
 
 
 def worker(name: str, *, tier: Tier = Tier.DEDICATED, inflight: int = 0, **fields: object) -> Worker:

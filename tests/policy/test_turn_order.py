@@ -13,7 +13,7 @@ from rose.policy.fleet import FleetParams
 from rose.policy.routing import make_policy
 from rose.policy.turns import RECLAIMED, TurnBook
 from rose.policy.worker import Duty, Tier
-from tests.scheduler.turn_kit import book_of, dispatches, end, hear, join, submit, tokens
+from tests.policy.turn_kit import book_of, dispatches, end, hear, join, submit, tokens
 
 
 def test_resumed_turns_go_first(book: TurnBook) -> None:

@@ -8,7 +8,7 @@ from rose.errors import PolicyError
 from rose.policy import turn_events as te
 from rose.policy.turns import RECLAIMED, TurnBook
 from rose.policy.worker import Duty, Tier
-from tests.scheduler.turn_kit import book_of, dispatches, end, ended, hear, join, submit, tokens
+from tests.policy.turn_kit import book_of, dispatches, end, ended, hear, join, submit, tokens
 
 
 def test_reclaimed_turn_continues_on_another_worker_with_its_tokens(book: TurnBook) -> None:

@@ -11,7 +11,7 @@ from rose.policy.fleet import FleetParams
 from rose.policy.routing import POLICY_NAMES, make_policy
 from rose.policy.turns import TurnBook
 from rose.policy.worker import Duty, Tier
-from tests.scheduler.turn_kit import book_of, dispatches, end, hear, join, submit, tokens
+from tests.policy.turn_kit import book_of, dispatches, end, hear, join, submit, tokens
 
 
 def test_silence_makes_suspect_then_dead(book: TurnBook) -> None:

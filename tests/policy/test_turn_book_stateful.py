@@ -14,7 +14,7 @@ from rose.policy.fleet import FleetParams
 from rose.policy.routing import POLICY_NAMES, make_policy
 from rose.policy.turns import RECLAIMED, TurnBook
 from rose.policy.worker import Duty, Tier
-from tests.scheduler import reference
+from tests.policy import reference
 
 
 class AnySequence(RuleBasedStateMachine):
