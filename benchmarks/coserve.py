@@ -52,7 +52,7 @@ from coserving.world import VOCAB, BenchPlan, World, delta, traffic_start_s
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import write
+from benchmarks.lib.report import write
 from rose.auth import Tokens
 from rose.demo import parts
 from rose.demo.config import DemoConfig, ProductionSettings, RolloutSettings, TrafficSettings

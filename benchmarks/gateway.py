@@ -34,10 +34,10 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.arms import Arm, closed_loop, end_all, ok, open_loop, run_load, streams
-from benchmarks.gateway_fakes import MODEL, NUM_NEW, NUM_PROMPT, TEXT, new_ids
-from benchmarks.report import Report
-from benchmarks.wire import connect, request
+from benchmarks.lib.report import Report
+from benchmarks.scheduling.arms import Arm, closed_loop, end_all, ok, open_loop, run_load, streams
+from benchmarks.scheduling.gateway_fakes import MODEL, NUM_NEW, NUM_PROMPT, TEXT, new_ids
+from benchmarks.scheduling.wire import connect, request
 from rose.auth import Tokens
 from rose.evaluation.statistics import percentile
 
@@ -70,7 +70,7 @@ class Bench:
         self.counter = 0
 
     def start(self) -> None:
-        me = [sys.executable, "-m", "benchmarks.gateway_fakes"]
+        me = [sys.executable, "-m", "benchmarks.scheduling.gateway_fakes"]
         self.up = Arm("upstream", [*me, "upstream", str(self.num_chunks)])
         self.arms["bare"] = Arm("bare", [*me, "proxy", self.up.url])
         self.arms["bare_uvloop"] = Arm("bare_uvloop", [*me, "proxy", self.up.url, "--uvloop"])

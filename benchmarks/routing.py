@@ -29,7 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.report import Report
+from benchmarks.lib.report import Report
 from rose.evaluation.statistics import percentile
 from rose.policy import turn_events as te
 from rose.policy.fleet import FleetParams

@@ -31,9 +31,9 @@ from rich.console import Console
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import evidence  # noqa: E402
-from benchmarks.figures import figures  # noqa: E402
-from benchmarks.report import machine  # noqa: E402
+from benchmarks.lib import evidence  # noqa: E402
+from benchmarks.lib.figures import figures  # noqa: E402
+from benchmarks.lib.report import machine  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENT = ROOT / "docs" / "results.md"

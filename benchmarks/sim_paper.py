@@ -38,7 +38,7 @@ from rose.sim.world import simulate
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from benchmarks.report import machine  # noqa: E402
+from benchmarks.lib.report import machine  # noqa: E402
 
 CELLS = ("grpo_8b", "grpo_32b", "dapo_8b", "dapo_32b")
 PUBLISHED = {"grpo_8b": 1.31, "grpo_32b": 1.46, "dapo_8b": 1.42, "dapo_32b": 3.31}

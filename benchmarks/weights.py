@@ -35,7 +35,7 @@ import weights_data as data
 import weights_rivals as rivals
 import zstandard
 
-from benchmarks.report import write
+from benchmarks.lib.report import write
 from rose.weights import codec
 
 PARTS = ("size", "speed", "pause")

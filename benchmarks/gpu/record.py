@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.gpu import figures
 from benchmarks.gpu.stages import REPEATS
-from benchmarks.report import machine, write
+from benchmarks.lib.report import machine, write
 
 FILE = "gpu_check.json"
 LOG_BYTES = 2 << 20

@@ -1,1 +1,1 @@
-"""Parts of ``benchmarks/train.py``."""
+"""Parts of ``benchmarks/training/train.py``."""

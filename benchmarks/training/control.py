@@ -20,8 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arms import Arm
-from benchmarks.report import Report
+from benchmarks.lib.report import Report
+from benchmarks.scheduling.arms import Arm
 from benchmarks.training import probe
 from benchmarks.training.engines import EngineSpec, PoolSpec, to_json
 from rose.auth import Tokens
@@ -132,7 +132,9 @@ class Control:
         folder = self._folder / "client"
         folder.mkdir(parents=True)
         try:
-            upstream = Arm("upstream", [sys.executable, "-m", "benchmarks.gateway_fakes", "upstream", "1"])
+            upstream = Arm(
+                "upstream", [sys.executable, "-m", "benchmarks.scheduling.gateway_fakes", "upstream", "1"]
+            )
             self._arms.append(upstream)
             spec = {"url": upstream.url, "turns": 8, "max_tokens": MAX_TOKENS, "concurrency": self._num_envs}
             self._start(folder, "client", spec)

@@ -7,7 +7,7 @@ process instead of Ray's.
 A *harvested* engine here is one whose requests are cut now and then with the reclaim stop reason, after some tokens, as when
 production takes its memory back; the scheduler then finishes those turns elsewhere.
 
-Callers: ``benchmarks/training/stale.py``, ``benchmarks/learning.py``.
+Callers: ``benchmarks/training/stale.py``, ``benchmarks/training/learning.py``.
 """
 
 from __future__ import annotations

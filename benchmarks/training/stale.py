@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import Report
+from benchmarks.lib.report import Report
 from benchmarks.training import small_runs
 from rose.demo.models import POLICY, ensure_model
 from rose.policy.samples import STALE_RULES

@@ -69,7 +69,7 @@ class RoutingPolicy(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostParams:
-    """Weights of the terms; tuned by ``benchmarks/policies.py`` on its workloads A and B."""
+    """Weights of the terms; tuned by ``benchmarks/scheduling/policies.py`` on its workloads A and B."""
 
     social: float = 0.3
     """How much the delay that a turn's decoding causes to those beside it counts, against its own."""

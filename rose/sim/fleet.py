@@ -6,7 +6,7 @@
    requests, weighted by how much traffic the day has at each load.
 
 Left out: steps of synchronous training (their tails do not scale by rates), and any effect of a fleet's size on routing.
-``benchmarks/sim.py`` states the error against an exact run of 64 devices.
+``benchmarks/sim/sim.py`` states the error against an exact run of 64 devices.
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks import arms
-from benchmarks.arms import Arm, Stuck, closed_loop, run_load
 from benchmarks.gateway import check_answers
-from benchmarks.wire import answer, connect, request
+from benchmarks.scheduling import arms
+from benchmarks.scheduling.arms import Arm, Stuck, closed_loop, run_load
+from benchmarks.scheduling.wire import answer, connect, request
 
 ASK = request("/", b"{}")
 
@@ -32,7 +32,7 @@ class OneAnswer(asyncio.Protocol):
 
 @pytest.fixture
 def arm() -> Iterator[Arm]:
-    made = Arm("upstream", [sys.executable, "-m", "benchmarks.gateway_fakes", "upstream", "2"])
+    made = Arm("upstream", [sys.executable, "-m", "benchmarks.scheduling.gateway_fakes", "upstream", "2"])
     yield made
     made.end()
 

@@ -6,8 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
+from benchmarks.sim.sim.sim_predict import (
+    BLOCK_TOKENS,
+    Live,
+    arrivals_of,
+    at_speed,
+    calibrate,
+    measured,
+    read_live,
+)
 
-from benchmarks.sim_predict import BLOCK_TOKENS, Live, arrivals_of, at_speed, calibrate, measured, read_live
 from rose.errors import ConfigError
 from rose.policy.admission import StepModel
 from rose.sim.engine import Engine, Request

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import learning
-from benchmarks.training import curves
+from benchmarks.training import curves, learning
 from benchmarks.training.stale import trained_by_quarter
 from benchmarks.training.throughput import gain_of
 

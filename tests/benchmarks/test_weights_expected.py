@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import weights_expected as expected
+from benchmarks.weight_transfer import weights_expected as expected
 
 PAGE = Path(__file__).parents[2] / "docs" / "weights.md"
 MODEL = expected.MODELS["235B"]

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import evidence
-from benchmarks.figures import figures
+from benchmarks.lib import evidence
+from benchmarks.lib.figures import figures
 from benchmarks.run import DOCUMENT, FIGURES, committed_results, render, sections, seeds_of, wrong_rows
 from rose.cli import app
 from rose.errors import ConfigError

@@ -11,7 +11,7 @@ engine killed in stage and commit        ``coserve/test_links``; real: ``plugin/
 traversal, tokens, bombs                 ``test_stores``, ``test_relay``, ``test_codec``
 ======================================  =====================================================================
 
-How long recovery takes with real engines is measured by ``benchmarks/weights_live.py --parts recovery``.
+How long recovery takes with real engines is measured by ``benchmarks/weight_transfer/weights_live.py --parts recovery``.
 """
 
 from __future__ import annotations

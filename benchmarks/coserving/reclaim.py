@@ -30,11 +30,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.report import write  # noqa: E402
-from rose.evaluation.statistics import percentile  # noqa: E402
-from rose.units import PAGE_BYTES  # noqa: E402
+from benchmarks.lib.report import write
+from rose.evaluation.statistics import percentile
+from rose.units import PAGE_BYTES
 
 RELEASE_LIMIT_US, BACKSTOP_LIMIT_S = 10.0, 0.5
 STEP_LENGTHS_S = (0.005, 0.02, 0.05, 0.1)
@@ -350,7 +350,7 @@ def _backstop_once(case: str) -> float:
     from rose.demo.parts import to_toml
     from rose.proc import free_port
 
-    fake_engine = Path(__file__).resolve().parent.parent / "tests" / "coserve" / "fake_engine.py"
+    fake_engine = Path(__file__).resolve().parents[2] / "tests" / "coserve" / "fake_engine.py"
     with tempfile.TemporaryDirectory(prefix="rose-backstop-") as text:
         folder = Path(text)
         Tokens.generate().save(folder / "tokens.toml")

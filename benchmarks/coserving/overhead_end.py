@@ -9,7 +9,7 @@ through API server, engine core, worker and back, on one core, with a real model
   servers against each other, ``end_bb_ratio``: the two with ROSE.
 - ``end_cpu_ratio``: the same of the CPU time of all processes of the server: what a core that is not full would not show.
 
-Caller: ``benchmarks/overhead.py``.
+Caller: ``benchmarks/coserving/overhead.py``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The simulator itself: time and memory at full size, the error of fleet mode, the cost of determinism.
 
-    python benchmarks/sim.py --json sim.json                 # all parts, about ten minutes
-    python benchmarks/sim.py --quick                         # about a minute: two minutes of the hour, shorter cells
-    python benchmarks/sim.py --part exact --json sim.json    # one part; the others keep their figures in the file
+    python benchmarks/sim/sim.py --json sim.json                 # all parts, about ten minutes
+    python benchmarks/sim/sim.py --quick                         # about a minute: two minutes of the hour, shorter cells
+    python benchmarks/sim/sim.py --part exact --json sim.json    # one part; the others keep their figures in the file
 
 ``exact``: 256 serving and 64 dedicated engines, 3,000 trajectories in flight, one hour (limit: 5 minutes, 4 GB, one core).
 ``fleet``: 4,096 and 1,024 engines, 24 hours (limit: 10 minutes).  ``error``: fleet mode against an exact run of 64 engines.
@@ -21,10 +21,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.report import Report  # noqa: E402
+from benchmarks.lib.report import Report  # noqa: E402
 from rose.sim.cells import run_cell  # noqa: E402
 from rose.sim.fleet import simulate_fleet  # noqa: E402
 from rose.sim.scenario_file import load_scenario  # noqa: E402

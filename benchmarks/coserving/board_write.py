@@ -29,13 +29,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import numpy as np  # noqa: E402
+import numpy as np
 
-from benchmarks.report import write  # noqa: E402
-from rose.coserve.ledger import NodeDir, ServingBoard  # noqa: E402
-from rose.evaluation.statistics import percentile  # noqa: E402
+from benchmarks.lib.report import write
+from rose.coserve.ledger import NodeDir, ServingBoard
+from rose.evaluation.statistics import percentile
 
 RECORD_BYTES, AT = 260, 768
 WORK_S = 0.003

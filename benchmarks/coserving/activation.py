@@ -23,24 +23,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import aiohttp  # noqa: E402
-import psutil  # noqa: E402
-from coserving.rollouts import Registry, Trajectories  # noqa: E402
-from coserving.world import VOCAB, BenchPlan  # noqa: E402
+import aiohttp
+import psutil
+from coserving.rollouts import Registry, Trajectories
+from coserving.world import VOCAB, BenchPlan
 
-from benchmarks.report import Report  # noqa: E402
-from rose.auth import Tokens, bearer  # noqa: E402
-from rose.coserve.control import ControlClient  # noqa: E402
-from rose.coserve.ledger import NodeDir  # noqa: E402
-from rose.demo import parts  # noqa: E402
-from rose.demo.config import DemoConfig, ProductionSettings, RolloutSettings  # noqa: E402
-from rose.demo.fleet import Fleet  # noqa: E402
-from rose.demo.models import POLICY, PRODUCTION, ensure_model  # noqa: E402
-from rose.demo.workplace import Workplace  # noqa: E402
-from rose.evaluation.statistics import percentile  # noqa: E402
-from rose.shared_memory import SharedMemorySweep  # noqa: E402
+from benchmarks.lib.report import Report
+from rose.auth import Tokens, bearer
+from rose.coserve.control import ControlClient
+from rose.coserve.ledger import NodeDir
+from rose.demo import parts
+from rose.demo.config import DemoConfig, ProductionSettings, RolloutSettings
+from rose.demo.fleet import Fleet
+from rose.demo.models import POLICY, PRODUCTION, ensure_model
+from rose.demo.workplace import Workplace
+from rose.evaluation.statistics import percentile
+from rose.shared_memory import SharedMemorySweep
 
 POLICY_RECIPE = replace(
     POLICY,

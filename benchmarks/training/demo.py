@@ -1,7 +1,7 @@
 """The main job with several seeds: what `rose demo` finds, run by run.
 
-    python benchmarks/demo.py --seeds 0,1,2 --json benchmarks/results/demo.json
-    python benchmarks/demo.py --reports out/demo --commit HASH --json FILE     # of runs that were made before; runs nothing
+    python benchmarks/training/demo.py --seeds 0,1,2 --json benchmarks/results/demo.json
+    python benchmarks/training/demo.py --reports out/demo --commit HASH --json FILE     # of runs that were made before; runs nothing
 
 Each run takes about seven minutes and wants the machine for itself: its P99s are those of some hundred requests.  Keys: ``seedN.KEY``
 for each key of the demo's own summary, ``seedN.success_rise``, and ``median.KEY`` over the seeds.
@@ -22,9 +22,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.report import Report
+from benchmarks.lib.report import Report
 
 MEDIANS = (
     "success_rise",
@@ -121,7 +121,7 @@ def run(out: Path, seeds: Sequence[int], resume: bool) -> Iterator[Path]:
             yield folder
             continue
         command = [sys.executable, "-m", "rose.cli", "demo", "--seed", str(seed), "--out", str(folder)]
-        subprocess.run(command, check=True, cwd=Path(__file__).parents[1])
+        subprocess.run(command, check=True, cwd=Path(__file__).parents[2])
         yield folder
 
 

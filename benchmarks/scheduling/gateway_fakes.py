@@ -1,7 +1,7 @@
 """What stands around the gateways that ``benchmarks.gateway`` compares: the upstream and the plain proxies.
 
-``python -m benchmarks.gateway_fakes upstream CHUNKS``
-``python -m benchmarks.gateway_fakes proxy URL [--uvloop] [--journal DIR]``
+``python -m benchmarks.scheduling.gateway_fakes upstream CHUNKS``
+``python -m benchmarks.scheduling.gateway_fakes proxy URL [--uvloop] [--journal DIR]``
 
 Each prints ``ready URL`` and serves until it is ended.
 """
@@ -17,9 +17,9 @@ from typing import Any
 
 import uvloop
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.wire import Upstream, answer
+from benchmarks.scheduling.wire import Upstream, answer
 
 NUM_PROMPT, NUM_NEW = 1000, 64
 MODEL = "policy"

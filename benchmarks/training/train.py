@@ -1,11 +1,11 @@
 """What the train loop itself costs, and what harvested engines bring to it.
 
-    python benchmarks/train.py --json FILE                  # all parts, about twenty minutes
-    python benchmarks/train.py --part control               # 2,000 environments: turns per CPU second, memory, event-loop lag
-    python benchmarks/train.py --part throughput            # tokens per second on engines that only take time
-    python benchmarks/train.py --part stale                 # on_stale = wait, mask, cancel on runs that truly learn
-    python benchmarks/train.py --quick                      # 300 environments, and three short arms
-    rose profile --config node.toml --out p.json; python benchmarks/train.py --profile p.json    # your engine's step times
+    python benchmarks/training/train.py --json FILE                  # all parts, about twenty minutes
+    python benchmarks/training/train.py --part control               # 2,000 environments: turns per CPU second, memory, event-loop lag
+    python benchmarks/training/train.py --part throughput            # tokens per second on engines that only take time
+    python benchmarks/training/train.py --part stale                 # on_stale = wait, mask, cancel on runs that truly learn
+    python benchmarks/training/train.py --quick                      # 300 environments, and three short arms
+    rose profile --config node.toml --out p.json; python benchmarks/training/train.py --profile p.json    # your engine's step times
 
 In the first two parts no engine computes, and in none a GPU is used: step times come from the model that ``rose profile`` fits, with the coefficients of
 ``benchmarks.training.engines.Steps`` or of a profile.  What is measured is scheduler, environment managers and loops, which
@@ -22,10 +22,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.arms import end_all
-from benchmarks.report import Report
+from benchmarks.lib.report import Report
+from benchmarks.scheduling.arms import end_all
 from benchmarks.training import control, stale, throughput
 from benchmarks.training.engines import Steps
 from rose.coserve.step_profile import COEFFICIENTS, load_profile

@@ -1,6 +1,6 @@
 """Expected times of large models, **derived** from two committed results; nothing of it was run.
 
-    python benchmarks/weights_expected.py      # the table, term by term
+    python benchmarks/weight_transfer/weights_expected.py      # the table, term by term
 
 ``weights_live.json`` has the seconds per GB of dense weights of each phase, on one core and with real engines;
 ``weights_terms.json`` what the phases consist of, and what the relay takes.  Each term, and what is assumed of it:

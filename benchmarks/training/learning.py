@@ -1,11 +1,11 @@
 """Does a policy that is trained on harvested engines too learn as well as one that is not?  Paired seeds, two tasks.
 
-    python benchmarks/learning.py --json FILE                     # five seeds, both tasks: about two hours on two cores
-    python benchmarks/learning.py --json FILE --tasks frozenlake  # one of them
-    python benchmarks/learning.py --json FILE --steps 2 --seeds 1 # to see that it runs
-    python benchmarks/learning.py --json FILE --tasks frozenlake --fleets dedicated,uncut,harvested --evaluate-every 4
+    python benchmarks/training/learning.py --json FILE                     # five seeds, both tasks: about two hours on two cores
+    python benchmarks/training/learning.py --json FILE --tasks frozenlake  # one of them
+    python benchmarks/training/learning.py --json FILE --steps 2 --seeds 1 # to see that it runs
+    python benchmarks/training/learning.py --json FILE --tasks frozenlake --fleets dedicated,uncut,harvested --evaluate-every 4
                                                                   # is it cuts or a second engine that makes a difference?
-    python benchmarks/learning.py --json FILE --tasks frozenlake --set trainer.decay=linear
+    python benchmarks/training/learning.py --json FILE --tasks frozenlake --set trainer.decay=linear
                                                                   # another job, in a file of its own
 
 Each pair of runs has one seed, and so one start, one set of tasks and one job; one run has a dedicated engine alone, the other a
@@ -33,9 +33,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.report import Report, write
+from benchmarks.lib.report import Report, write
 from benchmarks.training import curves, small_runs
 from benchmarks.training.warm_start import WarmStart, warm_start
 from rose.config import apply_override

@@ -14,7 +14,7 @@ gradient norm, and how many bits of each tensor changed).  A run that is interru
 One core takes about 6 s per step: 300 steps at two rates take an hour.  The same seed gives the same run on one
 machine with one thread.
 
-    python benchmarks/rl_checkpoints.py --out out/rl --lr 1e-6 5e-6 --steps 300
+    python benchmarks/weight_transfer/rl_checkpoints.py --out out/rl --lr 1e-6 5e-6 --steps 300
 """
 
 from __future__ import annotations

@@ -21,11 +21,11 @@ from typing import Any, ClassVar, TypeVar
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.wire import Client, connect
+from benchmarks.scheduling.wire import Client, connect
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 START_S = 120.0
 SILENCE_S = 60.0
 """A gateway that sends nothing for this long, with requests waiting, never will."""

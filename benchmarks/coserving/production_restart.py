@@ -12,7 +12,7 @@ start of production's command to its first answer of ``/health``:
 
 Limit: the median of each killed case is at most that of ``stock`` and 2 s.
 
-    python benchmarks/production_restart.py --json FILE    # about three minutes a repeat
+    python benchmarks/coserving/production_restart.py --json FILE    # about three minutes a repeat
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import aiohttp  # noqa: E402
-from coserving.rollouts import Registry, Trajectories  # noqa: E402
-from coserving.world import VOCAB, BenchPlan  # noqa: E402
+import aiohttp
+from coserving.rollouts import Registry, Trajectories
+from coserving.world import VOCAB, BenchPlan
 
-from benchmarks.report import Report  # noqa: E402
-from rose.auth import Tokens  # noqa: E402
-from rose.coserve.control import ControlClient  # noqa: E402
-from rose.coserve.ledger import NodeDir  # noqa: E402
-from rose.demo import parts  # noqa: E402
-from rose.demo.config import DemoConfig, ProductionSettings, RolloutSettings  # noqa: E402
-from rose.demo.fleet import Part  # noqa: E402
-from rose.demo.workplace import Workplace  # noqa: E402
-from rose.proc import Child  # noqa: E402
-from rose.shared_memory import SharedMemorySweep  # noqa: E402
+from benchmarks.lib.report import Report
+from rose.auth import Tokens
+from rose.coserve.control import ControlClient
+from rose.coserve.ledger import NodeDir
+from rose.demo import parts
+from rose.demo.config import DemoConfig, ProductionSettings, RolloutSettings
+from rose.demo.fleet import Part
+from rose.demo.workplace import Workplace
+from rose.proc import Child
+from rose.shared_memory import SharedMemorySweep
 
 KV_CACHE_BYTES = 192 * 2**20
 NUM_TRAJECTORIES = 32

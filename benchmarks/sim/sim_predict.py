@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Does the simulator predict live runs?   Calibrated on one workload, tested on others that it has not seen.
 
-    python benchmarks/sim_predict.py --calibrate A.json --test B=B.json --test C=C1.json,C2.json --json F [--trace CSV]
+    python benchmarks/sim/sim_predict.py --calibrate A.json --test B=B.json --test C=C1.json,C2.json --json F [--trace CSV]
 
 A, B and C are results of ``benchmarks/coserve.py`` (single runs, not pooled): two real engines on one core.  From A come
 five numbers: a step of production (base, per prompt token, per decode), a step of rollouts, production's time outside
@@ -29,14 +29,14 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
 from coserving.plan import SOLO, Prefix, Timing, make_segments  # noqa: E402
 from coserving.rollouts import NUM_TURNS, OBSERVATION_TOKENS, OUTPUT_TOKENS, PROMPT_TOKENS  # noqa: E402
 from coserving.world import POLICY_RECIPE, PRODUCTION_RECIPE  # noqa: E402
 
-from benchmarks.report import Report  # noqa: E402
+from benchmarks.lib.report import Report  # noqa: E402
 from rose.coserve.step_profile import Profile, load_profile  # noqa: E402
 from rose.errors import ConfigError, RoseError  # noqa: E402
 from rose.evaluation.arrivals import Arrival, TrafficShape, load_trace  # noqa: E402

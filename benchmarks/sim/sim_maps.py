@@ -1,6 +1,6 @@
 """What each mechanism brings, and where harvesting stops paying.   (simulated)
 
-    python benchmarks/sim_maps.py --json sim_maps.json [--quick] [--seconds 200]
+    python benchmarks/sim/sim_maps.py --json sim_maps.json [--quick] [--seconds 200]
 
 At a quarter of the paper's 8B GRPO cell, two steps, 14 seeds.  *Ablations*: step time of ROSE without a mechanism over ROSE
 with it, in four settings: the cell, bursts that production takes without help, bursts that are too much for it alone, and a
@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.report import machine  # noqa: E402
+from benchmarks.lib.report import machine  # noqa: E402
 from benchmarks.sim_paper import quarter  # noqa: E402
 from rose.evaluation.statistics import mean_interval  # noqa: E402
 from rose.sim.arrivals import make_arrivals  # noqa: E402

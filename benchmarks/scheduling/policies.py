@@ -3,9 +3,9 @@
 ``cost`` was tuned on workloads A and B (``--tune``).  C and D, other fleets and other shapes of work, are
 only for judging.  Each policy sees the same trajectories, production traffic and failures for a seed.
 
-    python benchmarks/policies.py --json policies.json      # C and D, 20 seeds, three churn rates
-    python benchmarks/policies.py --tune                    # settings of `cost` on A and B
-    python benchmarks/policies.py --quick                   # 3 seeds
+    python benchmarks/scheduling/policies.py --json policies.json      # C and D, 20 seeds, three churn rates
+    python benchmarks/scheduling/policies.py --tune                    # settings of `cost` on A and B
+    python benchmarks/scheduling/policies.py --quick                   # 3 seeds
 
 Intervals are 95 % of the mean over seeds; differences are paired by seed.  Every place where the default
 policy is worse than another is printed.
@@ -23,10 +23,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.fluid_world import EngineSpec, Outcome, Workload, World
-from benchmarks.report import Report
+from benchmarks.lib.report import Report
+from benchmarks.scheduling.fluid_world import EngineSpec, Outcome, Workload, World
 from rose.evaluation.statistics import mean_interval
 from rose.policy.fleet import FleetParams
 from rose.policy.routing import POLICY_NAMES, CostParams, CostPolicy, RoutingPolicy, make_policy

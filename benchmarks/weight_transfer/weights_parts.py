@@ -19,7 +19,7 @@ import torch
 import weights_data as data
 from weights_nodes import PHASES, RUN, Node, Run, row_of, timed_publish
 
-from benchmarks.report import Report
+from benchmarks.lib.report import Report
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
 from rose.weights.source import RawBits

@@ -1,6 +1,6 @@
 """The dashboard in a real browser while the scheduler is busy: does the page keep up?   (needs Chromium)
 
-``python benchmarks/dashboard.py --json FILE [--png docs/dashboard.png]``
+``python benchmarks/scheduling/dashboard.py --json FILE [--png docs/dashboard.png]``
 
 A scheduler process, ``--workers`` registered workers (half of them harvested, all served by two fake engines of this
 process), ``--trajectories`` agents with a turn each in flight, reclaims, and a trainer that leases batches and publishes
@@ -30,16 +30,16 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.arms import Arm, end_all
-from benchmarks.report import Report
+from benchmarks.lib.report import Report
+from benchmarks.scheduling.arms import Arm, end_all
 from rose.auth import Tokens, bearer
 from rose.evaluation.statistics import percentile
 from rose.testing.fake_engine import FakeEngine, FakeNode, Fault, serve_engine
 from tests.scheduler.browser import CHROMIUM, Browser
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MEASURE = """(() => {
   window.draws = []; window.lags = []; let at = performance.now();
   new MutationObserver(() => draws.push(+document.body.dataset.drawMs))

@@ -18,7 +18,7 @@ one that may run, so that production tells it of every step.
   Waking a futex does not block; waiting on one, reading a pipe, or sleeping does.  pread and pwrite of the small files of the
   node directory, which is on tmpfs, copy a page that is in memory: they count as calls, and ``waits`` proves them.
 
-**End to end** (``end``): see :mod:`benchmarks.overhead_end`; ``--no-end`` leaves it out.
+**End to end** (``end``): see :mod:`benchmarks.coserving.overhead_end`; ``--no-end`` leaves it out.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import numpy as np  # noqa: E402
+import numpy as np
 
-from benchmarks.report import write  # noqa: E402
-from rose.evaluation.statistics import median_ratio, percentile  # noqa: E402
+from benchmarks.lib.report import write
+from rose.evaluation.statistics import median_ratio, percentile
 
 LIMIT_US = 100.0
 NEVER_S = 1000.0
@@ -77,7 +77,7 @@ def main() -> int:
     details |= calls
     _keep(args.json, summary, details, counted)
     if not args.no_end:
-        from benchmarks.overhead_end import end_to_end
+        from benchmarks.coserving.overhead_end import end_to_end
 
         end, details["end"] = end_to_end(args.requests, args.rounds)
         _keep(args.json, summary, details, end)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "evidence.md"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- generated from here -->\n", "<!-- to here -->\n"

@@ -1,7 +1,7 @@
 """How far engine and trainer are apart on the tokens that are trained on: real vLLM engines, the real trainer, equal weights.
 
-    python benchmarks/logprobs.py --json FILE                     # about five minutes on one core
-    python benchmarks/logprobs.py --part kept --cache CACHE       # one part now: float32, bfloat16 or kept; go on from CACHE later
+    python benchmarks/training/logprobs.py --json FILE                     # about five minutes on one core
+    python benchmarks/training/logprobs.py --part kept --cache CACHE       # one part now: float32, bfloat16 or kept; go on from CACHE later
 
 ``float32``, ``bfloat16``: two engines of that dtype behind the scheduler.
 
@@ -37,11 +37,11 @@ import aiohttp
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from weights_kv import MODES, Pair, over_a_commit, sample
 
-from benchmarks.report import Report
+from benchmarks.lib.report import Report
 from rose.auth import Tokens, bearer
 from rose.demo.models import POLICY, ensure_model
 from rose.policy.worker import Duty

@@ -8,7 +8,7 @@ and nothing cached:
 * ``in_flight``: turns that sample while the commit happens, the tokens after it;
 * ``floor``: nothing cached and no commit: decoding token by token against one prefill.
 
-    python benchmarks/weights_kv.py --rl FOLDER [--json FILE]
+    python benchmarks/weight_transfer/weights_kv.py --rl FOLDER [--json FILE]
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ import torch
 from rl_checkpoints import MODEL, problem
 from safetensors.torch import load_file
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.report import Report
+from benchmarks.lib.report import Report
 from rose.evaluation.statistics import percentile
 from tests.engine_launcher import EngineServer
 from tests.plugin.weights_kit import Tensors, make_update

@@ -15,7 +15,7 @@ The times to expect of 8B, 32B and 235B models are *derived* from these figures 
 ``weights_expected.py``.
 Everything shares the cores that the process may use: trainer, relay, nodes, engines.  One core: ``taskset -c 1``.
 
-    python benchmarks/weights_live.py --json FILE [--parts versions large recovery]
+    python benchmarks/weight_transfer/weights_live.py --json FILE [--parts versions large recovery]
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ from rl_checkpoints import ANSWER_TOKENS, MODEL, make_base, problem
 from weights_nodes import PHASES, RUN, Run, Sampler, row_of, timed_publish
 from weights_parts import measure_large, measure_recovery
 
-from benchmarks.report import Report, write
+from benchmarks.lib.report import Report, write
 from rose.shared_memory import SharedMemorySweep
 from rose.train.batch import TrainingSequence
 from rose.train.trainer import TorchTrainer, TrainerParams
