@@ -31,11 +31,13 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from coserving import plot
-from coserving.analysis import BlockRecord, analyse, label
-from coserving.plan import (
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.coserving import plot
+from benchmarks.coserving.analysis import BlockRecord, analyse, label
+from benchmarks.coserving.plan import (
     ARMS,
     BURST_TRAFFIC_S,
     QUICK_ARMS,
@@ -47,11 +49,8 @@ from coserving.plan import (
     make_schedule,
     make_segments,
 )
-from coserving.rollouts import Registry, Trajectories
-from coserving.world import VOCAB, BenchPlan, World, delta, traffic_start_s
-from rich.console import Console
-from rich.table import Table
-
+from benchmarks.coserving.rollouts import Registry, Trajectories
+from benchmarks.coserving.world import VOCAB, BenchPlan, World, delta, traffic_start_s
 from benchmarks.lib.report import write
 from rose.auth import Tokens
 from rose.demo import parts

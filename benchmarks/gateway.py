@@ -34,10 +34,10 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.lib.arms import Arm, closed_loop, end_all, ok, open_loop, run_load, streams
 from benchmarks.lib.report import Report
-from benchmarks.scheduling.arms import Arm, closed_loop, end_all, ok, open_loop, run_load, streams
+from benchmarks.lib.wire import connect, request
 from benchmarks.scheduling.gateway_fakes import MODEL, NUM_NEW, NUM_PROMPT, TEXT, new_ids
-from benchmarks.scheduling.wire import connect, request
 from rose.auth import Tokens
 from rose.evaluation.statistics import percentile
 

@@ -28,10 +28,10 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.gpu import stages  # noqa: E402
-from benchmarks.gpu.common import (  # noqa: E402
+from benchmarks.gpu import stages
+from benchmarks.gpu.common import (
     ALLOW_MPS,
     PARTIAL,
     RATE,
@@ -42,9 +42,9 @@ from benchmarks.gpu.common import (  # noqa: E402
     be_peer,
     missing,
 )
-from benchmarks.gpu.record import FILE, Record, put  # noqa: E402
-from benchmarks.gpu.rehearsal import StandIn  # noqa: E402
-from benchmarks.gpu.runner import Runner  # noqa: E402
+from benchmarks.gpu.record import FILE, Record, put
+from benchmarks.gpu.rehearsal import StandIn
+from benchmarks.gpu.runner import Runner
 
 UNTIL_S = 570.0
 """Where a command is ended after ten minutes."""

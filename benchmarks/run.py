@@ -1,13 +1,13 @@
-"""Run the benchmarks, keep what they found, and write docs/results.md and docs/evidence.md from it.   (`make bench`, `bench-quick`, `bench-full`)
+"""Run the benchmarks, keep what they found, and write docs/evidence.md from it.   (`make bench`, `bench-quick`, `bench-full`)
 
     python benchmarks/run.py                  # all that exist, each in its own process, with a limit
     python benchmarks/run.py --quick          # those with a short form, under five minutes together
     python benchmarks/run.py --full           # also the long ones; a run that was stopped goes on
     python benchmarks/run.py --only routing
-    python benchmarks/run.py --render         # docs/results.md, evidence.md, figures/, the README's figures again, from committed
-                                              # result files; runs nothing
+    python benchmarks/run.py --render         # docs/evidence.md, figures/, the README's figures again, from committed result
+                                              # files, and docs/results.md, which git ignores; runs nothing
 
-Writes benchmarks/results/<date>-<machine>.json: the machine, its versions and the commit, and each benchmark's summary and seeds
+Writes benchmarks/results/suite/<machine>/<date>.json: the machine, its versions and the commit, and each benchmark's summary and seeds
 (those that its details name; else they are constants of the program at that commit).
 """
 
@@ -31,8 +31,8 @@ from rich.console import Console
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.figures import figures  # noqa: E402
 from benchmarks.lib import evidence  # noqa: E402
-from benchmarks.lib.figures import figures  # noqa: E402
 from benchmarks.lib.report import machine  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -115,7 +115,7 @@ def main() -> int:
     path: Path | None = None
     began = time.monotonic()
     for index, name in enumerate(chosen):
-        program = ROOT / "benchmarks" / f"{name}.py"
+        program = program_of(name)
         if args.quick and "--quick" not in program.read_text():
             console.print(f"[dim]{name}: has no quick form, left out[/]")
             continue
@@ -144,6 +144,12 @@ def main() -> int:
     if failed:
         console.print(f"[red]failed: {', '.join(failed)}[/]")
     return 1 if failed else 0
+
+
+def program_of(name: str) -> Path:
+    """The program of a benchmark: a command beside this one, or in the folder of its area."""
+    found = ROOT / "benchmarks" / f"{name}.py"
+    return found if found.exists() else next((ROOT / "benchmarks").glob(f"*/{name}.py"))
 
 
 class Done:
@@ -240,7 +246,8 @@ def write_result(found: dict[str, Any], quick: bool) -> Path:
     """Into today's file of this machine: what was run now replaces what it had of the same benchmarks."""
     here = machine()
     slug = re.sub(r"[^a-z0-9]+", "-", f"{here['cpu']}-{here['cores']}".lower()).strip("-")
-    path = RESULTS / f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}-{slug}{'-quick' if quick else ''}.json"
+    day = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}.json"
+    path = RESULTS / "suite" / f"{slug}{'-quick' if quick else ''}" / day
     old = json.loads(path.read_text())["benchmarks"] if path.exists() else {}
     document = {
         "schema": 1,
@@ -248,7 +255,7 @@ def write_result(found: dict[str, Any], quick: bool) -> Path:
         "quick": quick,
         "benchmarks": {**old, **found},
     }
-    RESULTS.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".new")
     temporary.write_text(json.dumps(document, indent=1) + "\n")
     os.replace(temporary, path)
@@ -260,7 +267,7 @@ def committed_results() -> list[Path]:
     listed = subprocess.run(
         ["git", "ls-files", "benchmarks/results"], cwd=ROOT, capture_output=True, text=True, check=False
     ).stdout.split()
-    names = listed or [str(path.relative_to(ROOT)) for path in RESULTS.glob("*.json")]
+    names = listed or [str(path.relative_to(ROOT)) for path in RESULTS.rglob("*.json")]
     return [ROOT / name for name in sorted(names) if name.endswith(".json") and (ROOT / name).exists()]
 
 
@@ -269,11 +276,13 @@ def sections(path: Path) -> list[tuple[str, dict[str, Any]]]:
     document = json.loads(path.read_text())
     if "benchmarks" in document:
         return [(name, result["summary"]) for name, result in document["benchmarks"].items()]
-    return [(document.get("benchmark", path.stem), document["summary"])] if "summary" in document else []
+    return (
+        [(document.get("benchmark", path.parent.name), document["summary"])] if "summary" in document else []
+    )
 
 
 def render(paths: list[Path]) -> str:
-    """docs/results.md: every figure of every result file, and nothing else."""
+    """docs/results.md: every figure of every result file, and nothing else.  Not kept: git has what it is made from."""
     parts = [
         "# Results\n",
         "Written by `python benchmarks/run.py --render` from the files in `benchmarks/results/`; do not edit.",
@@ -283,7 +292,7 @@ def render(paths: list[Path]) -> str:
     for path in paths:
         document = json.loads(path.read_text())
         where = document.get("machine") or document.get("details", {}).get("where", {})
-        parts.append(f"## {path.name}\n")
+        parts.append(f"## {path.relative_to(RESULTS)}\n")
         told = [f"{name}: {where[name]}" for name in ("cpu", "cores", "date", "commit") if where.get(name)]
         if told:
             parts.append(", ".join(told) + "\n")
@@ -306,7 +315,7 @@ def show(value: Any) -> str:
     return str(value).replace("|", "/").replace("\n", " ")
 
 
-SOURCE = re.compile(r"`([\w.-]+\.json):([^`]+)`")
+SOURCE = re.compile(r"`([\w./-]+\.json):([^`]+)`")
 NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
 
 

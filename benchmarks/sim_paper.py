@@ -1,6 +1,6 @@
 """The paper's setting: simulated beside published, and how often the sign of a gain holds.
 
-    python benchmarks/sim_paper.py --json benchmarks/results/FILE.json [--draws 200] [--only grpo_8b]
+    python benchmarks/sim_paper.py --json benchmarks/results/sim/sim_paper/DATE.json [--draws 200] [--only grpo_8b]
 
 Four cells (examples/scenarios/paper/), three seeds each; then draws in which the ten main assumptions are varied by up to 30 %,
 at a quarter of each cell's size and one step.  A claim is that a sign holds in 90 % of the draws.  A cell takes no further draw once

@@ -31,11 +31,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
-import weights_data as data
-import weights_rivals as rivals
 import zstandard
 
 from benchmarks.lib.report import write
+from benchmarks.weight_transfer import weights_data as data
+from benchmarks.weight_transfer import weights_rivals as rivals
 from rose.weights import codec
 
 PARTS = ("size", "speed", "pause")
@@ -359,7 +359,7 @@ def scaling(pairs: list[data.Pair], payloads: list[bytes], gigabytes: float, rep
 
 def measure_pause(lr: str, sizes: list[str], repeats: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """(summary, details)."""
-    import weights_pause
+    from benchmarks.weight_transfer import weights_pause
 
     found = weights_pause.run(
         data.load_fit(lr), sizes=sizes, densities=[0.0025, 0.01, 0.026], repeats=repeats

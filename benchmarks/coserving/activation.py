@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import aiohttp
 import psutil
-from coserving.rollouts import Registry, Trajectories
-from coserving.world import VOCAB, BenchPlan
 
+from benchmarks.coserving.rollouts import Registry, Trajectories
+from benchmarks.coserving.world import VOCAB, BenchPlan
 from benchmarks.lib.report import Report
 from rose.auth import Tokens, bearer
 from rose.coserve.control import ControlClient

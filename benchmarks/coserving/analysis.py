@@ -7,8 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from coserving.plan import ALONE_1, ALONE_2, SOLO, Schedule
-
+from benchmarks.coserving.plan import ALONE_1, ALONE_2, SOLO, Schedule
 from rose.evaluation.arms import Ratio, RequestLatency, Slo, arm_stats, ratio
 from rose.evaluation.statistics import percentile
 

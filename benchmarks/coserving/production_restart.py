@@ -30,9 +30,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import aiohttp
-from coserving.rollouts import Registry, Trajectories
-from coserving.world import VOCAB, BenchPlan
 
+from benchmarks.coserving.rollouts import Registry, Trajectories
+from benchmarks.coserving.world import VOCAB, BenchPlan
 from benchmarks.lib.report import Report
 from rose.auth import Tokens
 from rose.coserve.control import ControlClient

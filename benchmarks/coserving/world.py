@@ -15,9 +15,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from coserving.plan import HALF, WHOLE, Arm, Schedule
-from coserving.rollouts import Registry
-
+from benchmarks.coserving.plan import HALF, WHOLE, Arm, Schedule
+from benchmarks.coserving.rollouts import Registry
 from rose.auth import Tokens
 from rose.coserve.control import ControlClient
 from rose.coserve.ledger import NodeDir

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENT = ROOT / "docs" / "evidence.md"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- generated from here -->\n", "<!-- to here -->\n"
@@ -254,13 +255,13 @@ def all_runs(paths: list[Path]) -> list[Run]:
     for path in paths:
         document = json.loads(path.read_text())
         where = document.get("machine") or document.get("details", {}).get("where", {})
-        parts = document.get("benchmarks") or {document.get("benchmark", path.stem): document}
+        parts = document.get("benchmarks") or {document.get("benchmark", path.parent.name): document}
         for name, part in parts.items():
             commit = part.get("commit") or where["commit"]
             runs.append(
                 Run(
                     benchmark=name,
-                    file=path.name,
+                    file=str(path.relative_to(RESULTS)),
                     commit=commit,
                     time=_time(commit, path) if known else None,
                     summary=part.get("summary", {}),
@@ -271,7 +272,7 @@ def all_runs(paths: list[Path]) -> list[Run]:
 
 def _time(commit: str, path: Path) -> int:
     own = _git("show", "-s", "--format=%ct", commit)
-    return int(own or _git("log", "--reverse", f"-S{commit}", "--format=%ct", "--", str(path)).split()[0])
+    return int(own or _git("log", "--follow", f"-S{commit}", "--format=%ct", "--", str(path)).split()[-1])
 
 
 def _git(*args: str) -> str:

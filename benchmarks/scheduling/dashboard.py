@@ -32,8 +32,8 @@ from aiohttp import web
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.lib.arms import Arm, end_all
 from benchmarks.lib.report import Report
-from benchmarks.scheduling.arms import Arm, end_all
 from rose.auth import Tokens, bearer
 from rose.evaluation.statistics import percentile
 from rose.testing.fake_engine import FakeEngine, FakeNode, Fault, serve_engine

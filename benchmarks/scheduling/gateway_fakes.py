@@ -19,7 +19,7 @@ import uvloop
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.scheduling.wire import Upstream, answer
+from benchmarks.lib.wire import Upstream, answer
 
 NUM_PROMPT, NUM_NEW = 1000, 64
 MODEL = "policy"

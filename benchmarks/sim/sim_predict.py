@@ -32,10 +32,9 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from coserving.plan import SOLO, Prefix, Timing, make_segments  # noqa: E402
-from coserving.rollouts import NUM_TURNS, OBSERVATION_TOKENS, OUTPUT_TOKENS, PROMPT_TOKENS  # noqa: E402
-from coserving.world import POLICY_RECIPE, PRODUCTION_RECIPE  # noqa: E402
-
+from benchmarks.coserving.plan import SOLO, Prefix, Timing, make_segments  # noqa: E402
+from benchmarks.coserving.rollouts import NUM_TURNS, OBSERVATION_TOKENS, OUTPUT_TOKENS, PROMPT_TOKENS  # noqa: E402
+from benchmarks.coserving.world import POLICY_RECIPE, PRODUCTION_RECIPE  # noqa: E402
 from benchmarks.lib.report import Report  # noqa: E402
 from rose.coserve.step_profile import Profile, load_profile  # noqa: E402
 from rose.errors import ConfigError, RoseError  # noqa: E402

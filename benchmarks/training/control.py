@@ -20,8 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lib.arms import Arm
 from benchmarks.lib.report import Report
-from benchmarks.scheduling.arms import Arm
 from benchmarks.training import probe
 from benchmarks.training.engines import EngineSpec, PoolSpec, to_json
 from rose.auth import Tokens

@@ -1,6 +1,6 @@
 """The main job with several seeds: what `rose demo` finds, run by run.
 
-    python benchmarks/training/demo.py --seeds 0,1,2 --json benchmarks/results/demo.json
+    python benchmarks/training/demo.py --seeds 0,1,2 --json benchmarks/results/training/demo/DATE.json
     python benchmarks/training/demo.py --reports out/demo --commit HASH --json FILE     # of runs that were made before; runs nothing
 
 Each run takes about seven minutes and wants the machine for itself: its P99s are those of some hundred requests.  Keys: ``seedN.KEY``

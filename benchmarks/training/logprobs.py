@@ -39,9 +39,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from weights_kv import MODES, Pair, over_a_commit, sample
-
 from benchmarks.lib.report import Report
+from benchmarks.weight_transfer.weights_kv import MODES, Pair, over_a_commit, sample
 from rose.auth import Tokens, bearer
 from rose.demo.models import POLICY, ensure_model
 from rose.policy.worker import Duty

@@ -32,8 +32,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lib.arms import Arm
 from benchmarks.lib.report import Report
-from benchmarks.scheduling.arms import Arm
 from benchmarks.training import probe
 from benchmarks.training.engines import Bursts, EngineSpec, PoolSpec, Steps, to_json
 from rose.auth import Tokens

@@ -24,8 +24,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.lib.arms import end_all
 from benchmarks.lib.report import Report
-from benchmarks.scheduling.arms import end_all
 from benchmarks.training import control, stale, throughput
 from benchmarks.training.engines import Steps
 from rose.coserve.step_profile import COEFFICIENTS, load_profile

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from rl_checkpoints import checkpoint_pairs
 
+from benchmarks.weight_transfer.rl_checkpoints import checkpoint_pairs
 from rose.weights import codec
 
 FIT_FILE = Path(__file__).with_name("weights_fit.json")

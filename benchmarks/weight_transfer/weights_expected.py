@@ -2,8 +2,8 @@
 
     python benchmarks/weight_transfer/weights_expected.py      # the table, term by term
 
-``weights_live.json`` has the seconds per GB of dense weights of each phase, on one core and with real engines;
-``weights_terms.json`` what the phases consist of, and what the relay takes.  Each term, and what is assumed of it:
+``weights_live/2026-11-21.json`` has the seconds per GB of dense weights of each phase, on one core and with real engines;
+``weights_terms/2026-11-22.json`` what the phases consist of, and what the relay takes.  Each term, and what is assumed of it:
 
 =============  ==========================================================================================================
 fixed          publish to acknowledged of a model so small that only waits, calls and polls are left: measured
@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).resolve().parents[1] / "results" / "weight_transfer"
 GBPS = (10, 200)
 TERMS = (
     "fixed", "publish", "relay_in", "wire", "relay_out", "pull", "decode", "file", "stage", "pause",
@@ -63,8 +63,8 @@ MODELS = {
 def measured() -> tuple[dict[str, Any], dict[str, Any]]:
     """Summaries of the two committed results: real engines, and the terms."""
     live, terms = (
-        json.loads((RESULTS / f"{name}.json").read_text())["summary"]
-        for name in ("weights_live", "weights_terms")
+        json.loads((RESULTS / name).read_text())["summary"]
+        for name in ("weights_live/2026-11-21.json", "weights_terms/2026-11-22.json")
     )
     return live, terms
 

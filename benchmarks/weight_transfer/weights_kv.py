@@ -25,12 +25,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from rl_checkpoints import MODEL, problem
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.lib.report import Report
+from benchmarks.weight_transfer.rl_checkpoints import MODEL, problem
 from rose.evaluation.statistics import percentile
 from tests.engine_launcher import EngineServer
 from tests.plugin.weights_kit import Tensors, make_update

@@ -36,12 +36,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 import torch
-import weights_data as data
-from rl_checkpoints import ANSWER_TOKENS, MODEL, make_base, problem
-from weights_nodes import PHASES, RUN, Run, Sampler, row_of, timed_publish
-from weights_parts import measure_large, measure_recovery
 
 from benchmarks.lib.report import Report, write
+from benchmarks.weight_transfer import weights_data as data
+from benchmarks.weight_transfer.rl_checkpoints import ANSWER_TOKENS, MODEL, make_base, problem
+from benchmarks.weight_transfer.weights_nodes import PHASES, RUN, Run, Sampler, row_of, timed_publish
+from benchmarks.weight_transfer.weights_parts import measure_large, measure_recovery
 from rose.shared_memory import SharedMemorySweep
 from rose.train.batch import TrainingSequence
 from rose.train.trainer import TorchTrainer, TrainerParams

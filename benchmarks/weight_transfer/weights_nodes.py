@@ -25,8 +25,8 @@ from typing import Any
 
 import aiohttp
 import numpy as np
-from rl_checkpoints import ANSWER_TOKENS, GROUP_SIZE, problem
 
+from benchmarks.weight_transfer.rl_checkpoints import ANSWER_TOKENS, GROUP_SIZE, problem
 from rose.auth import Tokens, bearer
 from rose.coserve.config import EngineConfig, NodeConfig, WeightsLink
 from rose.coserve.engine import RolloutEngine

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import weights_data as data
-from weights_nodes import PHASES, RUN, Node, Run, row_of, timed_publish
 
 from benchmarks.lib.report import Report
+from benchmarks.weight_transfer import weights_data as data
+from benchmarks.weight_transfer.weights_nodes import PHASES, RUN, Node, Run, row_of, timed_publish
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
 from rose.weights.source import RawBits

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from weights_data import SHAPES, Pair, Shape, generate
 
+from benchmarks.weight_transfer.weights_data import SHAPES, Pair, Shape, generate
 from rose.weights import kernels, statehash
 from rose.weights.spec import TensorSpec, model_digest
 from rose.weights.update import TensorUpdate, Update, write_update

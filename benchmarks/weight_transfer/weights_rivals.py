@@ -14,8 +14,8 @@ import numba
 import numpy as np
 import zstandard
 from numpy.typing import NDArray
-from weights_data import Bits, Pair
 
+from benchmarks.weight_transfer.weights_data import Bits, Pair
 from rose.weights import codec
 from rose.weights.kernels import SEGMENT
 from rose.weights.manifest import Section

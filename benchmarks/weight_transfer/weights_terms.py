@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 import torch
-from report import Report
 
+from benchmarks.lib.report import Report
 from rose.weights import subscriber as subscriber_module
 from rose.weights.http_store import HttpStore
 from rose.weights.params import WeightsParams

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.gateway import check_answers
-from benchmarks.scheduling import arms
-from benchmarks.scheduling.arms import Arm, Stuck, closed_loop, run_load
-from benchmarks.scheduling.wire import answer, connect, request
+from benchmarks.lib import arms
+from benchmarks.lib.arms import Arm, Stuck, closed_loop, run_load
+from benchmarks.lib.wire import answer, connect, request
 
 ASK = request("/", b"{}")
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-from coserving.analysis import BlockRecord, analyse, verdict
-from coserving.plan import BURST_TRAFFIC_S, SOLO, SOLO_EVERY, Timing, make_schedule, make_segments
-
+from benchmarks.coserving.analysis import BlockRecord, analyse, verdict
+from benchmarks.coserving.plan import BURST_TRAFFIC_S, SOLO, SOLO_EVERY, Timing, make_schedule, make_segments
 from rose.evaluation.arms import RequestLatency, Slo
 from rose.evaluation.arrivals import TraceRow, TrafficShape
 

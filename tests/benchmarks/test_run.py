@@ -74,7 +74,7 @@ def test_a_program_is_given_what_it_had_only_where_it_is_long(
 
 @pytest.mark.parametrize("name", sorted({*run.WHOLE, *run.CACHES}))
 def test_programs_have_the_options_that_they_are_given(name: str) -> None:
-    program = run.ROOT / "benchmarks" / f"{name}.py"
+    program = run.program_of(name)
     told = subprocess.run(
         [sys.executable, str(program), "--help"], capture_output=True, text=True, check=True
     )

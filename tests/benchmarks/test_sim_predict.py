@@ -25,7 +25,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 @pytest.fixture(scope="module")
 def live() -> Live:
-    return read_live(RESULTS / "2026-11-21-coserve-live-A.json")
+    return read_live(RESULTS / "coserving/coserve-live-A/2026-11-21.json")
 
 
 def test_a_committed_run_s_requests_are_made_again_with_the_lengths_it_measured(live: Live) -> None:
@@ -46,10 +46,10 @@ def test_calibration_says_what_production_alone_showed(live: Live) -> None:
 
 def test_pooled_results_and_missing_traces_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not one run of coserve"):
-        read_live(RESULTS / "coserve-2026-11-21-2core.json")
+        read_live(RESULTS / "coserving/coserve/2026-11-21.json")
     with pytest.raises(ConfigError, match=r"azure_llm_2023_conv\.csv"):
-        read_live(RESULTS / "2026-11-21-coserve-live-C1.json")
-    other = json.loads((RESULTS / "2026-11-21-coserve-live-A.json").read_text())
+        read_live(RESULTS / "coserving/coserve-live-C1/2026-11-21.json")
+    other = json.loads((RESULTS / "coserving/coserve-live-A/2026-11-21.json").read_text())
     other["details"]["settings"]["seed"] = 7
     path = tmp_path / "other.json"
     path.write_text(json.dumps(other))
@@ -69,7 +69,7 @@ def test_a_slower_machine_takes_longer_for_everything(live: Live) -> None:
 
 def test_the_model_of_the_prefix_cache_finds_what_production_s_cache_found_live() -> None:
     """Nothing of it was fitted: blocks are vLLM's, prompts are the sender's."""
-    live = read_live(RESULTS / "coserve-multiturn-2026-11-21-2core.json")
+    live = read_live(RESULTS / "coserving/coserve-multiturn/2026-11-21.json")
     arrivals, _ = arrivals_of(live)
     assert arrivals.prefixes is not None
     engine = Engine(StepModel(), 4096, 12_288, BLOCK_TOKENS)

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
+from benchmarks.weight_transfer import weights_rivals as rivals
+from benchmarks.weight_transfer.weights_data import Pair
 from rose.weights import codec
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
-
-@pytest.fixture
-def rivals(monkeypatch: pytest.MonkeyPatch) -> object:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import weights_rivals
-
-    yield weights_rivals
-    for name in ("weights_rivals", "weights_data", "rl_checkpoints"):
-        sys.modules.pop(name, None)
-
-
-def test_the_bounds_of_a_step_that_can_be_counted_by_hand(rivals) -> None:
-    from weights_data import Pair
-
+def test_the_bounds_of_a_step_that_can_be_counted_by_hand() -> None:
     # 1024 elements of exponent 0x7F, of which 256 go up one place and 256 down one; 1024 more that never change.
     old = np.concatenate([np.full(1024, 0x3F80 + 64, np.uint16), np.full(1024, 0x4100, np.uint16)])
     d = np.zeros(2048, np.uint16)
@@ -37,9 +22,7 @@ def test_the_bounds_of_a_step_that_can_be_counted_by_hand(rivals) -> None:
     assert rivals.side_information_bits(pair) == pytest.approx(1024 + 512)
 
 
-def test_unchanged_tensors_cost_nothing_but_the_dense_rival(rivals) -> None:
-    from weights_data import Pair
-
+def test_unchanged_tensors_cost_nothing_but_the_dense_rival() -> None:
     old = np.arange(5000, dtype=np.uint16)
     found = rivals.sizes([Pair("w", (5000,), old, old.copy())])
     assert found["changes"] == found["shannon"] == found["planes"] == found["gaps_u16_zstd"] == 0

@@ -23,7 +23,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.scheduling.wire import Client, connect
+from benchmarks.lib.wire import Client, connect
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 120.0

@@ -6,7 +6,6 @@ Each is one SVG file that stands alone: its own style, light and dark.  Callers:
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable
 from html import escape
 from pathlib import Path
@@ -24,10 +23,10 @@ def figures(paths: Iterable[Path]) -> dict[str, str]:
     """SVG text by file name, from result files: a Pareto front per co-serving trace and learning curves per task."""
     drawn: dict[str, str] = {}
     for path in paths:
-        if path.name[0].isdigit():  # what the simulator was compared with
+        if path.parent.name.startswith("coserve-live-"):  # what the simulator was compared with
             continue
         document = json.loads(path.read_text())
-        details, stem = document.get("details"), re.sub(r"-?\d{4}-\d\d-\d\d-?(2core)?", "", path.stem)
+        details, stem = document.get("details"), path.parent.name
         match document.get("benchmark"):
             case "coserve" if len(_shared(details["arms"])) >= MIN_ARMS:
                 for metric, title in plot.METRICS.items():
