@@ -54,7 +54,7 @@ from benchmarks.coserving.world import VOCAB, BenchPlan, World, delta, traffic_s
 from benchmarks.lib.report import write
 from rose.auth import Tokens
 from rose.demo import parts
-from rose.demo.config import DemoConfig, ProductionSettings, RolloutSettings, TrafficSettings
+from rose.demo.demo_config import DemoConfig, ProductionSettings, RolloutSettings, TrafficSettings
 from rose.demo.fleet import Fleet
 from rose.demo.ui import Stages
 from rose.demo.workplace import Workplace

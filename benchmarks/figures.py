@@ -1,6 +1,6 @@
 """The figures of README and docs, drawn from committed result files by ``benchmarks/run.py --render``.
 
-Each is one SVG file that stands alone: its own style, light and dark.  Callers: ``benchmarks/run.py``.
+Each is one SVG file that stands alone: its own style, light and dark.
 """
 
 from __future__ import annotations

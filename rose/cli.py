@@ -57,7 +57,7 @@ def root(
 @app.command()
 def demo(
     config: Annotated[
-        Path | None, typer.Option(help="Settings as TOML; see rose/demo/config.py for every key.")
+        Path | None, typer.Option(help="Settings as TOML; see rose/demo/demo_config.py for every key.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of models, maps and traffic.")] = None,
     steps: Annotated[int | None, typer.Option(help="RL steps.")] = None,
@@ -87,7 +87,7 @@ def demo(
 
     Ctrl-C stops everything it started.
     """
-    from rose.demo.config import load_demo_config
+    from rose.demo.demo_config import load_demo_config
     from rose.demo.run import run_demo
 
     named = {

@@ -1,6 +1,6 @@
 """How every ROSE program reads its configuration: one typed TOML file, checked whole before anything starts.
 
-A program's settings are a :class:`Section` beside the program (``rose.scheduler.config`` and so on).
+A program's settings are a :class:`Section` beside the program (``rose.scheduler.scheduler_config`` and so on).
 :func:`load_config` reads the file, applies ``a.b=value`` overrides from the command line, and
 either returns a frozen tree or raises one :class:`~rose.errors.ConfigError` that names the field.
 An unknown key is an error that names the nearest valid one: a misspelt key must not be a default.

@@ -2,8 +2,6 @@
 
 A thousand, where nobody says otherwise: less than a daemon with two thousand clients needs, or a node that maps the objects of a large
 model.  A process may raise its own limit as far as the hard one.
-
-Callers: ``rose.scheduler.cli``, ``rose.coserve.cli``.
 """
 
 from __future__ import annotations

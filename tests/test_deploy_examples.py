@@ -12,8 +12,8 @@ import yaml
 
 from rose.auth import Tokens
 from rose.config import load_config
-from rose.coserve.config import NodeConfig
 from rose.coserve.ledger import NodeDir, NodeState
+from rose.coserve.node_config import NodeConfig
 from rose.private_dir import private_dir
 from tests.users import STRANGER, act_as, needs_root, volume
 

@@ -7,8 +7,6 @@ One thread at a time.  Only the background thread changes ``watched`` (:meth:`Bo
 engine thread has to answer at the end of a step, for it may be in the middle of a write when it is asked; until it does nothing is
 written, and what stands there is how it was left.  The other way nothing has to be waited for: the background thread is not
 writing when it says so.
-
-Caller: :mod:`vllm_plugin.serving`.
 """
 
 from __future__ import annotations

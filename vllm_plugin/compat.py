@@ -8,8 +8,6 @@ Rules:
   With a problem, role ``serving`` stays stock vLLM and role ``rollout`` refuses to start.
 - Patches are idempotent; each remembers what it replaced.
 - ``import vllm`` happens inside functions: vLLM loads this module in every process it starts.
-
-Callers: :mod:`vllm_plugin` (``register``), the scheduler mixins, the worker classes, tests.
 """
 
 from __future__ import annotations

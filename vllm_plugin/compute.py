@@ -6,8 +6,6 @@ context's stream the one that the worker launches on where that is the choice.  
 
 The stream is made by ``cuGreenCtxStreamCreate`` and belongs to its context wherever it is used: no context is made current to a thread.
 Streams of others (copies of sampled tokens, NCCL's) stay where they were.
-
-Callers: :mod:`vllm_plugin.gpu_worker`, tests.
 """
 
 from __future__ import annotations

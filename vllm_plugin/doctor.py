@@ -13,8 +13,6 @@ grouping, and the result through the plugin's look at it.  A model that builds o
 starts.
 
 ``ROSE_ROLE`` must not be set.  Until vLLM is found this module needs the standard library and ``rose`` alone.
-
-Callers: ``rose.coserve.doctor`` (as a program), tests.
 """
 
 from __future__ import annotations

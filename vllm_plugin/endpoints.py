@@ -27,8 +27,7 @@ Invariants: at most one commit at a time; the engine is resumed on every way out
 not be proved: then it stays paused, because its tokens would be of no version, and only a restart helps.
 An update file is read only from below ``ROSE_DIR`` or ``ROSE_WEIGHTS_DIR``.
 
-It does not decide which version to run, and never fetches.  Callers: vLLM's API server; the node agent
-over HTTP.
+It does not decide which version to run, and never fetches.
 """
 
 from __future__ import annotations

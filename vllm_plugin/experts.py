@@ -3,8 +3,6 @@
 vLLM's CPU build packs experts after loading for its grouped kernel, in an order that differs between instruction
 sets; a weight update would find nothing to write to.  Here each expert that has tokens is two plain products, as in
 the reference implementations.  An operator of its own, so that a compiled model does not look inside.
-
-Caller: :func:`vllm_plugin.compat.patch_cpu_experts`.
 """
 
 from __future__ import annotations

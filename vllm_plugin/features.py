@@ -3,8 +3,6 @@
 Walks every field of a ``VllmConfig`` (:func:`findings`) and, when vLLM has sized its cache, of a ``KVCacheConfig``
 (:func:`kv_findings`), and looks each up in the allowlist (``rose.policy.engine_fields``).  Reads, changes nothing.  A field that is
 not there is named and refused; an object that is not what it was raises, and the caller refuses.
-
-Callers: :mod:`vllm_plugin.compat`, tests.
 """
 
 from __future__ import annotations

@@ -14,8 +14,6 @@ Invariant, asserted by :meth:`check`: cache and ghost together are at most the d
 
 Engine thread only (others read the counters).  No wait and no system call; a look at a prompt costs one set operation in C, and
 0.3 us more for each block where it does lose something.  Nothing raises into vLLM: an error goes to ``fail``.
-
-Caller: :mod:`vllm_plugin.serving`.
 """
 
 from __future__ import annotations

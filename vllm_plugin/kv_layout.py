@@ -2,8 +2,6 @@
 
 Nothing is guessed.  :func:`kv_entries` answers for one group of layers that fill one allocation exactly and do not overlap, and
 refuses everything else by name: a chunk of blocks then has a size that is true.
-
-Callers: :mod:`vllm_plugin.memory`, :mod:`vllm_plugin.elastic`, :mod:`vllm_plugin.features`, tests.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ event behind everything on the compute stream, and only then unmaps.
 On the host a step is over when its launch returns, and the wait for the device is none.  The CUDA side has not run on a GPU yet; the tests
 run it on a driver in memory, through the same pager.
 
-Callers: :mod:`vllm_plugin.memory`, the worker classes, tests.  Imports torch only where a tensor is made.
+Imports torch only where a tensor is made.
 """
 
 from __future__ import annotations

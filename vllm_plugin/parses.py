@@ -7,8 +7,6 @@ configured parsers split it into reasoning, content and calls, as they do behind
 
 :class:`Parses` bounds what callers can leave behind: parses, their bytes, and how long an idle one is kept.  A parse may
 vanish at any time (410): its caller opens it again, here or on another engine, and tells what was shown before.
-
-Callers: :mod:`vllm_plugin.endpoints`; the scheduler over HTTP (``rose.scheduler.parses``).
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Readers are kept: a file that was deleted is read on for as long as its writer lives (:mod:`rose.coserve.ledger`), so that nobody's
 pages are forgotten because a name is.
-
-Caller: :mod:`vllm_plugin.serving`, background thread.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ Invariants of what :func:`record` returns:
 Memory that was rearranged *after* loading has the right shape and the wrong order: only its content tells.
 :func:`check_contents` compares it with the checkpoint, bit by bit, and moves what differs to ``fallback``.
 
-It moves no weight and knows no versions.  Callers: :mod:`vllm_plugin.weights`, tests.
+It moves no weight and knows no versions.
 """
 
 from __future__ import annotations

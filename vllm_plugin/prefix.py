@@ -8,7 +8,7 @@ on their context is *mixed* (old weights' keys and values under new weights), an
 A request may ask for the prefixes of a version of its own, ``cache_salt: "rose:1.7"``: a trajectory that began under
 1.7 and prefers its cached context to an exact one.
 
-Engine thread only.  Caller: the rollout scheduler (:mod:`vllm_plugin.scheduler`).
+Engine thread only.
 """
 
 from __future__ import annotations

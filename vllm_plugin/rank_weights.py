@@ -21,7 +21,7 @@ save between a successful commit and ``finish``; a failed stage changes nothing;
 vLLM's RPC loop (:mod:`vllm_plugin.weights` turns errors into answers).
 
 Memory while staged: 8 bytes of destination, 4-8 of index and twice the element per sparse change; twice
-the tensor for a dense one.  Callers: :mod:`vllm_plugin.weights`, tests.
+the tensor for a dense one.
 """
 
 from __future__ import annotations

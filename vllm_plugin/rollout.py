@@ -41,7 +41,7 @@ from vllm_plugin.capacity import Balloon
 from vllm_plugin.memory import ChunkPlan, engine_number
 from vllm_plugin.roles import ENV_DIR
 from vllm_plugin.step_log import StepLog, first_model
-from vllm_plugin.watch import Bell
+from vllm_plugin.watch import Notifier
 
 logger = logging.getLogger("vllm.rose")
 
@@ -137,7 +137,7 @@ class RolloutSide:
         self._has_serving = True
         self._trouble = ""
         self._mended: set[Path] = set()
-        self._bell = Bell()
+        self._notifier = Notifier()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="rose-rollout", daemon=True)
         self._publish_lease(0)
@@ -158,7 +158,7 @@ class RolloutSide:
             (f"rank{r}", self._dir.rank("rollout", r, self.plan.num_chunks)) for r in range(len(self._ranks))
         ]
         for name, reader in watched:
-            self._bell.watch(reader, name)
+            self._notifier.watch(reader, name)
         self._thread.start()
 
     def _common_rung(self, rungs: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
@@ -220,7 +220,7 @@ class RolloutSide:
             self.reason,
         )
         self._released.extend((chunk, self.num_schedules) for chunk in released)
-        self._bell.ring()
+        self._notifier.notify()
 
     def _holders(self) -> list[tuple[str, int, list[int]]]:
         """Every request with the tokens it would have to compute again elsewhere, and its blocks."""
@@ -333,10 +333,10 @@ class RolloutSide:
     # ------------------------------------------------------------------ background thread
 
     def _run(self) -> None:
-        rung = False
+        notified = False
         while not self._stopping:
             try:
-                self._round(rung)
+                self._round(notified)
             except LedgerError as error:
                 self._fail_closed(f"shared files: {error}")
             except Exception as error:  # dead-man, see the module docstring
@@ -345,10 +345,10 @@ class RolloutSide:
                     logger.exception("ROSE rollout side")
                 self._fail_closed("internal error, see the log")
                 time.sleep(HEARTBEAT_S)
-            rung = self._bell.wait(HEARTBEAT_S)
+            notified = self._notifier.wait(HEARTBEAT_S)
 
-    def _round(self, rung: bool) -> None:
-        """Look at everything once and act.  ``rung``: an event called, not the timer."""
+    def _round(self, notified: bool) -> None:
+        """Look at everything once and act.  ``notified``: an event called, not the timer."""
         book, chunks, chunk_pages = self.book, self.book.chunks, self.plan.chunk_pages
         trouble = self._mend_files()
         released = [self._released.popleft() for _ in range(len(self._released))]
@@ -376,7 +376,7 @@ class RolloutSide:
             self._call_when_idle()
         fits = allowed > 0 and self._admit(self._board) > 0
         if fits and not self.gate_open:
-            self.gate_opened_by = "event" if rung else "timer"
+            self.gate_opened_by = "event" if notified else "timer"
             self.gate_open = True
             compat.wake(self._engine)
         elif not fits:
@@ -492,7 +492,7 @@ class RolloutSide:
     def _idle(self) -> None:
         self._idle_asked = False
         self._balance()
-        self._bell.ring()
+        self._notifier.notify()
 
     def _publish_lease(self, growth_chunks: int) -> None:
         """Write the lease when it says something new, or to show that we live.
@@ -531,7 +531,7 @@ class RolloutSide:
     def stop(self) -> None:
         """End the background thread and give up the files; for tests."""
         self._stopping = True
-        self._bell.stop()
+        self._notifier.stop()
         self._thread.join(timeout=5.0)
         for writer in (self._lease, self._chunks):
             writer.close()

@@ -6,8 +6,6 @@ rollout engine's API server or a worker needs, where it is needed.  A test walks
 vLLM's that is not here.
 
 Nothing is constructed: an attribute counts where the class has it, declares it, or stores it in ``__init__``.
-
-Callers: :mod:`vllm_plugin.compat`, :mod:`vllm_plugin.endpoints`, the worker classes, tests.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ from vllm_plugin.memory import ChunkPlan, engine_number
 from vllm_plugin.peers import Peers, Trouble, require_own
 from vllm_plugin.roles import ENV_DIR
 from vllm_plugin.step_log import first_model
-from vllm_plugin.watch import Bell
+from vllm_plugin.watch import Notifier
 
 logger = logging.getLogger("vllm.rose")
 
@@ -138,7 +138,7 @@ class ServingSide:
         self._trouble = Trouble()
         self._board = Board(board, scheduler, self.plan, self.balloon, self.steps, self.model, self._trouble)
         self._peers = Peers(self._dir, self._trouble)
-        self._bell = Bell()
+        self._notifier = Notifier()
         self._stopping = False
         self.book = ServingBook(self.plan.num_chunks, self.plan.chunk_pages)
         """Background thread only.  The balloon holds what is not in use by it, plus `_released` less `_mapped`."""
@@ -156,9 +156,9 @@ class ServingSide:
         self._board.write(busy=False)
         for name in ("node", "peer"):
             reader = self._dir.node() if name == "node" else self._dir.rollout_lease()
-            self._bell.watch(reader, name)
+            self._notifier.watch(reader, name)
         for rank in range(len(self._ranks)):
-            self._bell.watch(self._dir.rank("serving", rank, self.plan.num_chunks), f"rank{rank}")
+            self._notifier.watch(self._dir.rank("serving", rank, self.plan.num_chunks), f"rank{rank}")
         self._thread.start()
 
     def before_add(self, request: Any) -> None:
@@ -192,7 +192,7 @@ class ServingSide:
             finally:  # also those before an exception: they would be lost to production
                 if taken:
                     self._released.extend((chunk, self.steps.step) for chunk in taken)
-                    self._bell.ring()
+                    self._notifier.notify()
         self._rests = not (self.steps.claim_chunks or self.ghost.watching)
 
     def _let_past(self) -> None:
@@ -214,7 +214,7 @@ class ServingSide:
             waiting = -(-missing // self._block_tokens)
         free = compat.block_pool(self._scheduler).get_num_free_blocks() if lent else 0
         if self.steps.claim(lent_chunks=lent, free_blocks=free, waiting_blocks=waiting):
-            self._bell.ring()
+            self._notifier.notify()
 
     def after_schedule(self, output: Any) -> None:
         """A step starts: publish deadlines.  Nobody needs that between steps unless a rollout engine lives."""
@@ -288,7 +288,7 @@ class ServingSide:
             logger.error("ROSE is off, serving goes on as without it: %s", self.failed, exc_info=error)
             self._target_lent_chunks = 0
             self.ghost.stop()
-            self._bell.ring()
+            self._notifier.notify()
         if not self._thread.is_alive():  # failed while being attached: nobody else would say it
             self._say_off()
 
@@ -302,7 +302,7 @@ class ServingSide:
                 self.fail(error)
                 self._say_off()
                 time.sleep(HEARTBEAT_S)
-            self._bell.wait(HEARTBEAT_S)
+            self._notifier.wait(HEARTBEAT_S)
 
     def _say_off(self) -> None:
         """Publish the phase even when nothing else works any more."""
@@ -450,7 +450,7 @@ class ServingSide:
             self._tell_step()
         except Exception as error:  # noqa: BLE001  # fail-open
             self.fail(error)
-        self._bell.ring()
+        self._notifier.notify()
 
     def _publish_lease(self, reserved_pages: int) -> None:
         """Write the lease when it says something new, or to show that we live.
@@ -489,7 +489,7 @@ class ServingSide:
     def stop(self) -> None:
         """End the background thread and give up the files; for tests."""
         self._stopping = True
-        self._bell.stop()
+        self._notifier.stop()
         self._thread.join(timeout=5.0)
         for writer in (self._lease, self._board.file, self._chunks):
             writer.close()

@@ -1,7 +1,7 @@
-"""One bell for many reasons: a background thread sleeps until any shared file changes or its engine rings.
+"""One notifier for many reasons: a background thread sleeps until any shared file changes or its engine notifies.
 
 The kernel can wait on one futex word per call in the portable interface, so each watched file has a
-thread that sleeps on its word and rings.  :meth:`Bell.ring` never blocks (``SimpleQueue.put`` takes no
+thread that sleeps on its word and notifies.  :meth:`Notifier.notify` never blocks (``SimpleQueue.put`` takes no
 lock a waiter may hold), so the step path may call it.
 """
 
@@ -24,20 +24,20 @@ no file yet: the waiter's own heartbeat finds that sooner, and a look every 20 m
 production's engine fifty times a second for as long as no rollout engine was there."""
 
 
-class Bell:
+class Notifier:
     """Wake-ups for one background thread, merged."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._stopping = False
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """Wake the waiter.  Any thread; never blocks."""
         if self._queue.empty():
             self._queue.put(None)
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleep until rung; False when ``timeout_s`` is over.  Clears what has rung so far."""
+        """Sleep until notified; False when ``timeout_s`` is over.  Clears what has come so far."""
         try:
             self._queue.get(timeout=timeout_s)
         except queue.Empty:
@@ -50,7 +50,7 @@ class Bell:
         return True
 
     def watch(self, reader: RecordReader[Any], name: str) -> None:
-        """Ring whenever ``reader``'s file changes.  ``reader`` belongs to the watcher from now on."""
+        """Notify whenever ``reader``'s file changes.  ``reader`` belongs to the watcher from now on."""
         threading.Thread(target=self._follow, args=(reader,), name=f"rose-watch-{name}", daemon=True).start()
 
     def _follow(self, reader: RecordReader[Any]) -> None:
@@ -58,15 +58,15 @@ class Bell:
         while not self._stopping:
             try:
                 if reader.wait(seen, LOOK_AGAIN_S, missing_s=LOOK_AGAIN_S):
-                    # The word is read before ringing: a change after it makes the next wait return at once, one
-                    # before it is seen by whoever answers the ring.  None is lost.
+                    # The word is read before notifying: a change after it makes the next wait return at once, one
+                    # before it is seen by whoever is woken.  None is lost.
                     seen = reader.word()
-                    self.ring()
+                    self.notify()
             except LedgerError as error:  # damaged or replaced: the waiter reads it itself and decides
                 logger.debug("ROSE watch: %s", error)
-                self.ring()
+                self.notify()
                 time.sleep(LOOK_AGAIN_S)
 
     def stop(self) -> None:
         self._stopping = True
-        self.ring()
+        self.notify()

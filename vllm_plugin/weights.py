@@ -13,8 +13,7 @@ fails; the answers of the others stay queued, and the next collective call reads
 rank answers with plain data that says how it went, and :mod:`vllm_plugin.endpoints` decides for all of
 them.
 
-It does not fetch, decode a wire format, or decide which version to run.  Callers: vLLM, through
-:mod:`vllm_plugin.worker`.  This module imports no vLLM before the engine is built, and nothing heavy in a
+It does not fetch, decode a wire format, or decide which version to run.  This module imports no vLLM before the engine is built, and nothing heavy in a
 process that serves production traffic.
 """
 

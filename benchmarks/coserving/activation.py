@@ -35,7 +35,7 @@ from rose.auth import Tokens, bearer
 from rose.coserve.control import ControlClient
 from rose.coserve.ledger import NodeDir
 from rose.demo import parts
-from rose.demo.config import DemoConfig, ProductionSettings, RolloutSettings
+from rose.demo.demo_config import DemoConfig, ProductionSettings, RolloutSettings
 from rose.demo.fleet import Fleet
 from rose.demo.models import POLICY, PRODUCTION, ensure_model
 from rose.demo.workplace import Workplace

@@ -8,8 +8,6 @@ through API server, engine core, worker and back, on one core, with a real model
 - ``end_ratio``: time of a turn with ROSE over without, both servers of a kind together, paired by round; ``end_aa_ratio``: the two stock
   servers against each other, ``end_bb_ratio``: the two with ROSE.
 - ``end_cpu_ratio``: the same of the CPU time of all processes of the server: what a core that is not full would not show.
-
-Caller: ``benchmarks/coserving/overhead.py``.
 """
 
 from __future__ import annotations

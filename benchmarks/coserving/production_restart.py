@@ -38,7 +38,7 @@ from rose.auth import Tokens
 from rose.coserve.control import ControlClient
 from rose.coserve.ledger import NodeDir
 from rose.demo import parts
-from rose.demo.config import DemoConfig, ProductionSettings, RolloutSettings
+from rose.demo.demo_config import DemoConfig, ProductionSettings, RolloutSettings
 from rose.demo.fleet import Part
 from rose.demo.workplace import Workplace
 from rose.proc import Child

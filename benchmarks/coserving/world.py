@@ -21,7 +21,7 @@ from rose.auth import Tokens
 from rose.coserve.control import ControlClient
 from rose.coserve.ledger import NodeDir
 from rose.demo import parts
-from rose.demo.config import DemoConfig
+from rose.demo.demo_config import DemoConfig
 from rose.demo.fleet import Fleet, Part
 from rose.demo.models import POLICY, PRODUCTION, ensure_model
 from rose.demo.traffic import TrafficPlan, write_phase

@@ -30,7 +30,7 @@ from benchmarks.gpu.common import GIB, RATE, TRACE, Figures, keep, logs_folder, 
 from rose.auth import Tokens, bearer
 from rose.coserve.control import ControlClient
 from rose.demo import parts
-from rose.demo.config import DemoConfig, ProductionSettings, RolloutSettings, TrafficSettings
+from rose.demo.demo_config import DemoConfig, ProductionSettings, RolloutSettings, TrafficSettings
 from rose.demo.fleet import Fleet, Part
 from rose.demo.ui import Stages
 from rose.demo.workplace import Workplace

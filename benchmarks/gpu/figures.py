@@ -1,7 +1,4 @@
-"""From raw numbers to the figures of a stage, and from stages to what they say together.  Pure: no device, no clock.
-
-Callers: the stages, ``benchmarks/gpu_check.py``, ``tests/benchmarks/test_gpu_figures.py``.
-"""
+"""From raw numbers to the figures of a stage, and from stages to what they say together.  Pure: no device, no clock."""
 
 from __future__ import annotations
 

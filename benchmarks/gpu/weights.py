@@ -23,7 +23,7 @@ from benchmarks.gpu.common import GIB, Figures, keep, logs_folder, place, rehear
 from rose.auth import Tokens
 from rose.config import validate
 from rose.coserve.agent import NodeAgent
-from rose.coserve.config import NodeConfig
+from rose.coserve.node_config import NodeConfig
 from rose.demo.parts import ENGINE_ENV
 from rose.errors import EngineError, WeightsError
 from rose.proc import free_port

@@ -31,7 +31,7 @@ from rose.evaluation.statistics import mean_interval
 from rose.policy.fleet import FleetParams
 from rose.policy.routing import POLICY_NAMES, CostParams, CostPolicy, RoutingPolicy, make_policy
 from rose.policy.worker import Tier
-from rose.scheduler.config import SchedulerConfig
+from rose.scheduler.scheduler_config import SchedulerConfig
 
 CHURN_PER_MIN = (0.1, 1.0, 4.0)
 """Memory cuts per harvested worker and minute; a tenth of that are deaths."""

@@ -1,4 +1,4 @@
-"""Learning curves of paired runs over each other, as one HTML page without scripts.  Callers: ``benchmarks/training/learning.py``."""
+"""Learning curves of paired runs over each other, as one HTML page without scripts."""
 
 from __future__ import annotations
 

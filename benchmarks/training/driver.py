@@ -1,7 +1,7 @@
 """The train loop of one throughput arm: real loops, environment managers, leases and checkpoints; a trainer that sleeps.
 
 ``python -m benchmarks.training.driver SPEC.json`` runs :func:`rose.train.loop.train_with` with its workers in this process (the
-crew without Ray that the tests use), and writes a line per step.  Stand-ins, each at a protocol of the loop:
+actors without Ray that the tests use), and writes a line per step.  Stand-ins, each at a protocol of the loop:
 
 - :class:`PacedTrainer` is a :class:`rose.train.trainer.Trainer` whose step takes a fixed time.
 - :class:`HeadPublisher` is a :class:`rose.train.workers.Publisher` that writes the version's name to the file that the timed
@@ -27,11 +27,11 @@ from benchmarks.training.probe import Probe
 from rose.auth import Tokens
 from rose.train.batch import TrainingSequence
 from rose.train.checkpoint import Checkpoint
-from rose.train.config import TrainConfig
 from rose.train.loop import train_with
+from rose.train.train_config import TrainConfig
 from rose.train.trainer import TrainReport
 from rose.train.workers import Parts
-from tests.train.local_crew import LocalCrew
+from tests.train.local_actors import LocalActors
 
 VOCAB, MAX_TOKENS = 512, 16_384
 
@@ -128,14 +128,14 @@ async def run(spec: dict[str, Any]) -> None:
             Path(spec["head_file"]), attempt
         ),
     )
-    crew = LocalCrew(config, tokens, parts)
+    actors = LocalActors(config, tokens, parts)
     probe = asyncio.create_task(Probe(Path(spec["probe_file"])).run())
     print("ready driver:0", flush=True)
     try:
-        await train_with(crew, lambda record: None)
+        await train_with(actors, lambda record: None)
     finally:
         probe.cancel()
-        await crew.close()
+        await actors.close()
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from benchmarks.training.warm_start import WarmStart, warm_start
 from rose.config import apply_override
 from rose.demo.models import POLICY, ensure_model
 from rose.evaluation.statistics import mean_interval
-from rose.train.config import JobTask, TrainConfig
+from rose.train.train_config import JobTask, TrainConfig
 from rose.train.workers import family_of
 
 FLEETS = {"dedicated": (1, False), "harvested": (2, True), "uncut": (2, False)}

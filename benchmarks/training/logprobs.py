@@ -45,7 +45,7 @@ from rose.auth import Tokens, bearer
 from rose.demo.models import POLICY, ensure_model
 from rose.policy.worker import Duty
 from rose.scheduler.app import Scheduler
-from rose.scheduler.config import SchedulerConfig, StaticWorker
+from rose.scheduler.scheduler_config import SchedulerConfig, StaticWorker
 from rose.train.batch import TrainingSequence, samples_of
 from rose.train.client import SchedulerClient
 from rose.train.envs.frozenlake import FrozenLakeFamily, FrozenLakeParams

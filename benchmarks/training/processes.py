@@ -25,9 +25,9 @@ from benchmarks.training.probe import Probe
 from rose.auth import Tokens, bearer
 from rose.scheduler.app import Scheduler
 from rose.scheduler.cli import YOUNG_OBJECTS
-from rose.scheduler.config import SchedulerConfig
-from rose.train.config import TrainConfig
+from rose.scheduler.scheduler_config import SchedulerConfig
 from rose.train.plan import GroupPlan
+from rose.train.train_config import TrainConfig
 from rose.train.workers import EnvManager
 
 

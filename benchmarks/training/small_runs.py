@@ -6,8 +6,6 @@ process instead of Ray's.
 
 A *harvested* engine here is one whose requests are cut now and then with the reclaim stop reason, after some tokens, as when
 production takes its memory back; the scheduler then finishes those turns elsewhere.
-
-Callers: ``benchmarks/training/stale.py``, ``benchmarks/training/learning.py``.
 """
 
 from __future__ import annotations
@@ -22,10 +20,10 @@ from typing import Any
 from rose.policy.staleness import lag, parse_version
 from rose.testing.fake_engine import Fault
 from rose.train import checkpoint as checkpoints
-from rose.train.config import TrainConfig
 from rose.train.loop import train_with
+from rose.train.train_config import TrainConfig
 from rose.train.workers import Parts
-from tests.train.local_crew import LocalCrew
+from tests.train.local_actors import LocalActors
 from tests.train.world import World, file_publisher, running_world
 
 CUT_EVERY_S = 1.0
@@ -91,11 +89,11 @@ def train(
 
 
 async def _run(world: World, config: TrainConfig, told: Callable[[Mapping[str, Any]], None]) -> None:
-    crew = LocalCrew(config, world.tokens, Parts(make_publisher=file_publisher))
+    actors = LocalActors(config, world.tokens, Parts(make_publisher=file_publisher))
     try:
-        await train_with(crew, told)
+        await train_with(actors, told)
     finally:
-        await crew.close()
+        await actors.close()
 
 
 async def _cut(world: World, seed: int) -> None:

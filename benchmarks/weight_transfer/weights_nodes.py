@@ -28,9 +28,9 @@ import numpy as np
 
 from benchmarks.weight_transfer.rl_checkpoints import ANSWER_TOKENS, GROUP_SIZE, problem
 from rose.auth import Tokens, bearer
-from rose.coserve.config import EngineConfig, NodeConfig, WeightsLink
 from rose.coserve.engine import RolloutEngine
 from rose.coserve.links import WeightLoop, WeightSource, open_weight_source
+from rose.coserve.node_config import EngineConfig, NodeConfig, WeightsLink
 from rose.train.batch import TrainingSequence
 from rose.weights import retention
 from rose.weights.http_store import HttpStore

@@ -32,15 +32,15 @@ from typing import Any
 from rose.auth import Tokens
 from rose.coserve import report
 from rose.coserve.audit import AUDIT_EVERY_S
-from rose.coserve.config import NodeConfig
 from rose.coserve.control import ControlServer
 from rose.coserve.engine import REQUEST_S
 from rose.coserve.free_memory import GpuMemory
 from rose.coserve.ledger import Mode, NodeState
 from rose.coserve.links import SchedulerUplink, WeightLoop, WeightSource, open_weight_source
 from rose.coserve.node import Node
+from rose.coserve.node_config import NodeConfig
+from rose.decisions.event_format import LENDING
 from rose.decisions.log import DecisionLog
-from rose.decisions.words import LENDING
 from rose.errors import ConfigError, LedgerError, RequestError, RoseError
 from rose.policy.admission import Rule
 from rose.policy.baselines import POLICIES, make_lending

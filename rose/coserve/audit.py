@@ -10,7 +10,7 @@ nothing, and reports three numbers: what it booked, what of that is there, and w
 Neither heals by itself: memory that one side thinks it has cannot be given to anybody.  Page cache plays no part: KV memory is
 anonymous, or the driver's.
 
-Decides by :func:`disagreement`, which is pure.  Callers: the node agent; the pager takes its pace from here.
+Decides by :func:`disagreement`, which is pure.
 """
 
 from __future__ import annotations

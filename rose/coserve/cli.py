@@ -17,8 +17,8 @@ import typer
 
 from rose.auth import Tokens
 from rose.config import load_config
-from rose.coserve.config import NodeConfig
 from rose.coserve.control import ControlClient
+from rose.coserve.node_config import NodeConfig
 from rose.errors import ConfigError
 from rose.open_files import raise_limit
 from rose.units import PAGE_BYTES, format_bytes, format_s
@@ -41,7 +41,9 @@ Json = Annotated[bool, typer.Option("--json", help="The whole answer as JSON.")]
 
 @app.command()
 def run(
-    config: Annotated[Path, typer.Option(help="Settings as TOML; every key is in rose/coserve/config.py.")],
+    config: Annotated[
+        Path, typer.Option(help="Settings as TOML; every key is in rose/coserve/node_config.py.")
+    ],
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="Change a setting: a.b=value; repeatable.")
     ] = None,

@@ -11,7 +11,7 @@ Routes, all with the bearer token of role ``node`` (or ``admin``); bodies are JS
     Mode off, then wait until the rollout engine holds nothing; answers proof before and after.
 
 The socket is readable by the owner alone and the token is asked for as well: a shared volume may have
-more than one tenant.  Errors have OpenAI's shape.  Callers: ``rose.coserve.cli``.
+more than one tenant.  Errors have OpenAI's shape.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 :class:`Driver` is the boundary that the tests cross: their driver in memory keeps CUDA's rules and refuses what CUDA refuses, and
 the tests marked ``gpu`` ask the real one the same questions.  **Nothing here has run on a GPU yet.**
-
-Callers: ``rose.coserve.cuda_pages``, ``vllm_plugin.kv_memory``, ``benchmarks/gpu_check.py``.
 """
 
 from __future__ import annotations

@@ -22,8 +22,7 @@ Rules that it keeps, each for a cost or a trap of the driver:
 The books follow each call, so that they are right whichever fails: memory whose ``unmap`` was refused stays booked, and addresses
 that could not be shown the fallback are shown it by the next call, or by :meth:`CudaArena.mend`.
 
-Callers: vLLM workers on a GPU (``vllm_plugin.kv_memory``), ``benchmarks/gpu_check.py``, the tests.  The driver's calls themselves are in
-``rose.coserve.cuda_driver``.
+The driver's calls themselves are in ``rose.coserve.cuda_driver``.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from rose.units import PAGE_BYTES, format_bytes
 
 DEFAULT_RESERVE_BYTES = 2 << 30
 """Free on the device after every ``map``: production's lazy kernels, activations and communication buffers (also
-``rose.coserve.config.GPU_RESERVE_BYTES``)."""
+``rose.coserve.node_config.GPU_RESERVE_BYTES``)."""
 
 
 class CudaPagePool:

@@ -4,8 +4,6 @@ Reads; writes nothing, decides nothing, and takes no lock.  :meth:`DeviceView.lo
 what a policy is told of it are :meth:`~DeviceView.serving_event` and :meth:`~DeviceView.rollout_event`.
 :class:`FreeFigure` is the third witness: the device itself.  A damaged file
 counts as a dead writer's, and is recorded once.
-
-Callers: ``rose.coserve.agent``, ``rose.coserve.report``.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ Two halves.  This host: :mod:`rose.coserve.host_checks`.  The engines, productio
 (``python -m vllm_plugin.doctor``; only the plugin imports vLLM), and starts nothing.
 
 Decides nothing itself, changes nothing, and needs none of its parts: what is missing is a line of the table.
-
-Caller: ``rose.cli``.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from rose.config import load_config
-from rose.coserve.config import DeviceConfig, NodeConfig
 from rose.coserve.engine import RolloutEngine
 from rose.coserve.engine_args import says_kv_size, says_memory_share, weights_bytes
 from rose.coserve.free_memory import GpuMemory
@@ -48,6 +45,7 @@ from rose.coserve.host_checks import (
     check_tokens,
     of_error,
 )
+from rose.coserve.node_config import DeviceConfig, NodeConfig
 from rose.errors import ConfigError, LedgerError
 from rose.policy.engine_start import EngineSize, kv_pages, memory_share
 from rose.proc import find_program

@@ -5,8 +5,7 @@ nor what it may hold: that is the agent's and the policies'.
 
 Every start is an *incarnation* with a token of its own, which guards the engine's routes; the token travels in
 the environment and to rose-scheduler, never in argv or a log.  The process dies with this one (``rose.proc``).
-
-Callers: ``rose.coserve.agent`` and ``rose.coserve.links``, on one event loop.
+All calls come from one event loop.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ import psutil
 
 from rose.auth import bearer
 from rose.coserve import mps, outside
-from rose.coserve.config import EngineConfig, NodeConfig
 from rose.coserve.engine_args import derived_args
+from rose.coserve.node_config import EngineConfig, NodeConfig
 from rose.coserve.step_profile import load_profile
 from rose.errors import ConfigError, EngineError, RequestError, RoseError
 from rose.policy.engine_start import EngineSize, Restarts

@@ -3,8 +3,6 @@
 Reads the arguments and the model's folder; the sizes themselves are :mod:`rose.policy.engine_start`'s.  vLLM takes 92 % of the
 device where nobody says how large the KV cache is, and compiles where nobody forbids it: a step of several seconds, on
 production's cores, in which no memory can be given back.
-
-Callers: ``rose.coserve.agent``, ``rose.coserve.engine``.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from rose.coserve.config import EngineConfig
+from rose.coserve.node_config import EngineConfig
 from rose.policy.engine_start import EngineSize
 
 _KV_SIZE = ("--kv-cache-memory-bytes", "--num-gpu-blocks-override")

@@ -3,7 +3,7 @@
 On the host: ``MemAvailable``, or what the limits of our control groups (version 2) leave, whichever is less.  On a GPU: the
 driver's free figure, through NVML, which needs no context and so no memory on the device.
 
-Decides nothing: how little is too little is ``rose.policy.lending``'s.  Callers: the host page pool, the node agent.
+Decides nothing: how little is too little is ``rose.policy.lending``'s.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Every check asks the function that the node agent itself uses and turns its answer, or its error, into a :class:`Check`.  Nothing is
 left behind; a directory that is not there is not made.
-
-Callers: ``rose.coserve.doctor``, tests.
 """
 
 from __future__ import annotations
@@ -26,12 +24,12 @@ import psutil
 
 from rose.auth import Tokens, bearer
 from rose.coserve import mps, outside
-from rose.coserve.config import DeviceConfig, NodeConfig, SchedulerLink, WeightsLink
 from rose.coserve.device import DeviceView
 from rose.coserve.engine import require_files
 from rose.coserve.engine_args import weights_bytes
 from rose.coserve.free_memory import GpuMemory, HostMemory
 from rose.coserve.ledger import NodeDir, NodeState
+from rose.coserve.node_config import DeviceConfig, NodeConfig, SchedulerLink, WeightsLink
 from rose.errors import ConfigError, LedgerError, RoseError
 from rose.private_dir import private_dir
 from rose.proc import Child, ProcSpec, require_cores, require_free_port

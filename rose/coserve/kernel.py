@@ -10,7 +10,7 @@ the engine thread gets it back up to one switch interval (5 ms) later.  :func:`b
 are made once, and they keep no errno (a write that failed is tried again by ``os.pwrite``, which says why): both were most of what
 a call cost between two steps of an engine, when nothing of it is in the cache.
 
-Callers: ``rose.coserve.ledger`` only.  Standard library only; x86-64 and arm64.
+Standard library only; x86-64 and arm64.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ bucket.  It is for people; nothing is decided by it (slack and broken promises c
 
 A page costs production's front end some milliseconds, as any Prometheus does, so it is read once in :data:`PERIOD_S`.
 When it cannot be read there is no P99, and nothing else happens.
-
-Callers: ``rose.coserve.agent``.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ Invariants:
   the directory on tmpfs (``/dev/shm``, ``/run``): there a write is a copy in memory; on a disk it may wait for the disk.
   Why so, and what it costs: ``docs/decisions/0004-*.md``.
 
-Callers: the vLLM plugin in both roles, the node agent, the tests.  Standard library and ``rose.policy`` only.
+Standard library and ``rose.policy`` only.
 """
 
 from __future__ import annotations

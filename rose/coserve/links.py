@@ -5,8 +5,6 @@ scheduler that was restarted says ``known: false`` and gets the registration aga
 the engine to the newest published version: fetch in a thread, stage while requests run, commit between two steps.
 
 Neither stops the node when the other side is away: they log the change, back off, and go on.
-
-Callers: ``rose.coserve.agent``.
 """
 
 from __future__ import annotations
@@ -21,8 +19,8 @@ import aiohttp
 import msgspec
 
 from rose.auth import Tokens, bearer
-from rose.coserve.config import NodeConfig, SchedulerLink, WeightsLink
 from rose.coserve.engine import RolloutEngine, check_update_path, read_bounded
+from rose.coserve.node_config import NodeConfig, SchedulerLink, WeightsLink
 from rose.errors import (
     ConfigError,
     EngineError,

@@ -2,8 +2,6 @@
 
 MPS puts both engines into one fault domain, so it is used only where the operator says ``engine.allow_mps = true``.  Without that word the engine
 is kept away from a daemon that happens to run: CUDA would connect to it unasked.  **Nothing here has met a real MPS yet.**
-
-Callers: ``rose.coserve.engine``.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rose.coserve.config import NodeConfig
+from rose.coserve.node_config import NodeConfig
 
 CONTROL = "nvidia-cuda-mps-control"
 ASK_S = 2.0

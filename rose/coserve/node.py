@@ -9,7 +9,6 @@ import logging
 import time
 
 from rose.coserve.audit import ResidentAudit
-from rose.coserve.config import NodeConfig
 from rose.coserve.device import DeviceView, FreeFigure, age_s
 from rose.coserve.engine import RolloutEngine
 from rose.coserve.engine_args import says_kv_size, says_memory_share, weights_bytes
@@ -17,6 +16,7 @@ from rose.coserve.free_memory import GpuMemory
 from rose.coserve.latency import ServingLatency
 from rose.coserve.ledger import Mode, NodeDir, Phase
 from rose.coserve.links import SchedulerUplink, WeightLoop
+from rose.coserve.node_config import NodeConfig
 from rose.errors import LedgerError
 from rose.policy.admission import Rule
 from rose.policy.baselines import POLICIES, make_lending

@@ -16,7 +16,7 @@ Invariants: bytes outside mapped ranges hold no memory (unless an unguarded call
 that was unmapped and mapped again reads as zeros; an error leaves nothing of that call mapped, and is a
 :class:`~rose.errors.LedgerError`, never an abort; nothing outside the arena is ever touched.
 
-Callers: the vLLM plugin's workers (map and unmap off the step path), the tests.  Standard library only.
+Standard library only.
 """
 
 from __future__ import annotations

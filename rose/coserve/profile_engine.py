@@ -20,7 +20,7 @@ import typer
 from rose.auth import Tokens
 from rose.config import load_config
 from rose.coserve.agent import NodeAgent
-from rose.coserve.config import NodeConfig
+from rose.coserve.node_config import NodeConfig
 from rose.coserve.step_profile import BAR_FRACTION, COEFFICIENTS, Profile, fit, read_steps
 from rose.errors import EngineError
 

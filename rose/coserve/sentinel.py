@@ -18,7 +18,7 @@ reach (:mod:`rose.coserve.outside`).  It has no guard and outlives the agent, fo
   :mod:`rose.proc_share`), for in the idle class of a busy core the dying do not get to give their memory back.
 - Never: memory that nobody asks for, and a dedicated device.
 
-Decides by :func:`owed_pages`, which is pure.  Callers: the node agent starts one beside each engine.
+Decides by :func:`owed_pages`, which is pure.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ Works on the objects of ``rose.policy`` alone, named in a closed list: nothing i
 else.  Objects that are shared stay shared, so a copy behaves like the original, draw for draw.  What tokens
 were made is not part of any decision and is left out: arrays of ids and log-probs come back as zeros of the
 same length.
-
-Callers: ``rose.decisions.log``.
 """
 
 from __future__ import annotations

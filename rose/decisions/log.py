@@ -1,7 +1,7 @@
 """The decision log: every event a policy was fed and every action it answered, to be replayed exactly.
 
 ``PREFIX-<number>.rose`` files.  Each starts with the policy's whole state (``rose.decisions.freeze``) and goes
-on with ``[event, actions]`` (``rose.decisions.words``); so each file replays by itself, and old ones can be
+on with ``[event, actions]`` (``rose.decisions.event_format``); so each file replays by itself, and old ones can be
 dropped.  A file is closed at ``max_bytes``, and the newest ``max_files`` are kept.
 
 Two shells keep one: rose-scheduler beside its journal (``decisions-N.rose``: where each turn goes), and the node
@@ -12,8 +12,6 @@ the clock ticks, and a full disk ends it with one line in the log.  It holds no 
 many there were.
 
 :func:`replay` feeds the events of a file to a fresh copy of the policy and compares what it answers.
-
-Callers: ``rose.scheduler.dispatch``, ``rose.coserve.agent`` (write), ``rose replay`` (read).
 """
 
 from __future__ import annotations
@@ -31,8 +29,8 @@ from typing import Any
 
 import msgspec
 
+from rose.decisions.event_format import FORMATS, Book, EventFormat
 from rose.decisions.freeze import freeze, thaw
-from rose.decisions.words import WORDS, Book, Words
 from rose.errors import LedgerError, PolicyError
 from rose.frames import FRAME, MAX_RECORD_BYTES, frame
 
@@ -49,18 +47,25 @@ class DecisionLog:
     """Args:
     directory: Where the files go; made if missing.
     prefix: Of their names; shells that share a directory have different ones.
-    words: Of the policy.
+    format_: Of the policy.
     book: The policy; frozen at the start of each file.
     max_bytes: Of a file; 0 records nothing.
     max_files: Kept, the current one included.
     """
 
     def __init__(
-        self, directory: Path, prefix: str, words: Words, book: Book, *, max_bytes: int, max_files: int
+        self,
+        directory: Path,
+        prefix: str,
+        format_: EventFormat,
+        book: Book,
+        *,
+        max_bytes: int,
+        max_files: int,
     ) -> None:
         self._directory = directory
         self._prefix = prefix
-        self._words = words
+        self._format = format_
         self.book = book
         self._max_bytes = max_bytes
         self._max_files = max(1, max_files)
@@ -77,7 +82,7 @@ class DecisionLog:
         if self._file < 0:
             self.num_lost += 1
             return
-        pack = self._words.pack
+        pack = self._format.pack
         self._append([pack(event), [pack(action) for action in actions]])
         if len(self._buffer) >= _FLUSH_BYTES:
             self.flush()
@@ -103,7 +108,7 @@ class DecisionLog:
         collects = gc.isenabled()
         gc.disable()  # it would look at all of the state again and again, while nobody's turn moves
         try:
-            self._append({"policy": self._words.name, "book": freeze(self.book)})
+            self._append({"policy": self._format.name, "book": freeze(self.book)})
         finally:
             if collects:
                 gc.enable()
@@ -175,14 +180,14 @@ def replay(
     found = Replayed(path=path)
     frames = _frames(path, found, progress)
     head = next(frames, None)
-    words = WORDS.get(head.get("policy", "")) if isinstance(head, dict) else None
-    if head is None or words is None:
+    format_ = FORMATS.get(head.get("policy", "")) if isinstance(head, dict) else None
+    if head is None or format_ is None:
         raise LedgerError("does not begin with the state of a policy", field=path.name)
     book = thaw(head["book"])
-    if not isinstance(book, words.book):
-        raise LedgerError(f"does not begin with the state of {words.book.__name__}", field=path.name)
+    if not isinstance(book, format_.book):
+        raise LedgerError(f"does not begin with the state of {format_.book.__name__}", field=path.name)
     for packed, recorded in frames:
-        event = words.unpack_event(packed)
+        event = format_.unpack_event(packed)
         try:
             actions = book.handle(event)
         except PolicyError as error:
@@ -190,13 +195,13 @@ def replay(
             return found
         found.num_events += 1
         # Through the same encoding, so that lists and tuples, enums and their values compare equal.
-        now = msgspec.msgpack.decode(_encode([words.pack(action) for action in actions]))
+        now = msgspec.msgpack.decode(_encode([format_.pack(action) for action in actions]))
         if not covers(now, recorded):
             found.difference = f"event {found.num_events}, {event}:\n  then {recorded}\n  now  {now}"
             return found
         found.num_actions.update(type(action).__name__ for action in actions)
         watch(event, actions)
-        if words.always_check:
+        if format_.always_check:
             book.check()
     book.check()
     return found

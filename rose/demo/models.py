@@ -17,7 +17,7 @@ with the generation prompt, then the sampled ids and ``<|end|>``, is a prefix of
 Invariants: the same recipe and seed give the same bytes; a folder is complete or absent (it is
 written beside its place and renamed); a folder is never changed after that.
 
-Callers: ``rose demo``, the engine and training tests.  Heavy imports happen inside functions.
+Heavy imports happen inside functions.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from rose.auth import ENV_TOKEN_FILE
-from rose.demo.config import DemoConfig
+from rose.demo.demo_config import DemoConfig
 from rose.demo.fleet import Part
 from rose.demo.traffic import TrafficPlan, write_phase
 from rose.errors import ConfigError

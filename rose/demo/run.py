@@ -34,7 +34,7 @@ from rich.markup import escape
 from rose.auth import Tokens, bearer
 from rose.coserve.control import ControlClient
 from rose.demo import parts
-from rose.demo.config import DemoConfig
+from rose.demo.demo_config import DemoConfig
 from rose.demo.fleet import Fleet
 from rose.demo.observe import Observer
 from rose.demo.preflight import check_facts, gather_facts

@@ -14,8 +14,6 @@ Nothing fits: the gate is closed until serving writes its board again.
 :func:`admit` decides; :class:`StepModel` predicts step lengths and learns from measured ones.  Neither
 counts steps in flight (the engine runs one at a time) nor looks at memory (``rose.policy.lending``).
 
-Callers: both engines' schedulers, the simulator, the tests.
-
 Pure: no I/O, no clock, no randomness, no logging.  Times are seconds on one monotonic clock.
 """
 

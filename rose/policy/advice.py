@@ -1,6 +1,6 @@
 """What an operator can do about each row of the compatibility table (``rose.policy.compat``), in one line.
 
-Pure.  Callers: ``vllm_plugin.doctor``, tests.
+Pure.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ whole device fill) and answers how many may be lent now.
 Invariants, asserted by :meth:`ColdCache.check`: ``0 <= limit_pages <= num_pages``.  So while a loss goes on, nothing cold is lent
 after ``log2(cold) + 1`` verdicts, and memory that no prefix would fill stays lent.
 
-Pure: no I/O, no clock.  Caller: ``rose.policy.lending``.
+Pure: no I/O, no clock.
 """
 
 from __future__ import annotations

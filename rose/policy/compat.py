@@ -8,7 +8,7 @@ vLLM).  The least that any feature of a configuration allows is what that engine
 (``vllm_plugin.features``, by the allowlist of ``rose.policy.engine_fields``); the number of the row travels in ``serving.lease``,
 so numbers are never given out twice.
 
-Pure.  Callers: the plugin, the node agent, the tests; ``docs/compatibility.md`` is :func:`markdown`.
+Pure.  ``docs/compatibility.md`` is :func:`markdown`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ hear of the cut.  A killed engine is gone when the last process of its tree is: 
 bounds, because production waits: beyond them there is no patience, whatever was measured.  A value that the operator
 configured counts instead, as it is.
 
-Pure.  Callers: the lending policy, the sentinel.
+Pure.
 """
 
 from __future__ import annotations

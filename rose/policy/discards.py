@@ -6,7 +6,7 @@ that is blind to length, a quarter falls into each quartile.
 
 Lengths are sampled tokens, in bins a quarter of an octave wide; memory does not grow with the run.
 
-Pure.  Callers: ``rose.policy.samples``.
+Pure.
 """
 
 from __future__ import annotations

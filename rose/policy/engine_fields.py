@@ -6,8 +6,7 @@ With another one the engine gets what the named row of the table allows (:mod:`r
 a new one: the engine is refused, and the field is named.**
 
 Paths are attribute names from vLLM 0.32's ``VllmConfig`` and ``KVCacheConfig`` on, joined by dots.  ``vllm_plugin.features`` walks
-the objects; this file knows their names only.  Pure.  Callers: the plugin, the tests; ``docs/compatibility.md`` shows
-:func:`markdown`.
+the objects; this file knows their names only.  Pure.  ``docs/compatibility.md`` shows :func:`markdown`.
 """
 
 from __future__ import annotations

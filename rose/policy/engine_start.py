@@ -4,7 +4,7 @@ Left to itself vLLM takes 92 % of the device for its cache: beside production th
 follows from production's lease where the operator gave nothing.  :class:`Restarts` spaces the starts: each costs half a minute of
 production's cores, so an engine that does not come up is tried less and less often.
 
-Pure: time arrives as ``at_s``.  Caller: the node agent.
+Pure: time arrives as ``at_s``.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Demand is what requests hold *and* what serving asks for beyond that: use alone cannot grow past the memory
 that is left, so it would call a burst small just where a loan made it wait.
-
-Callers: ``rose.policy.lending``.
 """
 
 from __future__ import annotations

@@ -9,8 +9,6 @@ workers and as columns.
 
 The only policy module that uses numpy, and only its arithmetic: no randomness, no I/O.  Cost: O(rows) per
 question, about 1 us per clause for a thousand rows; O(1) per change.
-
-Callers: ``rose.policy.fleet`` (writes), ``rose.policy.turns`` (asks), ``rose.policy.routing`` (chooses).
 """
 
 from __future__ import annotations

@@ -9,8 +9,6 @@ Order: resumed turns first, then by age, where the age of their group (``TurnPar
 predicted rest (``TurnParams.longest_first_s``) may count.  In a full fleet a turn may wait a moment for a slot where its prefix
 is (``TurnParams.affine_wait_s``); others take the slots that open elsewhere.  The queue is never searched for a turn that fits "better": a later
 turn overtakes only where an earlier one cannot run.
-
-Callers: ``rose.policy.turns``, which owns the turns and carries the placements out.
 """
 
 from __future__ import annotations

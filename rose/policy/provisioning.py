@@ -18,7 +18,7 @@ up to ``n_dedicated`` and ``n_harvested`` of them.
 Invariants, checked by :meth:`Provisioning.check`: a host works for at most one job; no job holds more of a tier
 than its cap; what is held is known.
 
-One door, :meth:`Provisioning.handle`.  Pure.  Callers: ``rose.scheduler.provision``, the simulator, the tests.
+One door, :meth:`Provisioning.handle`.  Pure.
 """
 
 from __future__ import annotations

@@ -13,8 +13,6 @@ one run.
 ``round_robin``        in turn
 ``random``             any
 =====================  ====================================================================================
-
-Callers: ``rose.policy.turns`` in the daemon, the simulator, the tests.
 """
 
 from __future__ import annotations

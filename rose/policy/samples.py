@@ -40,8 +40,7 @@ Invariants, checked by :meth:`SampleBook.check`:
 2. A trajectory is in at most one batch that is open, and never in one after it was consumed.
 3. A ready group has exactly ``group_size`` finished members.
 
-Refused events raise :class:`~rose.errors.RequestError` and change nothing.  Pure.  Callers:
-``rose.scheduler.store``, the simulator, the tests.
+Refused events raise :class:`~rose.errors.RequestError` and change nothing.  Pure.
 """
 
 from __future__ import annotations

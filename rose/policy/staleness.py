@@ -6,7 +6,6 @@ again a number that an earlier attempt had already used for other weights.
 
 Decides: whether a worker may take a turn, and how stale a sample is when a trainer takes it.
 Does not decide what happens to a stale sample (``rose.policy.samples``).
-Callers: ``rose.policy.turns``, ``rose.policy.samples``, the scheduler's shell.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 :class:`Harvestable` is what ``mode = observe`` is for: time-weighted, since it was last cleared.  :class:`SloGuard` says when
 harvesting has to end by itself, :class:`StepFloor` which promise nobody could keep.  None decides about memory.
 
-Pure: time arrives as ``at_s``.  Caller: the node agent.
+Pure: time arrives as ``at_s``.
 """
 
 from __future__ import annotations

@@ -17,25 +17,25 @@ from aiohttp import web
 
 from rose.auth import Tokens
 from rose.clock import Clock, MonotonicClock
+from rose.decisions.event_format import TURNS
 from rose.decisions.log import DecisionLog
-from rose.decisions.words import TURNS
 from rose.errors import CapacityError, ConfigError, PolicyError, RoseError, Unauthorized
 from rose.policy import turn_events as te
 from rose.policy.turns import TurnBook
 from rose.policy.worker import Tier
-from rose.scheduler.config import SchedulerConfig, StaticWorker
 from rose.scheduler.control_api import ControlRoutes
 from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.engine import Endpoint, EngineClient
 from rose.scheduler.guard import Guard
 from rose.scheduler.http import BY_KEY, Handler, errors_middleware, json_response, requires
-from rose.scheduler.jobs import Jobs
+from rose.scheduler.inflight import InflightRequests
 from rose.scheduler.journal import Journal
 from rose.scheduler.openai_api import OpenAIRoutes
 from rose.scheduler.openapi import describe
 from rose.scheduler.prompts import Prompts
 from rose.scheduler.provision import Provisioner
 from rose.scheduler.renderer import Renderer
+from rose.scheduler.scheduler_config import SchedulerConfig, StaticWorker
 from rose.scheduler.settings_api import SettingsRoutes
 from rose.scheduler.status import Status
 from rose.scheduler.store import Store
@@ -147,7 +147,7 @@ class Scheduler:
         prompts = Prompts(
             self.renderer.call, history=config.history, cache_entries=config.render_cache_entries
         )
-        self.jobs = Jobs(
+        self.inflight = InflightRequests(
             store=self.store,
             dispatcher=self.dispatcher,
             turn_s=times.turn_s,
@@ -167,7 +167,7 @@ class Scheduler:
             self._recent_snapshot,
             lambda: self.dispatcher.draining,
         )
-        openai = OpenAIRoutes(config, self.store, self.dispatcher, self.jobs, prompts, self.renderer)
+        openai = OpenAIRoutes(config, self.store, self.dispatcher, self.inflight, prompts, self.renderer)
         app = web.Application(
             client_max_size=config.limits.max_body_bytes, middlewares=[errors_middleware, self._guarded]
         )
@@ -196,7 +196,7 @@ class Scheduler:
         drain_s = self.config.timeouts.drain_s if drain_s is None else drain_s
         if self._runner is not None and self.url:
             self.dispatcher.draining = True
-            num_left = await self.jobs.drain(drain_s)
+            num_left = await self.inflight.drain(drain_s)
             if num_left:
                 log.warning("%d requests still ran and were stopped", num_left)
         for task in self._tasks:
@@ -204,7 +204,7 @@ class Scheduler:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._runner is not None:
             if self.url:
-                await self.jobs.close()
+                await self.inflight.close()
                 await self.dispatcher.close()
             await self._runner.cleanup()
             await self.renderer.close()

@@ -20,7 +20,7 @@ from rose.config import load_config
 from rose.errors import RoseError
 from rose.open_files import raise_limit
 from rose.scheduler.app import Scheduler
-from rose.scheduler.config import SchedulerConfig
+from rose.scheduler.scheduler_config import SchedulerConfig
 
 
 class JsonFormatter(logging.Formatter):

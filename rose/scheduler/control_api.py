@@ -17,12 +17,12 @@ from rose.policy import samples as sp
 from rose.policy import turn_events as te
 from rose.policy.staleness import format_version, parse_version
 from rose.policy.worker import Duty, Tier, Worker
-from rose.scheduler.config import SchedulerConfig
 from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.engine import Endpoint
 from rose.scheduler.http import bounded_json, encode, json_response, read_wire
 from rose.scheduler.journal import FinishRecord, packed
 from rose.scheduler.pool import Target
+from rose.scheduler.scheduler_config import SchedulerConfig
 from rose.scheduler.store import Store
 from rose.scheduler.timeline import Promise, Timeline
 from rose.wire.samples import Ack, Finish, Lease, NewTrajectory, NewVersion, Resume

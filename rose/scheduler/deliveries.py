@@ -4,8 +4,6 @@ A client that asks again with nothing but a retry header does not say which of s
 is named by its first turn.  It is *open* until its last byte was handed to the network; an open one that nobody is being
 sent is the first that a retry may have.  One that left whole may still be lost on the way: a retry may have it once for
 every time that its client says to have asked before.
-
-Callers: ``rose.scheduler.store`` (a restart knows what was delivered), ``rose.scheduler.jobs``.
 """
 
 from __future__ import annotations

@@ -3,9 +3,6 @@
 Everything an engine says is checked here before it is believed; what is left is typed.  Every way an engine
 can fail becomes one :class:`EngineFailure` whose ``kind`` tells the turn book what to do about it.  The
 engine's token never appears in a message.
-
-Callers: ``rose.scheduler.dispatch`` (generate, abort), ``rose.scheduler.prompts`` and the routes (render,
-derender).
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 from aiohttp import web
 
 from rose.errors import CapacityError, RequestError, TooLarge
-from rose.scheduler.config import Limits
 from rose.scheduler.http import Handler
+from rose.scheduler.scheduler_config import Limits
 
 IDLE_S = 75.0
 """Longer than the usual clients keep an idle connection themselves."""

@@ -2,8 +2,6 @@
 
 Counted are a trajectory's own bytes (task, ids, log-probs, info) and a constant for each trajectory and turn that stands
 for the objects around them.  The same records give the same count, so a restart knows it.
-
-Callers: ``rose.scheduler.store``.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ list of messages then names several turns, and what else came back tells them ap
 ids of tool calls, reasoning, and which turn an earlier answer of the list was.  Evidence that fits no candidate counts for
 nothing: clients cut reasoning and draw ids of their own.
 
-Callers: ``rose.scheduler.prompts``.  Tested in ``tests/scheduler/test_tips.py``.
+Tested in ``tests/scheduler/test_tips.py``.
 """
 
 from __future__ import annotations

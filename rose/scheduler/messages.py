@@ -10,8 +10,6 @@ Not equal, on purpose: any other text, role, tool, template argument or system p
 An answer has a name (a *tip*) for each form in which it was delivered: a stream of it says other words than the whole
 (:class:`Deltas`).  Clients trim white space at its ends, so each form has a *loose* name, too, which is asked for where
 the exact one is not known.
-
-Callers: ``rose.scheduler.prompts``, ``rose.scheduler.openai_api``, ``rose.scheduler.streams``.
 """
 
 from __future__ import annotations

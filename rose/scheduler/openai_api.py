@@ -1,6 +1,6 @@
 """``/v1/chat/completions``, ``/v1/completions``, ``/v1/models`` and ``/rose/v1/generate``.
 
-A request is: prompt (``rose.scheduler.prompts``), one turn per choice (``rose.scheduler.jobs``), answer
+A request is: prompt (``rose.scheduler.prompts``), one turn per choice (``rose.scheduler.inflight``), answer
 parsed by vLLM's derender route, journal, answer.  This module builds the three kinds of request; streaming
 is in ``rose.scheduler.streams``.
 
@@ -25,7 +25,6 @@ from aiohttp import web
 
 from rose.errors import CapacityError, NotFound, RequestError, RoseError, Unauthorized
 from rose.policy.staleness import parse_version
-from rose.scheduler.config import SchedulerConfig
 from rose.scheduler.deliveries import retry_count
 from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.http import (
@@ -41,11 +40,12 @@ from rose.scheduler.http import (
     trace_context,
 )
 from rose.scheduler.ids import unpack_ids
-from rose.scheduler.jobs import Finished, Job, Jobs, Replay, Wish
+from rose.scheduler.inflight import Finished, Inflight, InflightRequests, Replay, TurnRequest
 from rose.scheduler.messages import call_id
 from rose.scheduler.prompts import NOT_RENDERED, Prompt, Prompts, continuation
 from rose.scheduler.renderer import Renderer
 from rose.scheduler.replays import finished_before
+from rose.scheduler.scheduler_config import SchedulerConfig
 from rose.scheduler.stops import chat_finish, cut_at_stop, visible_ids
 from rose.scheduler.store import Store
 from rose.scheduler.streams import replay_stream, replay_tokens, stream_job, stream_tokens, wants_logprobs
@@ -65,14 +65,14 @@ class OpenAIRoutes:
         config: SchedulerConfig,
         store: Store,
         dispatcher: Dispatcher,
-        jobs: Jobs,
+        inflight: InflightRequests,
         prompts: Prompts,
         renderer: Renderer,
     ) -> None:
         self._config = config
         self._store = store
         self._dispatcher = dispatcher
-        self._jobs = jobs
+        self._inflight = inflight
         self._prompts = prompts
         self._renderer = renderer
 
@@ -101,7 +101,7 @@ class OpenAIRoutes:
         num_choices = self._num_choices(body)
         model = await self._model(body.get("model"), trajectory)
         body["model"] = model
-        wish = self._wish(request, _said(body), trajectory)
+        asked = self._turn_request(request, _said(body), trajectory)
 
         want = wants_logprobs(body)
 
@@ -109,21 +109,23 @@ class OpenAIRoutes:
             found = [await self._chat_choice(body, item, entries=want) for item in done]
             return [choice for choice, _ in found], [count for _, count in found]
 
-        async def work(job: Job) -> bytes:
+        async def work(inflight: Inflight) -> bytes:
             prompt = await self._prompts.chat(trajectory, body)
             params = self._params(prompt.sampling_params, body, len(prompt.token_ids), model)
-            done = await self._run(job, [(prompt, params)] * num_choices, body, model)
+            done = await self._run(inflight, [(prompt, params)] * num_choices, body, model)
             choices, counts = await parsed(done)
-            self._jobs.next_turns(job, done)
+            self._inflight.next_turns(inflight, done)
             answer = self._answer(body, done, choices, "chat.completion", counts)
-            self._jobs.record(job, done, kind="chat", messages=[choice["message"] for choice in choices])
+            self._inflight.record(
+                inflight, done, kind="chat", messages=[choice["message"] for choice in choices]
+            )
             return answer
 
         async def again(done: list[Finished]) -> bytes:
             choices, counts = await parsed(done)
             return self._answer(body, done, choices, "chat.completion", counts)
 
-        return await self._serve(request, body, wish, work, again, chat=True)
+        return await self._serve(request, body, asked, work, again, chat=True)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await read_object(request)
@@ -137,7 +139,7 @@ class OpenAIRoutes:
         model = await self._model(body.get("model"), trajectory)
         body["model"] = model
         body.setdefault("max_tokens", 16)  # OpenAI's default for this route
-        wish = self._wish(request, _said(body), trajectory)
+        asked = self._turn_request(request, _said(body), trajectory)
         for prompt in prompts:
             if isinstance(prompt, list):
                 check_token_ids(prompt, field="prompt", vocab_size=self._vocab_size(model))
@@ -147,24 +149,24 @@ class OpenAIRoutes:
         async def parsed(done: list[Finished]) -> list[dict[str, Any]]:
             return [await self._completion_choice(body, item, entries=want) for item in done]
 
-        async def work(job: Job) -> bytes:
+        async def work(inflight: Inflight) -> bytes:
             plan: list[tuple[Prompt, dict[str, Any]]] = []
             for raw in prompts:
                 rendered = await self._prompts.render_completion(body, raw)
                 prompt = self._raw_prompt(trajectory, rendered.token_ids, rendered.sampling_params)
                 params = self._params(prompt.sampling_params, body, len(prompt.token_ids), model)
                 plan.extend([(prompt, params)] * num_choices)
-            done = await self._run(job, plan, body, model)
+            done = await self._run(inflight, plan, body, model)
             choices = await parsed(done)
-            self._jobs.next_turns(job, done)
+            self._inflight.next_turns(inflight, done)
             answer = self._answer(body, done, choices, "text_completion")
-            self._jobs.record(job, done, kind="completion")
+            self._inflight.record(inflight, done, kind="completion")
             return answer
 
         async def again(done: list[Finished]) -> bytes:
             return self._answer(body, done, await parsed(done), "text_completion")
 
-        return await self._serve(request, body, wish, work, again, chat=False)
+        return await self._serve(request, body, asked, work, again, chat=False)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         data = await read_body(request)
@@ -191,17 +193,17 @@ class OpenAIRoutes:
         if given.pop("n", 1) != 1:
             raise RequestError("must be 1", field="sampling_params.n")
         params = self._params(given, given, len(token_ids), model, prefix="sampling_params.")
-        wish = self._wish(request, data, trajectory)
+        asked = self._turn_request(request, data, trajectory)
 
-        async def work(job: Job) -> bytes:
+        async def work(inflight: Inflight) -> bytes:
             prompt = self._raw_prompt(trajectory, token_ids, params)
-            (done,) = await self._run(job, [(prompt, params)], {"stream": body.stream}, model)
-            self._jobs.next_turns(job, [done])
-            self._jobs.record(job, [done], kind="generate")
+            (done,) = await self._run(inflight, [(prompt, params)], {"stream": body.stream}, model)
+            self._inflight.next_turns(inflight, [done])
+            self._inflight.record(inflight, [done], kind="generate")
             return _tokens(done)
 
-        found = self._jobs.start(wish, work)
-        with self._jobs.delivering(wish, found) as sent:
+        found = self._inflight.start(asked, work)
+        with self._inflight.delivering(asked, found) as sent:
             if isinstance(found, Replay):
                 answer = found.answer or _tokens(*finished_before(found))
                 send = replay_tokens if body.stream else send_json
@@ -219,14 +221,14 @@ class OpenAIRoutes:
         self,
         request: web.Request,
         body: dict[str, Any],
-        wish: Wish,
-        work: Callable[[Job], Awaitable[bytes]],
+        asked: TurnRequest,
+        work: Callable[[Inflight], Awaitable[bytes]],
         again: Callable[[list[Finished]], Awaitable[bytes]],
         *,
         chat: bool,
     ) -> web.StreamResponse:
-        found = self._jobs.start(wish, work)
-        with self._jobs.delivering(wish, found) as sent:
+        found = self._inflight.start(asked, work)
+        with self._inflight.delivering(asked, found) as sent:
             if isinstance(found, Replay):
                 answer = found.answer or await again(finished_before(found))
                 if body.get("stream"):
@@ -244,35 +246,39 @@ class OpenAIRoutes:
                     chat=chat,
                     renderer=self._renderer,
                     dispatcher=self._dispatcher,
-                    on_delivery=functools.partial(self._jobs.delivers, found),
+                    on_delivery=functools.partial(self._inflight.delivers, found),
                     keepalive_s=self._config.timeouts.keepalive_s,
                 )
             sent(request.transport)
             return response
 
-    async def _whole(self, request: web.Request, job: Job) -> web.StreamResponse:
+    async def _whole(self, request: web.Request, inflight: Inflight) -> web.StreamResponse:
         """Send an answer that is no stream."""
-        answer = await job.wait()
-        return await send_json(request, answer, headers=_headers(job.finished))
+        answer = await inflight.wait()
+        return await send_json(request, answer, headers=_headers(inflight.finished))
 
     async def _run(
-        self, job: Job, plan: list[tuple[Prompt, dict[str, Any]]], body: Mapping[str, Any], model: str
+        self,
+        inflight: Inflight,
+        plan: list[tuple[Prompt, dict[str, Any]]],
+        body: Mapping[str, Any],
+        model: str,
     ) -> list[Finished]:
         """Submit every choice, wait for all; if one fails, the others are stopped."""
         streamed = bool(body.get("stream"))
         entries = wants_logprobs(body)
         handles = [
-            self._jobs.submit(job, prompt, params, model=model, streamed=streamed, entries=entries)
+            self._inflight.submit(inflight, prompt, params, model=model, streamed=streamed, entries=entries)
             for prompt, params in plan
         ]
-        job.started.set()
+        inflight.started.set()
         try:
             if len(handles) == 1:
-                return [await self._jobs.finish(job, handles[0], plan[0][0])]
+                return [await self._inflight.finish(inflight, handles[0], plan[0][0])]
             return list(
                 await asyncio.gather(
                     *(
-                        self._jobs.finish(job, handle, prompt)
+                        self._inflight.finish(inflight, handle, prompt)
                         for handle, (prompt, _) in zip(handles, plan, strict=True)
                     )
                 )
@@ -361,7 +367,7 @@ class OpenAIRoutes:
         name = _session_of(request, session_id)
         return None if name is None else self._store.open(name)
 
-    def _wish(self, request: web.Request, said: bytes, trajectory: Trajectory | None) -> Wish:
+    def _turn_request(self, request: web.Request, said: bytes, trajectory: Trajectory | None) -> TurnRequest:
         """``said`` is what a retry repeats byte for byte."""
         headers = request.headers
         deadline_ms = headers.get("X-ROSE-Deadline-Ms")
@@ -381,7 +387,7 @@ class OpenAIRoutes:
             request.path.rsplit("/", 1)[-1].encode()
         )  # the CPU's own: twice blake2's speed
         named.update(said)
-        return Wish(
+        return TurnRequest(
             request_id=request[REQUEST_ID],
             trajectory=trajectory,
             digest=named.hexdigest()[:32],

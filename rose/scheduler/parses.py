@@ -6,8 +6,6 @@ is opened again from all tokens so far, in the pieces they came in, and what the
 
 An engine without the plugin, or with no room for another parse, is asked by vLLM's own streaming route, which wants prompt and
 history again with every piece; stop strings are then looked for here, in reasoning and content, but not in tool arguments.
-
-Callers: ``rose.scheduler.streams``.
 """
 
 from __future__ import annotations

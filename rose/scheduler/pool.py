@@ -8,8 +8,6 @@ connections: who may use which, for how long, and what it means when one breaks.
 - A connection is kept while both sides want it, and used again within :data:`IDLE_S`, less than servers wait.
 - What a peer can make us hold is bounded: heads, bodies, and the part of a stream that nobody has read.
 - No redirects, cookies, compression or proxies.  ``https`` is checked against the system's certificates.
-
-Callers: ``rose.scheduler.engine``.
 """
 
 from __future__ import annotations

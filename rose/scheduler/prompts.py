@@ -21,7 +21,7 @@ second time), ``ambiguous`` (answers of several turns that nothing in the messag
 ``template`` (``history = template`` and the template strips what was sampled), ``prompt`` (raw prompts).
 
 Invariant: the ids of a continued turn start with its parent's prompt and output.
-Callers: the OpenAI routes.  Tested against real chat templates in ``tests/scheduler/test_prompts.py``.
+Tested against real chat templates in ``tests/scheduler/test_prompts.py``.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A job's backlog in seconds is its waiting turns over the rate at which its turns end.  A worker that no job
 wants is parked: it takes no turn, and its node is told (``active: false`` in the heartbeat's answer).
 
-Decides nothing; that is ``rose.policy.provisioning``.  Callers: ``rose.scheduler.app``.
+Decides nothing; that is ``rose.policy.provisioning``.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 from rose.policy import provisioning as pv
 from rose.policy.worker import Health
-from rose.scheduler.config import JobShare, ProvisioningConfig
 from rose.scheduler.dispatch import Dispatcher
+from rose.scheduler.scheduler_config import JobShare, ProvisioningConfig
 
 log = logging.getLogger("rose.scheduler")
 

@@ -5,8 +5,6 @@ route; streams are in ``rose.scheduler.parses``.
 
 A sidecar (``render_url``) is asked first when there is one; else dedicated workers before harvested ones.
 A worker that fails is skipped for this call; the client's own mistakes (4xx) pass through.
-
-Callers: ``rose.scheduler.prompts`` (render), ``rose.scheduler.openai_api``, ``rose.scheduler.parses``.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 No answer is kept: text, tool calls and log-probs follow from a turn's ids, read again by the same routes.  What is not
 recorded is not said again: the alternatives of ``top_logprobs``.
-
-Callers: ``rose.scheduler.openai_api``.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from rose.policy import turn_events as te
 from rose.scheduler.dispatch import TurnHandle
 from rose.scheduler.engine import TokenLogprob
 from rose.scheduler.ids import unpack_ids, unpack_logprobs
-from rose.scheduler.jobs import Finished, Replay
+from rose.scheduler.inflight import Finished, Replay
 from rose.scheduler.journal import TurnRecord
 from rose.scheduler.prompts import Prompt
 from rose.scheduler.trajectory import Trajectory

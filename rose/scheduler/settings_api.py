@@ -14,9 +14,9 @@ from aiohttp import web
 from rose.errors import RequestError
 from rose.policy.routing import make_policy
 from rose.policy.worker import Tier
-from rose.scheduler.config import SchedulerConfig
 from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.http import REQUEST_ID, json_response, read_wire
+from rose.scheduler.scheduler_config import SchedulerConfig
 from rose.wire.samples import Settings
 
 log = logging.getLogger("rose.scheduler")

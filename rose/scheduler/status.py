@@ -19,7 +19,7 @@ from rose.policy.staleness import format_version
 from rose.policy.worker import Tier
 from rose.scheduler.control_api import worker_status
 from rose.scheduler.dispatch import Dispatcher
-from rose.scheduler.jobs import Finished, Wish
+from rose.scheduler.inflight import Finished, TurnRequest
 from rose.scheduler.store import Store
 from rose.scheduler.tallies import Durations, Tally
 from rose.scheduler.timeline import Promise
@@ -131,14 +131,14 @@ class Status:
             self.tokens_by_tier[segment.tier.value] += segment.num_tokens
             self._tier_tokens.counts[segment.tier.value] += segment.num_tokens
 
-    def on_finished(self, done: Finished, wish: Wish) -> None:
+    def on_finished(self, done: Finished, asked: TurnRequest) -> None:
         usage = done.summary["usage"]
         for kind in ("prompt", "cached", "generated", "recomputed"):
             self._count_tokens(kind, usage[kind])
         self.recent.append(
             {
                 "turn_id": done.ended.turn_id,
-                "trajectory": None if wish.trajectory is None else wish.trajectory.id,
+                "trajectory": None if asked.trajectory is None else asked.trajectory.id,
                 "turn": done.turn,
                 "finish_reason": done.ended.reason,
                 "versions": done.summary["versions"],

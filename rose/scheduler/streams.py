@@ -27,7 +27,7 @@ from rose.policy.turn_events import TurnState
 from rose.scheduler.dispatch import Dispatcher, TurnHandle, no_worker, turn_error
 from rose.scheduler.engine import TokenLogprob
 from rose.scheduler.http import REQUEST_ID, encode
-from rose.scheduler.jobs import Job, is_resumable
+from rose.scheduler.inflight import Inflight, is_resumable
 from rose.scheduler.messages import Deltas, call_id
 from rose.scheduler.parses import Piece, StreamParse
 from rose.scheduler.renderer import Renderer
@@ -72,7 +72,7 @@ class _Events:
 
 async def stream_job(
     request: web.Request,
-    job: Job,
+    inflight: Inflight,
     *,
     body: Mapping[str, Any],
     include_usage: bool,
@@ -82,7 +82,7 @@ async def stream_job(
     on_delivery: Callable[[TurnHandle, dict[str, Any]], None],
     keepalive_s: float,
 ) -> web.StreamResponse:
-    """Stream a job to one client.
+    """Stream a request's answer to one client.
 
     Args:
         on_delivery: Told of each choice, before its last piece leaves, as which message its client has it.
@@ -90,20 +90,20 @@ async def stream_job(
     Raises:
         RoseError: Before the stream began.
     """
-    assert job.task is not None
+    assert inflight.task is not None
     events = _Events(request)
     try:
-        while not job.started.is_set():
+        while not inflight.started.is_set():
             try:
-                await asyncio.wait_for(job.started.wait(), keepalive_s)
+                await asyncio.wait_for(inflight.started.wait(), keepalive_s)
             except TimeoutError:
                 await events.send(b": held\n\n")
-        if not job.handles:
-            job.task.result()  # raises what went wrong before the first turn
+        if not inflight.handles:
+            inflight.task.result()  # raises what went wrong before the first turn
         created = int(time.time())
         prefix = "chatcmpl" if chat else "cmpl"
         base = {
-            "id": f"{prefix}-{job.handles[0].turn_id}",
+            "id": f"{prefix}-{inflight.handles[0].turn_id}",
             "object": "chat.completion.chunk" if chat else "text_completion",
             "created": created,
             "model": body.get("model"),
@@ -111,7 +111,7 @@ async def stream_job(
         choices = [
             _Choice(
                 index=index,
-                job=job,
+                inflight=inflight,
                 handle=handle,
                 base=base,
                 body=body,
@@ -121,10 +121,10 @@ async def stream_job(
                 events=events,
                 keepalive_s=keepalive_s,
             )
-            for index, handle in enumerate(job.handles)
+            for index, handle in enumerate(inflight.handles)
         ]
         await asyncio.gather(*(choice.run() for choice in choices))
-        answer = msgspec.json.decode(await job.wait())
+        answer = msgspec.json.decode(await inflight.wait())
         for choice in choices:
             if chat:
                 on_delivery(choice.handle, choice.said.message())
@@ -142,7 +142,7 @@ async def stream_job(
 
 
 async def _progress(
-    job: Job, handle: TurnHandle, events: _Events, keepalive_s: float
+    inflight: Inflight, handle: TurnHandle, events: _Events, keepalive_s: float
 ) -> AsyncGenerator[bool, None]:
     """Yields when there may be something new to show: whether the turn is done, which is the last time.
 
@@ -156,7 +156,7 @@ async def _progress(
         while True:
             changed.clear()
             done = handle.done.done()
-            if job.is_waiting_too_long and not done:
+            if inflight.is_waiting_too_long and not done:
                 raise no_worker(handle)
             if done and handle.done.result().outcome is not TurnState.DONE:
                 raise turn_error(handle.done.result())
@@ -172,27 +172,29 @@ async def _progress(
         handle.watchers.remove(changed)
 
 
-async def stream_tokens(request: web.Request, job: Job, *, keepalive_s: float) -> web.StreamResponse:
+async def stream_tokens(
+    request: web.Request, inflight: Inflight, *, keepalive_s: float
+) -> web.StreamResponse:
     """``/rose/v1/generate`` as a stream: ``{token_ids, logprobs}`` as they come, then the whole answer without them.
 
     Raises:
         RoseError: Before the stream began.
     """
-    assert job.task is not None
+    assert inflight.task is not None
     events = _Events(request)
     try:
-        await job.started.wait()
-        if not job.handles:
-            job.task.result()  # raises what went wrong before the turn
-        handle = job.handles[0]
+        await inflight.started.wait()
+        if not inflight.handles:
+            inflight.task.result()  # raises what went wrong before the turn
+        handle = inflight.handles[0]
         sent = 0
-        async with contextlib.aclosing(_progress(job, handle, events, keepalive_s)) as steps:
+        async with contextlib.aclosing(_progress(inflight, handle, events, keepalive_s)) as steps:
             async for _ in steps:
                 if sent < len(handle.tokens):
                     piece = {"token_ids": handle.tokens[sent:], "logprobs": handle.logprobs[sent:]}
                     sent = len(handle.tokens)
                     await events.event(piece)
-        await events.event(_without_tokens(await job.wait()))
+        await events.event(_without_tokens(await inflight.wait()))
         return await events.finish()
     except RoseError as error:
         if not events.begun:
@@ -221,7 +223,7 @@ class _Choice:
         self,
         *,
         index: int,
-        job: Job,
+        inflight: Inflight,
         handle: TurnHandle,
         base: Mapping[str, Any],
         body: Mapping[str, Any],
@@ -234,7 +236,7 @@ class _Choice:
         self.index = index
         self.handle = handle
         self.said = Deltas()
-        self._job = job
+        self._request = inflight
         self._base = base
         self._body = body
         self._chat = chat
@@ -257,7 +259,7 @@ class _Choice:
         handle = self.handle
         want_entries = wants_logprobs(self._body)
         sent = 0
-        progress = _progress(self._job, handle, self._events, self._keepalive_s)
+        progress = _progress(self._request, handle, self._events, self._keepalive_s)
         try:
             async with contextlib.aclosing(progress) as steps:
                 async for done in steps:

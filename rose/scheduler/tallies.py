@@ -2,8 +2,6 @@
 
 The scheduler counts a dozen things per turn and is read every few seconds; the client library's own metrics take a
 lock, and walk all buckets, for each of them.  Not thread-safe; owned by the event loop.
-
-Callers: ``rose.scheduler.status``.
 """
 
 from __future__ import annotations

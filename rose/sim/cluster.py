@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from rose.coserve.config import NodeConfig
+from rose.coserve.node_config import NodeConfig
 from rose.policy import turn_events as te
 from rose.policy.lending import Lending
 from rose.policy.lending_events import (

@@ -1,8 +1,6 @@
 """What the names of a scenario mean: devices, models, step times, KV memory; and whether such a fleet can exist.
 
 Step times are the roofline of :mod:`rose.sim.tables`, or what ``rose profile`` measured where the scenario names a profile.
-
-Callers: ``rose.sim.scenario`` (checks), ``rose.sim.world``, ``rose.sim.fleet``.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@
 its policies from them by the methods that ``rose-scheduler`` and ``rose node`` use.  A default that changes there changes here.
 
 Every parameter of the two has an effect here or stands in one of the lists below; a test looks at all of them.
-
-Callers: ``rose.sim.world``.
 """
 
 from __future__ import annotations
@@ -13,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from rose.coserve.config import EngineConfig, NodeConfig, SchedulerLink, ServingConfig
-from rose.scheduler.config import SchedulerConfig
+from rose.coserve.node_config import EngineConfig, NodeConfig, SchedulerLink, ServingConfig
+from rose.scheduler.scheduler_config import SchedulerConfig
 from rose.sim.scenario import Scenario
 from rose.sim.systems import System
 

@@ -8,8 +8,8 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from rose.config import Section
-from rose.coserve.config import GateConfig, LendingConfig, SchedulerLink, ServingConfig
-from rose.scheduler.config import SchedulerConfig
+from rose.coserve.node_config import GateConfig, LendingConfig, SchedulerLink, ServingConfig
+from rose.scheduler.scheduler_config import SchedulerConfig
 from rose.sim.systems import SYSTEMS
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]

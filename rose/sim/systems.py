@@ -12,7 +12,7 @@ from typing import Literal
 from rose.wire.samples import RoutingPolicy
 
 Extra = Literal["none", "harvest", "spot", "serverless", "trainers"]
-Lending = Literal["rose", "paper", "static"]
+LendingName = Literal["rose", "paper", "static"]
 Rule = Literal["slack", "paper", "free"]
 Format = Literal["full", "coo", "rose"]
 
@@ -27,7 +27,7 @@ class System:
     training: Literal["sync", "async"] = "sync"
     extra: Extra = "none"
     """Where rollouts run besides the dedicated engines."""
-    lending: Lending | None = None
+    lending: LendingName | None = None
     """These three: None = what the daemons' configuration says."""
     rule: Rule | None = None
     routing: RoutingPolicy | None = "sticky_least_loaded"

@@ -10,7 +10,7 @@ DAPO (Yu et al. 2025) is ``grpo`` plus three things that are here or in ``rose.t
 nothing are sampled again (:func:`uninformative_groups`), answers near the length limit are paid less
 (:func:`overlong_penalty`), and the loss has a wider upper clip and is averaged over tokens.
 
-Pure; plain floats.  Callers: ``rose.train.trainer``, ``rose.train.collect``.
+Pure; plain floats.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The asynchronous way to take a step: episodes go on while the trainer trains, a bounded number of versions behind.
 
-:meth:`Pump.step` is the loop's body: keep enough groups in flight, and train as soon as a batch can be leased.
+:meth:`AsyncLoop.step` is the loop's body: keep enough groups in flight, and train as soon as a batch can be leased.
 
 *Bound.*  At most ``(alpha + 1) * num_groups`` groups are begun and not yet trained on.  With ``num_groups`` consumed a step
 and groups consumed about in the order of their start, a group waits at most ``alpha`` steps (the admission rule of AReaL, Fu
@@ -10,8 +10,6 @@ scheduler drops or marks old groups at the lease, and the trainer leaves out wha
 
 A dead environment manager takes its groups with it and nobody else's: their finished episodes are kept, the missing ones are
 played on its replacement.  While the trainer restarts, the episodes go on.
-
-Callers: ``rose.train.loop``.
 """
 
 from __future__ import annotations
@@ -23,18 +21,18 @@ from dataclasses import replace
 from typing import Any
 
 from rose.errors import TrainError
-from rose.train.config import TrainConfig
-from rose.train.crew import ActorDied, Crew
+from rose.train.actors import ActorDied, Actors
 from rose.train.plan import GroupPlan, plan_groups, plan_of
 from rose.train.rollout import RolloutReport
+from rose.train.train_config import TrainConfig
 
 
-class Pump:
+class AsyncLoop:
     """See the module's docstring."""
 
-    def __init__(self, config: TrainConfig, crew: Crew) -> None:
+    def __init__(self, config: TrainConfig, actors: Actors) -> None:
         self._config = config
-        self._crew = crew
+        self._actors = actors
         self._running: dict[asyncio.Task[RolloutReport], GroupPlan] = {}
         self._lost: list[GroupPlan] = []
         """Groups whose manager died."""
@@ -48,7 +46,7 @@ class Pump:
         """Train once, on the first batch that is there.
 
         Raises:
-            ActorDied: An actor died; call it again when the crew is complete.
+            ActorDied: An actor died; call it again when all actors are there.
             TrainError: Too many groups failed, or the trainer cannot go on.
         """
         started_s = time.monotonic()
@@ -58,12 +56,12 @@ class Pump:
             death = self._reap()
             if death is not None and not is_first:
                 raise death
-            # Of a death that is known at the first look, the crew has seen to the replacement already.
+            # Of a death that is known at the first look, the replacement is seen to already.
             is_first = False
             await self._recover()
             await self._fill(wanted)
-            # Also ends when a lease finds too little: then the pump looks after its groups again.
-            record = await self._crew.train()
+            # Also ends when a lease finds too little: then this loop looks after its groups again.
+            record = await self._actors.train()
             if "step" in record:
                 break
             wanted = max(wanted, record["launch"])
@@ -85,7 +83,7 @@ class Pump:
         return {**record, **counts, **failed, "rollout_s": max(0.0, time.monotonic() - started_s - busy_s)}
 
     async def close(self) -> None:
-        """Wait for no group any more.  Their episodes are the managers', see :meth:`rose.train.crew.Crew.stop_episodes`."""
+        """Wait for no group any more.  Their episodes are the managers', see :meth:`rose.train.actors.Actors.stop_episodes`."""
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
@@ -94,14 +92,14 @@ class Pump:
     async def _leave_stale(self) -> None:
         """What the new version has made useless gives its room back now, and not when its environments next speak."""
         try:
-            await self._crew.leave_stale()
+            await self._actors.leave_stale()
         except ActorDied:
             pass  # the step stands; the next one finds out
 
     async def _fill(self, wanted: int) -> None:
         """Begin groups up to the bound; at least what the trainer is known to lack."""
-        config, crew = self._config, self._crew
-        begun = len(self._running) + await crew.num_ready()
+        config, actors = self._config, self._actors
+        begun = len(self._running) + await actors.num_ready()
         bound = (config.alpha + 1) * max(config.rollout.num_groups, wanted)
         num_new = bound - begun
         if num_new <= 0:
@@ -109,23 +107,23 @@ class Pump:
         first = self._num_begun
         plans = plan_groups(
             waiting=(),
-            mix=crew.mix,
-            step=crew.step,
+            mix=actors.mix,
+            step=actors.step,
             first_task=0,
-            attempt=crew.attempt,
+            attempt=actors.attempt,
             num_groups=num_new,
             group_size=config.rollout.group_size,
             num_redundant=config.rollout.redundant_episodes,
             first_index=first,
-            ratios=crew.shapes.ratios,
+            ratios=actors.shapes.ratios,
         )
         self._num_begun += num_new
         for plan in plans:
             self._begin(plan)
 
     def _begin(self, plan: GroupPlan) -> None:
-        manager = min(range(self._crew.num_managers), key=lambda index: (self._load(index), index))
-        task = asyncio.create_task(self._crew.run_on(manager, [plan]), name=str(manager))
+        manager = min(range(self._actors.num_managers), key=lambda index: (self._load(index), index))
+        task = asyncio.create_task(self._actors.run_on(manager, [plan]), name=str(manager))
         self._running[task] = plan
 
     def _load(self, manager: int) -> int:
@@ -154,8 +152,8 @@ class Pump:
                 self._causes += Counter(report.causes)
                 for name, why in report.failures:
                     self._num_failed += 1
-                    self._crew.gave_up(name)
-                    if self._crew.may_begin_again(name):
+                    self._actors.gave_up(name)
+                    if self._actors.may_begin_again(name):
                         self._lost.append(plan)
                     if self._num_failed > self._config.env.max_failed_groups:
                         raise TrainError(f"{self._num_failed} groups failed, the last: {why}", field="env")
@@ -164,10 +162,10 @@ class Pump:
     async def _recover(self) -> None:
         """Begin again what a dead manager, or an earlier driver, has left behind."""
         if not self._surveyed:
-            groups = await self._crew.survey()
+            groups = await self._actors.survey()
             self._surveyed = True
             # Numbers of groups go on from the step's place in the schedule, so that restarts walk on through the tasks.
-            self._num_begun = self._crew.step * self._config.rollout.num_groups
+            self._num_begun = self._actors.step * self._config.rollout.num_groups
             for group in groups:
                 if group.num_finished < group.group_size:
                     self._begin(plan_of(group))
@@ -175,7 +173,7 @@ class Pump:
             lost, self._lost = self._lost, []
             left = {
                 group.group_id: group.num_finished
-                for group in await self._crew.survey([one.group_id for one in lost])
+                for group in await self._actors.survey([one.group_id for one in lost])
             }
             for plan in lost:
                 num_missing = plan.group_size - left.get(plan.group_id, 0)

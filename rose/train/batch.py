@@ -11,8 +11,6 @@ and what cannot be trained correctly is refused by name (top-p, for example: the
 be those of another distribution than the one the trainer computes).
 
 Shapes: ``B`` sequences, ``T`` positions (right-padded), ``N`` sampled tokens of the minibatch.
-
-Callers: ``rose.train.trainer``; ``rose.train.loop`` for the counts.
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@ first and of itself).  It is written beside its place, synced, and renamed, so a
 were trained on live in the same atom as the weights that they changed.  On restart the scheduler is told
 these ids; whatever it had leased out and they do not name becomes leasable again.
 
-Newest means: highest attempt first, then highest step, as weight versions are ordered.  Callers:
-``rose.train.workers``, tests.
+Newest means: highest attempt first, then highest step, as weight versions are ordered.
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ retry count, so the scheduler joins or replays it; finishing, leasing (a batch h
 publishing and resuming are idempotent; a trajectory created twice leaves one that nobody finishes, and the group drops it
 when it is complete.
 
-Tokens travel in a header and are in no message.  One client per event loop.  Callers: ``rose.train.rollout``,
-``rose.train.workers``.
+Tokens travel in a header and are in no message.  One client per event loop.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ray for one run: a cluster that is there, or a private one that is removed at the end.  Callers: ``rose.train.loop``."""
+"""Ray for one run: a cluster that is there, or a private one that is removed at the end."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 import psutil
 
 from rose.errors import ConfigError
-from rose.train.config import TrainConfig
 from rose.train.ray_private import cluster_started_here, on_loopback, raylets, reread_authentication
+from rose.train.train_config import TrainConfig
 
 WATCH_EVERY_S = 1.0
 CONNECT_TIMEOUT_S = 5.0

@@ -12,7 +12,7 @@ aside by itself, counted and named; a step of which most are ends the run.
 :class:`Collected` holds the leases of one step.  Groups are taken in the order in which the scheduler handed them out.
 :class:`Acceptance` learns which part of the groups is kept, so that a refill launches about as many as it will need.
 
-Pure.  Callers: ``rose.train.workers``.
+Pure.
 """
 
 from __future__ import annotations

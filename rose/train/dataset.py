@@ -1,8 +1,6 @@
 """Tasks from JSONL files, one JSON object per line, or from folders that the ``datasets`` library saved; checked before anything starts.
 
 Files are data from elsewhere: sizes are bounded, and an error names the line and the field.
-
-Callers: environment families (``settings.path``).
 """
 
 from __future__ import annotations

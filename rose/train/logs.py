@@ -2,8 +2,6 @@
 
 A sink that fails is switched off with one warning: a full disk under the plots must not end a training run.  The JSON lines are
 the record, and their failure is an error.
-
-Callers: ``rose.train.loop``.
 """
 
 from __future__ import annotations
@@ -14,8 +12,8 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from rose.errors import ConfigError
-from rose.train.config import TrainConfig
 from rose.train.metrics import MetricsFile
+from rose.train.train_config import TrainConfig
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ the trainer's checkpoint (weights, optimiser, consumed ids), so any actor may di
 ``max_restarts`` deaths in a row without a finished step between them end the run: something is wrong.
 
 Decides nothing about tokens, losses or weights.  One driver per output folder (a lock sees to it).
-Callers: ``rose.train.cli``, the demo, tests.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ from typing import Any
 
 from rose.auth import Tokens
 from rose.errors import ConfigError, RunInterrupted, TrainError
-from rose.train.async_loop import Pump
+from rose.train.actors import ActorDied, Actors, EvaluationFailed
+from rose.train.async_loop import AsyncLoop
 from rose.train.cluster import ray_died, ray_for
-from rose.train.config import TrainConfig
-from rose.train.crew import ActorDied, Crew, EvaluationFailed
 from rose.train.logs import open_logs
 from rose.train.plan import plan_groups, split_plans
 from rose.train.rewards import make_reward
 from rose.train.rollout import single_token_ids
+from rose.train.train_config import TrainConfig
 from rose.train.workers import Parts, family_of
 
 logger = logging.getLogger(__name__)
@@ -92,7 +91,7 @@ def run_training(
     with _sole_driver(config.output_dir), ray_for(config) as cluster:
         if cluster is not None:
             report({"event": "cluster", **asdict(cluster)})
-        return asyncio.run(_until_signal(train_with(Crew(config, tokens, parts), report, watch_s=watch_s)))
+        return asyncio.run(_until_signal(train_with(Actors(config, tokens, parts), report, watch_s=watch_s)))
 
 
 def check_job(config: TrainConfig, parts: Parts | None = None) -> None:
@@ -122,98 +121,102 @@ def check_job(config: TrainConfig, parts: Parts | None = None) -> None:
         single_token_ids(config.model, family.allowed_texts or ())
 
 
-async def train_with(crew: Crew, progress: Progress, *, watch_s: float | None = None) -> RunResult:
+async def train_with(actors: Actors, progress: Progress, *, watch_s: float | None = None) -> RunResult:
     """The loop itself; see :func:`run_training`.  However it ends, no episode goes on behind it."""
-    pump = Pump(crew.config, crew) if crew.config.rollout.mode == "asynchronous" else None
+    async_loop = AsyncLoop(actors.config, actors) if actors.config.rollout.mode == "asynchronous" else None
     try:
-        return await _steps(crew, pump, progress, watch_s)
+        return await _steps(actors, async_loop, progress, watch_s)
     finally:
-        if pump is not None:
-            await pump.close()
+        if async_loop is not None:
+            await async_loop.close()
         if not ray_died.is_set():
-            await crew.stop_episodes()
+            await actors.stop_episodes()
 
 
-async def _steps(crew: Crew, pump: Pump | None, progress: Progress, watch_s: float | None) -> RunResult:
-    config = crew.config
+async def _steps(
+    actors: Actors, async_loop: AsyncLoop | None, progress: Progress, watch_s: float | None
+) -> RunResult:
+    config = actors.config
     curve: list[float] = []
     held_out: float | None = None
     with open_logs(config) as logs:
         while True:
             try:
-                for event in await crew.ensure():
+                for event in await actors.ensure():
                     progress(event)
-                if crew.step >= config.num_steps:
+                if actors.step >= config.num_steps:
                     break
                 started_s = time.monotonic()
-                async with _watched(crew, progress, watch_s):
-                    record = await (_synchronous_step(config, crew) if pump is None else pump.step())
+                async with _watched(actors, progress, watch_s):
+                    record = await (
+                        _synchronous_step(config, actors) if async_loop is None else async_loop.step()
+                    )
             except ActorDied as death:
-                crew.last_death = str(death)
+                actors.last_death = str(death)
                 continue
-            crew.num_deaths_in_a_row = 0
-            crew.shapes.observe(record)
-            crew.step = record["step"] + 1
+            actors.num_deaths_in_a_row = 0
+            actors.shapes.observe(record)
+            actors.step = record["step"] + 1
             end_s = time.monotonic()
             record = {**record, "step_s": end_s - started_s, "end_s": end_s}
-            if _evaluates_after(config, crew.step):
+            if _evaluates_after(config, actors.step):
                 try:
-                    record["eval"] = await crew.evaluate()
+                    record["eval"] = await actors.evaluate()
                     held_out = record["eval"]["success_rate"]
                     record["eval_s"] = time.monotonic() - end_s
                 except ActorDied as death:
-                    crew.last_death = str(death)  # the step stands; its evaluation is lost
+                    actors.last_death = str(death)  # the step stands; its evaluation is lost
                 except EvaluationFailed as error:
                     record["eval_error"] = str(error)
             curve.append(record["sampled_success_rate"])
             logs.write(record)
             progress(record)
-        if config.export and crew.step >= config.num_steps:
-            await crew.export(config.output_dir / "model")
+        if config.export and actors.step >= config.num_steps:
+            await actors.export(config.output_dir / "model")
     return RunResult(
-        num_steps=crew.step,
-        attempt=crew.attempt,
-        num_restarts=crew.num_restarts,
+        num_steps=actors.step,
+        attempt=actors.attempt,
+        num_restarts=actors.num_restarts,
         success_first=curve[0] if curve else None,
         success_last=curve[-1] if curve else None,
         success_held_out=held_out,
     )
 
 
-async def _synchronous_step(config: TrainConfig, crew: Crew) -> dict[str, Any]:
+async def _synchronous_step(config: TrainConfig, actors: Actors) -> dict[str, Any]:
     """Complete the step's groups, train on them, publish.  Where groups are missing or teach nothing, more are run."""
     rollout_s, num_episodes, num_retries, num_failed = 0.0, 0, 0, 0
     causes: Counter[str] = Counter()
     wanted, launched = config.rollout.num_groups, 0
     for round_index in range(MAX_ROUNDS + config.trainer.dynamic_sampling.max_rounds):
         started_s = time.monotonic()
-        waiting = [group for group in await crew.survey() if crew.may_begin_again(group.group_id)]
+        waiting = [group for group in await actors.survey() if actors.may_begin_again(group.group_id)]
         plans = plan_groups(
             waiting=waiting,
-            mix=crew.mix,
-            step=crew.step,
-            first_task=crew.step * config.rollout.num_groups,
-            attempt=crew.attempt,
+            mix=actors.mix,
+            step=actors.step,
+            first_task=actors.step * config.rollout.num_groups,
+            attempt=actors.attempt,
             num_groups=wanted,
             group_size=config.rollout.group_size,
             num_redundant=config.rollout.redundant_episodes,
             first_index=launched if round_index else 0,
-            ratios=crew.shapes.ratios,
+            ratios=actors.shapes.ratios,
         )
         launched += len(plans)
         last_failure = ""
-        for report in await crew.run(split_plans(plans, crew.num_managers)):
+        for report in await actors.run(split_plans(plans, actors.num_managers)):
             num_episodes += report.num_episodes
             num_retries += report.num_retries
             causes += Counter(report.causes)
             num_failed += len(report.failures)
             for name, _ in report.failures:
-                crew.gave_up(name)
+                actors.gave_up(name)
             last_failure = report.failures[-1][1] if report.failures else last_failure
         if num_failed > config.env.max_failed_groups:
             raise TrainError(f"{num_failed} groups failed in one step, the last: {last_failure}", field="env")
         rollout_s += time.monotonic() - started_s
-        record = await crew.train()
+        record = await actors.train()
         if "step" in record:
             rollout = {"rollout_s": rollout_s, "num_episodes": num_episodes, "num_env_retries": num_retries}
             return {**record, **rollout, "num_failed_groups": num_failed, "failed_tries": dict(causes)}
@@ -231,14 +234,14 @@ def _evaluates_after(config: TrainConfig, num_steps: int) -> bool:
 
 
 @asynccontextmanager
-async def _watched(crew: Crew, progress: Progress, watch_s: float | None) -> AsyncIterator[None]:
+async def _watched(actors: Actors, progress: Progress, watch_s: float | None) -> AsyncIterator[None]:
     """Report how many episodes have ended while the block runs."""
 
     async def look(period_s: float) -> None:
         while True:
             await asyncio.sleep(period_s)
             try:
-                started, ended = await crew.progress()
+                started, ended = await actors.progress()
             except (ActorDied, TrainError):
                 continue  # whoever needs that manager will say so
             progress({"event": "rollout", "started": started, "ended": ended})

@@ -28,7 +28,7 @@ engine's temperature and its restriction to allowed tokens are applied before th
 the loss: ``rose.train.trainer`` takes ``kl_weight * sum(proximal - reference)`` off the trajectory's reward.
 
 Shapes: ``N`` = sampled tokens of a minibatch (already selected, so there is no mask here), ``V`` =
-vocabulary.  Pure functions; float32 or float64.  Callers: ``rose.train.trainer``.
+vocabulary.  Pure functions; float32 or float64.
 """
 
 from __future__ import annotations

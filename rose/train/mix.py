@@ -7,7 +7,7 @@ that is furthest behind its share, and of that task the next, in order.  So ever
 :class:`TaskShapes` remembers, per task, how many new prompt tokens come with each sampled one: agentic tasks read far more than
 they write, and the scheduler places turns better when it knows how much.
 
-Pure.  Callers: ``rose.train.crew``, ``rose.train.rollout``.
+Pure.
 """
 
 from __future__ import annotations

@@ -10,8 +10,6 @@ divides by the tokens of all ranks: an average over ranks would be another gradi
 tokens, and AVG is not among gloo's reductions.
 
 Every method with "all ranks" in its docstring is a collective: each rank calls it, in the same order.
-
-Callers: ``rose.train.trainer``.
 """
 
 from __future__ import annotations

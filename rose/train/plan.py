@@ -3,7 +3,7 @@
 It makes a step repeatable: after the death of an actor, the driver or the scheduler, finished episodes are kept, those that nobody
 runs any more are cancelled, and only the rest is started.
 
-Pure.  Callers: ``rose.train.loop``, ``rose.train.async_loop``, ``rose.train.workers``.
+Pure.
 """
 
 from __future__ import annotations

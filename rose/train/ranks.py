@@ -5,9 +5,7 @@ Rank 0 lives in the train worker's process; the others are :class:`TrainRank` ac
 inside need everybody.
 
 A rank that dies leaves the others waiting in a collective, with weights that may have been half updated.  Then rank 0
-ends its process: the crew replaces all ranks, and the new ones go on from the checkpoint.
-
-Callers: ``rose.train.workers``, ``rose.train.crew``.
+ends its process: the actors replaces all ranks, and the new ones go on from the checkpoint.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from typing import Any
 
 from rose.train.batch import TrainingSequence
 from rose.train.checkpoint import Checkpoint
-from rose.train.config import TrainConfig
+from rose.train.train_config import TrainConfig
 from rose.train.trainer import Trainer, TrainReport
 
 logger = logging.getLogger(__name__)

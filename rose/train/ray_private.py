@@ -1,7 +1,6 @@
 """What ROSE needs of Ray that Ray has no public name for.  Nothing else in ROSE uses ``ray._private`` or ``ray._raylet``.
 
 ``tests/train/test_ray_private.py`` looks at each name and at what it does in the Ray that is installed.
-Callers: ``rose.train.cluster``.
 """
 
 from __future__ import annotations

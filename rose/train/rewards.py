@@ -11,9 +11,7 @@ A *reward function* is ``async (task, messages, info) -> float``.  Known by name
 request tried again; an error of the function itself is tried again too, and then handed to the caller, who plays the episode
 again.  A failed reward is never a number.
 
-Ray is not imported here: the pool is given ``spawn``, which makes a worker (``rose.train.crew`` makes Ray actors).
-
-Callers: ``rose.train.workers`` (one pool per environment manager), tests.
+Ray is not imported here: the pool is given ``spawn``, which makes a worker (``rose.train.actors`` makes Ray actors).
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ class Worker(Protocol):
 
 
 class RewardWorker:
-    """Runs one reward function; made into an actor by the crew."""
+    """Runs one reward function; made into an actor by the actors."""
 
     def __init__(self, kind: str, settings: Mapping[str, Any]) -> None:
         self._function = make_reward(kind, settings)

@@ -21,8 +21,6 @@ biases what is trained on; it is off unless asked for.
 
 Whoever ends episodes early calls :meth:`EpisodeRunner.stop`: it returns when the scheduler has been told of each, so that no engine
 goes on for nobody.
-
-Callers: ``rose.train.workers``.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ An actor without room waits in Ray without a word.  A placement group either has
 autoscaler reads one that waits as a wish.  It has room for the trainer and the environment managers; the ranks of the trainer lie
 together on one node where one is large enough.  A node that dies takes its part of the room along, and Ray looks for
 another place for that.
-
-Callers: ``rose.train.crew``.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import time
 from typing import Any
 
 from rose.errors import ConfigError
-from rose.train.config import TrainConfig
+from rose.train.train_config import TrainConfig
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ Hugging Face causal language model (``rose.train.model``) in one process, or on 
 - **Identity.**  Who made the weights is ``(attempt, version)``.  Restoring a checkpoint starts a new attempt:
   weights of two lives of a trainer never carry the same name.
 
-Not thread-safe.  Callers: ``rose.train.workers`` (one actor), ``rose.train.ranks``, tests.
+Not thread-safe.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The two workers of a train loop, as plain async classes; ``rose.train.crew`` makes Ray actors of them.
+"""The two workers of a train loop, as plain async classes; ``rose.train.actors`` makes Ray actors of them.
 
 - :class:`EnvManager` surveys what the scheduler holds and brings groups to completion.
 - :class:`TrainWorker` owns the weights.  :meth:`TrainWorker.start` opens a new attempt: it takes the newest
@@ -14,7 +14,7 @@ Order inside a step, and why nothing is lost or applied twice::
 Version = number of steps behind the weights.  Blocking work (torch, disk, relay) runs in a thread, so that the
 worker goes on answering.  A worker does one thing at a time; its caller sees to that.
 
-Ray is not imported here.  Callers: ``rose.train.crew``, tests.
+Ray is not imported here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from rose.auth import Tokens
 from rose.errors import CapacityError, ConfigError, Gone, RoseError, TrainError
 from rose.train.client import SchedulerClient
 from rose.train.collect import Acceptance, Collected, CollectParams
-from rose.train.config import JobTask, RewardSettings, TrainConfig
 from rose.train.envs.base import Family, Task
 from rose.train.envs.delayed import Latency
 from rose.train.envs.registry import make_family
@@ -42,6 +41,7 @@ from rose.train.metrics import lengths_by_quantile, success_rate, trajectory_met
 from rose.train.plan import GroupPlan, GroupState
 from rose.train.rewards import PoolParams, RewardPool
 from rose.train.rollout import EpisodeParams, EpisodeRunner, RolloutReport, Score, single_token_ids
+from rose.train.train_config import JobTask, RewardSettings, TrainConfig
 
 if TYPE_CHECKING:
     from rose.weights.store import Store

@@ -8,7 +8,7 @@ of their flat indices.
 The boxes of one tensor share one stride (that of the cut dimension), so :func:`problem` can prove in
 ``n log n`` that they overlap nowhere and, together, are the whole.
 
-Pure arithmetic.  Callers: the publisher's side, manifests, the subscriber.
+Pure arithmetic.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Objects are named by their content, so a retry of the same bytes meets what it wrote before.  :meth:`Buckets.close`
 returns only when every object is in the store with its full size.  Memory: two buckets.
-
-Callers: the publisher, the composer.
 """
 
 from __future__ import annotations

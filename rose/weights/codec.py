@@ -42,7 +42,7 @@ What it guarantees: :func:`decode` of any bytes either returns strictly increasi
 nonzero differences, or raises SectionCorrupt; it allocates what the caller's ``num_elements`` and the payload's
 own length imply (a change takes at least two bits), whatever the payload says.
 
-The loops are in :mod:`rose.weights.kernels` and release the GIL.  Callers: publisher, subscriber.
+The loops are in :mod:`rose.weights.kernels` and release the GIL.
 """
 
 from __future__ import annotations

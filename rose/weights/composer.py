@@ -6,7 +6,7 @@ delays the anchor and nobody else.  What comes out is proved before it counts: e
 tensor by the state hash that the version's own delta claims, bit for bit.  Only then is the manifest written; a failure
 before that deletes what it had uploaded.
 
-Memory: the largest tensor, two buckets, and a window of each object that is being read.  Caller: ``rose.weights.upkeep``.
+Memory: the largest tensor, two buckets, and a window of each object that is being read.
 """
 
 from __future__ import annotations

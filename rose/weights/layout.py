@@ -4,7 +4,7 @@ A piece that several ranks hold (replicated norms, data-parallel copies) is publ
 the least to publish so far.  :func:`assign` refuses a division that overlaps or leaves a hole: a tensor that nobody
 publishes whole would be found by no checksum.
 
-Pure.  Caller: the publisher of rank 0.
+Pure.
 """
 
 from __future__ import annotations

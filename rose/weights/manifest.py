@@ -16,7 +16,7 @@ hash (from nothing, in an anchor).
 outside their object or tensor, overlaps, a base of another attempt, hashes that do not add up, an anchor with holes.
 What it lets pass can be trusted in shape; contents are checked against ``xxh3`` (transport) and ``dh`` (meaning).
 
-Lineages cannot mix: a delta's base has the delta's own attempt.  Callers: publisher, subscriber, retention, cli.
+Lineages cannot mix: a delta's base has the delta's own attempt.
 """
 
 from __future__ import annotations

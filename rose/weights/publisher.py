@@ -18,8 +18,6 @@ run's head; then every rank advances its baseline).  A trainer of one process ru
 
 The weights must not change while :meth:`publish` runs; :meth:`publish_async` takes a copy first and lets the trainer
 go on.  One lock: any thread may call, one publish runs at a time.
-
-Callers: the train loop, and any trainer: ``WeightPublisher(model, store, run_id, attempt).publish(version)``.
 """
 
 from __future__ import annotations

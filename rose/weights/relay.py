@@ -15,8 +15,6 @@ Routes, all behind a bearer token of role ``relay`` but the last two::
 
 Errors are JSON in OpenAI's shape.  State is the folder: a relay may be killed at any moment and started again, and
 readers and writers go on where they were.  One relay owns a folder (``flock``).
-
-Callers: ``rose relay`` through :func:`run_relay`; tests and single-process set-ups through :class:`RelayThread`.
 """
 
 from __future__ import annotations

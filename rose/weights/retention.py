@@ -8,7 +8,7 @@ anchor left there goes too.  A reader without a lease may find a piece gone whil
 A store that is full is answered in steps (:class:`Need`), each of which deletes more than the one before, so that a run
 goes on as long as one full copy and one version fit.
 
-:func:`plan` decides, :func:`collect` moves.  Callers: ``rose.weights.upkeep``, ``rose weights gc``.
+:func:`plan` decides, :func:`collect` moves.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a publisher's ranks say to each other in its rounds (:func:`rose.weights.ranks.agree`), and how parts add up.
 
-Messages are JSON.  It decides nothing.  Caller: the publisher.
+Messages are JSON.  It decides nothing.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 Everything on the wire speaks *checkpoint coordinates*: a tensor's name in the Hugging Face checkpoint and
 a flat row-major index into it.  Element types carry safetensors' names.  Two models with the same digest
 have the same coordinates; a delta for one is refused by the other.
-
-Callers: every module of ``rose.weights`` and the engine's weight updater.
 """
 
 from __future__ import annotations

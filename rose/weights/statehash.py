@@ -14,7 +14,7 @@ It decides nothing: callers compare.  It catches a wrong base, a missing element
 not cryptographic, and equal contents of two tensors hash alike, so state is only ever compared per tensor.
 
 The loops are in :mod:`rose.weights.kernels`, loaded at first use: the relay and the command line read hashes
-without paying for a compiler.  They release the GIL.  Callers: publisher, subscriber, the engine's updater.
+without paying for a compiler.  They release the GIL.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ What it guarantees:
 Deltas of the last few versions stay in ``spool/``, so that an engine some versions behind gets one merged sparse
 step; an engine that is further behind, or on an unknown version, gets all tensors.
 
-Blocking; any thread may call.  Callers: the node agent (``rose.coserve``), tests, ``rose weights verify``.
+Blocking; any thread may call.
 """
 
 from __future__ import annotations

@@ -16,8 +16,6 @@ header and data agree.  It does not prove the contents: the engine does, by comp
 
 Invariants: without a ``base`` every tensor is dense (an engine in any state may take it), and ``h_before``
 is None exactly then.  A 64-bit tensor travels dense only.
-
-Callers: ``rose.weights.subscriber`` writes; the plugin's weight updater reads.
 """
 
 from __future__ import annotations

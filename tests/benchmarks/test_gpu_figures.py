@@ -217,8 +217,8 @@ def test_each_engines_host_side_has_cores_of_its_own() -> None:
 def test_the_parts_are_started_as_a_gpu_needs_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.gpu import coserve
     from rose.config import load_config
-    from rose.coserve.config import NodeConfig
-    from rose.demo.config import DemoConfig
+    from rose.coserve.node_config import NodeConfig
+    from rose.demo.demo_config import DemoConfig
 
     monkeypatch.setattr(coserve.os, "sched_getaffinity", lambda pid: set(range(16)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from benchmarks.sim.sim.sim_predict import (
+
+from benchmarks.sim.sim_predict import (
     BLOCK_TOKENS,
     Live,
     arrivals_of,
@@ -15,7 +16,6 @@ from benchmarks.sim.sim.sim_predict import (
     measured,
     read_live,
 )
-
 from rose.errors import ConfigError
 from rose.policy.admission import StepModel
 from rose.sim.engine import Engine, Request

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from rose.cli import app
+from rose.decisions.event_format import LENDING
 from rose.decisions.log import DecisionLog, logs, replay
-from rose.decisions.words import LENDING
 from rose.errors import LedgerError
 from rose.policy.baselines import make_lending
 from rose.policy.lending_events import Mode, ModeSet, Phase, RolloutReported, ServingReported, Tick

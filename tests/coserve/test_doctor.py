@@ -16,15 +16,15 @@ import pytest
 from rose.auth import Tokens
 from rose.config import validate
 from rose.coserve import doctor, host_checks, outside
-from rose.coserve.config import DeviceConfig, NodeConfig, SchedulerLink, WeightsLink
 from rose.coserve.doctor import Command, engine_checks, interpreter_of, parse_command, rollout_plan
 from rose.coserve.free_memory import GpuMemory
 from rose.coserve.host_checks import Check, Level
 from rose.coserve.ledger import NodeDir, NodeState
+from rose.coserve.node_config import DeviceConfig, NodeConfig, SchedulerLink, WeightsLink
 from rose.errors import ConfigError, LedgerError
 from rose.proc import free_port
 from rose.scheduler.app import Scheduler
-from rose.scheduler.config import SchedulerConfig
+from rose.scheduler.scheduler_config import SchedulerConfig
 from rose.weights.relay import RelayThread
 from rose.weights.store import FileStore
 from tests.users import STRANGER, needs_root, volume

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rose.coserve.config import EngineConfig, cache_directory
 from rose.coserve.engine_args import derived_args, says_kv_size, weights_bytes
+from rose.coserve.node_config import EngineConfig, cache_directory
 from rose.policy.engine_start import EngineSize
 
 SIZE = EngineSize(kv_bytes=4096, memory_share=0.25)

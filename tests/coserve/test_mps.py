@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from rose.coserve import mps
-from rose.coserve.config import NodeConfig
 from rose.coserve.engine import RolloutEngine
+from rose.coserve.node_config import NodeConfig
 from rose.proc import Child, ProcSpec
 
 ENGINE = """

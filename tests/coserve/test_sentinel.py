@@ -231,7 +231,7 @@ AGENT = """
 import asyncio, sys, time
 from pathlib import Path
 from rose.config import validate
-from rose.coserve.config import NodeConfig
+from rose.coserve.node_config import NodeConfig
 from rose.coserve.engine import RolloutEngine
 from rose.proc import Child, ProcSpec
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from aiohttp import web
 
 from rose.demo import parts, run
-from rose.demo.config import load_demo_config
+from rose.demo.demo_config import load_demo_config
 from rose.demo.fleet import Part
 
 TURNS = {"n": 0}

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from rose.config import load_config
-from rose.coserve.config import NodeConfig
-from rose.demo.config import DemoConfig, load_demo_config
+from rose.coserve.node_config import NodeConfig
+from rose.demo.demo_config import DemoConfig, load_demo_config
 from rose.demo.fleet import Part
 from rose.demo.parts import LOG_NAMES, TOKEN_FILE, Plan, to_toml
 from rose.demo.traffic import load_plan
 from rose.errors import ConfigError
 from rose.evaluation.arrivals import Arrival
-from rose.train.config import TrainConfig
 from rose.train.envs.frozenlake_plan import LakePlanFamily
 from rose.train.envs.registry import make_family
+from rose.train.train_config import TrainConfig
 
 
 def test_defaults_are_valid_and_ports_are_consecutive() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rose.demo import parts
-from rose.demo.config import load_demo_config
+from rose.demo.demo_config import load_demo_config
 
 
 def test_decisions_are_kept_and_tokens_are_not(tmp_path: Path) -> None:

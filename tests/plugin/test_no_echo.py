@@ -14,7 +14,7 @@ from tests.plugin import harness
 from tests.plugin.stand_in import eventually
 from tests.tiny_model import write_tiny_model
 from vllm_plugin.serving import HEARTBEAT_S
-from vllm_plugin.watch import Bell
+from vllm_plugin.watch import Notifier
 
 
 def test_engines_at_rest_write_heartbeats_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,13 +66,13 @@ def test_engines_at_rest_write_heartbeats_only(tmp_path: Path, monkeypatch: pyte
 
 def test_a_file_that_is_not_there_is_not_looked_for_many_times_a_second() -> None:
     """Each look takes the interpreter from the engine thread; that a peer has come is seen at the next heartbeat."""
-    bell, asked = Bell(), queue.SimpleQueue[float]()
+    notifier, asked = Notifier(), queue.SimpleQueue[float]()
 
     class Missing:
         def wait(self, word: int, timeout_s: float, missing_s: float) -> bool:
-            bell.stop()
+            notifier.stop()
             asked.put(min(timeout_s, missing_s))
             return False
 
-    bell.watch(Missing(), "peer")  # type: ignore[arg-type]
+    notifier.watch(Missing(), "peer")  # type: ignore[arg-type]
     assert asked.get(timeout=20.0) >= HEARTBEAT_S

@@ -15,7 +15,7 @@ from rose.auth import Tokens, bearer
 from rose.policy.turns import TurnBook
 from rose.policy.worker import Tier
 from rose.scheduler.app import Scheduler
-from rose.scheduler.config import SchedulerConfig
+from rose.scheduler.scheduler_config import SchedulerConfig
 from rose.testing.fake_engine import FakeEngine, FakeNode, serve_engine
 from tests.policy.turn_kit import book_of, join
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rose.scheduler import jobs
+from rose.scheduler import inflight
 from tests.scheduler.conftest import PROMPT, World, user
 
 
@@ -180,7 +180,7 @@ async def test_a_turn_that_was_too_long_ends_its_trajectory(world: World) -> Non
 async def test_an_idempotency_key_replays_its_answer_without_a_trajectory(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jobs, "_MAX_ANSWERS", 2)
+    monkeypatch.setattr(inflight, "_MAX_ANSWERS", 2)
     await world.start()
     engine = await world.add("a")
     body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 4}}
@@ -195,13 +195,13 @@ async def test_an_idempotency_key_replays_its_answer_without_a_trajectory(
     assert (await ask("one", token_ids=[9, 9]))[0] == 422
     for key in ("two", "three"):
         await ask(key)
-    assert set(world.scheduler.jobs._answers) == {"i::two", "i::three"}
+    assert set(world.scheduler.inflight._answers) == {"i::two", "i::three"}
     await ask("one")
     assert len(engine.requests) == 4
-    assert world.scheduler.jobs._answer_bytes == sum(
-        len(answer) for _, answer in world.scheduler.jobs._answers.values()
+    assert world.scheduler.inflight._answer_bytes == sum(
+        len(answer) for _, answer in world.scheduler.inflight._answers.values()
     )
-    assert not world.scheduler.jobs._named  # ended requests leave nothing else
+    assert not world.scheduler.inflight._named  # ended requests leave nothing else
 
 
 async def test_creating_with_one_key_twice_gives_one_trajectory(world: World) -> None:

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from rose.auth import Tokens
 from rose.cli import app
+from rose.decisions.event_format import TURNS
 from rose.decisions.log import DecisionLog, logs, replay
-from rose.decisions.words import TURNS
 from rose.errors import LedgerError
 from rose.policy import turn_events as te
 from rose.policy.routing import POLICY_NAMES, make_policy

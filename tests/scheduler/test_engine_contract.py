@@ -20,8 +20,8 @@ import pytest
 
 from rose.auth import Tokens
 from rose.scheduler.app import Scheduler
-from rose.scheduler.config import SchedulerConfig
 from rose.scheduler.engine import Endpoint, EngineClient, EngineFailure, Output, refused_request
+from rose.scheduler.scheduler_config import SchedulerConfig
 from tests.scheduler.conftest import user
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "logprobs": 0, "n": 1}

@@ -108,11 +108,11 @@ async def test_a_request_leaves_no_cycle(world: World, collector: Collector, ask
     await world.add("b", mean_tokens=1000, tier="harvested")
     for number in range(3):
         await ask(world, number)  # what is made once
-    await world.until(lambda: not world.scheduler.jobs._running)
+    await world.until(lambda: not world.scheduler.inflight._running)
     collector.begin()
     for number in range(3, 3 + NUM_REQUESTS):
         await ask(world, number)
-    await world.until(lambda: not world.scheduler.jobs._running)
+    await world.until(lambda: not world.scheduler.inflight._running)
     found = collector.found()
     assert sum(found.values()) < NUM_REQUESTS, found  # less than one object for each
 
@@ -127,11 +127,18 @@ async def test_a_turn_that_is_cancelled_keeps_nothing_of_what_it_held(
     collector.begin()
     for number in range(NUM_REQUESTS):
         await cancelled(world, 1 + number)
-    await world.until(lambda: not world.scheduler.jobs._running)
+    await world.until(lambda: not world.scheduler.inflight._running)
     found = collector.found()
-    assert not found.keys() & {"Job", "TurnHandle", "Turn", "Prompt", "Wish", "Gone", "traceback", "frame"}, (
-        found
-    )
+    assert not found.keys() & {
+        "Inflight",
+        "TurnHandle",
+        "Turn",
+        "Prompt",
+        "TurnRequest",
+        "Gone",
+        "traceback",
+        "frame",
+    }, found
 
 
 async def test_a_client_that_leaves_costs_little_until_a_collection(
@@ -150,7 +157,7 @@ async def test_a_client_that_leaves_costs_little_until_a_collection(
             with pytest.raises(TimeoutError):
                 async with world.session.post(url, json=body, headers=headers, timeout=timeout):
                     pass
-        await world.until(lambda: not world.scheduler.jobs._running)
+        await world.until(lambda: not world.scheduler.inflight._running)
         found = collector.found()
         print(found)
         assert round_ == 0 or sum(found.values()) < 100 * NUM_REQUESTS, found

@@ -25,7 +25,7 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from rose.auth import Tokens
 from rose.scheduler.app import Scheduler
-from rose.scheduler.config import SchedulerConfig
+from rose.scheduler.scheduler_config import SchedulerConfig
 from tests.engine_launcher import EngineServer
 from tests.scheduler.conftest import user
 

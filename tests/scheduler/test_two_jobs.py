@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rose.scheduler.app import Scheduler
-from rose.scheduler.config import SchedulerConfig
+from rose.scheduler.scheduler_config import SchedulerConfig
 from tests.scheduler.conftest import World
 
 

@@ -13,9 +13,9 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from rose.auth import Tokens
 from rose.coserve.agent import NodeAgent
-from rose.coserve.config import EngineConfig, NodeConfig, SchedulerLink, ServingConfig, WeightsLink
+from rose.coserve.node_config import EngineConfig, NodeConfig, SchedulerLink, ServingConfig, WeightsLink
 from rose.scheduler.app import Scheduler
-from rose.scheduler.config import JobBatches, JobShare, SchedulerConfig, StaticWorker
+from rose.scheduler.scheduler_config import JobBatches, JobShare, SchedulerConfig, StaticWorker
 from rose.sim.events import Journal
 from rose.sim.live import NO_OCCASION, NOT_SIMULATED, Configs, configs_of
 from rose.sim.scenario import Scenario

@@ -1,4 +1,4 @@
-"""Whole runs of a small job on a :class:`~tests.train.world.World` and a :class:`~tests.train.local_crew.LocalCrew`, and what they consumed."""
+"""Whole runs of a small job on a :class:`~tests.train.world.World` and a :class:`~tests.train.local_actors.LocalActors`, and what they consumed."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rose.train import checkpoint as checkpoints
-from rose.train.config import TrainConfig
 from rose.train.loop import train_with
+from rose.train.train_config import TrainConfig
 from rose.train.workers import Parts
-from tests.train.local_crew import LocalCrew
+from tests.train.local_actors import LocalActors
 from tests.train.ray_world import job_table
 from tests.train.world import World, file_publisher
 
@@ -21,8 +21,8 @@ QUIET = {"tensorboard": False}
 class Script:
     """Progress callback that does something once when a step is done."""
 
-    def __init__(self, crew: LocalCrew, deeds: Mapping[int, str]) -> None:
-        self._crew, self._deeds = crew, dict(deeds)
+    def __init__(self, actors: LocalActors, deeds: Mapping[int, str]) -> None:
+        self._actors, self._deeds = actors, dict(deeds)
         self.records: list[dict[str, Any]] = []
         self.events: list[str] = []
 
@@ -33,7 +33,7 @@ class Script:
         self.records.append(dict(record))
         deed = self._deeds.pop(record["step"], None)
         if deed is not None:
-            getattr(self._crew, deed)()
+            getattr(self._actors, deed)()
 
 
 async def run(
@@ -41,19 +41,19 @@ async def run(
     deeds: Mapping[int, str],
     *,
     parts: Parts | None = None,
-    prepare: Callable[[LocalCrew], None] = lambda crew: None,
+    prepare: Callable[[LocalActors], None] = lambda actors: None,
     **changes: Any,
 ) -> tuple[Script, TrainConfig, Any]:
     table = {"log": QUIET, "rollout": SMALL, "env": {"settings": {"num_maps": 4}}} | changes
     config = TrainConfig.model_validate(job_table(world, **table))
-    crew = LocalCrew(config, world.tokens, parts or Parts(make_publisher=file_publisher))
-    prepare(crew)
-    script = Script(crew, deeds)
+    actors = LocalActors(config, world.tokens, parts or Parts(make_publisher=file_publisher))
+    prepare(actors)
+    script = Script(actors, deeds)
     before = asyncio.all_tasks()
     try:
-        result = await train_with(crew, script)
+        result = await train_with(actors, script)
     finally:
-        await crew.close()
+        await actors.close()
         assert asyncio.all_tasks() == before  # whoever started something has waited for it
     return script, config, result
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from rose.auth import Tokens
-from rose.train.config import TrainConfig
 from rose.train.envs.base import Observation
 from rose.train.envs.frozenlake import FrozenLakeFamily, FrozenLakeParams
 from rose.train.loop import run_training
+from rose.train.train_config import TrainConfig
 from rose.train.workers import Parts
 from tests.train.world import RUN, World, file_publisher
 

@@ -19,7 +19,7 @@ import pytest
 from rose.auth import Tokens
 from rose.demo.models import POLICY, ensure_model
 from rose.scheduler.app import Scheduler
-from rose.scheduler.config import SchedulerConfig, StaticWorker
+from rose.scheduler.scheduler_config import SchedulerConfig, StaticWorker
 from rose.train.batch import samples_of
 from rose.train.client import SchedulerClient
 from rose.train.envs.frozenlake import FrozenLakeFamily, FrozenLakeParams

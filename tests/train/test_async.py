@@ -17,8 +17,8 @@ import pytest
 
 from rose.policy.staleness import lag, parse_version
 from rose.train import checkpoint as checkpoints
-from rose.train.config import TrainConfig
 from rose.train.loop import RunResult, run_training
+from rose.train.train_config import TrainConfig
 from rose.train.workers import Parts
 from tests.train.ray_world import Assassin, job_table
 from tests.train.world import file_publisher, running_world

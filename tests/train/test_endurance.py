@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from rose.errors import TrainError
-from rose.train.config import TrainConfig
+from rose.train.train_config import TrainConfig
 from rose.train.trainer import TorchTrainer
 from rose.train.workers import Parts
-from tests.train.local_crew import LocalCrew
+from tests.train.local_actors import LocalActors
 from tests.train.local_run import SMALL, assert_applied_once, run
 from tests.train.ray_world import job_table
 from tests.train.world import World, file_publisher, running_world
@@ -36,7 +36,7 @@ async def test_a_task_that_always_fails_is_begun_twice_at_most_and_costs_only_it
     world: World, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     monkeypatch.setattr("rose.train.workers.LEASE_WAIT_S", 0.1)
-    crews: list[LocalCrew] = []
+    crews: list[LocalActors] = []
     env = {"kind": "tests.train.ray_world:first_task_fails", **FAILS_AT_ONCE, "max_failed_groups": 6}
     script, config, _ = await run(
         world, {}, prepare=crews.append, num_steps=8, env=env, rollout={**SMALL, "mode": mode, "alpha": 2}
@@ -50,11 +50,11 @@ async def test_a_task_that_always_fails_is_begun_twice_at_most_and_costs_only_it
 
 
 def test_failed_groups_of_long_ago_are_forgotten(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rose.train.crew.MAX_REMEMBERED", 2)
-    crew = LocalCrew(TrainConfig.model_validate(job_table(world)), world.tokens, None)
+    monkeypatch.setattr("rose.train.actors.MAX_REMEMBERED", 2)
+    actors = LocalActors(TrainConfig.model_validate(job_table(world)), world.tokens, None)
     for name in ("a", "a", "b", "c"):
-        crew.gave_up(name)
-    assert dict(crew.given_up) == {"b": 1, "c": 1}
+        actors.gave_up(name)
+    assert dict(actors.given_up) == {"b": 1, "c": 1}
 
 
 async def test_held_out_episodes_that_fail_cost_their_evaluation_alone(world: World) -> None:
@@ -96,17 +96,19 @@ def slow_trainer(config: TrainConfig) -> SlowTrainer:
 
 async def test_a_step_that_its_driver_lost_touch_with_ends_before_the_next_begins(world: World) -> None:
     config = TrainConfig.model_validate(job_table(world, rollout=SMALL, log={"tensorboard": False}))
-    crew = LocalCrew(config, world.tokens, Parts(make_trainer=slow_trainer, make_publisher=file_publisher))
+    actors = LocalActors(
+        config, world.tokens, Parts(make_trainer=slow_trainer, make_publisher=file_publisher)
+    )
     SlowTrainer.may_go_on.clear()
     SlowTrainer.has_begun.clear()
     try:
-        await crew.ensure()
+        await actors.ensure()
         for _ in range(2):  # enough for two steps
-            await _play(crew, config)
-        lost = asyncio.create_task(crew.train())
+            await _play(actors, config)
+        lost = asyncio.create_task(actors.train())
         await asyncio.to_thread(SlowTrainer.has_begun.wait, 60)
-        handed_back = asyncio.create_task(crew.ensure())
-        again = asyncio.create_task(crew.train())
+        handed_back = asyncio.create_task(actors.ensure())
+        again = asyncio.create_task(actors.train())
         for _ in range(100):  # neither may get anywhere
             await asyncio.sleep(0)
         assert not handed_back.done()
@@ -116,39 +118,39 @@ async def test_a_step_that_its_driver_lost_touch_with_ends_before_the_next_begin
         assert [record["step"] for record in records] == [0, 1]
     finally:
         SlowTrainer.may_go_on.set()
-        await crew.stop_episodes()
-        await crew.close()
+        await actors.stop_episodes()
+        await actors.close()
     assert_applied_once(world, config)
 
 
-async def _play(crew: LocalCrew, config: TrainConfig) -> None:
+async def _play(actors: LocalActors, config: TrainConfig) -> None:
     from rose.train.plan import plan_groups
 
-    num_ready = await crew.num_ready()
+    num_ready = await actors.num_ready()
     plans = plan_groups(
         waiting=(),
-        mix=crew.mix,
+        mix=actors.mix,
         step=0,
         first_task=num_ready,
-        attempt=crew.attempt,
+        attempt=actors.attempt,
         num_groups=config.rollout.num_groups,
         group_size=config.rollout.group_size,
         first_index=num_ready,
     )
-    await crew.run([plans])
+    await actors.run([plans])
 
 
 async def test_a_trainer_that_comes_back_to_an_empty_folder_does_not_begin_anew(world: World) -> None:
     """Restarted on a node that does not share the folder: three steps would be gone without a word."""
 
-    def prepare(crew: LocalCrew) -> None:
-        kill = crew.kill_trainer
+    def prepare(actors: LocalActors) -> None:
+        kill = actors.kill_trainer
 
         def kill_and_wipe() -> None:
             kill()
-            shutil.rmtree(crew.config.output_dir / "checkpoints")
+            shutil.rmtree(actors.config.output_dir / "checkpoints")
 
-        crew.kill_trainer = kill_and_wipe  # type: ignore[method-assign]
+        actors.kill_trainer = kill_and_wipe  # type: ignore[method-assign]
 
     with pytest.raises(TrainError, match=r"output_dir: .*no checkpoint, where 3 steps had been taken"):
         await run(world, {2: "kill_trainer"}, prepare=prepare, num_steps=5)

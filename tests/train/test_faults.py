@@ -14,8 +14,8 @@ import pytest
 
 from rose.train import checkpoint as checkpoints
 from rose.train.cluster import ray_processes
-from rose.train.config import TrainConfig
 from rose.train.loop import run_training
+from rose.train.train_config import TrainConfig
 from rose.train.workers import Parts
 from tests.plugin.stand_in import eventually
 from tests.train.ray_world import Assassin, job_table

@@ -20,11 +20,11 @@ import pytest
 from rose.auth import Tokens, bearer
 from rose.testing.fake_engine import FakeNode, serve_engine
 from rose.train import checkpoint as checkpoints
-from rose.train.config import TrainConfig
 from rose.train.loop import train_with
+from rose.train.train_config import TrainConfig
 from rose.train.workers import Parts
 from tests.scheduler.processes import Daemon
-from tests.train.local_crew import LocalCrew
+from tests.train.local_actors import LocalActors
 from tests.train.world import RUN, TorchEngine, file_publisher, keep_up
 
 pytestmark = pytest.mark.timeout(300)
@@ -139,15 +139,15 @@ async def test_the_job_goes_on_and_applies_each_trajectory_once(
                 "log": {"tensorboard": False},
             }
         )
-        crew = LocalCrew(config, deployment.tokens, Parts(make_publisher=file_publisher))
+        actors = LocalActors(config, deployment.tokens, Parts(make_publisher=file_publisher))
         killer = asyncio.create_task(kill())
         try:
-            result = await train_with(crew, records.append)
+            result = await train_with(actors, records.append)
             await killer
         finally:
             killer.cancel()
             await asyncio.gather(killer, return_exceptions=True)
-            await crew.close()
+            await actors.close()
         async with session.get(f"{url}/status") as response:
             states = (await response.json())["trajectories"]
 

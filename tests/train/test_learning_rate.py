@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rose.train.config import TrainConfig
+from rose.train.train_config import TrainConfig
 
 
 def rates(num_steps: int, **trainer: object) -> list[float]:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from rose.errors import ConfigError
-from rose.train.config import TrainConfig
 from rose.train.logs import Logs, open_logs, scalars_of
 from rose.train.metrics import MetricsFile, lengths_by_quantile, rewards_by_quantile
+from rose.train.train_config import TrainConfig
 from tests.train.traces import trajectory, turn
 
 RECORD: dict[str, Any] = {

@@ -17,11 +17,11 @@ from rose.auth import Tokens
 from rose.config import load_config
 from rose.errors import ConfigError
 from rose.train import checkpoint as checkpoints
+from rose.train.actors import Actors, answer_of
 from rose.train.cluster import ray_for
-from rose.train.config import TrainConfig
-from rose.train.crew import Crew, answer_of
 from rose.train.loop import check_job, run_training
 from rose.train.metrics import MetricsFile, trajectory_metrics
+from rose.train.train_config import TrainConfig
 from rose.train.workers import Parts
 from tests.train.ray_world import Assassin, actor_pid, job_table
 from tests.train.traces import trajectory, turn
@@ -254,18 +254,18 @@ def test_a_manager_full_of_groups_still_says_that_it_lives(
     tmp_path: Path, policy_model: Path, short_tmp: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray runs a thousand calls of an actor at once unless told otherwise, and a silent manager is replaced."""
-    monkeypatch.setattr("rose.train.crew.EnvManager", Patient)
+    monkeypatch.setattr("rose.train.actors.EnvManager", Patient)
     rollout = {"mode": "asynchronous", "alpha": 4, "num_groups": 256}
     table = {"model": policy_model, "weights": {"directory": "x"}, "rollout": rollout, "output_dir": tmp_path}
     table["ray"] = {"address": "local"}
     config = TrainConfig.model_validate(table)
 
     async def fill_and_ask() -> int:
-        crew = Crew(config, Tokens.generate(), None)
-        await crew._hold_room()
-        manager = crew._managers[0] = crew._make_manager(0)
+        actors = Actors(config, Tokens.generate(), None)
+        await actors._hold_room()
+        manager = actors._managers[0] = actors._make_manager(0)
         await answer_of(manager.pid.remote())
-        running = [asyncio.create_task(crew.run_on(0, [])) for _ in range(5 * 256)]
+        running = [asyncio.create_task(actors.run_on(0, [])) for _ in range(5 * 256)]
         try:
             await asyncio.sleep(0)  # they have been sent
             return await asyncio.wait_for(answer_of(manager.pid.remote()), 30)

@@ -17,9 +17,9 @@ from rose.errors import CapacityError, TrainError
 from rose.policy.staleness import lag, parse_version
 from rose.train.cli import _line
 from rose.train.client import SchedulerClient
-from rose.train.config import TrainConfig
+from rose.train.train_config import TrainConfig
 from rose.train.workers import Parts, TrainWorker, make_publisher
-from tests.train.local_crew import LocalCrew
+from tests.train.local_actors import LocalActors
 from tests.train.local_run import SMALL, assert_applied_once, consumed_of, run
 from tests.train.world import World, file_publisher, running_world
 
@@ -61,16 +61,16 @@ async def test_a_trainer_that_dies_between_two_promises_applies_each_trajectory_
 ) -> None:
     num_calls, original = 0, getattr(owner, method)
 
-    def prepare(crew: LocalCrew) -> None:
+    def prepare(actors: LocalActors) -> None:
         async def dying(self: Any, *arguments: Any, **named: Any) -> Any:
             nonlocal num_calls
             num_calls += 1
             if num_calls == 3 and not is_done:
-                crew.kill_trainer()
+                actors.kill_trainer()
                 await asyncio.Event().wait()
             found = await original(self, *arguments, **named)
             if num_calls == 3:
-                crew.kill_trainer()
+                actors.kill_trainer()
                 await asyncio.Event().wait()
             return found
 

@@ -30,7 +30,7 @@ RUN = """
 import json, os, subprocess, sys
 from pathlib import Path
 from rose.train.cluster import ray_for
-from rose.train.config import TrainConfig
+from rose.train.train_config import TrainConfig
 
 STRANGER = '''
 import sys

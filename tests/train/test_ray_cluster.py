@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from rose.config import load_config
-from rose.train.config import TrainConfig
+from rose.train.train_config import TrainConfig
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

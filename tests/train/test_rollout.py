@@ -326,7 +326,7 @@ async def test_an_episode_that_takes_more_turns_than_the_scheduler_records_ends_
             return Talker(1)
 
     assert world.scheduler is not None
-    monkeypatch.setattr(world.scheduler.jobs, "max_turns", 3)
+    monkeypatch.setattr(world.scheduler.inflight, "max_turns", 3)
     family = Long(FrozenLakeParams())
     async with client_of(world) as client:
         report = await runner_of(world, client, family, job="endless").run([group(family, size=1)])

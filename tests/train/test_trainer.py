@@ -13,7 +13,7 @@ from rose.auth import Tokens
 from rose.errors import ConfigError, TrainError
 from rose.train import checkpoint as checkpoints
 from rose.train.batch import TrainingSequence, samples_of
-from rose.train.config import TrainConfig
+from rose.train.train_config import TrainConfig
 from rose.train.trainer import TorchTrainer, TrainerParams
 from rose.train.workers import make_publisher, torch_trainer
 from tests.train.traces import random_batch

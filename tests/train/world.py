@@ -23,10 +23,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from rose.auth import Tokens
 from rose.scheduler.app import Scheduler
-from rose.scheduler.config import SchedulerConfig
+from rose.scheduler.scheduler_config import SchedulerConfig
 from rose.testing.fake_engine import FakeEngine, FakeNode, serve_engine
 from rose.testing.toy_tokenizer import HFTokenizer
-from rose.train.config import TrainConfig
+from rose.train.train_config import TrainConfig
 
 RUN = "loop"
 """The job of these tests, and the run that its engines follow."""

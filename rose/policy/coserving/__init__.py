@@ -23,7 +23,4 @@ Of two that grow at once at least one sees the other.
 later one.  An older report may say "unmapped" of a chunk that the pager is just about to map for a wish that has been taken back
 since: counted as gone, its page would be given to the peer and be there twice.  The rule needs no order between the two files
 but the one that each has for itself: who reads a report's generation finds, behind it, states at least as new.
-
-Callers: both sides of :mod:`vllm_plugin`, the tests' explorer (``tests/policy/coserving``), and for the formulas of
-:mod:`~rose.policy.coserving.timing` the simulator.
 """

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from rose.config import Section
-from rose.decisions.config import DecisionConfig
+from rose.decisions.decision_config import DecisionConfig
 from rose.policy.fleet import FleetParams
 from rose.policy.routing import RoutingPolicy, make_policy
 from rose.policy.samples import JobParams, SampleParams

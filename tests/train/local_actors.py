@@ -1,6 +1,6 @@
-"""The crew without Ray: the same workers, in this event loop.  Whole runs in seconds, and deaths on command.
+"""The actors without Ray: the same workers, in this event loop.  Whole runs in seconds, and deaths on command.
 
-Stands for ``rose.train.crew.Crew`` where a test is about the loops; ``test_async.py``, ``test_faults.py`` and ``test_loop.py`` run
+Stands for ``rose.train.actors.Actors`` where a test is about the loops; ``test_async.py``, ``test_faults.py`` and ``test_loop.py`` run
 the same loops on real actors.
 """
 
@@ -11,9 +11,9 @@ from typing import Any
 
 from ray.exceptions import RayActorError
 
-from rose.train.config import RewardSettings
-from rose.train.crew import Crew
+from rose.train.actors import Actors
 from rose.train.rewards import RewardWorker
+from rose.train.train_config import RewardSettings
 from rose.train.workers import EnvManager, TrainWorker
 
 
@@ -78,7 +78,7 @@ class LocalRewards:
         pass
 
 
-class LocalCrew(Crew):
+class LocalActors(Actors):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.made: list[LocalActor] = []

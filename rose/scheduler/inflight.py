@@ -1,17 +1,17 @@
 """One client request: prompt, turns, parsed answer, journal; and what happens when the client asks again.
 
-A :class:`Job` runs apart from the connection that asked for it.  A client that goes away and comes back
+An :class:`Inflight` runs apart from the connection that asked for it.  A client that goes away and comes back
 joins it; one that comes back after the end gets its answer: from the trajectory's turns, or, under an
 ``Idempotency-Key``, from the last few answers.
 
 A name that the client gave its request decides: ``Idempotency-Key``, else ``X-ROSE-Turn``.  Without one an equal body is a
-new turn, since an agent may sample one prompt several times on purpose, unless nobody waits for the job that it equals, or
+new turn, since an agent may sample one prompt several times on purpose, unless nobody waits for the request that it equals, or
 it is a declared retry (``rose.scheduler.deliveries``).  Such a retry stands for one request of several, so it takes one
 answer, which no other retry gets then; the first of these that is there:
 
-1. a job that nobody waits for any more; an answer that did not leave whole;
+1. a request that nobody waits for any more; an answer that did not leave whole;
 2. none, a new turn, for each equal request that was refused with "try again";
-3. a job whose client said to have asked less often: its connection may be broken, and we not know;
+3. a request whose client said to have asked less often: its connection may be broken, and we not know;
 4. an answer that left whole for such a client, and may have been lost on the way: closed connections first.
 
 Invariant: a turn of a trajectory is in the journal before its answer leaves.
@@ -64,7 +64,7 @@ _MAX_ANSWER_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wish:
+class TurnRequest:
     """Who asked, and how to recognise that they ask again."""
 
     request_id: str
@@ -100,17 +100,17 @@ class Finished:
     summary: dict[str, Any]
 
 
-class Job:
+class Inflight:
     """A request in progress.  ``task`` gives the body of a non-streamed answer."""
 
-    def __init__(self, dispatcher: Dispatcher, wish: Wish, key: str) -> None:
-        self.wish = wish
+    def __init__(self, dispatcher: Dispatcher, asked: TurnRequest, key: str) -> None:
+        self.asked = asked
         self.key = key
-        self.retry = wish.retry
+        self.retry = asked.retry
         """Of the last client that joined."""
         self.handles: list[TurnHandle] = []
         self.started: asyncio.Event = asyncio.Event()
-        """All turns are submitted (or the job has failed): a stream may begin to watch them."""
+        """All turns are submitted (or the request has failed): a stream may begin to watch them."""
         self.task: asyncio.Task[bytes] | None = None
         self.num_attached = 0
         self.finished: list[Finished] = []
@@ -157,7 +157,7 @@ class Job:
 
         Raises:
             CapacityError: 503, it waited too long; the turn keeps its place for a retry.
-            RoseError: The job failed.
+            RoseError: The request failed.
         """
         assert self.task is not None
         while not self.task.done() and not self.is_waiting_too_long:
@@ -198,8 +198,8 @@ class Replay:
 
 
 @dataclass(kw_only=True, slots=True)
-class Jobs:
-    """All jobs of this process.
+class InflightRequests:
+    """All requests in progress in this process.
 
     Args:
         store, dispatcher: Shared.
@@ -215,21 +215,21 @@ class Jobs:
     max_running: int
     on_duplicate: Callable[[], None] = lambda: None
     on_fork: Callable[[str], None] = lambda reason: None
-    on_finished: Callable[[Finished, Wish], None] = lambda finished, wish: None
-    _named: dict[str, Job] = field(default_factory=dict)
-    """Running jobs whose requests have names."""
-    _alike: dict[str, list[Job]] = field(default_factory=dict)
+    on_finished: Callable[[Finished, TurnRequest], None] = lambda finished, asked: None
+    _named: dict[str, Inflight] = field(default_factory=dict)
+    """Those that have names."""
+    _alike: dict[str, list[Inflight]] = field(default_factory=dict)
     """The others, by what they ask, oldest first."""
     _refused: OrderedDict[str, int] = field(default_factory=OrderedDict)
     """What was asked -> how often it was refused with "try again"."""
     _answers: OrderedDict[str, tuple[str, bytes]] = field(default_factory=OrderedDict)
-    """Idempotency key of an ended job without a trajectory -> (digest of the request, answer)."""
+    """Idempotency key of an ended request without a trajectory -> (digest of the request, answer)."""
     _answer_bytes: int = 0
     _running: set[asyncio.Task[bytes]] = field(default_factory=set)
     _connections: Connections = field(default_factory=Connections)
 
-    def start(self, wish: Wish, work: Callable[[Job], Awaitable[bytes]]) -> Job | Replay:
-        """Join the job this request repeats, find its answer, or start a new job.
+    def start(self, asked: TurnRequest, work: Callable[[Inflight], Awaitable[bytes]]) -> Inflight | Replay:
+        """Join the request that this one repeats, find its answer, or start anew.
 
         What comes is to be given to :meth:`delivering`.
 
@@ -237,96 +237,96 @@ class Jobs:
             RequestError: 422, the same name with another body.
             CapacityError: 429, too many requests.
         """
-        key = _key(wish)
-        again = self._named_before(wish, key) if wish.name else self._asked_before(wish, key)
+        key = _key(asked)
+        again = self._named_before(asked, key) if asked.name else self._asked_before(asked, key)
         if again is not None:
             self.on_duplicate()
             return again
         if len(self._running) >= self.max_running:
-            self._refuse(wish, key)
+            self._refuse(asked, key)
             raise CapacityError("too many requests are running", status=429, code="queue_full")
-        if wish.trajectory is not None:
+        if asked.trajectory is not None:
             try:
-                self.store.holdings.check(wish.trajectory.created.job)
+                self.store.holdings.check(asked.trajectory.created.job)
             except CapacityError:
-                self._refuse(wish, key)
+                self._refuse(asked, key)
                 raise
-        job = Job(self.dispatcher, wish, key)
+        inflight = Inflight(self.dispatcher, asked, key)
 
         async def run() -> bytes:
             try:
-                return await work(job)
+                return await work(inflight)
             finally:
-                job.started.set()
-                for handle in job.handles:
+                inflight.started.set()
+                for handle in inflight.handles:
                     handle.notify()
 
-        job.task = asyncio.create_task(run())
-        self._running.add(job.task)
-        job.task.add_done_callback(functools.partial(self._reap, job))
-        if wish.name:
-            self._named[key] = job
+        inflight.task = asyncio.create_task(run())
+        self._running.add(inflight.task)
+        inflight.task.add_done_callback(functools.partial(self._reap, inflight))
+        if asked.name:
+            self._named[key] = inflight
         else:
-            self._alike.setdefault(key, []).append(job)
-        return job
+            self._alike.setdefault(key, []).append(inflight)
+        return inflight
 
-    def _named_before(self, wish: Wish, key: str) -> Job | Replay | None:
-        field = "Idempotency-Key" if wish.idempotency_key else "X-ROSE-Turn"
-        job = self._named.get(key)
-        if job is not None and job.is_joinable:
-            _check_same(job.wish.digest, wish, field)
-            return job
-        if wish.trajectory is None:
+    def _named_before(self, asked: TurnRequest, key: str) -> Inflight | Replay | None:
+        field = "Idempotency-Key" if asked.idempotency_key else "X-ROSE-Turn"
+        inflight = self._named.get(key)
+        if inflight is not None and inflight.is_joinable:
+            _check_same(inflight.asked.digest, asked, field)
+            return inflight
+        if asked.trajectory is None:
             ended = self._answers.get(key)
             if ended is None:
                 return None
-            _check_same(ended[0], wish, field)
+            _check_same(ended[0], asked, field)
             return Replay(answer=ended[1])
-        turn = wish.trajectory.named.get(wish.name)
+        turn = asked.trajectory.named.get(asked.name)
         if turn is None:
             return None
-        _check_same(wish.trajectory.turns[turn].digest, wish, field)
-        return self._replay(wish, wish.trajectory, turn)
+        _check_same(asked.trajectory.turns[turn].digest, asked, field)
+        return self._replay(asked, asked.trajectory, turn)
 
-    def _asked_before(self, wish: Wish, key: str) -> Job | Replay | None:
-        running = [job for job in self._alike.get(key, ()) if job.is_joinable]
-        for job in running:
-            if job.num_attached == 0:
-                return job
-        trajectory, retry = wish.trajectory, wish.retry
+    def _asked_before(self, asked: TurnRequest, key: str) -> Inflight | Replay | None:
+        running = [inflight for inflight in self._alike.get(key, ()) if inflight.is_joinable]
+        for inflight in running:
+            if inflight.num_attached == 0:
+                return inflight
+        trajectory, retry = asked.trajectory, asked.retry
         if trajectory is None or not retry:
             return None
         deliveries = trajectory.deliveries
-        for turn in trajectory.answers_to(wish.digest):
+        for turn in trajectory.answers_to(asked.digest):
             if deliveries.is_free(turn):
-                return self._replay(wish, trajectory, turn)
+                return self._replay(asked, trajectory, turn)
         if key in self._refused:
             self._refused[key] -= 1
             if not self._refused[key]:
                 del self._refused[key]
             return None
-        for job in running:
-            if job.retry < retry:
-                return job
+        for inflight in running:
+            if inflight.retry < retry:
+                return inflight
         lost = [
             turn
-            for turn in trajectory.answers_to(wish.digest)
+            for turn in trajectory.answers_to(asked.digest)
             if not deliveries.is_open(turn) and deliveries.retry(turn) < retry
         ]
         if not lost:
             return None
         return self._replay(
-            wish,
+            asked,
             trajectory,
             max(lost, key=lambda turn: (self._connections.is_closed(trajectory.id, turn), turn)),
         )
 
-    def _replay(self, wish: Wish, trajectory: Trajectory, turn: int) -> Replay:
+    def _replay(self, asked: TurnRequest, trajectory: Trajectory, turn: int) -> Replay:
         return Replay(trajectory=trajectory, turn=turn)
 
-    def _refuse(self, wish: Wish, key: str) -> None:
+    def _refuse(self, asked: TurnRequest, key: str) -> None:
         """Its client will ask again, and not for an answer that others got."""
-        if wish.trajectory is not None and not wish.name:
+        if asked.trajectory is not None and not asked.name:
             self._refused[key] = self._refused.get(key, 0) + 1
             self._refused.move_to_end(key)
             if len(self._refused) > _MAX_ANSWERS:
@@ -334,10 +334,10 @@ class Jobs:
 
     @contextlib.contextmanager
     def delivering(
-        self, wish: Wish, found: Job | Replay
+        self, asked: TurnRequest, found: Inflight | Replay
     ) -> Iterator[Callable[[asyncio.BaseTransport | None], None]]:
         """Around the sending of an answer; to be told when it left whole, and over which connection."""
-        retry, delivered = wish.retry, False
+        retry, delivered = asked.retry, False
 
         def sent(transport: asyncio.BaseTransport | None) -> None:
             nonlocal delivered
@@ -350,7 +350,7 @@ class Jobs:
                 with contextlib.suppress(CapacityError):
                     self.store.delivered(trajectory, turn, retry)
 
-        if isinstance(found, Job):
+        if isinstance(found, Inflight):
             found.attach()
             found.retry = max(found.retry, retry)
         elif found.trajectory is not None:
@@ -360,47 +360,51 @@ class Jobs:
         except CapacityError as error:
             if (
                 error.retry_after_s is not None
-                and isinstance(found, Job)
+                and isinstance(found, Inflight)
                 and found.task is not None
                 and found.task.done()
             ):
-                self._refuse(wish, found.key)
+                self._refuse(asked, found.key)
             raise
         finally:
-            if isinstance(found, Job):
+            if isinstance(found, Inflight):
                 found.detach()
             answer = self._answer_of(found)
-            if answer is not None and not delivered and not (isinstance(found, Job) and found.num_attached):
+            if (
+                answer is not None
+                and not delivered
+                and not (isinstance(found, Inflight) and found.num_attached)
+            ):
                 trajectory, turn = answer
                 trajectory.deliveries.fail(turn)
 
-    def _answer_of(self, found: Job | Replay) -> tuple[Trajectory, int] | None:
+    def _answer_of(self, found: Inflight | Replay) -> tuple[Trajectory, int] | None:
         """What it is named by, once it is recorded."""
         if isinstance(found, Replay):
             return None if found.trajectory is None else (found.trajectory, found.turn)
         turns = [item.turn for item in found.finished if item.turn is not None]
-        if found.wish.trajectory is None or not found.is_recorded:
+        if found.asked.trajectory is None or not found.is_recorded:
             return None
-        return found.wish.trajectory, min(turns)
+        return found.asked.trajectory, min(turns)
 
-    def _reap(self, job: Job, task: asyncio.Task[bytes]) -> None:
+    def _reap(self, inflight: Inflight, task: asyncio.Task[bytes]) -> None:
         self._running.discard(task)
-        if job.wish.name:
-            if self._named.get(job.key) is job:
-                del self._named[job.key]
+        if inflight.asked.name:
+            if self._named.get(inflight.key) is inflight:
+                del self._named[inflight.key]
         else:
-            alike = self._alike[job.key]
-            alike.remove(job)
+            alike = self._alike[inflight.key]
+            alike.remove(inflight)
             if not alike:
-                del self._alike[job.key]
-        job.let_go()
-        job.drop_ended()
+                del self._alike[inflight.key]
+        inflight.let_go()
+        inflight.drop_ended()
         if task.cancelled():
             return
         if task.exception() is not None:
-            log.debug("a job ended with %s", type(task.exception()).__name__)
-        elif job.wish.idempotency_key and job.wish.trajectory is None:
-            self._keep(job.key, job.wish.digest, task.result())
+            log.debug("a request ended with %s", type(task.exception()).__name__)
+        elif inflight.asked.idempotency_key and inflight.asked.trajectory is None:
+            self._keep(inflight.key, inflight.asked.digest, task.result())
 
     def _keep(self, key: str, digest: str, answer: bytes) -> None:
         self._answers[key] = (digest, answer)
@@ -412,10 +416,17 @@ class Jobs:
     # --- turns -----------------------------------------------------------------------------------------
 
     def submit(
-        self, job: Job, prompt: Prompt, params: dict[str, Any], *, model: str, streamed: bool, entries: bool
+        self,
+        inflight: Inflight,
+        prompt: Prompt,
+        params: dict[str, Any],
+        *,
+        model: str,
+        streamed: bool,
+        entries: bool,
     ) -> TurnHandle:
-        """Start one turn of a job."""
-        wish, trajectory = job.wish, job.wish.trajectory
+        """Start one turn of a request."""
+        asked, trajectory = inflight.asked, inflight.asked.trajectory
         if trajectory is not None and len(trajectory.turns) >= self.max_turns:
             raise RequestError(
                 f"a trajectory has at most {self.max_turns} turns",
@@ -423,7 +434,7 @@ class Jobs:
                 code="too_many_turns",
             )
         now_s = self.dispatcher.now_s()
-        floors = [v for v in (wish.min_version, trajectory.newest if trajectory else None) if v is not None]
+        floors = [v for v in (asked.min_version, trajectory.newest if trajectory else None) if v is not None]
         spec = te.TurnSubmitted(
             at_s=now_s,
             turn_id=f"n-{secrets.token_hex(8)}",
@@ -438,16 +449,16 @@ class Jobs:
             resumable=is_resumable(params, streamed=streamed),
             streamed=streamed,
             min_version=max(floors, default=None),
-            dedicated_only=wish.dedicated_only,
-            deadline_at_s=now_s + min(self.turn_s, wish.deadline_s or self.turn_s),
+            dedicated_only=asked.dedicated_only,
+            deadline_at_s=now_s + min(self.turn_s, asked.deadline_s or self.turn_s),
         )
         handle = self.dispatcher.submit(
-            spec, prompt.token_ids, params, keep_entries=entries, trace_headers=wish.trace_headers
+            spec, prompt.token_ids, params, keep_entries=entries, trace_headers=asked.trace_headers
         )
-        job.add(handle)
+        inflight.add(handle)
         return handle
 
-    async def finish(self, job: Job, handle: TurnHandle, prompt: Prompt) -> Finished:
+    async def finish(self, inflight: Inflight, handle: TurnHandle, prompt: Prompt) -> Finished:
         """Wait for a turn and sum it up.
 
         Raises:
@@ -465,16 +476,16 @@ class Jobs:
             created=int(time.time()),
             summary=_summary(ended.result, handle, prompt),
         )
-        job.finished.append(done)
+        inflight.finished.append(done)
         return done
 
-    def next_turns(self, job: Job, done: list[Finished]) -> None:
+    def next_turns(self, inflight: Inflight, done: list[Finished]) -> None:
         """Number turns that are about to be recorded, and see which of them branch; both hold until the next await.
 
         Raises:
             Gone, Conflict: The trajectory ended while they ran.
         """
-        trajectory = job.wish.trajectory
+        trajectory = inflight.asked.trajectory
         if trajectory is not None:
             self.store.open(trajectory.id)
             continued: set[int] = set()
@@ -488,7 +499,7 @@ class Jobs:
 
     def record(
         self,
-        job: Job,
+        inflight: Inflight,
         choices: Sequence[Finished],
         *,
         kind: str,
@@ -505,7 +516,7 @@ class Jobs:
             if messages and done.prompt.tip_base:
                 tip, mark = tips(done.prompt.tip_base, messages[index]), thought(messages[index])
             self._record(
-                job,
+                inflight,
                 done,
                 kind=kind,
                 prompt_of=first_with.get(id(done.prompt)),
@@ -515,13 +526,17 @@ class Jobs:
                 thoughts=mark,
             )
             first_with.setdefault(id(done.prompt), done.turn)
-        if job.wish.trajectory is not None:
-            job.is_recorded = True
-            if job.num_attached:
-                job.wish.trajectory.deliveries.begin(min(done.turn or 0 for done in choices), job.retry)
+        if inflight.asked.trajectory is not None:
+            inflight.is_recorded = True
+            if inflight.num_attached:
+                inflight.asked.trajectory.deliveries.begin(
+                    min(done.turn or 0 for done in choices), inflight.retry
+                )
 
-    def _record(self, job: Job, done: Finished, *, kind: str, prompt_of: int | None, **fields: Any) -> None:
-        trajectory, result = job.wish.trajectory, done.ended.result
+    def _record(
+        self, inflight: Inflight, done: Finished, *, kind: str, prompt_of: int | None, **fields: Any
+    ) -> None:
+        trajectory, result = inflight.asked.trajectory, done.ended.result
         if trajectory is not None and done.turn is not None:
             params, prompt = done.handle.sampling_params, done.prompt
             if done.fork is not None:
@@ -546,10 +561,10 @@ class Jobs:
                     timing=done.summary["timing"],
                     sampling={k: params[k] for k in RECORDED_SAMPLING if params.get(k) is not None},
                     context=prompt.context,
-                    digest=job.wish.digest,
-                    turn_key=job.wish.turn_key,
-                    key=job.wish.idempotency_key,
-                    retry=job.retry,
+                    digest=inflight.asked.digest,
+                    turn_key=inflight.asked.turn_key,
+                    key=inflight.asked.idempotency_key,
+                    retry=inflight.retry,
                     created=done.created,
                     attempts=result.num_attempts,
                     kv_mixed=result.kv_mixed,
@@ -561,17 +576,17 @@ class Jobs:
                 if isinstance(action, sp.Discard):
                     for name in action.trajectory_ids:
                         self.dispatcher.cancel_trajectory(name, action.reason)
-        self.on_finished(done, job.wish)
+        self.on_finished(done, inflight.asked)
 
-    def delivers(self, job: Job, handle: TurnHandle, answer: Mapping[str, Any]) -> None:
+    def delivers(self, inflight: Inflight, handle: TurnHandle, answer: Mapping[str, Any]) -> None:
         """A stream is about to end: ``answer`` is the message that its client put together."""
-        trajectory = job.wish.trajectory
-        done = next(item for item in job.finished if item.handle is handle)
+        trajectory = inflight.asked.trajectory
+        done = next(item for item in inflight.finished if item.handle is handle)
         if trajectory is not None and done.turn is not None and done.prompt.tip_base:
             self.store.add_form(trajectory, done.turn, tips(done.prompt.tip_base, answer), thought(answer))
 
     async def drain(self, timeout_s: float) -> int:
-        """Let running jobs end; returns how many did not."""
+        """Let running requests end; returns how many did not."""
         if not self._running:
             return 0
         _, pending = await asyncio.wait(set(self._running), timeout=timeout_s)
@@ -615,17 +630,17 @@ def _nobody() -> None:
     pass
 
 
-def _check_same(digest: str, wish: Wish, field: str) -> None:
-    if digest != wish.digest:
+def _check_same(digest: str, asked: TurnRequest, field: str) -> None:
+    if digest != asked.digest:
         raise RequestError(
             "the same turn was asked with another body", field=field, status=422, code="turn_conflict"
         )
 
 
-def _key(wish: Wish) -> str:
-    scope = "" if wish.trajectory is None else wish.trajectory.id
-    name = wish.name
-    return f"{name[:2]}{scope}:{name[2:]}" if name else f"d:{scope}:{wish.digest}"
+def _key(asked: TurnRequest) -> str:
+    scope = "" if asked.trajectory is None else asked.trajectory.id
+    name = asked.name
+    return f"{name[:2]}{scope}:{name[2:]}" if name else f"d:{scope}:{asked.digest}"
 
 
 def _summary(result: te.TurnResult, handle: TurnHandle, prompt: Prompt) -> dict[str, Any]:

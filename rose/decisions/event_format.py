@@ -1,8 +1,6 @@
 """How the events and actions of a policy are written down, one table per policy that keeps a decision log.
 
 An item is ``[code, *fields]``.  Tokens and log-probs are written as their number: no decision depends on them.
-
-Callers: ``rose.decisions.log``.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ class Book(Protocol):
     def check(self) -> None: ...
 
 
-class Words:
+class EventFormat:
     """Args:
     book: The policy's class.
     events, actions: What goes through its door, both ways; their order is part of the format.
@@ -94,9 +92,9 @@ class Words:
             raise LedgerError(f"an event cannot be read: {error}", field="decisions") from error
 
 
-TURNS = Words("turns", TurnBook, get_args(te.Event), get_args(te.Action), always_check=False)
+TURNS = EventFormat("turns", TurnBook, get_args(te.Event), get_args(te.Action), always_check=False)
 """Where a turn goes: the scheduler's."""
-LENDING = Words(
+LENDING = EventFormat(
     "lending",
     lending.Lending,
     get_args(lending_events.Event),
@@ -104,4 +102,4 @@ LENDING = Words(
     always_check=True,
 )
 """What a device lends: a node agent's."""
-WORDS = {words.name: words for words in (TURNS, LENDING)}
+FORMATS = {format_.name: format_ for format_ in (TURNS, LENDING)}

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rose.config import Section
-from rose.decisions.config import DecisionConfig
+from rose.decisions.decision_config import DecisionConfig
 from rose.policy.admission import AdmissionParams, Rule
 from rose.policy.baselines import make_lending
 from rose.policy.lending import DEAD_AFTER_S, Lending, LendingParams

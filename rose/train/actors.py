@@ -3,8 +3,6 @@
 Environment managers, the train worker with its ranks, and reward workers (made by the managers).  Ray holds no durable state: any of
 them may die at any moment, and a node with all that it runs.  Nobody is made before :mod:`rose.train.room` has
 room for all.
-
-Callers: ``rose.train.loop``, ``rose.train.async_loop``.
 """
 
 from __future__ import annotations
@@ -19,12 +17,12 @@ from typing import Any
 
 from rose.auth import Tokens
 from rose.errors import RoseError, TrainError
-from rose.train.config import RewardSettings, TrainConfig
 from rose.train.envs.base import Task
 from rose.train.mix import TaskMix, TaskShapes
 from rose.train.plan import GroupPlan, GroupState
 from rose.train.rollout import RolloutReport, Score
 from rose.train.room import LOOK_EVERY_S, Room
+from rose.train.train_config import RewardSettings, TrainConfig
 from rose.train.workers import EnvManager, Parts, TrainWorker, eval_job, family_of, torch_trainer
 
 logger = logging.getLogger(__name__)
@@ -49,7 +47,7 @@ class EvaluationFailed(TrainError):
     """Held-out episodes failed too often.  The step before them stands."""
 
 
-class Crew:
+class Actors:
     """See the module's docstring.
 
     Attributes:
