@@ -51,11 +51,6 @@ class IdleShare:
         return 1.0 if self.rung == "class" else 0.1
 
     @property
-    def procs_file(self) -> Path | None:
-        """A process that writes its pid there has joined."""
-        return self.directory / "cgroup.procs" if self.directory is not None else None
-
-    @property
     def autogroup_nice(self) -> int | None:
         """What the first process of the tree's session writes to its ``/proc/self/autogroup``."""
         return LOWEST if self.rung == "autogroup" else None

@@ -7,7 +7,7 @@ cannot, and the memory stays until somebody removes the names.  Two ways to know
   a killed one knows it too.  For a machine that others use as well: the node agent.
 - :class:`SharedMemorySweep`: what appeared inside a ``with`` block.  For a run that starts every program itself.
 
-Both remove only what :func:`remove_unused` allows: a regular file of our own, under a name of :data:`PREFIXES`, with the inode
+Both remove only what :func:`remove_unused` allows: a regular file of our own, under a name of :data:`NAME`, with the inode
 that was seen, which no process that we can see into maps or holds open.  Removing takes a name away, and never memory from a
 process that has it.
 
@@ -31,11 +31,10 @@ from rose.errors import LedgerError
 from rose.private_dir import require_own
 
 SHARED_MEMORY = Path("/dev/shm")
-PREFIXES = ("psm_", "sem.mp-", "vllm_dist_")
-"""What Python's multiprocessing names segments and semaphores, and vLLM the buffers of its CPU ranks."""
 MAX_SEGMENTS = 4096
 _MAX_FILE_BYTES = 1 << 20
-_NAME = re.compile(r"(psm_|sem\.mp-|vllm_dist_)[^/\0\n]{1,200}")
+NAME = re.compile(r"(psm_|sem\.mp-|vllm_dist_)[^/\0\n]{1,200}")
+"""What Python's multiprocessing names segments and semaphores, and vLLM the buffers of its CPU ranks."""
 _OTHERS_MAY_OPEN = 0o066
 _TRY_AGAIN_S = 10.0
 
@@ -46,7 +45,7 @@ def segments(folder: Path = SHARED_MEMORY) -> dict[str, int]:
     """Name and inode of every segment of ours."""
     found: dict[str, int] = {}
     try:
-        names = [name for name in os.listdir(folder) if _NAME.fullmatch(name)]
+        names = [name for name in os.listdir(folder) if NAME.fullmatch(name)]
     except OSError:
         return found  # no such folder: nothing is there
     for name in names:
@@ -230,7 +229,7 @@ class EngineSegments:
                 require_own(descriptor, self._path)
                 table: Any = json.loads(file.read(_MAX_FILE_BYTES))
             return {
-                name: inode for name, inode in table.items() if _NAME.fullmatch(name) and type(inode) is int
+                name: inode for name, inode in table.items() if NAME.fullmatch(name) and type(inode) is int
             }
         except FileNotFoundError:
             return {}

@@ -1,7 +1,7 @@
 """The only file that knows vLLM's private names.  Written for vLLM 0.32.
 
 What it gives the rest of the plugin: patches that can be listed, checked and taken back
-(:func:`switch_on`, :func:`applied`, :func:`switch_off`), and version-free helpers on vLLM's objects.
+(:func:`switch_on`, :func:`applied`), and version-free helpers on vLLM's objects.
 
 Rules:
 - :mod:`vllm_plugin.selfcheck` looks before anything is touched: version, every hook and every name that is used.
@@ -72,9 +72,6 @@ class Patch:
     original: Any
     replacement: Any
 
-    def in_force(self) -> bool:
-        return getattr(self.owner, self.attribute) is self.replacement
-
 
 _applied: dict[str, Patch] = {}
 _refused: str | None = None
@@ -99,13 +96,6 @@ def _patch(name: str, owner: Any, attribute: str, wrap: Callable[[Any], Any]) ->
     _applied[name] = Patch(
         name=name, owner=owner, attribute=attribute, original=original, replacement=replacement
     )
-
-
-def switch_off() -> None:
-    """Take every patch back; for tests."""
-    for patch in reversed(_applied.values()):
-        setattr(patch.owner, patch.attribute, patch.original)
-    _applied.clear()
 
 
 # --------------------------------------------------------------------------- how an engine stands
@@ -598,11 +588,6 @@ def next_to_go(pool: Any, limit: int) -> list[int]:
 def give_blocks(pool: Any, block_ids: Iterable[int]) -> None:
     """Put blocks taken with :func:`take_block` back."""
     pool.free_blocks([pool.blocks[i] for i in block_ids])
-
-
-def block_refs(pool: Any) -> list[Any]:
-    """All blocks by id; ``ref_cnt`` 0 = free, ``block_hash`` not None = cached."""
-    return pool.blocks
 
 
 def block_ids_of(scheduler: Any, request_id: str) -> Sequence[Sequence[int]]:

@@ -39,7 +39,6 @@ TIP_BYTES = 16
 _REASONING = ("reasoning", "reasoning_content")
 _DRAWN = re.compile(r"(?:chatcmpl-tool-|call_)?[0-9a-f]{16,32}\Z")
 _DRAWN_SHORT = re.compile(r"[0-9A-Za-z]{9}\Z")
-_NOT_HISTORY = ("tool_choice", "response_format")
 
 
 def canonical_json(value: Any) -> bytes:

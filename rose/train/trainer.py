@@ -44,7 +44,7 @@ from rose.train.loss import (
     policy_loss,
     token_shares,
 )
-from rose.train.model import Dtype, PolicyModel, load_module, whole_of
+from rose.train.model import Dtype, PolicyModel, whole_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -433,23 +433,3 @@ def _stand_in() -> Minibatch:
         allowed=(None,),
     )
     return make_minibatch([nothing], vocab_size=1)
-
-
-def export_checkpoint(checkpoint: Checkpoint, model_path: Path, target: Path, dtype: Dtype) -> None:
-    """Write a training checkpoint as a Hugging Face checkpoint, without a trainer.
-
-    Raises:
-        TrainError: It is of another model than ``model_path``, or the disk refused.
-    """
-    from rose.train.model import export_module
-
-    module = load_module(model_path)
-    own = dict(module.named_parameters())
-    if checkpoint.weights.keys() != own.keys() or any(
-        checkpoint.weights[name].shape != tensor.shape for name, tensor in own.items()
-    ):
-        raise TrainError(f"the checkpoint is not of the model in {model_path}", field="checkpoint")
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(checkpoint.weights[name])
-    export_module(module, model_path, target, getattr(torch, dtype))

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from rose.errors import VersionRefused
 from rose.weights import boxes, codec, manifest, statehash
 from rose.weights.boxes import Box
 from rose.weights.buckets import Buckets
@@ -89,12 +88,6 @@ class Baseline:
             ]
             bits = np.empty(piece.box.num_elements, piece.spec.bits_dtype)
             self.held.append(Held(piece.spec, piece.box, bits, fragments))
-
-    def check_same(self, pieces: Sequence[Piece]) -> None:
-        """Raises VersionRefused when ``pieces`` are not what is held."""
-        now = [(piece.spec, piece.box) for piece in pieces]
-        if now != [(held.spec, held.box) for held in self.held]:
-            raise VersionRefused("tensors changed their names, types, shapes or division", field="model")
 
     def changes(self, pieces: Sequence[Piece], whole: bool, buckets: Buckets) -> Iterator[Change]:
         """Encode and upload every fragment, in order; several at a time when there are threads for it."""

@@ -33,7 +33,6 @@ from rose.weights.boxes import Box
 from rose.weights.spec import DTYPE_BYTES, TensorSpec
 from rose.weights.statehash import Bits, readonly
 
-CASTS = ("BF16", "F16", "F32")
 _TORCH_NAMES = {
     "torch.bool": "BOOL", "torch.uint8": "U8", "torch.int8": "I8", "torch.int16": "I16", "torch.uint16": "U16",
     "torch.int32": "I32", "torch.uint32": "U32", "torch.int64": "I64", "torch.uint64": "U64",

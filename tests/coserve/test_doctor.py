@@ -25,7 +25,7 @@ from rose.errors import ConfigError, LedgerError
 from rose.proc import free_port
 from rose.scheduler.app import Scheduler
 from rose.scheduler.scheduler_config import SchedulerConfig
-from rose.weights.relay import RelayThread
+from rose.testing.relay_thread import RelayThread
 from rose.weights.store import FileStore
 from tests.users import STRANGER, needs_root, volume
 

@@ -14,10 +14,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rose.auth import Tokens
+from rose.testing.relay_thread import RelayThread
 from rose.weights import statehash
 from rose.weights.http_store import HttpStore
 from rose.weights.params import WeightsParams
-from rose.weights.relay import RelayThread
 from rose.weights.source import Shard
 from rose.weights.spec import DTYPE_BYTES, TensorSpec
 from rose.weights.store import FileStore, Store

@@ -11,12 +11,12 @@ from typer.testing import CliRunner
 
 from rose.auth import Tokens
 from rose.errors import ConfigError, NotFound
+from rose.testing.relay_thread import RelayThread
 from rose.weights import manifest, retention
 from rose.weights.cli import app
 from rose.weights.http_store import HttpStore
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
-from rose.weights.relay import RelayThread
 from rose.weights.store import FileStore
 from rose.weights.stores import open_store
 from rose.weights.subscriber import WeightSubscriber

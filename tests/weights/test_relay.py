@@ -24,8 +24,8 @@ from rose.errors import (
     SectionCorrupt,
     Unauthorized,
 )
+from rose.testing.relay_thread import RelayThread
 from rose.weights.http_store import HttpStore
-from rose.weights.relay import RelayThread
 from rose.weights.store import FileStore
 from rose.weights.version import WeightVersion
 from tests.weights.relay_process import RelayProcess

@@ -11,12 +11,12 @@ import pytest
 
 from rose.auth import Tokens
 from rose.errors import CapacityError, Conflict, NotFound, RequestError, SectionCorrupt, TooLarge
+from rose.testing.relay_thread import RelayThread
 from rose.weights import manifest
 from rose.weights.fsspec_store import FsspecStore
 from rose.weights.http_store import HttpStore
 from rose.weights.manifest import Head, Kind, ObjectRef
 from rose.weights.mooncake_store import MooncakeStore
-from rose.weights.relay import RelayThread
 from rose.weights.store import FileStore, MemoryStore, Store
 from rose.weights.version import WeightVersion
 from tests.weights.mooncake_kit import mooncake_cluster
