@@ -12,8 +12,9 @@ import yaml
 
 from rose.auth import Tokens
 from rose.config import load_config
-from rose.coserve.ledger import NodeDir, NodeState
 from rose.coserve.node_config import NodeConfig
+from rose.coserve.node_dir import NodeDir
+from rose.coserve.records import NodeState
 from rose.private_dir import private_dir
 from tests.users import STRANGER, act_as, needs_root, volume
 

@@ -10,7 +10,8 @@ import pytest
 
 from rose.auth import Tokens
 from rose.coserve.control import ControlClient
-from rose.coserve.ledger import Mode, NodeDir, NodeState
+from rose.coserve.node_dir import NodeDir
+from rose.coserve.records import Mode, NodeState
 from rose.errors import ConfigError, LedgerError
 from rose.private_dir import private_dir
 from tests.users import ANOTHER, STRANGER, act_as, needs_root, volume

@@ -25,7 +25,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rose.coserve.ledger import NodeDir, Phase, RecordWriter, ServingLease, pack_found
+from rose.coserve.ledger import RecordWriter
+from rose.coserve.node_dir import NodeDir
+from rose.coserve.record_layout import pack_found
+from rose.coserve.records import Phase, ServingLease
 from rose.errors import ConfigError, RoseError
 from rose.policy.compat import UNLISTED, Row, Support, judge, row
 from rose.units import PAGE_BYTES

@@ -13,7 +13,7 @@ import logging
 import os
 from typing import Any
 
-from rose.coserve.ledger import NodeDir
+from rose.coserve.node_dir import NodeDir
 from rose.errors import ConfigError
 from vllm_plugin import compat
 from vllm_plugin.kv_layout import page_layers

@@ -29,8 +29,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rose.coserve.audit import AUDIT_EVERY_S
-from rose.coserve.ledger import Mode, NodeDir, RankState
+from rose.coserve.node_dir import NodeDir
 from rose.coserve.pages import KvGeometry, PageArena, Range
+from rose.coserve.records import Mode, RankState
 from rose.errors import ConfigError, LedgerError
 from rose.policy.coserving.chunks import MAPPED, MOVING, UNMAPPED
 from rose.policy.coserving.runs import runs

@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from rose.coserve.ledger import NodeDir, RankState, RecordReader, RecordWriter
+from rose.coserve.ledger import RecordReader, RecordWriter
+from rose.coserve.node_dir import NodeDir
+from rose.coserve.records import RankState
 from rose.errors import LedgerError
 from rose.policy.lending_events import ALL_PAGES
 

@@ -29,7 +29,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rose.coserve.ledger import ChunkState, NodeDir, Phase, RecordReader, RolloutLease, ServingBoard
+from rose.coserve.ledger import RecordReader
+from rose.coserve.node_dir import NodeDir
+from rose.coserve.records import ChunkState, Phase, RolloutLease, ServingBoard
 from rose.errors import LedgerError
 from rose.policy.admission import AdmissionParams, BoardView, Demand, Rule, admit
 from rose.policy.compat import Support

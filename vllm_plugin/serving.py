@@ -30,15 +30,9 @@ import threading
 import time
 from typing import Any
 
-from rose.coserve.ledger import (
-    ChunkState,
-    Mode,
-    NodeDir,
-    NodeState,
-    Phase,
-    ServingLease,
-    pack_found,
-)
+from rose.coserve.node_dir import NodeDir
+from rose.coserve.record_layout import pack_found
+from rose.coserve.records import ChunkState, Mode, NodeState, Phase, ServingLease
 from rose.errors import LedgerError
 from rose.policy.compat import Row, Support, row
 from rose.policy.coserving.chunks import Report

@@ -34,7 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 
 from benchmarks.lib.report import write
-from rose.coserve.ledger import NodeDir, ServingBoard
+from rose.coserve.node_dir import NodeDir
+from rose.coserve.records import ServingBoard
 from rose.evaluation.statistics import percentile
 
 RECORD_BYTES, AT = 260, 768

@@ -177,7 +177,8 @@ def _beside(folder: Path, config: Any, bench: Bench) -> tuple[Any, list[Any]]:
 
 def _node(path: Path, *, peer: bool) -> list[Any]:
     """The files of a worker, a node agent and, ``peer``, a rollout engine; their writers."""
-    from rose.coserve.ledger import Mode, NodeDir, NodeState, RolloutLease
+    from rose.coserve.node_dir import NodeDir
+    from rose.coserve.records import Mode, NodeState, RolloutLease
     from tests.plugin import harness
 
     os.environ |= {"ROSE_ROLE": "serving", "ROSE_DIR": str(path)}

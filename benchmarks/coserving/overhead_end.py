@@ -77,7 +77,8 @@ def end_to_end(num_requests: int, num_rounds: int) -> tuple[dict[str, Any], dict
 
 def _agents_file(path: Path, stack: contextlib.ExitStack) -> Path:
     """What a node agent in mode ``observe`` says, for as long as the benchmark runs."""
-    from rose.coserve.ledger import Mode, NodeDir, NodeState
+    from rose.coserve.node_dir import NodeDir
+    from rose.coserve.records import Mode, NodeState
 
     writer = stack.enter_context(NodeDir(path).node_writer())
     writer.write(
@@ -93,7 +94,8 @@ def _agents_file(path: Path, stack: contextlib.ExitStack) -> Path:
 
 
 def _require_in_force(path: Path) -> None:
-    from rose.coserve.ledger import NodeDir, Phase
+    from rose.coserve.node_dir import NodeDir
+    from rose.coserve.records import Phase
 
     lease, board = NodeDir(path).serving_lease().read(), NodeDir(path).serving_board().read()
     if lease is None or lease.phase != Phase.READY or board is None or not board.step:

@@ -36,7 +36,7 @@ from benchmarks.coserving.world import VOCAB, BenchPlan
 from benchmarks.lib.report import Report
 from rose.auth import Tokens
 from rose.coserve.control import ControlClient
-from rose.coserve.ledger import NodeDir
+from rose.coserve.node_dir import NodeDir
 from rose.demo import parts
 from rose.demo.demo_config import DemoConfig, ProductionSettings, RolloutSettings
 from rose.demo.fleet import Part

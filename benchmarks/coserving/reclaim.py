@@ -153,8 +153,9 @@ def audit(repeats: int) -> dict[str, Any]:
 
 def _peer(path: Path, step_s: float) -> None:
     """The rollout engine and the node agent of one device: a step of ``step_s``, then it looks and obeys."""
-    from rose.coserve.ledger import Mode, NodeDir, NodeState, Phase, RolloutLease
+    from rose.coserve.node_dir import NodeDir
     from rose.coserve.pages import HostPagePool
+    from rose.coserve.records import Mode, NodeState, Phase, RolloutLease
     from rose.policy.coserving.rollout import allowed_pages
 
     node = NodeDir(path)
@@ -215,7 +216,7 @@ def usable(repeats: int) -> dict[str, Any]:
 
 def _usable_at(path: Path, config: Any, step_s: float, repeats: int) -> tuple[list[float], list[float]]:
     """Milliseconds from the claim to the first chunk back in the pool, and to the last one asked for."""
-    from rose.coserve.ledger import NodeDir
+    from rose.coserve.node_dir import NodeDir
     from tests.plugin import harness
     from vllm_plugin.memory import ChunkPlan, Pager
     from vllm_plugin.scheduler import ServingScheduler
@@ -303,7 +304,7 @@ class _Production:
     """Writes production's files from a thread: lends what is asked for, or claims all of it."""
 
     def __init__(self, path: Path, total: int) -> None:
-        from rose.coserve.ledger import NodeDir
+        from rose.coserve.node_dir import NodeDir
 
         node = NodeDir(path)
         self._lease, self._board, self._node = (
@@ -318,7 +319,7 @@ class _Production:
         self._thread.start()
 
     def _write(self) -> None:
-        from rose.coserve.ledger import Phase, ServingBoard, ServingLease
+        from rose.coserve.records import Phase, ServingBoard, ServingLease
         from rose.policy.compat import Support
 
         node = self._node.read()
@@ -346,7 +347,7 @@ class _Production:
 def _backstop_once(case: str) -> float:
     """Seconds from the deadline until the stopped engine's pages are free (its writer's lock is gone)."""
     from rose.auth import Tokens
-    from rose.coserve.ledger import NodeDir
+    from rose.coserve.node_dir import NodeDir
     from rose.demo.parts import to_toml
     from rose.proc import free_port
 

@@ -19,7 +19,7 @@ from benchmarks.coserving.plan import HALF, WHOLE, Arm, Schedule
 from benchmarks.coserving.rollouts import Registry
 from rose.auth import Tokens
 from rose.coserve.control import ControlClient
-from rose.coserve.ledger import NodeDir
+from rose.coserve.node_dir import NodeDir
 from rose.demo import parts
 from rose.demo.demo_config import DemoConfig
 from rose.demo.fleet import Fleet, Part

@@ -113,7 +113,7 @@ def repeat(report: Report, quick: bool) -> dict[str, Any]:
     """Runs of one seed, each in an interpreter of its own, whose hashes are its own too."""
     digests: set[str] = set()
     script = (
-        "import sys; from pathlib import Path; from rose.sim.scenario import load_scenario; "
+        "import sys; from pathlib import Path; from rose.sim.scenario_file import load_scenario; "
         "from rose.sim.world import simulate; "
         "print(simulate(load_scenario(Path(sys.argv[1]), ['num_steps=1']), 'rose', digest=True).digest)"
     )

@@ -35,10 +35,10 @@ from rose.coserve.audit import AUDIT_EVERY_S
 from rose.coserve.control import ControlServer
 from rose.coserve.engine import REQUEST_S
 from rose.coserve.free_memory import GpuMemory
-from rose.coserve.ledger import Mode, NodeState
 from rose.coserve.links import SchedulerUplink, WeightLoop, WeightSource, open_weight_source
 from rose.coserve.node import Node
 from rose.coserve.node_config import NodeConfig
+from rose.coserve.records import Mode, NodeState
 from rose.decisions.event_format import LENDING
 from rose.decisions.log import DecisionLog
 from rose.errors import ConfigError, LedgerError, RequestError, RoseError

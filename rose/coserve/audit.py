@@ -18,7 +18,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rose.coserve.ledger import ROLES, NodeDir, RankState, Role
+from rose.coserve.node_dir import ROLES, NodeDir, Role
+from rose.coserve.records import RankState
 from rose.errors import LedgerError
 from rose.units import format_bytes
 

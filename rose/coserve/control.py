@@ -31,7 +31,7 @@ from pydantic import Field
 
 from rose.auth import Tokens, bearer
 from rose.config import Section, validate
-from rose.coserve.ledger import Mode
+from rose.coserve.records import Mode
 from rose.errors import ConfigError, EngineError, RequestError, RoseError, TooLarge
 from rose.policy.admission import Rule
 from rose.private_dir import private_dir

@@ -14,15 +14,10 @@ import time
 from typing import Any, TypeVar
 
 from rose.coserve.free_memory import FreeMemory, HostMemory
-from rose.coserve.ledger import (
-    NodeDir,
-    Phase,
-    RecordReader,
-    RolloutLease,
-    ServingBoard,
-    ServingLease,
-    unpack_found,
-)
+from rose.coserve.ledger import RecordReader
+from rose.coserve.node_dir import NodeDir
+from rose.coserve.record_layout import unpack_found
+from rose.coserve.records import Phase, RolloutLease, ServingBoard, ServingLease
 from rose.errors import LedgerError
 from rose.policy.admission import BoardView, slack
 from rose.policy.compat import Support

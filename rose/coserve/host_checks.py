@@ -28,8 +28,9 @@ from rose.coserve.device import DeviceView
 from rose.coserve.engine import require_files
 from rose.coserve.engine_args import weights_bytes
 from rose.coserve.free_memory import GpuMemory, HostMemory
-from rose.coserve.ledger import NodeDir, NodeState
 from rose.coserve.node_config import DeviceConfig, NodeConfig, SchedulerLink, WeightsLink
+from rose.coserve.node_dir import NodeDir
+from rose.coserve.records import NodeState
 from rose.errors import ConfigError, LedgerError, RoseError
 from rose.private_dir import private_dir
 from rose.proc import Child, ProcSpec, require_cores, require_free_port

@@ -1,15 +1,8 @@
 """Shared files between the processes of one device: one writer each, any number of readers, nobody waits.
 
-What it decides: how a record is laid out, how a reader knows that it read a whole one, who is the writer,
-and whether that writer lives.  What it does not: what the numbers mean (``rose.coserve.records``) and who
-may hold how much (``rose.policy``).
-
-Layout of a file, little-endian, in this order::
-
-    header, 64 bytes, never changes   magic, version, schema, record size, extra bytes, incarnation, checksum
-    slot 0, slot 1, up to byte 1024   u32 checksum over number and body, u32 number, body of 64-bit ints
-    sequence word, 64 bytes           u32 = number of the newest record (0: none yet); also the futex
-    extra                             bytes of the owner's, each valid by itself (chunk maps)
+What it decides: how a reader knows that it read a whole record, who is the writer, and whether that writer lives.  What it does not:
+how a record lies in a file (``rose.coserve.record_layout``), what the numbers mean (``rose.coserve.records``) and who may hold
+how much (``rose.policy``).
 
 Invariants:
 
@@ -46,10 +39,8 @@ import time
 import weakref
 import zlib
 from contextlib import suppress
-from dataclasses import fields
-from operator import attrgetter
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 from rose.coserve.kernel import (
     SUCCESSOR,
@@ -60,143 +51,25 @@ from rose.coserve.kernel import (
     is_locked,
     take_lock,
 )
-from rose.coserve.records import (
-    ChunkState,
-    Mode,
-    NodeState,
-    Phase,
-    RankState,
-    RolloutLease,
-    ServingBoard,
-    ServingLease,
+from rose.coserve.record_layout import (
+    CRC_BYTES,
+    EXTRA_AT,
+    HEADER_BYTES,
+    MAX_EXTRA_BYTES,
+    MODE,
+    U32,
+    WORD_AT,
+    layout_of,
 )
 from rose.errors import LedgerError
 from rose.private_dir import private_dir, require_own
 
-__all__ = [
-    "ChunkState",
-    "Mode",
-    "NodeDir",
-    "NodeState",
-    "Phase",
-    "RankState",
-    "RecordReader",
-    "RecordWriter",
-    "Role",
-    "RolloutLease",
-    "ServingBoard",
-    "ServingLease",
-]
-
 R = TypeVar("R")
-Role = Literal["serving", "rollout"]
-ROLES: tuple[Role, ...] = ("serving", "rollout")
 
-VERSION = 3
-MAX_EXTRA_BYTES = 1 << 24
-"""One byte per chunk: 16 M chunks are 32 TiB.  More is a corrupt header, not a device."""
-MAX_RANKS = 64
-FOUND_BYTES = 256
-"""Behind ``serving.lease``, UTF-8, the rest zero: what of production's configuration its row of the compatibility table was found by."""
-
-_MAGIC = b"ROSELGR\n"
-_HEADER = struct.Struct("<8sIIIIQ")  # magic, version, schema, record bytes, extra bytes, incarnation
-_HEADER_BYTES = 64
-_WORD_AT = 1024
-"""Everything but the extra bytes lies in one page: one pwrite publishes a record, one mapped page holds the futex."""
-_EXTRA_AT = 1088
-_MODE = stat.S_IFREG | 0o600
-_U32 = struct.Struct("<I")
-_CRC_BYTES = 4
 _READ_RETRIES = 64
 """Needed only when the writer lapped the reader twice inside one copy; 64 in a row is corruption."""
 _MISSING_FILE_WAIT_S = 0.02
 """There is no futex to sleep on before the file exists; only this start-up case looks again by itself."""
-
-
-def _described(record_type: type[Any]) -> bytes:
-    return f"{record_type.__name__}:{','.join(field.name for field in fields(record_type))};".encode()
-
-
-_PROTOCOL = 0
-"""Of all records of a device together, into each file's schema: who differs in one of them is understood in none.  Else production could
-read a lease and not the report that counts when its writer is dead."""
-for _one in (NodeState, ServingLease, ServingBoard, ChunkState, RankState, RolloutLease):
-    _PROTOCOL = zlib.crc32(_described(_one), _PROTOCOL)
-
-
-def pack_found(text: str) -> bytes:
-    """For the extra bytes of ``serving.lease``; cut off where it is too long."""
-    return text.encode(errors="replace")[:FOUND_BYTES].ljust(FOUND_BYTES, b"\0")
-
-
-def unpack_found(data: bytes) -> str:
-    """Whatever stands there as one printable line."""
-    text = data.rstrip(b"\0").decode(errors="replace")
-    return "".join(one if one.isprintable() else "?" for one in text)
-
-
-class _Layout(Generic[R]):
-    """How records of one type lie in a file.  Built once per type and size."""
-
-    def __init__(self, record_type: type[R]) -> None:
-        self.names = tuple(field.name for field in fields(cast(Any, record_type)))
-        self.values_of = attrgetter(*self.names)
-        self.body = struct.Struct(f"<{len(self.names)}q")
-        self.numbered = struct.Struct(f"<I{len(self.names)}q")
-        self.slot_size = _CRC_BYTES + self.numbered.size
-        self.slot_bytes = (self.slot_size + 63) & ~63
-        self.slots_at = _WORD_AT - 2 * self.slot_bytes
-        if self.slots_at < _HEADER_BYTES:
-            raise LedgerError(
-                f"a record of {len(self.names)} fields is too large", field=record_type.__name__
-            )
-        self.schema = zlib.crc32(_described(record_type), _PROTOCOL)
-
-    def header(self, extra_bytes: int, incarnation: int) -> bytes:
-        head = _HEADER.pack(_MAGIC, VERSION, self.schema, self.body.size, extra_bytes, incarnation)
-        return (head + _U32.pack(zlib.crc32(head))).ljust(_HEADER_BYTES, b"\0")
-
-    def check_header(self, data: bytes, size: int, path: Path, extra_bytes: int | None) -> tuple[int, int]:
-        """``(extra_bytes, incarnation)`` of a file of ``size`` bytes that starts with ``data``.
-
-        Raises:
-            LedgerError: Not a ledger file, damaged, truncated, or of another version, record or size.
-        """
-        if len(data) < _HEADER_BYTES or not data.startswith(_MAGIC):
-            raise LedgerError("not a ledger file, or truncated", field=str(path), fix="remove it")
-        head = data[: _HEADER.size]
-        if _U32.unpack_from(data, _HEADER.size)[0] != zlib.crc32(head):
-            raise LedgerError("header checksum is wrong", field=str(path), fix="remove it")
-        _, version, schema, record_bytes, extra, incarnation = _HEADER.unpack(head)
-        if version != VERSION:
-            raise LedgerError(
-                f"ledger version {version}, this program speaks {VERSION}",
-                field=str(path),
-                fix="run the same ROSE version in every process of the device",
-            )
-        if schema != self.schema or record_bytes != self.body.size:
-            raise LedgerError(
-                "was written by another ROSE version, or holds another kind of record",
-                field=str(path),
-                fix="run the same ROSE version in every process of the device",
-            )
-        if extra > MAX_EXTRA_BYTES or (extra_bytes is not None and extra != extra_bytes):
-            raise LedgerError(f"has {extra} extra bytes, expected {extra_bytes}", field=str(path))
-        if size != _EXTRA_AT + extra:
-            raise LedgerError(f"is {size} bytes, its header says {_EXTRA_AT + extra}", field=str(path))
-        return extra, incarnation
-
-
-_layouts: dict[type[Any], _Layout[Any]] = {}
-
-
-def _layout_of(record_type: type[R]) -> _Layout[R]:
-    layout = _layouts.get(record_type)
-    if layout is None:
-        layout = _layouts[record_type] = _Layout(record_type)
-    return cast(_Layout[R], layout)
-
 
 _writers: weakref.WeakSet[RecordWriter[Any]] = weakref.WeakSet()
 
@@ -233,20 +106,20 @@ class RecordWriter(Generic[R]):
             raise LedgerError(f"{extra_bytes} extra bytes, at most {MAX_EXTRA_BYTES}", field=str(path))
         self.path = Path(path)
         self.extra = memoryview(bytearray(extra_bytes))
-        self._layout = layout = _layout_of(record_type)
+        self._layout = layout = layout_of(record_type)
         self._number = 0
         # A random start: whoever waits on the previous writer's number must not find it again here.
         self._first = secrets.randbits(31) | 1
         self._image = bytearray(
-            layout.header(extra_bytes, secrets.randbits(64)).ljust(_EXTRA_AT + extra_bytes, b"\0")
+            layout.header(extra_bytes, secrets.randbits(64)).ljust(EXTRA_AT + extra_bytes, b"\0")
         )
         self._pinned = ctypes.c_char.from_buffer(self._image)
         view = memoryview(self._image)
         heads = [layout.slots_at + slot * layout.slot_bytes for slot in (0, 1)]
-        self._numbered_at = [at + _CRC_BYTES for at in heads]
-        self._numbered = [view[at + _CRC_BYTES : at + layout.slot_size] for at in heads]
-        self._checksums = [view[at : at + _CRC_BYTES].cast("I") for at in heads]
-        self._word = view[_WORD_AT : _WORD_AT + 4].cast("I")
+        self._numbered_at = [at + CRC_BYTES for at in heads]
+        self._numbered = [view[at + CRC_BYTES : at + layout.slot_size] for at in heads]
+        self._checksums = [view[at : at + CRC_BYTES].cast("I") for at in heads]
+        self._word = view[WORD_AT : WORD_AT + 4].cast("I")
         self._seen = bytearray(len(self._image) + 1)  # one more: a file that has grown is not ours either
         self._pinned_seen = ctypes.c_char.from_buffer(self._seen)
         self._lock_fd = -1
@@ -259,7 +132,7 @@ class RecordWriter(Generic[R]):
         self._identity = (info.st_dev, info.st_ino)
         self._look = bound_read(lock_fd, ctypes.addressof(self._pinned_seen), len(self._seen), 0)
         address = ctypes.addressof(self._pinned) + start
-        self._publish = bound_write(lock_fd, address, _WORD_AT + 4 - start, start)
+        self._publish = bound_write(lock_fd, address, WORD_AT + 4 - start, start)
         self._futex, self._lock_fd = futex, lock_fd
 
     def write(self, record: R) -> None:
@@ -294,8 +167,8 @@ class RecordWriter(Generic[R]):
         self._word[0] = number
         try:
             if self.extra:
-                self._image[_EXTRA_AT:] = self.extra
-                os.pwrite(self._lock_fd, self.extra, _EXTRA_AT)
+                self._image[EXTRA_AT:] = self.extra
+                os.pwrite(self._lock_fd, self.extra, EXTRA_AT)
             self._publish()
         except OSError as error:
             raise LedgerError(f"cannot be written: {error.strerror}", field=str(self.path)) from error
@@ -318,7 +191,7 @@ class RecordWriter(Generic[R]):
             there = os.stat(self.path, follow_symlinks=False)
         except OSError:
             return False
-        return (there.st_dev, there.st_ino, there.st_mode) == (*self._identity, _MODE)
+        return (there.st_dev, there.st_ino, there.st_mode) == (*self._identity, MODE)
 
     def mend(self) -> bool:
         """Put the file and its name back as this writer left them and wake its readers; True if anybody had changed either.
@@ -331,10 +204,10 @@ class RecordWriter(Generic[R]):
         """
         if self._lock_fd < 0:
             return False
-        touched = not self.intact() or os.fstat(self._lock_fd).st_mode != _MODE
+        touched = not self.intact() or os.fstat(self._lock_fd).st_mode != MODE
         if touched:
             try:
-                os.fchmod(self._lock_fd, stat.S_IMODE(_MODE))
+                os.fchmod(self._lock_fd, stat.S_IMODE(MODE))
                 os.ftruncate(self._lock_fd, len(self._image))
                 os.pwrite(self._lock_fd, self._image, 0)
             except OSError as error:
@@ -397,7 +270,7 @@ def _create(path: Path, image: bytearray) -> tuple[FutexWord, int]:
                 if not _same_file(old, name, folder):
                     continue  # replaced between open and lock
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            lock_fd = os.open(temporary, flags, stat.S_IMODE(_MODE), dir_fd=folder)
+            lock_fd = os.open(temporary, flags, stat.S_IMODE(MODE), dir_fd=folder)
             try:
                 take_lock(lock_fd)
                 # Blocks are claimed now: a full disk is an error here, not in a later write.
@@ -407,7 +280,7 @@ def _create(path: Path, image: bytearray) -> tuple[FutexWord, int]:
                 # keep the lock alive in a forked child.
                 map_fd = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
                 try:
-                    futex = FutexWord(map_fd, _WORD_AT)
+                    futex = FutexWord(map_fd, WORD_AT)
                 finally:
                     os.close(map_fd)
                 if old >= 0:
@@ -445,8 +318,8 @@ def _same_file(descriptor: int, name: str, folder: int) -> bool:
 
 def _wake_waiters_of(descriptor: int) -> None:
     """Those who sleep on a file that was just replaced."""
-    if os.fstat(descriptor).st_size >= _EXTRA_AT:
-        with FutexWord(descriptor, _WORD_AT) as word:
+    if os.fstat(descriptor).st_size >= EXTRA_AT:
+        with FutexWord(descriptor, WORD_AT) as word:
             word.wake()
 
 
@@ -461,7 +334,7 @@ class RecordReader(Generic[R]):
         self._path_text = str(path)
         self._folder, self._name = private_dir(self.path.parent), self.path.name
         self._record_type = record_type
-        self._layout = _layout_of(record_type)
+        self._layout = layout_of(record_type)
         self._want_extra = extra_bytes
         self._extra_bytes = 0
         self._fd = -1
@@ -478,18 +351,18 @@ class RecordReader(Generic[R]):
         if not self._refresh():
             return None
         layout = self._layout
-        length = _WORD_AT + 4 - layout.slots_at
+        length = WORD_AT + 4 - layout.slots_at
         for _ in range(_READ_RETRIES):
             data = os.pread(self._fd, length, layout.slots_at)
             if len(data) < length:
                 raise LedgerError("is truncated", field=self._path_text)
-            number = _U32.unpack_from(data, length - 4)[0]
+            number = U32.unpack_from(data, length - 4)[0]
             if number == 0:
                 return None
             at = (number & 1) * layout.slot_bytes
-            numbered = data[at + _CRC_BYTES : at + layout.slot_size]
+            numbered = data[at + CRC_BYTES : at + layout.slot_size]
             slot_number, *values = layout.numbered.unpack(numbered)
-            if slot_number == number and _U32.unpack_from(data, at)[0] == zlib.crc32(numbered):
+            if slot_number == number and U32.unpack_from(data, at)[0] == zlib.crc32(numbered):
                 return self._record_type(**dict(zip(layout.names, values, strict=True)))
         raise LedgerError(
             "record is torn, or written by a process that does not own it", field=self._path_text
@@ -522,8 +395,8 @@ class RecordReader(Generic[R]):
         """Number of the newest record; changes with every write.  0: no file, or nothing written."""
         if not self._refresh():
             return 0
-        data = os.pread(self._fd, 4, _WORD_AT)
-        return _U32.unpack(data)[0] if len(data) == 4 else 0
+        data = os.pread(self._fd, 4, WORD_AT)
+        return U32.unpack(data)[0] if len(data) == 4 else 0
 
     def wait(self, word: int, timeout_s: float, missing_s: float = _MISSING_FILE_WAIT_S) -> bool:
         """Sleep in the kernel until the word is no longer ``word`` or the writer calls ``wake``.
@@ -545,7 +418,7 @@ class RecordReader(Generic[R]):
                 time.sleep(min(left_s, missing_s))
                 continue
             if self._futex is None:
-                self._futex = FutexWord(self._fd, _WORD_AT)
+                self._futex = FutexWord(self._fd, WORD_AT)
             return futex_wait(self._futex.address, word, left_s)
 
     @property
@@ -553,7 +426,7 @@ class RecordReader(Generic[R]):
         """A copy of the bytes behind the record; empty where there is no file."""
         if not self._refresh():
             return b""
-        data = os.pread(self._fd, self._extra_bytes, _EXTRA_AT)
+        data = os.pread(self._fd, self._extra_bytes, EXTRA_AT)
         if len(data) != self._extra_bytes:
             raise LedgerError("is truncated", field=self._path_text)
         return data
@@ -584,7 +457,7 @@ class RecordReader(Generic[R]):
                 self.close()
                 return not missing and self._open()
             there = os.fstat(self._fd)  # its name is gone, its writer is not
-        if there.st_size != _EXTRA_AT + self._extra_bytes:
+        if there.st_size != EXTRA_AT + self._extra_bytes:
             raise LedgerError("changed its size: truncated or overwritten", field=self._path_text)
         return True
 
@@ -615,7 +488,7 @@ class RecordReader(Generic[R]):
         try:
             info = require_own(descriptor, self.path)
             self._extra_bytes, self.incarnation = self._layout.check_header(
-                os.pread(descriptor, _HEADER_BYTES, 0), info.st_size, self.path, self._want_extra
+                os.pread(descriptor, HEADER_BYTES, 0), info.st_size, self.path, self._want_extra
             )
         except BaseException:
             os.close(descriptor)
@@ -629,111 +502,3 @@ class RecordReader(Generic[R]):
             self.close()
         except (AttributeError, OSError):  # half-built, or the interpreter is going down
             pass
-
-
-class NodeDir:
-    """The shared files of one device, by name.  Making one touches nothing."""
-
-    def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
-        self.folder = private_dir(path)
-        """Held, so that all files of this object are of one directory."""
-
-    def node_writer(self) -> RecordWriter[NodeState]:
-        return RecordWriter(self.path / "node.state", NodeState)
-
-    def node(self) -> RecordReader[NodeState]:
-        return RecordReader(self.path / "node.state", NodeState)
-
-    def serving_lease_writer(self) -> RecordWriter[ServingLease]:
-        return RecordWriter(self.path / "serving.lease", ServingLease, FOUND_BYTES)
-
-    def serving_lease(self) -> RecordReader[ServingLease]:
-        return RecordReader(self.path / "serving.lease", ServingLease, FOUND_BYTES)
-
-    def serving_board_writer(self) -> RecordWriter[ServingBoard]:
-        return RecordWriter(self.path / "serving.board", ServingBoard)
-
-    def serving_board(self) -> RecordReader[ServingBoard]:
-        return RecordReader(self.path / "serving.board", ServingBoard)
-
-    def rollout_lease_writer(self) -> RecordWriter[RolloutLease]:
-        return RecordWriter(self.path / "rollout.lease", RolloutLease)
-
-    def rollout_lease(self) -> RecordReader[RolloutLease]:
-        return RecordReader(self.path / "rollout.lease", RolloutLease)
-
-    def chunks_writer(self, role: Role, num_chunks: int) -> RecordWriter[ChunkState]:
-        return RecordWriter(self._named(role, "chunks"), ChunkState, num_chunks)
-
-    def chunks(self, role: Role, num_chunks: int | None = None) -> RecordReader[ChunkState]:
-        return RecordReader(self._named(role, "chunks"), ChunkState, num_chunks)
-
-    def rank_writer(self, role: Role, rank: int, num_chunks: int) -> RecordWriter[RankState]:
-        return RecordWriter(self._named(role, _rank_name(rank)), RankState, num_chunks)
-
-    def rank(self, role: Role, rank: int, num_chunks: int | None = None) -> RecordReader[RankState]:
-        return RecordReader(self._named(role, _rank_name(rank)), RankState, num_chunks)
-
-    def ranks(self, role: Role) -> list[int]:
-        """Ranks of ``role`` that have a file."""
-        try:
-            there = set(os.listdir(self.folder.fd()))
-        except FileNotFoundError:
-            return []
-        return [rank for rank in range(MAX_RANKS) if self._named(role, _rank_name(rank)).name in there]
-
-    def remove(self) -> list[str]:
-        """Unlink every file whose writer is gone, and the directory if nothing is left.
-
-        Returns:
-            Names that stayed, because a live process writes them.  Taking them away would
-            make a living engine invisible to its peer.
-        """
-        left: list[str] = []
-        try:
-            folder = self.folder.fd()
-            there = os.listdir(folder)
-        except FileNotFoundError:
-            return left
-        known = {"node.state", *(path.name for role in ROLES for path in self._files_of(role))}
-        for name in there:
-            # A writer killed while it was being made leaves its file under a temporary name.
-            if name not in known and not (name.startswith(".") and name[1:].rpartition(".")[0] in known):
-                continue
-            path = self.path / name
-            try:
-                flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-                descriptor = os.open(name, flags, dir_fd=folder)
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                raise LedgerError(f"cannot be removed: {error.strerror}", field=str(path)) from error
-            try:
-                if is_locked(descriptor):
-                    left.append(name)
-                else:
-                    with suppress(FileNotFoundError):
-                        os.unlink(name, dir_fd=folder)
-            finally:
-                os.close(descriptor)
-        try:
-            self.path.rmdir()
-        except OSError:  # somebody's files are still there, or it never was
-            pass
-        return left
-
-    def _files_of(self, role: Role) -> list[Path]:
-        names = ["lease", "chunks", *(_rank_name(rank) for rank in range(MAX_RANKS))]
-        return [self._named(role, name) for name in (*names, "board")]
-
-    def _named(self, role: Role, name: str) -> Path:
-        if role not in ROLES:
-            raise LedgerError(f"'{role}' is neither serving nor rollout", field="role")
-        return self.path / f"{role}.{name}"
-
-
-def _rank_name(rank: int) -> str:
-    if not 0 <= rank < MAX_RANKS:
-        raise LedgerError(f"{rank} is not in 0..{MAX_RANKS - 1}", field="rank")
-    return f"rank{rank}"

@@ -14,9 +14,10 @@ from rose.coserve.engine import RolloutEngine
 from rose.coserve.engine_args import says_kv_size, says_memory_share, weights_bytes
 from rose.coserve.free_memory import GpuMemory
 from rose.coserve.latency import ServingLatency
-from rose.coserve.ledger import Mode, NodeDir, Phase
 from rose.coserve.links import SchedulerUplink, WeightLoop
 from rose.coserve.node_config import NodeConfig
+from rose.coserve.node_dir import NodeDir
+from rose.coserve.records import Mode, Phase
 from rose.errors import LedgerError
 from rose.policy.admission import Rule
 from rose.policy.baselines import POLICIES, make_lending

@@ -10,9 +10,9 @@ import os
 from dataclasses import asdict
 from typing import Any
 
-from rose.coserve.ledger import Mode, Phase, RolloutLease, ServingLease
 from rose.coserve.links import WeightLoop
 from rose.coserve.node import Node
+from rose.coserve.records import Mode, Phase, RolloutLease, ServingLease
 from rose.errors import RoseError
 from rose.policy.compat import Support, row_of_number
 from rose.policy.lending import Lending, LendingPolicy

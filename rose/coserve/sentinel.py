@@ -32,7 +32,8 @@ from typing import Protocol, cast
 
 from rose.coserve import outside
 from rose.coserve.device import DeviceView
-from rose.coserve.ledger import NodeDir, NodeState, ServingBoard, ServingLease
+from rose.coserve.node_dir import NodeDir
+from rose.coserve.records import NodeState, ServingBoard, ServingLease
 from rose.errors import LedgerError
 from rose.policy import deadlines
 from rose.policy.compat import Support

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rose.coserve.ledger import NodeDir
+from rose.coserve.node_dir import NodeDir
 from rose.demo.result import (
     DEDICATED,
     HARVESTED,

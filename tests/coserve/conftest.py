@@ -16,9 +16,10 @@ import pytest
 from rose.auth import Tokens
 from rose.config import validate
 from rose.coserve.agent import NodeAgent
-from rose.coserve.ledger import NodeDir, Phase, ServingBoard, ServingLease
 from rose.coserve.links import WeightSource
 from rose.coserve.node_config import NodeConfig
+from rose.coserve.node_dir import NodeDir
+from rose.coserve.records import Phase, ServingBoard, ServingLease
 from rose.policy.compat import Support
 from rose.proc import free_port
 

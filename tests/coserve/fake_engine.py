@@ -20,8 +20,9 @@ from pathlib import Path
 
 from aiohttp import web
 
-from rose.coserve.ledger import NodeDir, Phase, RankState, RolloutLease
+from rose.coserve.node_dir import NodeDir
 from rose.coserve.pages import HostPagePool
+from rose.coserve.records import Phase, RankState, RolloutLease
 from rose.policy.coserving.rollout import allowed_pages
 from rose.units import PAGE_BYTES
 

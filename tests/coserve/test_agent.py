@@ -16,8 +16,10 @@ import pytest
 from rose.config import validate
 from rose.coserve.agent import NodeAgent
 from rose.coserve.control import ControlClient
-from rose.coserve.ledger import Mode, NodeDir, Phase, RankState, pack_found
 from rose.coserve.node_config import NodeConfig
+from rose.coserve.node_dir import NodeDir
+from rose.coserve.record_layout import pack_found
+from rose.coserve.records import Mode, Phase, RankState
 from rose.errors import ConfigError, EngineError, LedgerError
 from rose.policy.admission import Rule
 from rose.policy.baselines import StaticLending

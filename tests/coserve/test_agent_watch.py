@@ -17,8 +17,9 @@ from rose.auth import Tokens
 from rose.config import validate
 from rose.coserve.agent import NodeAgent
 from rose.coserve.latency import ServingLatency
-from rose.coserve.ledger import Mode, NodeDir, Phase, RolloutLease, ServingBoard, ServingLease
 from rose.coserve.node_config import NodeConfig
+from rose.coserve.node_dir import NodeDir
+from rose.coserve.records import Mode, Phase, RolloutLease, ServingBoard, ServingLease
 from rose.errors import LedgerError, RequestError
 from rose.policy.compat import Support, row
 from rose.units import PAGE_BYTES

@@ -19,8 +19,9 @@ from rose.coserve import doctor, host_checks, outside
 from rose.coserve.doctor import Command, engine_checks, interpreter_of, parse_command, rollout_plan
 from rose.coserve.free_memory import GpuMemory
 from rose.coserve.host_checks import Check, Level
-from rose.coserve.ledger import NodeDir, NodeState
 from rose.coserve.node_config import DeviceConfig, NodeConfig, SchedulerLink, WeightsLink
+from rose.coserve.node_dir import NodeDir
+from rose.coserve.records import NodeState
 from rose.errors import ConfigError, LedgerError
 from rose.proc import free_port
 from rose.scheduler.app import Scheduler

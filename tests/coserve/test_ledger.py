@@ -18,16 +18,15 @@ from pathlib import Path
 
 import pytest
 
-from rose.coserve.ledger import (
-    MAX_EXTRA_BYTES,
-    VERSION,
+from rose.coserve.ledger import RecordReader
+from rose.coserve.node_dir import NodeDir
+from rose.coserve.record_layout import MAX_EXTRA_BYTES, VERSION
+from rose.coserve.records import (
     ChunkState,
     Mode,
-    NodeDir,
     NodeState,
     Phase,
     RankState,
-    RecordReader,
     RolloutLease,
     ServingBoard,
 )
@@ -59,7 +58,7 @@ def writing(node: NodeDir) -> Iterator[subprocess.Popen[str]]:
     process = spawn(
         """
         import sys
-        from rose.coserve.ledger import NodeDir, ServingBoard
+        from rose.coserve.node_dir import NodeDir; from rose.coserve.records import ServingBoard
         writer = NodeDir(sys.argv[1]).serving_board_writer()
         names = ServingBoard.__dataclass_fields__
         boards = [ServingBoard(**dict.fromkeys(names, n)) for n in range(64)]
@@ -134,7 +133,7 @@ def test_a_writer_killed_mid_write_leaves_the_last_whole_record(node: NodeDir, s
     process = spawn(
         """
         import sys
-        from rose.coserve.ledger import NodeDir, ServingBoard
+        from rose.coserve.node_dir import NodeDir; from rose.coserve.records import ServingBoard
         writer = NodeDir(sys.argv[1]).serving_board_writer()
         names = ServingBoard.__dataclass_fields__
         boards = [ServingBoard(**dict.fromkeys(names, n)) for n in range(64)]
@@ -190,7 +189,7 @@ def test_a_second_writer_is_refused_while_the_first_lives(
 def test_of_writers_that_start_together_exactly_one_wins(node: NodeDir) -> None:
     code = """
     import sys
-    from rose.coserve.ledger import NodeDir
+    from rose.coserve.node_dir import NodeDir
     from rose.errors import LedgerError
     try:
         writer = NodeDir(sys.argv[1]).node_writer()
@@ -264,7 +263,7 @@ def test_wake_in_another_process_ends_a_wait(node: NodeDir) -> None:
     process = spawn(
         """
         import sys
-        from rose.coserve.ledger import NodeDir, NodeState
+        from rose.coserve.node_dir import NodeDir; from rose.coserve.records import NodeState
         writer = NodeDir(sys.argv[1]).node_writer()
         writer.write(NodeState(epoch=1))
         print("up", flush=True)
@@ -439,7 +438,7 @@ def test_a_file_of_another_version_or_record_is_refused(
         writer.write(NodeState())
     with pytest.raises(LedgerError, match="another kind of record"):
         RecordReader(node.path / "node.state", ServingBoard).read()
-    monkeypatch.setattr("rose.coserve.ledger.VERSION", VERSION + 1)
+    monkeypatch.setattr("rose.coserve.record_layout.VERSION", VERSION + 1)
     with pytest.raises(LedgerError, match=f"ledger version {VERSION}, this program speaks {VERSION + 1}"):
         node.node().read()
 
@@ -561,7 +560,7 @@ def test_a_file_cut_off_under_its_writer_is_seen_by_it_and_mended(
     """A writer that touched a mapping of it would die of SIGBUS, and production with it."""
     code = """
     import sys
-    from rose.coserve.ledger import ChunkState, NodeDir, ServingBoard
+    from rose.coserve.node_dir import NodeDir; from rose.coserve.records import ChunkState, ServingBoard
     node = NodeDir(sys.argv[1])
     board = sys.argv[2] == "board"
     writer = node.serving_board_writer() if board else node.chunks_writer("serving", 8000)

@@ -28,8 +28,9 @@ from typing import Any
 
 import pytest
 
-from rose.coserve.ledger import Mode, NodeDir, NodeState, Phase, RolloutLease, ServingBoard, ServingLease
+from rose.coserve.node_dir import NodeDir
 from rose.coserve.pages import HostPagePool
+from rose.coserve.records import Mode, NodeState, Phase, RolloutLease, ServingBoard, ServingLease
 from rose.policy.baselines import make_lending
 from rose.policy.coserving.rollout import allowed_pages
 from rose.policy.lending import LendingParams

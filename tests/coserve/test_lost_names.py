@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from rose.coserve.kernel import SUCCESSOR, take_lock
-from rose.coserve.ledger import ChunkState, NodeDir, RecordWriter
+from rose.coserve.ledger import RecordWriter
+from rose.coserve.node_dir import NodeDir
+from rose.coserve.records import ChunkState
 from rose.errors import LedgerError
 
 

@@ -23,7 +23,7 @@ import pytest
 
 from rose.auth import Tokens
 from rose.coserve.control import ControlClient
-from rose.coserve.ledger import NodeDir
+from rose.coserve.node_dir import NodeDir
 from rose.proc import free_port
 from rose.units import PAGE_BYTES
 from tests.engine_launcher import EngineServer

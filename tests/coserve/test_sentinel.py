@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rose.coserve.ledger import (
+from rose.coserve.node_dir import NodeDir
+from rose.coserve.records import (
     Mode,
-    NodeDir,
     NodeState,
     Phase,
     RankState,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rose.coserve.ledger import NodeDir
+from rose.coserve.node_dir import NodeDir
 from rose.coserve.records import NodeState, RolloutLease, ServingBoard
 from rose.demo.observe import Counter, JsonLines, Observer
 from rose.demo.result import DEDICATED, HARVESTED, TierCount

@@ -27,8 +27,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from benchmarks.report import Report
-from rose.coserve.ledger import Mode, NodeDir, NodeState
+from benchmarks.lib.report import Report
+from rose.coserve.node_dir import NodeDir
+from rose.coserve.records import Mode, NodeState
 from rose.units import PAGE_BYTES
 
 OS_PAGE = 4096

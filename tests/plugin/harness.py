@@ -10,7 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from rose.coserve.ledger import NodeDir, RankState
+from rose.coserve.node_dir import NodeDir
+from rose.coserve.records import RankState
 from vllm_plugin import compat
 
 BLOCK_TOKENS = 128

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rose.coserve.ledger import Mode, NodeDir, NodeState, Phase, ServingBoard, ServingLease
+from rose.coserve.node_dir import NodeDir
+from rose.coserve.records import Mode, NodeState, Phase, ServingBoard, ServingLease
 
 S = 1_000_000_000
 

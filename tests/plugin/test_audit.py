@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from rose.coserve.audit import TOLERANCE_BYTES, Finding, ResidentAudit, disagreement
-from rose.coserve.ledger import ChunkState, Mode, NodeDir, RankState, RecordWriter
+from rose.coserve.ledger import RecordWriter
+from rose.coserve.node_dir import NodeDir
 from rose.coserve.pages import KvGeometry
+from rose.coserve.records import ChunkState, Mode, RankState
 from rose.units import PAGE_BYTES
 from tests.coserve.test_agent_watch import Bench
 from vllm_plugin.memory import ChunkPlan, Pager

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from rose.coserve.ledger import Mode, NodeDir, NodeState, RolloutLease
+from rose.coserve.node_dir import NodeDir
+from rose.coserve.records import Mode, NodeState, RolloutLease
 from tests.plugin import harness
 from tests.tiny_model import write_tiny_model
 from vllm_plugin import compat

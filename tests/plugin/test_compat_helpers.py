@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rose.coserve.ledger import NodeDir
+from rose.coserve.node_dir import NodeDir
 from rose.errors import ConfigError, LedgerError
 from tests.plugin import harness
 from vllm_plugin import compat

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import vllm_plugin
-from rose.coserve.ledger import NodeDir, Phase
+from rose.coserve.node_dir import NodeDir
+from rose.coserve.records import Phase
 from rose.policy import engine_fields
 from rose.policy.compat import TABLE, UNLISTED, Support, judge, markdown, row, row_of_number
 from rose.units import PAGE_BYTES
@@ -349,7 +350,7 @@ def test_a_compute_only_scheduler_publishes_slack_and_lends_nothing(
 def test_the_lease_names_the_field_and_value_for_which_nothing_is_lent(
     config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rose.coserve.ledger import unpack_found
+    from rose.coserve.record_layout import unpack_found
     from vllm_plugin.scheduler import ServingScheduler
 
     monkeypatch.setenv("ROSE_DIR", str(tmp_path / "n"))

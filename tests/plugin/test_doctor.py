@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rose.coserve.ledger import NodeDir
+from rose.coserve.node_dir import NodeDir
 from rose.errors import ConfigError
 from rose.policy.advice import advice
 from rose.policy.compat import TABLE, Support, judge, row, row_of_number

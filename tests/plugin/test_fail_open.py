@@ -12,17 +12,9 @@ from typing import Any
 
 import pytest
 
-from rose.coserve.ledger import (
-    Mode,
-    NodeDir,
-    NodeState,
-    Phase,
-    RankState,
-    RecordReader,
-    RecordWriter,
-    RolloutLease,
-    ServingLease,
-)
+from rose.coserve.ledger import RecordReader, RecordWriter
+from rose.coserve.node_dir import NodeDir
+from rose.coserve.records import Mode, NodeState, Phase, RankState, RolloutLease, ServingLease
 from rose.errors import LedgerError
 from rose.policy.compat import row_of_number
 from rose.policy.coserving import serving

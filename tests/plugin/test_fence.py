@@ -18,8 +18,9 @@ from typing import Any
 
 import pytest
 
-from rose.coserve.ledger import ChunkState, NodeDir
+from rose.coserve.node_dir import NodeDir
 from rose.coserve.pages import KvGeometry
+from rose.coserve.records import ChunkState
 from rose.units import PAGE_BYTES
 from vllm_plugin.capacity import Balloon
 from vllm_plugin.memory import ChunkPlan, Pager

@@ -14,7 +14,8 @@ import pytest
 
 from rose.auth import Tokens
 from rose.coserve.control import ControlClient
-from rose.coserve.ledger import NodeDir, RankState, ServingLease
+from rose.coserve.node_dir import NodeDir
+from rose.coserve.records import RankState, ServingLease
 from rose.errors import RoseError
 from rose.proc import free_port
 from rose.proc_tree import is_dying

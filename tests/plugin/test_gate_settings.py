@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rose.coserve.ledger import Mode, NodeDir, NodeState
+from rose.coserve.node_dir import NodeDir
+from rose.coserve.records import Mode, NodeState
 from rose.policy.admission import Rule
 from tests.plugin import harness
 from tests.tiny_model import write_tiny_model

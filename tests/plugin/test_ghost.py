@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from rose.coserve.ledger import Mode, NodeDir, NodeState
+from rose.coserve.node_dir import NodeDir
+from rose.coserve.records import Mode, NodeState
 from tests.plugin import harness
 from tests.tiny_model import write_tiny_model
 

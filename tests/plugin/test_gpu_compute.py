@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from rose.coserve.ledger import NodeDir, NodeState
+from rose.coserve.node_dir import NodeDir
+from rose.coserve.records import NodeState
 from rose.errors import LedgerError
 from tests.coserve.memory_driver import MemoryDriver
 from tests.plugin import harness

@@ -23,8 +23,10 @@ import pytest
 
 from rose.coserve.cuda_driver import DLPACK_CPU
 from rose.coserve.cuda_pages import DEFAULT_RESERVE_BYTES
-from rose.coserve.ledger import ChunkState, NodeDir, RecordWriter
+from rose.coserve.ledger import RecordWriter
+from rose.coserve.node_dir import NodeDir
 from rose.coserve.pages import HostPagePool
+from rose.coserve.records import ChunkState
 from rose.errors import ConfigError, LedgerError
 from rose.policy.coserving.chunks import MAPPED, MOVING, Report
 from rose.units import PAGE_BYTES

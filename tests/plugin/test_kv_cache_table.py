@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.coserve.ledger import NodeDir, Phase
+from rose.coserve.node_dir import NodeDir
+from rose.coserve.records import Phase
 from rose.errors import ConfigError
 from rose.policy.compat import Support, judge, row, row_of_number
 from tests.plugin import harness

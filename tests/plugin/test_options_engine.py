@@ -15,7 +15,7 @@ import pytest
 import torch
 import zmq
 
-from rose.coserve.ledger import Phase
+from rose.coserve.records import Phase
 from rose.policy.compat import Support
 from tests.engine_launcher import EngineServer
 from tests.plugin.ask_doctor import ask_about

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from rose.coserve.ledger import ChunkState, Mode, NodeDir, NodeState, Phase, RecordWriter, RolloutLease
+from rose.coserve.ledger import RecordWriter
+from rose.coserve.node_dir import NodeDir
 from rose.coserve.pages import Arena, HostPagePool, KvGeometry
+from rose.coserve.records import ChunkState, Mode, NodeState, Phase, RolloutLease
 from rose.errors import LedgerError
 from rose.policy.coserving.chunks import MAPPED, MOVING
 from rose.units import PAGE_BYTES

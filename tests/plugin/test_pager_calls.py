@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from rose.coserve.cuda_driver import CudaDriver
-from rose.coserve.ledger import ChunkState, NodeDir, RecordWriter
+from rose.coserve.ledger import RecordWriter
+from rose.coserve.node_dir import NodeDir
 from rose.coserve.pages import KvGeometry
+from rose.coserve.records import ChunkState
 from rose.policy.coserving.chunks import MAPPED, UNMAPPED
 from rose.units import PAGE_BYTES
 from tests.coserve import fakecuda

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from rose.coserve.ledger import Mode, NodeDir, Phase
+from rose.coserve.node_dir import NodeDir
+from rose.coserve.records import Mode, Phase
 from tests.engine_launcher import EngineServer
 from tests.plugin.stand_in import Host, eventually
 from tests.plugin.test_rollout_engine import Turn, settled, status

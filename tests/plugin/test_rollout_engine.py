@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from rose.coserve import ledger
-from rose.coserve.ledger import Mode, RolloutLease
+from rose.coserve import record_layout
+from rose.coserve.records import Mode, RolloutLease
 from tests.engine_launcher import EngineServer
 from tests.plugin.stand_in import Host, S, eventually
 from tests.tiny_model import write_tiny_model
@@ -250,8 +250,8 @@ def test_where_a_file_of_production_cannot_be_read_everything_is_given_back(
     path = node_dir / name
     content = path.read_bytes()
     with path.open("r+b") as file:  # its records, and not what says how they are laid out
-        file.seek(ledger._HEADER_BYTES)
-        file.write(b"\xff" * (ledger._WORD_AT - ledger._HEADER_BYTES))
+        file.seek(record_layout.HEADER_BYTES)
+        file.write(b"\xff" * (record_layout.WORD_AT - record_layout.HEADER_BYTES))
     try:
         settled(server, 0)
         assert turn.choice()["finish_reason"] == "abort"
@@ -262,7 +262,7 @@ def test_where_a_file_of_production_cannot_be_read_everything_is_given_back(
 
 
 def test_starting_production_gets_everything(server: EngineServer, host: Host) -> None:
-    from rose.coserve.ledger import Phase
+    from rose.coserve.records import Phase
 
     host.set(phase=int(Phase.STARTING))
 

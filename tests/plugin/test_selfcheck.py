@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 import vllm_plugin
-from rose.coserve.ledger import NodeDir, Phase
+from rose.coserve.node_dir import NodeDir
+from rose.coserve.records import Phase
 from rose.errors import ConfigError
 from rose.policy.compat import row, row_of_number
 from rose.policy.engine_fields import HARMLESS, RESTRICTED

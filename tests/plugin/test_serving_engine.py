@@ -16,8 +16,9 @@ from rose.auth import Tokens
 from rose.config import validate
 from rose.coserve.agent import NodeAgent
 from rose.coserve.latency import p99_between, read_page
-from rose.coserve.ledger import Mode, NodeDir, NodeState, Phase, RolloutLease, ServingLease
 from rose.coserve.node_config import NodeConfig
+from rose.coserve.node_dir import NodeDir
+from rose.coserve.records import Mode, NodeState, Phase, RolloutLease, ServingLease
 from tests.engine_launcher import EngineServer
 from tests.plugin.stand_in import eventually
 from tests.tiny_model import write_tiny_model

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from rose.coserve.ledger import NodeDir, Phase
+from rose.coserve.node_dir import NodeDir
+from rose.coserve.records import Phase
 from rose.policy.compat import Support, row, row_of_number
 from tests.engine_launcher import EngineServer
 from tests.plugin.ask_doctor import ask_about

@@ -22,10 +22,10 @@ from tests.plugin.test_frozen import write_host
 
 pytestmark = pytest.mark.timeout(300)
 FIX = "run the same ROSE version in every process of the device"
-LEDGER, RECORDS = "rose/coserve/ledger.py", "rose/coserve/records.py"
+LAYOUT, RECORDS = "rose/coserve/record_layout.py", "rose/coserve/records.py"
 CHANGES = {
-    "a newer ledger": (LEDGER, "\nVERSION = 3\n", "\nVERSION = 4\n", "ledger version"),
-    "an older ledger": (LEDGER, "\nVERSION = 3\n", "\nVERSION = 2\n", "ledger version"),
+    "a newer ledger": (LAYOUT, "\nVERSION = 3\n", "\nVERSION = 4\n", "ledger version"),
+    "an older ledger": (LAYOUT, "\nVERSION = 3\n", "\nVERSION = 2\n", "ledger version"),
     "a report with another field": (
         RECORDS,
         "    touched_bytes: int = 0\n",
@@ -35,7 +35,7 @@ CHANGES = {
 }
 LOOK = """
 import os
-from rose.coserve.ledger import NodeDir
+from rose.coserve.node_dir import NodeDir
 reader = NodeDir(os.environ["ROSE_DIR"]).serving_lease()
 record = reader.read()
 print(record.phase, record.reserved_pages, record.errors, reader.alive())
