@@ -19,7 +19,7 @@ from rose.coserve.records import ServingBoard
 from rose.policy.coserving.steps import StepBook
 from rose.policy.coserving.timing import prompt_work_s
 from rose.units import NS_PER_S
-from vllm_plugin import compat
+from vllm_plugin import internals
 from vllm_plugin.capacity import Balloon
 from vllm_plugin.memory import ChunkPlan
 from vllm_plugin.peers import Trouble, require_own
@@ -95,7 +95,7 @@ class Board:
     def next_first_token(self) -> Any:
         """First come first served: the oldest request that waits for its first token has the earliest deadline.  Any thread."""
         for limit in (1, WAITING_LOOKED_AT):  # the first is it, unless it was preempted
-            for request in compat.waiting_requests(self._scheduler, limit):
+            for request in internals.waiting_requests(self._scheduler, limit):
                 if not request.num_output_tokens:
                     return request
         return None
@@ -134,7 +134,7 @@ class Board:
             steps.step,
             busy,
             len(scheduler.running),
-            compat.num_waiting(scheduler),
+            internals.num_waiting(scheduler),
             steps.claim_chunks,
         )
         if said == self._said:
@@ -154,7 +154,7 @@ class Board:
         scheduler, model, steps = self._scheduler, self._model, self._steps
         slo_ttft_ns, slo_tpot_ns = self.slo_ttft_ns, self.slo_tpot_ns
         running = len(scheduler.running)
-        num_waiting = compat.num_waiting(scheduler)
+        num_waiting = internals.num_waiting(scheduler)
         now_ns = time.monotonic_ns()
         ttft_deadline = tpot_deadline = 0
         waiting_tokens = 0
@@ -162,7 +162,7 @@ class Board:
             decode_ns = int(model.predict(0, running) * NS_PER_S)
             tpot_deadline = max(1, (steps.last_token_ns or now_ns) + slo_tpot_ns - decode_ns)
         if num_waiting and slo_ttft_ns:
-            oldest = compat.waiting_requests(scheduler, 1)
+            oldest = internals.waiting_requests(scheduler, 1)
             if oldest and oldest[0].num_output_tokens and slo_tpot_ns:
                 # Preempted: it has had its first token, and waits for a next one like those that run.
                 prefill_ns = self._prompt_ns(oldest[0].num_tokens, running)

@@ -26,7 +26,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from rose.policy.coserving.runs import fewest_runs
-from vllm_plugin import compat
+from vllm_plugin import internals
 
 SLICE_S = 0.0005
 """Longest time one call may take from the step path."""
@@ -89,14 +89,14 @@ class Balloon:
         if chunk in self.inflated or self.active_blocks(chunk):
             return False
         ids = self._owned(chunk)
-        compat.drop_prefixes(self._pool, ids)
+        internals.drop_prefixes(self._pool, ids)
         taken: list[int] = []
         try:
             for block_id in ids:
-                compat.take_block(self._pool, block_id)  # all are free: nobody holds a block of this chunk
+                internals.take_block(self._pool, block_id)  # all are free: nobody holds a block of this chunk
                 taken.append(block_id)
         except BaseException:
-            compat.give_blocks(self._pool, taken)
+            internals.give_blocks(self._pool, taken)
             raise
         self.inflated.add(chunk)
         return True
@@ -167,7 +167,7 @@ class Balloon:
         for chunk in chunks:
             if chunk in self.inflated:
                 self.inflated.discard(chunk)
-                compat.give_blocks(self._pool, self._owned(chunk))
+                internals.give_blocks(self._pool, self._owned(chunk))
                 count += 1
         return count
 
@@ -213,7 +213,7 @@ class Balloon:
     def _sort_cached(self) -> None:
         """The chunk with most blocks among those that vLLM would evict next comes last: it is taken first."""
         old = Counter(
-            block_id // self.chunk_blocks for block_id in compat.next_to_go(self._pool, _LOOK_AHEAD)
+            block_id // self.chunk_blocks for block_id in internals.next_to_go(self._pool, _LOOK_AHEAD)
         )
         self._cached.sort(key=lambda chunk: old[chunk])
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from rose.coserve.node_dir import NodeDir
 from rose.errors import ConfigError
-from vllm_plugin import compat
+from vllm_plugin import compat, internals
 from vllm_plugin.kv_layout import page_layers
 from vllm_plugin.kv_memory import KvMemory
 from vllm_plugin.memory import ChunkPlan, Pager
@@ -52,7 +52,7 @@ class ElasticKv:
             super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
             return
         pager, buffer, paged_config = made
-        with compat.kv_allocation(pager.plan.size_bytes, lambda _: buffer) as seen:
+        with internals.kv_allocation(pager.plan.size_bytes, lambda _: buffer) as seen:
             super().initialize_from_config(paged_config)  # type: ignore[misc]
         if len(seen) == 1:
             self.rose_pager = pager
@@ -97,7 +97,7 @@ class ElasticKv:
         output = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         if self.rose_pager is not None:
             try:
-                self.rose_pager.fence.launched(compat.stamp_of(scheduler_output), self.rose_stream())
+                self.rose_pager.fence.launched(internals.stamp_of(scheduler_output), self.rose_stream())
             except (
                 Exception
             ) as error:  # fail-open: a step that is not noted only keeps memory from being taken away

@@ -22,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from vllm_plugin import compat
+from vllm_plugin import internals
 
 LOOKED_AT = 4096
 """Blocks of one prompt."""
@@ -64,7 +64,7 @@ class GhostCache:
     def watch(self) -> None:
         """Something is about to be lent."""
         if self._unwatch is None:
-            self._unwatch = compat.watch_evictions(self._pool, self._evicted)
+            self._unwatch = internals.watch_evictions(self._pool, self._evicted)
 
     def rest(self) -> None:
         """Nothing is lent: stop watching when next to nothing is remembered any more."""
@@ -84,7 +84,7 @@ class GhostCache:
 
     def on_prompt(self, request: Any) -> None:
         """A request has arrived, and nothing of it is scheduled."""
-        if not compat.looks_for_prefix(self._pool, request):
+        if not internals.looks_for_prefix(self._pool, request):
             return
         num_tokens = request.num_tokens
         self.queried_tokens += num_tokens
@@ -103,15 +103,15 @@ class GhostCache:
         for key in hashes:
             if key in keys:
                 del keys[key]
-                lost += not compat.is_cached(self._pool, key)
-            elif not compat.is_cached(self._pool, key):
+                lost += not internals.is_cached(self._pool, key)
+            elif not internals.is_cached(self._pool, key):
                 break
         self.lost_tokens += lost * self._block_tokens
 
     def check(self) -> None:
         """Assert the invariant; for tests."""
         self._forget(len(self._keys))
-        assert len(self._keys) + compat.num_cached(self._pool) <= self._pool.num_gpu_blocks
+        assert len(self._keys) + internals.num_cached(self._pool) <= self._pool.num_gpu_blocks
 
     def _evicted(self, key: bytes) -> None:
         """vLLM has dropped ``key``, for its own sake or for ours."""
@@ -126,6 +126,6 @@ class GhostCache:
 
     def _forget(self, most: int = _MOST_FORGOTTEN) -> None:
         keys = self._keys
-        over = len(keys) + compat.num_cached(self._pool) - self._pool.num_gpu_blocks
+        over = len(keys) + internals.num_cached(self._pool) - self._pool.num_gpu_blocks
         for _ in range(min(over, len(keys), most)):
             keys.popitem(last=False)

@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from rose.coserve.cuda_driver import CudaDriver, Driver
 from rose.coserve.cuda_pages import DEFAULT_RESERVE_BYTES
-from vllm_plugin import compat, compute, selfcheck
+from vllm_plugin import compute, internals, selfcheck
 from vllm_plugin.elastic import ENV_GPU_RESERVE, ElasticKv
 from vllm_plugin.kv_memory import CudaKvMemory, KvMemory
 from vllm_plugin.roles import role
@@ -54,7 +54,7 @@ class RoseGPUWorker(ElasticKv, WeightWorkerMixin, Worker):
         return CudaKvMemory(str(role()), driver=self.rose_driver(), reserve_bytes=reserve_bytes)
 
     def rose_stream(self) -> int:
-        return compat.compute_stream()
+        return internals.compute_stream()
 
     def rose_ladder(self) -> dict[str, Any] | None:
         """The rung in force on this rank; collective call."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_plugin import compat
+from vllm_plugin import internals
 
 OWN = "rose:"
 _SLACK = 64  # records of requests that ended without an output, before they are looked for
@@ -56,7 +56,7 @@ class PrefixKeys:
         else:
             version = self.version
             if version:
-                compat.set_cache_salt(request, _key(salt, version))
+                internals.set_cache_salt(request, _key(salt, version))
         if len(self._turns) > 2 * len(self._scheduler.requests) + _SLACK:
             alive = self._scheduler.requests
             self._turns = {name: turn for name, turn in self._turns.items() if name in alive}
@@ -70,10 +70,10 @@ class PrefixKeys:
         self.kv, self.running = argument["kv"], argument["version"]
         if self.kv != "keep":
             before, self.version = self.version, argument["version"]
-            for request in compat.waiting_requests(self._scheduler, 1 << 30):
+            for request in internals.waiting_requests(self._scheduler, 1 << 30):
                 if not request.num_computed_tokens and not (request.cache_salt or "").startswith(OWN):
                     salt = (request.cache_salt or "").removesuffix(_key("", before))
-                    compat.set_cache_salt(request, _key(salt, self.version))
+                    internals.set_cache_salt(request, _key(salt, self.version))
                     turn = self._turns.get(request.request_id)
                     if turn is not None and not request.num_output_tokens:
                         turn.prefix_version = self.version

@@ -38,7 +38,7 @@ from rose.policy.compat import Support
 from rose.policy.coserving.chunks import Report
 from rose.policy.coserving.rollout import RolloutBook, allowed_pages
 from rose.units import NS_PER_S
-from vllm_plugin import compat
+from vllm_plugin import compat, internals
 from vllm_plugin.capacity import Balloon
 from vllm_plugin.memory import ChunkPlan, engine_number
 from vllm_plugin.roles import ENV_DIR
@@ -89,7 +89,7 @@ class RolloutSide:
         """The rung of the compute ladder that the workers have put in force; None on the host, where the node agent knows it."""
         self.plan = ChunkPlan.of(kv_cache_config, piece_bytes)
         self._dir = NodeDir(os.environ[ENV_DIR])
-        self.balloon = Balloon(compat.block_pool(scheduler), self.plan.chunk_blocks)
+        self.balloon = Balloon(internals.block_pool(scheduler), self.plan.chunk_blocks)
         for chunk in range(self.plan.num_chunks):
             self.balloon.inflate(chunk)
         self._block_tokens = scheduler.block_size
@@ -172,12 +172,12 @@ class RolloutSide:
         """Does vLLM's loop have to believe that there is no work?"""
         if self.gate_open or self._engine is None:
             return False
-        return not compat.is_paused(self._scheduler) and not compat.engine_is_stopping(self._engine)
+        return not internals.is_paused(self._scheduler) and not internals.engine_is_stopping(self._engine)
 
     def before_schedule(self) -> int:
         """Obey the two numbers; tokens this step may schedule (0: none)."""
         self._balance()
-        for request in compat.waiting_requests(self._scheduler, 1):
+        for request in internals.waiting_requests(self._scheduler, 1):
             # It was running, has outgrown the budget and was preempted: everybody behind it would wait for it.
             self._refuse_oversized(request)
         self.num_schedules += 1
@@ -206,7 +206,7 @@ class RolloutSide:
             if keep == 0 and 0 not in balloon.inflated:
                 victims.append(0)
                 hit = [name for name, _, ids in self._holders() if ids]
-            self._num_cut_requests += compat.finish_with_partial_output(
+            self._num_cut_requests += internals.finish_with_partial_output(
                 self._scheduler, self._engine, hit, compat.RECLAIMED
             )
             released += [chunk for chunk in victims if balloon.inflate(chunk)]
@@ -230,7 +230,7 @@ class RolloutSide:
             (
                 name,
                 request.num_computed_tokens,
-                [i for group in compat.block_ids_of(self._scheduler, name) for i in group],
+                [i for group in internals.block_ids_of(self._scheduler, name) for i in group],
             )
             for name, request in list(self._scheduler.requests.items())
         ]
@@ -241,11 +241,11 @@ class RolloutSide:
         ``only``: the others were looked at when the budget became what it is.
         """
         usable = self.balloon.num_usable_chunks * self.plan.chunk_blocks - 1
-        looked_at = compat.waiting_requests(self._scheduler, UNLIMITED) if only is None else [only]
+        looked_at = internals.waiting_requests(self._scheduler, UNLIMITED) if only is None else [only]
         hopeless = [request.request_id for request in looked_at if self._blocks_of(request) > usable]
         if hopeless:
             reason = compat.RECLAIMED if usable <= 0 else compat.TOO_LARGE
-            self._num_cut_requests += compat.finish_with_partial_output(
+            self._num_cut_requests += internals.finish_with_partial_output(
                 self._scheduler, self._engine, hopeless, reason
             )
 
@@ -258,7 +258,7 @@ class RolloutSide:
         self._refuse_oversized(request)
 
     def after_schedule(self, output: Any) -> None:
-        compat.stamp(output, self.num_schedules)
+        internals.stamp(output, self.num_schedules)
         self._step_started_ns = time.monotonic_ns()
         # Counted in C: a loop over 256 requests here took 50 us of production's step.
         decode = list(output.num_scheduled_tokens.values()).count(1)
@@ -289,7 +289,7 @@ class RolloutSide:
         if self._allowed_chunks == 0:
             return 0
         scheduler = self._scheduler
-        waiting = compat.waiting_requests(scheduler, PREFILL_LOOKED_AT)
+        waiting = internals.waiting_requests(scheduler, PREFILL_LOOKED_AT)
         admission = admit(
             time.monotonic_ns() / NS_PER_S,
             board=self._view(reader),
@@ -380,7 +380,7 @@ class RolloutSide:
         if fits and not self.gate_open:
             self.gate_opened_by = "event" if notified else "timer"
             self.gate_open = True
-            compat.wake(self._engine)
+            internals.wake(self._engine)
         elif not fits:
             self.gate_open = False
 
@@ -489,7 +489,7 @@ class RolloutSide:
         """A gated or idle engine calls no ``schedule``: have it run our hook once."""
         if not self._idle_asked:
             self._idle_asked = True
-            compat.call_when_idle(self._engine, self._idle)
+            internals.call_when_idle(self._engine, self._idle)
 
     def _idle(self) -> None:
         self._idle_asked = False
@@ -508,7 +508,7 @@ class RolloutSide:
         if not changed and now_ns - self._said_ns < HEARTBEAT_S * 0.8 * NS_PER_S:
             return
         self._said, self._said_ns = said, now_ns
-        running, waiting = len(self._scheduler.running), compat.num_waiting(self._scheduler)
+        running, waiting = len(self._scheduler.running), internals.num_waiting(self._scheduler)
         self._lease.write(
             RolloutLease(
                 phase=Phase.STARTING if self._engine is None else Phase.READY,
@@ -555,7 +555,7 @@ class RolloutSide:
             * self._block_tokens,
             "used_tokens": self.balloon.num_used_blocks * self._block_tokens,
             "running": len(self._scheduler.running),
-            "waiting": compat.num_waiting(self._scheduler),
+            "waiting": internals.num_waiting(self._scheduler),
             "num_preemptions": self._num_preemptions,
             "request_ids": list(self._scheduler.requests),
             "schedules": self.num_schedules,

@@ -39,7 +39,7 @@ from rose.policy.coserving.chunks import Report
 from rose.policy.coserving.serving import ServingBook
 from rose.policy.coserving.steps import StepBook
 from rose.units import NS_PER_S
-from vllm_plugin import compat
+from vllm_plugin import compat, internals
 from vllm_plugin.board import WAITING_LOOKED_AT, Board
 from vllm_plugin.capacity import SLICE_S, Balloon
 from vllm_plugin.ghost import GhostCache
@@ -86,9 +86,9 @@ class ServingSide:
         self._engine: Any = None
         self.plan = ChunkPlan.of(kv_cache_config, piece_bytes)
         self._dir = NodeDir(os.environ[ENV_DIR])
-        self.balloon = Balloon(compat.block_pool(scheduler), self.plan.chunk_blocks)
+        self.balloon = Balloon(internals.block_pool(scheduler), self.plan.chunk_blocks)
         self._block_tokens = scheduler.block_size
-        self.ghost = GhostCache(compat.block_pool(scheduler), self._block_tokens, self.fail)
+        self.ghost = GhostCache(internals.block_pool(scheduler), self._block_tokens, self.fail)
         self.steps = StepBook(self.plan.num_blocks, self.plan.chunk_blocks)
         """Engine thread only, but for numbers that the background thread reads."""
         self._block_pages = self.plan.total_pages / max(1, self.plan.num_blocks)
@@ -171,7 +171,7 @@ class ServingSide:
         if self.failed is not None:
             return
         self._claim()
-        if self.book.stranded and compat.num_waiting(self._scheduler):
+        if self.book.stranded and internals.num_waiting(self._scheduler):
             self._let_past()
         inflated = len(self.balloon.inflated)
         if not inflated:
@@ -192,7 +192,7 @@ class ServingSide:
     def _let_past(self) -> None:
         """Nobody gives back what the first in the queue needs: those behind it that fit need not wait for that."""
         usable = self.balloon.num_usable_chunks * self.plan.chunk_blocks - 1
-        compat.let_past(
+        internals.let_past(
             self._scheduler,
             lambda request: -(-(request.num_tokens + 1) // self._block_tokens) <= usable,
             WAITING_LOOKED_AT,
@@ -202,18 +202,18 @@ class ServingSide:
         """Chunks that serving must get back now, beyond those it can use."""
         lent = 0 if self._fixed else len(self.balloon.inflated)
         waiting = 0
-        if lent and compat.num_waiting(self._scheduler):
-            requests = compat.wait_for_blocks(self._scheduler, WAITING_LOOKED_AT)
+        if lent and internals.num_waiting(self._scheduler):
+            requests = internals.wait_for_blocks(self._scheduler, WAITING_LOOKED_AT)
             missing = sum(request.num_tokens - request.num_computed_tokens for request in requests)
             waiting = -(-missing // self._block_tokens)
-        free = compat.block_pool(self._scheduler).get_num_free_blocks() if lent else 0
+        free = internals.block_pool(self._scheduler).get_num_free_blocks() if lent else 0
         if self.steps.claim(lent_chunks=lent, free_blocks=free, waiting_blocks=waiting):
             self._notifier.notify()
 
     def after_schedule(self, output: Any) -> None:
         """A step starts: publish deadlines.  Nobody needs that between steps unless a rollout engine lives."""
         # Numbered before it counts: nobody may wait for a step that carries no number.
-        compat.stamp(output, self.steps.step + 1)
+        internals.stamp(output, self.steps.step + 1)
         scheduled, total = output.num_scheduled_tokens, output.total_num_scheduled_tokens
         decode = len(scheduled)
         if (
@@ -244,7 +244,7 @@ class ServingSide:
 
     def _tell_step(self, *, wake: bool = True) -> None:
         """A step has started or ended: onto the board, now or when the background thread comes round."""
-        if compat.num_waiting(self._scheduler):
+        if internals.num_waiting(self._scheduler):
             head = self._board.next_first_token()
             if head is not None:
                 age_ns = (time.time() - head.arrival_time) * NS_PER_S
@@ -435,7 +435,7 @@ class ServingSide:
         """An idle engine calls no ``schedule``: have it run our hook once."""
         if not self._idle_asked:
             self._idle_asked = True
-            compat.call_when_idle(self._engine, self._idle)
+            internals.call_when_idle(self._engine, self._idle)
 
     def _idle(self) -> None:
         self._idle_asked = False

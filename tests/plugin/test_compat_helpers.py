@@ -14,7 +14,7 @@ import pytest
 from rose.coserve.node_dir import NodeDir
 from rose.errors import ConfigError, LedgerError
 from tests.plugin import harness
-from vllm_plugin import compat
+from vllm_plugin import internals
 
 
 def test_waiting_requests_can_be_read_while_the_engine_thread_changes_the_queue() -> None:
@@ -35,7 +35,7 @@ def test_waiting_requests_can_be_read_while_the_engine_thread_changes_the_queue(
     try:
         thread.start()
         for _ in range(30):
-            assert len(compat.waiting_requests(scheduler, 20_000)) == 20_000
+            assert len(internals.waiting_requests(scheduler, 20_000)) == 20_000
     finally:
         stop.set()
         thread.join()
@@ -129,4 +129,4 @@ def test_the_compute_stream_is_torchs_and_asking_for_it_sets_none(monkeypatch: p
     monkeypatch.setattr(torch.cuda, "Stream", set_one)
     monkeypatch.setattr(torch.cuda, "set_stream", set_one)
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
-    assert compat.compute_stream() == 9
+    assert internals.compute_stream() == 9

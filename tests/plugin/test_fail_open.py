@@ -347,7 +347,7 @@ def test_what_a_frozen_peer_holds_is_named_and_all_is_back_when_it_goes_on(
 def test_the_queue_lets_those_past_that_fit_and_keeps_the_order_of_the_others(config: Any) -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from vllm_plugin import compat
+    from vllm_plugin import internals
 
     scheduler = harness.build(Scheduler, config)
     sizes = {"a": 120, "b": 90, "c": 20, "d": 110, "e": 30}
@@ -357,11 +357,11 @@ def test_the_queue_lets_those_past_that_fit_and_keeps_the_order_of_the_others(co
     def order() -> str:
         return "".join(request.request_id for request in scheduler.waiting)
 
-    compat.let_past(scheduler, lambda request: request.num_tokens < 50, 64)
+    internals.let_past(scheduler, lambda request: request.num_tokens < 50, 64)
     assert order() == "ceabd"
-    compat.let_past(scheduler, lambda request: request.num_tokens < 50, 64)
+    internals.let_past(scheduler, lambda request: request.num_tokens < 50, 64)
     assert order() == "ceabd", "the first fits: nothing to do"
-    compat.let_past(scheduler, lambda request: False, 64)
+    internals.let_past(scheduler, lambda request: False, 64)
     assert order() == "ceabd", "nobody fits: nobody is let past"
     assert set(harness.step(scheduler).num_scheduled_tokens) == set(sizes)
 
@@ -390,9 +390,9 @@ def test_a_deleted_file_strands_nothing_and_is_there_again(
 def test_chunks_taken_before_an_exception_are_not_lost(
     lender: Lender, agent: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm_plugin import compat
+    from vllm_plugin import internals
 
-    take, calls = compat.take_block, []
+    take, calls = internals.take_block, []
 
     def broken(pool: Any, block_id: int) -> bool:
         calls.append(block_id)
@@ -401,7 +401,7 @@ def test_chunks_taken_before_an_exception_are_not_lost(
         return take(pool, block_id)
 
     free = lender.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() + 4 * 32
-    monkeypatch.setattr(compat, "take_block", broken)
+    monkeypatch.setattr(internals, "take_block", broken)
     agent.write(
         NodeState(mode=Mode.ON, has_serving=1, lend_pages=8, heartbeat_ns=time.monotonic_ns() + 10**12)
     )

@@ -32,7 +32,7 @@ from rose.policy.coserving.chunks import MAPPED, MOVING, Report
 from rose.units import PAGE_BYTES
 from tests.coserve.memory_driver import RealMemoryDriver
 from tests.plugin import harness
-from vllm_plugin import compat, kv_memory
+from vllm_plugin import internals, kv_memory
 from vllm_plugin.kv_layout import page_layers
 from vllm_plugin.kv_memory import CudaKvMemory, HostKvMemory, StepFence, tensor_over
 from vllm_plugin.memory import ChunkPlan, Pager
@@ -98,7 +98,7 @@ def start(
     monkeypatch.setattr(Worker, "initialize_from_config", allocate)
     monkeypatch.setattr(Worker, "execute_model", execute)
     monkeypatch.setattr(Worker, "shutdown", lambda self: None)
-    monkeypatch.setattr(compat, "compute_stream", lambda: STREAM)
+    monkeypatch.setattr(internals, "compute_stream", lambda: STREAM)
     monkeypatch.setattr(RoseGPUWorker, "rose_driver", lambda self: self.driver)
 
     def start(role: str, num_blocks: int = 512) -> Any:
@@ -116,7 +116,7 @@ def start(
 
 def step(worker: Any, number: int) -> Any:
     output = SimpleNamespace()
-    compat.stamp(output, number)
+    internals.stamp(output, number)
     return worker.execute_model(output)
 
 
@@ -275,7 +275,7 @@ def test_a_worker_that_cannot_note_its_steps_serves_on_and_gives_nothing_away(
     def broken() -> int:
         raise ZeroDivisionError("injected")
 
-    monkeypatch.setattr(compat, "compute_stream", broken)
+    monkeypatch.setattr(internals, "compute_stream", broken)
     assert step(worker, 1) == "output"
     with node_dir.chunks_writer("serving", CHUNKS) as writer:
         wish(writer, set())
@@ -447,7 +447,7 @@ def test_the_step_to_wait_for_is_published_before_the_marks(
     scheduler, _ = engine_of("serving")
     side, written = scheduler.rose, []
     scheduler.add_request(harness.request("a"))
-    stamps = [compat.stamp_of(harness.step(scheduler)) for _ in range(3)]
+    stamps = [internals.stamp_of(harness.step(scheduler)) for _ in range(3)]
     assert stamps == [1, 2, 3]
     inflate(side, 2)  # before the step after the third
     write = side._chunks.write
@@ -476,9 +476,9 @@ def test_a_rollout_engine_waits_for_the_steps_before_a_cut_and_for_no_later_one(
     side._mapped.extend(side.book.settle([Report(harness.ANY, b"\1" * side.plan.num_chunks)]))
     monkeypatch.setattr(side, "_admit", lambda reader: 1000)
     scheduler.add_request(harness.request("a"))
-    assert [compat.stamp_of(harness.step(scheduler)) for _ in range(2)] == [1, 2]
+    assert [internals.stamp_of(harness.step(scheduler)) for _ in range(2)] == [1, 2]
     side._allowed_chunks = 0
-    assert compat.stamp_of(harness.step(scheduler)) == 3  # cut at its head
+    assert internals.stamp_of(harness.step(scheduler)) == 3  # cut at its head
     write = side._chunks.write
     monkeypatch.setattr(
         side._chunks,
@@ -490,7 +490,7 @@ def test_a_rollout_engine_waits_for_the_steps_before_a_cut_and_for_no_later_one(
 
 
 def test_a_step_without_a_number_is_nobodys() -> None:
-    assert compat.stamp_of(SimpleNamespace()) == 0
+    assert internals.stamp_of(SimpleNamespace()) == 0
 
 
 # --- torch over addresses that it did not allocate
@@ -555,7 +555,7 @@ def test_a_plan_cuts_memory_into_whole_pieces_of_its_device() -> None:
 def test_the_host_waits_for_nothing_once_a_step_has_returned() -> None:
     fence = StepFence(HostKvMemory())
     fence.launched(3, 0)
-    fence.launched(compat.stamp_of(SimpleNamespace()), 0)  # one of vLLM's own, a warm-up
+    fence.launched(internals.stamp_of(SimpleNamespace()), 0)  # one of vLLM's own, a warm-up
     fence.wait(3, timeout_s=0.0)
     with pytest.raises(LedgerError, match="step 4 was not launched"):
         fence.wait(4, timeout_s=0.01)

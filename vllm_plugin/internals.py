@@ -1,0 +1,269 @@
+"""vLLM's block pool, scheduler and engine as the rest of the plugin uses them: version-free helpers over private names.
+
+Like :mod:`vllm_plugin.compat`, it is read by :mod:`vllm_plugin.selfcheck` before anything is touched; ``import vllm`` happens inside functions.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from vllm_plugin.selfcheck import GROUP_BYTES
+
+logger = logging.getLogger("vllm.rose")
+
+
+@contextlib.contextmanager
+def kv_allocation(size_bytes: int, make: Callable[[int], Any]) -> Iterator[list[int]]:
+    """While it is active, the first int8 ``torch.zeros`` of exactly ``size_bytes`` is ``make(size)``.
+
+    vLLM allocates the whole KV cache with one such call inside ``initialize_from_config``; zeroing it there
+    would touch every page.  Yields the sizes that were asked for: anything but one entry afterwards means that the
+    memory behind the cache is not, or not only, what ``make`` gave.
+    """
+    import torch
+
+    real = torch.zeros
+    seen: list[int] = []
+
+    def zeros(*args: Any, **kwargs: Any) -> Any:
+        if args and args[0] == size_bytes and kwargs.get("dtype") is torch.int8:
+            seen.append(size_bytes)
+            if len(seen) == 1:
+                return make(size_bytes)
+        return real(*args, **kwargs)
+
+    torch.zeros = zeros  # type: ignore[assignment]
+    try:
+        yield seen
+    finally:
+        torch.zeros = real  # type: ignore[assignment]
+
+
+def stamp(scheduler_output: Any, step: int) -> None:
+    """Number a step; the number travels with it to every worker."""
+    scheduler_output.rose_step = step
+
+
+def stamp_of(scheduler_output: Any) -> int:
+    """Its number; 0 for a step that nobody numbered."""
+    return getattr(scheduler_output, "rose_step", 0)
+
+
+def compute_stream() -> int:
+    """CUDA: the stream that the calling thread launches steps on, as the driver knows it.
+
+    torch's word, and not vLLM's ``current_stream``: that one makes a new stream current where none was set yet.
+    """
+    import torch
+
+    return torch.cuda.current_stream().cuda_stream
+
+
+# --------------------------------------------------------------------------- scheduler and engine
+
+
+def block_pool(scheduler: Any) -> Any:
+    return scheduler.kv_cache_manager.block_pool
+
+
+def take_block(pool: Any, block_id: int) -> bool:
+    """Remove a free block from the pool (drop its prefix first); False when it is in use."""
+    block = pool.blocks[block_id]
+    if block.ref_cnt != 0 or block.is_null:
+        return False
+    pool.free_block_queue.remove(block)
+    block.ref_cnt = 1
+    return True
+
+
+def drop_prefixes(pool: Any, block_ids: Iterable[int]) -> None:
+    # The last first, as vLLM itself evicts: what is left of a prefix is then its head, which can still be found.
+    for block_id in sorted(block_ids, reverse=True):
+        pool.evict_blocks({block_id})
+
+
+def watch_evictions(pool: Any, told: Callable[[bytes], None]) -> Callable[[], None]:
+    """Tell the hash of every block that ``pool`` drops from its prefix cache and has nowhere else; the answer ends it.
+
+    ``told`` must not raise: it runs inside vLLM's allocation.
+    """
+    original = pool._maybe_evict_cached_block
+
+    def evict(block: Any) -> Any:
+        key = block.block_hash
+        evicted = original(block)
+        if key is not None and pool.cached_block_hash_to_block.get_one_block(key) is None:
+            told(key[:-GROUP_BYTES])
+        return evicted
+
+    def unwatch() -> None:
+        if vars(pool).get("_maybe_evict_cached_block") is evict:
+            del pool._maybe_evict_cached_block
+
+    pool._maybe_evict_cached_block = evict
+    return unwatch
+
+
+_GROUP = (0).to_bytes(GROUP_BYTES, "big")
+"""Behind a block's hash in a key of the prefix cache: the number of its KV group, of which there is one."""
+
+
+def is_cached(pool: Any, block_hash: bytes) -> bool:
+    """Does the prefix cache hold this block?"""
+    return pool.cached_block_hash_to_block.get_one_block(block_hash + _GROUP) is not None
+
+
+def num_cached(pool: Any) -> int:
+    """Different blocks in the prefix cache."""
+    return len(pool.cached_block_hash_to_block)
+
+
+def looks_for_prefix(pool: Any, request: Any) -> bool:
+    """Will vLLM look for a cached prefix of this request?"""
+    return pool.enable_caching and not request.skip_reading_prefix_cache
+
+
+def next_to_go(pool: Any, limit: int) -> list[int]:
+    """Ids of at most ``limit`` free blocks, those that vLLM would use or evict next first.  Engine thread."""
+    queue = pool.free_block_queue
+    block, ids = queue.fake_free_list_head.next_free_block, []
+    while block is not queue.fake_free_list_tail and len(ids) < limit:
+        ids.append(block.block_id)
+        block = block.next_free_block
+    return ids
+
+
+def give_blocks(pool: Any, block_ids: Iterable[int]) -> None:
+    """Put blocks taken with :func:`take_block` back."""
+    pool.free_blocks([pool.blocks[i] for i in block_ids])
+
+
+def block_ids_of(scheduler: Any, request_id: str) -> Sequence[Sequence[int]]:
+    """Block ids a request holds, per KV group; empty when it holds none."""
+    try:
+        return scheduler.kv_cache_manager.get_block_ids(request_id)
+    except KeyError:
+        return ()
+
+
+def waiting_requests(scheduler: Any, limit: int) -> list[Any]:
+    """At most ``limit`` requests that wait for memory or a slot, oldest first.  Any thread."""
+    # In one go inside the interpreter: a loop here could be interrupted by the engine thread, and a queue that
+    # changed meanwhile raises.
+    both = itertools.chain(scheduler.kv_holding_waiting, scheduler.waiting)
+    return list(itertools.islice(both, limit))
+
+
+LOOKED_PAST = 1024
+"""Waiting requests that one look goes over, 0.1 us each."""
+
+
+def wait_for_blocks(scheduler: Any, limit: int) -> list[Any]:
+    """The first ``limit`` requests that blocks alone could set running: there is a seat for each, and none of them waits for a grammar, for
+    keys and values from elsewhere, or for its client.  vLLM puts those back in front of the queue, so they are looked past, not counted.
+    Engine thread, between two steps.
+    """
+    from vllm.v1.core.sched.interface import PauseState
+
+    # Sessions that wait for their client hold a seat, too.
+    taken = len(scheduler.running) + scheduler.num_waiting_for_streaming_input
+    seats = scheduler.max_num_active_reqs - taken
+    paused = scheduler.pause_state
+    if seats <= 0 or paused == PauseState.PAUSED_ALL:
+        return []
+    queues = itertools.chain(
+        scheduler.kv_holding_waiting, scheduler.waiting if paused == PauseState.UNPAUSED else ()
+    )
+    blocked = scheduler._is_blocked_waiting_status
+    looked_at = itertools.islice(queues, LOOKED_PAST)
+    ready = (request for request in looked_at if not blocked(request.status))
+    return list(itertools.islice(ready, min(limit, seats)))
+
+
+def let_past(scheduler: Any, fits: Callable[[Any], bool], limit: int) -> None:
+    """First come first served, but for those at the head of the queue that do not fit: the first ``limit`` that do go before them.
+
+    vLLM stops at the first request that it has no blocks for, whoever waits behind it.  Engine thread, between two steps.
+    """
+    waiting = scheduler.waiting
+    if not isinstance(waiting, collections.deque):  # by priority: the order is the operator's
+        return
+    blocked = list(itertools.takewhile(lambda request: not fits(request), itertools.islice(waiting, limit)))
+    if blocked and len(blocked) < len(waiting):
+        for _ in blocked:
+            waiting.popleft()
+        passing = [waiting.popleft() for _ in range(min(limit, len(waiting)))]
+        waiting.extendleft(
+            reversed([*filter(fits, passing), *blocked, *itertools.filterfalse(fits, passing)])
+        )
+
+
+def set_cache_salt(request: Any, salt: str) -> None:
+    """Key the prefixes of a request that has computed nothing; its block hashes are made anew."""
+    request.cache_salt = salt
+    request.block_hashes.clear()
+    request.update_block_hashes()
+
+
+def num_waiting(scheduler: Any) -> int:
+    return len(scheduler.waiting) + len(scheduler.kv_holding_waiting)
+
+
+def is_paused(scheduler: Any) -> bool:
+    """vLLM's own pause is in force (weight commit, an operator)."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    return scheduler.pause_state != PauseState.UNPAUSED
+
+
+def wake(engine: Any) -> None:
+    """Make a blocked engine loop look again.  Any thread."""
+    from vllm.v1.engine import EngineCoreRequestType
+
+    engine.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
+
+def call_when_idle(engine: Any, callback: Callable[[], None]) -> None:
+    """Run ``callback`` on the engine thread while the engine has nothing to step.  Any thread."""
+    engine._idle_state_callbacks.append(lambda _engine: callback())
+    wake(engine)
+
+
+def engine_is_stopping(engine: Any) -> bool:
+    return not engine.is_running()
+
+
+def finish_with_partial_output(scheduler: Any, engine: Any, request_ids: Iterable[str], reason: str) -> int:
+    """End requests now, their tokens so far delivered; returns how many.  Engine thread only.
+
+    The client sees HTTP 200, ``finish_reason "abort"`` and ``stop_reason`` = ``reason``.  An error status would
+    lose the tokens.
+    """
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+    from vllm.v1.request import RequestStatus
+
+    by_client: dict[int, list[Any]] = {}
+    for request in scheduler.finish_requests(list(request_ids), RequestStatus.FINISHED_ABORTED):
+        by_client.setdefault(request.client_index, []).append(
+            EngineCoreOutput(
+                request_id=request.request_id,
+                new_token_ids=[],
+                finish_reason=FinishReason.ABORT,
+                stop_reason=reason,
+                events=request.take_events(),
+                trace_headers=request.trace_headers,
+            )
+        )
+    for client, outputs in by_client.items():
+        engine.output_queue.put_nowait(
+            (
+                client,
+                EngineCoreOutputs(outputs=outputs, finished_requests={o.request_id for o in outputs}),
+            )
+        )
+    return sum(len(outputs) for outputs in by_client.values())
