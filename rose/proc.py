@@ -41,7 +41,8 @@ Probe = str | Callable[[], bool]
 Progress = Callable[[float], None]
 """Called about once per look with the seconds waited so far."""
 
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # our own ports: never through a proxy
+# Ours alone, ten times a second beside an engine that starts: no client is loaded or kept for it.  Never through a proxy.
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _GUARD = Path(__file__).with_name("proc_guard.py")
 _LOG_TAIL_BYTES = 16384
 _LOOK_EVERY_S = 0.1

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import numpy as np
 
 from benchmarks.weight_transfer.rl_checkpoints import ANSWER_TOKENS, GROUP_SIZE, problem
@@ -37,6 +36,7 @@ from rose.weights.http_store import HttpStore
 from rose.weights.manifest import Head
 from rose.weights.publisher import PublishReport
 from rose.weights.version import WeightVersion
+from rose.wire.http_client import open_client
 from tests.engine_launcher import EngineServer
 from tests.plugin.weights_server import dedicated
 from tests.weights.relay_process import RelayProcess
@@ -83,13 +83,13 @@ class RunningEngine(RolloutEngine):
         self.token, self._marks, self._before = token, marks, before
 
     async def attach(self) -> None:
-        self._session = aiohttp.ClientSession(headers=bearer(self.token))
+        self._client = open_client(bearer(self.token))
         await self.refresh_status()
         self.state = "ready"
 
     async def detach(self) -> None:
-        if self._session is not None:
-            await self._session.close()
+        if self._client is not None:
+            await self._client.aclose()
 
     async def call(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = 10.0

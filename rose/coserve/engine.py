@@ -22,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-import aiohttp
+import httpx
 import psutil
 
 from rose.auth import bearer
@@ -37,6 +37,7 @@ from rose.proc import Child, ProcSpec, open_log, require_free_port
 from rose.proc_tree import GUARD_S
 from rose.shared_memory import EngineSegments
 from rose.wire.errors import read_refusal
+from rose.wire.http_client import ask, open_client
 
 logger = logging.getLogger("rose.node")
 
@@ -80,7 +81,7 @@ class RolloutEngine:
         self._child: Child | None = None
         self._sentinel: subprocess.Popen[bytes] | None = None
         self._sentinel_at_s = 0.0
-        self._session: aiohttp.ClientSession | None = None
+        self._client: httpx.AsyncClient | None = None
         engine = config.engine
         self.restarts = Restarts(engine.max_restarts, engine.restart_window_s, engine.restart_pause_s)
         self._size: EngineSize | None = None
@@ -161,7 +162,7 @@ class RolloutEngine:
             if self.config.serving is not None:
                 self._sentinel = self._start_sentinel(child)
             took_s = await child.wait_ready_async(f"{self.url}/health", engine.start_timeout_s)
-            self._session = aiohttp.ClientSession(headers=bearer(self.token))
+            self._client = open_client(bearer(self.token))
             await self.refresh_status()
         except asyncio.CancelledError:
             raise
@@ -393,9 +394,9 @@ class RolloutEngine:
         Raises:
             EngineError: Something of it still lives.
         """
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        if self._client is not None:
+            await self._client.aclose()
+            self._client = None
         self.version = None
         if self._child is not None:
             if self.running:
@@ -450,41 +451,29 @@ class RolloutEngine:
             RequestError: It refuses, with its status, field and code.
             EngineError: It does not answer, or not with a JSON object.
         """
-        if self._session is None:
+        if self._client is None:
             raise EngineError("is not running", field="rollout engine")
+        found = await ask(
+            self._client,
+            method,
+            self.url + path,
+            None if body is None else json.dumps(body).encode(),
+            timeout_s=timeout_s,
+            max_bytes=MAX_ANSWER_BYTES,
+            field="rollout engine",
+            what=f"{path}: ",
+        )
         try:
-            async with self._session.request(
-                method, self.url + path, json=body, timeout=aiohttp.ClientTimeout(total=timeout_s)
-            ) as response:
-                raw = await read_bounded(response, MAX_ANSWER_BYTES, "rollout engine")
-                status = response.status
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EngineError(
-                f"{path}: no answer ({type(error).__name__})", field="rollout engine"
-            ) from error
-        try:
-            answer = json.loads(raw)
+            answer = json.loads(found.body)
         except ValueError:
             answer = None
-        if status >= 400:
-            raise _refusal(path, status, answer)
+        if found.status >= 400:
+            raise _refusal(path, found.status, answer)
         if not isinstance(answer, dict):
-            raise EngineError(f"{path}: answered {status} without a JSON object", field="rollout engine")
+            raise EngineError(
+                f"{path}: answered {found.status} without a JSON object", field="rollout engine"
+            )
         return answer
-
-
-async def read_bounded(response: aiohttp.ClientResponse, most_bytes: int, field: str) -> bytes:
-    """The whole body.
-
-    Raises:
-        EngineError: It is longer than ``most_bytes``; ``field`` names who sent it.
-    """
-    data = bytearray()
-    async for chunk in response.content.iter_chunked(65536):
-        data += chunk
-        if len(data) > most_bytes:
-            raise EngineError(f"answer is longer than {most_bytes} bytes", field=field)
-    return bytes(data)
 
 
 def _refusal(path: str, status: int, answer: Any) -> RoseError:

@@ -17,11 +17,11 @@ import time
 from collections import deque
 from collections.abc import Mapping
 
-import aiohttp
+import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from rose.coserve.engine import read_bounded
 from rose.errors import EngineError
+from rose.wire.http_client import ask, open_client
 
 logger = logging.getLogger("rose.node")
 
@@ -86,22 +86,27 @@ class ServingLatency:
 
     async def run(self) -> None:
         """Until cancelled."""
-        timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
+        async with open_client() as client:
             while True:
-                await self.look(session)
+                await self.look(client)
                 await asyncio.sleep(PERIOD_S)
 
-    async def look(self, session: aiohttp.ClientSession) -> None:
+    async def look(self, client: httpx.AsyncClient) -> None:
         """Read the page once."""
         try:
-            async with session.get(self._url) as response:
-                text = (await read_bounded(response, _MAX_PAGE_BYTES, "serving.metrics_url")).decode()
-                if response.status != 200:
-                    raise EngineError(f"answered {response.status}", field="serving.metrics_url")
-            self.took(time.monotonic(), read_page(text))
+            page = await ask(
+                client,
+                "GET",
+                self._url,
+                timeout_s=_TIMEOUT_S,
+                max_bytes=_MAX_PAGE_BYTES,
+                field="serving.metrics_url",
+            )
+            if page.status != 200:
+                raise EngineError(f"answered {page.status}", field="serving.metrics_url")
+            self.took(time.monotonic(), read_page(page.body.decode()))
             error = ""
-        except (aiohttp.ClientError, TimeoutError, OSError, EngineError, ValueError, KeyError) as failure:
+        except (EngineError, ValueError, KeyError) as failure:
             self._pages.clear()
             self._p99_s = {}
             error = f"{type(failure).__name__}: {failure}"

@@ -15,11 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import aiohttp
+import httpx
 import msgspec
 
 from rose.auth import Tokens, bearer
-from rose.coserve.engine import RolloutEngine, check_update_path, read_bounded
+from rose.coserve.engine import RolloutEngine, check_update_path
 from rose.coserve.node_config import NodeConfig, SchedulerLink, WeightsLink
 from rose.errors import (
     ConfigError,
@@ -33,6 +33,7 @@ from rose.errors import (
 from rose.private_dir import private_dir
 from rose.weights.version import WeightVersion
 from rose.wire.errors import read_refusal
+from rose.wire.http_client import Answer, ask, open_client
 from rose.wire.reading import read
 from rose.wire.workers import Heartbeat, HeartbeatAnswer, Registered, Registration
 
@@ -69,20 +70,19 @@ class SchedulerUplink:
 
     async def run(self) -> None:
         """Until cancelled; takes the worker off the registry on the way out."""
-        timeout = aiohttp.ClientTimeout(total=self._link.timeout_s)
-        async with aiohttp.ClientSession(headers=bearer(self._tokens.node), timeout=timeout) as session:
+        async with open_client(bearer(self._tokens.node)) as client:
             try:
                 while True:
-                    await self._beat(session)
+                    await self._beat(client)
                     await asyncio.sleep(self._link.heartbeat_s)
             finally:
-                await self._leave(session)
+                await self._leave(client)
 
-    async def _beat(self, session: aiohttp.ClientSession) -> None:
+    async def _beat(self, client: httpx.AsyncClient) -> None:
         engine = self._engine
         try:
             if engine.state == "ready" and self._registered != engine.incarnation:
-                await self._post(session, "/workers", self._registration(), Registered)
+                await self._post(client, "/workers", self._registration(), Registered)
                 self._registered = engine.incarnation
                 logger.info("registered at the scheduler as %s", self._config.node_id)
             if self._registered is None:
@@ -90,7 +90,7 @@ class SchedulerUplink:
             self._seq += 1
             path = f"/workers/{self._config.node_id}/heartbeat"
             body = self._heartbeat(self._registered, self._seq)
-            answer = await self._post(session, path, body, HeartbeatAnswer)
+            answer = await self._post(client, path, body, HeartbeatAnswer)
             if not answer.known:
                 self._registered = None
             required = answer.required_version
@@ -118,34 +118,39 @@ class SchedulerUplink:
             max_num_seqs=self._engine.max_num_seqs,
         )
 
-    async def _leave(self, session: aiohttp.ClientSession) -> None:
+    async def _leave(self, client: httpx.AsyncClient) -> None:
         if self._registered is None:
             return
         try:
-            url = f"{self._link.url.rstrip('/')}/workers/{self._config.node_id}"
-            async with session.delete(url, timeout=aiohttp.ClientTimeout(total=1.0)):
-                pass
-        except (aiohttp.ClientError, TimeoutError, OSError):
+            await self._ask(client, "DELETE", f"/workers/{self._config.node_id}", timeout_s=1.0)
+        except EngineError:
             pass  # it will notice the silence
 
-    async def _post(
-        self, session: aiohttp.ClientSession, path: str, body: msgspec.Struct, answer: type[A]
-    ) -> A:
-        try:
-            data, headers = msgspec.json.encode(body), {"Content-Type": "application/json"}
-            async with session.post(
-                self._link.url.rstrip("/") + path, data=data, headers=headers
-            ) as response:
-                raw = await read_bounded(response, _MAX_ANSWER_BYTES, "scheduler")
-                status = response.status
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EngineError(f"no answer ({type(error).__name__})", field="scheduler") from error
-        if status >= 400:
-            said = read_refusal(raw)
+    async def _ask(
+        self,
+        client: httpx.AsyncClient,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        *,
+        timeout_s: float,
+    ) -> Answer:
+        url = self._link.url.rstrip("/") + path
+        return await ask(
+            client, method, url, body, timeout_s=timeout_s, max_bytes=_MAX_ANSWER_BYTES, field="scheduler"
+        )
+
+    async def _post(self, client: httpx.AsyncClient, path: str, body: msgspec.Struct, answer: type[A]) -> A:
+        data = msgspec.json.encode(body)
+        found = await self._ask(client, "POST", path, data, timeout_s=self._link.timeout_s)
+        if found.status >= 400:
+            said = read_refusal(found.body)
             because = f": {said.field or ''} {said.message}".rstrip() if said.message else ""
-            raise RequestError(f"{path} answered {status}{because}", field="scheduler", status=status)
+            raise RequestError(
+                f"{path} answered {found.status}{because}", field="scheduler", status=found.status
+            )
         try:
-            return read(answer, raw)
+            return read(answer, found.body)
         except RequestError as error:
             raise EngineError(f"{path} answered nonsense: {error}", field="scheduler") from None
 

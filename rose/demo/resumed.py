@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from itertools import groupby
 from typing import Any
 from urllib.parse import quote
 
-import aiohttp
+import httpx
 
 from rose.auth import bearer
 from rose.demo.result import ResumedTurn, Token, shorter_side
+from rose.errors import EngineError
+from rose.wire.http_client import BROKEN, ask, open_client
 
 MAX_SEEN = 2000
 MAX_AT_ONCE = 16
@@ -26,6 +28,8 @@ MAX_AT_ONCE = 16
 AGAIN_S = 1.0
 FIRST_ATTEMPT = 1
 MAX_LINE_BYTES = 8 * 2**20
+MAX_ANSWER_BYTES = 64 * 2**20
+ANSWER_S = 30.0
 
 
 class ResumedTurns:
@@ -38,28 +42,33 @@ class ResumedTurns:
 
     async def watch(self, url: str, token: str) -> None:
         """Follow the scheduler at ``url`` until cancelled."""
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=2.0, sock_read=30.0)
-        async with aiohttp.ClientSession(
-            timeout=timeout, headers=bearer(token), read_bufsize=MAX_LINE_BYTES
-        ) as http:
+        timeout = httpx.Timeout(None, connect=2.0, read=30.0)
+        async with open_client(bearer(token)) as client:
             while True:
                 # Absent while it starts or restarts.
-                with suppress(aiohttp.ClientError, TimeoutError, OSError, ValueError):
-                    async with http.get(f"{url}/events") as stream:
-                        if stream.status == 200:
-                            async for line in stream.content:
+                with suppress(*BROKEN, EngineError, ValueError):
+                    async with client.stream("GET", f"{url}/events", timeout=timeout) as stream:
+                        if stream.status_code == 200:
+                            async for line in lines_of(stream.aiter_raw()):
                                 if line.startswith(b"data:"):
-                                    await self._take(http, url, json.loads(line[5:]))
+                                    await self._take(client, url, json.loads(line[5:]))
                 await asyncio.sleep(AGAIN_S)
 
-    async def _take(self, http: aiohttp.ClientSession, url: str, event: Mapping[str, Any]) -> None:
+    async def _take(self, client: httpx.AsyncClient, url: str, event: Mapping[str, Any]) -> None:
         for trajectory in moved(event)[:MAX_AT_ONCE]:
             if trajectory in self._asked or len(self.found) >= MAX_SEEN:
                 continue
             self._asked.add(trajectory)
-            async with http.get(f"{url}/rose/v1/trajectories/{quote(trajectory, safe='')}/tokens") as answer:
-                if answer.status == 200:
-                    self.see(await answer.json())
+            answer = await ask(
+                client,
+                "GET",
+                f"{url}/rose/v1/trajectories/{quote(trajectory, safe='')}/tokens",
+                timeout_s=ANSWER_S,
+                max_bytes=MAX_ANSWER_BYTES,
+                field="scheduler",
+            )
+            if answer.status == 200:
+                self.see(json.loads(answer.body))
 
     def see(self, answer: Mapping[str, Any]) -> None:
         """Take one answer of ``/rose/v1/trajectories/{id}/tokens``."""
@@ -69,6 +78,21 @@ class ResumedTurns:
         self.found.append(turn.parts)
         if self.best is None or shorter_side(turn.parts) > shorter_side(self.best.parts):
             self.best = turn
+
+
+async def lines_of(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Lines of a stream without their ends.
+
+    Raises:
+        ValueError: One is longer than :data:`MAX_LINE_BYTES`.
+    """
+    rest = b""
+    async for piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            yield line
+        if len(rest) > MAX_LINE_BYTES:
+            raise ValueError(f"a line is longer than {MAX_LINE_BYTES} bytes")
 
 
 def moved(event: Mapping[str, Any]) -> list[str]:

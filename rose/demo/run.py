@@ -15,6 +15,7 @@ Exit codes: 0 complete; 1 a part failed; 2 cannot run here (raised as ConfigErro
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import platform
 import signal
@@ -26,7 +27,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import psutil
 from rich.console import Console
 from rich.markup import escape
@@ -55,9 +55,11 @@ from rose.evaluation.arrivals import (
 )
 from rose.shared_memory import SharedMemorySweep
 from rose.units import format_bytes
+from rose.wire.http_client import ask, open_client
 
 EXIT_COMPLETE, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 SAMPLE_EVERY_S = 0.5
+MAX_STATUS_BYTES = 16 * 2**20
 NODE_EVERY_S = 2.0
 STARTUP, END = "startup", "end"
 MAX_ERROR_EXAMPLES = 5
@@ -183,16 +185,18 @@ async def _observed(run: Run, work: Awaitable[None]) -> None:
     tokens = Tokens.load(run.plan.root / parts.TOKEN_FILE)
 
     async def sample() -> None:
-        timeout = aiohttp.ClientTimeout(total=2.0)
-        async with aiohttp.ClientSession(timeout=timeout, headers=bearer(tokens.environment)) as http:
+        url = f"{run.config.url('scheduler')}/status"
+        async with open_client(bearer(tokens.environment)) as client:
             while True:
                 run.observer.sample(time.monotonic())
                 # Absent while it starts or restarts: the next sample has it.
-                with suppress(aiohttp.ClientError, TimeoutError, OSError, ValueError):
-                    async with http.get(f"{run.config.url('scheduler')}/status") as answer:
-                        status = await answer.json()
-                        if answer.status == 200 and isinstance(status, dict):
-                            run.observer.see_status(time.monotonic(), status)
+                with suppress(EngineError, ValueError):
+                    answer = await ask(
+                        client, "GET", url, timeout_s=2.0, max_bytes=MAX_STATUS_BYTES, field="scheduler"
+                    )
+                    status = json.loads(answer.body)
+                    if answer.status == 200 and isinstance(status, dict):
+                        run.observer.see_status(time.monotonic(), status)
                 await asyncio.sleep(SAMPLE_EVERY_S)
 
     async def ask_node() -> None:

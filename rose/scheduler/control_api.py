@@ -21,10 +21,10 @@ from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.engine import Endpoint
 from rose.scheduler.http import bounded_json, encode, json_response, read_wire
 from rose.scheduler.journal import FinishRecord, packed
-from rose.scheduler.pool import Target
 from rose.scheduler.scheduler_config import SchedulerConfig
 from rose.scheduler.store import Store
 from rose.scheduler.timeline import Promise, Timeline
+from rose.wire.pool import Target
 from rose.wire.samples import Ack, Finish, Lease, NewTrajectory, NewVersion, Resume
 from rose.wire.workers import Heartbeat, HeartbeatAnswer, Registered, Registration
 

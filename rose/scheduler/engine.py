@@ -20,7 +20,7 @@ from rose.errors import EngineError, RequestError
 from rose.policy.staleness import parse_version
 from rose.policy.turn_events import Span
 from rose.scheduler.ids import MAX_TOKEN_ID
-from rose.scheduler.pool import AnswerTooLarge, Exchange, PeerLost, Pool, Target, encode_headers
+from rose.wire.pool import AnswerTooLarge, Exchange, PeerLost, Pool, Target, encode_headers
 
 NO_HEADERS: Mapping[str, str] = {}
 PROBE_S = 1.0

@@ -23,9 +23,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
-import aiohttp
 import msgspec
 
 from rose.auth import bearer
@@ -33,8 +32,10 @@ from rose.errors import CapacityError, Conflict, EngineError, Gone, NotFound, Ro
 from rose.policy.staleness import parse_version
 from rose.train.envs.base import Message, Task
 from rose.wire.errors import error_of, read_refusal
+from rose.wire.pool import AnswerTooLarge, PeerLost, Pool, Target, encode_headers
 from rose.wire.samples import Ack, Finish, Lease, NewTrajectory, NewVersion, Resume, StaleRule
 
+CONNECT_S = 10.0
 MAX_ANSWER_BYTES = 2**28
 MAX_BATCH_BYTES = 2**30
 """Of a leased batch: two thousand trajectories of 16,000 sampled tokens, of which each takes 27 bytes; anything larger is a mistake."""
@@ -74,7 +75,7 @@ class SchedulerClient:
         self._tokens = {"environment": environment_token, "trainer": trainer_token}
         self._turn_timeout_s = turn_timeout_s
         self._retry_s = retry_s
-        self._session: aiohttp.ClientSession | None = None
+        self._pool: Pool | None = None
         self._is_closed = False
 
     async def __aenter__(self) -> Self:
@@ -89,9 +90,9 @@ class SchedulerClient:
     async def close(self) -> None:
         """For good: a call that comes later would open connections that nobody closes, and is refused."""
         self._is_closed = True
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
 
     # --- episodes (role environment; their turns with their own keys) -----------------------------------
 
@@ -308,13 +309,12 @@ class SchedulerClient:
 
     # --- transport -------------------------------------------------------------------------------------
 
-    def _open(self) -> aiohttp.ClientSession:
+    def _open(self) -> Pool:
         if self._is_closed:
             raise TrainError("this client is closed", field="scheduler.url")
-        if self._session is None:
-            # Every episode holds one connection while it waits; the pool must not be the queue.
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-        return self._session
+        if self._pool is None:
+            self._pool = Pool(connect_s=CONNECT_S)  # every episode holds one connection while it waits
+        return self._pool
 
     async def _call(
         self,
@@ -333,39 +333,46 @@ class SchedulerClient:
 
         ``has_deadline``: ``timeout_s`` is all the time that the answer is good for, and its end no sign that the scheduler is away.
         """
-        session = self._open()
+        pool = self._open()
         # By the standard encoder: what a tool answered may be no Unicode (the scheduler refuses it by name), a reward numpy's.
         data = None if body is None else json.dumps(body, default=_table).encode()
         kind = {} if data is None else {"Content-Type": "application/json"}
+        if params:
+            path = f"{path}?{urlencode(params)}"
         started_s = time.monotonic()
         unreachable_since_s: float | None = None
         delay_s, num_retries = FIRST_DELAY_S, 0
         while True:
             sent = {**token, **kind, **(headers or {}), "x-stainless-retry-count": str(num_retries)}
             try:
-                async with session.request(
+                exchange = pool.request(
+                    Target.of(self._url, {}),
                     method,
-                    self._url + path,
-                    data=data,
-                    headers=sent,
-                    params=params,
-                    timeout=aiohttp.ClientTimeout(total=timeout_s),
-                    allow_redirects=False,  # the token is for this host alone
-                ) as response:
-                    if response.status == 204:
-                        return None
-                    raw = bytearray()
-                    async for piece in response.content.iter_any():
-                        raw += piece
-                        if len(raw) > max_bytes:
-                            raise EngineError(f"the answer exceeds {max_bytes} bytes", field=path)
-                    if response.status in _PROXY_STATUSES and read_refusal(raw).code is None:
-                        # Something between us and the scheduler, which may be restarting behind it.
-                        raise aiohttp.ClientConnectionError(f"HTTP {response.status}")
-                    unreachable_since_s = None  # a whole answer: headers alone arrive from a broken path too
-                    if response.status < 300:
-                        return _parse(raw, path)
-                    raise error_of(response.status, raw, response.headers.get("Retry-After"))
+                    path,
+                    data or b"",
+                    timeout_s=timeout_s,
+                    max_bytes=max_bytes,
+                    headers=encode_headers(sent),
+                )
+            except ValueError as error:
+                raise TrainError(str(error), field="scheduler.url") from error
+            is_reached = False
+            try:
+                async with exchange as connection:
+                    is_reached = True
+                    status, raw = await connection.begun(), await connection.whole()
+                    retry_after = connection.retry_after
+                if status in _PROXY_STATUSES and read_refusal(raw).code is None:
+                    # Something between us and the scheduler, which may be restarting behind it.
+                    raise PeerLost(f"HTTP {status}")
+                unreachable_since_s = None  # a whole answer: headers alone arrive from a broken path too
+                if status == 204:
+                    return None
+                if status < 300:
+                    return _parse(raw, path)
+                raise error_of(status, raw, retry_after)
+            except AnswerTooLarge as error:
+                raise EngineError(f"the answer exceeds {max_bytes} bytes", field=path) from error
             except CapacityError as error:
                 # The call's own time counts here: a turn that waits for a worker may wait as long as any turn.
                 waited_s = time.monotonic() - started_s
@@ -376,10 +383,8 @@ class SchedulerClient:
                         raise _late(timeout_s) from error
                     raise
                 delay_s = max(delay_s, min(error.retry_after_s, MAX_DELAY_S))
-            except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                # aiohttp has names of its own for what takes too long in connecting.
-                ran_out = type(error) is TimeoutError
-                if has_deadline and ran_out:
+            except (PeerLost, TimeoutError, OSError) as error:
+                if has_deadline and is_reached and isinstance(error, TimeoutError):
                     raise _late(timeout_s) from error
                 now_s = time.monotonic()
                 # Counted from the first failure: a connection may break after minutes of waiting.

@@ -25,8 +25,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rose.auth import bearer
 from rose.errors import ConfigError, TrainError
 from rose.train.envs.base import Message, Observation, Task
+from rose.wire.http_client import ask, open_client
 
 RewardFunction = Callable[[Task, Sequence[Message], Mapping[str, Any]], Awaitable[float]]
 
@@ -197,22 +199,21 @@ def endpoint(*, url: str, token: str | None = None, timeout_s: float = 30.0) -> 
         raise ConfigError("must be http:// or https://", field="reward.settings.url")
 
     async def reward(task: Task, messages: Sequence[Message], info: Mapping[str, Any]) -> float:
-        import aiohttp
-
-        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         body = {"task": dict(task), "messages": list(messages), "info": dict(info)}
-        async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s), headers=headers) as session,
-            session.post(url, json=body, allow_redirects=False) as response,
-        ):
-            if response.status != 200:
-                raise TrainError(f"the reward endpoint answered HTTP {response.status}", field="reward")
-            raw = bytearray()
-            async for piece in response.content.iter_any():  # one read gives what has arrived, not all of it
-                raw += piece
-                if len(raw) > MAX_ANSWER_BYTES:
-                    raise TrainError(f"the answer exceeds {MAX_ANSWER_BYTES} bytes", field="reward")
-            answer = json.loads(raw)
+        async with open_client({} if token is None else bearer(token)) as client:
+            found = await ask(
+                client,
+                "POST",
+                url,
+                json.dumps(body).encode(),
+                timeout_s=timeout_s,
+                max_bytes=MAX_ANSWER_BYTES,
+                field="reward",
+                what="the reward endpoint: ",
+            )
+        if found.status != 200:
+            raise TrainError(f"the reward endpoint answered HTTP {found.status}", field="reward")
+        answer = json.loads(found.body)
         if not isinstance(answer, dict) or "reward" not in answer:
             raise TrainError("the reward endpoint's answer has no 'reward'", field="reward")
         return answer["reward"]

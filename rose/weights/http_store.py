@@ -5,7 +5,8 @@ A write is repeated whole; when the answer to an earlier try was lost, a Conflic
 are there before it is reported.  Only transport faults and 5xx are retried, with growing pauses, until
 ``patience_s`` has passed without progress; then CapacityError says that the relay cannot be reached.
 
-Blocking; one kept-alive connection per thread.  The token travels in a header and is in no message.
+Blocking; one kept-alive connection per thread.  The standard library's client: gigabytes go from and into buffers that are given,
+without a copy, which a general client would make.  The token travels in a header and is in no message.
 """
 
 from __future__ import annotations

@@ -17,10 +17,10 @@ from __future__ import annotations
 import importlib
 import secrets
 import socket
-import urllib.error
-import urllib.request
 from typing import Any
 from urllib.parse import parse_qs
+
+import httpx
 
 from rose.errors import CapacityError, ConfigError
 from rose.weights.flat_store import FlatStore
@@ -129,9 +129,16 @@ class MooncakeStore(FlatStore):
 
     def _find(self, prefix: str) -> list[str]:
         try:
-            with urllib.request.urlopen(self._list_url, timeout=10) as answer:
-                text = answer.read(_MAX_LIST_BYTES + 1)
-        except (urllib.error.URLError, OSError) as error:
+            with httpx.stream(
+                "GET", self._list_url, headers={"Accept-Encoding": "identity"}, timeout=10, trust_env=False
+            ) as answer:
+                answer.raise_for_status()
+                text = bytearray()
+                for piece in answer.iter_raw():
+                    text += piece
+                    if len(text) > _MAX_LIST_BYTES:
+                        break
+        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
             raise CapacityError(f"{self.url}: keys cannot be listed: {error}", field=prefix) from error
         if len(text) > _MAX_LIST_BYTES:
             raise CapacityError(f"{self.url}: more than {_MAX_LIST_BYTES} bytes of keys", field=prefix)

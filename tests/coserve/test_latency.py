@@ -6,12 +6,12 @@ import math
 from collections.abc import AsyncIterator
 from typing import Any
 
-import aiohttp
 import pytest
 from aiohttp import web
 
 from rose.coserve import latency
 from rose.coserve.latency import ServingLatency, p99_between, read_page
+from rose.wire.http_client import open_client
 
 INF = math.inf
 
@@ -98,14 +98,14 @@ async def test_a_page_that_cannot_be_read_leaves_no_p99(
         web.Response(body=b"\xff\xfe"),
     ]
     watch = ServingLatency(url)
-    async with aiohttp.ClientSession() as session:
+    async with open_client() as client:
         for failure in bad:
             for text in good[:2]:
                 answers.append(web.Response(text=text))
-                await watch.look(session)
+                await watch.look(client)
             assert watch.p99_s["ttft"] <= 0.1
             assert watch.error == ""
             answers.append(failure)
-            await watch.look(session)
+            await watch.look(client)
             assert watch.p99_s == {}
             assert watch.error

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import uvloop
 
-from rose.scheduler import pool as pools
 from rose.scheduler.engine import Endpoint, EngineClient, EngineFailure
-from rose.scheduler.pool import AnswerTooLarge, PeerLost, Pool, Target, encode_headers
+from rose.wire import pool as pools
+from rose.wire.pool import AnswerTooLarge, PeerLost, Pool, Target, encode_headers
 
 
 @pytest.fixture(

@@ -1,6 +1,6 @@
-"""HTTP/1.1 to the engines: kept connections, one request at a time on each, no more than the scheduler needs.
+"""HTTP/1.1 for turns: kept connections, one request at a time on each, no more than scheduler and trainer need.
 
-A turn is two small HTTP exchanges, ours with the agent and this one with the engine, and a general client costs more
+A turn is two small HTTP exchanges, the agent's with the scheduler and the scheduler's with the engine, and a general client costs more
 CPU for one than all of the scheduler's own work on the turn.  The parser is llhttp (``httptools``); here are only the
 connections: who may use which, for how long, and what it means when one breaks.
 
@@ -95,6 +95,7 @@ class Connection(asyncio.Protocol):
         "idle_since_s",
         "key",
         "left",
+        "retry_after",
         "reusable",
         "status",
         "transport",
@@ -118,6 +119,7 @@ class Connection(asyncio.Protocol):
     def ask(self, head: bytes, body: bytes, max_bytes: int) -> None:
         """Send one request; ``status`` and the body are then waited for."""
         self.status = 0
+        self.retry_after: str | None = None
         self.complete = self.given_back = False
         self._parts: deque[bytes] = deque()
         self._framed = self._paused = self._streamed = self.left = False
@@ -260,6 +262,8 @@ class Connection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         if len(name) in (14, 17) and name.lower() in (b"content-length", b"transfer-encoding"):
             self._framed = True
+        elif len(name) == 11 and name.lower() == b"retry-after":
+            self.retry_after = value[:64].decode("latin-1")
 
     def on_headers_complete(self) -> None:
         if not self.complete:
