@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,9 @@ import pytest
 from aiohttp import web
 
 from rose.auth import Tokens, bearer
-from rose.policy.turns import TurnBook
-from rose.policy.worker import Tier
 from rose.scheduler.app import Scheduler
 from rose.scheduler.scheduler_config import SchedulerConfig
 from rose.testing.fake_engine import FakeEngine, FakeNode, serve_engine
-from tests.policy.turn_kit import book_of, join
 
 FAST = {"timeouts": {"tick_s": 0.02, "drain_s": 2.0, "max_queue_s": 5.0, "backoff_s": 0.05}}
 
@@ -157,13 +154,3 @@ async def generate(world: World, session: str | None = None, **params: Any) -> A
     headers = {"X-Session-ID": session} if session else {}
     body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 40, **params}}
     return await world.ok("POST", "/rose/v1/generate", body, headers=headers)
-
-
-@pytest.fixture
-def book() -> Iterator[TurnBook]:
-    """Workers ``d`` (dedicated) and ``h`` (harvested), both ready at version 1.0; books checked at the end."""
-    book = book_of()
-    join(book, "d", Tier.DEDICATED)
-    join(book, "h", Tier.HARVESTED)
-    yield book
-    book.check()

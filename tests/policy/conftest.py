@@ -1,0 +1,21 @@
+"""A turn book with two workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from rose.policy.turns import TurnBook
+from rose.policy.worker import Tier
+from tests.policy.turn_kit import book_of, join
+
+
+@pytest.fixture
+def book() -> Iterator[TurnBook]:
+    """Workers ``d`` (dedicated) and ``h`` (harvested), both ready at version 1.0; books checked at the end."""
+    book = book_of()
+    join(book, "d", Tier.DEDICATED)
+    join(book, "h", Tier.HARVESTED)
+    yield book
+    book.check()
