@@ -37,8 +37,8 @@ sys.path.insert(0, str(ROOT))
 
 import httpx  # noqa: E402
 
-from benchmarks.report import Report, machine, write  # noqa: E402
-from rose.coserve.ledger import Phase  # noqa: E402
+from benchmarks.lib.report import Report, machine, write  # noqa: E402
+from rose.coserve.records import Phase  # noqa: E402
 from rose.policy.compat import Row, Support, row, row_of_number  # noqa: E402
 from rose.shared_memory import SharedMemorySweep  # noqa: E402
 from tests.engine_launcher import EngineServer, EngineStartError  # noqa: E402

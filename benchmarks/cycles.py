@@ -36,7 +36,7 @@ sys.path.insert(0, str(ROOT))
 import aiohttp  # noqa: E402
 import httpx  # noqa: E402
 
-from benchmarks.report import Report  # noqa: E402
+from benchmarks.lib.report import Report  # noqa: E402
 from rose.shared_memory import SharedMemorySweep  # noqa: E402
 from tests.engine_launcher import EngineServer  # noqa: E402
 from tests.pair.memory import KV_BYTES, TOTAL_PAGES, present_bytes  # noqa: E402

@@ -49,8 +49,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.report import Report, machine, percentile, write  # noqa: E402
-from rose.coserve.ledger import Phase  # noqa: E402
+from benchmarks.lib.report import Report, machine, write  # noqa: E402
+from rose.coserve.records import Phase  # noqa: E402
+from rose.evaluation.statistics import percentile  # noqa: E402
 from rose.policy import deadlines  # noqa: E402
 from rose.proc_tree import ProcessHandle  # noqa: E402
 from rose.shared_memory import SharedMemorySweep  # noqa: E402

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import conformance, faults
 from benchmarks.faults import FILES, PROCESSES, Case, Found, plan, summarise
-from rose.coserve.ledger import NodeDir
+from rose.coserve.node_dir import NodeDir
 from rose.policy.compat import UNLISTED, row
 from tests.pair.memory import TOTAL_PAGES
 from tests.tiny_shapes import SHAPES

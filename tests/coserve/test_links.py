@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from rose.coserve.agent import NodeAgent
 from rose.coserve.cli import app as cli
 from rose.coserve.control import ControlClient
-from rose.coserve.ledger import Mode
+from rose.coserve.records import Mode
 from rose.errors import EngineError, RequestError, SectionCorrupt
 from rose.weights.version import WeightVersion
 from rose.wire.reading import read

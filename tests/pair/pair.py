@@ -31,7 +31,8 @@ import psutil
 from benchmarks.coserving.rollouts import Registry, Trajectories
 from rose.auth import ENV_TOKEN_FILE, Tokens
 from rose.coserve.control import ControlClient
-from rose.coserve.ledger import NodeDir, RolloutLease, ServingLease
+from rose.coserve.node_dir import NodeDir
+from rose.coserve.records import RolloutLease, ServingLease
 from rose.errors import LedgerError, RoseError
 from tests.engine_launcher import BASE_ENV, ROOT, SCRUBBED, SERVE_COMMAND, EngineServer, free_port
 from tests.freezer import Freezer, Version, found_freezer

@@ -6,7 +6,7 @@ both allocations are present), never at the books.
 
 By hand, ten thousand changes, the rollout engine killed twenty times and production five times on the way; a few minutes:
 
-    python -m tests.plugin.churn --json benchmarks/results/churn.json
+    python -m tests.plugin.churn --json benchmarks/results/coserving/churn/DATE.json
 
 Limits: never a page more than the device has, memory really moves, and production has all of it at the end.
 """

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from rose.coserve import ledger
-from rose.coserve.ledger import NodeDir, RankState, RolloutLease
+from rose.coserve import record_layout
+from rose.coserve.node_dir import NodeDir
+from rose.coserve.records import RankState, RolloutLease
 from rose.policy.lending_events import ALL_PAGES
 from vllm_plugin.peers import Peers, Trouble
 
@@ -47,7 +48,7 @@ def test_a_living_engine_of_another_version_holds_everything_until_it_ends(
     node: NodeDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ExitStack() as files:
-        monkeypatch.setattr(ledger, "VERSION", ledger.VERSION - 1)
+        monkeypatch.setattr(record_layout, "VERSION", record_layout.VERSION - 1)
         start_engine(node, files)
         monkeypatch.undo()
         peers = Peers(node, Trouble())
@@ -59,7 +60,7 @@ def test_a_living_engine_of_another_version_holds_everything_until_it_ends(
 def test_a_lease_of_another_version_whose_workers_nobody_can_find_holds_everything(
     node: NodeDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ledger, "VERSION", ledger.VERSION - 1)
+    monkeypatch.setattr(record_layout, "VERSION", record_layout.VERSION - 1)
     with node.rollout_lease_writer() as lease:
         lease.write(RolloutLease(reserved_pages=HELD))
         monkeypatch.undo()
