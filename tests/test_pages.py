@@ -1,0 +1,114 @@
+"""What the pages name is there: functions and files of this repository, pages, and headings of pages."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+MADE = {"docs/results.md"}
+"""Written on demand, and ignored by git."""
+KEPT = sorted({*DOCS.glob("*.md"), *DOCS.glob("quickstart/*.md")} - {ROOT / made for made in MADE})
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *KEPT]
+_FOLDERS = "rose|vllm_plugin|tests|benchmarks|examples|scripts|deploy|docs|requirements"
+PLACE = re.compile(rf"`((?:{_FOLDERS})/[\w./@-]*?)(?::([A-Za-z_][\w.]*))?`")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+GUIDES = ("lifecycles.md", "restarts.md", "extending.md", "README.md")
+
+
+@cache
+def names_in(path: Path) -> frozenset[str]:
+    """``function``, ``Class``, ``Class.method``, ``CONSTANT`` of a module."""
+    found: set[str] = set()
+
+    def walk(body: list[ast.stmt], prefix: str) -> None:
+        for node in body:
+            match node:
+                case ast.FunctionDef() | ast.AsyncFunctionDef():
+                    found.add(prefix + node.name)
+                case ast.ClassDef():
+                    found.add(prefix + node.name)
+                    walk(node.body, f"{prefix}{node.name}.")
+                case ast.Assign(targets=targets):
+                    found.update(prefix + each.id for each in targets if isinstance(each, ast.Name))
+                case ast.AnnAssign(target=ast.Name(id=name)):
+                    found.add(prefix + name)
+                case _:
+                    pass
+
+    walk(ast.parse(path.read_text()).body, "")
+    return frozenset(found)
+
+
+def what_is_wrong(place: str, name: str | None) -> str:
+    path = ROOT / place
+    if place in MADE or re.search(
+        r"(^|/)[A-Z_]{3,}$", place
+    ):  # capitals stand for a name that the reader chooses
+        return ""
+    if not path.exists():
+        return f"{place} is not there"
+    if name and name not in names_in(path):
+        return f"{place} has no {name}"
+    return ""
+
+
+def anchors_of(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ +(.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_place_that_a_page_names_exists(page: Path) -> None:
+    problems = [what_is_wrong(*found) for found in PLACE.findall(page.read_text())]
+    assert not [each for each in problems if each]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    dead = []
+    for link in LINK.findall(page.read_text()):
+        target, _, anchor = link.partition("#")
+        if "://" in target:
+            continue
+        path = (page.parent / target).resolve() if target else page
+        if not path.exists() or (anchor and anchor not in anchors_of(path)):
+            dead.append(link)
+    assert not dead
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_the_guides_say_where(name: str) -> None:
+    """A step of a lifecycle without its function would be a story that nobody can hold against the code."""
+    assert sum(bool(function) for _, function in PLACE.findall((DOCS / name).read_text())) >= 15
+
+
+def test_every_step_of_a_lifecycle_names_a_function() -> None:
+    steps = re.split(r"^\d+\. ", (DOCS / "lifecycles.md").read_text(), flags=re.M)[1:]
+    assert len(steps) > 30
+    assert not [each[:60] for each in steps if not PLACE.search(each)]
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (DOCS / "README.md").read_text()
+    pages = {str(page.relative_to(DOCS)) for page in KEPT} - {"README.md"}
+    assert not [page for page in pages if f"({page})" not in index]
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "says"),
+    [
+        ("rose/policy/turns.py", "TurnBook.handle", ""),
+        ("rose/policy/turns.py", "TurnBook.handled", "rose/policy/turns.py has no TurnBook.handled"),
+        ("rose/policy/gone.py", None, "rose/policy/gone.py is not there"),
+        ("rose/weights/manifest.py", "SCHEMA", ""),
+    ],
+)
+def test_what_is_not_there_is_named(place: str, name: str | None, says: str) -> None:
+    assert what_is_wrong(place, name) == says
