@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test conformance lint bench bench-quick bench-full gpu-rehearse clean
+.PHONY: help setup demo test conformance lint reference bench bench-quick bench-full gpu-rehearse clean
 
 help:            ## show this help
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -41,6 +41,9 @@ lint: setup      ## ruff, pyright, import-linter
 	@$(BIN)/ruff format --check .
 	@$(BIN)/pyright
 	@$(BIN)/lint-imports
+
+reference: setup ## write the API reference, out/reference/index.html, from docstrings and routes
+	@$(BIN)/python scripts/reference.py
 
 clean:           ## remove .venv, caches and out/
 	rm -rf .venv out build *.egg-info

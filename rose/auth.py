@@ -56,6 +56,7 @@ class Tokens:
 
     @classmethod
     def generate(cls) -> Tokens:
+        """New tokens for all roles, from the system's random source."""
         return cls(**{name: secrets.token_urlsafe(24) for name in (*ROLES, "secret")})
 
     @classmethod

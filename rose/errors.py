@@ -83,21 +83,29 @@ class RequestError(RoseError):
 
 
 class Unauthorized(RequestError):
+    """No token, or one whose role may not do this."""
+
     status = 401
     code = "unauthorized"
 
 
 class NotFound(RequestError):
+    """No trajectory, worker, batch or object has this name."""
+
     status = 404
     code = "not_found"
 
 
 class Conflict(RequestError):
+    """The name is used already, for something else."""
+
     status = 409
     code = "conflict"
 
 
 class TooLarge(RequestError):
+    """More than a limit lets through; ``field`` names the limit or the part."""
+
     status = 413
     code = "too_large"
 
@@ -146,36 +154,52 @@ class CapacityError(RequestError):
 
 
 class EngineError(RoseError):
+    """An engine failed, did not answer, or answered nonsense."""
+
     status = 502
     code = "engine_failed"
 
 
 class LedgerError(RoseError):
+    """A file of the node directory is missing, damaged, of another version, or another process's."""
+
     code = "ledger"
 
 
 class WeightsError(RoseError):
+    """Weights that cannot be published, fetched or taken up."""
+
     status = 409
     code = "weights"
 
 
 class SectionCorrupt(WeightsError):
+    """A checksum is wrong, or a stream cannot be decoded; it may be fetched again."""
+
     code = "section_corrupt"
 
 
 class WrongBase(WeightsError):
+    """A delta does not start from the state that is there; the anchor helps."""
+
     code = "wrong_base"
 
 
 class VersionRefused(WeightsError):
+    """A version that is published with other weights, goes back, or is of an older attempt or another model."""
+
     code = "version_refused"
 
 
 class PolicyError(RoseError):
+    """An event that the state does not allow; nothing was changed."""
+
     code = "illegal_event"
 
 
 class TrainError(RoseError):
+    """A failure of a trainer, an environment or a reward that the run cannot go on with."""
+
     code = "train"
 
 

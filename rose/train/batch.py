@@ -78,6 +78,7 @@ class Minibatch:
 
     @property
     def num_tokens(self) -> int:
+        """Sampled tokens of the minibatch."""
         return self.targets_N.numel()
 
 

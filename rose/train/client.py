@@ -162,6 +162,12 @@ class SchedulerClient:
     async def finish(
         self, trajectory_id: str, *, reward: float, success: bool, info: Mapping[str, Any]
     ) -> None:
+        """End a trajectory with its reward.
+
+        Raises:
+            Gone: It was cancelled.
+            Conflict: It has another reward already.
+        """
         body = Finish(reward=reward, success=success, info=dict(info))
         await self._call(
             "POST", f"/rose/v1/trajectories/{trajectory_id}/finish", self._by("environment"), body
@@ -243,6 +249,7 @@ class SchedulerClient:
         return _field(answer, "batch_id", str), trajectories
 
     async def ack(self, batch_id: str, *, step: int, attempt: int) -> None:
+        """The batch has been trained on, in this step of this attempt, and a checkpoint says so.  Safe to repeat."""
         body = Ack(step=step, attempt=attempt)
         await self._call("POST", f"{_batch(batch_id)}/ack", self._by("trainer"), body)
 

@@ -37,6 +37,8 @@ MAX_ANSWER_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolParams:
+    """How many workers score, and how patient their pool is with them."""
+
     min_workers: int = 1
     max_workers: int = 4
     timeout_s: float = 30.0
@@ -49,9 +51,13 @@ class PoolParams:
 class Worker(Protocol):
     """What the pool needs of a worker; any exception of ``score`` but :class:`TrainError` means that it is broken."""
 
-    async def score(self, task: Task, messages: Sequence[Message], info: Mapping[str, Any]) -> float: ...
+    async def score(self, task: Task, messages: Sequence[Message], info: Mapping[str, Any]) -> float:
+        """The reward of one finished episode."""
+        ...
 
-    def kill(self) -> None: ...
+    def kill(self) -> None:
+        """End the worker; it is not used again."""
+        ...
 
 
 class RewardWorker:
@@ -87,6 +93,7 @@ class RewardPool:
 
     @property
     def num_workers(self) -> int:
+        """Busy and idle ones."""
         return self._num_workers
 
     async def score(self, task: Task, messages: Sequence[Message], final: Observation) -> float:
@@ -123,6 +130,7 @@ class RewardPool:
         )
 
     async def close(self) -> None:
+        """End the idle workers; call it when nothing is being scored."""
         for worker, _ in self._idle:
             worker.kill()
         self._idle.clear()
@@ -184,6 +192,8 @@ def make_reward(kind: str, settings: Mapping[str, Any]) -> RewardFunction:
 
 
 def exact_match() -> RewardFunction:
+    """1 if the last line of the agent's last message is ``task["answer"]``, else 0."""
+
     async def reward(task: Task, messages: Sequence[Message], info: Mapping[str, Any]) -> float:
         if "answer" not in task:
             raise TrainError("the task has no answer to compare with", field="task.answer")
@@ -195,6 +205,11 @@ def exact_match() -> RewardFunction:
 
 
 def endpoint(*, url: str, token: str | None = None, timeout_s: float = 30.0) -> RewardFunction:
+    """Ask an HTTP service: ``{"task", "messages", "info"}`` is posted, ``{"reward": number}`` comes back.
+
+    Raises:
+        ConfigError: ``url`` is not http or https.
+    """
     if not url.startswith(("http://", "https://")):
         raise ConfigError("must be http:// or https://", field="reward.settings.url")
 

@@ -98,6 +98,7 @@ class TrainReport:
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
+        """For the metrics file."""
         return asdict(self)
 
 
@@ -124,13 +125,22 @@ class Trainer(Protocol):
         *,
         learning_rate: float | None = None,
         single_update: bool = False,
-    ) -> TrainReport: ...
+    ) -> TrainReport:
+        """Take one RL step on ``samples``.
+
+        Args:
+            learning_rate: None: the configured one.
+            single_update: One update on all samples, whatever the configured minibatches and epochs are.
+        """
+        ...
 
     def capture(self, *, attempt: int, version: int, consumed: Mapping[int, tuple[str, ...]]) -> Checkpoint:
         """Everything needed to go on from here."""
         ...
 
-    def restore(self, checkpoint: Checkpoint) -> None: ...
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Go on from ``checkpoint``."""
+        ...
 
     def export(self, target: Path) -> None:
         """Write the weights as a Hugging Face checkpoint."""

@@ -32,10 +32,14 @@ class Ranks(Protocol):
     """
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """Of this process: 0 .. ``size`` - 1."""
+        ...
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """How many processes hold the model together."""
+        ...
 
     def gather(self, data: bytes) -> list[bytes]:
         """On rank 0: what each rank gave, in order.  Elsewhere: nothing."""

@@ -94,6 +94,11 @@ class Piece:
     read: Callable[[int, int], NDArray[Any]]
 
     def bits(self, start: int, stop: int) -> Bits:
+        """Elements ``start`` .. ``stop`` of the box as they are now, as unsigned integers ``[stop - start]``.
+
+        Raises:
+            WeightsError: The tensor changed its type or size meanwhile.
+        """
         found = self.read(start, stop)
         if found.dtype != self.spec.bits_dtype or found.size != stop - start:
             raise WeightsError("changed its type or size while it was read", field=self.spec.name)

@@ -46,6 +46,8 @@ _HEAD_POLL_S = 0.05  # for heads set by another process; one in this process wak
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectStat:
+    """What a store tells of an object without reading it."""
+
     nbytes: int
 
 
@@ -83,7 +85,9 @@ class Store(Protocol):
         """
         ...
 
-    def get_head(self, run_id: str) -> Head | None: ...
+    def get_head(self, run_id: str) -> Head | None:
+        """The run's head; None when it has none yet."""
+        ...
 
     def wait_head(self, run_id: str, after: WeightVersion | None, timeout_s: float) -> Head | None:
         """The head as soon as it is newer than ``after``; None when ``timeout_s`` passes first."""
@@ -121,6 +125,7 @@ def check_move(current: Head | None, head: Head, expected: WeightVersion | None)
 
 
 def check_lease(run_id: str, holder: str, ttl_s: float) -> None:
+    """Raises RequestError that names what is wrong with a lease."""
     check_run_id(run_id)
     try:
         check_run_id(holder)
@@ -249,6 +254,7 @@ class Upload:
         self._file: BinaryIO | None = None
 
     def write(self, data: Buffer) -> None:
+        """Append a piece; raises CapacityError when the disk is full."""
         with self._disk():
             if self._file is None:
                 self._file = self._temporary.open("xb")
@@ -502,6 +508,7 @@ class FileStore:
 
 
 def check_range(key: str, offset: int, nbytes: int, size: int) -> None:
+    """Raises RequestError (416) where an object of ``size`` bytes has no such part."""
     if offset < 0 or nbytes < 0 or offset + nbytes > size:
         raise RequestError(f"bytes {offset}+{nbytes} of an object of {size}", field=key, status=416)
 

@@ -31,7 +31,7 @@ def read(kind: type[S], data: bytes) -> S:
     try:
         return read_struct(data or b"{}", cast("msgspec.json.Decoder[S]", _decoder(kind)).decode)
     except RequestError as error:
-        must = _requirements(kind).get(error.field or "")
+        must = requirements(kind).get(error.field or "")
         if must is None or not error.message.startswith("wrong type"):
             raise
         raise RequestError(f"must be {must}", field=error.field) from error.__cause__
@@ -71,7 +71,7 @@ def _decoder(kind: type[msgspec.Struct]) -> msgspec.json.Decoder[Any]:
 
 
 @lru_cache(maxsize=64)
-def _requirements(kind: type[msgspec.Struct]) -> dict[str, str]:
+def requirements(kind: type[msgspec.Struct]) -> dict[str, str]:
     """What each field must be, in words."""
     info = inspect.type_info(kind)
     assert isinstance(info, inspect.StructType)

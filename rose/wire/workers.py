@@ -40,6 +40,8 @@ class Registration(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaul
 
 
 class Registered(Struct, kw_only=True):
+    """What a registration is answered with."""
+
     worker_id: str = ""
     required_version: str | None = None
 
@@ -74,6 +76,8 @@ class Heartbeat(Struct, kw_only=True, omit_defaults=True):
 
 
 class HeartbeatAnswer(Struct, kw_only=True):
+    """What a heartbeat is answered with."""
+
     known: bool = True
     """False: register again."""
     required_version: str | None = None

@@ -20,6 +20,7 @@ class Latency:
     sigma: float
 
     def draw_s(self, task: Task, turn: int) -> float:
+        """Seconds that this turn takes; always the same for the same task and turn."""
         seed = json.dumps([dict(task), turn], sort_keys=True)
         return self.median_s * math.exp(random.Random(seed).gauss(0.0, self.sigma))
 

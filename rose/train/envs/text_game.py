@@ -33,6 +33,8 @@ _generating = threading.Lock()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextGameParams:
+    """Which games are generated, and how they are shown."""
+
     num_games: int = 8
     num_rooms: int = 2
     num_objects: int = 3
