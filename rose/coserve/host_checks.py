@@ -40,7 +40,7 @@ SHARED_MEMORY = Path("/dev/shm")
 DIRECTORY_ROOM_BYTES = 16 << 20
 """Of a node directory: its records are pages, and a rank's grows with its chunks."""
 SHARED_ROOM_BYTES = 256 << 20
-"""vLLM's message queues between an engine and its workers; see ``examples/deploy/sidecar.yaml``."""
+"""vLLM's message queues between an engine and its workers; see ``deploy/kubernetes/sidecar.yaml``."""
 WEIGHT_COPIES_ON_DISK = 2.2
 """See ``WeightsLink.directory``."""
 _WAIT_S = 5.0

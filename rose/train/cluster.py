@@ -111,7 +111,7 @@ def ray_for(config: TrainConfig) -> Iterator[Cluster | None]:
             import ray  # noqa: F401
         except ImportError as error:
             raise ConfigError(
-                "ray is not installed", field="ray", fix="pip install 'rose-rl[cpu]'"
+                "ray is not installed", field="ray", fix="pip install 'rose-rl[train]'"
             ) from error
         address = find_cluster(config.ray.address)
         with _private(config) if address is None else _joined(address) as cluster:

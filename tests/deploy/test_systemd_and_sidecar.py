@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -16,19 +17,22 @@ from rose.coserve.node_config import NodeConfig
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.records import NodeState
 from rose.private_dir import private_dir
+from tests.deploy.programs import check_call
 from tests.users import STRANGER, act_as, needs_root, volume
 
-DEPLOY = Path(__file__).resolve().parent.parent / "examples" / "deploy"
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+SYSTEMD = DEPLOY / "systemd"
+SIDECAR = DEPLOY / "kubernetes" / "sidecar.yaml"
 
 
 def test_the_nodes_settings_load() -> None:
-    config = load_config(NodeConfig, DEPLOY / "node.toml", [])
+    config = load_config(NodeConfig, SYSTEMD / "node.toml", [])
     assert config.mode == "observe"
     assert config.lending.max_slo_breaches > 0
 
 
 def test_both_containers_of_the_sidecar_share_directory_user_and_volume() -> None:
-    pod = yaml.safe_load((DEPLOY / "sidecar.yaml").read_text())["spec"]
+    pod = yaml.safe_load(SIDECAR.read_text())["spec"]
     production, node = pod["containers"]
     mounts = [{m["name"]: m["mountPath"] for m in one["volumeMounts"]}["rose"] for one in (production, node)]
     assert mounts[0] == mounts[1]
@@ -40,23 +44,33 @@ def test_both_containers_of_the_sidecar_share_directory_user_and_volume() -> Non
 
 
 def test_the_units_name_programs_and_directories_that_belong_together() -> None:
-    unit = (DEPLOY / "rose-node@.service").read_text()
-    drop_in = (DEPLOY / "production.conf").read_text()
+    unit = (SYSTEMD / "rose-node@.service").read_text()
+    drop_in = (SYSTEMD / "production.conf").read_text()
     assert "rose node run --config /etc/rose/%i.toml" in unit
-    directory = load_config(NodeConfig, DEPLOY / "node.toml", []).dir
+    directory = load_config(NodeConfig, SYSTEMD / "node.toml", []).dir
     assert f"ROSE_DIR={directory}" in drop_in
-    assert f"d {directory} 0700" in (DEPLOY / "tmpfiles.conf").read_text()
+    assert f"d {directory} 0700" in (SYSTEMD / "tmpfiles.conf").read_text()
 
 
 def test_the_policys_weights_lie_on_a_disk_in_both_examples() -> None:
-    config = load_config(NodeConfig, DEPLOY / "node.toml", [])
+    config = load_config(NodeConfig, SYSTEMD / "node.toml", [])
     assert not config.weights_dir.is_relative_to(config.dir)
-    assert "CacheDirectory=rose\n" in (DEPLOY / "rose-node@.service").read_text()
-    pod = yaml.safe_load((DEPLOY / "sidecar.yaml").read_text())["spec"]
+    assert "CacheDirectory=rose\n" in (SYSTEMD / "rose-node@.service").read_text()
+    pod = yaml.safe_load(SIDECAR.read_text())["spec"]
     node = next(one for one in pod["containers"] if one["name"] == "rose-node")
     cache = next(one["value"] for one in node["env"] if one["name"] == "XDG_CACHE_HOME")
     volume = next(m["name"] for m in node["volumeMounts"] if m["mountPath"] == cache)
     assert "medium" not in next(v["emptyDir"] for v in pod["volumes"] if v["name"] == volume)
+
+
+@pytest.mark.parametrize("name", ["rose-scheduler", "rose-relay"])
+def test_a_daemon_s_unit_calls_a_program_that_there_is(name: str) -> None:
+    unit = (SYSTEMD / f"{name}.service").read_text()
+    (command,) = re.findall(r"^ExecStart=/opt/rose/bin/(.*)$", unit, re.M)
+    check_call(command.split())
+    state = re.search(r"^StateDirectory=(\S+)$", unit, re.M)
+    assert state is not None
+    assert f"/var/lib/{state[1]}/" in command
 
 
 def share_the_node_directory(path: Path) -> None:
@@ -71,7 +85,7 @@ def share_the_node_directory(path: Path) -> None:
 @needs_root
 def test_the_pods_user_takes_its_volumes_and_its_tokens(public: Path) -> None:
     """As the kubelet gives them: a secret is root's with fsGroup, an emptyDir too, setgid and open to all."""
-    pod = yaml.safe_load((DEPLOY / "sidecar.yaml").read_text())["spec"]
+    pod = yaml.safe_load(SIDECAR.read_text())["spec"]
     uid, group = pod["securityContext"]["runAsUser"], pod["securityContext"]["fsGroup"]
     production, node = pod["containers"]
     (copy,) = pod["initContainers"]
@@ -109,9 +123,9 @@ def test_the_units_user_takes_the_directories_that_systemd_makes_for_it(public: 
     (public / "etc").mkdir()
     (public / "etc" / "passwd").write_text(f"root:x:0:0::/:\nvllm:x:{STRANGER}:{STRANGER}::/:\n")
     (public / "etc" / "group").write_text(f"root:x:0:\nvllm:x:{STRANGER}:\n")
-    made = ["systemd-tmpfiles", "--create", f"--root={public}", str(DEPLOY / "tmpfiles.conf")]
+    made = ["systemd-tmpfiles", "--create", f"--root={public}", str(SYSTEMD / "tmpfiles.conf")]
     subprocess.run(made, check=True, capture_output=True)
-    unit = (DEPLOY / "rose-node@.service").read_text()
+    unit = (SYSTEMD / "rose-node@.service").read_text()
     assert "User=vllm\n" in unit
     tokens = next(line for line in unit.splitlines() if "install -o vllm" in line).partition("install ")[2]
     source = public / "tokens.toml"
@@ -119,7 +133,7 @@ def test_the_units_user_takes_the_directories_that_systemd_makes_for_it(public: 
     (public / "etc" / "rose").mkdir()
     options = tokens.replace("vllm", str(STRANGER)).split()[:-2]
     subprocess.run(["install", *options, source, public / "etc" / "rose" / "tokens.toml"], check=True)
-    directory = load_config(NodeConfig, DEPLOY / "node.toml", []).dir
+    directory = load_config(NodeConfig, SYSTEMD / "node.toml", []).dir
 
     def run() -> None:
         share_the_node_directory(public / directory.relative_to("/"))

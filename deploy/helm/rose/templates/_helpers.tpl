@@ -1,0 +1,34 @@
+{{- define "rose.labels" -}}
+app.kubernetes.io/name: rose
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- end }}
+
+{{/* A secret is root's, and open to fsGroup: not a token file that ROSE reads.  So it is copied, of the pod's user and for it alone. */}}
+{{- define "rose.tokens.volumes" -}}
+- name: tokens-secret
+  secret:
+    secretName: {{ .Values.tokensSecret }}
+    defaultMode: 0440
+- name: tokens
+  emptyDir:
+    medium: Memory
+    sizeLimit: 1Mi
+{{- end }}
+
+{{- define "rose.tokens.command" -}}
+command: [install, -m, "0600", /secret/tokens.toml, /tokens/tokens.toml]
+volumeMounts:
+  - name: tokens-secret
+    mountPath: /secret
+    readOnly: true
+  - name: tokens
+    mountPath: /tokens
+{{- end }}
+
+{{- define "rose.tokens.mount" -}}
+- name: tokens
+  mountPath: /tokens
+  readOnly: true
+{{- end }}
