@@ -7,11 +7,11 @@ cannot, and the memory stays until somebody removes the names.  Two ways to know
   a killed one knows it too.  For a machine that others use as well: the node agent.
 - :class:`SharedMemorySweep`: what appeared inside a ``with`` block.  For a run that starts every program itself.
 
-Both remove only what :func:`remove_unused` allows: a regular file of our own, under a name of :data:`NAME`, with the inode
-that was seen, which no process that we can see into maps or holds open.  Removing takes a name away, and never memory from a
-process that has it.
+Both remove a file only if :func:`remove_unused` allows it.  It must be a regular file of our user, its name must match
+:data:`NAME`, it must be the file that was seen (same inode), and no process that we may inspect may have it mapped or open.
+Removing a file deletes its name; a process that still has it keeps its memory.
 
-What was made less than one look before the kill is not known and stays.
+A segment that was made after the last look before a kill is not known, and stays.
 """
 
 from __future__ import annotations

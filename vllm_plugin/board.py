@@ -59,7 +59,7 @@ class Board:
         self._chunk_pages = plan.chunk_pages
         self._block_pages = plan.total_pages / max(1, plan.num_blocks)
         self._asked = 0
-        """How often the background thread has asked for the board; its to write once the engine thread has answered with the number."""
+        """Counts the background thread's requests to become the writer.  It is the writer once ``_given`` has the same number."""
         self._given = -1
         self._turn = 0
         """Odd while the background thread is writing."""
@@ -77,7 +77,7 @@ class Board:
         """
         file = self.file
         if self.watched:
-            # Here and nowhere else: before it is written over, and where the same call's way through the kernel is in the cache.
+            # The only place for this check: the record is still as we left it, and the write that follows finds the CPU caches warm.
             require_own(file)
             if self._lost:
                 self._lost = False

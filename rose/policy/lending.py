@@ -15,14 +15,14 @@ when a cut starts; at least the need.  A *cut* is a smaller loan than the rollou
 Invariants, after every event, asserted by :meth:`Lending.check`:
 
 1. ``0 <= lend <= max(0, total - floor - headroom)``, and at most what the operator allows.
-2. Lent is nothing unless the mode is on, serving is ready and heard of, and the rollout engine is ready.
-   (On a device without serving the last alone counts, and everything is lent.)  Where the device is asked what it has free,
-   it answers.
+2. Nothing is lent unless the mode is on, serving is ready and not silent, and the rollout engine is ready.  Where the device is
+   asked how much memory it has free, nothing is lent unless it answers.  (On a device without serving only the rollout engine
+   has to be ready, and everything is lent.)
 3. (:class:`LendingPolicy`) a loan leaves serving its watermark: ``lend == 0`` or
    ``total - used - lend >= watermark``; and it is at most what serving's prefix cache can do without
    (``rose.policy.cold_cache``).
-4. From a look at which the device has less free than its reserve until one at which it has a margin above it, a loan is at
-   most what was held less what is missing.
+4. When the device has less memory free than its reserve, the loan becomes at most what was held minus what is missing.  It stays
+   so limited until the device has its reserve and a margin free.
 
 Pace: a loan shrinks at once.  It grows at most one step per period, not while a cut is unanswered, not
 within the cool-down after a cut, and, when the last minute already had its share of cuts, not beyond what the

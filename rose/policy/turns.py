@@ -1,7 +1,7 @@
 """The turn book: every turn from submission to its end, over workers that come and go.
 
-One door, :meth:`TurnBook.handle`: one event in, the actions that make the world agree out.  The daemon, the
-simulator and the tests call that one method.  Words are in ``rose.policy.turn_events``, workers in
+Everything goes through one method, :meth:`TurnBook.handle`: it takes an event and returns the actions that its caller has to carry
+out.  The daemon, the simulator and the tests call it.  Events and actions are in ``rose.policy.turn_events``, workers in
 ``rose.policy.fleet``, the choice of a worker in ``rose.policy.routing``.
 
 A turn is QUEUED, live (DISPATCHED, DECODING) or has ended.  A cut, an abort we did not ask for, a broken
@@ -150,7 +150,7 @@ class TurnBook:
         return sorted(self._by_trajectory.get(trajectory_id, ()))
 
     def oldest_live(self, job: str) -> dict[str, Version]:
-        """Of the job's trajectories with a turn under way, a version that its oldest token is surely not newer than."""
+        """For each trajectory of the job with a turn under way: its oldest token is of this version or an older one."""
         found: dict[str, Version] = {}
         for turn in self.turns.values():
             version = turn.oldest_at_most if turn.spec.job == job else None

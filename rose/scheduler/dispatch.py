@@ -305,7 +305,7 @@ class Dispatcher:
             self.endpoints = {name: item for name, item in self.endpoints.items() if name in workers}
 
     def feed(self, event: te.Event, output: Output | None = None) -> list[te.Action]:
-        """``output`` is what an event with tokens was made of."""
+        """Give the book an event and carry out its actions.  ``output``: the engine's answer, for an event that carries tokens."""
         actions = self.book.handle(event)
         if self._decisions is not None:
             self._decisions.record(event, actions)

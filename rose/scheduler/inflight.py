@@ -4,15 +4,15 @@ An :class:`Inflight` runs apart from the connection that asked for it.  A client
 joins it; one that comes back after the end gets its answer: from the trajectory's turns, or, under an
 ``Idempotency-Key``, from the last few answers.
 
-A name that the client gave its request decides: ``Idempotency-Key``, else ``X-ROSE-Turn``.  Without one an equal body is a
-new turn, since an agent may sample one prompt several times on purpose, unless nobody waits for the request that it equals, or
-it is a declared retry (``rose.scheduler.deliveries``).  Such a retry stands for one request of several, so it takes one
-answer, which no other retry gets then; the first of these that is there:
+Whether a request repeats another is decided by the name that its client gave it: ``Idempotency-Key``, else ``X-ROSE-Turn``.
+A request without a name is a new turn even if its body equals an earlier one's, since an agent may sample one prompt several times on
+purpose.  There are two exceptions: no client waits for the earlier request any more, or the request says that it is a retry
+(``rose.scheduler.deliveries``).  Each retry takes one answer, and no other retry gets the same one.  It takes the first of these:
 
-1. a request that nobody waits for any more; an answer that did not leave whole;
-2. none, a new turn, for each equal request that was refused with "try again";
-3. a request whose client said to have asked less often: its connection may be broken, and we not know;
-4. an answer that left whole for such a client, and may have been lost on the way: closed connections first.
+1. a request that no client waits for any more, or an answer that was not sent to its end;
+2. a new turn, once for each equal request that was refused with "try again";
+3. a request whose client has retried less often: its connection may be broken without our knowing;
+4. an answer that was sent to its end to such a client and may have been lost on the way, closed connections first.
 
 Invariant: a turn of a trajectory is in the journal before its answer leaves.
 """
@@ -148,7 +148,7 @@ class Inflight:
         self.drop_ended()
 
     def drop_ended(self) -> None:
-        """Ended, and nobody is left to hear how: an error's traceback refers to us, and would keep all that the turns held."""
+        """Drop the task of a job that has ended and that no client waits for: an error's traceback would keep all tokens of its turns alive."""
         if self.num_attached == 0 and self.task is not None and self.task.done():
             self.task = None
 

@@ -1,8 +1,8 @@
 """The OpenAPI description of rose-scheduler, served at ``/openapi.json``.
 
-Bodies of our own are described by what reads them (:mod:`rose.wire`), OpenAI's by hand, here; with roles and the statuses each
-route may answer.  The tests hold it against the running daemon (``tests/scheduler/test_hostile.py``) and against the
-router, route by route.
+Our own bodies are described by the types that read them (:mod:`rose.wire`); OpenAI's are written out here.  Each route has its
+roles and the statuses that it may answer.  Tests compare the description with the running daemon
+(``tests/scheduler/test_hostile.py``) and with the router, route by route.
 """
 
 from __future__ import annotations

@@ -4,13 +4,16 @@
 each has been finished with its reward.  Tokens, log-probs and versions are not seen here; the scheduler
 records them, and the trainer leases them.
 
-One failing environment is one failing episode: its trajectory is cancelled (so that no half of it is ever
-trained on) and the episode starts again, ``max_retries`` times.  Then its group is given up and named in the report;
-the other groups go on.  A reward that failed, is not finite or is out of range is such a failure; it is never
-reported as 0.  So is a turn that the engines failed, or that ran out of time, a trajectory that the scheduler cancelled or
-has forgotten, and a request that it refuses for what is in it.  Each is counted by its cause (:class:`Cause`).  Before a new try an
-episode pauses, longer each time: what fails for all of them at once should be back before they have spent their tries.  Only a
-scheduler that cannot be reached, or that does not know our token, ends the run.
+An episode that fails is played again, up to ``max_retries`` times.  Its trajectory is cancelled first, so that half an episode is
+never trained on.  After the last retry its group is given up and named in the report; other groups go on.  An episode fails when
+
+- its environment raises, or takes too long;
+- its reward fails, is not finite or is out of range (a failed reward is never reported as 0);
+- the engines fail one of its turns, or the turn runs out of time;
+- the scheduler cancels or forgets its trajectory, or refuses the content of a request.
+
+Failures are counted by cause (:class:`Cause`).  Each retry waits longer than the one before, so that a fault which hits all episodes at
+once has time to pass.  Only a scheduler that cannot be reached, or that does not accept our token, ends the run.
 
 A conversation that outgrows the engines' context ends there: with the reward of its last observation (or the
 rewarder's), no success, and ``truncated`` in its info.
@@ -19,8 +22,8 @@ rewarder's), no success, and ``truncated`` in its info.
 ``group_size`` that finish and drops the rest, so a straggler costs nobody time.  Fast episodes are short ones, which
 biases what is trained on; it is off unless asked for.
 
-Whoever ends episodes early calls :meth:`EpisodeRunner.stop`: it returns when the scheduler has been told of each, so that no engine
-goes on for nobody.
+To end episodes early call :meth:`EpisodeRunner.stop`.  It returns when the scheduler has been told of each of them, so that no engine
+goes on generating for them.
 """
 
 from __future__ import annotations
