@@ -1,12 +1,11 @@
-"""Production's board: how it stands just now, for whoever runs beside it; and which thread says so.
+"""Production's board: its deadlines, load and claims of this moment, for the rollout engine beside it; and which thread writes them.
 
-The engine thread writes it, twice in a step, while a rollout engine may run (``watched``).  While none may, nobody steers by it
-from step to step: the background thread writes it, and the step path only looks whether a stranger did.
+While a rollout engine may run (``watched``), the engine thread writes the board twice in each step.  Otherwise no one needs it that
+often: the background thread writes it, and the engine thread only checks that no other process has written into the file.
 
-One thread at a time.  Only the background thread changes ``watched`` (:meth:`Board.turn_over`).  From the engine thread to it, the
-engine thread has to answer at the end of a step, for it may be in the middle of a write when it is asked; until it does nothing is
-written, and what stands there is how it was left.  The other way nothing has to be waited for: the background thread is not
-writing when it says so.
+One thread writes at a time, and only the background thread changes which (:meth:`Board.turn_over`).  To take over from the engine thread
+it asks, and waits until that thread answers at the end of a step: it may be in the middle of a write.  Until then nothing is written and
+the last record stands.  To hand over to the engine thread it need not wait, because it is not writing itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Who else has memory of the device: the rollout engine, by its lease, or by its workers where its core is dead.
 
-Readers are kept: a file that was deleted is read on for as long as its writer lives (:mod:`rose.coserve.ledger`), so that nobody's
-pages are forgotten because a name is.
+Files are kept open: one whose name was deleted is still read for as long as its writer lives (:mod:`rose.coserve.ledger`), so that
+the pages that its writer holds are not overlooked.
 """
 
 from __future__ import annotations

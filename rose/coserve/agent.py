@@ -12,8 +12,8 @@ What it does, all on one event loop:
 
 What the engines say in their files is read by ``rose.coserve.device``.
 
-What it decides itself: nothing about sizes.  And production depends on nothing here: when this process dies the
-engine dies with it (``rose.proc``), ``node.state`` has no writer any more, and serving takes all memory back.
+It decides no sizes itself; the policies do.  Production does not depend on it: when this process dies, the engine dies with it
+(``rose.proc``), ``node.state`` has no writer any more, and serving takes all memory back.
 
 Invariants: one agent per directory (the lock of ``node.state``); ``epoch`` rises with every change of mode or loan;
 the loan in the file is the policy's; after ``run`` returns nothing of the engine lives, and our files are gone.

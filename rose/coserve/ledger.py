@@ -15,9 +15,8 @@ Invariants:
   it: no reader can keep a writer out, however many poll.
 - **A new writer makes a new file** and moves it over the old one, so a header never changes under a reader.
   Readers notice by inode, and are woken.
-- **A name is for meeting, an open file for talking.**  A reader keeps the file that it holds for as long as its writer lives,
-  whatever becomes of the name: who deletes a file, or the whole directory, parts nobody who has met.  The writer makes a
-  file anew where its name is gone (``mend``), for those who come later.
+- **Deleting a file separates nobody.**  A reader that has opened a file goes on reading it for as long as its writer lives, even if
+  the file, or its whole directory, is deleted.  The writer makes the file again under its name (``mend``), for readers that come later.
 - **No process touches a mapping of a file.**  The writer keeps the file's bytes in its own memory and copies what
   changed with pwrite; readers copy with pread.  A file that someone truncates is an error (``intact``) and not a
   SIGBUS in production.  What is mapped, read-only, is the futex's page, and only the kernel looks at it.

@@ -1,8 +1,8 @@
-"""A place that a pause of our own container or service does not reach, for the one process that has to go on then.
+"""Moves the sentinel to a cgroup where a pause of the agent's container or service does not stop it.
 
 ``docker pause`` and ``systemctl freeze`` stop a whole cgroup.  Where the kernel lets us, the sentinel moves into a group of its own,
 as near to the root as can be, in every hierarchy that can freeze (:func:`leave`); what came of it is read from the kernel
-(:func:`standing`), not believed.  Whether a frozen engine can be killed is the kernel's choice, too: under cgroup v2 SIGKILL ends
+(:func:`standing`), not assumed.  Whether a frozen engine can be killed depends on the kernel too: under cgroup v2 SIGKILL ends
 a frozen process at once, under cgroup v1 it waits for the thaw.
 
 Inside a container the groups are the container's or read-only: there is no way out, and the status says so.

@@ -1,8 +1,7 @@
-"""The last to look: ends a rollout engine that owes memory while its node agent does nothing about it.
+"""Ends a rollout engine that owes memory when the node agent, whose task it is, does not.
 
 The agent kills an engine that does not obey.  An agent that is stopped (SIGSTOP, a debugger, a paused container) cannot, and
-its engine may be stopped with it; nobody else can see that.  This small process can: it reads the same shared files and
-needs nothing from the agent.  Where it can it lives in a cgroup of its own, which a pause of the agent's does not
+its engine may be stopped with it.  This small process notices: it reads the same shared files and needs nothing from the agent.  Where it can it lives in a cgroup of its own, which a pause of the agent's does not
 reach (:mod:`rose.coserve.outside`).  It has no guard and outlives the agent, for as long as something of the engine is left.
 
     python -m rose.coserve.sentinel DIR GUARD_PID AGENT_PID DEADLINE_S GUARD_S RUNG [CGROUP]

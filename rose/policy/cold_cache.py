@@ -4,8 +4,8 @@ Memory that no request of production holds is seldom empty: it keeps prefixes th
 cache smaller.  The caller counts two running totals, in prompt tokens: what production's prompts *queried*, and what they *lost*,
 that is, would have found had nothing been lent.  Their ratio is the loss of hit rate, whatever traffic does meanwhile.
 
-Main path: :meth:`ColdCache.see` takes the totals and how many pages are lent (of these *cold*: so many more would a cache of the
-whole device fill) and answers how many may be lent now.
+Main path: :meth:`ColdCache.see` takes the totals, how many pages are lent, and how many of these are *cold* (a prefix cache of the
+whole device would fill them).  It answers how many pages may be lent now.
 
 - Loss above ``max_loss_fraction``: half of the cold pages must come back.  The next verdict rests on what is counted from then on,
   which includes what is still missed of what was dropped before: that errs to production's side.

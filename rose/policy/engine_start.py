@@ -1,7 +1,7 @@
 """What a rollout engine beside production is started with, and how soon it is started again after it ended.
 
-Left to itself vLLM takes 92 % of the device for its cache: beside production there is no such thing.  :class:`EngineSize` is what
-follows from production's lease where the operator gave nothing.  :class:`Restarts` spaces the starts: each costs half a minute of
+By default vLLM takes 92 % of the device, which is not there beside production.  :class:`EngineSize` takes the sizes from
+production's lease where the operator gave none.  :class:`Restarts` spaces the starts: each costs half a minute of
 production's cores, so an engine that does not come up is tried less and less often.
 
 Pure: time arrives as ``at_s``.

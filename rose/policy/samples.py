@@ -5,24 +5,24 @@ finished; members still running are then redundant.  A trainer *leases* whole re
 and *acknowledges* the batch with its step.  A lease that expires, or whose trainer starts again, returns its
 groups to the front of the line.
 
-A batch has the name that its trainer asked for it by.  While it is leased, or its lease has run out and its groups still wait, asking again gives the
-same groups for another ``ttl_s``.  A name is used once: after an acknowledgement, or when the batch was given back (by name, or by
-:class:`JobResumed` of its consumer), nothing is leased under it any more, so that a late repeat of any call does no harm.
+A trainer names each batch that it asks for.  Asking again under that name gives the same groups for another ``ttl_s``, as long as
+the batch is leased, or its lease has run out and its groups still wait.  A name is used once: after the batch was acknowledged or given
+back (by name, or by :class:`JobResumed` of its consumer) nothing is leased under it any more, so a repeat that arrives late does no harm.
 
-One door, :meth:`SampleBook.handle`.  The shell journals what was decided and replays it through the same door
-after a restart (a lease is replayed with its groups named, so that compaction may drop what was consumed).
+Everything goes through one method, :meth:`SampleBook.handle`.  The caller journals what was decided and replays it through the same
+method after a restart (a lease is replayed with the names of its groups, so that compaction may drop what was consumed).
 
 Staleness is checked where it counts, at the lease, on the oldest weight version among a group's tokens.
-Beyond ``alpha`` versions (of its job) the whole group is dropped (``cancel``: a group with a hole is no group),
-or handed out marked (``mask``).  ``wait`` drops nothing either: the groups with the oldest tokens go first, and no batch is granted
-that would leave more groups behind than later batches can take before they are too old, so the trainer waits for the slowest (not
-for a group without a running member for ``abandoned_s``: its agent is gone).  While at most ``(alpha + 1) * num_groups`` groups
-are begun and not consumed, nothing ever gets too old then; beyond that, ``wait`` marks as ``mask`` does.
+What happens beyond ``alpha`` versions is the job's ``on_stale``:
 
-Under the other rules ready groups that would be too old for the step after this one go before the others.
+- ``cancel`` drops the whole group, as soon as it is known to be too old: when a version is published, or when the turn ends that shows
+  it.  No later lease could take it.
+- ``mask`` hands the group out with its old members marked.
+- ``wait`` makes the trainer wait instead.  Groups with the oldest tokens go first, and no batch is granted that would leave more groups
+  behind than later batches can take in time.  A group without a running member for ``abandoned_s`` is not waited for: its agent is
+  gone.  Nothing gets too old while at most ``(alpha + 1) * num_groups`` groups are begun and not consumed; beyond that, ``wait`` marks.
 
-Under ``cancel`` nothing is played on that no lease will take: a group with a token that is too old for the newest version is dropped
-when that version is published, or when the turn ends that shows it.  No lease will be at an older version.
+Under ``cancel`` and ``mask``, ready groups that would be too old for the next step go before the others.
 
 A trainer may name ``alpha`` and ``on_stale`` with each version and each batch that it asks for; else its job's hold.
 

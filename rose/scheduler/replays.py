@@ -1,7 +1,7 @@
-"""Recorded turns as what they were when they ended, to say an answer again.
+"""Rebuild the answer of a recorded turn, for a client that asks for it again.
 
-No answer is kept: text, tool calls and log-probs follow from a turn's ids, read again by the same routes.  What is not
-recorded is not said again: the alternatives of ``top_logprobs``.
+Answers are not stored: text, tool calls and log-probs follow from a turn's ids, parsed again by the same routes.  The alternatives
+of ``top_logprobs`` are not recorded, so a repeated answer lacks them.
 """
 
 from __future__ import annotations

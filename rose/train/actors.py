@@ -1,8 +1,8 @@
 """The actors of a run: makes them, replaces dead ones, and renames Ray's errors.
 
-Environment managers, the train worker with its ranks, and reward workers (made by the managers).  Ray holds no durable state: any of
-them may die at any moment, and a node with all that it runs.  Nobody is made before :mod:`rose.train.room` has
-room for all.
+Environment managers, the train worker with its ranks, and reward workers (made by the managers).  Ray holds no durable state: any
+actor may die at any moment, and so may a node with all of its actors.  No actor is made before :mod:`rose.train.room` has
+reserved room for all of them.
 """
 
 from __future__ import annotations

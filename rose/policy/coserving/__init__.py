@@ -19,8 +19,8 @@ and *report* (one state per chunk, and the generation that they act by).
 are not GONE.  It says so *before* it reads the peer's number, and marks nothing GONE as wanted beyond what that number leaves.
 Of two that grow at once at least one sees the other.
 
-**Acknowledged, not guessed.**  A report counts for a chunk only if it was made by the generation that set the chunk's mark, or a
-later one.  An older report may say "unmapped" of a chunk that the pager is just about to map for a wish that has been taken back
-since: counted as gone, its page would be given to the peer and be there twice.  The rule needs no order between the two files
-but the one that each has for itself: who reads a report's generation finds, behind it, states at least as new.
+**Acknowledged, not guessed.**  A report counts for a chunk only if it names the generation that set the chunk's mark, or a later one.
+An older report may call a chunk unmapped while the pager is about to map it for a mark that has been taken back since.  If that
+counted, the page would go to the peer and exist twice.  Reports and marks are in different files and need no order between them; it
+is enough that whoever reads a report's generation then reads states that are at least as new.
 """
