@@ -76,7 +76,7 @@ class Board:
         """
         file = self.file
         if self.watched:
-            # The only place for this check: the record is still as we left it, and the write that follows finds the CPU caches warm.
+            # Checked here only: before the record is overwritten, and beside a system call of the same kind, whose code is in the CPU's caches.
             require_own(file)
             if self._lost:
                 self._lost = False
