@@ -144,8 +144,9 @@ class Cluster:
         config = self.configs.dedicated if device.serving is None else self.configs.harvested
         node = Node(device=device, tier=tier, config=config, cap=cap)
         self.nodes[name] = node
-        if device.serving is not None and device.rollout is not None:
+        if device.memory is not None:
             assert config.serving is not None
+            device.memory.fixed = config.lending.policy == "static"
             node.lending = config.lending.make()
             node.lending.handle(
                 ModeSet(
@@ -254,23 +255,23 @@ class Cluster:
 
     # --- lending ---------------------------------------------------------------------------------------
 
-    def report(self, name: str, node: Node, now_s: float, claim_pages: int = 0) -> None:
+    def report(self, name: str, node: Node, now_s: float) -> None:
         """Tell the device's lending policy what is, and do what it says."""
         lending, device = node.lending, node.device
-        if lending is None:
+        memory = device.memory
+        if lending is None or memory is None:
             return
         node.reported_s = now_s
-        used = device.serving_pages
         actions = lending.handle(
             ServingReported(
                 at_s=now_s,
                 alive=True,
                 phase=Phase.READY,
                 total_pages=device.total_pages,
-                reserved_pages=used,
-                used_pages=used,
-                needed_pages=used + claim_pages if claim_pages else 0,
-                pressure_seq=0,
+                reserved_pages=memory.reserved_pages,
+                used_pages=device.serving_pages,
+                needed_pages=memory.needed_pages,
+                pressure_seq=memory.steps.pressure_seq,
             )
         )
         if actions:
@@ -391,10 +392,10 @@ class Cluster:
             )
         )
 
-    def claimed(self, device: Device, pages: int, now_s: float) -> None:
+    def claimed(self, device: Device, now_s: float) -> None:
         node = self.nodes.get(device.name)
         if node is not None:
-            self.report(device.name, node, now_s, claim_pages=pages)
+            self.report(device.name, node, now_s)
 
     def boundary(self, device: Device, now_s: float) -> None:
         node = self.nodes.get(device.name)

@@ -9,24 +9,28 @@ how many tokens, the rollout engine takes part is :func:`rose.policy.admission.a
 With ``priority`` they do not: the rollout engine moves only while serving stands still, and a request stops it at once.
 With ``preempt_s`` they do, but a request that arrives stops the rollout step in progress at a layer, and the step goes on later.
 
-Memory is pages of 2 MiB.  Serving may use what the rollout engine does not hold; the rollout engine what the loan says.
+Memory is pages of 2 MiB.  Who may use which of them is in the books that say so live (:mod:`rose.sim.memory`).
 Serving that lacks pages claims them (``Host.claimed``); the cut happens at this boundary and costs serving ``unmap_s``.
 """
 
 from __future__ import annotations
 
 import math
+from itertools import islice
 from typing import Protocol
 
 from rose.policy.admission import AdmissionParams, BoardView, Demand, Rule, admit
 from rose.policy.coserving.timing import prompt_work_s
 from rose.sim.engine import Engine, Request
 from rose.sim.events import EventQueue
+from rose.sim.memory import SharedMemory
 
 CLOSED_RECHECK_S = 0.1
 MAX_STEPS = 1_000_000
 """Of one phase."""
 _EPSILON_S = 1e-9
+_WAITING_LOOKED_AT = 64
+"""As the plugin does: a longer queue is pressure anyway."""
 
 
 class Host(Protocol):
@@ -38,7 +42,7 @@ class Host(Protocol):
 
     def turn_cut(self, device: Device, request: Request, produced: int, now_s: float) -> None: ...
 
-    def claimed(self, device: Device, pages: int, now_s: float) -> None: ...
+    def claimed(self, device: Device, now_s: float) -> None: ...
 
     def boundary(self, device: Device, now_s: float) -> None: ...
 
@@ -90,6 +94,7 @@ class Device:
         self.unmap_s = unmap_s
         self.params = params or AdmissionParams()
         self.gated = self.params.rule is not Rule.FREE
+        self.memory = SharedMemory(total_pages) if serving is not None and rollout is not None else None
         self.lend_pages = total_pages if serving is None else 0
         self.rollout_up = False
         self.closed = False
@@ -133,20 +138,24 @@ class Device:
 
     @property
     def rollout_pages(self) -> int:
-        rollout = self.rollout
+        """What the rollout engine holds."""
+        memory, rollout = self.memory, self.rollout
+        if memory is not None:
+            return memory.held_pages
         if rollout is None or not self.rollout_up:
             return 0
         return math.ceil((rollout.used_tokens + rollout.cached_tokens) / self.rollout_page_tokens)
 
     @property
+    def usable_pages(self) -> int:
+        """Of serving."""
+        return self.total_pages if self.memory is None else self.memory.usable_pages
+
+    @property
     def rollout_budget_tokens(self) -> int:
-        # Asked twice in every phase: written out for speed.
-        pages, serving = self.total_pages, self.serving
-        if serving is not None and serving.requests:
-            pages -= math.ceil(serving.used_tokens / self.serving_page_tokens)
-        if self.lend_pages < pages:
-            pages = self.lend_pages
-        return int(pages * self.rollout_page_tokens) if pages > 0 else 0
+        memory = self.memory
+        pages = self.total_pages if memory is None else memory.rollout_pages
+        return int(pages * self.rollout_page_tokens)
 
     # --- from outside ----------------------------------------------------------------------------------
 
@@ -246,6 +255,8 @@ class Device:
         rollout.drop_cache()
         self._credit_s = 0.0
         self.rollout_up = False
+        if self.memory is not None:
+            self.memory.end()
         self.poke(now_s)
         return gone
 
@@ -304,30 +315,55 @@ class Device:
         self._plan(now_s)
 
     def _obey(self, now_s: float) -> None:
-        """Give back what the loan does not cover: prefixes first, then the youngest turns."""
-        rollout = self.rollout
-        if rollout is None or self.serving is None or not self.rollout_up:
+        """One round of both books: claim what serving lacks, lend, give back, take."""
+        memory, serving, rollout = self.memory, self.serving, self.rollout
+        if memory is None or serving is None or rollout is None:
             return
-        budget = rollout.budget_tokens = self.rollout_budget_tokens
-        used = rollout.used_tokens
-        gave = rollout.cached_tokens > budget - used and rollout.evict_to(budget - used)
-        while used > budget and rollout.used_tokens > budget:
+        used = self.serving_pages
+        if memory.may_claim and memory.claim(used_pages=used, waiting_pages=self._waiting_pages(serving)):
+            self.host.claimed(self, now_s)
+            self._stall_s = self.unmap_s
+        gave = False
+        if not memory.is_settled(self.lend_pages):
+            memory.serve(now_s, lend_pages=self.lend_pages, used_pages=used)
+            if serving.cached_tokens:  # what is lent keeps no prefixes
+                serving.evict_to(memory.usable_pages * self.serving_page_tokens - serving.used_tokens)
+            gave = self.rollout_up and self._follow(memory, rollout, now_s)
+            memory.serve(now_s, lend_pages=self.lend_pages, used_pages=used)
+            memory.rest(self.lend_pages)
+        if self.rollout_up and rollout.waiting:
+            budget = self.rollout_budget_tokens
+            for request in list(rollout.waiting):
+                if not request.done and request.prompt + 1 > budget:
+                    # It would wait for ever: the scheduler must hear of it.
+                    rollout.remove(request.key)
+                    self.host.turn_cut(self, request, 0, now_s)
+        if gave:
+            self.reclaim_seq += 1
+            self.host.boundary(self, now_s)
+
+    def _waiting_pages(self, serving: Engine) -> int:
+        """What the requests that wait for memory would take."""
+        if not serving.waiting:
+            return 0
+        looked_at = islice(serving.waiting, _WAITING_LOOKED_AT)
+        tokens = sum(request.prompt + 1 for request in looked_at if not request.done)
+        return math.ceil(tokens / self.serving_page_tokens)
+
+    def _follow(self, memory: SharedMemory, rollout: Engine, now_s: float) -> bool:
+        """The rollout engine holds what it may; prefixes go first, then the youngest turns.  Whether it gave anything up."""
+        keep = memory.keep_chunks(self.lend_pages)
+        budget = int(keep * memory.chunk_pages * self.rollout_page_tokens)
+        rollout.evict_to(budget - rollout.used_tokens)
+        while rollout.used_tokens > budget:
             victim = rollout.youngest()
             if victim is None:
                 break
             found = rollout.remove(victim.key)
             assert found is not None
             self.num_cut += 1
-            gave = True
             self.host.turn_cut(self, found[0], found[1], now_s)
-        for request in list(rollout.waiting) if rollout.waiting else ():
-            if not request.done and request.prompt + 1 > budget:
-                # It would wait for ever: the scheduler must hear of it.
-                rollout.remove(request.key)
-                self.host.turn_cut(self, request, 0, now_s)
-        if gave:
-            self.reclaim_seq += 1
-            self.host.boundary(self, now_s)
+        return memory.follow(keep)
 
     def _plan(self, now_s: float) -> None:
         """Choose the next phase and schedule its end."""
@@ -405,7 +441,7 @@ class Device:
     def _plan_serving(self, serving: Engine, now_s: float) -> float:
         """Admit what fits; how many steps until its batch changes."""
         page_tokens = self.serving_page_tokens
-        may_use = (self.total_pages - self.rollout_pages) * page_tokens
+        may_use = self.usable_pages * page_tokens
         room = may_use - serving.used_tokens
         if serving.cached_tokens:
             # Memory that no request holds keeps prefixes, until requests or the loan take it.
@@ -414,15 +450,6 @@ class Device:
         missing = serving.admit(room) if serving.waiting else 0.0
         if not missing and room < serving.running + 1:
             missing = serving.running + 1.0
-        if missing > 0 and self.rollout_pages > 0:
-            self._inside = True
-            self.host.claimed(self, math.ceil(missing / page_tokens) + 1, now_s)
-            self._obey(now_s)
-            self._inside = False
-            self._stall_s = self.unmap_s
-            may_use = (self.total_pages - self.rollout_pages) * page_tokens
-            room = may_use - serving.used_tokens
-            missing = serving.admit(room) if serving.waiting else 0.0
         while serving.running > 1 and room < serving.running:
             serving.preempt()
             room = may_use - serving.used_tokens
@@ -430,8 +457,12 @@ class Device:
             serving.evict_to(may_use - serving.used_tokens)
         self._serving_prefill, steps = serving.shape(serving.chunk_tokens)
         if serving.running:
-            room = (may_use - serving.used_tokens) // serving.running
-            steps = max(1.0, min(steps, serving.steps_to_finish(), room))
+            free = may_use - serving.used_tokens
+            if self.memory is not None and self.memory.may_claim:
+                above = free - self.memory.steps.watermark_blocks * page_tokens
+                if above >= 0:  # it claims as soon as it is below
+                    free = above + serving.running
+            steps = max(1.0, min(steps, serving.steps_to_finish(), free // serving.running))
         return min(steps, 4.0) if missing > 0 else steps
 
     def _plan_rollout(self, rollout: Engine, beside_serving: bool, now_s: float) -> float:
@@ -516,5 +547,6 @@ class Device:
         for engine in (self.serving, self.rollout):
             if engine is not None:
                 engine.check()
-        if self.serving is not None:
-            assert self.serving_pages + self.rollout_pages <= self.total_pages + 2
+        if self.memory is not None:
+            self.memory.check()
+        assert self.serving_pages <= self.usable_pages + 2

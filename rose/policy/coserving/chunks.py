@@ -6,23 +6,15 @@ States and transitions: table in :mod:`rose.policy.coserving`.  One owner, one t
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from rose.errors import PolicyError
+from rose.policy.coserving.events import Mark, Report
 
 UNMAPPED, MAPPED, MOVING = 0, 1, 2
 """What a report says of a chunk.  ``MOVING``: memory is, or may be, still there, and it is nobody's to use."""
 
 _USED, _LEAVING, _GONE, _COMING = range(4)
 _NAMES = ("used", "leaving", "gone", "coming")
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What one rank's pager says: by which generation of marks it acts, and the state of each chunk (one byte each)."""
-
-    generation: int
-    states: bytes
 
 
 class ChunkBook:
@@ -38,8 +30,6 @@ class ChunkBook:
         after_step: No step above it may touch a chunk that is LEAVING.
         changed: The marks differ from what was published.
     """
-
-    __slots__ = ("_by", "_num", "_state", "after_step", "changed", "generation", "marks")
 
     def __init__(self, num_chunks: int, *, used: bool) -> None:
         self._state = bytearray([_USED if used else _GONE]) * num_chunks
@@ -127,6 +117,12 @@ class ChunkBook:
                 self._set(chunk, _USED)
                 usable.append(chunk)
         return usable
+
+    def mark(self) -> list[Mark]:
+        """What the pagers have to be told, if anything."""
+        if not self.changed:
+            return []
+        return [Mark(generation=self.generation + 1, after_step=self.after_step, marks=bytes(self.marks))]
 
     def published(self) -> None:
         """The marks have been written under ``generation + 1``."""

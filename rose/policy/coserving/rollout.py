@@ -1,13 +1,13 @@
 """The rollout engine's book: what it may hold, and how it grows and shrinks.
 
-The background thread of the rollout engine's core owns it and calls, once a round and in this order::
+The background thread of the rollout engine's core owns it.  Its door is :meth:`RolloutBook.handle`, once a round and in this order
+(:mod:`rose.policy.coserving.events`)::
 
-    released()              what the engine thread has taken out of the block pool since
-    settle(reports)         -> chunks that steps may use
-    shrink(allowed)         gives up what is on its way in and no longer allowed
-    growth(allowed)         -> chunks to add to the lease, *before* the numbers of production are read once more
-    grow(allowed_now)       marks what those still allow
-    chunks.published()      once the marks have been written, if ``chunks.changed``
+    RolloutLooked    -> chunks that steps may use; pages to say in the lease, growth included; where nothing grows, marks
+    AllowedAgain     -> where something grows, *after* the numbers of production were read once more: pages and marks
+    MarksWritten
+
+Behind it are the steps that who plays both sides calls one by one (the explorer, the simulator).
 
 Chunks that are in use and no longer allowed are the engine thread's to give up (it ends requests); it finds the number in
 ``allowed_chunks`` of its shell.
@@ -19,7 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from rose.policy.coserving.chunks import ChunkBook, Report
+from rose.policy.coserving.chunks import ChunkBook
+from rose.policy.coserving.events import (
+    AllowedAgain,
+    MarksWritten,
+    Report,
+    Reserve,
+    RolloutAction,
+    RolloutEvent,
+    RolloutLooked,
+    Use,
+)
 from rose.policy.coserving.runs import fewest_runs
 from rose.policy.lending import DEAD_AFTER_S
 from rose.policy.lending_events import Mode, Phase
@@ -31,6 +41,32 @@ class RolloutBook:
     def __init__(self, num_chunks: int, chunk_pages: int) -> None:
         self.chunks = ChunkBook(num_chunks, used=False)
         self.chunk_pages = chunk_pages
+        self._growth = 0
+
+    def handle(self, event: RolloutEvent) -> list[RolloutAction]:
+        """Take one event; what has to be done, in order.
+
+        Raises:
+            PolicyError: A chunk was released that was not in use, or a report is of another number of chunks.
+        """
+        match event:
+            case RolloutLooked():
+                self.released(event.released)
+                usable = self.settle(event.reports)
+                self.shrink(event.allowed_chunks)
+                self._growth = growth = self.growth(event.allowed_chunks)
+                return [
+                    *([Use(chunks=tuple(usable))] if usable else ()),
+                    Reserve(pages=self.lease_pages(growth), growing=growth > 0),
+                    *([] if growth else self.chunks.mark()),
+                ]
+            case AllowedAgain():
+                self.grow(self._growth, event.allowed_chunks)
+                self._growth = 0
+                return [Reserve(pages=self.lease_pages()), *self.chunks.mark()]
+            case MarksWritten():
+                self.chunks.published()
+                return []
 
     def released(self, chunks: Iterable[tuple[int, int]]) -> None:
         """``(chunk, last step that may touch it)`` of each chunk that left the block pool."""
@@ -65,9 +101,14 @@ class RolloutBook:
         """What the lease has to say: all whose memory may be there, and what is announced."""
         return (self.chunks.num_held + growth) * self.chunk_pages
 
-    def check(self, lease_pages: int) -> None:
-        """Assert that the lease covers what is held; for tests and the explorer."""
+    def snapshot(self) -> tuple[object, ...]:
+        """All of the book as a value; equal books have equal ones."""
+        return (*self.chunks.snapshot(), self._growth)
+
+    def check(self, lease_pages: int | None = None) -> None:
+        """Assert that the lease (None: as last answered) covers what is held."""
         self.chunks.check()
+        lease_pages = self.lease_pages(self._growth) if lease_pages is None else lease_pages
         assert lease_pages >= self.chunks.num_held * self.chunk_pages, "held without having said so"
 
 

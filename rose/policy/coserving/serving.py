@@ -1,12 +1,14 @@
 """Production's book: what is lent, what is wanted back, and what the peer still has of it.
 
-The background thread of production's engine core owns it and calls, once a round and in this order::
+The background thread of production's engine core owns it.  Its door is :meth:`ServingBook.handle`, once a round and in this order
+(:mod:`rose.policy.coserving.events`)::
 
-    released()            what the engine thread has taken out of the block pool since
-    settle(reports)       -> chunks that steps may use again
-    resize(...)           -> pages to say in the lease, *before* the peer's number is read
-    take(peer_pages)      marks what that number leaves
-    chunks.published()    once the marks have been written, if ``chunks.changed``
+    ServingLooked    -> chunks that steps may use again; pages to say in the lease, *before* the peer's number is read
+    PeerCounted      -> marks for what that number leaves
+    MarksWritten
+
+Behind it are the steps that who plays both sides calls one by one (the explorer, the simulator): :meth:`~ServingBook.released`,
+:meth:`~ServingBook.settle`, :meth:`~ServingBook.resize`, :meth:`~ServingBook.take`, ``chunks.published``.
 
 Nothing here waits for the peer: what it does not give back is asked for again in the next round, and after
 :data:`STRANDED_AFTER_S` without progress it is called stranded: nothing more is lent until all of it is back.
@@ -18,7 +20,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from rose.policy.coserving.chunks import ChunkBook, Report
+from rose.policy.coserving.chunks import ChunkBook
+from rose.policy.coserving.events import (
+    MarksWritten,
+    PeerCounted,
+    Report,
+    Reserve,
+    ServingAction,
+    ServingEvent,
+    ServingLooked,
+    Stranded,
+    Use,
+)
 from rose.policy.coserving.runs import fewest_runs
 
 STRANDED_AFTER_S = 3.0
@@ -44,6 +57,36 @@ class ServingBook:
         self._back = 0
         self._missing = 0
         self._missing_since_s = 0.0
+        self._lease_pages = num_chunks * chunk_pages
+
+    def handle(self, event: ServingEvent) -> list[ServingAction]:
+        """Take one event; what has to be done, in order.
+
+        Raises:
+            PolicyError: A chunk was released that was not in use, or a report is of another number of chunks.
+        """
+        match event:
+            case ServingLooked():
+                self.released(event.released)
+                usable = self.settle(event.reports)
+                pages = self.resize(
+                    target_chunks=event.target_chunks,
+                    claim_chunks=event.claim_chunks,
+                    retained_pages=event.retained_pages,
+                )
+                self._lease_pages = pages
+                return [*([Use(chunks=tuple(usable))] if usable else ()), Reserve(pages=pages)]
+            case PeerCounted():
+                was_stranded = self.stranded
+                self.take(event.at_s, event.pages)
+                changed = self.stranded != was_stranded
+                return [
+                    *([Stranded(pages=self.stranded_pages)] if changed else ()),
+                    *self.chunks.mark(),
+                ]
+            case MarksWritten():
+                self.chunks.published()
+                return []
 
     @property
     def total_pages(self) -> int:
@@ -97,7 +140,7 @@ class ServingBook:
         if taken:
             self.chunks.take(fewest_runs(self.chunks.gone(), taken))
         missing = self._back - taken
-        if not missing or missing < self._missing or not self._missing:
+        if missing and (missing < self._missing or not self._missing):
             self._missing_since_s = now_s
         self._missing = missing
         if not missing:
@@ -105,7 +148,15 @@ class ServingBook:
         elif now_s - self._missing_since_s >= STRANDED_AFTER_S:
             self.stranded = True
 
-    def check(self, lease_pages: int) -> None:
-        """Assert that the lease covers what is held; for tests and the explorer."""
+    def snapshot(self) -> tuple[object, ...]:
+        """All of the book as a value; equal books have equal ones."""
+        return (
+            *self.chunks.snapshot(),
+            *(self.stranded, self._back, self._missing, self._missing_since_s, self._lease_pages),
+        )
+
+    def check(self, lease_pages: int | None = None) -> None:
+        """Assert that the lease (None: as last answered) covers what is held."""
         self.chunks.check()
+        lease_pages = self._lease_pages if lease_pages is None else lease_pages
         assert lease_pages >= self.chunks.num_held * self.chunk_pages, "held without having said so"
