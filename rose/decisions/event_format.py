@@ -15,6 +15,9 @@ import msgspec
 from rose.errors import LedgerError
 from rose.policy import lending, lending_events
 from rose.policy import turn_events as te
+from rose.policy.coserving import events as ce
+from rose.policy.coserving.rollout import RolloutBook
+from rose.policy.coserving.serving import ServingBook
 from rose.policy.turns import TurnBook
 
 _COUNTED = ("token_ids", "logprobs")
@@ -102,4 +105,12 @@ LENDING = EventFormat(
     always_check=True,
 )
 """What a device lends: a node agent's."""
-FORMATS = {format_.name: format_ for format_ in (TURNS, LENDING)}
+SERVING = EventFormat(
+    "serving", ServingBook, get_args(ce.ServingEvent), get_args(ce.ServingAction), always_check=True
+)
+"""Which chunks production's engine uses, lends and wants back."""
+ROLLOUT = EventFormat(
+    "rollout", RolloutBook, get_args(ce.RolloutEvent), get_args(ce.RolloutAction), always_check=True
+)
+"""The same of the rollout engine beside it."""
+FORMATS = {format_.name: format_ for format_ in (TURNS, LENDING, SERVING, ROLLOUT)}

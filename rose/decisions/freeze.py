@@ -37,8 +37,10 @@ from rose.policy import (
     turns,
     worker,
 )
+from rose.policy.coserving import chunks, rollout, serving
 
 _MODULES = (
+    *(chunks, rollout, serving),
     *(affinity, baselines, cold_cache, concurrency, fleet, growth, lending, lending_events, packed),
     *(placing, remaining, routing, speed, turn, turn_events, turns, worker),
 )
@@ -109,6 +111,8 @@ def freeze(root: Any) -> list[Any]:
             return [cls.__name__, *map(ref, items)]
         if isinstance(value, deque):
             return ["deque", value.maxlen, *map(ref, value)]
+        if cls is bytearray:
+            return ["bytearray", bytes(value)]
         if isinstance(value, array):
             return ["array", value.typecode, len(value)]
         if isinstance(value, np.ndarray):
@@ -160,6 +164,8 @@ def thaw(nodes: list[Any]) -> Any:
         elif kind == "deque":
             made[at] = queue = deque(maxlen=parts[0])
             queue.extend(get(part) for part in parts[1:])
+        elif kind == "bytearray":
+            made[at] = bytearray(parts[0])
         elif kind == "array":
             made[at] = array(parts[0], bytes(array(parts[0]).itemsize * parts[1]))
         elif kind == "ndarray":
