@@ -2,8 +2,8 @@
 
 The books are the product's own.  Around them is the smallest world that can go wrong: files are atomic registers (the kernel's page
 cache), a process is a list of atomic steps between which it may stand still for any time, so a stop needs no event of its own.
-What the live shells do between two steps, and in which order they read and write, is written down here once more; the live
-protocol logs are checked against the same books by ``rose replay``.
+What the live shells do between two steps, and in which order they read and write, is written down here once more; whether real engines
+keep to it is looked for in their protocol logs (:mod:`tests.policy.coserving.live_logs`).
 
 Safety, in every state: memory that is really mapped, of both engines, is at most what the device has; no step meets memory that is not
 there.  Liveness: from every state in which nothing is lent any more, without any further fault, production gets all of it back on
@@ -16,9 +16,10 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rose.policy.coserving.chunks import MAPPED, MOVING, UNMAPPED, ChunkBook, Report
+from rose.policy.coserving.chunks import MAPPED, MOVING, UNMAPPED, ChunkBook
+from rose.policy.coserving.events import Report
 from rose.policy.coserving.rollout import RolloutBook
-from rose.policy.coserving.serving import ServingBook
+from rose.policy.coserving.serving import STRANDED_AFTER_S, ServingBook
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,8 @@ class Bounds:
     unlinks: int = 0
     """Of the file in which production's worker reports."""
     lost_wakes: int = 0
+    waits: int = 0
+    """How often production waits for as long as it does before it calls pages stranded."""
     delayed: bool = False
     """Reports reach their engine core late; of several only the last may."""
     max_states: int = 400_000
@@ -55,6 +58,12 @@ class Mutant:
     """A reader lets go of a file whose name is gone, though its writer lives, and the writer never makes it anew."""
     keeps_a_dead_file: bool = False
     """A reader never lets go of the file that it has, though its writer is dead and another has come."""
+    takes_what_is_stranded: bool = False
+    """Production maps what has been stranded for long, as if its holder were dead."""
+    waits_in_silence: bool = False
+    """It never says that pages are stranded."""
+    stays_stranded: bool = False
+    """It never takes that back."""
     no_heartbeat: bool = False
     """Who was not woken does not look."""
 
@@ -94,6 +103,9 @@ class World:
         self.lend = 0
         self.claim = 0
         self.kills, self.unlinks, self.lost = bounds.kills, bounds.unlinks, bounds.lost_wakes
+        self.waits, self.now_s = bounds.waits, 0.0
+        self.missing, self.missing_since_s = 0, 0.0
+        """What production wants back and its peer still has, and since when it has not become less: our own note of it."""
         self.serving, self.rollout = ServingBook(n, 1), RolloutBook(n, 1)
         self.pool = set(range(n))
         """Chunks that production's steps may use; chunk 0 is never lent."""
@@ -130,7 +142,9 @@ class World:
             yield "serving: read"
         elif not self.mutant.no_heartbeat or self.woken:
             yield "serving: round"
-        if len(self.pool) > n - min(self.lend, n - 1) and not self.s_at:
+        if self.waits and self.missing:
+            yield "clock: a wait is over"
+        if len(self.pool) > n - min(0 if s.stranded else self.lend, n - 1) and not self.s_at:
             for chunk in sorted(self.pool - {0}):
                 yield f"serving: release {chunk}"
         yield from self._pager_steps("serving pager", self.s_pager, self.s_marks, True)
@@ -216,6 +230,9 @@ class World:
         elif who == "lose":
             self.lost -= 1
             self.woken = False
+        elif who == "clock":
+            self.waits -= 1
+            self.now_s += STRANDED_AFTER_S
         if not self.bounds.delayed:
             self.s_seen = self.s_pager.report
             self.r_seen = [pager.report for pager in self.r_pagers]
@@ -243,10 +260,25 @@ class World:
             self.s_at = "take"
             return
         peer = self.s_peer if self.mutant.reads_first else self._peer_pages()
-        book.take(0.0, 0 if self.mutant.takes_what_is_held else peer)
+        was_stranded = book.stranded
+        if self.mutant.takes_what_is_held or (self.mutant.takes_what_is_stranded and was_stranded):
+            peer = 0
+        book.take(self.now_s, peer)
+        if self.mutant.waits_in_silence or self.mutant.stays_stranded:
+            book.stranded = was_stranded or (book.stranded and not self.mutant.waits_in_silence)
+        self._note_missing()
         self.s_marks = self._publish(book.chunks, self.s_marks)
         self.s_at = ""
         self.s_peer = 0
+
+    def _note_missing(self) -> None:
+        missing = self.serving.missing_pages
+        if not self.missing or missing < self.missing:
+            self.missing_since_s = self.now_s
+        self.missing = missing
+        waited = missing > 0 and self.now_s - self.missing_since_s >= STRANDED_AFTER_S
+        if waited and not self.serving.stranded:
+            raise Broken(f"{missing} pages that nobody gives back are not said to be stranded")
 
     def _rollout(self, verb: str, argument: str) -> None:
         book = self.rollout
@@ -360,7 +392,7 @@ class World:
             raise Broken("a serving step uses a chunk that is not mapped")
 
     def is_home(self) -> bool:
-        return len(self.pool) == self.bounds.chunks
+        return len(self.pool) == self.bounds.chunks and not self.serving.stranded
 
     # --- identity
 
@@ -387,8 +419,20 @@ class World:
             self.report_lost,
             (self.first_life, self.r_lease_of_first) if self.mutant.keeps_a_dead_file else True,
             self.serving._back if self.s_at else 0,
+            self._waited() if self.bounds.waits else True,
             s_order,
             r_order,
+        )
+
+    def _waited(self) -> tuple[object, ...]:
+        book = self.serving
+        return (
+            self.waits,
+            self.missing,
+            self.now_s - self.missing_since_s if self.missing else 0.0,
+            book.stranded,
+            book._missing,
+            self.now_s - book._missing_since_s if book._missing else 0.0,
         )
 
     def _order(
@@ -467,7 +511,15 @@ class Explored:
     num_steps: int
 
 
-FAULTS = ("agent: lend ", "traffic: ", "kill: rollout core", "unlink: ", "lose: ", "serving: release")
+FAULTS = (
+    "clock: ",
+    "agent: lend ",
+    "traffic: ",
+    "kill: rollout core",
+    "unlink: ",
+    "lose: ",
+    "serving: release",
+)
 """What need not happen: production must come home without any of it (a rollout engine that is dead is reaped, though)."""
 
 
