@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rose.decisions.log import DecisionLog, replay
 from rose.decisions.event_format import FORMATS
+from rose.decisions.log import DecisionLog, replay
 from rose.policy.coserving.events import Stranded, Use
 from rose.policy.coserving.rollout import RolloutBook
 from rose.policy.coserving.serving import ServingBook
