@@ -10,8 +10,9 @@ reach (:mod:`rose.coserve.outside`).  It has no guard and outlives the agent, fo
   of one whose core is dead, all that its workers hold.
 - Owed for ``DEADLINE_S + GRACE_S`` (0: by the engine's own steps, :mod:`rose.policy.deadlines`) without a break and unchanged, and past the
   deadline that the agent has set: SIGUSR2 to the engine's guard, which kills the whole tree; ``GUARD_S`` later SIGKILL for all
-  of it from here, for the guard may be stopped, too.  The grace lets the agent go first, and its deadline counts because it knows
-  more: it remembers longer steps than the engine tells.
+  of it from here, for the guard may be stopped, too.  The grace lets the agent go first, and its word counts because it knows
+  more: it remembers longer steps than the engine tells, and a cut ahead of production's need has no deadline while that need
+  does not come.  An agent that is silent gives no time to anybody.
 - The agent is dead: what is left of its engine is killed.
 - The agent is silent and something of the engine is dying: it gets a normal share of its cores (``RUNG``, ``CGROUP``:
   :mod:`rose.proc_share`), for in the idle class of a busy core the dying do not get to give their memory back.
@@ -37,6 +38,8 @@ from rose.errors import LedgerError
 from rose.policy import deadlines
 from rose.policy.compat import Support
 from rose.policy.coserving.rollout import allowed_pages
+from rose.policy.lending import DEAD_AFTER_S
+from rose.policy.lending_events import Mode
 from rose.proc_share import IdleShare, Rung
 from rose.proc_tree import GuardedTree, ProcessHandle
 from rose.units import NS_PER_S
@@ -124,7 +127,13 @@ class Sentinel:
             owed = held
         step_s = rollout.step_ns / NS_PER_S if rollout is not None else 0.0
         patience_s = deadlines.reclaim_s(step_s, self._deadline_s) + GRACE_S
-        set_s = node.deadline_ns / NS_PER_S + GRACE_S if node is not None else 0.0
+        set_s = 0.0
+        if node is not None:
+            set_s = node.deadline_ns / NS_PER_S + GRACE_S
+            heard = now_s - node.heartbeat_ns / NS_PER_S <= DEAD_AFTER_S
+            if heard and not node.deadline_ns and node.mode == Mode.ON and rollout is not None:
+                self._since_s, self._held = None, held
+                return False
         if not owed:
             self._since_s = None
         elif self._since_s is None or held < self._held:

@@ -115,7 +115,8 @@ class SetLend:
 
     pages: int
     deadline_s: float | None
-    """Until then the rollout engine must hold no more; None when it already holds no more."""
+    """Until then the rollout engine must hold no more; None when it already holds no more, or when production has room enough without.
+    Said again, with a deadline, once it has not."""
     reason: str
 
 

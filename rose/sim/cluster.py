@@ -304,12 +304,16 @@ class Cluster:
         for action in actions:
             if isinstance(action, SetLend):
                 self.journal.write(now_s, "lend", name, action.pages)
-                if action.deadline_s is not None:
+                cut = node.device.rollout_pages > action.pages
+                if cut:
+                    self.counters.cuts += (
+                        action.pages != node.device.lend_pages
+                    )  # else it has only become due
                     node.cut_due = True
-                    self.counters.cuts += 1
+                if action.deadline_s is not None:
                     self.queue.at(action.deadline_s + 1e-6, self._deadline, name)
                 node.device.lend(action.pages, now_s)
-                if action.deadline_s is not None and node.device.rollout_pages <= action.pages:
+                if cut and node.device.rollout_pages <= action.pages:
                     node.cut_due = False
                     self._rollout_report(name, node, now_s)
             else:

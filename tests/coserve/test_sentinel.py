@@ -34,6 +34,8 @@ from tests.coserve.conftest import Device, alive, until
 from tests.freezer import freezer
 
 NODE = NodeState(mode=Mode.ON, lend_pages=10, has_serving=1)
+CUT = dataclasses.replace(NODE, lend_pages=2, deadline_ns=1)
+"""With a deadline that the agent has let pass."""
 SERVING = ServingLease(phase=Phase.READY, support=Support.ELASTIC, total_pages=20, reserved_pages=8)
 ROLLOUT = RolloutLease(phase=Phase.READY, reserved_pages=10)
 
@@ -138,7 +140,7 @@ def test_it_waits_for_the_deadline_and_the_agents_turn_and_gives_time_to_one_tha
     tree = Tree()
     sentinel = Sentinel(files.dir, tree, deadline_s=0.1)
     assert not sentinel.look(files.beat(0.0))
-    files.node = dataclasses.replace(NODE, lend_pages=2)
+    files.node = CUT
     patience_s = 0.1 + GRACE_S
     assert not sentinel.look(files.beat(1.0))
     assert not sentinel.look(files.beat(1.0 + patience_s - 0.01))
@@ -153,7 +155,7 @@ def test_an_engine_that_obeys_in_time_is_left_alone(files: Files) -> None:
     tree = Tree()
     sentinel = Sentinel(files.dir, tree, deadline_s=0.1)
     for cycle in range(20):
-        files.node = dataclasses.replace(NODE, lend_pages=2)
+        files.node = CUT
         assert not sentinel.look(files.beat(cycle * 1.0))
         files.rollout = dataclasses.replace(ROLLOUT, reserved_pages=2)
         assert not sentinel.look(files.beat(cycle * 1.0 + 0.3))
@@ -166,7 +168,7 @@ def test_without_a_configured_deadline_its_own_steps_say_how_long_the_engine_may
     tree = Tree()
     sentinel = Sentinel(files.dir, tree, deadline_s=None)
     files.rollout = dataclasses.replace(ROLLOUT, step_ns=1_000_000_000)
-    files.node = dataclasses.replace(NODE, lend_pages=2)
+    files.node = CUT
     assert not sentinel.look(files.beat(1.0))
     assert not sentinel.look(files.beat(1.0 + 2.1 + GRACE_S - 0.01))
     assert sentinel.look(files.beat(1.0 + 2.1 + GRACE_S + 0.01))
@@ -182,6 +184,19 @@ def test_an_engine_has_until_the_deadline_that_the_agent_has_set(files: Files) -
     assert not sentinel.look(files.beat(1.0))
     assert not sentinel.look(files.beat(2.5 + GRACE_S - 0.01))
     assert sentinel.look(files.beat(2.5 + GRACE_S + 0.01))
+    assert tree.num_kills == 1
+
+
+def test_a_cut_that_is_not_due_is_waited_for_while_the_agent_is_heard_of(files: Files) -> None:
+    # Ahead of production's need: the agent has set no deadline yet.
+    tree = Tree()
+    sentinel = Sentinel(files.dir, tree, deadline_s=0.1)
+    files.node = dataclasses.replace(NODE, lend_pages=2)
+    for tenth in range(100):
+        assert not sentinel.look(files.beat(tenth / 10))
+    silent_s = 9.9 + DEAD_AFTER_S + 0.01
+    assert not sentinel.look(silent_s)  # its time begins
+    assert sentinel.look(silent_s + 0.1 + GRACE_S + 0.01)
     assert tree.num_kills == 1
 
 
@@ -343,7 +358,7 @@ def test_production_s_damaged_file_is_no_leave_to_keep_its_memory(files: Files, 
     sentinel.look(files.beat(0.0))
     path = files.dir.path / name
     path.write_bytes(b"\xff" * (path.stat().st_size if path.exists() else 4096))
-    files.node = dataclasses.replace(NODE, lend_pages=0)
+    files.node = dataclasses.replace(CUT, lend_pages=0)
     sentinel.look(files.beat(1.0))
     for at_s in (1.2, 1.4, 1.6):
         sentinel.look(files.beat(at_s))
