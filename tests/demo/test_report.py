@@ -130,13 +130,13 @@ def test_page_nests_and_says_the_figures_of_the_summary(result: DemoResult) -> N
 
 
 def test_the_gain_is_the_mean_over_pairs_with_student_s_interval(result: DemoResult) -> None:
-    """Logarithms of 10/8 and 12/8: mean 0.314, standard deviation 0.129, and t = 12.71 with one degree of freedom."""
+    """Logarithms of 10/8 and 12/8: mean 0.314, standard deviation 0.129, and t = 12.706 with one degree of freedom."""
     gain = steps_gain(result.blocks)
 
     assert gain is not None
     assert gain.num_pairs == 2
     assert gain.value == pytest.approx(math.sqrt(10 / 8 * 12 / 8))
-    half = 12.71 * (math.log(12 / 8) - math.log(10 / 8)) / 2
+    half = 12.706 * (math.log(12 / 8) - math.log(10 / 8)) / 2
     assert gain.low == pytest.approx(gain.value / math.exp(half))
     assert gain.high == pytest.approx(gain.value * math.exp(half))
     assert (summarize(result)["steps_per_minute_off"], summarize(result)["steps_per_minute_on"]) == (
