@@ -17,6 +17,7 @@ from rose.coserve.node_config import NodeConfig
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.records import NodeState
 from rose.private_dir import private_dir
+from rose.scheduler.scheduler_config import SchedulerConfig
 from tests.deploy.programs import check_call
 from tests.users import STRANGER, act_as, needs_root, volume
 
@@ -29,6 +30,17 @@ def test_the_nodes_settings_load() -> None:
     config = load_config(NodeConfig, SYSTEMD / "node.toml", [])
     assert config.mode == "observe"
     assert config.lending.max_slo_breaches > 0
+
+
+def test_the_scheduler_s_settings_load_and_are_those_that_the_nodes_ask() -> None:
+    scheduler = load_config(SchedulerConfig, SYSTEMD / "scheduler.toml", [])
+    node = load_config(NodeConfig, SYSTEMD / "node.toml", [])
+    assert scheduler.host == "0.0.0.0"
+    assert node.scheduler is not None
+    assert node.scheduler.url.endswith(f":{scheduler.port}")
+    assert node.weights is not None
+    relay = (SYSTEMD / "rose-relay.service").read_text()
+    assert f"--port {node.weights.relay_url.rpartition(':')[2]} " in relay
 
 
 def test_both_containers_of_the_sidecar_share_directory_user_and_volume() -> None:
