@@ -7,8 +7,8 @@ blocks than the device has.  vLLM evicts the least recently used first, so that 
 exactly, while only vLLM evicts; nearly, where chunks are taken out of turn (on random conversations 0.79 to 1.0 of what vLLM's own
 counters of two engines differ by).
 
-A prompt *loses* the blocks at which its chain goes on in the ghost where the cache has it no longer.  Each lost block counts once: it is about
-to be computed, and then it is in the cache again.
+A prompt *loses* the blocks of its prefix that are in the ghost and no longer in the cache.  Each lost block counts once: the prompt
+computes it, and then it is in the cache again.
 
 Invariant, asserted by :meth:`check`: cache and ghost together are at most the device's blocks.
 

@@ -1,14 +1,14 @@
 """Do the books of the page pools agree with the kernel?  Read from what every rank reports of itself.
 
-A rank's pager compares its own book with the kernel's word now and then (``vllm_plugin.memory``), at an instant at which it moves
-nothing, and reports three numbers: what it booked, what of that is there, and what of the rest was used (the canary of
+Now and then, while it is moving nothing, a rank's pager compares its own book with what the kernel says (``vllm_plugin.memory``).  It
+reports three numbers: how much it has booked, how much of that is in memory, and how much of the rest was touched (the canary of
 ``rose.coserve.pages``).  This module reads the reports of both engines and says what is wrong:
 
-- *Used after release*, any byte: somebody reads or writes memory that he gave back.  What it read were zeros.
+- *Used after release*, any byte: the engine reads or writes memory that it gave back.  What it reads there are zeros.
 - *Booked, but not there*, more than :data:`TOLERANCE_BYTES`: the machine swaps, or a book is wrong.
 
-Neither heals by itself: memory that one side thinks it has cannot be given to anybody.  Page cache plays no part: KV memory is
-anonymous, or the driver's.
+Neither goes away by itself: memory that one engine counts as its own cannot be given to the other.  The page cache plays no part: KV
+memory is anonymous, or the driver's.
 
 Decides by :func:`disagreement`, which is pure.
 """

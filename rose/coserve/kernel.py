@@ -4,11 +4,11 @@ A *futex* is a word of a shared mapping that a process can sleep on until anothe
 lock* (``F_OFD``) belongs to the open file, ends with its last descriptor, and can be queried without being
 taken.
 
-``os.pwrite`` and ``os.pread`` give up the interpreter lock around the call.  On serving's step path another thread may then take it, and
+``os.pwrite`` and ``os.pread`` release the interpreter lock around the call.  On serving's step path another thread may then take it, and
 the engine thread gets it back up to one switch interval (5 ms) later.  :func:`bound_write`, :func:`bound_read` and
-:meth:`FutexWord.wake` keep it: the first two copy a few bytes of a page that is already there, the third only makes sleepers runnable.  Their arguments
-are made once, and they keep no errno (a write that failed is tried again by ``os.pwrite``, which says why): both were most of what
-a call cost between two steps of an engine, when nothing of it is in the cache.
+:meth:`FutexWord.wake` keep the lock.  They are short: the first two copy a few bytes of a page that is in memory, the third only makes
+waiting processes runnable.  Their arguments are built once, and they do not read errno (a write that fails is repeated with
+``os.pwrite``, which reports why).  Building arguments and reading errno were most of a call's cost between two steps, with cold caches.
 
 Standard library only; x86-64 and arm64.
 """

@@ -9,8 +9,8 @@ Each coefficient is corrected by its share in the prediction (a multiplicative g
 of the time).  So all stay positive, short and long turns count alike, and what the traffic does not show is
 left alone: with short prompts ``prefill_s`` cannot drift to zero, which would make every prefix worthless.
 
-Learning is slow on purpose.  A harvested worker's speed follows production's bursts, and a turn that suffered
-one tells of it when it is about over; who chases that is late both ways.
+Learning is slow on purpose.  A harvested worker's speed follows production's bursts, and a turn that ran through a burst ends, and is
+learned from, when the burst is nearly over.  A fast estimate would slow down after the burst and recover too late.
 
 Pure; callers: ``rose.policy.fleet``.
 """

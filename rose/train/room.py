@@ -1,9 +1,8 @@
 """Room for a job's actors in its Ray cluster, reserved as a whole before any of them is made.
 
-An actor without room waits in Ray without a word.  A placement group either has its room or has not, and says which; an
-autoscaler reads one that waits as a wish.  It has room for the trainer and the environment managers; the ranks of the trainer lie
-together on one node where one is large enough.  A node that dies takes its part of the room along, and Ray looks for
-another place for that.
+Ray lets an actor that does not fit wait, and says nothing.  A placement group says whether it has its room, and an autoscaler grows the
+cluster for one that waits.  Ours has room for the trainer and the environment managers; the trainer's ranks are on one node if one is
+large enough.  When a node dies, Ray looks for another place for its part of the group.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Which versions of a run may be deleted, and deleting them.
 
-A reader that starts at a version needs the newest anchor at or before it, and every delta from there on.  So, with
-``floor`` = the oldest of: the anchor that the head's chain starts from, and the anchors that leased versions start
-from: everything below ``floor`` goes.  At or above it stays what a chain may need; what a failed publish or a failed
-anchor left there goes too.  A reader without a lease may find a piece gone while it reads; it starts over from the head.
+A reader that starts at a version needs the newest anchor at or before it, and every delta from there on.  ``floor`` is the oldest
+anchor that is needed so: by the head, or by a version that a reader leases.  Everything below ``floor`` is deleted.  At or above it
+everything stays that a chain may need; leftovers of failed publishes and failed anchors are deleted.  A reader without a lease may find
+a piece deleted while it reads; it starts over from the head.
 
 A store that is full is answered in steps (:class:`Need`), each of which deletes more than the one before, so that a run
 goes on as long as one full copy and one version fit.
