@@ -18,7 +18,7 @@ Output lines: ``{"type": "cycle", cycle, phase, at_s}`` and ``{"type": "request"
 Times are seconds on CLOCK_MONOTONIC, comparable with every other process of this machine.
 A failed request is a record with ``error`` set, never an exception; nothing is retried.
 
-Of the asyncio clients it uses the one that costs least: what it takes is missing on production's machine.
+aiohttp, not httpx: a load generator takes CPU time from production's machine, and httpx needs a multiple of it.
 """
 
 from __future__ import annotations
