@@ -24,6 +24,7 @@ from rose.policy import turn_events as te
 from rose.policy.turns import TurnBook
 from rose.policy.worker import Tier
 from rose.scheduler.control_api import ControlRoutes
+from rose.scheduler.count_api import CountRoutes
 from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.engine import Endpoint, EngineClient
 from rose.scheduler.guard import Guard
@@ -40,6 +41,7 @@ from rose.scheduler.settings_api import SettingsRoutes
 from rose.scheduler.status import Status
 from rose.scheduler.store import Store
 from rose.scheduler.timeline import Timeline
+from rose.scheduler.turn_requests import TurnRequests
 from rose.scheduler.watch_api import PERIOD_S, WatchRoutes
 
 log = logging.getLogger("rose.scheduler")
@@ -167,11 +169,13 @@ class Scheduler:
             self._recent_snapshot,
             lambda: self.dispatcher.draining,
         )
-        openai = OpenAIRoutes(config, self.store, self.dispatcher, self.inflight, prompts, self.renderer)
+        requests = TurnRequests(config, self.store, self.dispatcher)
+        openai = OpenAIRoutes(config, self.dispatcher, self.inflight, prompts, self.renderer, requests)
+        counts = CountRoutes(self.dispatcher, prompts, self.renderer, requests)
         app = web.Application(
             client_max_size=config.limits.max_body_bytes, middlewares=[errors_middleware, self._guarded]
         )
-        self._add_routes(app, openai)
+        self._add_routes(app, openai, counts)
         # Cancelling a handler whose client has gone is how a turn learns that nobody waits for it.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         await self._runner.setup()
@@ -220,7 +224,7 @@ class Scheduler:
 
     # --- routes ----------------------------------------------------------------------------------------
 
-    def _add_routes(self, app: web.Application, openai: OpenAIRoutes) -> None:
+    def _add_routes(self, app: web.Application, openai: OpenAIRoutes, counts: CountRoutes) -> None:
         control = self.control
 
         def add(method: str, path: str, handler: Handler, *roles: str) -> None:
@@ -229,7 +233,13 @@ class Scheduler:
         for base in ("", "/s/{session}"):
             add("POST", f"{base}/v1/chat/completions", openai.chat, *MAY_CHAT)
             add("POST", f"{base}/v1/completions", openai.completions, *MAY_CHAT)
-            add("GET", f"{base}/v1/models", openai.models, *MAY_CHAT)
+            add("POST", f"{base}/v1/responses", openai.responses, *MAY_CHAT)
+            add("POST", f"{base}/v1/responses/input_tokens", counts.responses, *MAY_CHAT)
+            add("POST", f"{base}/v1/messages", openai.messages, *MAY_CHAT)
+            add("POST", f"{base}/v1/messages/count_tokens", counts.messages, *MAY_CHAT)
+            add("GET", f"{base}/v1/models", counts.models, *MAY_CHAT)
+            add("GET", base + "/v1/models/{model:.+}", counts.model, *MAY_CHAT)
+            add("POST", f"{base}/tokenize", counts.tokenize, *MAY_CHAT)
         add("POST", "/rose/v1/generate", openai.generate, *MAY_CHAT)
         add("POST", "/rose/v1/trajectories", control.create, "environment")
         add("GET", "/rose/v1/trajectories", control.list, "environment", "trainer")
@@ -253,6 +263,7 @@ class Scheduler:
         add("GET", "/openapi.json", self._openapi)
         add("GET", "/metrics", self._metrics)
         add("GET", "/healthz", self._healthz)
+        add("GET", "/health", self._healthz)
         add("GET", "/readyz", self._readyz)
         watch = self.watch
         add("GET", "/rose/v1/trajectories/{id}/tokens", watch.tokens, "environment", "trainer")
@@ -286,6 +297,8 @@ class Scheduler:
             "/rose/v1/generate": behind(openai.generate),
             "/v1/chat/completions": behind(openai.chat),
             "/v1/completions": behind(openai.completions),
+            "/v1/responses": behind(openai.responses),
+            "/v1/messages": behind(openai.messages),
         }
 
         async def front(request: web.BaseRequest) -> web.StreamResponse:

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from rose.auth import Tokens
 from rose.errors import PolicyError, RequestError, RoseError, TooLarge
-from rose.wire.errors import error_body, error_headers
+from rose.wire.errors import anthropic_error_body, error_body, error_headers
 from rose.wire.reading import read, read_struct
 
 log = logging.getLogger("rose.scheduler")
@@ -27,6 +27,7 @@ encode = msgspec.json.Encoder().encode
 
 REQUEST_ID = web.RequestKey("rose_request_id", str)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}\Z")
+_ANTHROPIC = re.compile(r"/v1/messages(?:/count_tokens)?\Z")
 KEY_OF = web.RequestKey("rose_key_of", str)
 """The trajectory whose key a request came with."""
 BY_KEY = "trajectory"
@@ -55,8 +56,10 @@ async def send_json(
     return response
 
 
-def error_response(error: RoseError) -> web.Response:
-    return json_response(error_body(error), status=error.status, headers=error_headers(error))
+def error_response(request: web.Request, error: RoseError) -> web.Response:
+    """In the shape of the protocol that was asked in."""
+    body = anthropic_error_body if _ANTHROPIC.search(request.path) else error_body
+    return json_response(body(error), status=error.status, headers=error_headers(error))
 
 
 @web.middleware
@@ -70,23 +73,21 @@ async def errors_middleware(request: web.Request, handler: Handler) -> web.Strea
     except web.HTTPException as error:
         if error.status < 400:
             raise
-        response = error_response(
-            RequestError(
-                error.reason.lower(), status=error.status, code=error.reason.lower().replace(" ", "_")
-            )
-        )
+        reason = error.reason.lower()
+        refusal = RequestError(reason, status=error.status, code=reason.replace(" ", "_"))
+        response = error_response(request, refusal)
         if "Allow" in error.headers:
             response.headers["Allow"] = error.headers["Allow"]
     except PolicyError as error:
         log.error("request %s: refused by the books: %s", request_id, error)
-        response = error_response(error)
+        response = error_response(request, error)
     except RoseError as error:
-        response = error_response(error)
+        response = error_response(request, error)
     except ConnectionError:
         raise
     except Exception:
         log.exception("request %s: %s %s", request_id, request.method, request.path)
-        response = error_response(RoseError("an internal error; the log has the details"))
+        response = error_response(request, RoseError("an internal error; the log has the details"))
     if not response.prepared:
         response.headers["X-Request-Id"] = request_id
     return response
@@ -99,6 +100,8 @@ def requires(tokens: Tokens, *roles: str) -> Callable[[Handler], Handler]:
     def wrap(handler: Handler) -> Handler:
         async def checked(request: web.Request) -> web.StreamResponse:
             authorization = request.headers.get("Authorization")
+            if authorization is None and BY_KEY in roles and "x-api-key" in request.headers:
+                authorization = f"Bearer {request.headers['x-api-key']}"  # Anthropic's clients
             name = tokens.trajectory_of(authorization) if BY_KEY in roles else None
             if name is None:
                 tokens.check(authorization, *by_token)

@@ -38,6 +38,7 @@ from rose.scheduler.deliveries import Connections
 from rose.scheduler.dispatch import Dispatcher, TurnHandle, no_worker, turn_error
 from rose.scheduler.ids import pack_ids, pack_logprobs
 from rose.scheduler.journal import TurnRecord
+from rose.scheduler.kept import Kept
 from rose.scheduler.messages import thought, tips
 from rose.scheduler.prompts import Prompt
 from rose.scheduler.store import Store
@@ -504,11 +505,13 @@ class InflightRequests:
         *,
         kind: str,
         messages: Sequence[Mapping[str, Any]] = (),
+        kept: Kept | None = None,
     ) -> None:
         """Journal the finished turns of a request, one for each choice.
 
         Args:
             messages: What each says, of a chat.
+            kept: Its new messages, where a later request may refer to them.
         """
         first_with: dict[int, int | None] = {}
         for index, done in enumerate(choices):
@@ -524,6 +527,10 @@ class InflightRequests:
                 num_choices=len(choices),
                 tip=tip,
                 thoughts=mark,
+                messages=b""
+                if kept is None
+                else kept.with_answer(messages[index], done.ended.result.turn_id),
+                messages_of=None if kept is None else kept.after,
             )
             first_with.setdefault(id(done.prompt), done.turn)
         if inflight.asked.trajectory is not None:

@@ -85,6 +85,10 @@ class TurnRecord(msgspec.Struct, tag="turn", frozen=True, gc=False, omit_default
     """``Idempotency-Key`` of its request."""
     retry: int = 0
     """How often its client said to have asked before."""
+    messages: bytes = b""
+    """Messages that it added to those of turn ``messages_of`` (all, where that is None), and its answer, as msgpack: for a client that
+    names an earlier answer and does not send it again.  Empty: its client does not."""
+    messages_of: int | None = None
 
 
 def packed(value: Any) -> msgspec.Raw:

@@ -1,8 +1,8 @@
-"""``/v1/chat/completions``, ``/v1/completions``, ``/v1/models`` and ``/rose/v1/generate``.
+"""Requests for turns: ``/v1/chat/completions``, ``/v1/responses``, ``/v1/messages``, ``/v1/completions`` and ``/rose/v1/generate``.
 
 A request is: prompt (``rose.scheduler.prompts``), one turn per choice (``rose.scheduler.inflight``), answer
-parsed by vLLM's derender route, journal, answer.  This module builds the three kinds of request; streaming
-is in ``rose.scheduler.streams``.
+parsed by an engine, journal, answer.  The first three are one kind of request in three protocols (``rose.scheduler.protocols``); this
+module builds each kind; streaming is in ``rose.scheduler.streams``.
 
 A trajectory is named by the path ``/s/{id}/v1/...``, the header ``X-Session-ID`` (``X-SMG-Routing-Key``) or
 the body's ``session_id``, in this order, or by its own key, which names no other; a request without one is served and forgotten.  A trajectory's own
@@ -17,44 +17,44 @@ import asyncio
 import base64
 import binascii
 import functools
-import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from aiohttp import web
 
-from rose.errors import CapacityError, NotFound, RequestError, RoseError, Unauthorized
-from rose.policy.staleness import parse_version
-from rose.scheduler.deliveries import retry_count
+from rose.errors import RequestError, RoseError
 from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.http import (
-    KEY_OF,
-    REQUEST_ID,
-    check_storable,
     check_token_ids,
     encode,
-    json_response,
     read_body,
     read_object,
     send_json,
-    trace_context,
 )
 from rose.scheduler.ids import unpack_ids
 from rose.scheduler.inflight import Finished, Inflight, InflightRequests, Replay, TurnRequest
+from rose.scheduler.kept import Kept
 from rose.scheduler.messages import call_id
 from rose.scheduler.prompts import NOT_RENDERED, Prompt, Prompts, continuation
+from rose.scheduler.protocols import ProtocolRequest, named_as
+from rose.scheduler.protocols.anthropic_messages import MessagesRequest
+from rose.scheduler.protocols.chat import ChatRequest
+from rose.scheduler.protocols.responses import ResponsesRequest
 from rose.scheduler.renderer import Renderer
 from rose.scheduler.replays import finished_before
 from rose.scheduler.scheduler_config import SchedulerConfig
 from rose.scheduler.stops import chat_finish, cut_at_stop, visible_ids
-from rose.scheduler.store import Store
 from rose.scheduler.streams import replay_stream, replay_tokens, stream_job, stream_tokens, wants_logprobs
 from rose.scheduler.trajectory import Trajectory
+from rose.scheduler.turn_requests import TurnRequests, said
 from rose.wire.reading import read
 from rose.wire.turns import Generate
 
 REFUSED_PARAMS = ("output_kind", "skip_clone", "extra_args", "prompt_logprobs")
 """Not for ``/rose/v1/generate``: they change the shape of the answer or reach into the engine."""
+
+
+Read = Callable[[dict[str, Any], Trajectory | None], ProtocolRequest]
 
 
 class OpenAIRoutes:
@@ -63,45 +63,47 @@ class OpenAIRoutes:
     def __init__(
         self,
         config: SchedulerConfig,
-        store: Store,
         dispatcher: Dispatcher,
         inflight: InflightRequests,
         prompts: Prompts,
         renderer: Renderer,
+        requests: TurnRequests,
     ) -> None:
         self._config = config
-        self._store = store
         self._dispatcher = dispatcher
         self._inflight = inflight
         self._prompts = prompts
         self._renderer = renderer
+        self._requests = requests
 
     # --- routes ----------------------------------------------------------------------------------------
 
-    async def models(self, request: web.Request) -> web.Response:
-        _session_of(request, None)
-        data = [
-            {
-                "id": name,
-                "object": "model",
-                "created": 0,
-                "owned_by": "rose",
-                "max_model_len": model.max_model_len,
-            }
-            for name, model in sorted(self._dispatcher.models().items())
-            if model.alive
-        ]
-        return json_response({"object": "list", "data": data})
-
     async def chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._converse(request, lambda body, _: ChatRequest(body))
+
+    async def responses(self, request: web.Request) -> web.StreamResponse:
+        return await self._converse(request, ResponsesRequest)
+
+    async def messages(self, request: web.Request) -> web.StreamResponse:
+        return await self._converse(request, lambda body, _: MessagesRequest(body))
+
+    async def _converse(self, request: web.Request, read: Read) -> web.StreamResponse:
+        """A turn of a conversation, in any protocol."""
         body = await read_object(request)
-        self._check_messages(body)
-        trajectory = self._trajectory(request, body.get("session_id"))
-        body = self._with_sampling(body, trajectory)
-        num_choices = self._num_choices(body)
-        model = await self._model(body.get("model"), trajectory)
+        trajectory = self._requests.trajectory(request, body.get("session_id"))
+        sent = read(body, trajectory)
+        with named_as(sent.names):
+            return await self._chat(request, sent, trajectory)
+
+    async def _chat(
+        self, request: web.Request, sent: ProtocolRequest, trajectory: Trajectory | None
+    ) -> web.StreamResponse:
+        self._requests.check_messages(sent.body)
+        sent.body = body = self._requests.with_sampling(sent.body, trajectory)
+        num_choices = self._requests.num_choices(body)
+        model = await self._requests.model(body.get("model"), trajectory)
         body["model"] = model
-        asked = self._turn_request(request, _said(body), trajectory)
+        asked = self._requests.turn_request(request, said(body), trajectory)
 
         want = wants_logprobs(body)
 
@@ -111,38 +113,38 @@ class OpenAIRoutes:
 
         async def work(inflight: Inflight) -> bytes:
             prompt = await self._prompts.chat(trajectory, body)
-            params = self._params(prompt.sampling_params, body, len(prompt.token_ids), model)
+            kept = None if trajectory is None else Kept.of(sent, prompt, trajectory)
+            params = self._requests.params(prompt.sampling_params, body, len(prompt.token_ids), model)
             done = await self._run(inflight, [(prompt, params)] * num_choices, body, model)
             choices, counts = await parsed(done)
             self._inflight.next_turns(inflight, done)
             answer = self._answer(body, done, choices, "chat.completion", counts)
-            self._inflight.record(
-                inflight, done, kind="chat", messages=[choice["message"] for choice in choices]
-            )
+            messages = [choice["message"] for choice in choices]
+            self._inflight.record(inflight, done, kind="chat", messages=messages, kept=kept)
             return answer
 
         async def again(done: list[Finished]) -> bytes:
             choices, counts = await parsed(done)
             return self._answer(body, done, choices, "chat.completion", counts)
 
-        return await self._serve(request, body, asked, work, again, chat=True)
+        return await self._serve(request, sent, asked, work, again, chat=True)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await read_object(request)
         for field in ("echo", "suffix", "use_beam_search", "prompt_logprobs", "prompt_embeds"):
             if body.get(field):
                 raise RequestError("is not supported here", field=field)
-        trajectory = self._trajectory(request, body.get("session_id"))
-        body = self._with_sampling(body, trajectory)
-        num_choices = self._num_choices(body)
+        trajectory = self._requests.trajectory(request, body.get("session_id"))
+        body = self._requests.with_sampling(body, trajectory)
+        num_choices = self._requests.num_choices(body)
         prompts = self._raw_prompts(body)
-        model = await self._model(body.get("model"), trajectory)
+        model = await self._requests.model(body.get("model"), trajectory)
         body["model"] = model
         body.setdefault("max_tokens", 16)  # OpenAI's default for this route
-        asked = self._turn_request(request, _said(body), trajectory)
+        asked = self._requests.turn_request(request, said(body), trajectory)
         for prompt in prompts:
             if isinstance(prompt, list):
-                check_token_ids(prompt, field="prompt", vocab_size=self._vocab_size(model))
+                check_token_ids(prompt, field="prompt", vocab_size=self._requests.vocab_size(model))
 
         want = wants_logprobs(body)
 
@@ -154,7 +156,7 @@ class OpenAIRoutes:
             for raw in prompts:
                 rendered = await self._prompts.render_completion(body, raw)
                 prompt = self._raw_prompt(trajectory, rendered.token_ids, rendered.sampling_params)
-                params = self._params(prompt.sampling_params, body, len(prompt.token_ids), model)
+                params = self._requests.params(prompt.sampling_params, body, len(prompt.token_ids), model)
                 plan.extend([(prompt, params)] * num_choices)
             done = await self._run(inflight, plan, body, model)
             choices = await parsed(done)
@@ -166,14 +168,14 @@ class OpenAIRoutes:
         async def again(done: list[Finished]) -> bytes:
             return self._answer(body, done, await parsed(done), "text_completion")
 
-        return await self._serve(request, body, asked, work, again, chat=False)
+        return await self._serve(request, ChatRequest(body, text=True), asked, work, again, chat=False)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         data = await read_body(request)
         body = read(Generate, data)
-        trajectory = self._trajectory(request, body.session_id)
-        model = await self._model(body.model, trajectory)
-        vocab_size = self._vocab_size(model)
+        trajectory = self._requests.trajectory(request, body.session_id)
+        model = await self._requests.model(body.model, trajectory)
+        vocab_size = self._requests.vocab_size(model)
         if body.token_ids_b64 is not None:
             token_ids = check_token_ids(
                 _from_base64(body.token_ids_b64), field="token_ids_b64", vocab_size=vocab_size
@@ -188,12 +190,12 @@ class OpenAIRoutes:
         for name in REFUSED_PARAMS:
             if name in given:
                 raise RequestError("is not allowed", field=f"sampling_params.{name}")
-        given = self._with_sampling(given, trajectory)
+        given = self._requests.with_sampling(given, trajectory)
         given.pop("chat_template_kwargs", None)  # of the trajectory's chat turns
         if given.pop("n", 1) != 1:
             raise RequestError("must be 1", field="sampling_params.n")
-        params = self._params(given, given, len(token_ids), model, prefix="sampling_params.")
-        asked = self._turn_request(request, data, trajectory)
+        params = self._requests.params(given, given, len(token_ids), model, prefix="sampling_params.")
+        asked = self._requests.turn_request(request, data, trajectory)
 
         async def work(inflight: Inflight) -> bytes:
             prompt = self._raw_prompt(trajectory, token_ids, params)
@@ -203,16 +205,16 @@ class OpenAIRoutes:
             return _tokens(done)
 
         found = self._inflight.start(asked, work)
-        with self._inflight.delivering(asked, found) as sent:
+        with self._inflight.delivering(asked, found) as left_whole:
             if isinstance(found, Replay):
                 answer = found.answer or _tokens(*finished_before(found))
                 send = replay_tokens if body.stream else send_json
                 response = await send(request, answer)
             elif not body.stream:
-                response = await self._whole(request, found)
+                response = await send_json(request, await found.wait(), headers=_headers(found.finished))
             else:
                 response = await stream_tokens(request, found, keepalive_s=self._config.timeouts.keepalive_s)
-            sent(request.transport)
+            left_whole(request.transport)
             return response
 
     # --- running ---------------------------------------------------------------------------------------
@@ -220,7 +222,7 @@ class OpenAIRoutes:
     async def _serve(
         self,
         request: web.Request,
-        body: dict[str, Any],
+        sent: ProtocolRequest,
         asked: TurnRequest,
         work: Callable[[Inflight], Awaitable[bytes]],
         again: Callable[[list[Finished]], Awaitable[bytes]],
@@ -228,34 +230,32 @@ class OpenAIRoutes:
         chat: bool,
     ) -> web.StreamResponse:
         found = self._inflight.start(asked, work)
-        with self._inflight.delivering(asked, found) as sent:
+        with self._inflight.delivering(asked, found) as left_whole:
             if isinstance(found, Replay):
                 answer = found.answer or await again(finished_before(found))
-                if body.get("stream"):
-                    response = await replay_stream(request, answer, chat=chat)
+                if sent.body.get("stream"):
+                    response = await replay_stream(request, answer, sent)
                 else:
-                    response = await send_json(request, answer)
-            elif not body.get("stream"):
-                response = await self._whole(request, found)
+                    response = await send_json(request, sent.whole(answer)[0])
+            elif not sent.body.get("stream"):
+                answer, message = sent.whole(await found.wait())
+                if message is not None:
+                    self._inflight.delivers(found, found.handles[0], message)
+                response = await send_json(request, answer, headers=_headers(found.finished))
             else:
                 response = await stream_job(
                     request,
                     found,
-                    body=_engine_request(body),
-                    include_usage=bool((body.get("stream_options") or {}).get("include_usage")),
+                    sent=sent,
+                    body=_engine_request(sent.body),
                     chat=chat,
                     renderer=self._renderer,
                     dispatcher=self._dispatcher,
                     on_delivery=functools.partial(self._inflight.delivers, found),
                     keepalive_s=self._config.timeouts.keepalive_s,
                 )
-            sent(request.transport)
+            left_whole(request.transport)
             return response
-
-    async def _whole(self, request: web.Request, inflight: Inflight) -> web.StreamResponse:
-        """Send an answer that is no stream."""
-        answer = await inflight.wait()
-        return await send_json(request, answer, headers=_headers(inflight.finished))
 
     async def _run(
         self,
@@ -361,54 +361,6 @@ class OpenAIRoutes:
             answer["prompt_token_ids"] = done[0].prompt.token_ids
         return encode(answer)
 
-    # --- reading requests ------------------------------------------------------------------------------
-
-    def _trajectory(self, request: web.Request, session_id: Any) -> Trajectory | None:
-        name = _session_of(request, session_id)
-        return None if name is None else self._store.open(name)
-
-    def _turn_request(self, request: web.Request, said: bytes, trajectory: Trajectory | None) -> TurnRequest:
-        """``said`` is what a retry repeats byte for byte."""
-        headers = request.headers
-        deadline_ms = headers.get("X-ROSE-Deadline-Ms")
-        minimum = headers.get("X-ROSE-Min-Version")
-        tier = headers.get("X-ROSE-Tier", "any")
-        if tier not in ("any", "dedicated"):
-            raise RequestError("must be any or dedicated", field="X-ROSE-Tier")
-        if deadline_ms is not None and not (
-            deadline_ms.isascii() and deadline_ms.isdigit() and int(deadline_ms)
-        ):
-            raise RequestError("must be a whole number of milliseconds", field="X-ROSE-Deadline-Ms")
-        keys = {name: headers.get(name, "") for name in ("X-ROSE-Turn", "Idempotency-Key")}
-        for name, value in keys.items():
-            if len(value) > 256:
-                raise RequestError("must have at most 256 characters", field=name)
-        named = hashlib.sha256(
-            request.path.rsplit("/", 1)[-1].encode()
-        )  # the CPU's own: twice blake2's speed
-        named.update(said)
-        return TurnRequest(
-            request_id=request[REQUEST_ID],
-            trajectory=trajectory,
-            digest=named.hexdigest()[:32],
-            turn_key=keys["X-ROSE-Turn"],
-            idempotency_key=keys["Idempotency-Key"],
-            retry=retry_count(headers),
-            dedicated_only=tier == "dedicated",
-            min_version=None if minimum is None else parse_version(minimum, "X-ROSE-Min-Version"),
-            deadline_s=None if deadline_ms is None else int(deadline_ms) / 1e3,
-            trace_headers=trace_context(headers.get("traceparent"), headers.get("tracestate")),
-        )
-
-    def _check_messages(self, body: dict[str, Any]) -> None:
-        messages = body.get("messages")
-        limit = self._config.limits.max_messages
-        if not isinstance(messages, list) or not 1 <= len(messages) <= limit:
-            raise RequestError(f"must be a list of 1 to {limit} messages", field="messages")
-        for index, message in enumerate(messages):
-            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                raise RequestError("must be an object with a role", field=f"messages[{index}]")
-
     def _raw_prompts(self, body: dict[str, Any]) -> list[str | list[int]]:
         given = body.get("prompt")
         if isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int):
@@ -423,82 +375,6 @@ class OpenAIRoutes:
             raise RequestError("must be text, token ids, or a list of these, none empty", field="prompt")
         return prompts
 
-    def _num_choices(self, body: dict[str, Any]) -> int:
-        best_of = body.get("best_of")
-        if best_of not in (None, 1, body.get("n")):
-            raise RequestError("is not supported here", field="best_of")
-        most, n = self._config.limits.max_n, body.get("n")
-        if n is None:
-            return 1
-        if type(n) is not int or not 1 <= n <= most:
-            raise RequestError(f"must be a whole number from 1 to {most}", field="n")
-        return n
-
-    def _with_sampling(self, body: dict[str, Any], trajectory: Trajectory | None) -> dict[str, Any]:
-        if trajectory is None:
-            return dict(body)
-        merged = {**body, **trajectory.created.sampling}
-        if "max_tokens" in trajectory.created.sampling:
-            merged.pop("max_completion_tokens", None)
-        return merged
-
-    async def _model(self, asked: Any, trajectory: Trajectory | None) -> str:
-        if asked is not None and not isinstance(asked, str):
-            raise RequestError("must be text", field="model")
-        models = self._dispatcher.models()
-        if not any(model.alive for model in models.values()):
-            await self._dispatcher.helper(None, set(), self._config.timeouts.max_queue_s)
-            models = self._dispatcher.models()
-        if asked is not None and asked in models and models[asked].alive:
-            return asked
-        alive = [name for name, model in models.items() if model.alive]
-        if len(alive) == 1 and (asked is None or trajectory is not None):
-            return alive[0]
-        if asked is None:
-            raise RequestError(f"is required: {', '.join(sorted(alive))}", field="model")
-        raise NotFound(f"model '{asked[:64]}' is not served", field="model", code="model_not_found")
-
-    def _params(
-        self,
-        rendered: Mapping[str, Any],
-        body: Mapping[str, Any],
-        num_prompt: int,
-        model: str,
-        prefix: str = "",
-    ) -> dict[str, Any]:
-        """Sampling parameters for the engine: one choice, log-probs always, a limit that fits."""
-        limit = self._max_model_len(model)
-        room = limit - num_prompt
-        if room < 1:
-            raise RequestError(
-                f"the prompt has {num_prompt} tokens, the context length is {limit}",
-                field="messages" if "messages" in body else "prompt" if "prompt" in body else "token_ids",
-                code="context_length_exceeded",
-            )
-        name = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
-        asked = body.get(name)
-        if asked is not None and (type(asked) is not int or asked < 1):
-            raise RequestError("must be a whole number from 1", field=prefix + name)
-        seed = body.get("seed")
-        if seed is not None and (type(seed) is not int or not -(2**63) <= seed < 2**63):
-            raise RequestError("must be a whole number of 64 bits", field=prefix + "seed")
-        params = dict(rendered)
-        params.pop("max_completion_tokens", None)
-        params["n"] = 1
-        most = params["max_tokens"] = room if asked is None else min(asked, room)
-        least = body.get("min_tokens")
-        if least is not None:
-            if type(least) is not int or not 0 <= least <= most:
-                raise RequestError(
-                    f"must be a whole number from 0 to max_tokens, here at most {most}",
-                    field=prefix + "min_tokens",
-                )
-            params["min_tokens"] = least
-        logprobs = params.get("logprobs")
-        params["logprobs"] = logprobs if type(logprobs) is int and logprobs > 0 else 0
-        check_storable(params, field=prefix.rstrip(".") or "body")
-        return params
-
     def _raw_prompt(
         self, trajectory: Trajectory | None, token_ids: list[int], params: Mapping[str, Any]
     ) -> Prompt:
@@ -511,37 +387,6 @@ class OpenAIRoutes:
             parent=parent,
             fork="prompt" if forked else None,
         )
-
-    def _max_model_len(self, model: str) -> int:
-        served = self._dispatcher.models().get(model)
-        if served is None:
-            raise CapacityError("no worker serves this model now")
-        return served.max_model_len
-
-    def _vocab_size(self, model: str) -> int | None:
-        served = self._dispatcher.models().get(model)
-        return None if served is None else served.vocab_size
-
-
-def _session_of(request: web.Request, session_id: Any) -> str | None:
-    """The trajectory that a request names, by whichever way; ``session_id`` is its body's.
-
-    Raises:
-        RequestError: Not text.
-        Unauthorized: It came with the key of another.
-    """
-    name = (
-        (request.match_info.get("session") if request.path.startswith("/s/") else None)
-        or request.headers.get("X-Session-ID")
-        or request.headers.get("X-SMG-Routing-Key")
-        or session_id
-    )
-    if name is not None and not isinstance(name, str):
-        raise RequestError("must be text", field="session_id")
-    own = request.get(KEY_OF)
-    if own is not None and name not in (None, own):
-        raise Unauthorized("this is the key of another trajectory", field="Authorization")
-    return own or name
 
 
 def _visible(body: Mapping[str, Any], done: Finished) -> list[int]:
@@ -562,11 +407,6 @@ def _tokens(done: Finished) -> bytes:
             **done.summary,
         }
     )
-
-
-def _said(body: Mapping[str, Any]) -> bytes:
-    """The request but for how its answer is delivered."""
-    return encode({k: v for k, v in body.items() if k not in ("stream", "stream_options")})
 
 
 def openai_usage(done: list[Finished], num_reasoning: Sequence[int | None] = ()) -> dict[str, Any]:

@@ -63,17 +63,80 @@ COMPLETION = _object(
     stream=_optional(FLAG),
 )
 
+ITEMS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}, "maxItems": 4096}]}
+RESPONSE = _object(
+    closed=False,
+    model=_optional(TEXT),
+    input=ITEMS,
+    instructions={"type": ["string", "null"]},
+    previous_response_id=_optional(TEXT),
+    max_output_tokens=_optional({"type": "integer", "minimum": 1}),
+    temperature=_optional({"type": "number", "minimum": 0, "maximum": 2}),
+    store=_optional(FLAG),
+    stream=_optional(FLAG),
+    session_id=_optional(TEXT),
+)
+BLOCKS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
+COUNTED = _object(
+    ("messages",),
+    closed=False,
+    model=_optional(TEXT),
+    system={"anyOf": [*BLOCKS["anyOf"], {"type": "null"}]},
+    messages={
+        "type": "array",
+        "items": _object(
+            ("role", "content"),
+            closed=False,
+            role={"type": "string", "enum": ["user", "assistant", "system"]},
+            content=BLOCKS,
+        ),
+        "minItems": 1,
+        "maxItems": 4096,
+    },
+    session_id=_optional(TEXT),
+)
+MESSAGES = {
+    **COUNTED,
+    "properties": {
+        **COUNTED["properties"],
+        "max_tokens": _optional({"type": "integer", "minimum": 1}),
+        "temperature": _optional({"type": "number", "minimum": 0, "maximum": 1}),
+        "stream": _optional(FLAG),
+    },
+}
+TOKENIZE = _object(
+    closed=False,
+    model=_optional(TEXT),
+    prompt={"type": "string"},
+    messages=CHAT["properties"]["messages"],
+    return_token_strs=_optional(FLAG),
+    session_id=_optional(TEXT),
+)
+
 _CHAT = ("agent", "environment", "trajectory")
 _WATCH = ("environment", "trainer", "node")
 _TURN = (200, 404, 409, 410, 422, 429, 502, 503, 504)
+_COUNT = (200, 404, 409, 410, 429, 502, 503)
 # (method, path, roles, summary, body, statuses besides 400, 401, 413 and 429 where they apply)
 ROUTES: list[tuple[str, str, tuple[str, ...], str, Body, tuple[int, ...]]] = [
     ("post", "/v1/chat/completions", _CHAT, "Chat, as OpenAI has it", CHAT, _TURN),
     ("post", "/v1/completions", _CHAT, "Completions, as OpenAI has them", COMPLETION, _TURN),
+    ("post", "/v1/responses", _CHAT, "Responses, as OpenAI has them", RESPONSE, _TURN),
+    ("post", "/v1/responses/input_tokens", _CHAT, "How many tokens that is", RESPONSE, _COUNT),
+    ("post", "/v1/messages", _CHAT, "Messages, as Anthropic has them", MESSAGES, _TURN),
+    ("post", "/v1/messages/count_tokens", _CHAT, "How many tokens that is", COUNTED, _COUNT),
+    ("post", "/tokenize", _CHAT, "Tokens of text or of messages, as vLLM has it", TOKENIZE, _COUNT),
     ("get", "/v1/models", _CHAT, "Served models", None, (200,)),
+    ("get", "/v1/models/{model}", _CHAT, "One of them", None, (200, 404)),
     ("post", "/s/{session}/v1/chat/completions", _CHAT, "Chat of a trajectory", CHAT, _TURN),
     ("post", "/s/{session}/v1/completions", _CHAT, "Completions of a trajectory", COMPLETION, _TURN),
+    ("post", "/s/{session}/v1/responses", _CHAT, "Responses of a trajectory", RESPONSE, _TURN),
+    ("post", "/s/{session}/v1/responses/input_tokens", _CHAT, "How many tokens that is", RESPONSE, _COUNT),
+    ("post", "/s/{session}/v1/messages", _CHAT, "Messages of a trajectory", MESSAGES, _TURN),
+    ("post", "/s/{session}/v1/messages/count_tokens", _CHAT, "How many tokens that is", COUNTED, _COUNT),
+    ("post", "/s/{session}/tokenize", _CHAT, "Tokens of text or of messages", TOKENIZE, _COUNT),
     ("get", "/s/{session}/v1/models", _CHAT, "Served models", None, (200,)),
+    ("get", "/s/{session}/v1/models/{model}", _CHAT, "One of them", None, (200, 404)),
     ("post", "/rose/v1/generate", _CHAT, "Tokens in, tokens out", Generate, _TURN),
     ("post", "/rose/v1/trajectories", ("environment",), "Begin a trajectory", NewTrajectory, (200, 409, 422)),
     ("get", "/rose/v1/trajectories", ("environment", "trainer"), "List trajectories", None, (200,)),
@@ -142,19 +205,22 @@ ROUTES: list[tuple[str, str, tuple[str, ...], str, Body, tuple[int, ...]]] = [
     ("get", "/openapi.json", (), "This", None, (200,)),
     ("get", "/metrics", (), "Prometheus", None, (200, 401)),
     ("get", "/healthz", (), "It runs", None, (200,)),
+    ("get", "/health", (), "It runs", None, (200,)),
     ("get", "/readyz", (), "It takes turns", None, (200, 503)),
     ("get", "/", (), "The dashboard", None, (200,)),
 ]
-ERROR = _object(
-    ("error",),
-    error=_object(
-        ("message", "type", "param", "code"),
-        message={"type": "string"},
-        type={"type": "string"},
-        param={"type": ["string", "null"]},
-        code={"type": ["string", "null"]},
-        reason={"type": "string"},
-    ),
+_REFUSED: dict[str, Schema] = {
+    "message": {"type": "string"},
+    "type": {"type": "string"},
+    "param": {"type": ["string", "null"]},
+    "code": {"type": ["string", "null"]},
+    "reason": {"type": "string"},
+}
+ERROR = _object(("error",), error=_object(("message", "type", "param", "code"), **_REFUSED))
+ANTHROPIC_ERROR = _object(
+    ("type", "error"),
+    type={"type": "string", "enum": ["error"]},
+    error=_object(("message", "type"), **_REFUSED),
 )
 
 
@@ -166,7 +232,7 @@ def describe() -> dict[str, Any]:
         operation: dict[str, Any] = {
             "summary": summary,
             "operationId": f"{method} {path}",
-            "responses": {str(status): _response(status) for status in sorted({*statuses, *refused})},
+            "responses": {str(status): _response(status, path) for status in sorted({*statuses, *refused})},
         }
         names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
         operation["parameters"] = [
@@ -195,13 +261,18 @@ def describe() -> dict[str, Any]:
                     "description": "key of one trajectory, from its creation",
                 }
             },
-            "schemas": {"Error": ERROR, **schemas(kind for *_, kind, _ in ROUTES if isinstance(kind, type))},
+            "schemas": {
+                "Error": ERROR,
+                "AnthropicError": ANTHROPIC_ERROR,
+                **schemas(kind for *_, kind, _ in ROUTES if isinstance(kind, type)),
+            },
         },
     }
 
 
-def _response(status: int) -> dict[str, Any]:
+def _response(status: int, path: str) -> dict[str, Any]:
     if status < 400:
         return {"description": "done"}
-    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    kind = "AnthropicError" if "/v1/messages" in path else "Error"
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind}"}}}
     return {"description": "refused", "content": {} if status == 503 else content}

@@ -118,6 +118,8 @@ class Prompt:
     fork: str | None = None
     tip_base: bytes = b""
     context: bytes = b""
+    num_continued: int = 0
+    """How many of the messages lead up to and include the parent's answer."""
 
 
 class Prompts:
@@ -177,6 +179,7 @@ class Prompts:
                     parent=parent,
                     tip_base=hashes[-1],
                     context=context,
+                    num_continued=base,
                 )
             fork = "template" if self._history == "template" else "unbridgeable"
         elif found.turns:

@@ -1,7 +1,7 @@
 """Server-sent events for ``stream: true``.
 
-The turn's tokens are read from its handle, parsed piece by piece (``rose.scheduler.parses``), and sent in OpenAI's chunk
-shapes.  A stream never shows that its turn moved between engines.  It begins when
+The turn's tokens are read from its handle, parsed piece by piece (``rose.scheduler.parses``), and sent in the shapes of the client's
+protocol (``rose.scheduler.protocols``).  A stream never shows that its turn moved between engines.  It begins when
 there is something to say, so an error before that is a plain HTTP error; afterwards it is an event.  While
 a turn is held, a comment keeps the connection alive.
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -28,8 +28,9 @@ from rose.scheduler.dispatch import Dispatcher, TurnHandle, no_worker, turn_erro
 from rose.scheduler.engine import TokenLogprob
 from rose.scheduler.http import REQUEST_ID, encode
 from rose.scheduler.inflight import Inflight, is_resumable
-from rose.scheduler.messages import Deltas, call_id
+from rose.scheduler.messages import call_id
 from rose.scheduler.parses import Piece, StreamParse
+from rose.scheduler.protocols import ProtocolRequest, StreamForm
 from rose.scheduler.renderer import Renderer
 from rose.scheduler.stops import chat_finish
 from rose.wire.errors import error_body
@@ -40,16 +41,23 @@ HEADERS = {
     "X-Accel-Buffering": "no",
 }
 
-Send = Callable[[dict[str, Any]], Awaitable[None]]
+HELD = b": held\n\n"
 
 
 class _Events:
-    """One client's event stream; begun by the first event."""
+    """One client's event stream; begun by the first event.
 
-    def __init__(self, request: web.Request) -> None:
+    Args:
+        ping: What keeps it open, once it has begun.
+    """
+
+    def __init__(self, request: web.Request, ping: bytes = HELD) -> None:
         self._request = request
+        self._ping = ping
         self.response = web.StreamResponse(headers={**HEADERS, "X-Request-Id": request[REQUEST_ID]})
         self._lock = asyncio.Lock()
+        self.has_said = False
+        """More than comments."""
 
     @property
     def begun(self) -> bool:
@@ -61,11 +69,20 @@ class _Events:
                 await self.response.prepare(self._request)
             await self.response.write(data)
 
+    async def send_all(self, events: Iterable[bytes]) -> None:
+        data = b"".join(events)
+        if data:
+            self.has_said = True
+            await self.send(data)
+
+    async def hold(self) -> None:
+        """Nothing to say; a client that knows no event yet gets a comment."""
+        await self.send(self._ping if self.has_said else HELD)
+
     async def event(self, value: Any) -> None:
         await self.send(b"data: " + (value if isinstance(value, bytes) else encode(value)) + b"\n\n")
 
     async def finish(self) -> web.StreamResponse:
-        await self.event(b"[DONE]")
         await self.response.write_eof()
         return self.response
 
@@ -74,46 +91,43 @@ async def stream_job(
     request: web.Request,
     inflight: Inflight,
     *,
+    sent: ProtocolRequest,
     body: Mapping[str, Any],
-    include_usage: bool,
     chat: bool,
     renderer: Renderer,
     dispatcher: Dispatcher,
     on_delivery: Callable[[TurnHandle, dict[str, Any]], None],
     keepalive_s: float,
 ) -> web.StreamResponse:
-    """Stream a request's answer to one client.
+    """Stream a request to one client.
 
     Args:
+        sent: What the client sent; says how.
+        body: The request as an engine may see it.
         on_delivery: Told of each choice, before its last piece leaves, as which message its client has it.
 
     Raises:
         RoseError: Before the stream began.
     """
     assert inflight.task is not None
-    events = _Events(request)
+    form = sent.stream()
+    events = _Events(request, form.ping)
     try:
         while not inflight.started.is_set():
             try:
                 await asyncio.wait_for(inflight.started.wait(), keepalive_s)
             except TimeoutError:
-                await events.send(b": held\n\n")
+                await events.hold()
         if not inflight.handles:
             inflight.task.result()  # raises what went wrong before the first turn
-        created = int(time.time())
-        prefix = "chatcmpl" if chat else "cmpl"
-        base = {
-            "id": f"{prefix}-{inflight.handles[0].turn_id}",
-            "object": "chat.completion.chunk" if chat else "text_completion",
-            "created": created,
-            "model": body.get("model"),
-        }
+        first = inflight.handles[0]
+        form.begin(first.turn_id, len(first.prompt_ids), int(time.time()))
         choices = [
             _Choice(
                 index=index,
                 inflight=inflight,
                 handle=handle,
-                base=base,
+                form=form,
                 body=body,
                 chat=chat,
                 renderer=renderer,
@@ -125,19 +139,16 @@ async def stream_job(
         ]
         await asyncio.gather(*(choice.run() for choice in choices))
         answer = msgspec.json.decode(await inflight.wait())
-        for choice in choices:
-            if chat:
-                on_delivery(choice.handle, choice.said.message())
-        for choice in choices:
-            finish_reason = answer["choices"][choice.index].get("finish_reason")
-            await choice.send_last(finish_reason, answer["rose"])
-        if include_usage:
-            await events.event({**base, "choices": [], "usage": answer["usage"], "rose": answer["rose"]})
+        last = list(form.end(answer, [choice.finish_reason(answer) for choice in choices]))
+        if chat:
+            for choice in choices:
+                on_delivery(choice.handle, form.message(choice.index))
+        await events.send_all(last)
         return await events.finish()
     except RoseError as error:
         if not events.begun:
             raise
-        await events.event(error_body(error))
+        await events.send_all(form.failed(error))
         return await events.finish()
 
 
@@ -167,7 +178,7 @@ async def _progress(
             try:
                 await asyncio.wait_for(changed.wait(), keepalive_s)
             except TimeoutError:
-                await events.send(b": held\n\n")
+                await events.hold()
     finally:
         handle.watchers.remove(changed)
 
@@ -195,12 +206,12 @@ async def stream_tokens(
                     sent = len(handle.tokens)
                     await events.event(piece)
         await events.event(_without_tokens(await inflight.wait()))
-        return await events.finish()
     except RoseError as error:
         if not events.begun:
             raise
         await events.event(error_body(error))
-        return await events.finish()
+    await events.event(b"[DONE]")
+    return await events.finish()
 
 
 async def replay_tokens(request: web.Request, stored: bytes) -> web.StreamResponse:
@@ -209,6 +220,7 @@ async def replay_tokens(request: web.Request, stored: bytes) -> web.StreamRespon
     answer = msgspec.json.decode(stored)
     await events.event({name: answer[name] for name in ("token_ids", "logprobs")})
     await events.event(_without_tokens(stored))
+    await events.event(b"[DONE]")
     return await events.finish()
 
 
@@ -225,7 +237,7 @@ class _Choice:
         index: int,
         inflight: Inflight,
         handle: TurnHandle,
-        base: Mapping[str, Any],
+        form: StreamForm,
         body: Mapping[str, Any],
         chat: bool,
         renderer: Renderer,
@@ -235,9 +247,8 @@ class _Choice:
     ) -> None:
         self.index = index
         self.handle = handle
-        self.said = Deltas()
+        self._form = form
         self._request = inflight
-        self._base = base
         self._body = body
         self._chat = chat
         self._dispatcher = dispatcher
@@ -251,11 +262,10 @@ class _Choice:
             prompt_ids=handle.prompt_ids,
             min_tokens=handle.sampling_params.get("min_tokens") or 0,
         )
-        self._role_sent = False
         self._called = False
 
     async def run(self) -> None:
-        """Send all text; the finish is left to :meth:`send_last`."""
+        """Send all text."""
         handle = self.handle
         want_entries = wants_logprobs(self._body)
         sent = 0
@@ -282,42 +292,21 @@ class _Choice:
                 stop_reason=None if ended is None else ended.stop_reason,
             )
         )
-        if self._chat:
-            delta = _said(parsed.delta)
-            self._called = self._called or "tool_calls" in delta
-            if not self._role_sent:
-                delta = {"role": "assistant", "content": "", **delta}
-                self._role_sent = True
-            for call in delta.get("tool_calls", ()):
-                if "id" in call:
-                    call["id"] = call_id(self.handle.turn_id, call["index"], call["id"])
-            self.said.add(delta)
-            out: dict[str, Any] = {"delta": delta}
-            empty = not delta
-        else:
-            out = {"text": parsed.delta.get("text") or ""}
-            empty = not out["text"]
-        if not empty or parsed.logprobs:
-            await self._chunk({**out, "logprobs": parsed.logprobs, "finish_reason": None})
+        delta = _said(parsed.delta) if self._chat else parsed.delta
+        for call in delta.get("tool_calls", ()):
+            self._called = True
+            if "id" in call:
+                call["id"] = call_id(self.handle.turn_id, call["index"], call["id"])
+        await self._events.send_all(self._form.piece(self.index, delta, parsed.logprobs))
         if parsed.stop is not None and not done:
             self._dispatcher.stop(self.handle.turn_id, parsed.stop)
 
-    async def send_last(self, finish_reason: str, rose: Any) -> None:
-        """Args:
-        finish_reason: Of the whole answer; a stream that has begun a call says so whatever became of it.
-        """
-        last: dict[str, Any] = {"text": ""}
-        if self._chat:
-            last = {"delta": {} if self._role_sent else {"role": "assistant", "content": ""}}
-            reason = self.handle.done.result().reason
-            finish_reason = chat_finish(self._body, reason, called=self._called, streamed=True)
-        await self._chunk({**last, "logprobs": None, "finish_reason": finish_reason}, rose=rose)
-
-    async def _chunk(self, choice: dict[str, Any], rose: Any = None) -> None:
-        value = {**self._base, "choices": [{"index": self.index, **choice}]}
-        if rose is not None:
-            value["rose"] = rose
-        await self._events.event(value)
+    def finish_reason(self, answer: Mapping[str, Any]) -> str:
+        """A stream that has begun a call says so whatever became of it."""
+        if not self._chat:
+            return answer["choices"][self.index]["finish_reason"]
+        reason = self.handle.done.result().reason
+        return chat_finish(self._body, reason, called=self._called, streamed=True)
 
 
 def _said(delta: Mapping[str, Any]) -> dict[str, Any]:
@@ -341,21 +330,17 @@ def wants_logprobs(body: Mapping[str, Any]) -> bool:
     return body.get("logprobs") is not None and body["logprobs"] is not False
 
 
-async def replay_stream(request: web.Request, stored: bytes, *, chat: bool) -> web.StreamResponse:
-    """A stored answer as a stream of one chunk per choice."""
+async def replay_stream(request: web.Request, stored: bytes, sent: ProtocolRequest) -> web.StreamResponse:
+    """A stored answer as a stream of one piece per choice."""
     answer = msgspec.json.decode(stored)
-    events = _Events(request)
-    base = {key: answer[key] for key in ("id", "created", "model")}
-    base["object"] = "chat.completion.chunk" if chat else "text_completion"
+    events, form = _Events(request), sent.stream()
+    num_prompt = (answer.get("usage") or {}).get("prompt_tokens", 0)
+    form.begin(answer["rose"]["ids"][0], num_prompt, answer["created"])
     for choice in answer["choices"]:
-        payload: dict[str, Any]
-        if chat:
-            delta = {k: v for k, v in choice["message"].items() if v not in (None, [])}
-            for at, call in enumerate(delta.get("tool_calls", [])):
-                call["index"] = at
-            payload = {"delta": delta}
-        else:
-            payload = {"text": choice.get("text", "")}
-        payload |= {"index": choice["index"], "finish_reason": choice.get("finish_reason")}
-        await events.event({**base, "choices": [payload], "rose": answer.get("rose")})
+        message = choice.get("message")
+        delta = choice if message is None else _said(message)
+        for at, call in enumerate(delta.get("tool_calls", ())):
+            call["index"] = at
+        await events.send_all(form.piece(choice["index"], delta, choice.get("logprobs")))
+    await events.send_all(form.end(answer, [choice["finish_reason"] for choice in answer["choices"]]))
     return await events.finish()

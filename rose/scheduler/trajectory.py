@@ -125,6 +125,18 @@ class Trajectory:
         """Prompt and output of ``turn``: what a continuation starts with."""
         return unpack_ids(self.packed_ids(turn))
 
+    def messages_of(self, turn: int) -> list[dict[str, Any]] | None:
+        """The messages up to and with this turn's answer; None where they were not kept."""
+        parts: list[list[dict[str, Any]]] = []
+        at: int | None = turn
+        while at is not None:
+            record = self.turns[at]
+            if not record.messages:
+                return None
+            parts.append(msgspec.msgpack.decode(record.messages))
+            at = record.messages_of
+        return [message for part in reversed(parts) for message in part]
+
     def prompt_ids(self, turn: int) -> list[int]:
         record = self.turns[turn]
         return unpack_ids(self._packed_prompt(record))

@@ -1,4 +1,4 @@
-"""Every refusal of a daemon, in OpenAI's shape; written and read here for all of them.
+"""Every refusal of a daemon, in OpenAI's shape; written and read here for all of them.  Anthropic's clients get theirs.
 
 ::
 
@@ -26,6 +26,16 @@ from rose.errors import (
 )
 
 MAX_MESSAGE_CHARS = 1000
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 NO_RETRY = {"x-should-retry": "false"}
 """The OpenAI client retries 409 and 5xx by itself; some would only fail again."""
 _BY_STATUS: dict[int, type[RequestError]] = {
@@ -51,6 +61,14 @@ def error_body(error: RoseError, status: int | None = None) -> dict[str, Any]:
     if isinstance(error, Gone) and error.reason:
         body["reason"] = error.reason
     return {"error": body}
+
+
+def anthropic_error_body(error: RoseError) -> dict[str, Any]:
+    """The body of a refusal in Anthropic's shape, with the fields of ours beside its own."""
+    said = error_body(error)["error"]
+    kind = _ANTHROPIC_TYPES.get(error.status)
+    said["type"] = kind or ("invalid_request_error" if 400 <= error.status < 500 else "api_error")
+    return {"type": "error", "error": said}
 
 
 def error_headers(error: RoseError) -> dict[str, str]:

@@ -18,16 +18,22 @@ from rose.scheduler.store import Store, sp
 from tests.scheduler.conftest import PROMPT, World, user
 
 CHATS = {
-    ("post", "/v1/chat/completions"),
-    ("post", "/v1/completions"),
-    ("get", "/v1/models"),
-    ("post", "/s/{session}/v1/chat/completions"),
-    ("post", "/s/{session}/v1/completions"),
-    ("get", "/s/{session}/v1/models"),
-    ("post", "/rose/v1/generate"),
-}
+    (method, base + path)
+    for base in ("", "/s/{session}")
+    for method, path in (
+        ("post", "/v1/chat/completions"),
+        ("post", "/v1/completions"),
+        ("post", "/v1/responses"),
+        ("post", "/v1/responses/input_tokens"),
+        ("post", "/v1/messages"),
+        ("post", "/v1/messages/count_tokens"),
+        ("post", "/tokenize"),
+        ("get", "/v1/models"),
+        ("get", "/v1/models/{model}"),
+    )
+} | {("post", "/rose/v1/generate")}
 """All that a key is for.  A route that is added here lets an agent do more than sample in its own trajectory."""
-PUBLIC = {("get", path) for path in ("/openapi.json", "/metrics", "/healthz", "/readyz", "/")}
+PUBLIC = {("get", path) for path in ("/openapi.json", "/metrics", "/healthz", "/health", "/readyz", "/")}
 
 
 async def begin(world: World, **fields: Any) -> tuple[str, str]:
@@ -65,12 +71,17 @@ async def test_no_route_but_its_own_chat_opens_to_a_key(world: World) -> None:
     routes = list(described())
     assert set(routes) >= CHATS | PUBLIC
     before = await world.ok("GET", f"/rose/v1/trajectories/{other}")
-    bodies = {"/v1/completions": {"prompt": "x"}, "/rose/v1/generate": {"token_ids": PROMPT}}
+    bodies = {
+        "/v1/completions": {"prompt": "x"},
+        "/v1/responses": {"input": "x", "max_output_tokens": 2},
+        "/v1/responses/input_tokens": {"input": "x"},
+        "/rose/v1/generate": {"token_ids": PROMPT},
+    }
     for method, path in routes:
         if (method, path) in PUBLIC:
             continue
         for name in (own, other):
-            place = path.format(session=name, id=name, job="job", verb="drain", name=name)
+            place = path.format(session=name, id=name, job="job", verb="drain", name=name, model="policy")
             body = bodies.get(path.removeprefix("/s/{session}"), CHAT) if method != "get" else None
             headers = {} if path.startswith("/s/") else {"X-Session-ID": name}
             status, answer = await with_key(world, key, method, place, body, **headers)
@@ -80,7 +91,7 @@ async def test_no_route_but_its_own_chat_opens_to_a_key(world: World) -> None:
                 assert (status, answer["error"]["code"]) == (401, "unauthorized"), (method, path, name)
     assert await world.ok("GET", f"/rose/v1/trajectories/{other}") == before
     mine = await world.ok("GET", f"/rose/v1/trajectories/{own}")
-    assert (mine["state"], mine["reward"], len(mine["turns"])) == ("running", None, 5)
+    assert (mine["state"], mine["reward"], len(mine["turns"])) == ("running", None, 9)
     assert set(world.scheduler.store.trajectories) == {own, other}
 
 

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import subprocess
-from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,12 @@ import aiohttp
 import httpx
 import openai
 import pytest
-from aiohttp import web
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from rose.auth import Tokens
-from rose.scheduler.app import Scheduler
-from rose.scheduler.scheduler_config import SchedulerConfig
 from tests.engine_launcher import EngineServer
 from tests.scheduler.conftest import user
+from tests.scheduler.real_gateway import Gateway, gateway_to, sampled_once, scripted_engine
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.engine
@@ -91,153 +88,22 @@ REQUESTS: dict[str, dict[str, Any]] = {
 }
 
 
-class Door:
-    """A plain proxy to the engine that can hang up."""
-
-    def __init__(self, engine: EngineServer) -> None:
-        self.engine = engine
-        self.num_bytes: Counter[str] = Counter()
-        self.num_calls: Counter[str] = Counter()
-        self.lose_parse_at: int | None = None
-        """After so many calls of the parse route, lose what the next one is for, once."""
-        self.lose_how = ""
-        self.num_lost = 0
-        self.cut_after: int | None = None
-        self.num_cuts = 0
-
-    async def handle(self, request: web.Request) -> web.StreamResponse:
-        body = await request.read()
-        self.num_bytes[request.path] += len(body)
-        self.num_calls[request.path] += 1
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.engine.node_token}"}
-        if request.path == "/rose/parse" and self.lose_parse_at is not None:
-            self.lose_parse_at -= 1
-            if self.lose_parse_at < 0:
-                self.lose_parse_at = None
-                self.num_lost += 1
-                if self.lose_how == "broken":
-                    assert request.transport is not None
-                    request.transport.abort()
-                    return web.Response()
-                names = json.dumps({"parses": [json.loads(body)["parse"]]})
-                async with self.session.post(
-                    f"{self.engine.url}/rose/parse/close", data=names, headers=headers
-                ) as closed:
-                    assert closed.status == 200
-        async with self.session.request(
-            request.method, self.engine.url + request.path_qs, data=body, headers=headers
-        ) as upstream:
-            cut, self.cut_after = self.cut_after, None if "generate" in request.path else self.cut_after
-            if "generate" not in request.path or upstream.content_type != "text/event-stream":
-                return web.Response(
-                    body=await upstream.read(), status=upstream.status, content_type=upstream.content_type
-                )
-            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-            await response.prepare(request)
-            count = 0
-            async for line in upstream.content:
-                if line.startswith(b"data: {"):
-                    # Tokens, not events: a busy engine puts several into one.
-                    choices = json.loads(line[6:])["choices"]
-                    count += sum(len(choice["token_ids"] or ()) for choice in choices)
-                    if cut is not None and count > cut:
-                        self.num_cuts += 1
-                        assert request.transport is not None
-                        request.transport.abort()
-                        return response
-                await response.write(line)
-            return response
-
-    async def open(self) -> str:
-        self.session = aiohttp.ClientSession(auto_decompress=False)
-        app = web.Application(client_max_size=2**26)
-        app.router.add_route("*", "/{path:.*}", self.handle)
-        self.runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-        await self.runner.setup()
-        await web.TCPSite(self.runner, "127.0.0.1", 0).start()
-        return f"http://127.0.0.1:{self.runner.addresses[0][1]}"
-
-    async def close(self) -> None:
-        await self.runner.cleanup()
-        await self.session.close()
-
-
 @pytest.fixture(scope="module", params=["rollout"])
 def engine(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[EngineServer]:
     """``rollout``: with our plug-in.  ``stock``: vLLM as it is installed."""
-    from tests.plugin.weights_server import dedicated
-    from tests.scheduler.script_model import write_script_model
-
-    folder = tmp_path_factory.mktemp("script") / "policy"
-    write_script_model(folder)
-    args = (
-        "--enable-scale-out",
-        "--logprobs-mode=processed_logprobs",
-        "--reasoning-parser=qwen3",
-        "--tool-call-parser=hermes",
-        "--enable-auto-tool-choice",
-        "--max-model-len=1024",
-        "--served-model-name=policy",
-        "--enable-prompt-tokens-details",
-    )
-    start: Any = (
-        dedicated(folder, env={}, args=args, start_timeout_s=300)
-        if request.param == "rollout"
-        else EngineServer(folder, args=args, start_timeout_s=300)
-    )
-    with start as server:
+    with scripted_engine(tmp_path_factory.mktemp("script") / "policy", request.param) as server:
         yield server
 
 
 BOTH = pytest.mark.parametrize("engine", ["rollout", "stock"], indirect=True)
 
 
-class Gateway:
-    def __init__(self, scheduler: Scheduler, doors: list[Door], tokens: Tokens, engine: EngineServer) -> None:
-        self.scheduler, self.doors, self.tokens, self.engine = scheduler, doors, tokens, engine
-        self.url = scheduler.url
-
-    def ours(self, path: str = "", **kwargs: Any) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.url}{path}/v1", api_key=self.tokens.agent, **kwargs)
-
-    def theirs(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.engine.url}/v1", api_key=self.engine.node_token)
-
-    def cut(self, after: int) -> None:
-        """Break the next turn's connection, whichever door it takes."""
-        for door in self.doors:
-            door.cut_after, door.num_cuts = after, 0
-
-    @property
-    def num_cuts(self) -> int:
-        return sum(door.num_cuts for door in self.doors)
-
-
 @pytest.fixture
 async def gateway(engine: EngineServer, tmp_path: Path, tokens: Tokens) -> AsyncIterator[Gateway]:
-    doors = [Door(engine), Door(engine)]
-    workers = [
-        {"worker_id": f"w{at}", "url": await door.open(), "model": "policy", "max_model_len": 1024}
-        for at, door in enumerate(doors)
-    ]
-    settings = {
-        "port": 0,
-        "workers": workers,
-        "stream_upstream": True,
-        "policy": "round_robin",
-        "timeouts": {"tick_s": 0.02, "backoff_s": 0.05},
-    }
-    scheduler = Scheduler(SchedulerConfig.model_validate(settings), tokens, tmp_path)
-    await scheduler.start()
-    async with asyncio.timeout(60):
-        while sum(worker.may_take_turns for worker in scheduler.book.fleet) < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    yield Gateway(scheduler, doors, tokens, engine)
-    await scheduler.stop(drain_s=0)
-    for door in doors:
-        await door.close()
+    async with gateway_to(engine, tmp_path, tokens) as made:
+        yield made
 
 
 Answer = list[dict[str, Any]]
@@ -471,6 +337,177 @@ async def test_an_agent_loop_over_moves_keeps_one_line_of_tokens(gateway: Gatewa
     assert all(len(turn.segments) >= 2 for turn in turns)
     assert all(turn.usage["cached"] for turn in turns[1:])
     assert all(len(turn.logprobs) // 8 == len(turn.token_ids) // 4 for turn in turns)
+
+
+RESPONSES_WEATHER: Any = {"type": "function", "strict": False, **WEATHER["function"]}
+CLAUDES_WEATHER: Any = {
+    "name": "get_weather",
+    "description": WEATHER["function"]["description"],
+    "input_schema": WEATHER["function"]["parameters"],
+}
+CALLED: dict[str, dict[str, Any]] = {
+    "by itself": {},
+    "because it must": {"tool_choice": "required", "max_tokens": 40},
+    "cut": {"max_tokens": 11},
+    "no tools": {"tools": None},
+}
+
+
+async def respond(api: openai.AsyncOpenAI, *, streamed: bool, **request: Any) -> Any:
+    """The response that OpenAI's client has in the end."""
+    if not streamed:
+        return await api.responses.create(**request)
+    last: Any = None
+    items: list[Any] = []
+    async for event in await api.responses.create(**request, stream=True):
+        last = event
+        if event.type == "response.output_item.done":
+            items.append(event.item)
+    # Whatever was said item by item is what the end says.
+    said = [item.model_dump(exclude={"id", "status"}) for item in items]
+    assert said == [item.model_dump(exclude={"id", "status"}) for item in last.response.output]
+    return last.response
+
+
+async def converse(api: Any, *, streamed: bool, **request: Any) -> Any:
+    """The message that Anthropic's client has in the end."""
+    if not streamed:
+        return await api.messages.create(**request)
+    async with api.messages.stream(**request) as stream:
+        return await stream.get_final_message()
+
+
+def responses_request(name: str) -> dict[str, Any]:
+    given = {"tools": [RESPONSES_WEATHER], "max_tokens": 80, **CALLED[name]}
+    given["max_output_tokens"] = given.pop("max_tokens")
+    if given["tools"] is None:
+        del given["tools"]
+    return {"model": "policy", "temperature": 0.0, **given}
+
+
+def claudes_request(name: str) -> dict[str, Any]:
+    given = {"tools": [CLAUDES_WEATHER], "max_tokens": 80, **CALLED[name]}
+    if given.get("tool_choice"):
+        given["tool_choice"] = {"type": "any"}
+    if given["tools"] is None:
+        del given["tools"]
+    return {"model": "policy", "temperature": 0.0, **given}
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("name", CALLED)
+async def test_responses_equal_vllms_own(gateway: Gateway, name: str, streamed: bool) -> None:
+    request = {**responses_request(name), "input": [QUESTION], "store": False}
+    async with gateway.ours() as ours, gateway.theirs() as theirs:
+        expected, got = [_items(await respond(api, streamed=streamed, **request)) for api in (theirs, ours)]
+    assert got == expected
+
+
+def _items(response: Any) -> Any:
+    found: list[Any] = []
+    for item in response.output:
+        if item.type == "function_call":
+            found.append((item.name, item.arguments))
+        else:
+            found.append((item.type, "".join(part.text for part in item.content)))
+    cut = response.incomplete_details and response.incomplete_details.reason
+    return found, response.status, cut, response.usage.output_tokens
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("name", [each for each in CALLED if each != "cut"])
+async def test_messages_equal_vllms_own(gateway: Gateway, name: str, streamed: bool) -> None:
+    request = {**claudes_request(name), "messages": [QUESTION]}
+    async with gateway.claude() as ours, gateway.their_claude() as theirs:
+        expected, got = [_blocks(await converse(api, streamed=streamed, **request)) for api in (theirs, ours)]
+    assert got == expected
+
+
+def _blocks(message: Any) -> Any:
+    found = []
+    for block in message.content:
+        said = block.model_dump(exclude_none=True, exclude={"id", "signature"})
+        if block.type != "text" or said["text"].strip():
+            found.append(said)
+    return found, message.stop_reason, message.usage.output_tokens
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("tool_choice", ["auto", "required"])
+@pytest.mark.parametrize("way", ["items", "previous_response_id"])
+async def test_responses_over_moves_keep_one_line_of_tokens(
+    gateway: Gateway, streamed: bool, tool_choice: str, way: str
+) -> None:
+    name = gateway.scheduler.store.create(job="j", group_id=None, group_size=1, task=None, sampling={})
+    request = {**responses_request("by itself"), "tool_choice": tool_choice, "instructions": "Use tools."}
+    items: list[Any] = [QUESTION]
+    async with gateway.ours(f"/s/{name}") as api:
+        for number in range(4):
+            gateway.cut(3)
+            response = await respond(api, streamed=streamed, **{**request, "input": items})
+            said = [item.model_dump(exclude_none=True) for item in response.output]
+            calls = [item["call_id"] for item in said if item["type"] == "function_call"]
+            after: list[Any] = [
+                {"type": "function_call_output", "call_id": call, "output": "sunny"} for call in calls
+            ] or [user(f"and in {number} days?")]
+            if way == "items":
+                items = [*items, *said, *after]
+            else:
+                items, request["previous_response_id"] = after, response.id
+    sampled_once(gateway, name, 4)
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("tool_choice", ["auto", "any"])
+async def test_messages_over_moves_keep_one_line_of_tokens(
+    gateway: Gateway, streamed: bool, tool_choice: str
+) -> None:
+    name = gateway.scheduler.store.create(job="j", group_id=None, group_size=1, task=None, sampling={})
+    request = {**claudes_request("by itself"), "tool_choice": {"type": tool_choice}}
+    messages: list[Any] = [QUESTION]
+    async with gateway.claude(f"/s/{name}") as api:
+        for number in range(4):
+            gateway.cut(3)
+            system: Any = [
+                {"type": "text", "text": f"x-anthropic-billing-header: cch={number};"},
+                {"type": "text", "text": "Use tools.", "cache_control": {"type": "ephemeral"}},
+            ]
+            message = await converse(
+                api, streamed=streamed, **{**request, "system": system, "messages": messages}
+            )
+            said = [block.model_dump(exclude_none=True) for block in message.content]
+            calls = [block["id"] for block in said if block["type"] == "tool_use"]
+            after: Any = [
+                {"type": "tool_result", "tool_use_id": call, "content": "sunny"} for call in calls
+            ] or f"and in {number} days?"
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": after}]
+    sampled_once(gateway, name, 4)
+
+
+async def test_tokens_are_those_of_vllms_own_counts(gateway: Gateway) -> None:
+    async with gateway.claude() as ours, gateway.their_claude() as theirs:
+        counts = [
+            await api.messages.count_tokens(
+                model="policy",
+                system="Use tools.",
+                messages=[QUESTION],  # type: ignore[list-item]
+                tools=[CLAUDES_WEATHER],
+            )
+            for api in (ours, theirs)
+        ]
+    assert counts[0].input_tokens == counts[1].input_tokens
+    body = {"model": "policy", "messages": [QUESTION], "tools": [WEATHER]}
+    answers = []
+    async with aiohttp.ClientSession() as session:
+        for url, token in (
+            (gateway.url, gateway.tokens.agent),
+            (gateway.engine.url, gateway.engine.node_token),
+        ):
+            headers = {"Authorization": f"Bearer {token}"}
+            async with session.post(f"{url}/tokenize", json=body, headers=headers) as response:
+                assert response.status == 200, await response.text()
+                answers.append(await response.json())
+    assert answers[0]["tokens"] == answers[1]["tokens"]
 
 
 class _FirstAnswerLost(httpx.HTTPTransport):
