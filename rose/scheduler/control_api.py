@@ -6,7 +6,9 @@ Thin: read the body, call the store or the dispatcher, wait for the disk where t
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from aiohttp import web
@@ -20,12 +22,14 @@ from rose.policy.worker import Duty, Tier, Worker
 from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.engine import Endpoint
 from rose.scheduler.http import bounded_json, encode, json_response, read_wire
-from rose.scheduler.journal import FinishRecord, packed
+from rose.scheduler.journal import FinishRecord, ScoreRecord, packed
 from rose.scheduler.scheduler_config import SchedulerConfig
+from rose.scheduler.search import Search
 from rose.scheduler.store import Store
 from rose.scheduler.timeline import Promise, Timeline
+from rose.scheduler.trajectory import Trajectory
 from rose.wire.pool import Target
-from rose.wire.samples import Ack, Finish, Lease, NewTrajectory, NewVersion, Resume
+from rose.wire.samples import Ack, Finish, Lease, NewTrajectory, NewVersion, Resume, Score, Scored
 from rose.wire.workers import Heartbeat, HeartbeatAnswer, Registered, Registration
 
 SAMPLING_FIELDS = (
@@ -98,6 +102,7 @@ class ControlRoutes:
             task_kind=body.task_kind or "",
             prefill_per_decode=body.prefill_per_decode,
             deadline_s=body.deadline_s,
+            metadata=body.metadata,
         )
         await self._store.journal.commit()
         return json_response({"id": name, "key": self._tokens.key_of(name)})
@@ -107,41 +112,102 @@ class ControlRoutes:
         return json_response(trajectory.trace(*self._store.state(trajectory.id)))
 
     async def list(self, request: web.Request) -> web.Response:
-        job, state = request.query.get("job"), request.query.get("state")
-        if state is not None and state not in [s.value for s in sp.SampleState]:
-            options = ", ".join(s.value for s in sp.SampleState)
-            raise RequestError(f"must be one of {options}", field="state")
+        wanted = Search.of(request)
         found: list[dict[str, Any]] = []
-        for name, trajectory in self._store.trajectories.items():
-            now, reason = self._store.state(name)
-            if (job is None or trajectory.created.job == job) and (state is None or now == state):
-                found.append(
-                    {
-                        "id": name,
-                        "job": trajectory.created.job,
-                        "group_id": trajectory.created.group_id,
-                        "state": now,
-                        "reason": reason,
-                        "reward": None if trajectory.finish is None else trajectory.finish.reward,
-                        "num_turns": len(trajectory.turns),
-                    }
-                )
-                if len(found) == 10_000:
-                    break
+        for trajectory, state, reason in self._found(wanted):
+            found.append(
+                {
+                    "id": trajectory.id,
+                    "job": trajectory.created.job,
+                    "group_id": trajectory.created.group_id,
+                    "state": state,
+                    "reason": reason,
+                    "reward": None if trajectory.finish is None else trajectory.finish.reward,
+                    "num_turns": len(trajectory.turns),
+                    "metadata": trajectory.created.metadata,
+                }
+            )
+            if len(found) == wanted.limit:
+                break
         return json_response({"trajectories": found})
+
+    async def groups(self, request: web.Request) -> web.Response:
+        """Groups with a trajectory that is searched for; counted are all of its trajectories that are known."""
+        wanted = Search.of(request)
+        keys = dict.fromkeys((each.created.job, each.created.group_id) for each, _, _ in self._found(wanted))
+        found: dict[tuple[str, str], dict[str, Any]] = {
+            (job, group_id): {
+                "job": job,
+                "group_id": group_id,
+                "group_size": 0,
+                "states": {},
+                "rewards": [],
+                "metadata": {},
+            }
+            for job, group_id in itertools.islice(keys, wanted.limit)
+        }
+        for trajectory in self._store.trajectories.values():
+            created = trajectory.created
+            group = found.get((created.job, created.group_id))
+            if group is None:
+                continue
+            state = self._store.state(trajectory.id)[0]
+            group["states"][state] = group["states"].get(state, 0) + 1
+            if trajectory.finish is not None:
+                group["rewards"].append(trajectory.finish.reward)
+            both = group["metadata"].items() & created.metadata.items()
+            group["metadata"] = dict(both) if group["group_size"] else created.metadata
+            group["group_size"] = created.group_size
+        return json_response({"groups": list(found.values())})
+
+    def _found(self, wanted: Search) -> Iterator[tuple[Trajectory, str, str]]:
+        for name, trajectory in self._store.trajectories.items():
+            state, reason = self._store.state(name)
+            if wanted.fits(trajectory.created, state):
+                yield trajectory, state, reason
 
     async def finish(self, request: web.Request) -> web.Response:
         name = request.match_info["id"]
         body = await read_wire(request, Finish)
         info = bounded_json(body.info, field="info", max_bytes=self._config.limits.max_info_bytes)
         fresh = self._store.get(name).finish is None
-        actions = self._store.finish(
-            FinishRecord(id=name, reward=body.reward, success=body.success, info=packed(info))
-        )
-        self._timeline.num_finished += fresh
-        self._carry_out(actions)
+        if body.reward is not None:
+            actions = self._store.finish(
+                FinishRecord(id=name, reward=body.reward, success=body.success, info=packed(info))
+            )
+        elif body.success is not None or info is not None:
+            raise RequestError("is required with success or info", field="reward")
+        else:
+            actions = self._store.close(name)
         # A finished trajectory takes no more turns; what still runs would be recorded nowhere.
-        self._dispatcher.cancel_trajectory(name, "finished")
+        return await self._scored(name, actions, fresh=fresh)
+
+    async def score(self, request: web.Request) -> web.Response:
+        name = request.match_info["id"]
+        body = await read_wire(request, Score)
+        info = bounded_json(body.info, field="info", max_bytes=self._config.limits.max_info_bytes)
+        if body.reward is None and (body.success is not None or info is not None):
+            raise RequestError("is required with success or info", field="reward")
+        trajectory = self._store.get(name)
+        fresh = trajectory.finish is None
+        actions = self._store.add_scores(
+            ScoreRecord(
+                id=name,
+                reward=body.reward,
+                success=body.success,
+                info=packed(info),
+                turns=_numbered(trajectory, body.turns, "turns"),
+                branches=_numbered(trajectory, body.branches, "branches"),
+            )
+        )
+        return await self._scored(name, actions, fresh=fresh)
+
+    async def _scored(self, name: str, actions: list[sp.Action], *, fresh: bool) -> web.Response:
+        trajectory = self._store.get(name)
+        self._timeline.num_finished += fresh and trajectory.finish is not None
+        self._carry_out(actions)
+        if trajectory.closed or trajectory.finish is not None:
+            self._dispatcher.cancel_trajectory(name, "finished")
         await self._store.journal.commit()
         state, reason = self._store.state(name)
         return json_response({"id": name, "state": state, "reason": reason})
@@ -361,6 +427,16 @@ class ControlRoutes:
     def _required(self) -> str | None:
         required = self._dispatcher.book.required.values()
         return format_version(max(required)) if required else None
+
+
+def _numbered(trajectory: Trajectory, scored: list[Scored], field: str) -> list[tuple[int, float]]:
+    found: list[tuple[int, float]] = []
+    for at, each in enumerate(scored):
+        turn = trajectory.turn_named(each.turn)
+        if turn is None:
+            raise RequestError("is no turn of this trajectory", field=f"{field}[{at}].turn")
+        found.append((turn, each.reward))
+    return found
 
 
 def _batch_id(request: web.Request) -> str:

@@ -12,25 +12,33 @@ from dataclasses import dataclass, field
 import msgspec
 
 from rose.errors import CapacityError
-from rose.scheduler.journal import CreateRecord, FinishRecord, TurnRecord
+from rose.scheduler.journal import CreateRecord, FinishRecord, ScoreRecord, TurnRecord
 
 _TRAJECTORY_BYTES = 3000
 _TURN_BYTES = 3500
 _FINISH_BYTES = 300
+SCORE_BYTES = 200
+"""Of one turn's or one branch's reward."""
 _OBJECT_FACTOR = 12
-"""Of sampling parameters, which are kept as objects: to their size as msgpack, at most about so."""
+"""Of sampling parameters and metadata, which are kept as objects: to their size as msgpack, at most about so."""
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
 def created_bytes(record: CreateRecord) -> int:
-    return _TRAJECTORY_BYTES + len(bytes(record.task)) + _OBJECT_FACTOR * len(_encode(record.sampling))
+    named = len(_encode(record.sampling)) + len(_encode(record.metadata))
+    return _TRAJECTORY_BYTES + len(bytes(record.task)) + _OBJECT_FACTOR * named
 
 
 def turn_bytes(record: TurnRecord) -> int:
     own = len(record.suffix_ids) if record.prompt_of is None else 0
     names = len(record.tip) + len(record.thoughts)
     return _TURN_BYTES + own + len(record.token_ids) + len(record.logprobs) + names + len(record.messages)
+
+
+def score_bytes(record: ScoreRecord | None) -> int:
+    """Of what the whole is to be finished with."""
+    return 0 if record is None else _FINISH_BYTES + len(bytes(record.info))
 
 
 def finished_bytes(record: FinishRecord) -> int:

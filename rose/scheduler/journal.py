@@ -136,6 +136,24 @@ class CreateRecord(msgspec.Struct, tag="create", frozen=True, gc=False, omit_def
     """Version that its job required then; empty where none."""
     deadline_at: float | None = None
     """Seconds since 1970; None: none."""
+    metadata: dict[str, str] = {}
+
+
+class ScoreRecord(msgspec.Struct, tag="score", frozen=True, gc=False, omit_defaults=True):
+    """Rewards before the end: of turns, of branches by their last turn, and what the whole is to be finished with."""
+
+    id: str
+    reward: float | None = None
+    success: bool | None = None
+    info: msgspec.Raw = NOTHING
+    turns: list[tuple[int, float]] = []
+    branches: list[tuple[int, float]] = []
+
+
+class CloseRecord(msgspec.Struct, tag="close", frozen=True, gc=False):
+    """It takes no more turns, and waits for its reward."""
+
+    id: str
 
 
 class FinishRecord(msgspec.Struct, tag="finish", frozen=True, gc=False, omit_defaults=True):
@@ -219,6 +237,8 @@ Record = (
     | FormRecord
     | DeliveredRecord
     | CreateRecord
+    | ScoreRecord
+    | CloseRecord
     | FinishRecord
     | CancelRecord
     | LeaseRecord

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from rose.wire.samples import Ack, Finish, Lease, NewTrajectory, NewVersion, Resume, Settings
+from rose.wire.samples import Ack, Finish, Lease, NewTrajectory, NewVersion, Resume, Score, Settings
 from rose.wire.schema import Schema, reference, schemas
 from rose.wire.turns import Generate
 from rose.wire.workers import Heartbeat, Registration
@@ -162,10 +162,19 @@ ROUTES: list[tuple[str, str, tuple[str, ...], str, Body, tuple[int, ...]]] = [
         "post",
         "/rose/v1/trajectories/{id}/finish",
         ("environment",),
-        "Its reward",
+        "It takes no more turns; its reward",
         Finish,
         (200, 404, 409, 410),
     ),
+    (
+        "post",
+        "/rose/v1/trajectories/{id}/score",
+        ("environment",),
+        "Rewards of it, its turns and its branches",
+        Score,
+        (200, 404, 409, 410),
+    ),
+    ("get", "/rose/v1/groups", ("environment", "trainer"), "List groups", None, (200,)),
     ("delete", "/rose/v1/trajectories/{id}", ("environment",), "Cancel it", None, (200, 404, 409)),
     ("post", "/rose/v1/batches/lease", ("trainer",), "Lease whole groups", Lease, (200, 204)),
     ("put", "/rose/v1/batches/{id}", ("trainer",), "The batch of this name", Lease, (200, 204, 409, 410)),

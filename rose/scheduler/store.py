@@ -18,7 +18,6 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from itertools import chain, islice
 from typing import Any
 
 import msgspec
@@ -31,6 +30,7 @@ from rose.scheduler.journal import (
     AckedRecord,
     AckRecord,
     CancelRecord,
+    CloseRecord,
     CreateRecord,
     DeliveredRecord,
     ExpiredRecord,
@@ -43,13 +43,19 @@ from rose.scheduler.journal import (
     ResumeRecord,
     ReturnedRecord,
     ReturnRecord,
+    ScoreRecord,
     TurnRecord,
     VersionRecord,
     packed,
 )
+from rose.scheduler.snapshot import snapshot
 from rose.scheduler.trajectory import Trajectory, joined_names
 
 log = logging.getLogger("rose.scheduler")
+
+
+UNSCORED = "unscored"
+"""State of a trajectory that takes no more turns and has no reward yet."""
 
 
 class Store:
@@ -117,6 +123,9 @@ class Store:
             log.error("the journal was not compacted: %s", error.strerror)
         self._compacted()
 
+    def _snapshot(self) -> Iterator[Record]:
+        return snapshot(self.book, self.trajectories, self.versions, self.runs)
+
     def _compacted(self) -> None:
         self._compact_bytes = max(self._compact_bytes, 2 * self.journal.size_bytes)
 
@@ -150,9 +159,9 @@ class Store:
                 code="trajectory_cancelled",
                 reason=sample.reason,
             )
-        if sample.state is not sp.SampleState.RUNNING:
+        if sample.state is not sp.SampleState.RUNNING or trajectory.closed:
             raise Conflict(
-                f"trajectory is {sample.state.value}, it takes no more turns", field="X-Session-ID"
+                f"trajectory is {self.state(trajectory_id)[0]}, it takes no more turns", field="X-Session-ID"
             )
         return trajectory
 
@@ -162,6 +171,8 @@ class Store:
 
     def state(self, trajectory_id: str) -> tuple[str, str]:
         sample = self.book.samples[trajectory_id]
+        if sample.state is sp.SampleState.RUNNING and self.trajectories[trajectory_id].closed:
+            return UNSCORED, sample.reason
         return sample.state.value, sample.reason
 
     def create(
@@ -176,6 +187,7 @@ class Store:
         task_kind: str = "",
         prefill_per_decode: float | None = None,
         deadline_s: float | None = None,
+        metadata: dict[str, str] | None = None,
     ) -> str:
         """A new trajectory; the same ``key`` again gives the same one.  ``deadline_s`` is from now on."""
         if key and key in self._by_key:
@@ -197,6 +209,7 @@ class Store:
             prefill_per_decode=prefill_per_decode,
             floor=format_version(self.versions[job]) if job in self.versions else "",
             deadline_at=None if deadline_s is None else now + deadline_s,
+            metadata=metadata or {},
         )
         self.holdings.check(job, created_bytes(record))
         self._write(record)
@@ -265,6 +278,59 @@ class Store:
                 return []
             raise Conflict("trajectory was finished with another reward", field="reward")
         return self._write(record)
+
+    def close(self, trajectory_id: str) -> list[sp.Action]:
+        """It takes no more turns; it is finished when its reward is known.  Idempotent."""
+        trajectory = self.get(trajectory_id)
+        if trajectory.finish is not None:
+            return []
+        if not trajectory.closed:
+            self.open(trajectory_id)
+            self._write(CloseRecord(id=trajectory_id))
+        return self._finish_scored(trajectory)
+
+    def add_scores(self, record: ScoreRecord) -> list[sp.Action]:
+        """Rewards of a trajectory that is not finished.  Idempotent.
+
+        Raises:
+            NotFound: Unknown.
+            Gone: Cancelled.
+            Conflict: Finished with others.
+        """
+        trajectory = self.get(record.id)
+        if trajectory.finish is not None:
+            whole = trajectory.finish
+            same = record.reward is None or (record.reward, record.success, record.info) == (
+                whole.reward,
+                whole.success,
+                whole.info,
+            )
+            if (
+                same
+                and all(trajectory.turn_rewards.get(turn) == reward for turn, reward in record.turns)
+                and all(trajectory.branch_rewards.get(turn) == reward for turn, reward in record.branches)
+            ):
+                return []
+            raise Conflict("trajectory is finished, its rewards stay as they are", field="reward")
+        if not trajectory.closed:
+            self.open(record.id)
+        elif self.book.samples[record.id].state is not sp.SampleState.RUNNING:
+            raise Gone(
+                f"trajectory was cancelled ({self.book.samples[record.id].reason})",
+                field="id",
+                code="trajectory_cancelled",
+                reason=self.book.samples[record.id].reason,
+            )
+        self._write(record)
+        return self._finish_scored(trajectory)
+
+    def _finish_scored(self, trajectory: Trajectory) -> list[sp.Action]:
+        score = trajectory.score
+        if not trajectory.closed or score is None or score.reward is None:
+            return []
+        return self.finish(
+            FinishRecord(id=trajectory.id, reward=score.reward, success=score.success, info=score.info)
+        )
 
     def cancel(self, trajectory_id: str, reason: str) -> list[sp.Action]:
         self.get(trajectory_id)
@@ -478,6 +544,19 @@ class Store:
                     trajectory.finish = record
                     trajectory.num_bytes += finished_bytes(record)
                 self._untouched.pop(record.id, None)
+            case ScoreRecord():
+                trajectory = self.trajectories.get(record.id)
+                if trajectory is not None:
+                    with self._counted(trajectory):
+                        trajectory.add_scores(record)
+                return []
+            case CloseRecord():
+                trajectory = self.trajectories.get(record.id)
+                if trajectory is not None and not trajectory.closed:
+                    trajectory.closed = True
+                    if record.id in self._untouched:
+                        self._touch(record.id)  # a judge has as long as an agent
+                return []
             case CancelRecord():
                 actions = self.book.handle(
                     sp.TrajectoryCancelled(trajectory_id=record.id, reason=record.reason)
@@ -571,78 +650,3 @@ class Store:
                 self._final_bytes -= gone.num_bytes
                 self._by_key.pop(gone.created.key, None)
             self.book.forget(name)
-
-    def _snapshot(self) -> Iterator[Record]:
-        """The live state of now as records: what is not final, leases in front of what waits."""
-        head: list[Record] = [
-            VersionRecord(job=job, attempt=version[0], version=version[1], run=self.runs.get(job, ""))
-            for job, version in self.versions.items()
-        ]
-        head.append(AckedRecord(batches=[(name, *done) for name, done in self.book.acked.items()]))
-        head.append(ReturnedRecord(batch_ids=list(self.book.returned)))
-        head.extend(
-            ResumeRecord(job=job, attempt=attempt, consumed=[], consumer=consumer)
-            for (job, consumer), attempt in self.book.attempts.items()
-        )
-        live = [name for name, sample in self.book.samples.items() if sample.state not in sp.FINAL]
-        # Turns are only ever added: to know how many there are now is enough.  One that gets another form meanwhile has it
-        # in a record of its own, and to add it twice changes nothing.
-        turns = [(self.trajectories[name], len(self.trajectories[name].turns)) for name in live]
-        return chain(head, _records(turns), self._outcomes(live))
-
-    def _outcomes(self, live: list[str]) -> list[Record]:
-        """Rewards of ``live`` trajectories, in the order in which their groups are to be leased, and the leases."""
-        ordered: list[str] = []
-        for batch in self.book.batches.values():
-            for group_id in batch.group_ids:
-                ordered.extend(self.book.groups[(batch.job, group_id)].members)
-        for job, group_ids in self.book.ready.items():
-            for group_id in group_ids:
-                ordered.extend(self.book.groups[(job, group_id)].members)
-        seen = set(ordered)
-        found: list[Record] = []
-        for name in [*ordered, *(name for name in live if name not in seen)]:
-            finish = self.trajectories[name].finish
-            if finish is not None:
-                found.append(finish)
-        found.extend(
-            LeaseRecord(
-                batch_id=batch.batch_id,
-                job=batch.job,
-                group_ids=list(batch.group_ids),
-                stale_group_ids=[],
-                ttl_s=batch.ttl_s,
-                consumer=batch.consumer,
-                stale_ids=[
-                    name
-                    for group_id in batch.group_ids
-                    for name in self.book.groups[(batch.job, group_id)].members
-                    if self.trajectories[name].stale
-                ],
-            )
-            for batch in self.book.batches.values()
-        )
-        if self.book.expired:
-            late = self.book.expired.values()
-            found.append(
-                ExpiredRecord(
-                    batches=[(one.batch_id, one.job, list(one.group_ids), one.ttl_s) for one in late],
-                    consumers={one.batch_id: one.consumer for one in late if one.consumer},
-                )
-            )
-        return found
-
-
-def _without_shared_prompt(record: TurnRecord) -> TurnRecord:
-    return record if record.prompt_of is None else msgspec.structs.replace(record, suffix_ids=b"")
-
-
-def _records(turns: list[tuple[Trajectory, int]]) -> Iterator[Record]:
-    for trajectory, count in turns:
-        yield trajectory.created
-        yield from map(_without_shared_prompt, islice(trajectory.turns, count))
-        answers = trajectory.deliveries.ended(
-            record.turn for record in islice(trajectory.turns, count) if record.choice == 0
-        )
-        if answers:
-            yield DeliveredRecord(trajectory_id=trajectory.id, answers=answers)

@@ -15,11 +15,12 @@ import msgspec
 
 from rose.policy.staleness import Version, parse_version
 from rose.scheduler.deliveries import Deliveries
-from rose.scheduler.holdings import created_bytes, turn_bytes
+from rose.scheduler.holdings import SCORE_BYTES, created_bytes, score_bytes, turn_bytes
 from rose.scheduler.ids import split, unpack_ids, unpack_logprobs
 from rose.scheduler.journal import (
     CreateRecord,
     FinishRecord,
+    ScoreRecord,
     TurnRecord,
     unpacked,
 )
@@ -30,6 +31,8 @@ class Trajectory:
     """One run of an environment: a tree of turns, mostly a line."""
 
     __slots__ = (
+        "branch_rewards",
+        "closed",
         "created",
         "deliveries",
         "finish",
@@ -40,8 +43,10 @@ class Trajectory:
         "num_tokens",
         "oldest",
         "parents",
+        "score",
         "stale",
         "tips",
+        "turn_rewards",
         "turns",
     )
 
@@ -56,6 +61,13 @@ class Trajectory:
         """Name that a client gave its request -> the first turn of its answer."""
         self.deliveries = Deliveries()
         self.finish: FinishRecord | None = None
+        self.score: ScoreRecord | None = None
+        """What it is to be finished with, where that was said before its end."""
+        self.turn_rewards: dict[int, float] = {}
+        self.branch_rewards: dict[int, float] = {}
+        """Of branches, by the last turn of each."""
+        self.closed = False
+        """It takes no more turns."""
         self.stale = False
         self.parents: set[int] = set()
         """Turns that another turn continues."""
@@ -90,6 +102,30 @@ class Trajectory:
             version = parse_version(text)
             self.oldest = version if self.oldest is None else min(self.oldest, version)
             self.newest = version if self.newest is None else max(self.newest, version)
+
+    def add_scores(self, record: ScoreRecord) -> None:
+        """What was said of the same before is replaced."""
+        before = len(self.turn_rewards) + len(self.branch_rewards)
+        self.turn_rewards.update(record.turns)
+        self.branch_rewards.update(record.branches)
+        self.num_bytes += SCORE_BYTES * (len(self.turn_rewards) + len(self.branch_rewards) - before)
+        if record.reward is not None:
+            whole = msgspec.structs.replace(record, turns=[], branches=[])
+            self.num_bytes += score_bytes(whole) - score_bytes(self.score)
+            self.score = whole
+
+    def scores(self) -> ScoreRecord | None:
+        """All that was said of its rewards, as one record."""
+        turns, branches = list(self.turn_rewards.items()), list(self.branch_rewards.items())
+        if self.score is not None:
+            return msgspec.structs.replace(self.score, turns=turns, branches=branches)
+        return ScoreRecord(id=self.id, turns=turns, branches=branches) if turns or branches else None
+
+    def turn_named(self, name: int | str) -> int | None:
+        """A turn by its number or its id."""
+        if isinstance(name, int):
+            return name if name < len(self.turns) else None
+        return next((record.turn for record in reversed(self.turns) if record.id == name), None)
 
     def answers_to(self, digest: str) -> Iterator[int]:
         """First turns of the answers to a request that was given no name, newest first, but for those that another turn
@@ -191,6 +227,9 @@ class Trajectory:
             "usage": record.usage,
             "timing": record.timing,
             "sampling": record.sampling,
+            "id": record.id,
+            "reward": self.turn_rewards.get(record.turn),
+            "branch_reward": self.branch_rewards.get(record.turn),
         }
 
     def trace(self, state: str, reason: str = "", *, whole_prompts: bool = True) -> dict[str, Any]:
@@ -202,6 +241,7 @@ class Trajectory:
             "group_size": created.group_size,
             "task": unpacked(created.task),
             "task_kind": created.task_kind,
+            "metadata": created.metadata,
             "sampling": created.sampling,
             "created_at": created.created_at,
             "deadline_at": created.deadline_at,

@@ -17,7 +17,7 @@ from rose.errors import RequestError
 
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
-_FAULT = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<where>[^`]*)`)?\Z", re.DOTALL)
+_FAULT = re.compile(r"(?P<what>.*?)(?: - at `(?:key` in `)?\$\.?(?P<where>[^`]*)`)?\Z", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(.{1,64}?)`")
 _MISSING = re.compile(r"Object missing required field `(.{1,64}?)`")
 

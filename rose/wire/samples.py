@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from rose.wire.types import Count, Name, Positive, Seconds, VersionText
+from rose.wire.types import Count, Name, Positive, Seconds, ShortName, VersionText
 
 MIN_RATIO = 1e-6
 """Of new prompt tokens to sampled ones; the inverse of the largest."""
@@ -17,6 +17,14 @@ RoutingPolicy = Literal["cost", "paper", "sticky_least_loaded", "round_robin", "
 
 class _Body(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     pass
+
+
+Metadata = Annotated[
+    dict[Annotated[str, Meta(min_length=1, max_length=64)], Annotated[str, Meta(max_length=512)]],
+    Meta(max_length=16),
+]
+"""What one may search by."""
+Reward = Annotated[float, Meta(ge=-1e30, le=1e30)]
 
 
 class NewTrajectory(_Body):
@@ -32,14 +40,34 @@ class NewTrajectory(_Body):
     task_kind: Name | None = None
     prefill_per_decode: Annotated[float, Meta(ge=MIN_RATIO, le=1 / MIN_RATIO)] | None = None
     deadline_s: Annotated[float, Meta(ge=0.001, le=MAX_DEADLINE_S)] | None = None
+    metadata: Metadata | None = None
 
 
 class Finish(_Body):
-    """``POST /rose/v1/trajectories/{id}/finish``."""
+    """``POST /rose/v1/trajectories/{id}/finish``: it takes no more turns.  Without a reward it waits for its score."""
 
-    reward: Annotated[float, Meta(ge=-1e30, le=1e30)]
+    reward: Reward | None = None
     success: bool | None = None
     info: Any = None
+
+
+class Scored(_Body):
+    """A turn, or the branch that ends with it."""
+
+    turn: Count | ShortName
+    """Its number, or its id: ``rose.ids`` of the answer."""
+    reward: Reward
+
+
+class Score(_Body):
+    """``POST /rose/v1/trajectories/{id}/score``: any of these, as often as one likes until it is finished."""
+
+    reward: Reward | None = None
+    """Of the whole."""
+    success: bool | None = None
+    info: Any = None
+    turns: Annotated[list[Scored], Meta(max_length=65_536)] = []
+    branches: Annotated[list[Scored], Meta(max_length=65_536)] = []
 
 
 class Lease(_Body):

@@ -1,0 +1,59 @@
+"""What one may look for among trajectories: the query of a listing, read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from rose.errors import RequestError
+from rose.policy import samples as sp
+from rose.scheduler.journal import CreateRecord
+from rose.scheduler.store import UNSCORED
+
+MAX_FOUND = 10_000
+_STATES = (*(state.value for state in sp.SampleState), UNSCORED)
+_META = "meta."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Search:
+    """None: whichever."""
+
+    job: str | None = None
+    group_id: str | None = None
+    state: str | None = None
+    metadata: dict[str, str] = field(default_factory=dict)
+    """All of these."""
+    limit: int = MAX_FOUND
+
+    @classmethod
+    def of(cls, request: web.Request) -> Search:
+        """From ``?job=&group_id=&state=&meta.NAME=VALUE&limit=``.
+
+        Raises:
+            RequestError: A value cannot be one.
+        """
+        query = request.query
+        state, limit = query.get("state"), query.get("limit", str(MAX_FOUND))
+        if state is not None and state not in _STATES:
+            raise RequestError(f"must be one of {', '.join(_STATES)}", field="state")
+        if not (limit.isascii() and limit.isdigit() and len(limit) < 9 and 1 <= int(limit) <= MAX_FOUND):
+            raise RequestError(f"must be a whole number from 1 to {MAX_FOUND}", field="limit")
+        return cls(
+            job=query.get("job"),
+            group_id=query.get("group_id"),
+            state=state,
+            metadata={
+                name.removeprefix(_META): value for name, value in query.items() if name.startswith(_META)
+            },
+            limit=int(limit),
+        )
+
+    def fits(self, created: CreateRecord, state: str) -> bool:
+        return (
+            self.job in (None, created.job)
+            and self.group_id in (None, created.group_id)
+            and self.state in (None, state)
+            and self.metadata.items() <= created.metadata.items()
+        )
