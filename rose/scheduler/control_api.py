@@ -103,6 +103,7 @@ class ControlRoutes:
             prefill_per_decode=body.prefill_per_decode,
             deadline_s=body.deadline_s,
             metadata=body.metadata,
+            record=body.record or [],
         )
         await self._store.journal.commit()
         return json_response({"id": name, "key": self._tokens.key_of(name)})

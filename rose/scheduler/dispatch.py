@@ -62,6 +62,10 @@ class TurnHandle:
     on_unavailable: Callable[[], None] = lambda: None
     hold: str = "capacity"
     """Why no worker took it in time."""
+    routed_from: int | None = None
+    """The first position whose routing to experts is not recorded yet; None: none is wanted."""
+    routed: list[tuple[int, bytes]] = field(default_factory=list)
+    """``(first position, what an engine returned)``, one for each attempt that gave tokens."""
 
     def notify(self) -> None:
         for watcher in self.watchers:
@@ -136,6 +140,7 @@ class Dispatcher:
         *,
         keep_entries: bool = False,
         trace_headers: Mapping[str, str] = NO_HEADERS,
+        routed_from: int | None = None,
     ) -> TurnHandle:
         """Start a turn.
 
@@ -152,6 +157,7 @@ class Dispatcher:
             sampling_params=sampling_params,
             keep_entries=keep_entries,
             trace_headers=trace_headers,
+            routed_from=routed_from,
         )
         self.handles[spec.turn_id] = handle
         try:
@@ -340,6 +346,9 @@ class Dispatcher:
                 handle.entries.clear()
                 handle.tokens.clear()
                 handle.logprobs.clear()
+                if handle.routed:
+                    handle.routed_from = handle.routed[0][0]
+                    handle.routed.clear()
             case te.AnswerUnavailable():
                 handle = self.handles[action.turn_id]
                 handle.hold = action.hold
@@ -372,6 +381,8 @@ class Dispatcher:
         kept = tuple(turn.token_ids[: action.num_kept_tokens])
         if kept and params.get("min_tokens"):
             params["min_tokens"] = max(0, params["min_tokens"] - len(kept))
+        if handle.routed_from is not None:
+            params["routed_experts_prompt_start"] = handle.routed_from
         body = {
             "request_id": f"{turn_id}-{attempt}",
             "token_ids": [*handle.prompt_ids, *kept] if kept else handle.prompt_ids,
@@ -385,13 +396,13 @@ class Dispatcher:
                 output = await self.engines.generate(
                     engine, body, handle.trace_headers, entries=handle.keep_entries
                 )
-                self._accept(handle, attempt, output)
+                self._accept(handle, attempt, output, engine)
                 return
             async with contextlib.aclosing(
                 self.engines.stream(engine, body, handle.trace_headers, entries=handle.keep_entries)
             ) as outputs:
                 async for output in outputs:
-                    self._accept(handle, attempt, output)
+                    self._accept(handle, attempt, output, engine)
                     if output.finish_reason is not None:
                         return
         except EngineFailure as failure:
@@ -400,7 +411,9 @@ class Dispatcher:
             log.error("attempt %s-%d: %s", turn_id, attempt, error)
             self._report_failure(turn_id, attempt, "bad", str(error))
 
-    def _accept(self, handle: TurnHandle, attempt: int, output: Output) -> None:
+    def _accept(self, handle: TurnHandle, attempt: int, output: Output, engine: Endpoint) -> None:
+        if handle.routed_from is not None:
+            _keep_routing(handle, output, engine)
         if output.finish_reason is None:
             event: te.TokensArrived | te.AttemptEnded = te.TokensArrived(
                 at_s=self.now_s(),
@@ -453,6 +466,26 @@ class Dispatcher:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, *self._background, return_exceptions=True)
+
+
+def _keep_routing(handle: TurnHandle, output: Output, engine: Endpoint) -> None:
+    """Record which experts an attempt's tokens went to.  An attempt that was lost leaves none, and the next one covers its tokens.
+
+    Raises:
+        EngineFailure: The engine returns none.
+    """
+    assert handle.routed_from is not None
+    if output.routed_experts is not None:
+        handle.routed.append((handle.routed_from, output.routed_experts))
+        # The last token has not gone through the model yet.
+        num_tokens = len(handle.tokens) + len(output.token_ids)
+        handle.routed_from = len(handle.prompt_ids) + num_tokens - 1
+    elif output.finish_reason is not None and (output.token_ids or output.finish_reason != "abort"):
+        raise EngineFailure(
+            f"worker {engine.worker_id} returns no routed experts, which this trajectory is to record "
+            "(start its engine with --enable-return-routed-experts)",
+            kind="data",
+        )
 
 
 def _inflight(worker: Worker) -> int:

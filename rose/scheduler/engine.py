@@ -7,6 +7,7 @@ engine's token never appears in a message.
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -61,6 +62,7 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     weight_versions: list[_VersionSpan] | None = None
+    routed_experts: str | None = None
 
 
 class _PromptDetails(msgspec.Struct):
@@ -104,6 +106,8 @@ class Output:
     versions: tuple[Span, ...] = ()
     num_cached_tokens: int | None = None
     kv_mixed: bool | None = None
+    routed_experts: bytes | None = None
+    """Of the whole request, as the engine packs them (``.npy``); with the last piece, where it returns them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -395,7 +399,15 @@ def _parse(engine: Endpoint, payload: bytes, want_entries: bool) -> Output | Non
         versions=_spans(choice.weight_versions) if choice.weight_versions else (),
         num_cached_tokens=num_cached,
         kv_mixed=None if context is None else context.kv_mixed,
+        routed_experts=_unpacked(engine, choice.routed_experts) if choice.routed_experts else None,
     )
+
+
+def _unpacked(engine: Endpoint, text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise EngineFailure(f"worker {engine.worker_id} sent no base64", kind="bad") from error
 
 
 def _spans(versions: list[_VersionSpan]) -> tuple[Span, ...]:

@@ -33,7 +33,15 @@ def created_bytes(record: CreateRecord) -> int:
 def turn_bytes(record: TurnRecord) -> int:
     own = len(record.suffix_ids) if record.prompt_of is None else 0
     names = len(record.tip) + len(record.thoughts)
-    return _TURN_BYTES + own + len(record.token_ids) + len(record.logprobs) + names + len(record.messages)
+    return (
+        _TURN_BYTES
+        + own
+        + len(record.token_ids)
+        + len(record.logprobs)
+        + names
+        + len(record.messages)
+        + sum(len(data) for _, data in record.routed_experts)
+    )
 
 
 def score_bytes(record: ScoreRecord | None) -> int:

@@ -454,7 +454,12 @@ class InflightRequests:
             deadline_at_s=now_s + min(self.turn_s, asked.deadline_s or self.turn_s),
         )
         handle = self.dispatcher.submit(
-            spec, prompt.token_ids, params, keep_entries=entries, trace_headers=asked.trace_headers
+            spec,
+            prompt.token_ids,
+            params,
+            keep_entries=entries,
+            trace_headers=asked.trace_headers,
+            routed_from=None if trajectory is None else trajectory.routed_from(prompt.parent),
         )
         inflight.add(handle)
         return handle
@@ -576,6 +581,7 @@ class InflightRequests:
                     attempts=result.num_attempts,
                     kv_mixed=result.kv_mixed,
                     id=result.turn_id,
+                    routed_experts=done.handle.routed,
                     **fields,
                 )
             )

@@ -89,6 +89,8 @@ class TurnRecord(msgspec.Struct, tag="turn", frozen=True, gc=False, omit_default
     """Messages that it added to those of turn ``messages_of`` (all, where that is None), and its answer, as msgpack: for a client that
     names an earlier answer and does not send it again.  Empty: its client does not."""
     messages_of: int | None = None
+    routed_experts: list[tuple[int, bytes]] = []
+    """``(first position, .npy bytes)``: see :class:`~rose.scheduler.dispatch.TurnHandle`."""
 
 
 def packed(value: Any) -> msgspec.Raw:
@@ -137,6 +139,8 @@ class CreateRecord(msgspec.Struct, tag="create", frozen=True, gc=False, omit_def
     deadline_at: float | None = None
     """Seconds since 1970; None: none."""
     metadata: dict[str, str] = {}
+    record: list[str] = []
+    """Side channels of its turns."""
 
 
 class ScoreRecord(msgspec.Struct, tag="score", frozen=True, gc=False, omit_defaults=True):

@@ -17,7 +17,7 @@ import secrets
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -188,6 +188,7 @@ class Store:
         prefill_per_decode: float | None = None,
         deadline_s: float | None = None,
         metadata: dict[str, str] | None = None,
+        record: Sequence[str] = (),
     ) -> str:
         """A new trajectory; the same ``key`` again gives the same one.  ``deadline_s`` is from now on."""
         if key and key in self._by_key:
@@ -196,7 +197,7 @@ class Store:
             raise CapacityError("too many trajectories are open", status=429, code="queue_full")
         name = f"t-{secrets.token_hex(10)}"
         now = time.time()
-        record = CreateRecord(
+        made = CreateRecord(
             id=name,
             job=job,
             group_id=name if group_id is None else group_id,
@@ -210,9 +211,10 @@ class Store:
             floor=format_version(self.versions[job]) if job in self.versions else "",
             deadline_at=None if deadline_s is None else now + deadline_s,
             metadata=metadata or {},
+            record=list(record),
         )
-        self.holdings.check(job, created_bytes(record))
-        self._write(record)
+        self.holdings.check(job, created_bytes(made))
+        self._write(made)
         return name
 
     def expire_idle(self, idle_s: float, busy: set[str]) -> list[sp.Action]:

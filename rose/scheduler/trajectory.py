@@ -8,6 +8,7 @@ Changed by ``rose.scheduler.store`` alone.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
 from typing import Any
 
@@ -127,6 +128,13 @@ class Trajectory:
             return name if name < len(self.turns) else None
         return next((record.turn for record in reversed(self.turns) if record.id == name), None)
 
+    def routed_from(self, parent: int | None) -> int | None:
+        """From which position on a turn's routing to experts is to be recorded; None where it is not."""
+        if "routed_experts" not in self.created.record:
+            return None
+        # The parent's last token went through the model for the first time here.
+        return 0 if parent is None else max(0, self.lengths[parent] - 1)
+
     def answers_to(self, digest: str) -> Iterator[int]:
         """First turns of the answers to a request that was given no name, newest first, but for those that another turn
         continues: they have arrived."""
@@ -230,6 +238,11 @@ class Trajectory:
             "id": record.id,
             "reward": self.turn_rewards.get(record.turn),
             "branch_reward": self.branch_rewards.get(record.turn),
+            **(
+                {"routed_experts": [{"start": at, "npy": b64(data)} for at, data in record.routed_experts]}
+                if record.routed_experts
+                else {}
+            ),
         }
 
     def trace(self, state: str, reason: str = "", *, whole_prompts: bool = True) -> dict[str, Any]:
@@ -269,6 +282,10 @@ class Trajectory:
             at = self.turns[at.parent]
             parts.append(at.token_ids)
         return b"".join(reversed(parts))
+
+
+def b64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
 
 
 def request_name(key: str, turn_key: str) -> str:

@@ -15,6 +15,7 @@ and sends heartbeats, like a node agent would.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import os
 import time
@@ -53,6 +54,11 @@ class Fault:
     kind: str
     after: int = 0
     status: int = 500
+
+
+def expert_of(token: int) -> int:
+    """Where a fake engine's only layer sends a token."""
+    return token % 251
 
 
 class PrefixModel:
@@ -95,6 +101,7 @@ class FakeEngine(FakeText):
     mean_tokens: Mean length of a turn that ends by itself.
     report_versions: Stamp tokens with :attr:`version`, as an engine with our plug-in does.
     plugin: It has the parse routes of our plug-in.
+    routed_experts: Return which expert each token went to: a byte for each, in place of an array.
     """
 
     def __init__(
@@ -109,6 +116,7 @@ class FakeEngine(FakeText):
         report_versions: bool = True,
         token: str | None = None,
         plugin: bool = True,
+        routed_experts: bool = False,
     ) -> None:
         super().__init__(tokenizer or ToyTokenizer())
         self.model = model
@@ -132,6 +140,7 @@ class FakeEngine(FakeText):
         """When set, generation waits for it before the first token."""
         self._token = token
         self._has_plugin = plugin
+        self._returns_routing = routed_experts
         self._running: dict[str, asyncio.Event] = {}
         self._reclaimed: set[str] = set()
         self._model = PrefixModel(self.tokenizer.word_ids, self.tokenizer.eos_id, mean_tokens)
@@ -219,7 +228,9 @@ class FakeEngine(FakeText):
             return _json(
                 {
                     "request_id": f"generate-tokens-{body['request_id']}",
-                    "choices": [self._choice(tokens, entries, reason, stop, len(tokens))],
+                    "choices": [
+                        self._choice(tokens, entries, reason, stop, len(tokens)) | self._routing(body, tokens)
+                    ],
                     "usage": self._usage(body, len(tokens)),
                     "kv_transfer_params": None
                     if self.kv_mixed is None
@@ -237,11 +248,15 @@ class FakeEngine(FakeText):
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         count = 0
+        sampled: list[int] = []
         async for token, logprob, finish, why in self._run(request, body, fault):
             count += token is not None
             tokens = [] if token is None else [token]
             entries = [] if token is None else [_entry(token, logprob, body["sampling_params"])]
+            sampled += tokens
             choice = self._choice(tokens, entries, finish, why, count if finish is not None else None)
+            if finish is not None:
+                choice |= self._routing(body, sampled)
             await response.write(b"data: " + encode({"request_id": "r", "choices": [choice]}) + b"\n\n")
         usage = {"request_id": "r", "choices": [], "usage": self._usage(body, count)}
         await response.write(b"data: " + encode(usage) + b"\n\ndata: [DONE]\n\n")
@@ -307,6 +322,13 @@ class FakeEngine(FakeText):
         if num_total and self.report_versions:
             choice["weight_versions"] = [{"version": self.version, "start": 0, "end": num_total}]
         return choice
+
+    def _routing(self, body: dict[str, Any], sampled: list[int]) -> dict[str, Any]:
+        if not self._returns_routing:
+            return {}
+        start = body["sampling_params"].get("routed_experts_prompt_start", 0)
+        rows = bytes(expert_of(token) for token in [*body["token_ids"], *sampled][start:-1])
+        return {"routed_experts": base64.b64encode(rows).decode()}
 
     def _usage(self, body: dict[str, Any], num_new: int) -> dict[str, Any]:
         num_prompt = len(body["token_ids"])

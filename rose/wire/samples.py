@@ -24,6 +24,7 @@ Metadata = Annotated[
     Meta(max_length=16),
 ]
 """What one may search by."""
+SideChannel = Literal["routed_experts"]
 Reward = Annotated[float, Meta(ge=-1e30, le=1e30)]
 
 
@@ -41,6 +42,8 @@ class NewTrajectory(_Body):
     prefill_per_decode: Annotated[float, Meta(ge=MIN_RATIO, le=1 / MIN_RATIO)] | None = None
     deadline_s: Annotated[float, Meta(ge=0.001, le=MAX_DEADLINE_S)] | None = None
     metadata: Metadata | None = None
+    record: Annotated[list[SideChannel], Meta(max_length=8)] | None = None
+    """What else of its turns is recorded."""
 
 
 class Finish(_Body):

@@ -186,7 +186,9 @@ async def test_messages_stay_one_line_of_tokens(
 
 def with_mark(message: dict[str, Any]) -> dict[str, Any]:
     content = message["content"]
-    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else [dict(b) for b in content]
+    blocks: list[dict[str, Any]] = (
+        [{"type": "text", "text": content}] if isinstance(content, str) else [dict(b) for b in content]
+    )
     blocks[-1]["cache_control"] = {"type": "ephemeral"}
     return {**message, "content": blocks}
 
@@ -457,7 +459,7 @@ async def test_refusals_come_in_the_shape_of_their_protocol(
     assert body["error"]["param"] == "messages[0].content[0]"
     with pytest.raises(anthropic.AuthenticationError):
         await anthropic.AsyncAnthropic(base_url=world.url, api_key="no", max_retries=0).messages.create(
-            model="x", max_tokens=8, messages=[user("x")]
+            model="x", max_tokens=8, messages=[{"role": "user", "content": "x"}]
         )
     with pytest.raises(openai.BadRequestError) as too_much:
         await openai_client(session).responses.create(model="x", input="go", max_output_tokens=-1)
