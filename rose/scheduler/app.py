@@ -8,6 +8,7 @@ finished turns are in the journal, and the client of an unfinished one asks agai
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import logging
 from pathlib import Path
@@ -41,6 +42,7 @@ from rose.scheduler.settings_api import SettingsRoutes
 from rose.scheduler.status import Status
 from rose.scheduler.store import Store
 from rose.scheduler.timeline import Timeline
+from rose.scheduler.tracing import Tracing
 from rose.scheduler.turn_requests import TurnRequests
 from rose.scheduler.watch_api import PERIOD_S, WatchRoutes
 
@@ -48,6 +50,7 @@ log = logging.getLogger("rose.scheduler")
 
 PROBE_S = 0.5
 FRESH_S = 0.25
+TRACES_S = 5.0
 MAY_CHAT = ("agent", "environment", BY_KEY)
 MAY_WATCH = ("environment", "trainer", "node")
 
@@ -104,6 +107,7 @@ class Scheduler:
             max_bytes=config.decisions.max_bytes,
             max_files=config.decisions.max_files,
         )
+        self.tracing = Tracing.make(config.tracing.otlp_endpoint)
         self.url = ""
         self._watched: tuple[float, dict[str, Any]] = (float("-inf"), {})
         self._sampled_at_s = float("-inf")
@@ -155,6 +159,7 @@ class Scheduler:
             turn_s=times.turn_s,
             max_turns=config.limits.max_turns_per_trajectory,
             max_running=config.limits.max_running,
+            tracing=self.tracing,
             on_duplicate=self.status.on_duplicate,
             on_fork=self.status.on_fork,
             on_finished=self.status.on_finished,
@@ -169,7 +174,7 @@ class Scheduler:
             self._recent_snapshot,
             lambda: self.dispatcher.draining,
         )
-        requests = TurnRequests(config, self.store, self.dispatcher)
+        requests = TurnRequests(config, self.store, self.dispatcher, is_traced=self.tracing is not None)
         openai = OpenAIRoutes(config, self.dispatcher, self.inflight, prompts, self.renderer, requests)
         counts = CountRoutes(self.dispatcher, prompts, self.renderer, requests)
         app = web.Application(
@@ -215,6 +220,9 @@ class Scheduler:
             self.engines.close()
             await self.control.close()
         self.decisions.close()
+        if self.tracing is not None:
+            with contextlib.suppress(TimeoutError):  # a collector that is away holds nobody up
+                await asyncio.wait_for(asyncio.to_thread(self.tracing.close), TRACES_S)
         if self.journal.healthy:
             try:
                 await self.journal.commit()
@@ -366,6 +374,8 @@ class Scheduler:
     def _on_action(self, action: te.Action) -> None:
         self.status.on_action(action)
         self.timeline.on_action(action)
+        if self.tracing is not None:
+            self.tracing.on_action(action)
 
     def _trajectory_of(self, turn_id: str) -> str:
         turn = self.book.turns.get(turn_id)

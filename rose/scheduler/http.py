@@ -150,12 +150,19 @@ async def read_wire(request: web.Request, kind: type[S]) -> S:
 _TRACE = re.compile(r"00-(?P<trace>(?!0{32})[0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-(?P<flags>[0-9a-f]{2})\Z")
 
 
-def trace_context(traceparent: str | None, tracestate: str | None) -> dict[str, str]:
-    """W3C trace context to pass on: the caller's trace, a span of ours as the parent; empty without a valid one."""
+def trace_context(
+    traceparent: str | None, tracestate: str | None, *, is_traced: bool = False
+) -> dict[str, str]:
+    """W3C trace context to pass on: the caller's trace, a span of ours as the parent; empty without a valid one.
+
+    Args:
+        is_traced: Spans of ours are made of it: the caller's own.
+    """
     given = None if traceparent is None else _TRACE.match(traceparent)
-    if given is None:
+    if traceparent is None or given is None:
         return {}
-    passed = {"traceparent": f"00-{given['trace']}-{secrets.token_hex(8)}-{given['flags']}"}
+    ours = f"00-{given['trace']}-{secrets.token_hex(8)}-{given['flags']}"
+    passed = {"traceparent": traceparent if is_traced else ours}
     if tracestate and len(tracestate) <= 512 and tracestate.isprintable() and tracestate.isascii():
         passed["tracestate"] = tracestate
     return passed

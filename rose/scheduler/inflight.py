@@ -42,6 +42,7 @@ from rose.scheduler.kept import Kept
 from rose.scheduler.messages import thought, tips
 from rose.scheduler.prompts import Prompt
 from rose.scheduler.store import Store
+from rose.scheduler.tracing import Tracing
 from rose.scheduler.trajectory import Trajectory, request_name
 
 log = logging.getLogger("rose.scheduler")
@@ -214,6 +215,7 @@ class InflightRequests:
     turn_s: float
     max_turns: int
     max_running: int
+    tracing: Tracing | None = None
     on_duplicate: Callable[[], None] = lambda: None
     on_fork: Callable[[str], None] = lambda reason: None
     on_finished: Callable[[Finished, TurnRequest], None] = lambda finished, asked: None
@@ -453,12 +455,15 @@ class InflightRequests:
             dedicated_only=asked.dedicated_only,
             deadline_at_s=now_s + min(self.turn_s, asked.deadline_s or self.turn_s),
         )
+        headers = asked.trace_headers
+        if self.tracing is not None:
+            headers = self.tracing.begin(spec, headers)
         handle = self.dispatcher.submit(
             spec,
             prompt.token_ids,
             params,
             keep_entries=entries,
-            trace_headers=asked.trace_headers,
+            trace_headers=headers,
             routed_from=None if trajectory is None else trajectory.routed_from(prompt.parent),
         )
         inflight.add(handle)

@@ -118,6 +118,11 @@ class JournalConfig(Section):
     """At start, a journal beyond this size is rewritten with the live state only."""
 
 
+class TracingConfig(Section):
+    otlp_endpoint: str | None = Field(default=None, pattern=r"^https?://[^\s]+$")
+    """Where spans go, over HTTP: ``http://collector:4318/v1/traces``.  None: nowhere."""
+
+
 class JobShare(Section):
     """What one job may hold."""
 
@@ -179,6 +184,7 @@ class SchedulerConfig(Section):
     batches: Batches = Batches()
     journal: JournalConfig = JournalConfig()
     decisions: DecisionConfig = DecisionConfig()
+    tracing: TracingConfig = TracingConfig()
     provisioning: ProvisioningConfig = ProvisioningConfig()
 
     # What the policies get of it: the daemon and the simulator build their turn books from these.

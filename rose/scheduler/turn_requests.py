@@ -22,7 +22,10 @@ from rose.scheduler.trajectory import Trajectory
 class TurnRequests:
     """Holds no state of its own."""
 
-    def __init__(self, config: SchedulerConfig, store: Store, dispatcher: Dispatcher) -> None:
+    def __init__(
+        self, config: SchedulerConfig, store: Store, dispatcher: Dispatcher, *, is_traced: bool = False
+    ) -> None:
+        self._is_traced = is_traced
         self._config = config
         self._store = store
         self._dispatcher = dispatcher
@@ -61,7 +64,9 @@ class TurnRequests:
             dedicated_only=tier == "dedicated",
             min_version=None if minimum is None else parse_version(minimum, "X-ROSE-Min-Version"),
             deadline_s=None if deadline_ms is None else int(deadline_ms) / 1e3,
-            trace_headers=trace_context(headers.get("traceparent"), headers.get("tracestate")),
+            trace_headers=trace_context(
+                headers.get("traceparent"), headers.get("tracestate"), is_traced=self._is_traced
+            ),
         )
 
     def check_messages(self, body: dict[str, Any]) -> None:
