@@ -172,7 +172,7 @@ def resident_bytes(pair: Pair) -> int:
 async def cycle(pair: Pair, number: int, stock: Sequence[Said], seed: int) -> Cycle:
     found, rng = Cycle(number=number), random.Random(f"{seed} cycle {number}")
     await pair.until(lambda: pair.set_mode("on"), "the agent listens")
-    await pair.until(pair.is_lent, "memory is lent")
+    await pair.lend()
     held = pair.rollout()
     found.held_pages = held.reserved_pages if held is not None else 0
     before = pair.rollouts.tokens

@@ -198,10 +198,7 @@ class Run:
         if mode == "off":
             await pair.until(pair.all_back, "production has all its memory")
             return
-        if not pair.is_lent():
-            await pair.load.pause()
-            await pair.until(pair.is_lent, "memory is lent")
-            pair.load.go_on()
+        await pair.lend()
         if case.whom == "sentinel" or case.what in ("stop", "freeze"):
             await pair.until(lambda: pair.pid_of("sentinel") is not None, "there is a sentinel", SENTINEL_S)
 

@@ -94,15 +94,21 @@ class ElasticKv:
         compat.let_spin(True)  # nobody beside it can be helped by its sleeping
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        output = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
-        if self.rose_pager is not None:
+        pager = self.rose_pager
+        if pager is None:
+            return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        pager.fence.begin()
+        try:
+            output = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
             try:
-                self.rose_pager.fence.launched(internals.stamp_of(scheduler_output), self.rose_stream())
+                pager.fence.launched(internals.stamp_of(scheduler_output), self.rose_stream())
             except (
                 Exception
             ) as error:  # fail-open: a step that is not noted only keeps memory from being taken away
                 logger.exception("ROSE: a step could not be noted; nothing is lent from now on: %r", error)
-                self.rose_pager.fence.stop()
+                pager.fence.stop()
+        finally:
+            pager.fence.end()
         return output
 
     def rose_memory(self) -> dict[str, int]:

@@ -121,9 +121,9 @@ class CudaKvMemory:
 
 
 class StepFence:
-    """Which of its engine's steps a worker has launched.
+    """Which of its engine's steps a worker has launched, and whether it is launching one.
 
-    The engine thread of the worker calls :meth:`launched`; the pager calls :meth:`wait`.
+    The engine thread of the worker calls :meth:`begin`, :meth:`launched` and :meth:`end` around each step; the pager calls the others.
     """
 
     def __init__(self, memory: KvMemory) -> None:
@@ -131,16 +131,37 @@ class StepFence:
         self._step = 0
         self._stream = 0
         self._stopped = False
+        self._running = False
+        self._closed = False
 
     def stop(self) -> None:
         """Let nobody through any more: what is launched is not known."""
         self._stopped = True
+
+    def close(self, closed: bool = True) -> None:
+        """Have no further step begin: nobody is left who could say which is the last."""
+        self._closed = closed
+
+    def begin(self) -> None:
+        """A step is about to be launched.  Step path: no call, no lock.
+
+        Raises:
+            LedgerError: It may not, its memory is being given back.
+        """
+        self._running = True  # first: who closes looks at it second
+        if self._closed:
+            self._running = False
+            raise LedgerError("its engine core is gone, and its memory goes", field="step")
 
     def launched(self, step: int, stream: int) -> None:
         """Everything of ``step`` is queued on ``stream``; stamps rise, and 0 is a step of vLLM's own.  Step path: no call, no lock."""
         self._stream = stream  # first: who sees the step must see its stream
         if step:
             self._step = step
+
+    def end(self) -> None:
+        """Nothing is being launched, whatever became of it."""
+        self._running = False
 
     def wait(self, step: int, timeout_s: float) -> None:
         """Return when no step up to ``step`` can touch memory any more.
@@ -151,6 +172,10 @@ class StepFence:
         if self._stopped:
             raise LedgerError("are not known any more", field="steps in flight")
         until_s = time.monotonic() + timeout_s
+        while self._closed and self._running:  # it has no number that could be waited for
+            if time.monotonic() > until_s:
+                raise LedgerError("the last one does not end", field="steps in flight")
+            time.sleep(_POLL_S)
         while self._step < step:
             if time.monotonic() > until_s:
                 raise LedgerError(

@@ -373,9 +373,15 @@ class Pager:
                     # vLLM's warm-up comes before there is an engine core, and may have used any of it.
                     self.arena.wipe(self.plan.run_ranges(self._mapped)[1])
                     self._served = True
+                self.fence.close(False)
                 return wanted, record.after_step, before.generation
-        # Our engine core is gone, and with it whoever would send another step: all that were launched are all there are.
-        return None if self._role == "serving" else (bytes(self.plan.num_chunks), 0, self._generation)
+        if self._role == "serving":
+            return None
+        if self._served:
+            # Our engine core is gone.  What it has sent may be running, or lie unread: none begins any more, and the one that runs is
+            # waited for, for it uses memory that nobody is left to take out of its block pool.
+            self.fence.close()
+        return bytes(self.plan.num_chunks), 0, self._generation
 
     def agree(self, wanted: bytes, after_step: int = 0, generation: int = 0) -> None:
         """Make the memory agree with ``wanted`` (one byte per chunk): releases first, then growth in slices.

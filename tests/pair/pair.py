@@ -330,6 +330,21 @@ class Pair:
             and status["engine"]["state"] == "ready"
         )
 
+    async def lend(self, timeout_s: float = 180.0) -> None:
+        """Wait until memory is lent.  Clients rest meanwhile: beside those that never do a new engine of the idle class takes minutes
+        to start.
+
+        Raises:
+            TimeoutError: It is not.
+        """
+        if await asyncio.to_thread(self.is_lent):
+            return
+        await self.load.pause()
+        try:
+            await self.until(self.is_lent, "memory is lent", timeout_s)
+        finally:
+            self.load.go_on()
+
     def all_back(self) -> bool:
         """Has production all of its memory, by the kernel's word?"""
         return self.memory.serving_pages >= TOTAL_PAGES

@@ -173,6 +173,26 @@ def test_a_chunk_is_reported_as_coming_before_the_wish_is_read_again_and_the_mem
         assert pager.arena.resident_bytes() == (0 if withdrawn else PAGE_BYTES)
 
 
+def test_a_step_that_a_dead_engine_core_left_running_keeps_its_memory_and_none_begins_behind_it(
+    node_dir: NodeDir, pagers: list[Pager]
+) -> None:
+    with node_dir.chunks_writer("rollout", CHUNKS) as writer:
+        wish(writer, {0, 1}, generation=1)
+        pagers.append(Pager(node_dir, "rollout", 0, PLAN, guard=True))
+        pager = pagers[0]
+        until(lambda: mapped(node_dir, "rollout") == {0, 1})
+        pager.fence.begin()
+    until(lambda: MOVING in pager._mapped)
+    rounds(pager, 1)
+    pager.arena.buffer[PAGE_BYTES] = 1  # the step's own write; guarded memory that has gone would end this process
+    assert pager.arena.resident_bytes() == 2 * PAGE_BYTES
+    pager.fence.end()
+    until(lambda: mapped(node_dir, "rollout") == set())
+    assert pager.arena.resident_bytes() == 0
+    with pytest.raises(LedgerError, match="engine core is gone"):
+        pager.fence.begin()
+
+
 def test_a_report_says_by_which_marks_it_was_made(node_dir: NodeDir, pagers: list[Pager]) -> None:
     """Its engine core believes it of a chunk only if it knows of the chunk's mark."""
     with node_dir.chunks_writer("rollout", CHUNKS) as writer:
