@@ -205,8 +205,11 @@ class Pair:
 
     def _end_production(self) -> None:
         if self.server is not None:
+            log = self.server.log_path.read_bytes()
             self.server.__exit__()
             self.server = None
+            with (self.folder / "production.log").open("ab") as kept:
+                kept.write(log)
 
     async def become(self, model: Path, args: Sequence[str]) -> None:
         """Let production be another engine from now on.
