@@ -184,7 +184,8 @@ def test_a_step_that_a_dead_engine_core_left_running_keeps_its_memory_and_none_b
         pager.fence.begin()
     until(lambda: MOVING in pager._mapped)
     rounds(pager, 1)
-    pager.arena.buffer[PAGE_BYTES] = 1  # the step's own write; guarded memory that has gone would end this process
+    # The step's own write; guarded memory that has gone would end this process.
+    pager.arena.buffer[PAGE_BYTES] = 1
     assert pager.arena.resident_bytes() == 2 * PAGE_BYTES
     pager.fence.end()
     until(lambda: mapped(node_dir, "rollout") == set())
