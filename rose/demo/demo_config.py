@@ -59,7 +59,7 @@ class JobSettings(Section):
     group_size: int = Field(default=16, ge=8, le=128)
     lake_size: int = Field(default=5, ge=4, le=8)
     num_lakes: int = Field(default=8, ge=1, le=64)
-    learning_rate: float = Field(default=5e-4, gt=0)
+    learning_rate: float = Field(default=1e-3, gt=0)
     adam_epsilon: float = Field(default=1e-2, gt=0)
     """Far above the size of gradients: a weight moves as far as its gradient is large, so that most bf16 weights stay what they are
     in a step, as in real fine-tuning."""
