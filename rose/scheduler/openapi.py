@@ -225,11 +225,17 @@ _REFUSED: dict[str, Schema] = {
     "code": {"type": ["string", "null"]},
     "reason": {"type": "string"},
 }
-ERROR = _object(("error",), error=_object(("message", "type", "param", "code"), **_REFUSED))
+
+
+def _refused(*required: str) -> Schema:
+    return {**_object(required), "properties": _REFUSED}
+
+
+ERROR = _object(("error",), error=_refused("message", "type", "param", "code"))
 ANTHROPIC_ERROR = _object(
     ("type", "error"),
     type={"type": "string", "enum": ["error"]},
-    error=_object(("message", "type"), **_REFUSED),
+    error=_refused("message", "type"),
 )
 
 

@@ -20,7 +20,7 @@ from rose.errors import ConfigError
 from rose.policy import turn_events as te
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace.export import SpanProcessor
+    from opentelemetry.sdk.trace import SpanProcessor
     from opentelemetry.trace import Span
 
 SERVICE = "rose-scheduler"

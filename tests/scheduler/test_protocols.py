@@ -622,6 +622,21 @@ def test_results_of_tools_keep_their_place_between_texts() -> None:
     ]
 
 
+@pytest.mark.parametrize("protocol", ["responses", "messages"])
+def test_many_small_pieces_are_one_answer_at_no_more_than_their_length(protocol: str) -> None:
+    """Put together one by one, these would be copied a hundred thousand times."""
+    num, text = 100_000, "x" * 200
+    if protocol == "responses":
+        items = [{"role": "assistant", "content": text}, {"type": "reasoning", "summary": [{"text": text}]}]
+        body = ResponsesRequest({"input": items * (num // 2)}, None).body
+    else:
+        blocks = [{"type": "text", "text": text}, {"type": "thinking", "thinking": text}]
+        said = {"role": "assistant", "content": blocks * (num // 2)}
+        body = MessagesRequest({"messages": [said, user("x")]}).body
+    said = body["messages"][0]
+    assert len(said["content"]) == len(said["reasoning"]) == num // 2 * len(text)
+
+
 # --- besides turns ---------------------------------------------------------------------------------------
 
 

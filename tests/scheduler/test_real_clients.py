@@ -353,7 +353,7 @@ CALLED: dict[str, dict[str, Any]] = {
 }
 
 
-async def respond(api: openai.AsyncOpenAI, *, streamed: bool, **request: Any) -> Any:
+async def respond(api: openai.AsyncOpenAI, *, streamed: bool, ours: bool = True, **request: Any) -> Any:
     """The response that OpenAI's client has in the end."""
     if not streamed:
         return await api.responses.create(**request)
@@ -363,7 +363,9 @@ async def respond(api: openai.AsyncOpenAI, *, streamed: bool, **request: Any) ->
         last = event
         if event.type == "response.output_item.done":
             items.append(event.item)
-    # Whatever was said item by item is what the end says.
+    # Whatever was said item by item is what the end says; vLLM's own end has what another parse makes of it.
+    if not ours:
+        return last.response
     said = [item.model_dump(exclude={"id", "status"}) for item in items]
     assert said == [item.model_dump(exclude={"id", "status"}) for item in last.response.output]
     return last.response
@@ -391,7 +393,8 @@ def claudes_request(name: str) -> dict[str, Any]:
         given["tool_choice"] = {"type": "any"}
     if given["tools"] is None:
         del given["tools"]
-    return {"model": "policy", "temperature": 0.0, **given}
+    # The client has no argument for it any more; the route has.
+    return {"model": "policy", "extra_body": {"temperature": 0.0}, **given}
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
@@ -399,7 +402,8 @@ def claudes_request(name: str) -> dict[str, Any]:
 async def test_responses_equal_vllms_own(gateway: Gateway, name: str, streamed: bool) -> None:
     request = {**responses_request(name), "input": [QUESTION], "store": False}
     async with gateway.ours() as ours, gateway.theirs() as theirs:
-        expected, got = [_items(await respond(api, streamed=streamed, **request)) for api in (theirs, ours)]
+        expected = _items(await respond(theirs, streamed=streamed, ours=False, **request))
+        got = _items(await respond(ours, streamed=streamed, **request))
     assert got == expected
 
 
@@ -408,8 +412,8 @@ def _items(response: Any) -> Any:
     for item in response.output:
         if item.type == "function_call":
             found.append((item.name, item.arguments))
-        else:
-            found.append((item.type, "".join(part.text for part in item.content)))
+        elif text := "".join(part.text for part in item.content).strip():
+            found.append((item.type, text))
     cut = response.incomplete_details and response.incomplete_details.reason
     return found, response.status, cut, response.usage.output_tokens
 

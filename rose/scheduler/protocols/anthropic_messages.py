@@ -212,7 +212,7 @@ class _Writer:
         self.blocks: list[dict[str, Any]] = []
         self._open: str | int | None = None
         """``thinking``, ``text``, or a call's index."""
-        self._arguments: list[str] = []
+        self._texts: list[str] = []
 
     @property
     def has_called(self) -> bool:
@@ -223,27 +223,29 @@ class _Writer:
             text = delta.get(field)
             if text:
                 yield from self._turn_to(kind)
-                self.blocks[-1][kind] += text
+                self._texts.append(text)
                 yield self._delta({"type": f"{kind}_delta", kind: text})
         for call in delta.get("tool_calls") or ():
             function = call.get("function") or {}
             yield from self._turn_to(call["index"], call.get("id"), function.get("name"))
             text = function.get("arguments")
             if text:
-                self._arguments.append(text)
+                self._texts.append(text)
                 yield self._delta({"type": "input_json_delta", "partial_json": text})
 
     def close(self) -> Iterable[dict[str, Any]]:
         """The open block is done."""
         if self._open is None:
             return
-        block = self.blocks[-1]
+        block, text = self.blocks[-1], "".join(self._texts)
+        if block["type"] != "tool_use":
+            block[block["type"]] = text
         if block["type"] == "thinking":
             block["signature"] = self.turn_id
             yield self._delta({"type": "signature_delta", "signature": self.turn_id})
         elif block["type"] == "tool_use":
-            block["input"] = readable("".join(self._arguments))
-        self._open, self._arguments = None, []
+            block["input"] = readable(text)
+        self._open, self._texts = None, []
         yield {"type": "content_block_stop", "index": len(self.blocks) - 1}
 
     def message(self) -> Message:
@@ -416,18 +418,18 @@ def _read_user(messages: list[Message], blocks: list[Any], field: str) -> None:
 
 def _read_said(content: Any, field: str) -> Message:
     """What an assistant said."""
-    said: Message = {"role": "assistant", "content": ""}
+    said: Message = {"role": "assistant", "content": content}
     if isinstance(content, str):
-        return said | {"content": content}
+        return said
+    texts: list[str] = []
+    thoughts: list[str] = []
     for at, block in enumerate(as_list(content, field)):
         where = f"{field}[{at}]"
         kind = as_object(block, where).get("type")
         if kind == "text":
-            said["content"] += as_text(block.get("text"), f"{where}.text")
+            texts.append(as_text(block.get("text"), f"{where}.text"))
         elif kind == "thinking":
-            said["reasoning"] = said.get("reasoning", "") + as_text(
-                block.get("thinking"), f"{where}.thinking"
-            )
+            thoughts.append(as_text(block.get("thinking"), f"{where}.thinking"))
             signature = block.get("signature")
             if isinstance(signature, str) and _OURS.match(signature):
                 said["id"] = signature
@@ -438,4 +440,7 @@ def _read_said(content: Any, field: str) -> Message:
             said.setdefault("tool_calls", []).append(call)
         elif kind != "redacted_thinking":
             raise _refused(kind, where)
+    said["content"] = "".join(texts)
+    if thoughts:
+        said["reasoning"] = "".join(thoughts)
     return said

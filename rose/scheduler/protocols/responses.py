@@ -515,26 +515,31 @@ def _read_items(given: Any) -> list[Message]:
             )
         else:
             _add_said(messages, item, kind, field)
+    for message in messages:
+        if message["role"] == "assistant":
+            for name in ("content", "reasoning"):
+                if name in message:
+                    message[name] = "".join(message[name])
     return messages
 
 
 def _add_said(messages: list[Message], item: Mapping[str, Any], kind: Any, field: str) -> None:
-    """Add what an assistant said to its message."""
+    """Add what an assistant said to its message, whose texts are lists until all items are read."""
     named = item.get("encrypted_content") if kind == "reasoning" else None
     ours = _OUR_ID.match(str(named or item.get("id") or ""))
     turn = ours["turn"] if ours else None
-    last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+    last: Message | None = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
     if last is None or (turn is not None and last.get("id", turn) != turn):
-        last = {"role": "assistant", "content": ""}
+        last = {"role": "assistant", "content": []}
         messages.append(last)
     if turn is not None:
         last["id"] = turn
     if kind == "message":
-        last["content"] += _joined(item.get("content"), f"{field}.content")
+        last["content"] += _texts(item.get("content"), f"{field}.content")
     elif kind == "reasoning":
         parts = item.get("content") or item.get("summary") or []
-        text = "".join(as_text(as_object(part, field).get("text"), field) for part in as_list(parts, field))
-        last["reasoning"] = last.get("reasoning", "") + text
+        texts = [as_text(as_object(part, field).get("text"), field) for part in as_list(parts, field)]
+        last.setdefault("reasoning", []).extend(texts)
     elif kind in ("function_call", "custom_tool_call"):
         arguments = item.get("arguments")
         if kind == "custom_tool_call":
@@ -544,7 +549,8 @@ def _add_said(messages: list[Message], item: Mapping[str, Any], kind: Any, field
             "arguments": as_text(arguments, f"{field}.arguments"),
         }
         call_id = as_text(item.get("call_id"), f"{field}.call_id")
-        last.setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
+        call = {"id": call_id, "type": "function", "function": function}
+        last.setdefault("tool_calls", []).append(call)
     else:
         raise not_here(f"an item of type {str(kind)[:64]}", f"{field}.type")
 
