@@ -119,6 +119,8 @@ class CudaDriver:
         self._number = device
         self._context: Any = None
         self._here = threading.local()
+        self._green_lock = threading.Lock()
+        """A green context is current to one thread at a time, and CUDA does not say what becomes of two."""
         try:
             self._call("cuInit", 0)
         except LedgerError:
@@ -260,11 +262,12 @@ class CudaDriver:
         if int(context) == int(self._context):
             yield
             return
-        self._call("cuCtxSetCurrent", context)
-        try:
-            yield
-        finally:
-            self._call("cuCtxSetCurrent", self._context)
+        with self._green_lock:
+            self._call("cuCtxSetCurrent", context)
+            try:
+                yield
+            finally:
+                self._call("cuCtxSetCurrent", self._context)
 
     def passed(self, event: Any) -> bool:
         try:

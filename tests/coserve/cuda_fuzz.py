@@ -253,14 +253,17 @@ def main() -> None:
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.worker is not None:
-        return _work(chosen.worker)
+        _work(chosen.worker)
+        return
     with tempfile.TemporaryDirectory() as folder:
         device = Device(Path(folder), pages=20)
         done = race(device, chosen.seed, seconds=chosen.seconds, num_workers=chosen.workers)
         with device.plugged() as gpu:
             CudaDriver(0)
-            print({**done, "pages_left": gpu.count("used") // P, "broken_rules": len(device.broken_rules())})
-    return None
+            pages_left = gpu.count("used") // P
+            print({**done, "pages_left": pages_left, "broken_rules": len(device.broken_rules())})
+    if pages_left:
+        raise SystemExit(f"{pages_left} pages of processes that are gone are left")
 
 
 if __name__ == "__main__":

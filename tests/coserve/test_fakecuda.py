@@ -203,6 +203,39 @@ def test_an_event_is_refused_on_a_stream_of_another_context(device: Device) -> N
                 cuda._call("cuEventRecord", event, stream)
 
 
+def test_a_green_context_is_current_to_one_thread_at_a_time(device: Device, cuda: CudaDriver) -> None:
+    stream, _ = cuda.green_stream(64)
+    context = cuda._call("cuStreamGetCtx", stream)
+    answers: list[str] = []
+
+    def take() -> None:
+        (code,) = cuda._cuda.cuCtxSetCurrent(context)
+        answers.append(code.name)
+        cuda._cuda.cuCtxSetCurrent(cuda._context)
+
+    with cuda._current(context):
+        other = threading.Thread(target=take)
+        other.start()
+        other.join(30)
+    take()
+    assert answers == ["CUDA_ERROR_INVALID_CONTEXT", "CUDA_SUCCESS"]
+    (line,) = forget(device)
+    assert "current to another thread" in line
+
+
+def test_threads_that_record_on_a_green_contexts_stream_take_turns(cuda: CudaDriver) -> None:
+    """The pager's, and the one that launches; two at once would be a broken rule."""
+    stream, _ = cuda.green_stream(64)
+    events: list[Any] = []
+    other = threading.Thread(target=lambda: events.append(cuda.record(stream)))
+    with cuda._current(cuda._call("cuStreamGetCtx", stream)):
+        other.start()
+        other.join(0.1)
+    other.join(30)
+    assert len(events) == 1
+    cuda.drop(events[0])
+
+
 @pytest.mark.parametrize("quirk", ["access-one-mapping", "unmap-one-mapping", "access-one-handle"])
 def test_a_device_may_refuse_calls_that_span_mappings(device: Device, quirk: str) -> None:
     with device.plugged(quirks=quirk):

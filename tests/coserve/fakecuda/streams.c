@@ -4,11 +4,16 @@
  * piece with a chance of one half, in a seeded order.  Between streams there is no order but that of the legacy default stream. */
 #include "fakecuda.h"
 
+#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
 typedef struct Green Green;
-typedef struct Context { Green *green; } Context; /* NULL: the primary context */
+typedef struct Context {
+    Green *green; /* NULL: the primary context */
+    bool held;    /* a green one is current to one thread at a time: this one */
+    pthread_t holder;
+} Context;
 struct Green { Context context; unsigned num_sms; Green *next; };
 
 typedef struct Work {
@@ -184,6 +189,13 @@ CUresult cuCtxSetCurrent(Context *context) {
     bool known = !context || (context == &primary && primary_retained);
     for (Green *one = greens; one && !known; one = one->next) known = context == &one->context;
     if (!known) REFUSE(INVALID_CONTEXT, "a context that is unknown or not retained");
+    if (context && context->green && context->held && !pthread_equal(context->holder, pthread_self()))
+        REFUSE(INVALID_CONTEXT, "a green context that is current to another thread");
+    if (has_context() && current.context->green) current.context->held = false;
+    if (context && context->green) {
+        context->held = true;
+        context->holder = pthread_self();
+    }
     current.context = context;
     current.generation = generation;
     return SUCCESS;
