@@ -53,6 +53,11 @@ def findings(
         for name, says, present in (
             ("other_device", "the platform", device == "other"),
             ("gpu", "the platform", device == "cuda"),
+            (
+                "cuda_graphs",
+                "model_config.enforce_eager = False",
+                device == "cuda" and not config.model_config.enforce_eager,
+            ),
             ("mig", "CUDA_VISIBLE_DEVICES", "MIG-" in env.get("CUDA_VISIBLE_DEVICES", "")),
             ("sleep_mode", "PYTORCH_ALLOC_CONF", _expandable_segments(env)),
             ("rust_frontend", "VLLM_USE_RUST_FRONTEND", _is_on(env.get("VLLM_USE_RUST_FRONTEND", "0"))),

@@ -105,6 +105,7 @@ TABLE: tuple[Row, ...] = (
     _row(32, "priority", "priority scheduling", _NO, "the oldest request is not the next one: the deadlines would be another request's"),
     _row(33, "prompt_embeds", "prompts as embeddings", _ALL, "a rollout's trace has token ids only", _NO),
     _row(34, "logits_processors", "logits processors of the operator's", _ALL, "a rollout's log-probs would not be those of what was sampled", _NO),
+    _row(36, "cuda_graphs", "CUDA graphs (CUDA without --enforce-eager)", _ALL, "a rollout engine's warm-up and capture write to KV memory, of which it has none yet", _NO),
     _row(35, "other_option", "an option with a value that is not listed below", _NO, "nobody has tried it"),
 )  # fmt: skip
 _BY_NAME = {row.name: row for row in TABLE}

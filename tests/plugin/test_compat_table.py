@@ -162,6 +162,27 @@ def test_what_nobody_has_measured_is_shared_only_where_the_operator_says_so(role
 
 
 @pytest.mark.parametrize(
+    ("role", "eager", "support"),
+    [
+        ("rollout", False, Support.REFUSED),
+        ("rollout", True, Support.ELASTIC),
+        ("serving", False, Support.ELASTIC),
+    ],
+)
+def test_a_rollout_engine_that_would_capture_graphs_on_cuda_is_refused(
+    config: Any, monkeypatch: pytest.MonkeyPatch, role: str, eager: bool, support: Support
+) -> None:
+    """What vLLM runs before it captures them writes to blocks that are not there yet."""
+    monkeypatch.setattr(compat, "device", lambda: "cuda")
+    monkeypatch.setenv("ROSE_ALLOW_UNMEASURED", "1")
+    config.parallel_config.worker_cls = compat.STOCK_GPU_WORKER
+    config.model_config.enforce_eager = eager
+    standing = compat.standing_of(config, role)
+    assert standing.support is support
+    assert (standing.row == row("cuda_graphs")) is (support is Support.REFUSED)
+
+
+@pytest.mark.parametrize(
     ("given", "worker"),
     [("1", compat.GPU_WORKER), ("yes", compat.STOCK_GPU_WORKER), ("", compat.STOCK_GPU_WORKER)],
 )
@@ -198,6 +219,7 @@ def test_the_least_that_any_feature_allows_counts(config: Any) -> None:
 def test_every_row_has_a_test_here() -> None:
     elsewhere = {"gpu", "other_device", "mig", "rust_frontend", "unknown_version", "small_cache"}
     elsewhere |= {"kv_groups", "kv_layout"}  # test_kv_cache_table.py
+    elsewhere |= {"cuda_graphs"}
     assert {name for name, _, _ in ROWS} | elsewhere == {one.name for one in TABLE}
 
 
