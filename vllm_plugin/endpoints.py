@@ -499,8 +499,11 @@ class EngineControl:
         )
         try:
             await self._answer(self._client.start_weight_update())
-            await self._answer(self._client.update_weights(request))
-            outcomes = await self._ranks("rose_weights_outcome")
+            more = True
+            while more:  # a version that streams comes in slices
+                await self._answer(self._client.update_weights(request))
+                outcomes = await self._ranks("rose_weights_outcome")
+                more = any(each["more"] for each in outcomes) and not any(each["failed"] for each in outcomes)
         except Exception as error:
             # Not a refusal (those come as outcomes): the executor itself failed.  Leave nothing half done.
             if not await self._undone():

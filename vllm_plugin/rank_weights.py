@@ -12,6 +12,10 @@ An update goes through four steps, each of which leaves the rank in a known stat
 A commit that fails undoes itself.  One that succeeded can still be undone until ``finish``, because another
 rank may have failed: the caller decides for all ranks (:mod:`vllm_plugin.endpoints`).
 
+A *whole* version into a model on a device is what an engine takes before its first turn.  It streams: staging proves the file and keeps
+nothing of it, commit reads it again, tensor by tensor and a slice at a time, and there is no way back, so whatever fails then breaks the
+rank.  The device holds one tensor more than the model.
+
 What proves an update: the header lists the state hash of *every* tensor before and after.  A tensor that
 this rank holds whole is compared here; of one that is cut across ranks, :meth:`RankWeights.report` gives this
 rank's part and :func:`judge` compares the sums of all ranks.  Commit is not possible before that vote.
@@ -20,8 +24,9 @@ Invariants: the running hashes are those of the memory; ``version`` is the versi
 save between a successful commit and ``finish``; a failed stage changes nothing; nothing here raises into
 vLLM's RPC loop (:mod:`vllm_plugin.weights` turns errors into answers).
 
-Memory while staged: 8 bytes of destination, 4-8 of index and twice the element per sparse change; twice
-the tensor for a dense one.
+Memory while staged, of the host whatever the model is on: 8 bytes of destination, 4-8 of index and twice the element per
+sparse change; twice the tensor for a dense one that does not stream.  On a device commit has, of the one tensor that it writes, 8 bytes
+and twice the element per sparse change, 12 for bf16, or the tensor once.
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import numpy as np
@@ -52,6 +57,8 @@ from vllm_plugin.plan import Box, ShardPlan
 
 logger = logging.getLogger("vllm.rose")
 
+STREAM_SLICE_S = 0.05
+"""Of a version that streams: between two slices the engine answers, and gives memory back."""
 CHUNK_ELEMENTS = 1 << 20
 """Elements whose indices are spelt out at a time when a box has gaps in the checkpoint."""
 
@@ -63,10 +70,12 @@ class Phase(StrEnum):
     STAGED = "staged"
     FAILED = "failed"
     """The update was refused; ``error`` says why.  The weights are unchanged."""
+    STREAMING = "streaming"
+    """A part of a whole version is in place; ``commit`` goes on with it, and nothing leads back."""
     COMMITTED = "committed"
     """New bits are in place and proved; ``finish`` or ``undo`` comes next."""
     BROKEN = "broken"
-    """An undo could not be proved: this rank's weights are of no version.  Only a restart helps."""
+    """An undo could not be proved, or there was none: this rank's weights are of no version.  Only a restart helps."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -76,7 +85,7 @@ class _Piece:
     name: str
     box: Box
     storage: torch.Tensor | None
-    """Destinations, int64 ``[K]``; None: the whole box, in the box's order."""
+    """Destinations, int64 ``[K]``; None: the whole box, in the box's order.  Like ``new`` and ``old`` on the host."""
     index: NDArray[Any] | None
     """Checkpoint indices ``[K]``, for the hash; None with ``storage``."""
     new: torch.Tensor
@@ -94,6 +103,8 @@ class _Staged:
     """Digest of the file's header: all ranks must have staged the same update."""
     num_changed: int
     stage_s: float
+    left: list[str] | None
+    """Of a version that streams, tensors that are still to come; None: it does not."""
 
 
 @dataclass(kw_only=True)
@@ -102,6 +113,7 @@ class _Slot:
 
     phase: Phase = Phase.IDLE
     target: WeightVersion | None = None
+    path: str = ""
     source: tuple[object, ...] = ()
     error: RoseError | None = None
     staged: _Staged | None = None
@@ -114,13 +126,16 @@ class RankWeights:
     Args:
         plan: Of this rank.
         version: What the model was loaded as.
+        streams: Whole versions stream; None: where the model is on a device.
 
     Any thread may call :meth:`stage` and :meth:`report`; :meth:`commit`, :meth:`undo`, :meth:`finish` and
     :meth:`scan` belong to the thread that runs the model.
     """
 
-    def __init__(self, plan: ShardPlan, version: WeightVersion) -> None:
+    def __init__(self, plan: ShardPlan, version: WeightVersion, *, streams: bool | None = None) -> None:
         self.plan = plan
+        on_device = any(target.flat.device.type != "cpu" for target in plan.targets)
+        self._streams = on_device if streams is None else streams
         self.version = version
         self.model = model_digest(plan.tensors.values())
         self.hashes = self.scan()
@@ -177,11 +192,11 @@ class RankWeights:
             slot = self._slot
             if slot.phase in (Phase.STAGING, Phase.STAGED) and (slot.target, slot.source) == (target, source):
                 return
-            if slot.phase in (Phase.STAGING, Phase.COMMITTED, Phase.BROKEN):
+            if slot.phase in (Phase.STAGING, Phase.STREAMING, Phase.COMMITTED, Phase.BROKEN):
                 raise WeightsError(f"the engine is {slot.phase} with {slot.target}", field="version")
             if target <= self.version:
                 raise VersionRefused(f"{target} is not newer than {self.version}", field="version")
-            self._slot = _Slot(phase=Phase.STAGING, target=target, source=source)
+            self._slot = _Slot(phase=Phase.STAGING, target=target, path=path, source=source)
             self._thread = threading.Thread(
                 target=self._stage_into, args=(self._slot, path), name="rose-weights-stage", daemon=True
             )
@@ -210,7 +225,7 @@ class RankWeights:
             WeightsError: It is committed already (undo or finish it), or the rank is broken.
         """
         with self._lock:
-            if self._slot.phase in (Phase.COMMITTED, Phase.BROKEN):
+            if self._slot.phase in (Phase.STREAMING, Phase.COMMITTED, Phase.BROKEN):
                 raise WeightsError(f"the engine is {self._slot.phase}", field="version")
             self._slot.cancelled.set()
             self._slot = _Slot()
@@ -226,7 +241,10 @@ class RankWeights:
         hashes: dict[str, int] = {}
         partial: dict[str, dict[str, Any]] = {}
         num_changed = 0
+        left: list[str] | None = None
         with torch.no_grad(), UpdateFile(path) as file:
+            if self._streams and file.base is None:
+                left = []
             if file.target != target:
                 raise WeightsError(f"the file holds {file.target}, not {target}", field="version")
             if file.header.model != self.model:
@@ -252,9 +270,12 @@ class RankWeights:
                         f"holds {statehash.to_hex(held)}, the update is for {row.h_before}", field=name
                     )
                 after = held
-                if row.num_changed:
-                    tensor = file.read(name)
-                    found, after = self._place(tensor)
+                if row.num_changed and left is not None:
+                    hashes[name] = after = self._hash_dense(file.read(name))
+                    num_changed += sum(box.num_elements for box in self.plan.boxes[name])
+                    left.append(name)
+                elif row.num_changed:
+                    found, after = self._place(file.read(name))
                     pieces += found
                     hashes[name] = after
                     num_changed += sum(piece.new.numel() for piece in found)
@@ -279,6 +300,7 @@ class RankWeights:
             header=hashlib.blake2b(msgspec.json.encode(file.header), digest_size=16).hexdigest(),
             num_changed=num_changed,
             stage_s=time.monotonic() - began_s,
+            left=left,
         )
 
     def _need_label(self, file: UpdateFile, name: str) -> None:
@@ -303,6 +325,15 @@ class RankWeights:
             "after": statehash.to_hex(after),
         }
 
+    def _hash_dense(self, tensor: TensorUpdate) -> int:
+        """This rank's hash of a tensor that comes whole."""
+        flat = _flat(tensor)
+        total = 0
+        for box in self.plan.boxes[tensor.spec.name]:
+            if not box.mirror:
+                total = statehash.add(total, _hash_box(box, box.source_view(flat)))
+        return total
+
     def _place(self, tensor: TensorUpdate) -> tuple[list[_Piece], int]:
         """Destinations, old and new bits of one changed tensor, and this rank's hash of it afterwards.
 
@@ -326,13 +357,13 @@ class RankWeights:
     def _piece(self, tensor: TensorUpdate, box: Box) -> _Piece | None:
         bits = self._bits(box)
         if tensor.dense is not None:
-            flat = torch.from_numpy(_signed(tensor.dense.reshape(-1)))
+            flat = _flat(tensor)
             place = box.source_view(flat)
             # A part is copied, so that it does not keep the whole tensor in memory.
             new = place.contiguous() if place.numel() == flat.numel() else place.clone()
             return _Piece(
-                name=tensor.spec.name, box=box, storage=None, index=None, new=new.to(bits.device),
-                old=box.view(bits).clone(),
+                name=tensor.spec.name, box=box, storage=None, index=None, new=_parked(new, bits),
+                old=_parked(box.view(bits).to("cpu", copy=True), bits),
             )  # fmt: skip
         assert tensor.idx is not None
         assert tensor.val is not None
@@ -342,23 +373,28 @@ class RankWeights:
         index, values = tensor.idx, tensor.val
         if positions is not None:
             index, values = index[positions.numpy()], values[positions.numpy()]
-        storage = storage.to(bits.device)
         if bits.device.type == "cpu":  # loads the compiled loops, so that no commit waits for a compiler
             nothing = np.empty(0, tensor.spec.bits_dtype)
             kernels.put(nothing, np.empty(0, np.int64), nothing)
         return _Piece(
             name=tensor.spec.name,
             box=box,
-            storage=storage,
+            storage=_parked(storage, bits),
             index=np.ascontiguousarray(index),
-            new=torch.from_numpy(_signed(np.ascontiguousarray(values))).to(bits.device),
-            old=bits.index_select(0, storage),
+            new=_parked(torch.from_numpy(_signed(np.ascontiguousarray(values))), bits),
+            old=_parked(bits.index_select(0, storage.to(bits.device)).cpu(), bits),
         )
 
     # -- changing ---------------------------------------------------------------------------------
 
+    @property
+    def more(self) -> bool:
+        """Does a version stream of which :meth:`commit` has not written all?"""
+        return self._slot.phase is Phase.STREAMING
+
     def commit(self, target: WeightVersion) -> float:
-        """Write the staged update and prove it; returns the seconds it took.
+        """Write the staged update and prove it; returns the seconds it took.  One that streams is written a slice at a call, until
+        there is no :attr:`more`; a call behind the last changes nothing.
 
         Raises:
             WeightsError: Nothing is staged for ``target``; or the memory did not become what was staged,
@@ -367,10 +403,18 @@ class RankWeights:
         """
         with self._lock:
             slot = self._slot
-            if slot.phase is not Phase.STAGED or slot.target != target or slot.staged is None:
-                raise WeightsError(f"{target} is not staged: the engine is {slot.phase}", field="version")
             staged = slot.staged
+            going_on = (
+                slot.phase in (Phase.STREAMING, Phase.COMMITTED)
+                and staged is not None
+                and staged.left is not None
+            )
+            if (slot.phase is not Phase.STAGED and not going_on) or slot.target != target or staged is None:
+                raise WeightsError(f"{target} is not staged: the engine is {slot.phase}", field="version")
             began_s = time.monotonic()
+            if staged.left is not None:
+                self._stream(slot, staged, staged.left)
+                return time.monotonic() - began_s
             try:
                 with torch.no_grad():
                     self._write(staged.pieces)
@@ -394,6 +438,8 @@ class RankWeights:
             if slot.phase is Phase.COMMITTED and slot.staged is not None:
                 slot.error = WeightsError(f"{slot.target} was undone", field="version")
                 self._take_back(slot, slot.staged)
+            elif slot.phase is Phase.STREAMING:
+                self._break(slot, WeightsError(f"{slot.target} is in place in part", field="version"))
 
     def finish(self) -> WeightVersion:
         """Make a commit final, or drop an update that was undone; returns the version in place."""
@@ -412,7 +458,51 @@ class RankWeights:
             if bool(differs):
                 raise WeightsError("does not hold what was written", field=name)
 
+    def _stream(self, slot: _Slot, staged: _Staged, left: list[str]) -> None:
+        """Write the next tensors of a whole version, for a slice of time."""
+        if not left:
+            return
+        until_s = time.monotonic() + STREAM_SLICE_S
+        if _identity(slot.path) != slot.source:
+            error = WeightsError("the file is not the one that was staged", field="version")
+            if slot.phase is Phase.STAGED:
+                slot.phase, slot.staged, slot.error = Phase.FAILED, None, error
+                raise error
+            self._break(slot, error)
+        try:
+            with torch.no_grad(), UpdateFile(slot.path) as file:
+                while left:
+                    slot.phase = Phase.STREAMING
+                    self._overwrite(file.read(left[0]), staged.hashes[left[0]])
+                    del left[0]
+                    if time.monotonic() >= until_s:
+                        break
+        except Exception as error:
+            logger.exception("ROSE: %s is in place in part", slot.target)
+            own = error if isinstance(error, RoseError) else WeightsError(f"commit failed: {error!r}"[:300])
+            self._break(slot, own)
+        if not left:
+            slot.phase = Phase.COMMITTED
+
+    def _overwrite(self, tensor: TensorUpdate, after: int) -> None:
+        """Write a whole tensor, read it back, and prove that it is what was staged."""
+        name, flat, total = tensor.spec.name, _flat(tensor), 0
+        for box in self.plan.boxes[name]:
+            values = box.source_view(flat)
+            piece = _Piece(name=name, box=box, storage=None, index=None, new=values, old=values)
+            self._write([piece])
+            if not box.mirror:
+                total = statehash.add(total, _hash_box(box, values))
+        if total != after:
+            raise SectionCorrupt(f"became {statehash.to_hex(total)} since it was staged", field=name)
+
+    def _break(self, slot: _Slot, error: RoseError) -> NoReturn:
+        slot.phase, slot.staged, slot.error = Phase.BROKEN, None, error
+        raise error
+
     def _take_back(self, slot: _Slot, staged: _Staged) -> None:
+        if staged.left is not None:
+            self._break(slot, WeightsError(f"{slot.target} streamed in: nothing leads back", field="version"))
         with torch.no_grad():
             for piece in reversed(staged.pieces):
                 _put(self._bits(piece.box), piece, piece.old)
@@ -486,17 +576,35 @@ def _signed(bits: NDArray[Any]) -> NDArray[Any]:
     return bits if bits.dtype.itemsize == 1 else bits.view(f"<i{bits.dtype.itemsize}")
 
 
+def _flat(tensor: TensorUpdate) -> torch.Tensor:
+    """The bits of a tensor that comes whole, in the checkpoint's order."""
+    assert tensor.dense is not None
+    return torch.from_numpy(_signed(tensor.dense.reshape(-1)))
+
+
+def _parked(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """On the host, and for a model on a GPU in memory that it reads by itself."""
+    return values.pin_memory() if bits.is_cuda else values
+
+
 def _put(bits: torch.Tensor, piece: _Piece, values: torch.Tensor) -> torch.Tensor | bool:
     """Write ``values`` and read them back; returns whether memory differs from them.  On a device the answer is still
     on its way."""
     if piece.storage is None:
-        place = piece.box.view(bits)
-        place.copy_(values)
-        return not torch.equal(place, values)
+        place, there = piece.box.view(bits), values.to(bits.device)
+        place.copy_(there)
+        return not torch.equal(place, there)
     if bits.device.type == "cpu":
         return not kernels.put(_unsigned(bits), piece.storage.numpy(), _unsigned(values))
-    bits.index_copy_(0, piece.storage, values)
-    return (bits.index_select(0, piece.storage) != values).any()
+    return scatter(bits, piece.storage, values)
+
+
+def scatter(bits: torch.Tensor, at: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Write ``values`` (of the host) into a device's ``bits`` at ``at`` (int64, distinct); whether memory differs from them, which the
+    device is still to say."""
+    at, values = at.to(bits.device, non_blocking=True), values.to(bits.device, non_blocking=True)
+    bits.index_copy_(0, at, values)
+    return (bits.index_select(0, at) != values).any()
 
 
 def _unsigned(bits: torch.Tensor) -> NDArray[Any]:

@@ -69,7 +69,8 @@ class RoseWeightTransferEngine(WeightTransferEngine[RoseInitInfo, RoseUpdateInfo
             plan = check_contents(plan, folder)
         checked_s = time.monotonic()
         self.rank_weights = RankWeights(plan, initial_version())
-        self._outcome: dict[str, Any] = {"committed": False, "commit_s": 0.0, "failed": None}
+        self._outcome: dict[str, Any] = {}
+        self.start_weight_update()
         logger.info(
             "ROSE weights %s: %d tensors, %d boxes, plan %s; record %.3f s, check %.3f s, hash %.3f s",
             self.rank_weights.version,
@@ -86,14 +87,14 @@ class RoseWeightTransferEngine(WeightTransferEngine[RoseInitInfo, RoseUpdateInfo
             logger.warning("ROSE weights: %d tensors cannot be updated in place", len(plan.fallback))
 
     def outcome(self) -> dict[str, Any]:
-        """How the last commit went: ``{"committed", "commit_s", "failed": error data or None}``."""
+        """How the last commit went: ``{"committed", "more", "commit_s", "failed": error data or None}``; ``more``: call it again."""
         return dict(self._outcome)
 
     def init_transfer_engine(self, init_info: RoseInitInfo) -> None:
         """Nothing to set up."""
 
     def start_weight_update(self) -> None:
-        self._outcome = {"committed": False, "commit_s": 0.0, "failed": None}
+        self._outcome = {"committed": False, "more": False, "commit_s": 0.0, "failed": None}
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """As the base class, less the wait for an accelerator when there is none; and nothing raises."""
@@ -113,7 +114,9 @@ class RoseWeightTransferEngine(WeightTransferEngine[RoseInitInfo, RoseUpdateInfo
             logger.exception("ROSE: commit failed")
             self._outcome["failed"] = error_data(WeightsError(f"commit failed: {error!r}"[:300]))
         else:
-            self._outcome |= {"committed": True, "commit_s": commit_s}
+            more = self.rank_weights.more
+            commit_s += self._outcome["commit_s"]
+            self._outcome |= {"committed": not more, "more": more, "commit_s": commit_s}
 
     def finish_weight_update(self) -> None:
         self.rank_weights.finish()

@@ -22,6 +22,7 @@ class Client:
         self.engine_core = self
         self.calls: list[str] = []
         self.phase = "staged"
+        self.slices = 1
         self.errored = False
         self.dead_error = ConnectionError("the engine is dead")
 
@@ -34,8 +35,13 @@ class Client:
         self._call(method)
         if method == "rose_weights_undo":
             self.phase = "failed"
+        self.slices -= method == "rose_weights_outcome"
         return [
             {
+                "committed": self.slices == 0,
+                "more": self.slices > 0,
+                "failed": None,
+                "commit_s": 0.5,
                 "ok": True,
                 "phase": self.phase,
                 "version": "1.1",
@@ -58,6 +64,16 @@ class Client:
             self._call(name)
 
         return call
+
+
+async def test_a_version_that_streams_is_asked_for_slice_by_slice_in_one_session() -> None:
+    client = Client()
+    client.slices = 3
+    done = await EngineControl(client).commit(TARGET, "reset")
+    assert (done["version"], done["commit_s"]) == (str(TARGET), 0.5)
+    session = [call for call in client.calls if "weight_update" in call or call == "update_weights"]
+    assert session[:5] == ["start_weight_update", *["update_weights"] * 3, "finish_weight_update"]
+    assert "resume_generation" in client.calls
 
 
 async def test_an_executor_that_fails_is_undone_and_the_engine_goes_on() -> None:

@@ -31,14 +31,17 @@ V1, V2 = WeightVersion(1, 1), WeightVersion(1, 2)
 class Bench:
     """A rank that holds ``old`` as version 0.0, and what it would hold after loading ``new`` afresh."""
 
-    def __init__(self, folder: Path, *, rank: int = 0, world: int = 1, load: Any = None) -> None:
+    def __init__(
+        self, folder: Path, *, rank: int = 0, world: int = 1, load: Any = None, streams: bool | None = None
+    ) -> None:
         self.folder = folder
         self.old = TinyLlama.weights()
         self.new = change(self.old, seed=1)
         self.model = TinyLlama(rank=rank, world=world)
         self.model.load_weights(self.old.items())
         loader = None if load is None else load(self.model)
-        self.rank = RankWeights(record(self.model, specs_of(self.old), load=loader), WeightVersion(0, 0))
+        plan = record(self.model, specs_of(self.old), load=loader)
+        self.rank = RankWeights(plan, WeightVersion(0, 0), streams=streams)
         self.before = memory_of(self.model)
         fresh = TinyLlama(rank=rank, world=world)
         fresh.load_weights(self.new.items())
@@ -347,3 +350,123 @@ def test_float32_weights_are_updated_too(tmp_path: Path) -> None:
     rank.join()
     rank.commit(V1)
     assert torch.equal(model.weight.data.view(torch.int32), new["w"].view(torch.int32))
+
+
+# --- a whole version that streams, as it does into a model on a device
+
+
+@pytest.fixture
+def streaming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """One tensor in each slice."""
+    monkeypatch.setattr(rank_weights, "STREAM_SLICE_S", 0.0)
+    return Bench(tmp_path, streams=True)
+
+
+def commit_all(rank: RankWeights, target: WeightVersion = V1) -> int:
+    """Calls until nothing is left."""
+    for calls in range(1, 1000):
+        rank.commit(target)
+        if not rank.more:
+            return calls
+    raise AssertionError("it does not end")
+
+
+def test_a_whole_version_streams_in_tensor_by_tensor(streaming: Bench) -> None:
+    report = streaming.stage(streaming.update(base=None))
+    assert (report["phase"], report["num_changed"] > 0) == ("staged", True)
+    assert streaming.unchanged
+    assert commit_all(streaming.rank) == len(streaming.new)
+    assert streaming.changed
+    streaming.rank.commit(V1)  # another rank has more to write
+    assert streaming.rank.finish() == V1
+    assert (
+        streaming.rank.hashes == streaming.rank.scan() == {n: state_hash(t) for n, t in streaming.new.items()}
+    )
+
+
+def test_nothing_of_a_version_that_streams_is_kept_beside_the_model(streaming: Bench) -> None:
+    streaming.stage(streaming.update(base=None))
+    staged = streaming.rank._slot.staged
+    assert staged is not None
+    assert staged.pieces == []
+
+
+def test_a_delta_does_not_stream(streaming: Bench) -> None:
+    streaming.stage(streaming.update())
+    streaming.rank.commit(V1)
+    assert streaming.changed
+    streaming.rank.undo()
+    assert streaming.unchanged
+
+
+def test_a_flipped_bit_in_a_file_that_would_stream_is_seen_before_anything_is_written(
+    streaming: Bench,
+) -> None:
+    path = Path(streaming.update(base=None))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    refused(streaming, str(path))
+
+
+def test_a_file_that_was_replaced_since_it_was_staged_is_refused_and_nothing_written(
+    streaming: Bench,
+) -> None:
+    path = streaming.update(base=None)
+    streaming.stage(path)
+    streaming.new = change(streaming.old, seed=5)
+    streaming.update(base=None)
+    with pytest.raises(WeightsError, match="not the one that was staged"):
+        streaming.rank.commit(V1)
+    assert streaming.unchanged
+    assert streaming.rank.report()["phase"] == "failed"
+
+
+@pytest.mark.parametrize("how", ["memory", "file"])
+def test_what_goes_wrong_while_a_version_streams_breaks_the_rank(
+    streaming: Bench, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    path = Path(streaming.update(base=None))
+    streaming.stage(str(path))
+    streaming.rank.commit(V1)
+    if how == "memory":
+        spoil(monkeypatch, on_call=1)
+    else:
+        path.unlink()
+    with pytest.raises(WeightsError):
+        commit_all(streaming.rank)
+    report = streaming.rank.report()
+    assert (report["phase"], report["version"]) == ("broken", "0.0")
+
+
+def test_half_a_version_that_streamed_has_no_way_back(streaming: Bench) -> None:
+    streaming.stage(streaming.update(base=None))
+    streaming.rank.commit(V1)
+    assert streaming.rank.more
+    with pytest.raises(WeightsError, match="is streaming"):
+        streaming.rank.prefetch(streaming.update(base=None), V2)
+    with pytest.raises(WeightsError, match="in part"):
+        streaming.rank.undo()
+    assert streaming.rank.report()["phase"] == "broken"
+
+
+def test_a_whole_one_that_streamed_has_none_either(streaming: Bench) -> None:
+    streaming.stage(streaming.update(base=None))
+    commit_all(streaming.rank)
+    with pytest.raises(WeightsError, match="nothing leads back"):
+        streaming.rank.undo()
+    assert streaming.rank.report()["phase"] == "broken"
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_all_ranks_stream_the_same_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: int
+) -> None:
+    monkeypatch.setattr(rank_weights, "STREAM_SLICE_S", 0.0)
+    benches = [Bench(tmp_path, rank=rank, world=world, streams=True) for rank in range(world)]
+    path = benches[0].update(base=None)
+    judge([bench.stage(path) for bench in benches], V1)
+    for bench in benches:
+        commit_all(bench.rank)
+        assert bench.changed
+        assert bench.rank.finish() == V1
