@@ -10,10 +10,12 @@ It decides nothing about versions and never talks to other ranks.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -26,6 +28,8 @@ from rose.weights.params import WeightsParams
 from rose.weights.source import Piece
 from rose.weights.spec import TensorSpec
 from rose.weights.statehash import Bits
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -73,6 +77,8 @@ class Baseline:
         self._params = params
         self.held: list[Held] = []
         self._scrubbed = 0
+        self._there = True
+        """Tensors on a GPU are encoded there."""
 
     @property
     def num_elements(self) -> int:
@@ -106,12 +112,24 @@ class Baseline:
                     yield change
 
     def _change(self, piece: Piece, held: Held, fragment: Fragment, whole: bool) -> Change:
-        new = piece.bits(fragment.start, fragment.stop)
         old = held.bits[fragment.start : fragment.stop]
+        sparse = held.spec.sparse_codec and not (whole or fragment.dirty)
+        if sparse and self._there and piece.read_there is not None and fragment.box.contiguous:
+            try:
+                change = self._sparse_there(piece.read_there, held, fragment, old)
+                if change is not None:
+                    return change
+                sparse = False
+            except Exception as error:  # noqa: BLE001 - no compiler, no memory: the host can do it
+                _log.warning(
+                    "the weights are encoded by the host from now on, not on their device: %r", error
+                )
+                self._there = False
+        new = piece.bits(fragment.start, fragment.stop)
         if whole or fragment.dirty:
             num_changed = new.size
         else:
-            if held.spec.sparse_codec:
+            if sparse:
                 change = self._sparse(held, fragment, old, new)
                 if change is not None:
                     return change
@@ -122,20 +140,40 @@ class Baseline:
         old[:] = new
         return Change(held, fragment, boxes.hash_bits(fragment.box, old), num_changed, "raw")
 
+    def _sparse_there(
+        self, read: Callable[[int, int], Any], held: Held, fragment: Fragment, old: Bits
+    ) -> Change | None:
+        """The same where the trainer's tensor is."""
+        new = read(fragment.start, fragment.stop)
+        from rose.weights import device  # torch and Triton: a trainer on the host needs neither
+
+        start, limit = fragment.box.start, self._limit(old)
+        encoded = device.encode_against(old, new, start=start, max_changes=limit)
+        return self._as_change(held, fragment, old, encoded)
+
     def _sparse(self, held: Held, fragment: Fragment, old: Bits, new: Bits) -> Change | None:
         """None when raw is the better way."""
-        limit = int(self._params.raw_density * new.size)
-        encoded = codec.encode(old, new, start=fragment.box.start, max_changes=limit)
-        if encoded is None or len(encoded.data) >= new.nbytes:
-            return None
-        if not encoded.num_changed:
-            return Change(held, fragment, fragment.h, 0)
-        dh = encoded.dh
-        if not fragment.box.contiguous:  # the codec numbers elements by the box, the hash by the tensor
+        encoded = codec.encode(old, new, start=fragment.box.start, max_changes=self._limit(old))
+        if encoded is not None and encoded.num_changed and not fragment.box.contiguous:
+            # The codec numbers elements by the box, the hash by the tensor.
             index = codec.decode(encoded.data, old.size, old.dtype).idx
             at = boxes.positions(fragment.box, index)
             dh = statehash.delta_hash(at, old[index], new[index], start=fragment.box.start)
-        h_after = statehash.add(fragment.h, dh)
+            encoded = replace(encoded, dh=dh)
+        return self._as_change(held, fragment, old, encoded)
+
+    def _limit(self, old: Bits) -> int:
+        """Changes from which on raw is the better way whatever their payload."""
+        return int(self._params.raw_density * old.size)
+
+    def _as_change(
+        self, held: Held, fragment: Fragment, old: Bits, encoded: codec.Encoded | None
+    ) -> Change | None:
+        if encoded is None or len(encoded.data) >= old.nbytes:
+            return None
+        if not encoded.num_changed:
+            return Change(held, fragment, fragment.h, 0)
+        h_after = statehash.add(fragment.h, encoded.dh)
         return Change(held, fragment, h_after, encoded.num_changed, "planes", encoded.data)
 
     def make_whole(self, changes: Sequence[Change], buckets: Buckets) -> None:

@@ -1,8 +1,12 @@
-"""The ``planes`` encoder and the apply step on an accelerator, in Triton: nothing but the payload crosses to the host.
+"""The ``planes`` encoder on an accelerator, in Triton: the old bits go there, and nothing but the payload comes back.
 
 The same interface and the same bytes as :mod:`rose.weights.codec`, which is the reference; the format is in its text.
 Tensors are the raw bits as torch sees them (``int16`` for bf16 and fp16, ``uint8`` for fp8).  Decoding a payload is
-the host's work: it is small, and the host decodes several times faster than a link delivers.
+the host's work: it is small, and the host decodes several times faster than a link delivers; engines take places and values
+(:mod:`rose.weights.update`), which torch writes.
+
+Not CuPy: CUB's select and scan would do *detect* and the prefix sum, but not the bit planes, so half of this would stay, beside another
+library that has to fit the driver.
 
 How: one program per segment of 65,536 elements, four launches.  *detect* compares both states once and compacts the
 places that differ; *measure* walks over those, makes steps and counts bits; a prefix sum on the device says where each
@@ -12,17 +16,20 @@ first does not matter, so the payload is the same every time.
 What it has been checked on is Triton's interpreter, element by element against the CPU codec
 (``tests/weights/test_device.py``); the tests marked ``gpu`` do the same on a device.  No speed is claimed.
 
-torch and triton are imported with this module; nothing else in ``rose.weights`` needs them.
+Caller: :mod:`rose.weights.baseline`, for a trainer whose tensors are on a GPU; torch and triton are imported with this
+module, and nothing else in ``rose.weights`` needs them.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 
 from rose.errors import WeightsError
 from rose.weights import codec, statehash
@@ -226,29 +233,15 @@ def _size(steps, bigs, first, k, mask):
     return tl.abs(step) - 1
 
 
-@_jit
-def _stage(
-    bits, idx, d, start, num, olds, news, moves,
-    WIDTH: tl.constexpr, SIGN: tl.constexpr, MASK: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    k = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
-    mask = k < num
-    at = tl.load(idx + k, mask=mask, other=0)
-    old = tl.load(bits + at, mask=mask, other=0).to(tl.int32) & MASK
-    step = tl.load(d + k, mask=mask, other=0).to(tl.int32) & MASK
-    new = _unkey((_key(old, SIGN, MASK) + step) & MASK, SIGN, MASK)
-    tl.store(olds + k, old.to(olds.dtype.element_ty), mask=mask)
-    tl.store(news + k, new.to(news.dtype.element_ty), mask=mask)
-    moved = _hash_change(start + at, old, new, WIDTH)
-    tl.store(moves + tl.program_id(0), tl.sum(tl.where(mask, moved, 0), 0))
-
-
-@_jit
-def _scatter(bits, idx, values, num, LANES: tl.constexpr):
-    k = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
-    mask = k < num
-    at = tl.load(idx + k, mask=mask, other=0)
-    tl.store(bits + at, tl.load(values + k, mask=mask, other=0), mask=mask)
+def encode_against(
+    old: NDArray[Any], new: torch.Tensor, *, start: int = 0, max_changes: int | None = None
+) -> Encoded | None:
+    """:func:`encode` of ``new``, on its device, against old bits that are on the host."""
+    # The host's bits are read and never written, whatever torch would let one do with them.
+    before = torch.from_numpy(old.view(np.uint8 if old.itemsize == 1 else np.int16))
+    on = torch.cuda.device(new.device) if new.is_cuda else contextlib.nullcontext()
+    with on:  # Triton launches on the current one, which is a thread's
+        return encode(before.to(new.device), new, start=start, max_changes=max_changes)
 
 
 def encode(
@@ -297,34 +290,6 @@ def encode(
         num_changed=num_changed,
         dh=int(moves.sum()) & statehash.MASK,
     )
-
-
-def stage(
-    bits: torch.Tensor, idx: torch.Tensor, d: torch.Tensor, *, start: int = 0
-) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """As :func:`rose.weights.codec.stage`: ``(old_K, new_K, dh)``; ``idx`` is int64, ``d`` of the type of ``bits``.
-
-    The caller has checked that ``idx`` lies inside ``bits``: a device does not.
-    """
-    constants = _constants(bits)
-    if idx.dtype != torch.int64 or d.dtype != bits.dtype or idx.shape != d.shape:
-        raise WeightsError("needs int64 indices and differences of the type of the bits", field="planes")
-    old, new = torch.empty_like(d), torch.empty_like(d)
-    grid = (-(-idx.numel() // _LANES),)
-    if grid[0] == 0:
-        return old, new, 0
-    moves = torch.empty(grid[0], dtype=torch.int64, device=bits.device)
-    _stage[grid](bits, idx, d, start, idx.numel(), old, new, moves, **constants, LANES=_LANES)
-    return old, new, int(moves.sum()) & statehash.MASK
-
-
-def scatter(bits: torch.Tensor, idx: torch.Tensor, values: torch.Tensor) -> None:
-    """``bits[idx] = values`` for distinct int64 ``idx``, inside ``bits`` as the caller has checked."""
-    if idx.dtype != torch.int64 or values.dtype != bits.dtype or idx.shape != values.shape:
-        raise WeightsError("needs int64 indices and values of the type of the bits", field="planes")
-    grid = (-(-idx.numel() // _LANES),)
-    if grid[0]:
-        _scatter[grid](bits, idx, values, idx.numel(), LANES=_LANES)
 
 
 def _constants(bits: torch.Tensor) -> dict[str, Any]:

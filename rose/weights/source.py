@@ -87,11 +87,14 @@ class Piece:
         box: Which of its elements these are.
         read: ``read(start, stop)`` -> bits of that range of the box, unsigned; fresh or a view, valid until the
             next call, and only as long as the trainer does not step.
+        read_there: The same range where the tensor is, as torch's ``uint8`` or ``int16``; None: it is on the host, or its elements
+            are wider.
     """
 
     spec: TensorSpec
     box: Box
     read: Callable[[int, int], NDArray[Any]]
+    read_there: Callable[[int, int], Any] | None = None
 
     def bits(self, start: int, stop: int) -> Bits:
         """Elements ``start`` .. ``stop`` of the box as they are now, as unsigned integers ``[stop - start]``.
@@ -209,7 +212,7 @@ def _shards_of_dtensor(name: str, value: Any) -> list[Shard]:
 
 def _pieces(name: str, shard: Shard, cast: str, kept: bool) -> Iterator[Piece]:
     extent = _shape_of(name, shard.tensor)
-    dtype, read = _reader(name, shard.tensor, cast, kept)
+    dtype, read, there = _reader(name, shard.tensor, cast, kept)
     spec = TensorSpec(name, dtype, tuple(int(n) for n in shard.shape))
     try:
         found = boxes.of_slice(spec.shape, shard.offset, extent)
@@ -219,12 +222,13 @@ def _pieces(name: str, shard: Shard, cast: str, kept: bool) -> Iterator[Piece]:
         yield Piece(spec, Box.flat(0, 0), read)
     begin = 0
     for box in found:
-        yield Piece(spec, box, read if not begin else _later(read, begin))
+        later = None if there is None else _later(there, begin)
+        yield Piece(spec, box, _later(read, begin), later)
         begin += box.num_elements
 
 
-def _later(read: Read, begin: int) -> Read:
-    return lambda start, stop: read(begin + start, begin + stop)
+def _later(read: Callable[[int, int], Any], begin: int) -> Callable[[int, int], Any]:
+    return read if not begin else lambda start, stop: read(begin + start, begin + stop)
 
 
 def _shape_of(name: str, value: Any) -> tuple[int, ...]:
@@ -234,13 +238,15 @@ def _shape_of(name: str, value: Any) -> tuple[int, ...]:
     return tuple(int(n) for n in shape)
 
 
-def _reader(name: str, value: Any, cast: str, kept: bool) -> tuple[str, Read]:
-    """The type on the wire, and how to read flat ranges of the bits."""
+def _reader(
+    name: str, value: Any, cast: str, kept: bool
+) -> tuple[str, Read, Callable[[int, int], Any] | None]:
+    """The type on the wire, and how to read flat ranges of the bits: here, and where the tensor is."""
     if isinstance(value, RawBits):
         flat = np.ascontiguousarray(value.bits).reshape(-1)
-        return value.dtype, lambda start, stop: flat[start:stop]
+        return value.dtype, lambda start, stop: flat[start:stop], None
     if isinstance(value, np.ndarray):
-        return _numpy_reader(name, value, cast, kept)
+        return (*_numpy_reader(name, value, cast, kept), None)
     if hasattr(value, "detach") and str(getattr(value, "dtype", "")).startswith("torch."):
         return _torch_reader(name, value, cast, kept)
     raise WeightsError(f"is a {type(value).__name__}, not a tensor", field=name)
@@ -266,7 +272,9 @@ def _numpy_reader(name: str, array: NDArray[Any], cast: str, kept: bool) -> tupl
     return target, read
 
 
-def _torch_reader(name: str, value: Any, cast: str, kept: bool) -> tuple[str, Read]:
+def _torch_reader(
+    name: str, value: Any, cast: str, kept: bool
+) -> tuple[str, Read, Callable[[int, int], Any] | None]:
     own = _TORCH_NAMES.get(str(value.dtype))
     if own is None:
         raise WeightsError(f"type {value.dtype} cannot travel", field=name)
@@ -282,7 +290,15 @@ def _torch_reader(name: str, value: Any, cast: str, kept: bool) -> tuple[str, Re
         part = flat[start:stop].to(dtype).cpu().contiguous()  # cast first: half the bytes leave the device
         return part.view(unsigned).numpy().view(f"<u{width_bytes}")
 
-    return target, read
+    def read_there(start: int, stop: int) -> Any:
+        return flat[start:stop].to(dtype).contiguous().view(unsigned)
+
+    return target, read, read_there if width_bytes <= 2 and on_gpu(flat) else None
+
+
+def on_gpu(tensor: Any) -> bool:
+    """Is a torch tensor where :mod:`rose.weights.device` runs?"""
+    return tensor.device.type == "cuda"
 
 
 def _memory_of(value: Any) -> Any:
