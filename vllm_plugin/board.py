@@ -154,6 +154,7 @@ class Board:
         slo_ttft_ns, slo_tpot_ns = self.slo_ttft_ns, self.slo_tpot_ns
         running = len(scheduler.running)
         num_waiting = internals.num_waiting(scheduler)
+        owes_first = num_waiting > 0 or steps.reads_prompt()
         now_ns = time.monotonic_ns()
         ttft_deadline = tpot_deadline = 0
         waiting_tokens = 0
@@ -171,15 +172,17 @@ class Board:
             if head is not None:
                 waiting_tokens = head.num_tokens
                 ttft_deadline = self._first_token_deadline(head, waiting_tokens, running, now_ns)
-        if running and slo_ttft_ns:
+        if running:
             # A prompt that is read in several steps counts as running from the first of them, and still owes its first token.
             # Such requests are the last that were let in.
             for request in reversed(scheduler.running):
                 left = request.num_tokens - request.num_computed_tokens
                 if left <= 0 or request.num_output_tokens:
                     break
-                deadline = self._first_token_deadline(request, left, running - 1, now_ns)
-                ttft_deadline = min(ttft_deadline, deadline) if ttft_deadline else deadline
+                owes_first = True
+                if slo_ttft_ns:
+                    deadline = self._first_token_deadline(request, left, running - 1, now_ns)
+                    ttft_deadline = min(ttft_deadline, deadline) if ttft_deadline else deadline
         # The fields of ServingBoard in their order; a record made of keywords costs more than all of the above.
         self.file.put(
             steps.step,
@@ -197,6 +200,7 @@ class Board:
             steps.needed_chunks(self._balloon.num_usable_chunks) * self._chunk_pages,
             steps.pressure_seq,
             now_ns,  # written_ns
+            owes_first,
         )
 
     def _first_token_deadline(self, request: Any, tokens: int, num_decodes: int, now_ns: int) -> int:

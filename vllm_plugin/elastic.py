@@ -14,10 +14,11 @@ import os
 from typing import Any
 
 from rose.coserve.node_dir import NodeDir
-from rose.errors import ConfigError
+from rose.errors import ConfigError, RoseError
 from vllm_plugin import compat, internals
 from vllm_plugin.kv_layout import page_layers
 from vllm_plugin.kv_memory import KvMemory
+from vllm_plugin.layer_stop import LaunchAhead, LayerStop
 from vllm_plugin.memory import ChunkPlan, Pager
 from vllm_plugin.roles import ENV_DIR, role
 
@@ -36,6 +37,8 @@ class ElasticKv:
     """In front of vLLM's worker in the order of its classes."""
 
     rose_pager: Pager | None = None
+    rose_layers: LayerStop | None = None
+    """Of a rollout engine whose steps can stop between two layers."""
     rank: int
 
     def rose_kv_memory(self) -> KvMemory:
@@ -56,6 +59,7 @@ class ElasticKv:
             super().initialize_from_config(paged_config)  # type: ignore[misc]
         if len(seen) == 1:
             self.rose_pager = pager
+            self._make_layer_stop(kv_cache_config)
             return
         pager.close()  # without a living report the scheduler does not share
         if not seen:
@@ -64,6 +68,28 @@ class ElasticKv:
         self._not_elastic(
             ConfigError(f"expected one KV allocation of {pager.plan.size_bytes} bytes, saw {len(seen)}")
         )
+
+    def rose_launch_ahead(self) -> LaunchAhead | None:
+        """Of a device that works behind its host's back; None where there is none."""
+        return None
+
+    def _make_layer_stop(self, kv_cache_config: Any) -> None:
+        """So that steps can stop between two layers, should the node agent want it; without it they do not."""
+        config = getattr(self, "vllm_config", None)
+        if role() != "rollout" or config is None or not internals.runs_python_between_layers(config):
+            return
+        try:
+            stop = LayerStop(
+                NodeDir(os.environ[ENV_DIR]),
+                self.rank,
+                config.parallel_config.world_size,
+                ahead=self.rose_launch_ahead(),
+            )
+            model = self.get_model()  # type: ignore[attr-defined]
+            stop.find(model, internals.kv_layers(kv_cache_config))
+            self.rose_layers = stop
+        except RoseError as error:
+            logger.warning("ROSE: rollout steps stop at no layer: %s", error)
 
     def _make_pager(self, kv_cache_config: Any) -> tuple[Pager, Any, Any] | None:
         """Elastic memory for the KV cache, all or nothing of it; None: production starts with ordinary memory.
@@ -97,6 +123,8 @@ class ElasticKv:
         pager = self.rose_pager
         if pager is None:
             return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        if self.rose_layers is not None:
+            self.rose_layers.begin(internals.stamp_of(scheduler_output), internals.may_stop(scheduler_output))
         pager.fence.begin()
         try:
             output = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
@@ -122,6 +150,8 @@ class ElasticKv:
         }
 
     def shutdown(self) -> None:
+        if self.rose_layers is not None:
+            self.rose_layers.close()
         if self.rose_pager is not None:
             self.rose_pager.close()
         super().shutdown()  # type: ignore[misc]

@@ -17,6 +17,7 @@ from rose.coserve.cuda_pages import DEFAULT_RESERVE_BYTES
 from vllm_plugin import compute, internals, selfcheck
 from vllm_plugin.elastic import ENV_GPU_RESERVE, ElasticKv
 from vllm_plugin.kv_memory import CudaKvMemory, KvMemory
+from vllm_plugin.layer_stop import LaunchAhead
 from vllm_plugin.roles import role
 from vllm_plugin.weights import WeightWorkerMixin
 
@@ -55,6 +56,9 @@ class RoseGPUWorker(ElasticKv, WeightWorkerMixin, Worker):
 
     def rose_stream(self) -> int:
         return internals.compute_stream()
+
+    def rose_launch_ahead(self) -> LaunchAhead:
+        return LaunchAhead(self.rose_driver(), self.rose_stream)
 
     def rose_ladder(self) -> dict[str, Any] | None:
         """The rung in force on this rank; collective call."""

@@ -44,14 +44,31 @@ def kv_allocation(size_bytes: int, make: Callable[[int], Any]) -> Iterator[list[
         torch.zeros = real  # type: ignore[assignment]
 
 
-def stamp(scheduler_output: Any, step: int) -> None:
-    """Number a step; the number travels with it to every worker."""
+def stamp(scheduler_output: Any, step: int, may_stop: bool = False) -> None:
+    """Number a step, and say whether it may stop between two layers; both travel with it to every worker."""
     scheduler_output.rose_step = step
+    if may_stop:
+        scheduler_output.rose_may_stop = True
 
 
 def stamp_of(scheduler_output: Any) -> int:
     """Its number; 0 for a step that nobody numbered."""
     return getattr(scheduler_output, "rose_step", 0)
+
+
+def may_stop(scheduler_output: Any) -> bool:
+    """May the step stop between two layers?"""
+    return getattr(scheduler_output, "rose_may_stop", False)
+
+
+def kv_layers(kv_cache_config: Any) -> list[str]:
+    """Names of the attention layers that have keys and values, as the model's modules are named."""
+    return [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
+
+
+def runs_python_between_layers(config: Any) -> bool:
+    """Eager, and all layers in each worker."""
+    return config.model_config.enforce_eager and config.parallel_config.pipeline_parallel_size == 1
 
 
 def compute_stream() -> int:

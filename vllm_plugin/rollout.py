@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +114,10 @@ class RolloutSide:
         self._steps_ns: collections.deque[int] = collections.deque((0,), maxlen=STEPS_TOLD)
         self._scheduled = (0, 0)
         self._context_tokens = 0
+        self._may_stop = False
+        """Steps may stop between two layers.  Background thread's word."""
+        self._stopped_ns = 0
+        """Of all steps so far, between two layers."""
         self.model = first_model()
         self._step_log = StepLog()
         self.admission_params = AdmissionParams()
@@ -130,6 +134,8 @@ class RolloutSide:
         self._serving_lease = self._dir.serving_lease()
         self._board = self._dir.serving_board()
         self._engine_board = self._dir.serving_board()  # readers are one per thread
+        self._layers = self._dir.layers()
+        """Engine thread."""
         self.book = RolloutBook(self.plan.num_chunks, self.plan.chunk_pages)
         """Background thread only."""
         self._epoch = 0
@@ -258,7 +264,7 @@ class RolloutSide:
         self._refuse_oversized(request)
 
     def after_schedule(self, output: Any) -> None:
-        internals.stamp(output, self.num_schedules)
+        internals.stamp(output, self.num_schedules, self._may_stop)
         self._step_started_ns = time.monotonic_ns()
         # Counted in C: a loop over 256 requests here took 50 us of production's step.
         decode = list(output.num_scheduled_tokens.values()).count(1)
@@ -273,7 +279,7 @@ class RolloutSide:
             self._num_steps += 1
             self._num_tokens += prefill + decode
             self._num_decoded += decode
-            step_ns = time.monotonic_ns() - self._step_started_ns
+            step_ns = max(1, time.monotonic_ns() - self._step_started_ns - self._stood_ns())
             self._steps_ns.append(step_ns)
             seconds = step_ns / NS_PER_S
             self.model.observe(
@@ -283,6 +289,17 @@ class RolloutSide:
                 context_tokens=self._context_tokens,
             )
             self._step_log.write(prefill, decode, self._context_tokens, seconds)
+
+    def _stood_ns(self) -> int:
+        """How long the step that ends stood between two layers: time in which it did nothing, and a cut ends it at once."""
+        if not self._may_stop:
+            return 0
+        try:
+            said = self._layers.read()
+        except LedgerError:
+            return 0
+        before, self._stopped_ns = self._stopped_ns, said.waited_ns if said is not None else 0
+        return max(0, self._stopped_ns - before)
 
     def _admit(self, reader: RecordReader[ServingBoard]) -> int:
         """Tokens the next step may have: what fits production's slack.  Either thread, each with its reader."""
@@ -455,6 +472,7 @@ class RolloutSide:
             self.admission_params = replace(
                 self.admission_params, rule=rule, serialise=wanted[1], delay=delay
             )
+        self._may_stop = bool(node.stop_at_layers and node.has_serving and wanted[1])
         lease = self._serving_lease.read() if node.has_serving else None
         board = self._board.read() if node.has_serving else None
         return allowed_pages(
@@ -563,5 +581,11 @@ class RolloutSide:
             "reclaim_seq": self._reclaim_seq,
             "cut_requests": self._num_cut_requests,
             "ladder": self.ladder,
+            "layer_stops": self._layer_stops(),
             "patches": sorted(compat.applied()),
         }
+
+    def _layer_stops(self) -> dict[str, Any] | None:
+        """What stopping between layers has done so far; None where steps cannot: not eager, or of several pipeline stages."""
+        said = self._layers.read() if self._layers.alive() else None
+        return None if said is None else {"on": self._may_stop, **asdict(said)}

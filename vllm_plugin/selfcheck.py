@@ -227,6 +227,7 @@ WORKER: tuple[Owner, ...] = (
         calls={
             "init_device": "self",
             "execute_model": "self scheduler_output",
+            "get_model": "self",
             "load_model": "self",
             "shutdown": "self",
         },
@@ -260,7 +261,7 @@ WORKER: tuple[Owner, ...] = (
     Owner(where="vllm.config.weight_transfer:WeightTransferConfig", names="backend"),
     Owner(where="vllm.utils.torch_utils", names="current_stream"),
     Owner(where="torch._dynamo", names="config"),
-    Owner(where="torch.nn:Module", names="_parameters _buffers"),
+    Owner(where="torch.nn:Module", names="_parameters _buffers modules"),
     Owner(where="torch._ops:OpOverload", names="_schema"),
     Owner(where="torch.ops:aten", names="_local_scalar_dense"),
 )

@@ -340,6 +340,7 @@ class NodeAgent(Node):
             POLICIES.index(self.policy_name),
             self.max_lend_pages,
             round(100 * self.engine.delay),
+            int(self.stop_at_layers),
         )
         self._mend()
         changed = now != self._published
@@ -362,6 +363,7 @@ class NodeAgent(Node):
                 policy=now[8],
                 max_lend_pages=now[9],
                 delay_pct=now[10],
+                stop_at_layers=now[11],
                 heartbeat_ns=time.monotonic_ns(),
             )
         )
@@ -400,6 +402,7 @@ class NodeAgent(Node):
         policy: str | None = None,
         rule: Rule | None = None,
         serialise: bool | None = None,
+        stop_at_layers: bool | None = None,
         rl_step: bool = False,
     ) -> None:
         """Apply an operator's wish at once.
@@ -428,6 +431,10 @@ class NodeAgent(Node):
             raise RequestError(
                 f"{floor_pages} is more than the {total} pages of the device", field="floor_pages"
             )
+        turns = self.serialise if serialise is None else serialise
+        stops = self.stop_at_layers if stop_at_layers is None else stop_at_layers
+        if problem := self.no_stops(turns, stops):
+            raise RequestError(problem, field="stop_at_layers", fix="serialise as well")
         if mode is not None:
             for kind in ("slo", "audit"):
                 self.errors.pop(kind, None)
@@ -441,7 +448,7 @@ class NodeAgent(Node):
         self.slo_ttft_ms = self.slo_ttft_ms if slo_ttft_ms is None else slo_ttft_ms
         self.slo_tpot_ms = self.slo_tpot_ms if slo_tpot_ms is None else slo_tpot_ms
         self.rule = self.rule if rule is None else rule
-        self.serialise = self.serialise if serialise is None else serialise
+        self.serialise, self.stop_at_layers = turns, stops
         if policy is not None and policy != self.policy_name:
             before, self.policy_name = self.policy, policy
             self.policy = make_lending(policy, self.config.lending.params())

@@ -115,6 +115,13 @@ def set_(
     serialise: Annotated[
         bool | None, typer.Option("--serialise/--overlap", help="No rollout step beside a serving step.")
     ] = None,
+    stop_at_layers: Annotated[
+        bool | None,
+        typer.Option(
+            "--stop-at-layers/--whole-steps",
+            help="Where steps take turns: a rollout step waits between two layers for a prompt of production.",
+        ),
+    ] = None,
     sched: Annotated[str | None, typer.Option(help="The engine's class: normal or idle.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -128,6 +135,7 @@ def set_(
         "policy": policy,
         "rule": rule,
         "serialise": serialise,
+        "stop_at_layers": stop_at_layers,
         "sched": sched,
     }
     given = {name: value for name, value in given.items() if value is not None}

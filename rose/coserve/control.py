@@ -4,7 +4,7 @@ Routes, all with the bearer token of role ``node`` (or ``admin``); bodies are JS
 
 ``GET /status``
     What is in force.
-``POST /set {mode?, floor_pages?, max_lend_pages?, slo_ttft_ms?, slo_tpot_ms?, engine?, policy?, rule?, serialise?, sched?, rl_step?}``
+``POST /set {mode?, floor_pages?, max_lend_pages?, slo_ttft_ms?, slo_tpot_ms?, engine?, policy?, rule?, serialise?, stop_at_layers?, sched?, rl_step?}``
     Change it now; answers the status.  ``engine`` false stops the engine's process, true starts it again.
     ``rl_step`` says that an RL step begins (a node with a relay knows by itself).
 ``POST /off {wait_s?, engine?}``
@@ -57,6 +57,7 @@ class SetBody(Section):
     policy: Literal["rose", "paper", "static"] | None = None
     rule: Literal["slack", "paper", "free"] | None = None
     serialise: bool | None = None
+    stop_at_layers: bool | None = None
     sched: Literal["normal", "idle"] | None = None
     rl_step: bool = False
 
@@ -190,6 +191,7 @@ class ControlServer:
             policy=body.policy,
             rule=None if body.rule is None else Rule[body.rule.upper()],
             serialise=body.serialise,
+            stop_at_layers=body.stop_at_layers,
             rl_step=body.rl_step,
         )
         if body.sched is not None:

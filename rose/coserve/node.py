@@ -18,7 +18,7 @@ from rose.coserve.links import SchedulerUplink, WeightLoop
 from rose.coserve.node_config import NodeConfig
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.records import Mode, Phase
-from rose.errors import LedgerError
+from rose.errors import ConfigError, LedgerError
 from rose.policy.admission import Rule
 from rose.policy.baselines import POLICIES, make_lending
 from rose.policy.compat import Support, row_of_number
@@ -44,6 +44,9 @@ class Node:
         self.policy_name: str = config.lending.policy
         gate = config.gate.params()
         self.rule, self.serialise = gate.rule, gate.serialise
+        self.stop_at_layers = config.gate.stop_at_layers
+        if problem := self.no_stops(self.serialise, self.stop_at_layers):
+            raise ConfigError(problem, field="gate.stop_at_layers", fix="gate.serialise = true")
         serving = config.serving
         self.mode = Mode[config.mode.upper()]
         self.floor_pages = serving.floor_pages if serving else 0
@@ -85,12 +88,19 @@ class Node:
                 self.config.mode,
             )
         self.mode, self.rule, self.serialise = mode, rule, bool(last.serialise)
+        self.stop_at_layers = bool(last.stop_at_layers)
         self.max_lend_pages = max(0, last.max_lend_pages)
         if policy != self.policy_name:
             self.policy_name, self.policy = policy, make_lending(policy, self.config.lending.params())
         if self.config.serving is not None and last.slo_ttft_ns > 0 and last.slo_tpot_ns > 0:
             self.floor_pages = last.floor_pages
             self.slo_ttft_ms, self.slo_tpot_ms = last.slo_ttft_ns / 1e6, last.slo_tpot_ns / 1e6
+
+    def no_stops(self, turns: bool, stops: bool) -> str:
+        """Why steps cannot stop at layers; "" where they can, or need not.  On a GPU the engine's rung says whether steps take turns."""
+        if not stops or turns or self.config.device.kind == "gpu":
+            return ""
+        return "is for steps that take turns; beside others the kernel stops them sooner"
 
     @property
     def breaches_while_lending(self) -> int:

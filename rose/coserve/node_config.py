@@ -148,6 +148,9 @@ class GateConfig(Section):
     rule: Literal["slack", "paper", "free"] = "slack"
     serialise: bool = False
     """Start no rollout step while a serving step runs."""
+    stop_at_layers: bool = False
+    """Where steps take turns: a rollout step that is under way waits between two layers while production owes a first token.  Not
+    measured yet; needs an eager engine."""
 
     def params(self) -> AdmissionParams:
         """What the rollout engine asks with, before it knows how much of a step production waits for (``delay``)."""

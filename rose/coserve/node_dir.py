@@ -12,6 +12,7 @@ from rose.coserve.ledger import RecordReader, RecordWriter
 from rose.coserve.record_layout import FOUND_BYTES
 from rose.coserve.records import (
     ChunkState,
+    LayerState,
     NodeState,
     RankState,
     RolloutLease,
@@ -57,6 +58,12 @@ class NodeDir:
 
     def rollout_lease(self) -> RecordReader[RolloutLease]:
         return RecordReader(self.path / "rollout.lease", RolloutLease)
+
+    def layers_writer(self) -> RecordWriter[LayerState]:
+        return RecordWriter(self.path / "rollout.layers", LayerState)
+
+    def layers(self) -> RecordReader[LayerState]:
+        return RecordReader(self.path / "rollout.layers", LayerState)
 
     def chunks_writer(self, role: Role, num_chunks: int) -> RecordWriter[ChunkState]:
         return RecordWriter(self._named(role, "chunks"), ChunkState, num_chunks)
@@ -120,7 +127,7 @@ class NodeDir:
 
     def _files_of(self, role: Role) -> list[Path]:
         names = ["lease", "chunks", *(_rank_name(rank) for rank in range(MAX_RANKS))]
-        return [self._named(role, name) for name in (*names, "board")]
+        return [self._named(role, name) for name in (*names, "board", "layers")]
 
     def _named(self, role: Role, name: str) -> Path:
         if role not in ROLES:

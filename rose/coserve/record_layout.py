@@ -22,6 +22,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from rose.coserve.records import (
     ChunkState,
+    LayerState,
     NodeState,
     RankState,
     RolloutLease,
@@ -56,7 +57,7 @@ def _described(record_type: type[Any]) -> bytes:
 _PROTOCOL = 0
 """Of all records of a device together, into each file's schema: who differs in one of them is understood in none.  Else production could
 read a lease and not the report that counts when its writer is dead."""
-for _one in (NodeState, ServingLease, ServingBoard, ChunkState, RankState, RolloutLease):
+for _one in (NodeState, ServingLease, ServingBoard, ChunkState, RankState, RolloutLease, LayerState):
     _PROTOCOL = zlib.crc32(_described(_one), _PROTOCOL)
 
 

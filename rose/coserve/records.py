@@ -13,6 +13,7 @@ from rose.policy.lending_events import ALL_PAGES, Mode, Phase
 
 __all__ = [
     "ChunkState",
+    "LayerState",
     "Mode",
     "NodeState",
     "Phase",
@@ -46,6 +47,8 @@ class NodeState:
     heartbeat_ns: int = 0
     delay_pct: int = 100
     """``AdmissionParams.delay`` in hundredths: how much of a rollout step production has to wait for."""
+    stop_at_layers: int = 0
+    """1: a rollout step under way waits between two layers while production owes a first token (:mod:`rose.policy.coserving.stops`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +80,8 @@ class ServingBoard:
     """``serving.board``: written by the engine thread at the start and the end of every step while a rollout engine may run;
     while none may, by the background thread, at most a quarter of a second late.
 
-    ``ServingSide`` writes the fields by position: a new one goes there too.
+    ``Board.write`` writes the fields by position: a new one goes there too.
+    ``owes_first`` is 1 while a request waits for its first token: in the queue, read in part, or in the step under way.
     ``needed_pages`` is what serving must come to hold while it claims memory, else 0; ``pressure_seq`` counts how
     often it claimed.  An absolute number: a claim *beyond* what serving holds would be asked for again and again by
     readers who see each returned page in the lease before serving, in a long step, sees it too.
@@ -100,6 +104,7 @@ class ServingBoard:
     needed_pages: int = 0
     pressure_seq: int = 0
     written_ns: int = 0
+    owes_first: int = 0
 
     def claim_pages(self, reserved_pages: int) -> int:
         """What serving, which holds ``reserved_pages`` now, still wants back."""
@@ -168,3 +173,22 @@ class RankState:
     missing_bytes: int = 0
     touched_bytes: int = 0
     audited_ns: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerState:
+    """``rollout.layers``: where rank 0 of a rollout engine stands in its step, written while steps may stop between layers.
+
+    ``point`` is the last that it has passed in ``step``: no rank passes one that rank 0 has not.  The rest are running totals:
+    ``stops``, of these ``quick_stops`` within 2 ms of the word of production that they stopped for, how late they were together
+    (``late_ns``), how long they lasted (``waited_ns``), and how many went on before production was done (``given_up``).
+    """
+
+    step: int = 0
+    point: int = 0
+    waiting: int = 0
+    stops: int = 0
+    quick_stops: int = 0
+    late_ns: int = 0
+    waited_ns: int = 0
+    given_up: int = 0

@@ -69,7 +69,9 @@ def status(node: Node) -> dict[str, Any]:
         "floor_pages": node.floor_pages,
         "lending": {
             "policy": node.policy_name,
-            "rule": node.rule.name.lower() + (", serialised" if node.serialise else ""),
+            "rule": node.rule.name.lower()
+            + (", serialised" if node.serialise else "")
+            + (", stops at layers" if node.stop_at_layers else ""),
             **_lending(node.policy),
         },
         "device": {

@@ -20,7 +20,7 @@ from rose.coserve.node_config import NodeConfig
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.record_layout import pack_found
 from rose.coserve.records import Mode, Phase, RankState
-from rose.errors import ConfigError, EngineError, LedgerError
+from rose.errors import ConfigError, EngineError, LedgerError, RequestError
 from rose.policy.admission import Rule
 from rose.policy.baselines import StaticLending
 from rose.policy.compat import Support
@@ -540,7 +540,8 @@ async def test_the_next_agent_of_a_killed_one_keeps_what_the_operator_had_set(de
     try:
         await lent(device, 16)
         client = ControlClient(device.dir, device.tokens)
-        wishes = {"rule": "paper", "serialise": True, "policy": "static", "max_lend_pages": 7}
+        turns = {"serialise": True, "stop_at_layers": True}
+        wishes = {"rule": "paper", "policy": "static", "max_lend_pages": 7, **turns}
         await asyncio.to_thread(client.set, mode="off", floor_pages=3, slo_ttft_ms=123.0, **wishes)
         client.close()
     finally:
@@ -551,7 +552,33 @@ async def test_the_next_agent_of_a_killed_one_keeps_what_the_operator_had_set(de
     await until(lambda: agent.waits_for() == "mode is off")
     assert (agent.mode, agent.floor_pages, agent.slo_ttft_ms) == (Mode.OFF, 3, 123.0)
     assert (agent.rule, agent.serialise, agent.max_lend_pages) == (Rule.PAPER, True, 7)
+    assert agent.stop_at_layers
     assert (agent.policy_name, type(agent.policy)) == ("static", StaticLending)
+
+
+async def test_steps_stop_at_layers_only_where_they_take_turns(device: Device) -> None:
+    with pytest.raises(ConfigError) as caught:
+        device.agent(gate={"stop_at_layers": True})
+    assert (caught.value.field, caught.value.fix) == ("gate.stop_at_layers", "gate.serialise = true")
+
+    device.produce()
+    agent = device.agent()
+    await ready(device, agent)
+    reader = NodeDir(device.dir).node()
+
+    def told() -> tuple[int, int]:
+        state = reader.read()
+        assert state is not None
+        return state.serialise, state.stop_at_layers
+
+    with pytest.raises(RequestError, match="take turns"):
+        agent.change(stop_at_layers=True)
+    assert told() == (0, 0)
+    agent.change(serialise=True, stop_at_layers=True)
+    assert told() == (1, 1)
+    with pytest.raises(RequestError, match="take turns"):
+        agent.change(serialise=False)
+    assert told() == (1, 1)
 
 
 async def test_after_a_clean_end_the_configuration_counts_again(device: Device) -> None:

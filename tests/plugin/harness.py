@@ -98,9 +98,15 @@ def request(request_id: str, num_tokens: int = 20, max_tokens: int = 4) -> Any:
 
 def step(scheduler: Any) -> Any:
     """One engine step with a model that always says 9; the scheduler's output of ``schedule``."""
+    output = scheduler.schedule()
+    answer(scheduler, output)
+    return output
+
+
+def answer(scheduler: Any, output: Any) -> None:
+    """The end of the step that ``schedule`` put together."""
     from vllm.v1.outputs import ModelRunnerOutput
 
-    output = scheduler.schedule()
     ids = list(output.num_scheduled_tokens)
     sampled = []
     for request_id in ids:
@@ -112,7 +118,6 @@ def step(scheduler: Any) -> Any:
             req_ids=ids, req_id_to_index={r: i for i, r in enumerate(ids)}, sampled_token_ids=sampled
         ),
     )
-    return output
 
 
 def engine() -> Any:

@@ -592,6 +592,41 @@ def test_a_prompt_that_is_read_in_several_steps_keeps_the_promise_of_its_first_t
             writer.close()
 
 
+def test_the_board_says_from_a_prompts_arrival_to_its_first_token_that_one_is_owed(
+    config: Any, node_dir: Path, rank: Any
+) -> None:
+    """In the queue, between its two steps, in the second of them; and not in a step of other tokens."""
+    from vllm_plugin.scheduler import ServingScheduler
+
+    scheduler = harness.build(ServingScheduler, config)
+    assert scheduler.rose is not None
+    try:
+        scheduler.max_num_scheduled_tokens = 16
+        board = NodeDir(node_dir).serving_board()
+
+        def owed() -> int:
+            assert scheduler.rose is not None
+            scheduler.rose._board.write(busy=True)
+            record = board.read()
+            assert record is not None
+            return record.owes_first
+
+        assert owed() == 0
+        scheduler.add_request(harness.request("long", max_tokens=8))
+        seen = [owed()]
+        for _ in range(2):  # 20 tokens: 16, then 4
+            output = scheduler.schedule()
+            seen.append(owed())
+            harness.answer(scheduler, output)
+            seen.append(owed())
+        assert seen == [1, 1, 1, 1, 0]
+        scheduler.schedule()
+        assert owed() == 0
+    finally:
+        for writer in (scheduler.rose._lease, scheduler.rose._board.file, scheduler.rose._chunks):
+            writer.close()
+
+
 # --- asynchronous scheduling: the next step is scheduled before the one before it has ended
 
 

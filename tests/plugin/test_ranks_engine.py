@@ -14,7 +14,7 @@ import pytest
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.records import Mode, Phase
 from tests.engine_launcher import EngineServer
-from tests.plugin.stand_in import Host, eventually
+from tests.plugin.stand_in import Host, S, eventually
 from tests.plugin.test_rollout_engine import Turn, settled, status
 from tests.plugin.test_serving_engine import Agent, complete
 from tests.tiny_model import write_tiny_model
@@ -77,6 +77,27 @@ def test_a_rollout_engine_takes_and_gives_back_on_both_ranks(rollout: tuple[Engi
     assert on_ranks(host.dir, "rollout") == [2, 2]
     assert full - small == 2 * 6 * 2 * 1024 * 1024  # by the kernel's count, over both ranks
     assert Turn(server, PROMPT, 40).choice()["token_ids"] == before
+
+
+def test_a_step_of_two_ranks_waits_between_two_layers_and_its_tokens_are_the_same(
+    rollout: tuple[EngineServer, Host],
+) -> None:
+    server, host = rollout
+    host.lend(8)
+    settled(server, 8)
+    before = Turn(server, PROMPT, 200).choice()["token_ids"]
+    layers = host.dir.layers()
+    host.set(node={"serialise": 1, "stop_at_layers": 1, "slo_ttft_ns": 60 * S})
+    eventually(lambda: status(server)["layer_stops"]["on"], "steps may stop")
+    turn = Turn(server, PROMPT, 200)
+    steps = status(server)["steps"]
+    eventually(lambda: status(server)["steps"] > steps, "the turn runs")
+    host.set(busy=1, waiting=1, owes_first=1)
+    eventually(lambda: (state := layers.read()) is not None and state.waiting, "a step stands")
+    assert turn.is_alive()
+    host.set(busy=0, waiting=0, owes_first=0)
+    assert turn.choice()["token_ids"] == before
+    host.set(node={"serialise": 0, "stop_at_layers": 0})
 
 
 def test_what_a_rollout_engine_can_use_is_what_its_slowest_rank_has(

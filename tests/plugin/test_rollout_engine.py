@@ -105,6 +105,33 @@ def test_a_turn_runs_inside_the_budget(server: EngineServer, host: Host) -> None
     assert Turn(server, PROMPT, 20).choice()["finish_reason"] == "length"
 
 
+def test_a_step_under_way_waits_between_two_layers_for_a_prompt_and_its_tokens_are_the_same(
+    server: EngineServer, host: Host
+) -> None:
+    before = Turn(server, PROMPT, 200).choice()["token_ids"]
+    layers = host.dir.layers()
+
+    def told() -> Any:
+        state = layers.read()
+        assert state is not None
+        return state
+
+    host.set(node={"serialise": 1, "stop_at_layers": 1, "slo_ttft_ns": 60 * S})
+    eventually(lambda: status(server)["layer_stops"]["on"], "steps may stop")
+    turn = Turn(server, PROMPT, 200)
+    steps = status(server)["steps"]
+    eventually(lambda: status(server)["steps"] > steps, "the turn runs")
+    stops = told().stops
+    host.set(busy=1, waiting=1, owes_first=1)
+    eventually(lambda: told().waiting, "a step stands")
+    assert turn.is_alive()
+    host.set(busy=0, waiting=0, owes_first=0)
+    assert turn.choice()["token_ids"] == before
+    assert told().stops > stops
+    assert told().given_up == 0
+    host.set(node={"serialise": 0, "stop_at_layers": 0})
+
+
 def test_its_lease_tells_the_longest_of_its_last_steps(server: EngineServer, host: Host) -> None:
     lease = host.dir.rollout_lease()
     before = lease.read()

@@ -112,6 +112,10 @@ class StepBook:
         # A copy, made in one go: the engine thread may take a step out meanwhile.
         return any(map(any, tuple(self._in_flight)))
 
+    def reads_prompt(self) -> bool:
+        """Whether a step under way reads (a part of) a prompt.  Any thread."""
+        return any(prefill for prefill, _ in tuple(self._in_flight))
+
     def waits_since(self, request_id: str, age_ns: float, slo_ttft_ns: int) -> None:
         """A request has waited ``age_ns`` for its first token; later than promised counts once."""
         if slo_ttft_ns and age_ns > slo_ttft_ns and request_id != self._late_request:
