@@ -9,6 +9,7 @@ four minutes; a long measurement is several runs, pooled::
     python benchmarks/coserve.py --quick --json out/coserve.json
     python benchmarks/coserve.py --segments 1 --run 0 --json out/c0.json     # all arms; then --run 1, 2, ...
     python benchmarks/coserve.py --workload burst --trace azure_llm_2023_code.csv --rate 0.08    # its busiest second, 26x the mean
+    python benchmarks/coserve.py --workload tight --arms rose_serial,rose_serial_layers --segments 12 --rate 0.8    # docs/gpu.md
     python benchmarks/coserve.py --pool out/c0.json out/c1.json --json out/coserve.json --html out/coserve.html
 
 Latencies count from the scheduled moment of each request.  Ratios are to production alone in the same run, with
@@ -43,6 +44,8 @@ from benchmarks.coserving.plan import (
     QUICK_ARMS,
     SOLO,
     SOLO_ARM,
+    TIGHT_SHARE,
+    USUAL_ARMS,
     WORKLOADS,
     Schedule,
     Timing,
@@ -68,6 +71,7 @@ SOLO_LEAD_S = 2.5
 NUM_TRAJECTORIES = 16
 KV_CACHE_BYTES = 192 * 2**20
 """Of each engine: 96 blocks.  As in a fleet, a burst that production serves alone does not fill its cache."""
+SLO_TTFT_MS = 1000.0
 MAX_LATE_S = 0.5
 """A block in which this process did not run for longer is no measurement of that arm."""
 
@@ -104,7 +108,7 @@ def _arguments() -> argparse.Namespace:
     add("--workload", choices=WORKLOADS, default="generated")
     add("--trace", type=Path, help="Azure LLM inference trace (CSV); implies --workload trace unless burst")
     add("--rate", type=float, default=0.6, help="production requests per second, on average of a whole trace")
-    add("--slo-ttft-ms", type=float, default=1000.0)
+    add("--slo-ttft-ms", type=float, help="default 1000; tight: what its prompts take alone, over 0.87")
     add("--slo-tpot-ms", type=float, default=150.0)
     add("--seed", type=int, default=0)
     add("--minutes", type=float, help="start no further block after this long (--quick: 3.5)")
@@ -117,7 +121,7 @@ def _arguments() -> argparse.Namespace:
         args.workload = "trace"
     elif not args.trace and args.workload in ("trace", "burst"):
         parser.error(f"--workload {args.workload} needs --trace FILE")
-    given = args.arms.split(",") if args.arms else list(QUICK_ARMS if args.quick else ARMS)
+    given = args.arms.split(",") if args.arms else list(QUICK_ARMS if args.quick else USUAL_ARMS)
     unknown = set(given) - set(ARMS)
     if unknown:
         parser.error(f"unknown arms: {', '.join(sorted(unknown))}")
@@ -139,7 +143,7 @@ async def _measure(args: argparse.Namespace, stages: Stages) -> dict[str, Any]:
         ),
         production=ProductionSettings(
             kv_cache_bytes=KV_CACHE_BYTES,
-            slo_ttft_s=args.slo_ttft_ms / 1e3,
+            slo_ttft_s=(args.slo_ttft_ms or SLO_TTFT_MS) / 1e3,
             slo_tpot_s=args.slo_tpot_ms / 1e3,
         ),
         rollout=RolloutSettings(kv_cache_bytes=KV_CACHE_BYTES),
@@ -168,6 +172,12 @@ async def _measure(args: argparse.Namespace, stages: Stages) -> dict[str, Any]:
             with stages.stage("Starting both engines on one core"):
                 await world.start(fleet, lambda s: stages.update(f"{s:.0f} s"))
             os.sched_setaffinity(0, {config.cores()[1]})  # from here on core 0 is the engines' alone
+            if args.workload == "tight" and args.slo_ttft_ms is None:
+                ttft_s = await world.first_token_s(config.traffic.prompt_max_tokens) / TIGHT_SHARE
+                await world.promise(ttft_s)
+                production = config.production.model_copy(update={"slo_ttft_s": ttft_s})
+                config = config.model_copy(update={"production": production})
+                stages.note(f"first tokens are promised within {1e3 * ttft_s:.0f} ms")
             async with Trajectories(registry, NUM_TRAJECTORIES, VOCAB, args.seed) as rollouts:
                 blocks = await _run(args, world, fleet, schedule, stages)
                 counts = {"turns": rollouts.turns, "cut": rollouts.cut, "failed": rollouts.failed}
@@ -272,20 +282,26 @@ def _pool(paths: list[Path]) -> dict[str, Any]:
         for d in documents
     }
     runs = [d["blocks"][0]["run"] for d in documents]
-    if len(slos) != 1 or len(set(runs)) != len(runs):
+    tight = all(d["workload"] == "tight" for d in documents)  # each has a limit of its own
+    if (len(slos) != 1 and not tight) or len(set(runs)) != len(runs):
         raise ConfigError("runs of different objectives, or the same --run twice", field="--pool")
     samples = [_unpack(row) for d in documents for row in d["samples"]]
     blocks = [BlockRecord(**block) for d in documents for block in d["blocks"]]
     arms = [a for a in ARMS if all(a in d["arms_measured"] for d in documents)]
     settings = DemoConfig.model_validate({"production": documents[0]["settings"]["production"]})
     return {
-        **analyse(samples, blocks, settings.slo(), arms),
+        **analyse(samples, blocks, settings.slo(), arms, _promised(documents)),
         **{key: documents[0][key] for key in ("settings", "timing")},
         "workload": sorted({d["workload"] for d in documents}),
         "busiest_second_ratio": max(d["busiest_second_ratio"] for d in documents),
         "arms_measured": arms,
         "runs": [d["machine"] for d in documents],
     }
+
+
+def _promised(documents: list[dict[str, Any]]) -> dict[int, float]:
+    """First tokens of each run, by its number."""
+    return {d["blocks"][0]["run"]: d["settings"]["production"]["slo_ttft_s"] for d in documents}
 
 
 def _rows(result: dict[str, Any]) -> list[list[str]]:
@@ -328,6 +344,7 @@ def _span(interval: list[float] | None) -> str:
 def _notes(result: dict[str, Any]) -> list[str]:
     s = result["summary"]
     burst = result["busiest_second_ratio"]
+    notes = _tight_notes(result)
     return [
         f"Workload {result['workload']}, busiest second {plot.cell(burst, 1)}x the mean; {s['num_pairs']} pairs. "
         f"Serving alone is {plot.cell(s['serving_busy_fraction'], 0, 100)} % busy, its mean step "
@@ -335,6 +352,22 @@ def _notes(result: dict[str, Any]) -> list[str]:
         f"alone {plot.cell(s['solo_rollout_tokens_per_s'], 0)} tokens/s.",
         f"Bar: P99 ratios' upper bounds within the noise or 1.05, no added violation, 85 % harvested: "
         f"{'met' if s.get('bar_met') else 'not met'}.",
+        *notes,
+    ]
+
+
+def _tight_notes(result: dict[str, Any]) -> list[str]:
+    s, rows = result["summary"], result["arms"]
+    if "stop_bar_met" not in s:
+        return []
+    missed = ", ".join(f"{arm} {row['tight_misses']}" for arm, row in rows.items())
+    stopped = rows["rose_serial_layers"]
+    return [
+        f"Prompts over 80 % of their limit alone: {s['tight_requests']}; late: {missed}.",
+        f"Steps stopped at layers {plot.cell(stopped['stops'], 0)} times, {plot.cell(stopped['stops_late_ms'], 2)} ms behind production's "
+        f"word, {plot.cell(s['stops_quick_share'], 0, 100)} % within 2 ms; rollout tokens/s with them over without "
+        f"{plot.cell(s['stop_rollout_tokens_ratio'], 2)}. Bar (docs/gpu.md): "
+        f"{ {True: 'met', False: 'not met', None: 'too few misses without to tell'}[s['stop_bar_met']] }.",
     ]
 
 

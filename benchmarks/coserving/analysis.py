@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from benchmarks.coserving.plan import ALONE_1, ALONE_2, SOLO, Schedule
+from benchmarks.coserving.plan import ALONE_1, ALONE_2, PAIRS_PER_SEGMENT, SOLO, Schedule
 from rose.evaluation.arms import Ratio, RequestLatency, Slo, arm_stats, ratio
 from rose.evaluation.statistics import percentile
 
@@ -15,6 +15,14 @@ BAR_RATIO = 1.05
 BAR_SHARE = 0.85
 NOISE_MARGIN = 0.02
 RESAMPLES = 2000
+TIGHT = 0.8
+"""Of its limit: a prompt that takes more of it alone has nothing left for a rollout step."""
+SERIAL, STOPPED = "rose_serial", "rose_serial_layers"
+BAR_TIGHT_SHARE = 0.01
+BAR_TIGHT_FEWER = 0.5
+BAR_TIGHT_LEAST = 10
+BAR_STOP_TOKENS = 0.9
+BAR_QUICK = 0.95
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +50,7 @@ def label(
 
 
 def _total(blocks: Sequence[BlockRecord], name: str) -> float:
-    return sum(block.counters[name] for block in blocks)
+    return sum(block.counters.get(name, 0.0) for block in blocks)  # runs of before know fewer
 
 
 def _rate(blocks: Sequence[BlockRecord], name: str) -> float | None:
@@ -75,10 +83,65 @@ def _hit_rate(blocks: Sequence[BlockRecord]) -> float | None:
     return _total(blocks, "prefix_hits") / queries if queries else None
 
 
+class Limits:
+    """What was promised in each run.
+
+    Args:
+        slo: In all of them;
+        ttft_s: but the first token in these, by the run's number.
+    """
+
+    def __init__(self, slo: Slo, ttft_s: Mapping[int, float] | None = None) -> None:
+        self._slo, self._ttft_s = slo, ttft_s or {}
+
+    def of(self, sample: RequestLatency) -> Slo:
+        run = sample.index // (1000 * PAIRS_PER_SEGMENT)
+        return replace(self._slo, ttft_s=self._ttft_s.get(run, self._slo.ttft_s))
+
+    def misses(self, samples: Sequence[RequestLatency]) -> int:
+        return sum(sample.violates(self.of(sample)) for sample in samples)
+
+
+def _tight(mine: Sequence[RequestLatency], alone: Sequence[RequestLatency], limits: Limits) -> dict[str, Any]:
+    """What became of the prompts that ``alone`` needed more than ``TIGHT`` of their limit for."""
+    before = {s.index: s for s in alone if s.error is None and s.ttft_s > TIGHT * limits.of(s).ttft_s}
+    after = [sample for sample in mine if sample.index in before]
+    late = [s for s in after if s.error is not None or s.ttft_s > limits.of(s).ttft_s]
+    late_alone = [s for s in after if before[s.index].ttft_s > limits.of(s).ttft_s]
+    added_s = sorted(s.ttft_s - before[s.index].ttft_s for s in after if s.error is None)
+    return {
+        "tight_requests": len(after),
+        "tight_misses": len(late),
+        "tight_added_misses": len(late) - len(late_alone),
+        "tight_added_ttft_p50_s": added_s[len(added_s) // 2] if added_s else None,
+        "tight_added_ttft_p95_s": added_s[max(0, -(-95 * len(added_s) // 100) - 1)] if added_s else None,
+    }
+
+
+def _stops(blocks: Sequence[BlockRecord]) -> dict[str, Any]:
+    stops = _total(blocks, "stops")
+    return {
+        "stops": stops,
+        "stops_quick_share": _total(blocks, "quick_stops") / stops if stops else None,
+        "stops_late_ms": 1e3 * _total(blocks, "stops_late_s") / stops if stops else None,
+        "stops_given_up": _total(blocks, "stops_given_up"),
+        "stopped_share": _rate(blocks, "stopped_s"),
+    }
+
+
 def analyse(
-    samples: Sequence[RequestLatency], blocks: Sequence[BlockRecord], slo: Slo, arms: Sequence[str]
+    samples: Sequence[RequestLatency],
+    blocks: Sequence[BlockRecord],
+    slo: Slo,
+    arms: Sequence[str],
+    ttft_s: Mapping[int, float] | None = None,
 ) -> dict[str, Any]:
-    """``{"arms": {name: row}, "summary": {...}}``; a figure that could not be measured is None."""
+    """``{"arms": {name: row}, "summary": {...}}``; a figure that could not be measured is None.
+
+    Args:
+        ttft_s: First tokens that were promised otherwise than in ``slo``, by the run's number.
+    """
+    limits = Limits(slo, ttft_s)
     by_arm = {arm: [s for s in samples if s.phase == arm] for arm in arms}
     blocks_of = {arm: [b for b in blocks if b.arm == arm] for arm in (*arms, SOLO)}
     alone = by_arm[ALONE_1] + by_arm[ALONE_2]
@@ -88,7 +151,7 @@ def analyse(
     step_ms = 1e3 * _total(alone_blocks, "serving_busy_s") / steps if steps else None
     solo_rate = _rate(blocks_of[SOLO], "decoded")
     alone_hits = _hit_rate(alone_blocks)
-    violations_alone = sum(sample.violates(slo) for sample in alone) / 2
+    violations_alone = limits.misses(alone) / 2
 
     rows: dict[str, dict[str, Any]] = {}
     for arm in arms:
@@ -98,6 +161,8 @@ def analyse(
             (by_arm[arm], alone) if arm not in (ALONE_1, ALONE_2) else (by_arm[arm], by_arm[ALONE_1])
         )
         row: dict[str, Any] = {**asdict(arm_stats(by_arm[arm], slo)), "rollout_tokens_per_s": rate}
+        row["num_violations"] = limits.misses(by_arm[arm])
+        row |= _tight(by_arm[arm], by_arm[ALONE_1], limits) | _stops(blocks_of[arm])
         tpot_s = [s.tpot_s for s in by_arm[arm] if s.error is None and s.num_tokens > 1]
         row["tpot_p99_s"] = percentile(tpot_s, 0.99) if tpot_s else None
         for metric in ("ttft", "itl", "stall"):
@@ -142,7 +207,41 @@ def _summary(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         summary[f"harvested_share_low{suffix}"], summary[f"harvested_share_high{suffix}"] = low, high
     if "rose" in rows:
         summary["bar_met"] = verdict(rows["rose"], noise)
+    if SERIAL in rows and STOPPED in rows:
+        summary |= _stop_summary(rows)
     return summary
+
+
+def _stop_summary(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """With and without steps that stop at layers, where steps take turns."""
+    without, with_stops, noise = rows[SERIAL], rows[STOPPED], rows[ALONE_2]
+    tokens, before = with_stops["rollout_tokens_per_s"], without["rollout_tokens_per_s"]
+    found = {
+        "tight_requests": noise["tight_requests"],
+        "tight_added_misses_aa": noise["tight_added_misses"],
+        "tight_added_misses_without": without["tight_added_misses"],
+        "tight_added_misses_with": with_stops["tight_added_misses"],
+        "stops_quick_share": with_stops["stops_quick_share"],
+        "stop_rollout_tokens_ratio": tokens / before if tokens is not None and before else None,
+    }
+    return {**found, "stop_bar_met": stop_verdict(found, with_stops["engine_kills"])}
+
+
+def stop_verdict(found: Mapping[str, Any], kills: float) -> bool | None:
+    """The bar of ``docs/gpu.md``, section "Stopping a step at a layer".  None: too few misses without it to tell."""
+    ratio, quick, without = (
+        found["stop_rollout_tokens_ratio"], found["stops_quick_share"], found["tight_added_misses_without"],
+    )  # fmt: skip
+    if without < BAR_TIGHT_LEAST or ratio is None or quick is None:
+        return None
+    noise = max(0, found["tight_added_misses_aa"]) + BAR_TIGHT_SHARE * found["tight_requests"]
+    left = found["tight_added_misses_with"]
+    return (
+        left <= min(noise, BAR_TIGHT_FEWER * without)
+        and ratio >= BAR_STOP_TOKENS
+        and quick >= BAR_QUICK
+        and kills == 0
+    )
 
 
 def verdict(row: Mapping[str, Any], noise: Mapping[str, Mapping[str, float] | None]) -> bool:

@@ -24,7 +24,10 @@ from rose.evaluation.arrivals import (
 )
 
 ALONE_1, ALONE_2, SOLO = "alone_1", "alone_2", "solo"
-WORKLOADS = ("generated", "trace", "burst", "multiturn")
+WORKLOADS = ("generated", "trace", "burst", "multiturn", "tight")
+TIGHT_SHARE = 0.87
+"""``tight``: of its limit, what a prompt takes alone."""
+TIGHT_OUTPUT_TOKENS = 8
 BURST_TRAFFIC_S = 20.0
 """Of a block of ``burst``: long enough for production to be no busier on average than in the other workloads."""
 HALF, WHOLE = -1, -2
@@ -40,7 +43,14 @@ class Arm:
     settings: Mapping[str, Any]
 
 
-def _on(policy: str, rule: str, sched: str, lend: int = WHOLE, serialise: bool = False) -> dict[str, Any]:
+def _on(
+    policy: str,
+    rule: str,
+    sched: str,
+    lend: int = WHOLE,
+    serialise: bool = False,
+    stop_at_layers: bool = False,
+) -> dict[str, Any]:
     return {
         "mode": "on",
         "policy": policy,
@@ -48,6 +58,7 @@ def _on(policy: str, rule: str, sched: str, lend: int = WHOLE, serialise: bool =
         "sched": sched,
         "max_lend_pages": lend,
         "serialise": serialise,
+        "stop_at_layers": stop_at_layers,
         "rl_step": policy == "paper",
     }
 
@@ -88,9 +99,16 @@ ARMS: dict[str, Arm] = {
             label="ours, equal priority, steps serialised",
             settings=_on("rose", "slack", "normal", serialise=True),
         ),
+        Arm(
+            name="rose_serial_layers",
+            label="ours, serialised, steps stop at layers for a prompt",
+            settings=_on("rose", "slack", "normal", serialise=True, stop_at_layers=True),
+        ),
     )
 }
 SOLO_ARM = Arm(name=SOLO, label="rollouts alone on the core", settings=_on("static", "free", "normal", WHOLE))
+USUAL_ARMS = tuple(name for name in ARMS if name != "rose_serial_layers")
+"""What is measured when nobody says: the other is asked by a workload of its own (docs/gpu.md)."""
 QUICK_ARMS = (ALONE_1, ALONE_2, "naive", "paper", "rose")
 
 
@@ -159,7 +177,10 @@ def make_segments(
 
     ``generated`` and ``trace`` are stretches of one long excerpt, so bursts fall where they fall; ``burst`` has the trace's busiest
     second in every segment, each time with other requests of it; ``multiturn`` is made for the segment, because its sessions must end in it.
+    ``tight`` is prompts of the longest length, about evenly spaced and with short answers: each uses nearly all of its limit alone.
     """
+    if workload == "tight":
+        return [_tight(shape, timing, seed, number) for number in range(num_segments)]
     if workload == "multiturn":
         return [_sessions(shape, timing, seed, number) for number in range(num_segments)]
     if workload == "burst":
@@ -180,6 +201,24 @@ def make_segments(
             moved = Arrival(at_s=at_s, prompt_tokens=one.prompt_tokens, output_tokens=one.output_tokens)
             segments[number].append((moved, Prefix()))
     return list(segments)
+
+
+def _tight(shape: TrafficShape, timing: Timing, seed: int, number: int) -> Segment:
+    """So far apart that none waits for another: what makes one late is what runs beside production."""
+    rng = np.random.default_rng([seed, number, 0x71647])
+    count = max(2, round(shape.mean_rate_hz * timing.traffic_s))
+    every_s = timing.traffic_s / count
+    return [
+        (
+            Arrival(
+                at_s=(index + float(rng.uniform(0.0, 0.4))) * every_s,
+                prompt_tokens=shape.prompt_max_tokens,
+                output_tokens=min(TIGHT_OUTPUT_TOKENS, shape.output_max_tokens),
+            ),
+            Prefix(),
+        )
+        for index in range(count)
+    ]
 
 
 SYSTEM_TOKENS = 256

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import re
+import statistics
 import time
 import urllib.request
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import aiohttp
 
 from benchmarks.coserving.plan import HALF, WHOLE, Arm, Schedule
 from benchmarks.coserving.rollouts import Registry
@@ -93,6 +97,12 @@ class Reading:
     prefix_hits: int
     rollout_pages: int
     kills: int
+    stops: int
+    """Of rollout steps between two layers; with how many were quick, how late all were, how long they lasted and how many gave up."""
+    quick_stops: int
+    stops_late_s: float
+    stopped_s: float
+    stops_given_up: int
 
 
 class World:
@@ -102,7 +112,7 @@ class World:
         self.config, self.plan, self.registry = config, plan, registry
         node = NodeDir(plan.node_dir)
         self._lease, self._board = node.rollout_lease(), node.serving_board()
-        self._serving = node.serving_lease()
+        self._serving, self._layers = node.serving_lease(), node.layers()
         self._client: ControlClient | None = None
 
     async def start(self, fleet: Fleet, progress: Any) -> None:
@@ -135,11 +145,39 @@ class World:
         assert self._client is not None
         await asyncio.to_thread(lambda: self._client.set(**settings))  # type: ignore[union-attr]
 
+    async def first_token_s(self, prompt_tokens: int, count: int = 9) -> float:
+        """How long production, alone, takes to the first token of such a prompt: the median of some, one after the other."""
+        assert self._client is not None
+        client, url = self._client, self.config.url("production")
+        await asyncio.to_thread(lambda: client.set(mode="off"))
+        rng = random.Random(self.config.seed)
+        found: list[float] = []
+        async with aiohttp.ClientSession() as session:
+            for _ in range(count + 2):  # the first two warm it up
+                body = {
+                    "model": parts.PRODUCTION_MODEL,
+                    "prompt": [rng.randrange(VOCAB) for _ in range(prompt_tokens)],
+                    "max_tokens": 1,
+                    "ignore_eos": True,
+                }
+                begun = time.monotonic()
+                async with session.post(f"{url}/v1/completions", json=body) as answer:
+                    answer.raise_for_status()
+                    await answer.read()
+                found.append(time.monotonic() - begun)
+        return statistics.median(found[2:])
+
+    async def promise(self, ttft_s: float) -> None:
+        """Production's users are promised first tokens within so long."""
+        assert self._client is not None
+        client = self._client
+        await asyncio.to_thread(lambda: client.set(slo_ttft_ms=ttft_s * 1e3))
+
     async def read(self) -> Reading:
         return await asyncio.to_thread(self._read)
 
     def _read(self) -> Reading:
-        lease, board = self._lease.read(), self._board.read()
+        lease, board, layers = self._lease.read(), self._board.read(), self._layers.read()
         metrics = _metrics(self.config.url("production"))
         assert self._client is not None
         kills = int(self._client.status()["engine"]["kills"])
@@ -155,6 +193,11 @@ class World:
             prefix_hits=metrics.get("vllm:prefix_cache_hits_total", 0),
             rollout_pages=lease.reserved_pages if lease else 0,
             kills=kills,
+            stops=layers.stops if layers else 0,
+            quick_stops=layers.quick_stops if layers else 0,
+            stops_late_s=layers.late_ns / 1e9 if layers else 0.0,
+            stopped_s=layers.waited_ns / 1e9 if layers else 0.0,
+            stops_given_up=layers.given_up if layers else 0,
         )
 
 

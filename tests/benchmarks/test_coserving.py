@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 
-from benchmarks.coserving.analysis import BlockRecord, analyse, verdict
-from benchmarks.coserving.plan import BURST_TRAFFIC_S, SOLO, SOLO_EVERY, Timing, make_schedule, make_segments
+from benchmarks.coserving.analysis import BlockRecord, analyse, stop_verdict, verdict
+from benchmarks.coserving.plan import (
+    BURST_TRAFFIC_S,
+    PAIRS_PER_SEGMENT,
+    SOLO,
+    SOLO_EVERY,
+    Timing,
+    make_schedule,
+    make_segments,
+)
 from rose.evaluation.arms import RequestLatency, Slo
 from rose.evaluation.arrivals import TraceRow, TrafficShape
 
@@ -114,3 +123,86 @@ def test_noise_above_the_bar_raises_it() -> None:
     }
 
     assert verdict(row, noise)
+
+
+# --- steps that stop at layers
+
+
+def test_tight_prompts_come_one_after_the_other_and_are_as_long_as_any() -> None:
+    timing = Timing()
+    (one, other) = make_segments("tight", SHAPE, timing, 2, 0, None)
+    assert [a.at_s for a, _ in one] != [a.at_s for a, _ in other]
+    for segment in (one, other):
+        times = [a.at_s for a, _ in segment]
+        assert {a.prompt_tokens for a, _ in segment} == {SHAPE.prompt_max_tokens}
+        gaps = [b - a for a, b in itertools.pairwise(times)]
+        assert min(gaps) > 0.5 * timing.traffic_s / len(times)
+        assert max(times) < timing.traffic_s
+
+
+STOP_ARMS = ("alone_1", "alone_2", "rose_serial", "rose_serial_layers")
+
+
+def stopped(late: dict[str, int], ttft_s: dict[int, float] | None = None, runs: int = 1) -> dict[str, Any]:
+    """Of 40 prompts a run that take 0.9 s of 1 s alone, and 10 that take half of it, ``late`` of each arm miss their limit."""
+    samples, blocks = [], []
+    for run in range(runs):
+        first = run * 1000 * PAIRS_PER_SEGMENT
+        for arm in STOP_ARMS:
+            took = [1.1 if i < late.get(arm, 0) else 0.9 for i in range(40)] + [0.5] * 10
+            samples += [sample(arm, first + i, t * (run + 1)) for i, t in enumerate(took)]
+            counters = {
+                **block(arm, 0, decoded=1000.0).counters,
+                "stops": 100,
+                "quick_stops": 97,
+                "stops_late_s": 0.1,
+            }
+            blocks.append(BlockRecord(arm=arm, segment=0, run=run, number=0, counters=counters))
+    return analyse(samples, blocks, Slo(ttft_s=1.0, tpot_s=0.15), STOP_ARMS, ttft_s)
+
+
+def test_added_misses_count_prompts_that_need_nearly_all_of_their_limit_alone() -> None:
+    found = stopped({"alone_1": 1, "alone_2": 2, "rose_serial": 21, "rose_serial_layers": 3})
+    assert {arm: row["tight_added_misses"] for arm, row in found["arms"].items()} == {
+        "alone_1": 0, "alone_2": 1, "rose_serial": 20, "rose_serial_layers": 2,
+    }  # fmt: skip
+    assert {row["tight_requests"] for row in found["arms"].values()} == {40}
+    assert found["arms"]["rose_serial_layers"]["stops_late_ms"] == pytest.approx(1.0)
+
+
+def test_each_run_of_a_pool_is_held_to_its_own_promise() -> None:
+    found = stopped({"rose_serial": 20}, ttft_s={0: 1.0, 1: 2.0}, runs=2)
+    assert found["arms"]["rose_serial"]["tight_misses"] == 40
+    assert found["arms"]["rose_serial"]["num_violations"] == 40
+    assert found["arms"]["rose_serial_layers"]["num_violations"] == 0
+
+
+FOUND: dict[str, Any] = {
+    "tight_requests": 200, "tight_added_misses_aa": 1, "tight_added_misses_without": 40, "tight_added_misses_with": 3,
+    "stops_quick_share": 0.96, "stop_rollout_tokens_ratio": 0.93,
+}  # fmt: skip
+
+
+def test_the_bar_of_the_stops_is_met() -> None:
+    assert stop_verdict(FOUND, 0) is True
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({"tight_added_misses_with": 4}, id="more than the noise"),
+        pytest.param(
+            {"tight_added_misses_aa": 30, "tight_added_misses_with": 21}, id="more than half of those without"
+        ),
+        pytest.param({"stop_rollout_tokens_ratio": 0.89}, id="it costs rollouts too much"),
+        pytest.param({"stops_quick_share": 0.94}, id="it is too slow"),
+        pytest.param({"kills": 1}, id="it cost an engine"),
+    ],
+)
+def test_the_bar_of_the_stops_is_missed(change: dict[str, Any]) -> None:
+    kills = change.pop("kills", 0)
+    assert stop_verdict({**FOUND, **change}, kills) is False
+
+
+def test_too_few_misses_without_stops_tell_nothing() -> None:
+    assert stop_verdict({**FOUND, "tight_added_misses_without": 9}, 0) is None
