@@ -38,6 +38,8 @@ MPS_CONTROL = "nvidia-cuda-mps-control"
 Figures = dict[str, Any]
 START_S = 30.0
 """Longest wait for a load to begin."""
+ARM_S = 1.0
+"""An arm lasts so long at least, however quick its steps: what runs beside it comes in pieces of a sixteenth of a second."""
 REHEARSAL_PAGES = 2048
 """Of the driver's stand-in: 4 GiB, of which only what is used is taken from this machine."""
 
@@ -140,7 +142,7 @@ class Place:
     Attributes:
         device: ``cuda`` or ``cpu``.
         gib: Bytes that a stage takes where it speaks of a GiB.
-        steps: Steps of an arm.
+        steps: Steps of an arm, at least.
     """
 
     torch: Any
@@ -214,9 +216,9 @@ def us(call: Callable[[], Any]) -> float:
     return (time.perf_counter_ns() - begun) / 1e3
 
 
-def decode_step(here: Place) -> Callable[[], None]:
+def decode_step(here: Place, before_layer: Callable[[], None] = lambda: None) -> Callable[[], None]:
     """What a decode step does to the device: it reads all weights once (36 layers of 8B, a batch of 16)."""
-    return _products(here, num_layers=36, num_tokens=16)
+    return _products(here, num_layers=36, num_tokens=16, before_layer=before_layer)
 
 
 def prefill_step(here: Place) -> Callable[[], None]:
@@ -224,7 +226,9 @@ def prefill_step(here: Place) -> Callable[[], None]:
     return _products(here, num_layers=4, num_tokens=2048)
 
 
-def _products(here: Place, *, num_layers: int, num_tokens: int) -> Callable[[], None]:
+def _products(
+    here: Place, *, num_layers: int, num_tokens: int, before_layer: Callable[[], None] = lambda: None
+) -> Callable[[], None]:
     torch, on = here.torch, here.device
     wide, deep = (24576, 4096) if on == "cuda" else (512, 128)
     weights = [torch.randn(deep, wide, device=on, dtype=torch.bfloat16) for _ in range(num_layers)]
@@ -232,6 +236,7 @@ def _products(here: Place, *, num_layers: int, num_tokens: int) -> Callable[[], 
 
     def step() -> None:
         for weight in weights:
+            before_layer()
             batch @ weight
 
     return step
@@ -245,6 +250,15 @@ def step_times(here: Place, step: Callable[[], None], count: int) -> list[float]
         step()
         here.settle()
         found.append((time.perf_counter() - begun) * 1e3)
+    return found
+
+
+def arm_times(here: Place, step: Callable[[], None]) -> list[float]:
+    """Milliseconds of the steps of one arm: as many as the place asks for, and for as long as every arm lasts."""
+    found: list[float] = []
+    until_s = time.monotonic() + ARM_S
+    while not found or time.monotonic() < until_s:
+        found += step_times(here, step, here.steps)
     return found
 
 

@@ -22,6 +22,7 @@ from benchmarks.gpu.common import (
     Peer,
     Place,
     Skip,
+    arm_times,
     beside,
     decode_step,
     driver,
@@ -39,6 +40,7 @@ from rose.errors import LedgerError
 from rose.policy.ladder import choose
 from rose.policy.ladder import green_sms as sms_of_share
 from vllm_plugin import compute
+from vllm_plugin.layer_stop import LaunchAhead
 
 ROUNDS = 4
 PYTEST_INI = Path(__file__).with_name("pytest.ini")
@@ -106,7 +108,7 @@ def vmm() -> Figures:
     """Microseconds per 2 MiB of CUDA's virtual memory calls by size of handle: one by one, by range, with retained handles."""
     gib = place().gib
     rounds: dict[tuple[int, str], tuple[list[float], list[float], int]] = {}
-    for handle_mib in (2, 16, 64):
+    for handle_mib in (2, 4, 8):
         size = handle_mib << 20
         for way, batch, retain in (("single", 1, 0), ("ranged", 16, 0), ("retained", 16, 4 * gib)):
             arena = pool(handle_bytes=size, retain_bytes=retain).reserve(gib, guard=True)
@@ -143,7 +145,7 @@ def step_self() -> Figures:
     """P99 of a decode-like step while this process maps and unmaps 1 GiB/s, and what it really moved."""
     here, step, arms = _alone_twice()
     with moving_here(here) as moved:
-        arms["loaded"], rate = beside(moved, lambda: step_times(here, step, here.steps))
+        arms["loaded"], rate = beside(moved, lambda: arm_times(here, step))
     return {**figures.steps(arms), **figures.load(rate, here.gib)}
 
 
@@ -151,7 +153,7 @@ def step_peer() -> Figures:
     """P99 of a decode-like step while another process maps and unmaps 1 GiB/s, and what it really moved."""
     here, step, arms = _alone_twice()
     with Peer("traffic", here.gib) as peer:
-        arms["loaded"], rate = beside(peer.count, lambda: step_times(here, step, here.steps))
+        arms["loaded"], rate = beside(peer.count, lambda: arm_times(here, step))
     return {**figures.steps(arms), **figures.load(rate, here.gib)}
 
 
@@ -174,7 +176,7 @@ def fence() -> Figures:
     watcher = Background(watch)
     watcher.start()
     try:
-        arms["loaded"], rate = beside(lambda: len(waits), lambda: step_times(here, step, here.steps))
+        arms["loaded"], rate = beside(lambda: len(waits), lambda: arm_times(here, step))
     finally:
         stopping = True
         watcher.finish()
@@ -184,6 +186,25 @@ def fence() -> Figures:
         "wait_p50_ms": figures.percentile(waits, 0.5),
         "wait_p99_ms": figures.percentile(waits, 0.99),
     }
+
+
+def ahead() -> Figures:
+    """What a host that stays near its device costs a step, and how long the device goes on when the host stops: with and without."""
+    here, step, arms = _alone_twice()
+    bound = LaunchAhead(driver(), here.stream)
+    bounded = decode_step(here, bound.layer)
+    step_times(here, bounded, here.steps // 10)
+    arms["bounded"] = arm_times(here, bounded)
+    found = figures.steps(arms)
+    for name, one in (("free", step), ("bounded", bounded)):
+        left: list[float] = []
+        for _ in range(here.steps // 4):
+            one()
+            left.append(us(here.settle) / 1e3)
+        found[f"goes_on_{name}_p50_ms"] = figures.percentile(left, 0.5)
+        found[f"goes_on_{name}_p99_ms"] = figures.percentile(left, 0.99)
+    bound.drop()
+    return found
 
 
 def handover() -> Figures:
@@ -233,11 +254,11 @@ def green() -> Figures:
         with here.on_stream(stream):
             found[f"slowdown_{sms}_sms"] = figures.percentile(step_times(here, step, few), 0.5) / whole
         keep(found)
-    arms = {"alone": step_times(here, step, here.steps), "again": step_times(here, step, here.steps)}
+    arms = {"alone": arm_times(here, step), "again": arm_times(here, step)}
     half = sms_of_share(total, 0.5, by, least)
     for name, env in (("peer_on_all", {}), ("peer_on_half", {"ROSE_GPU_CHECK_SMS": str(half)})):
         with Peer("prefill", env=env) as peer:
-            arms[name], rate = beside(peer.count, lambda: step_times(here, step, here.steps))
+            arms[name], rate = beside(peer.count, lambda: arm_times(here, step))
         found[f"{name}_steps_per_s"] = rate
         keep({**found, **figures.steps(arms)})
     return {**found, **figures.steps(arms)}
@@ -266,7 +287,7 @@ def _beside_a_client(control: str) -> Figures:
     low = {"CUDA_MPS_CLIENT_PRIORITY": "1", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "50"}
     free = here.free_bytes()
     with Peer("prefill", env=low) as peer:
-        arms["loaded"], rate = beside(peer.count, lambda: step_times(here, step, here.steps))
+        arms["loaded"], rate = beside(peer.count, lambda: arm_times(here, step))
         servers = mps_stop.ask(control, "get_server_list")
         clients = mps_stop.ask(control, f"get_client_list {servers[0]}") if servers else []
         seen = str(peer.pid) in clients
@@ -285,7 +306,7 @@ def _alone_twice() -> tuple[Place, Any, dict[str, list[float]]]:
     here = place()
     step = decode_step(here)
     step_times(here, step, here.steps // 10)
-    return here, step, {name: step_times(here, step, here.steps) for name in ("alone", "again")}
+    return here, step, {name: arm_times(here, step) for name in ("alone", "again")}
 
 
 def _free_after(here: Place, end: Any, free_bytes: int) -> float:

@@ -9,7 +9,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ SINGLE_REQUESTS, SINGLE_TOKENS = 8, 64
 """Of a pass of ``lend``: one after the other, so that no answer depends on what else is in its batch."""
 LENT_SHARE = 0.25
 WAIT_S = 30.0
+STOP_S = 10.0
+"""For an engine to end by itself; then it is killed."""
 SEED = 7
 SEEDED = "benchmarks.gpu.seeded.SeededWeights"
 
@@ -90,7 +92,9 @@ def lend_graphs() -> Figures:
     return _lend(enforce_eager=False)
 
 
-def _engine(folder: Path, **settings: Any) -> Any:
+@contextmanager
+def _engine(folder: Path, **settings: Any) -> Iterator[Any]:
+    """An engine, which has ended when the block has: until then it writes into the stage's folders and holds its memory."""
     from vllm import LLM
 
     if rehearsing():
@@ -102,7 +106,11 @@ def _engine(folder: Path, **settings: Any) -> Any:
     else:
         shape, own = models.POLICY, {"max_model_len": 4096, "gpu_memory_utilization": 0.5}
     settings = {**own, **settings}
-    return LLM(model=str(models.write_folder(shape, folder)), load_format="dummy", **settings)
+    engine = LLM(model=str(models.write_folder(shape, folder)), load_format="dummy", **settings)
+    try:
+        yield engine
+    finally:
+        engine.llm_engine.engine_core.shutdown(timeout=STOP_S)
 
 
 def _prompts(count: int, salt: int) -> list[Any]:
@@ -126,18 +134,18 @@ def _generate(engine: Any, prompts: list[Any], new_tokens: int) -> list[list[int
 def _speed(**settings: Any) -> Figures:
     here = None if rehearsing() else place()
     free = here.free_bytes() if here is not None else 0
-    with tempfile.TemporaryDirectory() as folder:
-        begun = time.monotonic()
-        engine = _engine(Path(folder), **settings)
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, _engine(Path(folder), **settings) as engine:
         found: Figures = {"start_s": time.monotonic() - begun}
         keep(found)
         _generate(engine, _prompts(PROMPTS, 0), NEW_TOKENS)
         begun = time.monotonic()
         num_tokens = sum(map(len, _generate(engine, _prompts(PROMPTS, 1), NEW_TOKENS)))
-        took_s = time.monotonic() - begun
+        found["tokens_per_s"] = num_tokens / (time.monotonic() - begun)
         if here is not None:
             found["used_gib"] = (free - here.free_bytes()) / GIB
-    return {**found, "tokens_per_s": num_tokens / took_s}
+        keep(found)  # all of it: what comes now is the engine's end
+    return found
 
 
 class _Agent:
@@ -195,10 +203,12 @@ def _serving(folder: Path) -> Any:
 def _lend(**settings: Any) -> Figures:
     if not rehearsing():
         torch_on_gpu()
-    with tempfile.TemporaryDirectory() as name, _serving(Path(name)) as (node_dir, agent):
-        engine = _engine(
-            Path(name) / "model", enable_prefix_caching=False, worker_extension_cls=SEEDED, **settings
-        )
+    settings = {"enable_prefix_caching": False, "worker_extension_cls": SEEDED, **settings}
+    with (
+        tempfile.TemporaryDirectory() as name,
+        _serving(Path(name)) as (node_dir, agent),
+        _engine(Path(name) / "model", **settings) as engine,
+    ):
         engine.collective_rpc("gpu_check_fill_weights", args=(SEED,))
         lease, rank = node_dir.serving_lease(), node_dir.rank("serving", 0)
         record = lease.read()
@@ -238,7 +248,9 @@ def _lend(**settings: Any) -> Figures:
             _until(lambda: _retained(rank) == 0, work)
             free["lent" if loan else "after"] = _free_bytes()
             keep({f"{key}_s": value for key, value in seconds.items()})
-        return figures.lending(free, pages, seconds, tokens)
+        found = figures.lending(free, pages, seconds, tokens)
+        keep(found)  # as in _speed
+    return found
 
 
 def _free_bytes() -> int:

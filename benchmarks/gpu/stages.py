@@ -66,6 +66,7 @@ STAGES: dict[str, Stage] = {
     "activation": Stage("coserve", "activation", "a deployed engine: memory, on to a first token, off", _ROSE, 150, 220, 130),
     "lend_graphs": Stage("engines", "lend_graphs", "the same with CUDA graphs", (*_ROSE, "kernels"), 200, 280),
     "fence": Stage("device", "fence", "P99 of a step with an event behind each, and how long a fence waits", _DEVICE, 35, 70, 15),
+    "ahead": Stage("device", "ahead", "what a bounded launch-ahead costs a step, and how soon the device is idle with it", _DEVICE, 35, 70, 15),
     "green": Stage("device", "green", "steps on part of the SMs; P99 beside a peer on all and on half of them", _DEVICE, 60, 120, 30),
     "fallback": Stage("device", "fallback", "what the shared page behind unmapped addresses costs", _DEVICE, 20, 40, 15),
     "engine_graphs": Stage("engines", "graphs", "the same with CUDA graphs", (*_ENGINE, "kernels"), 150, 220),

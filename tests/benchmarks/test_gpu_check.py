@@ -433,6 +433,15 @@ def test_a_mover_that_dies_while_the_steps_run_fails_its_stage(memory: MemoryDri
         steps()
 
 
+def test_an_arm_of_quick_steps_lasts_until_a_load_in_pieces_has_been_seen() -> None:
+    """Forty steps of a millisecond were over between two pieces of a load that ran as it should."""
+    found, rate = common.beside(
+        lambda: int(16 * time.monotonic()), lambda: common.arm_times(HERE, lambda: None)
+    )
+    assert len(found) > HERE.steps
+    assert 0 < rate < 32
+
+
 def test_steps_beside_nothing_are_not_kept() -> None:
     with pytest.raises(LedgerError, match="nothing ran beside"):
         common.beside(lambda: 7, lambda: [1.0])
