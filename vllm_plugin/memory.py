@@ -223,7 +223,7 @@ class Pager:
         self._served = False
         """Has there been an engine core?  Nobody uses a released page from then on."""
         self._publish()
-        self._stopping = False
+        self._stopping = self._closed = False
         self._trouble = ""
         self.num_rounds = 0
         """How often the thread has looked at what is wanted."""
@@ -491,6 +491,21 @@ class Pager:
         return self.arena.resident_bytes()
 
     def close(self) -> None:
+        """No step runs any more, and none will.  A rollout worker's memory goes first: without a report nobody counts it, and a process
+        that ends in the idle class takes its time.  Where it does not go, the report stays for as long as the process does."""
+        if self._closed:
+            return
         self._stopping = True
         self._thread.join(timeout=2.0)
+        if self._thread.is_alive():
+            return
+        self._closed = True
+        if self._role == "rollout":
+            try:
+                self.fence.wait(0, FENCE_S)  # a device may still be at what was launched last
+                self._unmap([chunk for chunk in range(self.plan.num_chunks) if self._mapped[chunk]])
+            except LedgerError as error:
+                logger.error("ROSE pager: %s", error)
+                return
+            self._publish()
         self._report.close()

@@ -194,6 +194,19 @@ def test_a_step_that_a_dead_engine_core_left_running_keeps_its_memory_and_none_b
         pager.fence.begin()
 
 
+def test_a_rollout_worker_that_ends_has_no_memory_left_once_nobody_counts_it(
+    node_dir: NodeDir, pagers: list[Pager]
+) -> None:
+    """Its core was killed: production takes what no living report names."""
+    with node_dir.chunks_writer("rollout", CHUNKS) as writer:
+        wish(writer, {0, 1}, generation=1)
+        pagers.append(Pager(node_dir, "rollout", 0, PLAN, guard=True))
+        until(lambda: mapped(node_dir, "rollout") == {0, 1})
+        pagers[0].close()
+    assert not node_dir.rank("rollout", 0, CHUNKS).alive()
+    assert pagers[0].arena.resident_bytes() == 0
+
+
 def test_a_report_says_by_which_marks_it_was_made(node_dir: NodeDir, pagers: list[Pager]) -> None:
     """Its engine core believes it of a chunk only if it knows of the chunk's mark."""
     with node_dir.chunks_writer("rollout", CHUNKS) as writer:
