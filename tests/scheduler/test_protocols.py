@@ -584,7 +584,7 @@ def test_cut_arguments_are_read_as_the_anthropic_client_reads_them(text: str) ->
         assert readable(part) == from_json(part.encode(), partial_mode=True), part
 
 
-def test_arguments_that_are_none_are_read_quickly() -> None:
+def test_arguments_that_are_no_object_are_read_as_far_as_they_are_one() -> None:
     assert readable("[1, 2]") == {}
     assert readable('{"a": 1, oops}') == {"a": 1}
     assert readable("{" + '"a": [' * 50_000) == {}

@@ -79,6 +79,58 @@ class ProtocolRequest(Protocol):
         ...
 
 
+class Part(msgspec.Struct, frozen=True):
+    """A piece of one part of an answer.
+
+    Args:
+        kind: ``reasoning``, ``content`` or ``call``.
+        text: Of the first two.
+        logprobs: Entries of the text's tokens.
+        call: A piece of a call, as chat's delta has it.
+    """
+
+    kind: str
+    text: str = ""
+    logprobs: Sequence[Any] = ()
+    call: Mapping[str, Any] | None = None
+
+
+class Unbroken:
+    """An answer's pieces, each call's in one run.
+
+    A parser may find text (a line break between two calls) before a call's last piece.  Where parts are ended one before the next
+    begins, no call could be gone back to: such text is held back until the call's end.
+    """
+
+    def __init__(self) -> None:
+        self._call: int | None = None
+        self._held: list[Part] = []
+
+    def add(self, delta: Mapping[str, Any], logprobs: Sequence[Any] = ()) -> Iterator[Part]:
+        """Args:
+        logprobs: Entries of the content's tokens.
+        """
+        for kind, entries in (("reasoning", ()), ("content", logprobs)):
+            if delta.get(kind):
+                self._held.append(Part(kind, delta[kind], entries))
+        if self._call is None:
+            yield from self._let_go()
+        for call in delta.get("tool_calls") or ():
+            if call["index"] != self._call:
+                yield from self._let_go()
+                self._call = call["index"]
+            yield Part("call", call=call)
+
+    def rest(self) -> Iterator[Part]:
+        """There are no more pieces."""
+        self._call = None
+        yield from self._let_go()
+
+    def _let_go(self) -> Iterator[Part]:
+        held, self._held = self._held, []
+        yield from held
+
+
 @contextlib.contextmanager
 def named_as(names: Mapping[str, str]) -> Iterator[None]:
     """Refusals name the field that the client knows."""

@@ -21,7 +21,9 @@ from rose.errors import RequestError, RoseError
 from rose.scheduler.protocols import (
     Body,
     Message,
+    Part,
     StreamForm,
+    Unbroken,
     as_list,
     as_object,
     as_text,
@@ -51,6 +53,10 @@ _PER_REQUEST = re.compile(r"\A(?:\s*x-anthropic-[a-z-]+:[^\n]*(?:\n|\Z))+")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _OURS = re.compile(r"n-[0-9a-f]{16}\Z")
 _MAX_TRIES = 64
+_MAX_DEPTH = 200
+"""Of brackets in arguments that were cut; the clients' parser goes no deeper."""
+_MAX_EXACT = 2**53
+"""Up to which JavaScript has every whole number."""
 
 
 class MessagesRequest:
@@ -138,7 +144,7 @@ class MessagesRequest:
         choice = request.get("tool_choice")
         if choice is None:
             return read
-        kind = as_object(choice, "tool_choice").get("type")
+        kind = as_text(as_object(choice, "tool_choice").get("type"), "tool_choice.type")
         if kind == "tool":
             name = as_text(choice.get("name"), "tool_choice.name")
             read["tool_choice"] = {"type": "function", "function": {"name": name}}
@@ -210,6 +216,7 @@ class _Writer:
     def __init__(self, turn_id: str) -> None:
         self.turn_id = turn_id
         self.blocks: list[dict[str, Any]] = []
+        self._unbroken = Unbroken()
         self._open: str | int | None = None
         """``thinking``, ``text``, or a call's index."""
         self._texts: list[str] = []
@@ -219,21 +226,30 @@ class _Writer:
         return any(block["type"] == "tool_use" for block in self.blocks)
 
     def add(self, delta: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
-        for field, kind in (("reasoning", "thinking"), ("content", "text")):
-            text = delta.get(field)
-            if text:
-                yield from self._turn_to(kind)
-                self._texts.append(text)
-                yield self._delta({"type": f"{kind}_delta", kind: text})
-        for call in delta.get("tool_calls") or ():
-            function = call.get("function") or {}
-            yield from self._turn_to(call["index"], call.get("id"), function.get("name"))
-            text = function.get("arguments")
-            if text:
-                self._texts.append(text)
-                yield self._delta({"type": "input_json_delta", "partial_json": text})
+        for part in self._unbroken.add(delta):
+            yield from self._add(part)
 
     def close(self) -> Iterable[dict[str, Any]]:
+        """All has been said."""
+        for part in self._unbroken.rest():
+            yield from self._add(part)
+        yield from self._close()
+
+    def _add(self, part: Part) -> Iterable[dict[str, Any]]:
+        if part.call is None:
+            kind = "thinking" if part.kind == "reasoning" else "text"
+            yield from self._turn_to(kind)
+            self._texts.append(part.text)
+            yield self._delta({"type": f"{kind}_delta", kind: part.text})
+            return
+        function = part.call.get("function") or {}
+        yield from self._turn_to(part.call["index"], part.call.get("id"), function.get("name"))
+        text = function.get("arguments")
+        if text:
+            self._texts.append(text)
+            yield self._delta({"type": "input_json_delta", "partial_json": text})
+
+    def _close(self) -> Iterable[dict[str, Any]]:
         """The open block is done."""
         if self._open is None:
             return
@@ -244,7 +260,7 @@ class _Writer:
             block["signature"] = self.turn_id
             yield self._delta({"type": "signature_delta", "signature": self.turn_id})
         elif block["type"] == "tool_use":
-            block["input"] = readable(text)
+            block["input"] = _as_javascript_has_it(readable(text))
         self._open, self._texts = None, []
         yield {"type": "content_block_stop", "index": len(self.blocks) - 1}
 
@@ -262,7 +278,7 @@ class _Writer:
     ) -> Iterable[dict[str, Any]]:
         if self._open == part:
             return
-        yield from self.close()
+        yield from self._close()
         block: dict[str, Any]
         if part == "thinking":
             block = {"type": "thinking", "thinking": "", "signature": ""}
@@ -290,6 +306,16 @@ def usage_of(usage: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
+def _as_javascript_has_it(value: Any) -> Any:
+    """``1.0`` as ``1``: a client in JavaScript sends it back so, whatever it was sent."""
+    if isinstance(value, dict):
+        return {name: _as_javascript_has_it(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_as_javascript_has_it(part) for part in value]
+    whole = isinstance(value, float) and value.is_integer() and abs(value) <= _MAX_EXACT
+    return int(value) if whole else value
+
+
 def readable(arguments: str) -> dict[str, Any]:
     """A call's arguments as an object; of a text that was cut, what is whole of it, as clients read such a stream."""
     if not arguments.strip():
@@ -306,8 +332,8 @@ def readable(arguments: str) -> dict[str, Any]:
 def _endings(text: str) -> Iterable[str]:
     """``text``, then shorter and shorter starts of it that are closed where they end; not many of them."""
     yield text
-    closers: list[str] = []
-    cuts: list[tuple[int, str]] = []
+    closers: _Closers | None = None
+    cuts: deque[tuple[int, _Closers | None]] = deque(maxlen=_MAX_TRIES)
     inside = escaped = False
     for at, char in enumerate(text):
         if inside:
@@ -320,17 +346,38 @@ def _endings(text: str) -> Iterable[str]:
         elif char == '"':
             inside = True
         elif char in "{[":
-            closers.append("}" if char == "{" else "]")
-            cuts.append((at + 1, "".join(reversed(closers))))
-        elif char in "}]" and closers:
-            closers.pop()
-            cuts.append((at + 1, "".join(reversed(closers))))
+            closers = _Closers("}" if char == "{" else "]", closers)
+            if closers.depth > _MAX_DEPTH:
+                return
+            cuts.append((at + 1, closers))
+        elif char in "}]" and closers is not None:
+            closers = closers.below
+            cuts.append((at + 1, closers))
         elif char == ",":
-            cuts.append((at, "".join(reversed(closers))))
+            cuts.append((at, closers))
     if not inside:
-        cuts.append((len(text), "".join(reversed(closers))))
-    for at, closing in cuts[: -_MAX_TRIES - 1 : -1]:
-        yield text[:at] + closing
+        cuts.append((len(text), closers))
+    for at, open_there in reversed(cuts):
+        yield text[:at] + _closing(open_there)
+
+
+class _Closers:
+    """What closes the innermost bracket that is open; shared between places of a text, so that each costs nothing of its own."""
+
+    __slots__ = ("below", "char", "depth")
+
+    def __init__(self, char: str, below: _Closers | None) -> None:
+        self.char = char
+        self.below = below
+        self.depth: int = 1 if below is None else below.depth + 1
+
+
+def _closing(closers: _Closers | None) -> str:
+    chars: list[str] = []
+    while closers is not None:
+        chars.append(closers.char)
+        closers = closers.below
+    return "".join(chars)
 
 
 def _stop(finish: str, stop: str | int | None, *, called: bool) -> tuple[str, str | None]:

@@ -19,11 +19,12 @@ from typing import Any
 import msgspec
 
 from rose.errors import NotFound, RoseError
-from rose.scheduler.messages import Deltas
 from rose.scheduler.protocols import (
     Body,
     Message,
+    Part,
     StreamForm,
+    Unbroken,
     as_list,
     as_object,
     as_text,
@@ -299,34 +300,44 @@ class _Writer:
         self.items: list[dict[str, Any]] = []
         self._custom = custom
         self._wants_encrypted = wants_encrypted
-        self._said = Deltas()
+        self._unbroken = Unbroken()
         self._open: str | int | None = None
         """``reasoning``, ``content``, or a call's index."""
         self._texts: list[str] = []
         self._logprobs: list[Any] = []
 
     def add(self, delta: Mapping[str, Any], logprobs: list[Any] | None = None) -> Iterable[dict[str, Any]]:
-        self._said.add(delta)
-        if delta.get("reasoning"):
-            yield from self._turn_to("reasoning")
-            yield self._text("response.reasoning_text.delta", delta["reasoning"], content_index=0)
-        if delta.get("content"):
+        for part in self._unbroken.add(delta, logprobs or ()):
+            yield from self._add(part)
+
+    def close(self, status: str = "completed") -> Iterable[dict[str, Any]]:
+        """All has been said.  An answer of nothing is an empty message: its client has something to send back."""
+        for part in self._unbroken.rest():
+            yield from self._add(part)
+        if not self.items:
             yield from self._turn_to("content")
-            entries = logprobs or []
-            self._logprobs += entries
+        yield from self._close(status)
+
+    def _add(self, part: Part) -> Iterable[dict[str, Any]]:
+        if part.kind == "reasoning":
+            yield from self._turn_to("reasoning")
+            yield self._text("response.reasoning_text.delta", part.text, content_index=0)
+        elif part.call is None:
+            yield from self._turn_to("content")
+            self._logprobs += part.logprobs
             yield self._text(
-                "response.output_text.delta", delta["content"], content_index=0, logprobs=entries
+                "response.output_text.delta", part.text, content_index=0, logprobs=list(part.logprobs)
             )
-        for call in delta.get("tool_calls") or ():
-            function = call.get("function") or {}
-            yield from self._turn_to(call["index"], call.get("id"), function.get("name"))
+        else:
+            function = part.call.get("function") or {}
+            yield from self._turn_to(part.call["index"], part.call.get("id"), function.get("name"))
             text = function.get("arguments")
             if text and self._current["type"] == "custom_tool_call":
                 self._texts.append(text)
             elif text:
                 yield self._text("response.function_call_arguments.delta", text)
 
-    def close(self, status: str = "completed") -> Iterable[dict[str, Any]]:
+    def _close(self, status: str = "completed") -> Iterable[dict[str, Any]]:
         """The open item is done."""
         if self._open is None:
             return
@@ -361,8 +372,7 @@ class _Writer:
 
     def message(self) -> Message:
         """What the items say, as it is read when they come back."""
-        messages = _read_items(self.items)
-        return messages[0] if messages else self._said.message()
+        return _read_items(self.items)[0]
 
     @property
     def _current(self) -> dict[str, Any]:
@@ -379,7 +389,7 @@ class _Writer:
         """Have this part open; a part that was left is not gone back to, but begun again."""
         if self._open == part:
             return
-        yield from self.close()
+        yield from self._close()
         index = len(self.items)
 
         def item_id(prefix: str) -> str:
