@@ -8,7 +8,6 @@ finished turns are in the journal, and the client of an unfinished one asks agai
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
 import logging
 from pathlib import Path
@@ -221,8 +220,7 @@ class Scheduler:
             await self.control.close()
         self.decisions.close()
         if self.tracing is not None:
-            with contextlib.suppress(TimeoutError):  # a collector that is away holds nobody up
-                await asyncio.wait_for(asyncio.to_thread(self.tracing.close), TRACES_S)
+            await self.tracing.stop(TRACES_S)
         if self.journal.healthy:
             try:
                 await self.journal.commit()

@@ -30,7 +30,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rose.errors import CapacityError, RequestError
+from rose.errors import CapacityError, RequestError, RoseError
 from rose.policy import samples as sp
 from rose.policy import turn_events as te
 from rose.policy.staleness import Version, format_version
@@ -458,14 +458,19 @@ class InflightRequests:
         headers = asked.trace_headers
         if self.tracing is not None:
             headers = self.tracing.begin(spec, headers)
-        handle = self.dispatcher.submit(
-            spec,
-            prompt.token_ids,
-            params,
-            keep_entries=entries,
-            trace_headers=headers,
-            routed_from=None if trajectory is None else trajectory.routed_from(prompt.parent),
-        )
+        try:
+            handle = self.dispatcher.submit(
+                spec,
+                prompt.token_ids,
+                params,
+                keep_entries=entries,
+                trace_headers=headers,
+                routed_from=None if trajectory is None else trajectory.routed_from(prompt.parent),
+            )
+        except RoseError as error:
+            if self.tracing is not None:
+                self.tracing.refused(spec.turn_id, error.code or "refused")
+            raise
         inflight.add(handle)
         return handle
 

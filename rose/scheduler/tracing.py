@@ -11,6 +11,9 @@ that is slow or away costs no turn anything.  The usual variables (``OTEL_TRACES
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -44,7 +47,10 @@ class Tracing:
         from opentelemetry.trace import set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        self._provider = TracerProvider(resource=Resource.create({"service.name": SERVICE}))
+        # Whoever made it ends it: at the interpreter's end nothing would bound its wait for the collector.
+        self._provider = TracerProvider(
+            resource=Resource.create({"service.name": SERVICE}), shutdown_on_exit=False
+        )
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer(SERVICE)
         self._context_of = set_span_in_context
@@ -96,6 +102,15 @@ class Tracing:
         self._headers.inject(passed, context=self._context_of(span))
         return passed
 
+    def refused(self, turn_id: str, reason: str) -> None:
+        """A turn that was begun is not taken."""
+        turn = self._turns.pop(turn_id, None)
+        if turn is None:
+            return
+        turn.inner.end()
+        turn.span.set_attributes({"rose.outcome": "refused", "rose.reason": reason})
+        turn.span.end()
+
     def on_action(self, action: te.Action) -> None:
         match action:
             case te.Dispatch():
@@ -119,6 +134,27 @@ class Tracing:
                 self._ended(action)
             case _:
                 pass
+
+    @property
+    def num_open(self) -> int:
+        """Turns whose span has not ended."""
+        return len(self._turns)
+
+    async def stop(self, timeout_s: float) -> None:
+        """Send what is left.  Neither this nor the end of the process waits longer for a collector that is away."""
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+        def close() -> None:
+            try:
+                self.close()
+            finally:
+                with contextlib.suppress(RuntimeError):  # the loop did not wait for us, and is closed
+                    loop.call_soon_threadsafe(done.set)
+
+        # Not an executor's thread: those are joined before the process ends.
+        threading.Thread(target=close, name="rose-traces", daemon=True).start()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(done.wait(), timeout_s)
 
     def close(self) -> None:
         """Send what is left, for as long as the exporter tries."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -99,8 +100,49 @@ async def test_a_collector_that_refuses_costs_no_turn(world: World, collector: C
     collector.status = 400
     await world.start(tracing={"otlp_endpoint": collector.url})  # type: ignore[attr-defined]
     await world.add("a")
-    for _ in range(3):
+    for number in (1, 2):
         await world.chat(None, [user("go")], max_tokens=2)
+        tracing = world.scheduler.tracing
+        assert tracing is not None
+        await asyncio.to_thread(tracing._provider.force_flush)
+        assert [span.name for span in collector.spans].count("turn") == number
+
+
+@pytest.mark.parametrize("why", ["draining", "too many turns"])
+async def test_a_turn_that_is_refused_has_its_span_ended(
+    world: World, collector: Collector, why: str
+) -> None:
+    await world.start(tracing={"otlp_endpoint": collector.url})  # type: ignore[attr-defined]
+    await world.add("a")
+    dispatcher, tracing = world.scheduler.dispatcher, world.scheduler.tracing
+    assert tracing is not None
+    dispatcher.draining = why == "draining"
+    dispatcher.max_running = 0
+    body = {"model": "policy", "messages": [user("go")], "max_tokens": 2}
+    status, answer = await world.call("POST", "/v1/chat/completions", body)
+    assert status in (429, 503)
+    assert tracing.num_open == 0
+    await world.scheduler.stop(drain_s=0)
+    (turn,) = [span for span in collector.spans if span.name == "turn"]
+    told = attributes(turn)
+    assert (told["rose.outcome"], told["rose.reason"]) == ("refused", answer["error"]["code"])
+
+
+def test_a_collector_that_never_answers_holds_up_no_exit() -> None:
+    """The program would not end."""
+    program = (
+        "import asyncio, threading\n"
+        "from opentelemetry.sdk.trace import SpanProcessor\n"
+        "from rose.scheduler.tracing import Tracing\n"
+        "class Away(SpanProcessor):\n"
+        "    def shutdown(self): threading.Event().wait()\n"
+        "asyncio.run(Tracing(Away()).stop(0.01))\n"
+        "print('ended')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "ended"
 
 
 async def test_without_an_endpoint_there_is_no_tracing(world: World) -> None:
