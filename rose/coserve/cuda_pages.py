@@ -42,6 +42,9 @@ DEFAULT_RESERVE_BYTES = 2 << 30
 """Free on the device after every ``map``: production's lazy kernels, activations and communication buffers (also
 ``rose.coserve.node_config.GPU_RESERVE_BYTES``)."""
 
+_TRIES = 20
+"""To give up what could not be made; a driver that refuses more often keeps it."""
+
 
 class CudaPagePool:
     """Arenas on one device.
@@ -126,9 +129,11 @@ class CudaArena:
                 self._show_fallback()
                 self._zero([(0, 1)])
             except LedgerError:
-                with contextlib.suppress(LedgerError):  # the first one says why
-                    self._hide_fallback(range(size // handle_bytes))
-                    self._give_up()
+                for _ in range(_TRIES):  # nobody has it yet who could close it later
+                    with contextlib.suppress(LedgerError):  # the first one says why
+                        self._hide_fallback(range(size // handle_bytes))
+                        self._give_up()
+                        break
                 raise
 
     def map(self, ranges: Iterable[Range]) -> None:

@@ -275,3 +275,18 @@ def test_an_event_that_cannot_be_had_leaves_nothing_and_the_thread_where_it_was(
         cuda.record(green)
     assert int(cuda._call("cuCtxGetCurrent")) == int(cuda._context)
     assert gpu.left() == {}
+
+
+@pytest.mark.parametrize("refused", ["cuMemUnmap", "cuMemRelease", "cuMemAddressFree"])
+def test_an_arena_that_cannot_be_made_leaves_nothing_though_the_driver_refuses_once(
+    tmp_path: Path, refused: str
+) -> None:
+    """Nobody has it, so nobody could close it."""
+    with Device(tmp_path, pages=16).plugged() as gpu:
+        cuda = CudaDriver(0)
+        cuda.spans()
+        gpu.fail("cuMemMap", from_now=3)
+        gpu.fail(refused, from_now=1)
+        with pytest.raises(LedgerError, match="cuMemMap failed"):
+            CudaPagePool(driver=cuda, reserve_bytes=0).reserve(8 * PAGE_BYTES)
+        assert gpu.left() == {}
