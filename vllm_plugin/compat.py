@@ -45,11 +45,6 @@ _WORKERS = {"cpu": (CPU_WORKER, STOCK_CPU_WORKER), "cuda": (GPU_WORKER, STOCK_GP
 ENV_ALLOW_UNMEASURED = "ROSE_ALLOW_UNMEASURED"
 """``1``: also what the compatibility table calls written and not measured."""
 
-RECLAIMED = "rose:kv_reclaimed"
-"""``stop_reason`` of a request that lost its KV memory; its tokens so far are valid."""
-TOO_LARGE = "rose:exceeds_budget"
-"""``stop_reason`` of a request that the present KV budget can never hold."""
-
 START_WAIT_S = 1.0
 """Longest wait of production's start for memory that the rollout engine still holds: it dies at its deadline anyway."""
 

@@ -2,12 +2,14 @@
 
 ``GET /rose/status``
     Version and staging state of every rank, what the scheduler says of itself, and whether vLLM is paused.
-``POST /rose/weights/stage {"path", "attempt", "version", "wait_s"?}``
+``POST /rose/weights/stage {"path", "attempt", "version", "run"?, "wait_s"?}``
     Stage an update file in the background of all ranks.  Answers ``{"state": "staged"}``, or 202 and
     ``"staging"`` when it takes longer than ``wait_s``; ask again then.  A refusal answers its status, and
     nothing has changed.
-``POST /rose/weights/commit {"attempt", "version", "kv"?}``
-    Vote, pause at a step boundary with requests kept, change all ranks or none, resume.  ``kv`` says what
+``POST /rose/weights/commit {"attempt", "version", "run"?, "kv"?}``
+    Vote, pause at a step boundary with requests kept, change all ranks or none, resume.  ``run``: whose weights; left out, those
+    of the run in place.  Where another run's come, every request that sampled under the old one, or asked for it, ends with its
+    tokens (:mod:`vllm_plugin.runs`), and all cached keys and values go.  ``kv`` says what
     becomes of keys and values that the old weights computed (docs/weights.md):
     ``reset`` (default): all are dropped, and running requests recompute theirs; ``salt``: new requests find
     none of them, running ones go on with theirs; ``keep``: everybody goes on with them.
@@ -53,7 +55,7 @@ from vllm_plugin.roles import ENV_DIR, role
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request, Response
 
-    from rose.weights.version import WeightVersion
+    from rose.lineage import WeightVersion
 
 logger = logging.getLogger("vllm.rose")
 
@@ -81,12 +83,14 @@ class StageBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     path: str
     attempt: int
     version: int
+    run: str = ""
     wait_s: float = 30.0
 
 
 class CommitBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     attempt: int
     version: int
+    run: str = ""
     kv: str | None = None
 
 
@@ -159,12 +163,12 @@ class RosePlugin:
         body = await _body(request, StageBody)
         if not 0 <= body.wait_s <= MAX_WAIT_S:
             raise RequestError(f"must be 0..{MAX_WAIT_S:.0f}, got {body.wait_s}", field="wait_s")
-        state = await self._engine().stage(update_path(body.path), _version(body), body.wait_s)
+        state = await self._engine().stage(update_path(body.path), _version(body), _run(body), body.wait_s)
         return (200 if state["state"] == "staged" else 202), state
 
     async def _commit(self, request: Request) -> tuple[int, dict[str, Any]]:
         body = await _body(request, CommitBody)
-        return 200, await self._engine().commit(_version(body), kv_mode(body.kv))
+        return 200, await self._engine().commit(_version(body), kv_mode(body.kv), _run(body))
 
     async def _discard(self, request: Request) -> tuple[int, dict[str, Any]]:
         await _body(request, DiscardBody)
@@ -285,9 +289,15 @@ def make_runner(derenderer: Any) -> Callable[[Callable[[], Any]], Awaitable[Any]
 
 
 def _version(body: StageBody | CommitBody) -> WeightVersion:
-    from rose.weights.version import WeightVersion
+    from rose.lineage import WeightVersion
 
     return WeightVersion(body.attempt, body.version)
+
+
+def _run(body: StageBody | CommitBody) -> str:
+    from rose.lineage import check_run
+
+    return check_run(body.run) if body.run else ""
 
 
 def kv_mode(given: str | None) -> str:
@@ -332,6 +342,11 @@ def error_body(error: RoseError) -> dict[str, Any]:
     return {"error": {"message": error.message, "type": kind, "param": error.field, "code": error.code}}
 
 
+def _label(run: str, version: str) -> str:
+    """What every token is stamped with."""
+    return f"{run}@{version}" if run else version
+
+
 class RankError(RoseError):
     """What a worker rank answered instead of doing it; carries the rank's own status and code."""
 
@@ -352,13 +367,14 @@ class EngineControl:
         self._busy = asyncio.Lock()
 
     async def announce_version(self) -> None:
-        """Label generated tokens with the version that the ranks hold."""
+        """Label generated tokens with what the ranks hold, and tell the core whose it is."""
         reports = await self._ranks("rose_weights_staged")
-        versions = {report["version"] for report in reports}
-        if len(versions) != 1:
-            raise ConfigError(f"ranks hold different versions: {sorted(versions)}", field="version")
-        version = versions.pop()
-        await self._answer(self._client.update_weight_version(version))
+        held = {(report["run"], report["version"]) for report in reports}
+        if len(held) != 1:
+            raise ConfigError(f"ranks hold different versions: {sorted(held)}", field="version")
+        run, version = held.pop()
+        await self._answer(self._client.update_weight_version(_label(run, version)))
+        await self._switch(run)
         await self._prefixes({"version": version, "kv": "reset"})
 
     async def _prefixes(self, argument: dict[str, str] | None) -> Any:
@@ -371,14 +387,21 @@ class EngineControl:
             logger.debug("ROSE: prefixes cannot be keyed", exc_info=True)
             return None
 
+    async def _switch(self, run: str | None) -> str:
+        """Tell the core whose weights are, or are about to be, in place; None asks it."""
+        call = self._client.engine_core.call_utility_async("rose_call", "run", run)
+        return (await self._answer(call))["run"]
+
     async def status(self) -> dict[str, Any]:
         reports = await self._ranks("rose_weights_staged")
         for report in reports:
             report.pop("partial")
-        versions = sorted({report["version"] for report in reports})
+        held = sorted({(report["run"], report["version"]) for report in reports})
+        run, version = held[0] if len(held) == 1 else (None, None)
         return {
             "role": "rollout",
-            "version": versions[0] if len(versions) == 1 else None,
+            "run": run,
+            "version": version,
             "paused": await self._answer(self._client.is_paused()),
             "vocab_size": self._client.model_config.get_vocab_size(),
             "max_num_seqs": self._client.vllm_config.scheduler_config.max_num_seqs,
@@ -394,11 +417,11 @@ class EngineControl:
             logger.debug("ROSE: the scheduler gives no status", exc_info=True)
             return None
 
-    async def stage(self, path: str, target: WeightVersion, wait_s: float) -> dict[str, Any]:
+    async def stage(self, path: str, target: WeightVersion, run: str, wait_s: float) -> dict[str, Any]:
         """Start staging on all ranks and wait for the slowest, at most ``wait_s``."""
         async with self._exclusive():
             until_s = time.monotonic() + wait_s
-            await self._ranks("rose_weights_prefetch", path, target.attempt, target.version)
+            await self._ranks("rose_weights_prefetch", path, target.attempt, target.version, run)
             pause_s = POLL_FIRST_S
             while True:
                 reports = await self._ranks("rose_weights_staged")
@@ -425,7 +448,8 @@ class EngineControl:
     async def hashes(self) -> dict[str, Any]:
         async with self._exclusive():
             answers = await self._ranks("rose_weights_hash")
-            return {"ranks": [{"version": each["version"], "hashes": each["hashes"]} for each in answers]}
+            names = ("run", "version", "hashes")
+            return {"ranks": [{name: each[name] for name in names} for each in answers]}
 
     async def abort(self, request_ids: list[str]) -> None:
         """End requests; an id that nobody has is no error."""
@@ -434,31 +458,40 @@ class EngineControl:
         }
         await self._client.abort(sorted(names))
 
-    async def commit(self, target: WeightVersion, kv: str) -> dict[str, Any]:
-        """Change every rank to ``target``, or none; see the module.
+    async def commit(self, target: WeightVersion, kv: str, run: str = "") -> dict[str, Any]:
+        """Change every rank to ``target`` of ``run`` (empty: of the one in place), or none; see the module.
 
         Runs to its end even when the caller hangs up: a cancelled commit would leave the engine paused.
         """
-        return await asyncio.shield(asyncio.ensure_future(self._commit(target, kv)))
+        return await asyncio.shield(asyncio.ensure_future(self._commit(target, kv, run)))
 
-    async def _commit(self, target: WeightVersion, kv: str) -> dict[str, Any]:
+    async def _commit(self, target: WeightVersion, kv: str, run: str) -> dict[str, Any]:
         from vllm_plugin.rank_weights import judge
 
         async with self._exclusive():
             reports = await self._ranks("rose_weights_staged")
-            if all(report["version"] == str(target) for report in reports):
-                return {"version": str(target), "pause_s": 0.0, "commit_s": 0.0, "kv": kv, "repeated": True}
+            before = reports[0]["run"]
+            if all(report["version"] == str(target) and run in ("", report["run"]) for report in reports):
+                return {
+                    "version": str(target), "run": before, "pause_s": 0.0, "commit_s": 0.0, "kv": kv, "repeated": True,
+                }  # fmt: skip
             judge(reports, target)
+            staged = reports[0]["target_run"]
+            if staged != (run or before or staged):
+                raise Conflict(f"what is staged is of run {staged}", field="run")
+            run = staged
             if any(report["session"] for report in reports):
                 raise Conflict("another weight update is in progress", field="version")
             was_paused = await self._answer(self._client.is_paused())
             began_s = time.monotonic()
             resume = not was_paused
-            if kv == "salt" and await self._prefixes(None) is None:
+            if run != before or (kv == "salt" and await self._prefixes(None) is None):
                 kv = "reset"
             try:
                 await self._pause(clear_cache=kv == "reset")
-                commit_s = await self._swap(target)
+                if run != before:
+                    await self._switch(run)
+                commit_s = await self._swap(target, run)
                 keyed = await self._prefixes({"version": str(target), "kv": kv})
                 if kv == "salt" and keyed is None:
                     kv = "reset"
@@ -468,14 +501,22 @@ class EngineControl:
                 raise broken.error from broken
             finally:
                 if resume:
+                    if run != before:
+                        await self._name_run()
                     await self._answer(self._client.resume_generation())
             return {
                 "version": str(target),
+                "run": run,
                 "pause_s": time.monotonic() - began_s,
                 "commit_s": commit_s,
                 "kv": kv,
                 "repeated": False,
             }
+
+    async def _name_run(self) -> None:
+        """Before the engine samples again: its core admits for the run that the ranks hold, however the change went."""
+        (run,) = {report["run"] for report in await self._ranks("rose_weights_staged")}
+        await self._switch(run)
 
     async def _pause(self, *, clear_cache: bool) -> None:
         try:
@@ -490,7 +531,7 @@ class EngineControl:
                 code="pause_timeout",
             ) from None
 
-    async def _swap(self, target: WeightVersion) -> float:
+    async def _swap(self, target: WeightVersion, run: str) -> float:
         """While paused: write on all ranks, read all outcomes, then keep or undo on all; returns seconds."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
@@ -515,7 +556,7 @@ class EngineControl:
             "weights"}) for rank, each in enumerate(outcomes) if not each["committed"]
         ]  # fmt: skip
         if not failed:
-            await self._answer(self._client.finish_weight_update(str(target)))
+            await self._answer(self._client.finish_weight_update(_label(run, str(target))))
             return max(each["commit_s"] for each in outcomes)
         error = RankError(*failed[0])
         if not await self._undone():

@@ -47,10 +47,10 @@ import torch
 from numpy.typing import NDArray
 
 from rose.errors import RoseError, SectionCorrupt, VersionRefused, WeightsError, WrongBase
+from rose.lineage import Lineage, WeightVersion
 from rose.weights import kernels, statehash
 from rose.weights.spec import model_digest
 from rose.weights.update import TensorUpdate, UpdateFile
-from rose.weights.version import WeightVersion
 from rose.wire.errors import error_data
 from vllm_plugin.cover import span_of
 from vllm_plugin.plan import Box, ShardPlan
@@ -95,6 +95,7 @@ class _Piece:
 @dataclass(kw_only=True, slots=True)
 class _Staged:
     target: WeightVersion
+    run: str
     pieces: list[_Piece]
     hashes: dict[str, int]
     """This rank's hash of each changed tensor, once committed."""
@@ -126,17 +127,21 @@ class RankWeights:
     Args:
         plan: Of this rank.
         version: What the model was loaded as.
+        run: Whose that is; empty: nobody has said.
         streams: Whole versions stream; None: where the model is on a device.
 
     Any thread may call :meth:`stage` and :meth:`report`; :meth:`commit`, :meth:`undo`, :meth:`finish` and
     :meth:`scan` belong to the thread that runs the model.
     """
 
-    def __init__(self, plan: ShardPlan, version: WeightVersion, *, streams: bool | None = None) -> None:
+    def __init__(
+        self, plan: ShardPlan, version: WeightVersion, run: str = "", *, streams: bool | None = None
+    ) -> None:
         self.plan = plan
         on_device = any(target.flat.device.type != "cpu" for target in plan.targets)
         self._streams = on_device if streams is None else streams
         self.version = version
+        self.run = run
         self.model = model_digest(plan.tensors.values())
         self.hashes = self.scan()
         self._lock = threading.Lock()
@@ -166,8 +171,10 @@ class RankWeights:
             staged = slot.staged
             return {
                 "version": str(self.version),
+                "run": self.run,
                 "phase": str(slot.phase),
                 "target": None if slot.target is None else str(slot.target),
+                "target_run": "" if staged is None else staged.run,
                 "error": None if slot.error is None else error_data(slot.error),
                 "num_changed": 0 if staged is None else staged.num_changed,
                 "stage_s": 0.0 if staged is None else staged.stage_s,
@@ -180,11 +187,15 @@ class RankWeights:
 
     # -- staging ----------------------------------------------------------------------------------
 
-    def prefetch(self, path: str, target: WeightVersion) -> None:
+    def prefetch(self, path: str, target: WeightVersion, run: str = "") -> None:
         """Start to stage ``path`` in a background thread.  Asking again for the same file is free.
 
+        Args:
+            run: Whose weights the file holds; empty: those of the run in place.  Weights of another are refused unless they are
+                asked for by its name.
+
         Raises:
-            VersionRefused: ``target`` is not newer than what is in place.
+            VersionRefused: ``target`` is of the run in place and not newer.
             WeightsError: Another version is being staged or committed, or the rank is broken.
         """
         source = _identity(path)
@@ -194,20 +205,20 @@ class RankWeights:
                 return
             if slot.phase in (Phase.STAGING, Phase.STREAMING, Phase.COMMITTED, Phase.BROKEN):
                 raise WeightsError(f"the engine is {slot.phase} with {slot.target}", field="version")
-            if target <= self.version:
+            if run in ("", self.run) and target <= self.version:
                 raise VersionRefused(f"{target} is not newer than {self.version}", field="version")
             self._slot = _Slot(phase=Phase.STAGING, target=target, path=path, source=source)
             self._thread = threading.Thread(
-                target=self._stage_into, args=(self._slot, path), name="rose-weights-stage", daemon=True
+                target=self._stage_into, args=(self._slot, path, run), name="rose-weights-stage", daemon=True
             )
             self._thread.start()
 
-    def _stage_into(self, slot: _Slot, path: str) -> None:
+    def _stage_into(self, slot: _Slot, path: str, run: str) -> None:
         assert slot.target is not None
         error: RoseError | None = None
         staged: _Staged | None = None
         try:
-            staged = self._stage(path, slot.target, slot.cancelled)
+            staged = self._stage(path, slot.target, run, slot.cancelled)
         except RoseError as refused:
             error = refused
         except Exception as failed:  # the boundary of a thread: whatever it was, the engine goes on
@@ -235,7 +246,7 @@ class RankWeights:
         if self._thread is not None:
             self._thread.join(timeout_s)
 
-    def _stage(self, path: str, target: WeightVersion, cancelled: threading.Event) -> _Staged:
+    def _stage(self, path: str, target: WeightVersion, run: str, cancelled: threading.Event) -> _Staged:
         began_s = time.monotonic()
         pieces: list[_Piece] = []
         hashes: dict[str, int] = {}
@@ -247,6 +258,12 @@ class RankWeights:
                 left = []
             if file.target != target:
                 raise WeightsError(f"the file holds {file.target}, not {target}", field="version")
+            if file.header.run_id != (run or self.run or file.header.run_id):
+                raise WrongBase(
+                    f"the file is of run {file.header.run_id}, not of {run or self.run}",
+                    field="run",
+                    fix="name the run whose weights are wanted",
+                )
             if file.header.model != self.model:
                 raise WrongBase(
                     "the update is of another model: names, types or shapes differ", field="model"
@@ -294,6 +311,7 @@ class RankWeights:
                     }
         return _Staged(
             target=target,
+            run=file.header.run_id,
             pieces=pieces,
             hashes=hashes,
             partial=partial,
@@ -305,9 +323,10 @@ class RankWeights:
 
     def _need_label(self, file: UpdateFile, name: str) -> None:
         """A tensor that we cannot hash is taken on the word of the version alone."""
-        if file.base is not None and file.base != self.version:
+        known = self.run in ("", file.header.run_id) and file.base == self.version
+        if file.base is not None and not known:
             raise WrongBase(
-                f"the update is for {file.base}, the engine holds {self.version}, "
+                f"the update is for {file.header.run_id}@{file.base}, the engine holds {Lineage(self.run, self.version)}, "
                 f"and {name} cannot be checked",
                 field="base",
             )
@@ -446,7 +465,7 @@ class RankWeights:
         with self._lock:
             slot = self._slot
             if slot.phase is Phase.COMMITTED and slot.staged is not None:
-                self.version = slot.staged.target
+                self.version, self.run = slot.staged.target, slot.staged.run
                 self.hashes |= slot.staged.hashes
                 self._slot = _Slot()
             return self.version
@@ -536,7 +555,7 @@ def judge(reports: Sequence[Mapping[str, Any]], target: WeightVersion) -> None:
             raise WeightsError(
                 f"{target} is not staged on rank {rank}, which is {report['phase']}{why}", field="version"
             )
-    if len({report["header"] for report in reports}) != 1:
+    if len({(report["header"], report["target_run"]) for report in reports}) != 1:
         raise WeightsError("the ranks have staged different files; stage it again", field="version")
     for name in sorted({name for report in reports for name in report["partial"]}):
         rows = [report["partial"][name] for report in reports if name in report["partial"]]

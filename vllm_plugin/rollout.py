@@ -37,6 +37,7 @@ from rose.policy.admission import AdmissionParams, BoardView, Demand, Rule, admi
 from rose.policy.compat import Support
 from rose.policy.coserving.chunks import Report
 from rose.policy.coserving.rollout import RolloutBook, allowed_pages
+from rose.policy.stop_reasons import RECLAIMED, TOO_LARGE
 from rose.units import NS_PER_S
 from vllm_plugin import compat, internals
 from vllm_plugin.capacity import Balloon
@@ -213,7 +214,7 @@ class RolloutSide:
                 victims.append(0)
                 hit = [name for name, _, ids in self._holders() if ids]
             self._num_cut_requests += internals.finish_with_partial_output(
-                self._scheduler, self._engine, hit, compat.RECLAIMED
+                self._scheduler, self._engine, hit, RECLAIMED
             )
             released += [chunk for chunk in victims if balloon.inflate(chunk)]
         self._refuse_oversized()
@@ -250,7 +251,7 @@ class RolloutSide:
         looked_at = internals.waiting_requests(self._scheduler, UNLIMITED) if only is None else [only]
         hopeless = [request.request_id for request in looked_at if self._blocks_of(request) > usable]
         if hopeless:
-            reason = compat.RECLAIMED if usable <= 0 else compat.TOO_LARGE
+            reason = RECLAIMED if usable <= 0 else TOO_LARGE
             self._num_cut_requests += internals.finish_with_partial_output(
                 self._scheduler, self._engine, hopeless, reason
             )

@@ -22,6 +22,7 @@ from vllm_plugin import compat
 from vllm_plugin.prefix import PrefixKeys
 from vllm_plugin.roles import role
 from vllm_plugin.rollout import RolloutSide
+from vllm_plugin.runs import Runs
 from vllm_plugin.serving import ServingSide
 
 logger = logging.getLogger("vllm.rose")
@@ -155,13 +156,20 @@ class _Rollout:
             on_gpu=compat.is_on_gpu(config),
         )
         self.rose_prefixes = PrefixKeys(self)
+        self.rose_runs = Runs(self)
+        self._rose_engine: Any = None
 
     def rose_attach(self, engine: Any) -> None:
+        self._rose_engine = engine
         self.rose.attach(engine)
 
     @property
     def rose_calls(self) -> dict[str, Callable[[Any], Any]]:
-        return {"status": self.rose.status, "prefixes": self.rose_prefixes.on_commit}
+        return {
+            "status": lambda argument: {**self.rose.status(argument), "runs": self.rose_runs.status()},
+            "prefixes": self.rose_prefixes.on_commit,
+            "run": lambda run: self.rose_runs.on_switch(self._rose_engine, run),
+        }
 
     def get_num_unfinished_requests(self) -> int:
         if self.rose.gated():
@@ -171,7 +179,10 @@ class _Rollout:
     def add_request(self, request: Any) -> None:
         self.rose_prefixes.on_add(request)
         super().add_request(request)  # type: ignore[misc]
-        self.rose.after_add(request)
+        if self.rose_runs.admits(request):
+            self.rose.after_add(request)
+        else:
+            self.rose_runs.refuse(self._rose_engine, [request.request_id])
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         budget = self.rose.before_schedule()

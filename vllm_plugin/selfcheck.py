@@ -153,7 +153,7 @@ CORE: tuple[Owner, ...] = (
         where="vllm.v1.request:Request",
         names="""
             request_id num_tokens num_computed_tokens num_output_tokens arrival_time block_hashes cache_salt client_index
-            trace_headers skip_reading_prefix_cache status""",
+            trace_headers skip_reading_prefix_cache status sampling_params""",
         calls={"take_events": "self", "update_block_hashes": "self"},
     ),
     Owner(where="vllm.v1.request:RequestStatus", names="FINISHED_ABORTED"),
@@ -177,6 +177,7 @@ API: tuple[Owner, ...] = (
         },
     ),
     Owner(where="vllm.v1.engine.core_client:AsyncMPClient", calls={"call_utility_async": "self method"}),
+    Owner(where="vllm.sampling_params:SamplingParams", names="extra_args"),
     Owner(where="vllm.distributed.weight_transfer.base:WeightTransferUpdateRequest", names="update_info"),
     Owner(where="vllm.config.model:ModelConfig", calls={"get_vocab_size": "self"}),
     # Text from tokens, as vLLM's own answers have it.

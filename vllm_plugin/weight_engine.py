@@ -23,11 +23,11 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from rose.errors import RoseError, WeightsError
-from rose.weights.version import WeightVersion
+from rose.lineage import WeightVersion
 from rose.wire.errors import error_data
 from vllm_plugin.plan import NO_CHECKPOINT, check_contents, checkpoint_tensors, record
 from vllm_plugin.rank_weights import RankWeights
-from vllm_plugin.weights import initial_version, model_folder
+from vllm_plugin.weights import initial_lineage, model_folder
 
 logger = logging.getLogger("vllm.rose")
 
@@ -68,7 +68,8 @@ class RoseWeightTransferEngine(WeightTransferEngine[RoseInitInfo, RoseUpdateInfo
             recorded_s = time.monotonic()
             plan = check_contents(plan, folder)
         checked_s = time.monotonic()
-        self.rank_weights = RankWeights(plan, initial_version())
+        initial = initial_lineage()
+        self.rank_weights = RankWeights(plan, initial.version, initial.run)
         self._outcome: dict[str, Any] = {}
         self.start_weight_update()
         logger.info(

@@ -36,6 +36,8 @@ logger = logging.getLogger("vllm.rose")
 BACKEND = "rose"
 ENV_VERSION = "ROSE_WEIGHT_VERSION"
 """``attempt.version`` of the checkpoint that the engine is started with; ``0.0`` when it is not set."""
+ENV_RUN = "ROSE_WEIGHT_RUN"
+"""The run that it is of; nobody's when it is not set."""
 
 
 def register_backend() -> None:
@@ -50,19 +52,20 @@ def register_backend() -> None:
         pass
 
 
-def initial_version() -> Any:
+def initial_lineage() -> Any:
     """What the checkpoint on disk is called.
 
     Raises:
-        ConfigError: The variable is set to something else than ``attempt.version``.
+        ConfigError: A variable is set to something else than ``attempt.version`` or the name of a run.
     """
-    from rose.weights.version import WeightVersion
+    from rose.lineage import Lineage, WeightVersion, check_run
 
-    text = os.environ.get(ENV_VERSION) or "0.0"
+    text, run = os.environ.get(ENV_VERSION) or "0.0", os.environ.get(ENV_RUN) or ""
     try:
-        return WeightVersion.parse(text, field=ENV_VERSION)
+        version = WeightVersion.parse(text, field=ENV_VERSION)
+        return Lineage(check_run(run, field=ENV_RUN) if run else "", version)
     except RoseError as error:
-        raise ConfigError(error.message, field=ENV_VERSION) from error
+        raise ConfigError(error.message, field=error.field) from error
 
 
 class WeightWorkerMixin:
@@ -83,11 +86,11 @@ class WeightWorkerMixin:
                 self.vllm_config.weight_transfer_config = WeightTransferConfig(backend=BACKEND)
         super().load_model(**kwargs)  # type: ignore[misc]  # vLLM's worker follows in the resolution order
 
-    def rose_weights_prefetch(self, path: str, attempt: int, version: int) -> dict[str, Any]:
+    def rose_weights_prefetch(self, path: str, attempt: int, version: int, run: str = "") -> dict[str, Any]:
         """Begin to stage an update file in the background."""
-        from rose.weights.version import WeightVersion
+        from rose.lineage import WeightVersion
 
-        return self._answer(lambda rank: rank.prefetch(path, WeightVersion(attempt, version)))
+        return self._answer(lambda rank: rank.prefetch(path, WeightVersion(attempt, version), run))
 
     def rose_weights_staged(self) -> dict[str, Any]:
         """Where this rank stands: :meth:`RankWeights.report`, and whether vLLM has an update session open."""
@@ -115,6 +118,7 @@ class WeightWorkerMixin:
 
             return {
                 "version": str(rank.version),
+                "run": rank.run,
                 "hashes": {name: statehash.to_hex(value) for name, value in rank.scan().items()},
             }
 

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from rose.policy import turn_events as te
 from rose.policy.fleet import FleetParams
 from rose.policy.routing import RoutingPolicy
-from rose.policy.turns import RECLAIMED, TurnBook
+from rose.policy.stop_reasons import RECLAIMED
+from rose.policy.turns import TurnBook
 from rose.policy.worker import Tier
 
 CHUNK = 512

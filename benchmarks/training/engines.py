@@ -33,7 +33,7 @@ from aiohttp import web
 from benchmarks.training.probe import Probe
 from rose.auth import Tokens
 from rose.policy.admission import StepModel
-from rose.policy.turns import RECLAIMED
+from rose.policy.stop_reasons import OTHER_RUN, RECLAIMED
 from rose.sim.engine import Engine, Request
 from rose.testing.fake_engine import FakeEngine, FakeNode, serve_engine
 
@@ -137,6 +137,9 @@ class TimedEngine(FakeEngine):
             text = f"exceeds the maximum context length of {self.max_model_len} tokens"
             error = {"error": {"message": text, "type": "BadRequestError", "param": None, "code": 400}}
             return web.json_response(error, status=400)
+        if self.refuses(params):
+            answer = {"choices": [self._choice(body, [], [], "abort", OTHER_RUN, None)]}
+            return web.json_response({"request_id": f"generate-tokens-{key}", **answer})
         turn, request_ = self._begin(key, prompt, params)
         self.num_running += 1
         try:
@@ -149,7 +152,7 @@ class TimedEngine(FakeEngine):
             {"token_id": token, "logprob": logprob, "rank": 1, "top_logprobs": []}
             for token, logprob in zip(turn.tokens[:count], turn.logprobs[:count], strict=True)
         ]
-        choice = self._choice(turn.tokens[:count], entries, finish, stop, None)
+        choice = self._choice(body, turn.tokens[:count], entries, finish, stop, None)
         choice["weight_versions"] = _runs(turn.spans, count) or None
         usage = self._usage(body, count)
         usage["prompt_tokens_details"]["cached_tokens"] = request_.cached
@@ -175,7 +178,7 @@ class TimedEngine(FakeEngine):
                 break
         assert reason is not None
         done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        turn = _Turn(tokens, logprobs, reason, stop, done, state, [(self.version, 0)])
+        turn = _Turn(tokens, logprobs, reason, stop, done, state, [(self.label, 0)])
         request = Request(
             key, len(prompt), len(tokens), time.monotonic(), trajectory=str(found) if cached else ""
         )
@@ -253,7 +256,7 @@ class TimedEngine(FakeEngine):
         for key, turn in self._turns.items():
             request = self.batch.requests.get(key)
             if request is not None:
-                turn.spans.append((version, request.kept + request.produced(self.batch.k)))
+                turn.spans.append((self.label, request.kept + request.produced(self.batch.k)))
 
     async def live_with_production(self, node: FakeNode) -> None:
         """Bursts come and go; the node reports what its agent would."""
@@ -323,7 +326,7 @@ async def serve(spec: PoolSpec) -> None:
             node = FakeNode(
                 session, spec.scheduler, node_token, engine, url, worker_id=one.name, tier=one.tier
             )
-            node.follows = spec.run
+            engine.weights_run = spec.run or ""
             node.kv_budget_tokens = one.kv_tokens if one.steps is not None else None
             if isinstance(engine, TimedEngine) and one.bursts is not None:
                 running.append(asyncio.create_task(engine.live_with_production(node)))

@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rose.policy.staleness import lag, parse_version
+from rose.lineage import parse_version
+from rose.policy.staleness import lag
 from rose.testing.fake_engine import Fault
 from rose.train import checkpoint as checkpoints
 from rose.train.loop import train_with

@@ -30,12 +30,12 @@ from rose.auth import Tokens, bearer
 from rose.coserve.engine import RolloutEngine
 from rose.coserve.links import WeightLoop, WeightSource, open_weight_source
 from rose.coserve.node_config import EngineConfig, NodeConfig, WeightsLink
+from rose.lineage import WeightVersion
 from rose.train.batch import TrainingSequence
 from rose.weights import retention
 from rose.weights.http_store import HttpStore
 from rose.weights.manifest import Head
 from rose.weights.publisher import PublishReport
-from rose.weights.version import WeightVersion
 from rose.wire.http_client import open_client
 from tests.engine_launcher import EngineServer
 from tests.plugin.weights_server import dedicated

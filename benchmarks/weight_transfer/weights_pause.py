@@ -22,10 +22,10 @@ import numpy as np
 import torch
 
 from benchmarks.weight_transfer.weights_data import SHAPES, Pair, Shape, generate
+from rose.lineage import WeightVersion
 from rose.weights import kernels, statehash
 from rose.weights.spec import TensorSpec, model_digest
 from rose.weights.update import TensorUpdate, Update, write_update
-from rose.weights.version import WeightVersion
 from vllm_plugin.plan import record
 from vllm_plugin.rank_weights import Phase, RankWeights
 

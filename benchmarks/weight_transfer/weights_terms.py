@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from benchmarks.lib.report import Report
+from rose.lineage import WeightVersion
 from rose.weights import subscriber as subscriber_module
 from rose.weights.http_store import HttpStore
 from rose.weights.params import WeightsParams
@@ -32,7 +33,6 @@ from rose.weights.publisher import WeightPublisher
 from rose.weights.source import RawBits
 from rose.weights.spec import TensorSpec
 from rose.weights.subscriber import WeightSubscriber
-from rose.weights.version import WeightVersion
 from rose.weights.warmup import warm_up
 from tests.weights.relay_process import RelayProcess
 from vllm_plugin.plan import record

@@ -35,9 +35,10 @@ from rose.coserve.audit import AUDIT_EVERY_S
 from rose.coserve.control import ControlServer
 from rose.coserve.engine import REQUEST_S
 from rose.coserve.free_memory import GpuMemory
-from rose.coserve.links import SchedulerUplink, WeightLoop, WeightSource, open_weight_source
+from rose.coserve.links import SchedulerUplink, WeightLoop, WeightSource, open_copies
 from rose.coserve.node import Node
 from rose.coserve.node_config import NodeConfig
+from rose.coserve.policies import PolicyCopies
 from rose.coserve.records import Mode, NodeState
 from rose.decisions.event_format import LENDING
 from rose.decisions.log import DecisionLog
@@ -48,7 +49,7 @@ from rose.policy.lending import LendingPolicy
 from rose.policy.lending_events import ALL_PAGES, Action, Event, KillRollout, ModeSet, RlStepStarted, SetLend
 from rose.policy.watch import StepFloor
 from rose.units import NS_PER_S
-from rose.wire.workers import Heartbeat
+from rose.wire.workers import Heartbeat, HeartbeatAnswer
 
 logger = logging.getLogger("rose.node")
 DECISIONS_EVERY_S = 1.0
@@ -56,6 +57,8 @@ DECISIONS_EVERY_S = 1.0
 STATUS_EVERY_S = 2.0
 """The engine's own status costs it a call to its workers."""
 HURRIED_PERIOD_S = 0.005
+RELEASE_AFTER_S = 5.0
+"""How long nobody wants the device before its engine gives its memory back: a scheduler that was restarted has no job for a moment."""
 
 
 class NodeAgent(Node):
@@ -69,7 +72,9 @@ class NodeAgent(Node):
         LedgerError: From ``run``: another agent owns the directory.
     """
 
-    def __init__(self, config: NodeConfig, tokens: Tokens, source: WeightSource | None = None) -> None:
+    def __init__(
+        self, config: NodeConfig, tokens: Tokens, source: WeightSource | PolicyCopies | None = None
+    ) -> None:
         super().__init__(config)
         self._decisions = DecisionLog(
             config.decisions.directory or config.dir,
@@ -84,6 +89,7 @@ class NodeAgent(Node):
         self._source = source
         self._step_floor = StepFloor()
         self._num_commits = 0
+        self._unwanted_s: float | None = None
         self._core_seen_s = 0.0
         self._deadline_s: float | None = None
         self._published: tuple[int, ...] = ()
@@ -113,10 +119,12 @@ class NodeAgent(Node):
                 config.device.gpu
             )  # an agent that cannot see the device must not lend it
         if config.weights is not None:
-            source = self._source or open_weight_source(config, config.weights, self._tokens)
+            source = self._source or open_copies(config, config.weights, self._tokens)
             self.weights = WeightLoop(config.weights, config.weights_dir, self.engine, source)
         if config.scheduler is not None:
-            self.uplink = SchedulerUplink(config, config.scheduler, self._tokens, self.engine, self.heartbeat)
+            self.uplink = SchedulerUplink(
+                config, config.scheduler, self._tokens, self.engine, self.heartbeat, self.assign
+            )
         control = ControlServer(self, config.socket_path, self._tokens)
         await control.start()
         self._decisions.roll()
@@ -231,6 +239,7 @@ class NodeAgent(Node):
             self._handle(serving)
         self._handle(device.rollout_event(self.engine.exit_s))
         self._end_headless_engine()
+        self._heed_assignment()
         if self.weights is not None and self.weights.num_commits != self._num_commits:
             self._num_commits = self.weights.num_commits
             self._handle(RlStepStarted(at_s=time.monotonic()))  # new weights: that is how a node knows
@@ -318,7 +327,7 @@ class NodeAgent(Node):
         self._handle(
             ModeSet(
                 at_s=time.monotonic(),
-                mode=self.mode,
+                mode=Mode.OFF if self.released else self.mode,
                 floor_pages=self.floor_pages,
                 max_lend_pages=self.max_lend_pages,
                 has_serving=self.config.serving is not None,
@@ -388,6 +397,35 @@ class NodeAgent(Node):
             if self.errors.get("node.state") != str(error):
                 logger.error("%s", error)
             self.errors["node.state"] = str(error)
+
+    # -- whom it serves -------------------------------------------------------------------------------
+
+    def assign(self, answer: HeartbeatAnswer) -> None:
+        """What rose-scheduler said last.  While it is away, that stays so."""
+        self.assignment = answer
+        if answer.active:
+            self._unwanted_s = None
+        elif self._unwanted_s is None:
+            self._unwanted_s = time.monotonic()
+        self.errors.pop("assignment", None)
+        if answer.run is None:
+            return
+        if self.weights is not None:
+            self.weights.follow(answer.run)
+        elif answer.run != self.engine.run:
+            self.errors["assignment"] = (
+                f"run {answer.run} is wanted, and no [weights] say where it is published"
+            )
+
+    def _heed_assignment(self) -> None:
+        released = self._unwanted_s is not None and time.monotonic() - self._unwanted_s >= RELEASE_AFTER_S
+        if released != self.released:
+            self.released = released
+            if released:
+                logger.info("no job wants this device: its engine gives back what it holds")
+            else:
+                logger.info("job %s wants this device", self.assignment.job)
+            self._set_mode()
 
     # -- commands (rose.coserve.control) --------------------------------------------------------------
 

@@ -31,6 +31,7 @@ from rose.coserve.engine_args import derived_args
 from rose.coserve.node_config import EngineConfig, NodeConfig
 from rose.coserve.step_profile import load_profile
 from rose.errors import ConfigError, EngineError, RequestError, RoseError
+from rose.lineage import Lineage, WeightVersion, check_run
 from rose.policy.engine_start import EngineSize, Restarts
 from rose.policy.ladder import DeviceFacts, choose
 from rose.proc import Child, ProcSpec, open_log, require_free_port
@@ -58,7 +59,7 @@ class RolloutEngine:
         state: ``down``, ``starting``, ``ready``, ``dying`` (until the last process of its tree is gone) or ``failed`` (restarted too
             often).
         exit_s: The longest that a tree took to be gone after it was killed.
-        version: Weight version that all ranks run, as ``a.v``; None = unknown.
+        lineage: Weights that all ranks run; None = unknown.
         weights_broken: A rank could not undo a failed commit.  The engine stays paused; only a restart helps.
     """
 
@@ -68,7 +69,7 @@ class RolloutEngine:
         self.state = "down"
         self.error = ""
         self.incarnation = ""
-        self.version: str | None = None
+        self.lineage: Lineage | None = None
         self.vocab_size: int | None = None
         self.max_num_seqs: int | None = None
         """Token ids that the model knows; None until the engine has said it."""
@@ -95,6 +96,16 @@ class RolloutEngine:
         )
 
     @property
+    def version(self) -> str | None:
+        """Of :attr:`lineage`, as ``a.v``."""
+        return None if self.lineage is None else str(self.lineage.version)
+
+    @property
+    def run(self) -> str | None:
+        """Of :attr:`lineage`; None where nobody has said whose its weights are."""
+        return None if self.lineage is None else self.lineage.run or None
+
+    @property
     def running(self) -> bool:
         """Is the process there?"""
         return self._child is not None and self._child.returncode() is None
@@ -111,6 +122,7 @@ class RolloutEngine:
             "pid": child.pid if child is not None else None,
             "incarnation": self.incarnation,
             "version": self.version,
+            "run": self.run,
             "starts": self.num_starts,
             "kills": self.num_kills,
             "sentinel": self._describe_sentinel(),
@@ -146,7 +158,7 @@ class RolloutEngine:
         self.restarts.started(time.monotonic())
         require_files(engine)
         require_free_port(engine.port, "engine.port", engine.host)
-        self.incarnation, self.token, self.version = secrets.token_hex(8), secrets.token_urlsafe(24), None
+        self.incarnation, self.token, self.lineage = secrets.token_hex(8), secrets.token_urlsafe(24), None
         self.state, self.error = "starting", ""
         self.num_starts += 1
         self.weights_broken = False
@@ -172,7 +184,7 @@ class RolloutEngine:
             raise
         self.state = "ready"
         self.restarts.came_up()
-        logger.info("rollout engine ready after %.1f s, version %s", took_s, self.version)
+        logger.info("rollout engine ready after %.1f s, version %s", took_s, self.lineage)
 
     @property
     def hurried(self) -> bool:
@@ -356,7 +368,7 @@ class RolloutEngine:
         """Return when the process has ended by itself or was killed."""
         while self.running:  # noqa: ASYNC110 - a process has no event to wait for here
             await asyncio.sleep(0.05)
-        self.version = None
+        self.lineage = None
         if self.state in ("ready", "starting", "dying"):
             self.state = "down"
             code = self._child.returncode() if self._child is not None else None
@@ -397,7 +409,7 @@ class RolloutEngine:
         if self._client is not None:
             await self._client.aclose()
             self._client = None
-        self.version = None
+        self.lineage = None
         if self._child is not None:
             if self.running:
                 self._begin_dying()
@@ -431,8 +443,7 @@ class RolloutEngine:
         self.weights_broken = isinstance(ranks, list) and any(
             isinstance(rank, dict) and rank.get("phase") == "broken" for rank in ranks
         )
-        version = status.get("version")
-        self.version = version if isinstance(version, str) and len(version) <= 32 else None
+        self.lineage = _lineage_of(status)
         vocab_size = status.get("vocab_size")
         self.vocab_size = vocab_size if type(vocab_size) is int and 0 < vocab_size < 2**32 else None
         scheduler = status.get("scheduler")
@@ -474,6 +485,15 @@ class RolloutEngine:
                 f"{path}: answered {found.status} without a JSON object", field="rollout engine"
             )
         return answer
+
+
+def _lineage_of(status: dict[str, Any]) -> Lineage | None:
+    """What an engine says that it runs; None unless it is something that can be."""
+    run = status.get("run")
+    try:
+        return Lineage(check_run(run) if run else "", WeightVersion.parse(status.get("version")))
+    except RequestError:
+        return None
 
 
 def _refusal(path: str, status: int, answer: Any) -> RoseError:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import httpx
 import msgspec
@@ -21,7 +22,9 @@ import msgspec
 from rose.auth import Tokens, bearer
 from rose.coserve.engine import RolloutEngine, check_update_path
 from rose.coserve.node_config import NodeConfig, SchedulerLink, WeightsLink
+from rose.coserve.policies import PolicyCopies, WeightSource
 from rose.errors import (
+    CapacityError,
     ConfigError,
     EngineError,
     LedgerError,
@@ -30,8 +33,8 @@ from rose.errors import (
     SectionCorrupt,
     WeightsError,
 )
+from rose.lineage import Lineage, WeightVersion
 from rose.private_dir import private_dir
-from rose.weights.version import WeightVersion
 from rose.wire.errors import read_refusal
 from rose.wire.http_client import Answer, ask, open_client
 from rose.wire.reading import read
@@ -43,6 +46,7 @@ logger = logging.getLogger("rose.node")
 _MAX_ANSWER_BYTES = 1 << 16
 _BACK_OFF_S = (0.5, 1.0, 2.0, 5.0)
 _NO_ENGINE_S = 0.1
+NO_ROOM = 507
 
 
 class SchedulerUplink:
@@ -50,6 +54,7 @@ class SchedulerUplink:
 
     Args:
         heartbeat: Builds a heartbeat of this incarnation, with this number.
+        assigned: Told of each answer: whom the scheduler wants this device to serve.
     """
 
     def __init__(
@@ -59,8 +64,10 @@ class SchedulerUplink:
         tokens: Tokens,
         engine: RolloutEngine,
         heartbeat: Callable[[str, int], Heartbeat],
+        assigned: Callable[[HeartbeatAnswer], None] = lambda answer: None,
     ) -> None:
         self._config, self._link, self._engine, self._heartbeat = config, link, engine, heartbeat
+        self._assigned = assigned
         self._tokens = tokens
         self._registered: str | None = None
         self._seq = 0
@@ -93,6 +100,8 @@ class SchedulerUplink:
             answer = await self._post(client, path, body, HeartbeatAnswer)
             if not answer.known:
                 self._registered = None
+            else:
+                self._assigned(answer)
             required = answer.required_version
             self.required_version = required[:32] if required is not None else None
         except RequestError as error:
@@ -162,40 +171,54 @@ class SchedulerUplink:
         self.connected, self.error = not error, error
 
 
-class WeightSource(Protocol):
-    """What ``rose.weights.subscriber.WeightSubscriber`` offers; blocking, called from a thread."""
-
-    def poll(self, timeout_s: float) -> WeightVersion | None:
-        """Newest published version, waiting for one newer than known; None when there is none."""
-        ...
-
-    def fetch(self, version: WeightVersion, engine_version: WeightVersion | None) -> Path:
-        """Update file that leads from ``engine_version`` (None: from anything) to ``version``."""
-        ...
-
-    def close(self) -> None:
-        """End a ``poll`` in progress and give up what is held."""
-        ...
-
-
 class WeightLoop:
-    """Brings the engine to the newest version, again after each of its restarts."""
+    """Brings the engine to the newest version of the run that it serves, again after each of its restarts.
+
+    Attributes:
+        serves: The run whose policy the engine is to have; the configured one until the scheduler says otherwise (:meth:`follow`).
+        switch_s: What the last change of the run took, from the order to the first step on the new weights; None = none yet.
+    """
 
     def __init__(
-        self, link: WeightsLink, directory: Path, engine: RolloutEngine, source: WeightSource
+        self, link: WeightsLink, directory: Path, engine: RolloutEngine, source: WeightSource | PolicyCopies
     ) -> None:
-        self._link, self._directory, self._engine, self._source = link, directory, engine, source
-        self.newest: WeightVersion | None = None
+        self._link, self._directory, self._engine = link, directory, engine
+        self._copies = (
+            source
+            if isinstance(source, PolicyCopies)
+            else PolicyCopies(link.run_id, directory, lambda run, folder: source, most=1)
+        )
+        self.serves = link.run_id
         self.num_commits = 0
+        self.num_switches = 0
+        self.switch_s: float | None = None
         self.error = ""
         self.last: dict[str, Any] = {}
+        self._newest: dict[str, WeightVersion] = {}
+        self._polls: dict[str, asyncio.Task[WeightVersion | None]] = {}
+        """In progress, of runs that are not served any more too: a long poll ends when it ends."""
+        self._ordered = asyncio.Event()
+        self._ordered_at_s: float | None = None
+
+    @property
+    def newest(self) -> WeightVersion | None:
+        """Of the run that is served."""
+        return self._newest.get(self.serves)
+
+    def follow(self, run: str) -> None:
+        """Serve another run from now on."""
+        if run != self.serves:
+            logger.info("the engine is to serve run %s, after %s", run, self.serves)
+            self.serves, self._ordered_at_s = run, time.monotonic()
+            self._ordered.set()
 
     async def run(self) -> None:
-        """Until cancelled; closes the source on the way out."""
+        """Until cancelled; closes the sources on the way out."""
         try:
             await self._follow()
         finally:
-            self._source.close()
+            self._copies.close()
+            await asyncio.gather(*self._polls.values(), return_exceptions=True)
 
     async def _follow(self) -> None:
         failures = 0
@@ -205,8 +228,12 @@ class WeightLoop:
             ):  # nobody would take them, and what production runs on is not ours to use
                 await asyncio.sleep(_NO_ENGINE_S)
                 continue
+            run, ordered = self.serves, self._ordered.is_set()
+            self._ordered.clear()
             try:
-                unpolled = await self._poll()
+                unpolled = await self._poll(run, at_once=ordered)
+                if run != self.serves:
+                    continue
                 if await self._catch_up():  # also without the relay: what the node holds is good
                     self.num_commits += 1
                 if unpolled is not None:
@@ -219,17 +246,41 @@ class WeightLoop:
                     logger.exception("weights")
                 failures += 1
                 self._note(str(error) or type(error).__name__)
-                await asyncio.sleep(_BACK_OFF_S[min(failures, len(_BACK_OFF_S)) - 1])
+                if not await self._made_room(error, run):
+                    await asyncio.sleep(_BACK_OFF_S[min(failures, len(_BACK_OFF_S)) - 1])
 
-    async def _poll(self) -> Exception | None:
-        """Look for news; why that was not possible."""
+    async def _poll(self, run: str, *, at_once: bool) -> Exception | None:
+        """Look for news, until there are some or another run is ordered; why that was not possible."""
+        poll = self._polls.get(run)
+        if poll is None:
+            timeout_s = 0.0 if at_once else self._poll_s()
+            poll = asyncio.create_task(
+                asyncio.to_thread(lambda: self._copies.source(run).poll(timeout_s)), name=f"poll {run}"
+            )
+            self._polls[run] = poll
+        elif at_once and run in self._newest and not poll.done():
+            return None  # what the node holds is good, and a long poll of it is still under way
+        ordered = asyncio.create_task(self._ordered.wait())
         try:
-            newest = await asyncio.to_thread(self._source.poll, self._poll_s())
+            await asyncio.wait((poll, ordered), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ordered.cancel()
+        if not poll.done():
+            return None
+        del self._polls[run]
+        try:
+            newest = poll.result()
         except Exception as error:  # noqa: BLE001 - raised later, by our caller
             return error
         if newest is not None:
-            self.newest = newest
+            self._newest[run] = newest
         return None
+
+    async def _made_room(self, error: Exception, run: str) -> bool:
+        """Room on the disk, where that was short and another policy's copy is there."""
+        if not isinstance(error, CapacityError) or error.status != NO_ROOM:
+            return False
+        return await asyncio.to_thread(self._copies.make_room, run)
 
     def _poll_s(self) -> float:
         # An engine that is starting may become ready during a long poll, and must not wait for its end.
@@ -237,17 +288,21 @@ class WeightLoop:
 
     async def _catch_up(self) -> bool:
         """Bring a ready engine to the newest version; False when there is nothing to do."""
-        engine, target = self._engine, self.newest
-        if target is None or engine.state != "ready" or engine.version == str(target):
+        engine, newest = self._engine, self.newest
+        if newest is None or engine.state != "ready":
             return False
+        target, has = Lineage(self.serves, newest), engine.lineage
+        if has == target:
+            return False
+        # Of another run's weights no delta starts; of a checkpoint's, the run's own first version may.
+        base = has.version if has is not None and has.run in ("", target.run) else None
         try:
-            base = None if engine.version is None else WeightVersion.parse(engine.version)
             await self._update(target, base)
         except (WeightsError, RequestError) as error:
             if error.code == "weights_broken":
                 await engine.kill_broken()
                 raise
-            if isinstance(error, SectionCorrupt) or engine.version is None:
+            if isinstance(error, SectionCorrupt) or has is None:
                 raise
             # The engine is not what the delta is for (restarted, or another lineage): from scratch.
             logger.warning("update to %s refused (%s), taking the whole version", target, error)
@@ -255,25 +310,26 @@ class WeightLoop:
             await self._update(target, None)
         return True
 
-    async def _update(self, target: WeightVersion, base: WeightVersion | None) -> None:
-        engine = self._engine
-        path = await asyncio.to_thread(self._source.fetch, target, base)
+    async def _update(self, target: Lineage, base: WeightVersion | None) -> None:
+        engine, version = self._engine, target.version
+        source = await asyncio.to_thread(self._copies.source, target.run)
+        path = await asyncio.to_thread(source.fetch, version, base)
         check_update_path(path, self._directory)
-        body = {"path": str(path), "attempt": target.attempt, "version": target.version}
+        name = {"run": target.run, "attempt": version.attempt, "version": version.version}
         staged = {"state": "staging"}
         try:
             async with asyncio.timeout(self._link.timeout_s):
                 while staged.get("state") == "staging":
-                    staged = await engine.call("POST", "/rose/weights/stage", body, timeout_s=60.0)
+                    staged = await engine.call(
+                        "POST", "/rose/weights/stage", name | {"path": str(path)}, timeout_s=60.0
+                    )
         except TimeoutError:
             raise EngineError(f"staging {target} took over {self._link.timeout_s:.0f} s") from None
-        done = await engine.call(
-            "POST",
-            "/rose/weights/commit",
-            {"attempt": target.attempt, "version": target.version},
-            timeout_s=120.0,
-        )
-        engine.version = str(target)
+        done = await engine.call("POST", "/rose/weights/commit", name, timeout_s=120.0)
+        engine.lineage = target
+        if self._ordered_at_s is not None and target.run == self.serves:
+            self.switch_s, self._ordered_at_s = time.monotonic() - self._ordered_at_s, None
+            self.num_switches += 1
         self.last = {
             key: value
             for key, value in {**staged, **done}.items()
@@ -287,8 +343,29 @@ class WeightLoop:
         self.error = error
 
 
-def open_weight_source(config: NodeConfig, link: WeightsLink, tokens: Tokens) -> WeightSource:
-    """The subscriber of this node.
+def open_copies(config: NodeConfig, link: WeightsLink, tokens: Tokens) -> PolicyCopies:
+    """What this node has of the runs that it may be told to serve.
+
+    Raises:
+        ConfigError: See :func:`open_weight_source`.
+    """
+
+    def opened(run: str, directory: Path) -> WeightSource:
+        return open_weight_source(config, link, tokens, run, directory)
+
+    copies = PolicyCopies(link.run_id, config.weights_dir, opened, most=link.max_policies)
+    copies.source(link.run_id)  # what is wrong with the directory is said at the start
+    return copies
+
+
+def open_weight_source(
+    config: NodeConfig,
+    link: WeightsLink,
+    tokens: Tokens,
+    run: str | None = None,
+    directory: Path | None = None,
+) -> WeightSource:
+    """The subscriber of this node, of its own run where no other is named.
 
     Raises:
         ConfigError: ``rose.weights`` cannot be used with these settings.
@@ -297,9 +374,8 @@ def open_weight_source(config: NodeConfig, link: WeightsLink, tokens: Tokens) ->
     from rose.weights.stores import open_store
     from rose.weights.subscriber import WeightSubscriber
 
-    directory = config.weights_dir
     try:
-        private_dir(directory).make()  # what lies there becomes the policy
+        private_dir(config.weights_dir).make()  # what lies there becomes the policy
     except LedgerError as error:
         raise ConfigError(
             f"{error.field}: {error.message}",
@@ -308,4 +384,6 @@ def open_weight_source(config: NodeConfig, link: WeightsLink, tokens: Tokens) ->
         ) from error
     store = open_store(link.relay_url, tokens.relay)
     params = WeightsParams(num_threads=link.threads)
-    return WeightSubscriber(store, link.run_id, directory, params, owns_store=True)
+    return WeightSubscriber(
+        store, run or link.run_id, directory or config.weights_dir, params, owns_store=True
+    )

@@ -26,6 +26,7 @@ from rose.policy.engine_start import EngineSize, kv_pages, memory_share
 from rose.policy.lending import Lending
 from rose.policy.watch import Harvestable, SloGuard
 from rose.units import PAGE_BYTES, format_bytes, format_s
+from rose.wire.workers import HeartbeatAnswer
 
 logger = logging.getLogger("rose.node")
 
@@ -54,6 +55,10 @@ class Node:
         self.slo_ttft_ms = serving.slo_ttft_ms if serving else 0.0
         self.slo_tpot_ms = serving.slo_tpot_ms if serving else 0.0
         self.want_engine = True
+        self.assignment = HeartbeatAnswer()
+        """Whom rose-scheduler wants this device to serve, by its last answer."""
+        self.released = False
+        """No job wants this device: nothing is lent to its engine, which stays where it is."""
         self.errors: dict[str, str] = {}
         self.device = DeviceView(self.dir, self.errors)
         self.free = FreeFigure(config.device.reserve, self.errors)

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from rose.config import Section
 from rose.decisions.decision_config import DecisionConfig
+from rose.lineage import RUN_PATTERN
 from rose.policy.admission import AdmissionParams, Rule
 from rose.policy.baselines import make_lending
 from rose.policy.lending import DEAD_AFTER_S, Lending, LendingParams
@@ -170,7 +171,11 @@ class WeightsLink(Section):
 
     relay_url: StoreUrl
     """A relay, or any store that ``rose.weights.stores`` opens."""
-    run_id: str = Field(min_length=1, max_length=128)
+    run_id: str = Field(pattern=f"^{RUN_PATTERN}$")
+    """Whose policy the engine has until rose-scheduler gives the device to a job of another run."""
+    max_policies: int = Field(default=4, ge=1, le=1024)
+    """Host copies that are kept, of this run and of others that the device served: as many as the disk holds, least recently used
+    out."""
     directory: Path | None = None
     """Host copy and update files, on a disk: 2.2 times the model, and once more for each update that takes it whole.  None =
     ``/var/cache/rose/NODE_ID`` as root, ``rose/NODE_ID`` in $XDG_CACHE_HOME (or ``~/.cache``) as another user, and below a systemd

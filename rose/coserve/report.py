@@ -33,7 +33,8 @@ def heartbeat(
         incarnation=incarnation,
         seq=seq,
         version=node.engine.version,
-        run=node.config.weights.run_id if node.config.weights is not None else None,
+        run=node.engine.run,
+        switch_s=node.weights.switch_s if node.weights is not None else None,
         state="ready" if ready else "stopping" if stopping else "starting",
         kv_budget_tokens=budget,
         kv_used_tokens=used,
@@ -97,6 +98,11 @@ def status(node: Node) -> dict[str, Any]:
         },
         "engine": {**node.engine.describe(), "waits_for": node.waits_for()},
         "scheduler": None if uplink is None else {"connected": uplink.connected, "error": uplink.error},
+        "assignment": {
+            "job": node.assignment.job,
+            "run": node.assignment.run,
+            "active": not node.released,
+        },
         "weights": None if node.weights is None else _weights(node.weights),
         "errors": dict(node.errors),
     }
@@ -171,6 +177,9 @@ def _serving(node: Node) -> dict[str, Any]:
 
 def _weights(weights: WeightLoop) -> dict[str, Any]:
     return {
+        "serves": weights.serves,
+        "switches": weights.num_switches,
+        "switch_s": weights.switch_s,
         "newest": str(weights.newest) if weights.newest is not None else None,
         "commits": weights.num_commits,
         "error": weights.error,

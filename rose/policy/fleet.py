@@ -23,10 +23,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from rose.lineage import Version
 from rose.policy.concurrency import Concurrency
 from rose.policy.packed import WorkerTable
 from rose.policy.speed import Speed
-from rose.policy.staleness import Version
 from rose.policy.worker import Duty, Health, LendingState, Tier, Worker
 
 
@@ -156,7 +156,8 @@ class Fleet:
             worker.kv_epoch += 1
             worker.reclaim_seq = reclaim_seq
             worker.lending = LendingState.PRESSURE
-            self._note_reclaim(worker, at_s)
+            if worker.job != "":  # what nobody wants is given back because we said so
+                self._note_reclaim(worker, at_s)
         worker.kv_budget_tokens = kv_budget_tokens
         worker.kv_used_tokens = kv_used_tokens
         worker.running = running

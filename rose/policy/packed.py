@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from rose.policy.speed import Speed
 
 if TYPE_CHECKING:
-    from rose.policy.staleness import Version
+    from rose.lineage import Version
     from rose.policy.worker import Worker
 
 NO_LIMIT = 2**62

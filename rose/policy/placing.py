@@ -19,12 +19,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from rose.errors import PolicyError
+from rose.lineage import Version
 from rose.policy.affinity import Affinity
 from rose.policy.fleet import Fleet
 from rose.policy.packed import Eligible, Mask
 from rose.policy.remaining import Remaining
 from rose.policy.routing import Candidate, RoutingPolicy
-from rose.policy.staleness import Version
 from rose.policy.turn import Turn
 from rose.policy.turn_events import TurnParams
 from rose.policy.worker import Health, Tier, Worker
@@ -177,8 +177,8 @@ class Placer:
             floor = own if floor is None else max(floor, own)
         dedicated_only = spec.dedicated_only or self._is_pinned(turn)
         run = self.runs.get(spec.job)
-        if not run:  # one turn, one policy, also where nobody asked for one by name
-            run = turn.segments[-1].run if turn.segments else None
+        if not run:  # one turn, one trajectory, one policy, also where nobody asked for one by name
+            run = turn.segments[-1].run if turn.segments else spec.run or None
         return spec.model, spec.job, dedicated_only, floor, run
 
     def _suiting(self, kind: _Class) -> Mask:

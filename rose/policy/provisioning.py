@@ -1,22 +1,28 @@
-"""Which device works for which job: activate where it pays, release what idles, one job per device.
+"""Which device works for which job: one job per device, where it gains most, for as long as it gains.
 
-A *host* is a device that could run a rollout engine: dedicated, or a share of a serving GPU.  A *job* may hold
-up to ``n_dedicated`` and ``n_harvested`` of them.
+A *host* is a device that could run a rollout engine: dedicated, or a share of a serving GPU.  A *job* may hold up to
+``n_dedicated`` and ``n_harvested`` of them.
 
-- **Activate** when the gain beats the cost: with ``n`` devices and a backlog of ``b`` seconds, one more saves
-  about ``b / (n + 1)`` seconds; that must exceed ``gain_factor`` times the host's switch cost (activation and
-  weight pull).  The backlog is a rolling mean of three reports, so one spike does nothing.
-- **Which host**: dedicated first; of the serving ones the lowest recent KV use (the paper's rule), then the
-  fewest reclaims.  A serving GPU that is nearly full is no candidate.
-- **Which job** first: the one with the fewest device-seconds per weight.  A job that wants a device when none
-  is free takes one from a job that has had more than its share.
-- **Release** when a device has idled for ``idle_s``, when its serving use says that production needs it, when
-  the job is gone or its cap was lowered.
-- **Hysteresis**: an activated device is kept for ``min_active_s`` at least, a released one rests for
-  ``rest_s``.  A job keeps its last dedicated device.
+**Gain.**  With ``n`` turns on ``k`` engines a job samples ``rate(n, k)`` tokens a second: an engine that has ``m`` turns makes
+``m / (token_s + m * crowd_s)``, and no turn is on two engines.  One more host shortens what is to be done by the share
+``1 - rate(n, k) / rate(n, k + 1)``; that share of ``hold_s`` (how long a demand is believed to last, or production to leave the
+host alone, whichever is shorter), times the job's weight, is the host's gain in seconds.  So a long queue gains much, a tail of
+few long turns nothing: where engines have room for every turn, no harvested one is taken in.
 
-Invariants, checked by :meth:`Provisioning.check`: a host works for at most one job; no job holds more of a tier
-than its cap; what is held is known.
+- **Activate** where the gain is above ``gain_factor`` times what the switch costs: as long as the host measured its last one, or
+  ``least_s`` where it has the job's weights already.
+- **Which host**: dedicated first; then one that has the job's weights, the lowest recent KV use of production (the paper's rule),
+  the fewest reclaims.  A serving GPU that is nearly full, or will be before the switch has paid, is no candidate.
+- **Which job** first: the one with the fewest device-seconds per weight.  Nobody's fair share is kept idle: who needs more borrows.
+- **Move** a host from one job to another where the one gains more than the other loses, the switch included; or where the
+  other has had more than its share by ``unfair_s``.
+- **Release** a host that has gained next to nothing for ``idle_s``, whose production needs it, or whose job is gone or was
+  given a lower cap.
+- **Hysteresis**: a host works for a job ``min_active_s`` at least, one that was released rests for ``rest_s``; to be kept takes
+  much less gain than to be taken.  A job keeps its last dedicated host.
+
+Invariants, checked by :meth:`Provisioning.check`: a host works for at most one job, of its own model; no job holds more of a
+tier than its cap; what is held is known.
 
 One door, :meth:`Provisioning.handle`.  Pure.
 """
@@ -36,14 +42,21 @@ from rose.policy.worker import Tier
 class ProvisioningParams:
     gain_factor: float = 1.5
     """Expected gain over switch cost that an activation must have."""
+    hold_s: float = 60.0
+    """How long the demand of now is believed to last."""
     switch_s: float = 5.0
     """Activation and weight pull, where a host has not measured its own."""
+    least_s: float = 1.0
+    """What any activation costs."""
     idle_s: float = 30.0
     min_active_s: float = 20.0
     rest_s: float = 10.0
-    num_backlogs: int = 3
+    num_loads: int = 3
+    """Reports whose mean counts, so that one spike does nothing."""
     full_fraction: float = 0.8
     """Serving KV use at which a GPU is no longer taken; and released from, if it stays there."""
+    trend_s: float = 30.0
+    """Over which the growth of production's use is smoothed."""
     unfair_s: float = 60.0
     """Device-seconds per weight by which a job must be ahead before a device is taken from it."""
 
@@ -53,16 +66,22 @@ class ProvisioningParams:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostSeen:
-    """A host reports.  ``serving_use`` is the recent share of KV memory that production uses, 0 where none
-    runs; ``busy`` says that the job's turns run there now."""
+    """A host reports.
+
+    ``model``: the base model of its engine.  ``run``: whose weights it has; empty: nobody's.  ``speed``: of a dedicated host of
+    the same kind.  ``serving_use``: recent share of KV memory that production uses, 0 where none runs.  ``switch_s``: what its
+    last change of weights took.
+    """
 
     at_s: float
     host: str
     tier: Tier
     serving_use: float = 0.0
     reclaim_rate: float = 0.0
-    busy: bool = False
     switch_s: float | None = None
+    model: str = ""
+    run: str = ""
+    speed: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,13 +92,15 @@ class HostGone:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobSeen:
-    """A new job, or new caps and weight of a known one."""
+    """A new job, or new facts of a known one.  ``model``: empty where it is not known yet, and then no host is of it."""
 
     at_s: float
     job: str
     n_dedicated: int
     n_harvested: int
     weight: float = 1.0
+    model: str = ""
+    run: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,12 +110,16 @@ class JobGone:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BacklogSeen:
-    """``backlog_s``: how long the job's waiting turns would take on what it holds; inf when it holds none."""
+class LoadSeen:
+    """``num_turns``: under way or waiting.  ``token_s``, ``crowd_s``: of a dedicated engine, alone and per turn beside
+    (``rose.policy.speed``); ``slots``: turns that one takes at once."""
 
     at_s: float
     job: str
-    backlog_s: float
+    num_turns: int
+    token_s: float = 0.02
+    crowd_s: float = 0.0005
+    slots: int = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,18 +129,20 @@ class Tick:
     at_s: float
 
 
-Event = HostSeen | HostGone | JobSeen | JobGone | BacklogSeen | Tick
+Event = HostSeen | HostGone | JobSeen | JobGone | LoadSeen | Tick
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Activate:
     host: str
     job: str
+    gain_s: float
+    """Expected, less what it costs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Release:
-    """``reason``: idle, pressure, cap, job_gone, fair_share."""
+    """``reason``: idle, pressure, cap, job_gone, value, fair_share; after the last two another job has it at once."""
 
     host: str
     job: str
@@ -129,13 +156,20 @@ Action = Activate | Release
 class Host:
     host: str
     tier: Tier
+    model: str = ""
+    run: str = ""
+    speed: float = 1.0
     serving_use: float = 0.0
+    use_per_s: float = 0.0
+    """How fast production's use grows."""
+    seen_s: float = 0.0
     reclaim_rate: float = 0.0
     switch_s: float | None = None
     job: str | None = None
     since_s: float = -math.inf
     """Of the last activation or release."""
-    busy_at_s: float = 0.0
+    worth_s: float = 0.0
+    """When it last gained its job something."""
     full_since_s: float | None = None
 
 
@@ -144,9 +178,24 @@ class Job:
     job: str
     caps: dict[Tier, int]
     weight: float
+    model: str = ""
+    run: str = ""
     used_s: float = 0.0
     """Device-seconds held so far."""
-    backlogs: deque[float] = field(default_factory=lambda: deque[float]())
+    loads: deque[LoadSeen] = field(default_factory=lambda: deque[LoadSeen]())
+
+    @property
+    def num_turns(self) -> float:
+        return sum(load.num_turns for load in self.loads) / len(self.loads) if self.loads else 0.0
+
+    def rate(self, num_engines: int, speed: float) -> float:
+        """Tokens a second that its turns make on so many engines with this speed together."""
+        turns = self.num_turns
+        if not turns or not num_engines:
+            return 0.0
+        last, used = self.loads[-1], min(float(num_engines), turns)
+        each = min(turns / used, float(last.slots))
+        return speed * (used / num_engines) * each / (last.token_s + each * last.crowd_s)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -162,13 +211,12 @@ class Provisioning:
         """
         if event.at_s < self._now_s:
             raise PolicyError(f"{event.at_s} s after {self._now_s} s: time went back", field="at_s")
-        if isinstance(event, BacklogSeen | JobGone) and event.job not in self.jobs:
+        if isinstance(event, LoadSeen | JobGone) and event.job not in self.jobs:
             raise PolicyError(f"job {event.job} is unknown", field="job")
         self._account(event.at_s)
         match event:
             case HostSeen():
-                self._seen(event)
-                return []
+                return self._seen(event)
             case HostGone():
                 self.hosts.pop(event.host, None)
                 return []
@@ -179,11 +227,11 @@ class Provisioning:
                 actions.extend(self._release(h, event.at_s, "job_gone") for h in self._held(event.job))
                 del self.jobs[event.job]
                 return actions
-            case BacklogSeen():
-                backlogs = self.jobs[event.job].backlogs
-                backlogs.append(max(event.backlog_s, 0.0))
-                while len(backlogs) > self.params.num_backlogs:
-                    backlogs.popleft()
+            case LoadSeen():
+                loads = self.jobs[event.job].loads
+                loads.append(event)
+                while len(loads) > self.params.num_loads:
+                    loads.popleft()
                 return []
             case Tick():
                 return [*self._shrink(event.at_s), *self._grow(event.at_s)]
@@ -194,20 +242,41 @@ class Provisioning:
         """Hosts that work for ``job``, by name."""
         return [host.host for host in self._held(job) if tier in (None, host.tier)]
 
+    def wanted(self, job: str) -> int:
+        """Dedicated engines that would pay for this job's demand, whether they are there or not."""
+        found, facts = 0, self.jobs[job]
+        least = self.params.gain_factor * self.params.switch_s / self.params.hold_s
+        while found < facts.num_turns:
+            more = facts.rate(found + 1, found + 1.0)
+            if (more - facts.rate(found, float(found))) / more * facts.weight <= least:
+                break
+            found += 1
+        return found
+
     # --- what is known ---------------------------------------------------------------------------------
 
-    def _seen(self, event: HostSeen) -> None:
+    def _seen(self, event: HostSeen) -> list[Action]:
         host = self.hosts.get(event.host)
+        actions: list[Action] = []
+        if host is not None and host.job is not None and (host.tier, host.model) != (event.tier, event.model):
+            actions.append(self._release(host, event.at_s, "cap"))
         if host is None or host.tier is not event.tier:
-            host = self.hosts[event.host] = Host(host=event.host, tier=event.tier, busy_at_s=event.at_s)
+            host = self.hosts[event.host] = Host(
+                host=event.host, tier=event.tier, serving_use=event.serving_use, seen_s=event.at_s
+            )
+        spent_s = event.at_s - host.seen_s
+        if spent_s > 0:
+            slope = (event.serving_use - host.serving_use) / spent_s
+            host.use_per_s += (1.0 - math.exp(-spent_s / self.params.trend_s)) * (slope - host.use_per_s)
+        host.seen_s = event.at_s
+        host.model, host.run, host.speed = event.model, event.run, event.speed
         host.serving_use, host.reclaim_rate = event.serving_use, event.reclaim_rate
         host.switch_s = event.switch_s
-        if event.busy:
-            host.busy_at_s = event.at_s
         if event.serving_use < self.params.full_fraction:
             host.full_since_s = None
         elif host.full_since_s is None:
             host.full_since_s = event.at_s
+        return actions
 
     def _job(self, event: JobSeen) -> list[Action]:
         if event.n_dedicated < 0 or event.n_harvested < 0 or event.weight <= 0:
@@ -219,12 +288,12 @@ class Provisioning:
             shares = [known.used_s / known.weight for known in self.jobs.values()]
             job = self.jobs[event.job] = Job(job=event.job, caps=caps, weight=event.weight)
             job.used_s = min(shares, default=0.0) * event.weight
-        job.caps, job.weight = caps, event.weight
-        actions: list[Action] = []
+        job.caps, job.weight, job.model, job.run = caps, event.weight, event.model, event.run
+        held = self._held(event.job)
+        over = [host for host in held if host.model != job.model]
         for tier, cap in caps.items():
-            over = [host for host in self._held(event.job) if host.tier is tier][cap:]
-            actions.extend(self._release(host, event.at_s, "cap") for host in over)
-        return actions
+            over += [host for host in held if host.tier is tier and host not in over][cap:]
+        return [self._release(host, event.at_s, "cap") for host in over]
 
     def _account(self, at_s: float) -> None:
         if math.isfinite(self._now_s):
@@ -239,63 +308,99 @@ class Provisioning:
         actions: list[Action] = []
         params = self.params
         for host in sorted(self.hosts.values(), key=lambda h: (-h.serving_use, h.host)):
-            if host.job is None or at_s - host.since_s < params.min_active_s:
+            if host.job is None:
+                continue
+            job = self.jobs[host.job]
+            if self._loss_s(job, host) > params.gain_factor * params.least_s:
+                host.worth_s = at_s
+            if at_s - host.since_s < params.min_active_s:
                 continue
             full = host.full_since_s is not None and at_s - host.full_since_s >= params.min_active_s
-            idle = at_s - max(host.busy_at_s, host.since_s) >= params.idle_s
             if full:
                 actions.append(self._release(host, at_s, "pressure"))
-            elif idle and not self._wants(self.jobs[host.job], host) and self._may_spare(host):
+            elif at_s - max(host.worth_s, host.since_s) >= params.idle_s and self._may_spare(host):
                 actions.append(self._release(host, at_s, "idle"))
         return actions
 
     def _grow(self, at_s: float) -> list[Action]:
         actions: list[Action] = []
-        free = [
-            host
-            for host in self.hosts.values()
-            if host.job is None
-            and host.serving_use < self.params.full_fraction
-            and at_s - host.since_s >= self.params.rest_s
-        ]
-        free.sort(key=lambda h: (h.tier is not Tier.DEDICATED, h.serving_use, h.reclaim_rate, h.host))
         for job in sorted(self.jobs.values(), key=_share):
-            host = next((h for h in free if self._has_room(job, h.tier) and self._wants(job, h)), None)
-            if host is not None:
-                free.remove(host)
-                host.job, host.since_s = job.job, at_s
-                actions.append(Activate(host=host.host, job=job.job))
-                # One device a tick and job: the next backlog already counts on it.
-            elif self.hosts and (taken := self._unfair(job, at_s)) is not None:
-                actions.append(self._release(taken, at_s, "fair_share"))
+            # One host a tick and job: the next report already counts on it.
+            free = [
+                host
+                for host in self.hosts.values()
+                if host.job is None
+                and at_s - host.since_s >= self.params.rest_s
+                and self._may_take(job, host)
+            ]
+            free.sort(
+                key=lambda h, run=job.run: (
+                    h.tier is not Tier.DEDICATED, not run or h.run != run, h.serving_use, h.reclaim_rate, h.host,
+                )
+            )  # fmt: skip
+            found = next((host for host in free if self._net_s(job, host) > 0), None)
+            if found is None:
+                found, reason = self._other_s_host(job, at_s)
+                if found is None:
+                    continue
+                actions.append(self._release(found, at_s, reason))
+            actions.append(Activate(host=found.host, job=job.job, gain_s=self._net_s(job, found)))
+            found.job, found.since_s = job.job, at_s
         return actions
 
-    def _wants(self, job: Job, host: Host) -> bool:
-        """Would this host gain the job more than it costs to switch?"""
-        if not job.backlogs:
-            return False
-        num_held = len(self._held(job.job)) - (host.job == job.job)
-        backlog_s = sum(job.backlogs) / len(job.backlogs)
-        switch_s = self.params.switch_s if host.switch_s is None else host.switch_s
-        return backlog_s / (num_held + 1) > self.params.gain_factor * switch_s
+    def _other_s_host(self, job: Job, at_s: float) -> tuple[Host | None, str]:
+        """A host that another job has, and why this one should have it: the gain, or the other's share."""
+        best: tuple[float, str, Host, str] | None = None
+        for host in self.hosts.values():
+            if host.job in (None, job.job) or at_s - host.since_s < self.params.min_active_s:
+                continue
+            if not self._may_spare(host) or not self._may_take(job, host):
+                continue
+            net_s = self._net_s(job, host)
+            if net_s <= 0:
+                continue
+            other = self.jobs[host.job]
+            value_s, reason = net_s - self._loss_s(other, host), "value"
+            if value_s <= 0:
+                if _share(other)[0] - _share(job)[0] <= self.params.unfair_s:
+                    continue
+                reason = "fair_share"
+            if best is None or (value_s, host.host) > best[:2]:
+                best = (value_s, host.host, host, reason)
+        return (None, "") if best is None else best[2:]
 
-    def _unfair(self, job: Job, at_s: float) -> Host | None:
-        """A host of a job that has had more than its share, which ``job`` could use."""
-        richest = max(self.jobs.values(), key=_share)
-        if _share(richest)[0] - _share(job)[0] <= self.params.unfair_s:
-            return None
-        for host in reversed(self._held(richest.job)):
-            if (
-                at_s - host.since_s >= self.params.min_active_s
-                and self._may_spare(host)
-                and self._has_room(job, host.tier)
-                and self._wants(job, host)
-            ):
-                return host
-        return None
+    def _may_take(self, job: Job, host: Host) -> bool:
+        return (
+            host.model == job.model
+            and host.serving_use < self.params.full_fraction
+            and len(self.held(job.job, host.tier)) < job.caps[host.tier]
+        )
 
-    def _has_room(self, job: Job, tier: Tier) -> bool:
-        return len(self.held(job.job, tier)) < job.caps[tier]
+    def _net_s(self, job: Job, host: Host) -> float:
+        """What a host that a job has not would gain it, less what it must at least."""
+        before, after = self._rates(job, host)
+        if after <= 0:
+            return -math.inf
+        params = self.params
+        growth = max(host.use_per_s, 1e-9)
+        left_s = max(0.0, (params.full_fraction - host.serving_use) / growth)
+        has_weights = bool(job.run) and host.run == job.run
+        cost_s = params.least_s
+        if not has_weights:
+            cost_s = max(cost_s, params.switch_s if host.switch_s is None else host.switch_s)
+        gain_s = (1.0 - before / after) * job.weight * max(0.0, min(params.hold_s, left_s) - cost_s)
+        return gain_s - params.gain_factor * cost_s
+
+    def _loss_s(self, job: Job, host: Host) -> float:
+        """What a job would lose with a host that it has."""
+        before, after = self._rates(job, host)
+        return (1.0 - before / after) * job.weight * self.params.hold_s if after > 0 else 0.0
+
+    def _rates(self, job: Job, host: Host) -> tuple[float, float]:
+        """Of a job without and with a host."""
+        others = [each for each in self._held(job.job) if each is not host]
+        speed = sum(each.speed for each in others)
+        return job.rate(len(others), speed), job.rate(len(others) + 1, speed + host.speed)
 
     def _may_spare(self, host: Host) -> bool:
         """A job's last dedicated device stays: it is what finishes the work when every GPU is taken back."""
@@ -315,7 +420,7 @@ class Provisioning:
     def check(self) -> None:
         """Assert the invariants of the module docstring."""
         for host in self.hosts.values():
-            assert host.job is None or host.job in self.jobs
+            assert host.job is None or self.jobs[host.job].model == host.model
         for job in self.jobs.values():
             for tier, cap in job.caps.items():
                 assert len(self.held(job.job, tier)) <= cap

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rose.policy.staleness import Version
+from rose.lineage import Version
 
 # --- events ----------------------------------------------------------------------------------------------
 

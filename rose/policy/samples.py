@@ -52,6 +52,7 @@ from enum import StrEnum
 from typing import assert_never
 
 from rose.errors import Conflict, Gone, NotFound
+from rose.lineage import Version
 from rose.policy.discards import Discards
 from rose.policy.sample_events import (
     Action,
@@ -73,7 +74,7 @@ from rose.policy.sample_events import (
     TurnAdded,
     VersionPublished,
 )
-from rose.policy.staleness import Version, is_spent, worst_lag
+from rose.policy.staleness import is_spent, worst_lag
 
 
 class SampleState(StrEnum):
@@ -332,6 +333,10 @@ class SampleBook:
             for name in group.members
             for sampled in (self.samples[name].oldest, event.live.get(name))
         )
+
+    def is_leased(self, job: str, group_id: str) -> bool:
+        """Is any of this group's members with a trainer?"""
+        return self._is_leased(self.groups[job, group_id])
 
     def _is_leased(self, group: Group) -> bool:
         return any(self.samples[name].state is SampleState.LEASED for name in group.members)

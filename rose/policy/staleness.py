@@ -1,10 +1,8 @@
-"""Weight versions: how they are written, ordered, and how far behind a sample may be.
+"""How far behind the weights a sample may be.
 
-A version is ``(attempt, version)``, written ``attempt.version`` (``2.17``): attempt counts the starts
-of the trainer, version its steps.  Ordered first by attempt, because a restarted trainer may publish
-again a number that an earlier attempt had already used for other weights.
+Versions are those of one run (``rose.lineage``): samples of another are no older or newer, but of another policy, and are
+kept apart before anything here is asked.
 
-Decides: whether a worker may take a turn, and how stale a sample is when a trainer takes it.
 Does not decide what happens to a stale sample (``rose.policy.samples``).
 """
 
@@ -12,44 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rose.errors import RequestError
-
-Version = tuple[int, int]
-
-MAX_PART = 2**53
-"""Both parts survive a JSON number in any client."""
-
-
-def parse_version(text: object, field: str = "version") -> Version:
-    """``'2.17'`` or ``[2, 17]`` -> ``(2, 17)``.
-
-    Raises:
-        RequestError: Anything else; ``field`` is named in it.
-    """
-    parts: list[object]
-    if isinstance(text, str) and len(text) <= 40:
-        parts = [int(part) if part.isascii() and part.isdigit() else part for part in text.split(".")]
-    elif isinstance(text, list | tuple):
-        parts = list(text)  # pyright: ignore[reportUnknownArgumentType]
-    else:
-        parts = []
-    if len(parts) == 2:
-        attempt, version = parts
-        if (
-            isinstance(attempt, int)
-            and isinstance(version, int)
-            and not isinstance(attempt, bool)
-            and not isinstance(version, bool)
-            and 0 <= attempt < MAX_PART
-            and 0 <= version < MAX_PART
-        ):
-            return attempt, version
-    raise RequestError("is not a version like '2.17'", field=field, fix="write attempt.version")
-
-
-def format_version(version: Version) -> str:
-    """``(2, 17)`` -> ``'2.17'``."""
-    return f"{version[0]}.{version[1]}"
+from rose.lineage import Version
 
 
 def lag(consuming: Version, sampled: Version) -> int:

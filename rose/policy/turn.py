@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from rose.policy.staleness import Version
+from rose.lineage import Version
 from rose.policy.turn_events import Segment, Span, TurnResult, TurnState, TurnSubmitted
 from rose.policy.worker import Worker
 
@@ -134,6 +134,12 @@ class Turn:
         for span in versions:
             _append_span(kept, span.version, max(0, min(span.num_tokens, num_new - span.start)))
         self.spans[:] = kept
+
+    def relabel_run(self, run: str) -> None:
+        """The live attempt's tokens were sampled by ``run``, whatever had been believed."""
+        self.dispatch_run = run
+        if self.segments and self.segments[-1].attempt == self.attempt:
+            self.segments[-1] = replace(self.segments[-1], run=run)
 
     def close_attempt(self) -> None:
         """The live attempt is over; what its tokens saw counts for the turn."""

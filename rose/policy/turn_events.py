@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rose.policy.staleness import Version
+from rose.lineage import Version
 from rose.policy.worker import Duty, Tier
 
 HOLDS = {
@@ -166,6 +166,8 @@ class TurnSubmitted:
     """A job's tasks differ in length; what is learned of one kind is not told of another."""
     prefill_per_decode: float | None = None
     """New prompt tokens per sampled token, as the trainer measured them: the first guess of a kind's output."""
+    run: str = ""
+    """Whose weights sampled its trajectory so far; empty: nobody's yet, or of no name.  Counts where its job has named none."""
 
     @property
     def history(self) -> str:
@@ -189,7 +191,8 @@ class AttemptEnded:
     """The engine's terminal answer with its last tokens, as in :class:`TokensArrived`.
 
     ``versions`` are spans over all of this attempt's own tokens, if it told.  ``kv_mixed``: its context held keys
-    and values of other weights than its newest tokens; None if it did not say.
+    and values of other weights than its newest tokens; None if it did not say.  ``run``: whose weights sampled them, by the
+    engine's own stamps, which count for more than what was believed of it; None if it does not stamp.
     """
 
     at_s: float
@@ -202,11 +205,13 @@ class AttemptEnded:
     kv_mixed: bool | None = None
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
+    run: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptFailed:
-    """``kind``: lost (connection, 5xx), busy (429/503), bad (nonsense answer), data (deterministic 4xx)."""
+    """``kind``: lost (connection, 5xx), busy (429/503), bad (nonsense answer), data (deterministic 4xx), run (its tokens are of
+    several runs' weights)."""
 
     at_s: float
     turn_id: str

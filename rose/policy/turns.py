@@ -30,12 +30,13 @@ from collections import Counter, OrderedDict
 from typing import assert_never
 
 from rose.errors import PolicyError
+from rose.lineage import Version, format_version
 from rose.policy.affinity import Affinity
 from rose.policy.fleet import Fleet, FleetParams
 from rose.policy.placing import Entry, Placer
 from rose.policy.remaining import Remaining
 from rose.policy.routing import Candidate, RoutingPolicy
-from rose.policy.staleness import Version, format_version
+from rose.policy.stop_reasons import OTHER_RUN, RECLAIMED
 from rose.policy.turn import Turn
 from rose.policy.turn_events import (
     LIVE,
@@ -72,9 +73,6 @@ from rose.policy.worker import Duty, Health, Worker
 
 MAX_GROUPS = 20_000
 """Whose begin is remembered; one that is forgotten counts as begun with its next turn."""
-
-RECLAIMED = "rose:kv_reclaimed"
-"""``stop_reason`` of a request that the engine cut to give memory back."""
 
 
 class TurnBook:
@@ -296,9 +294,14 @@ class TurnBook:
 
     def _end_attempt(self, turn: Turn, worker: Worker, event: AttemptEnded) -> list[Action]:
         turn.relabel(event.versions)
+        num_new = len(turn.token_ids) - turn.attempt_start
+        if event.run is not None and num_new:
+            turn.relabel_run(event.run)
+            if self._is_of_another_run(turn):  # its node was behind with the news
+                turn.infra_left -= 1
+                return self._refused(turn, worker, event.at_s, "it has another run's weights")
         self.fleet.answered(worker)
         turn.attempt_mixed = event.kv_mixed
-        num_new = len(turn.token_ids) - turn.attempt_start
         prefilled = turn.spec.num_prompt_tokens + turn.attempt_start
         if event.num_cached_tokens is not None:
             cached = min(event.num_cached_tokens, prefilled)
@@ -326,6 +329,9 @@ class TurnBook:
             return self._finish(turn, event.at_s, TurnState.DONE, event.finish_reason, event.stop_reason)
         if len(turn.token_ids) >= turn.spec.max_tokens:
             return self._finish(turn, event.at_s, TurnState.DONE, "length", None)
+        if event.stop_reason == OTHER_RUN:
+            turn.num_futile = 0 if num_new else turn.num_futile + 1
+            return self._refused(turn, worker, event.at_s, "it has another run's weights")
         reclaimed = event.stop_reason == RECLAIMED
         if reclaimed:
             turn.num_reclaims += 1
@@ -335,6 +341,16 @@ class TurnBook:
         wait_s = min(self.params.backoff_s * 2**turn.num_futile, self.params.max_backoff_s)
         turn.backoff_until_s[worker.worker_id] = event.at_s + wait_s
         return self._requeue(turn, event.at_s, "reclaim" if reclaimed else "abort", abort=False)
+
+    def _refused(
+        self, turn: Turn, worker: Worker, at_s: float, message: str, *, forget: bool = False
+    ) -> list[Action]:
+        """The engine has weights of another run than this turn's: elsewhere, and here once it says otherwise."""
+        if turn.infra_left < 0:
+            return self._finish(turn, at_s, TurnState.FAILED, "infra", message=message)
+        wait_s = min(self.params.backoff_s * 2 ** min(turn.num_futile, 8), self.params.max_backoff_s)
+        turn.backoff_until_s[worker.worker_id] = at_s + wait_s
+        return self._requeue(turn, at_s, "run", abort=False, forget=forget)
 
     def _failed(self, event: AttemptFailed) -> list[Action]:
         turn = self._live_attempt(event.turn_id, event.attempt)
@@ -354,6 +370,9 @@ class TurnBook:
                 turn.data_left -= 1
                 if turn.data_left < 0:
                     return self._finish(turn, event.at_s, TurnState.FAILED, "bad", message=event.message)
+            case "run":
+                turn.infra_left -= 1
+                return self._refused(turn, worker, event.at_s, event.message, forget=True)
             case "busy":
                 pass  # a full engine is not a fault; the turn's queue limit bounds the wait
             case _:
@@ -362,15 +381,19 @@ class TurnBook:
                     return self._finish(turn, event.at_s, TurnState.FAILED, "infra", message=event.message)
         return self._requeue(turn, event.at_s, event.kind, abort=False)
 
-    def _requeue(self, turn: Turn, at_s: float, reason: str, *, abort: bool) -> list[Action]:
-        """Back to the front, with the tokens; ``abort`` tells the old engine to let go."""
+    def _requeue(
+        self, turn: Turn, at_s: float, reason: str, *, abort: bool, forget: bool = False
+    ) -> list[Action]:
+        """Back to the front, with the tokens, unless they are of other weights than the next ones (``forget``: surely so);
+        ``abort`` tells the old engine to let go."""
         worker = turn.worker
         assert worker is not None
-        if turn.spec.streamed and turn.spec.resumable and self._is_of_another_run(turn):
+        forget = forget or self._is_of_another_run(turn)
+        if forget and turn.spec.streamed and turn.spec.resumable and turn.token_ids:
             return self._begin_anew(turn, at_s)
         actions = self._abort(turn) if abort else []
         self._release(turn, at_s)
-        if not turn.spec.resumable or self._is_of_another_run(turn):
+        if forget or not turn.spec.resumable:
             actions.extend(self._forget_tokens(turn))
         turn.state, turn.queued_at_s = TurnState.QUEUED, at_s
         turn.order = (0, turn.spec.at_s, turn.order[2])
@@ -502,8 +525,9 @@ class TurnBook:
         return self._forget_tokens(turn)
 
     def _is_of_another_run(self, turn: Turn) -> bool:
-        run = self.runs.get(turn.spec.job, "")
-        return bool(run) and any(segment.run != run for segment in turn.segments)
+        """Was any of its tokens sampled by other weights than its job's, its trajectory's, or its first token's?"""
+        run = self.runs.get(turn.spec.job) or turn.spec.run or (turn.segments[0].run if turn.segments else "")
+        return any(segment.run != run for segment in turn.segments)
 
     def _forget_tokens(self, turn: Turn) -> list[Action]:
         if not turn.token_ids:
@@ -537,9 +561,7 @@ class TurnBook:
         if worker is None:
             raise PolicyError(f"worker {event.worker_id} is not registered", field="worker_id")
         self.fleet.assign(worker, event.job)
-        if event.job is None:
-            return []
-        return self._evacuate(event.worker_id, "assigned", event.at_s, but_job=event.job)
+        return []  # what runs there goes on until the engine ends it, with its tokens, for the other job's weights
 
     def _version(self, event: VersionRequired) -> list[Action]:
         old = self.required.get(event.job)
@@ -560,16 +582,15 @@ class TurnBook:
         reason: str,
         at_s: float,
         *,
-        but_job: str | None = None,
         only_job: str | None = None,
     ) -> list[Action]:
-        """Move every turn from a worker, but those of ``but_job``, or only those of ``only_job``."""
+        """Move every turn from a worker, or only those of ``only_job``."""
         actions: list[Action] = []
         for turn_id in sorted(self._live.get(worker_id, ())):
             turn = self.turns[turn_id]
-            if turn.spec.job == but_job or (only_job is not None and turn.spec.job != only_job):
+            if only_job is not None and turn.spec.job != only_job:
                 continue
-            if reason not in ("drain", "suspect", "restarted", "assigned", "run"):
+            if reason not in ("drain", "suspect", "restarted", "run"):
                 turn.infra_left -= 1
             if turn.infra_left < 0:
                 actions.extend(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from rose.lineage import Version
 from rose.policy.concurrency import Concurrency
 from rose.policy.speed import Speed
-from rose.policy.staleness import Version
 
 
 class Tier(StrEnum):

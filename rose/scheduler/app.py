@@ -131,7 +131,7 @@ class Scheduler:
             max_running=config.limits.max_running,
             stream_upstream=config.stream_upstream,
             seed=config.seed,
-            parks_newcomers=config.provisioning.enabled,
+            parks_newcomers=config.provisioning.mode == "on",
             on_action=self._on_action,
             decisions=self.decisions,
         )
@@ -329,6 +329,7 @@ class Scheduler:
             self.dispatcher,
             self.store,
             self.timeline.worst_promises(),
+            self.provisioner,
             started_at_s=self._started_at_s,
         )
 
@@ -343,7 +344,9 @@ class Scheduler:
         if not self.config.metrics_public and not _is_local(request.remote):
             raise Unauthorized("metrics are for this machine only", field="metrics_public")
         return web.Response(
-            body=self.status.metrics(self.dispatcher, self.store, self.timeline.worst_promises()),
+            body=self.status.metrics(
+                self.dispatcher, self.store, self.timeline.worst_promises(), self.provisioner
+            ),
             headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
         )
 

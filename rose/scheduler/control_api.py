@@ -15,9 +15,9 @@ from aiohttp import web
 
 from rose.auth import Tokens
 from rose.errors import NotFound, RequestError
+from rose.lineage import format_version, parse_version
 from rose.policy import samples as sp
 from rose.policy import turn_events as te
-from rose.policy.staleness import format_version, parse_version
 from rose.policy.worker import Duty, Tier, Worker
 from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.engine import Endpoint
@@ -305,7 +305,10 @@ class ControlRoutes:
         body = await read_wire(request, NewVersion)
         job, version = body.job, (body.attempt, body.version)
         run = body.run or ""
+        named_before = self._store.runs.get(job, "")
         if self._store.require(job, version, run):
+            if not named_before:
+                self._carry_out(self._store.leave_other_runs(job))
             # Before the workers hear of the version: no engine carries over the update what is of no use after it.
             live = self._dispatcher.book.oldest_live(job)
             spent = self._store.drop_spent(
@@ -370,11 +373,16 @@ class ControlRoutes:
             )
         )
         if known:
+            if body.switch_s is not None:
+                self._dispatcher.switch_s[worker_id] = body.switch_s
             self._timeline.on_breaches(worker_id, body.slo_breaches)
             self._timeline.on_promises(worker_id, _promises(body))
         worker = self._dispatcher.book.fleet.workers.get(worker_id)
-        active = worker is None or worker.job != ""
-        answer = HeartbeatAnswer(known=known, required_version=self._required(), active=active)
+        answer = HeartbeatAnswer(known=known, required_version=self._required())
+        if worker is not None and worker.job is not None:
+            answer.active = worker.job != ""
+            answer.job = worker.job or None
+            answer.run = self._store.runs.get(worker.job) or None
         return json_response(encode(answer))
 
     async def remove(self, request: web.Request) -> web.Response:
@@ -472,6 +480,7 @@ def worker_status(worker: Worker, now_s: float) -> dict[str, Any]:
         "incarnation": worker.incarnation,
         "version": None if worker.version is None else format_version(worker.version),
         "run": worker.run,
+        "job": worker.job,
         "inflight": worker.inflight,
         "cap": worker.cap,
         "reserved_tokens": worker.reserved_tokens,

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 from rose.clock import Clock
 from rose.decisions.log import DecisionLog
 from rose.errors import CapacityError, EngineError, Gone, NotFound, PolicyError, RequestError, RoseError
+from rose.lineage import Version
 from rose.policy import turn_events as te
 from rose.policy.routing import RoutingPolicy
-from rose.policy.staleness import Version
 from rose.policy.turns import TurnBook
 from rose.policy.worker import Duty, Health, Tier, Worker
 from rose.scheduler.engine import (
@@ -35,6 +35,7 @@ from rose.scheduler.engine import (
     Output,
     TokenLogprob,
 )
+from rose.wire.turns import ASKED_RUN
 
 log = logging.getLogger("rose.scheduler")
 
@@ -111,6 +112,8 @@ class Dispatcher:
         self.engines = engines
         self.endpoints: dict[str, Endpoint] = {}
         self.handles: dict[str, TurnHandle] = {}
+        self.switch_s: dict[str, float] = {}
+        """By worker: what it measured when it last went over to another run."""
         self._clock = clock
         self.max_running = max_running
         self._stream_upstream = stream_upstream
@@ -309,6 +312,7 @@ class Dispatcher:
         workers = self.book.fleet.workers
         if len(self.endpoints) > len(workers):
             self.endpoints = {name: item for name, item in self.endpoints.items() if name in workers}
+            self.switch_s = {name: item for name, item in self.switch_s.items() if name in workers}
 
     def feed(self, event: te.Event, output: Output | None = None) -> list[te.Action]:
         """Give the book an event and carry out its actions.  ``output``: the engine's answer, for an event that carries tokens."""
@@ -379,6 +383,8 @@ class Dispatcher:
         streamed = turn.spec.streamed or self._stream_upstream
         params = {**handle.sampling_params, "max_tokens": action.max_tokens}
         kept = tuple(turn.token_ids[: action.num_kept_tokens])
+        if turn.dispatch_run:
+            params["extra_args"] = {ASKED_RUN: turn.dispatch_run}
         if kept and params.get("min_tokens"):
             params["min_tokens"] = max(0, params["min_tokens"] - len(kept))
         if handle.routed_from is not None:
@@ -434,6 +440,7 @@ class Dispatcher:
                 kv_mixed=output.kv_mixed,
                 token_ids=output.token_ids,
                 logprobs=output.logprobs,
+                run=output.run,
             )
         self.feed(event, output)
 

@@ -18,7 +18,7 @@ import msgspec
 
 from rose.auth import bearer
 from rose.errors import EngineError, RequestError
-from rose.policy.staleness import parse_version
+from rose.lineage import Lineage
 from rose.policy.turn_events import Span
 from rose.scheduler.ids import MAX_TOKEN_ID
 from rose.wire.pool import AnswerTooLarge, Exchange, PeerLost, Pool, Target, encode_headers
@@ -104,6 +104,8 @@ class Output:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     versions: tuple[Span, ...] = ()
+    run: str | None = None
+    """Whose weights sampled it, by the engine's own stamps; None: it stamps none of ours."""
     num_cached_tokens: int | None = None
     kv_mixed: bool | None = None
     routed_experts: bytes | None = None
@@ -387,6 +389,7 @@ def _parse(engine: Endpoint, payload: bytes, want_entries: bool) -> Output | Non
             f"worker {engine.worker_id} sent {len(entries)} log-probs for {len(token_ids)} tokens", kind="bad"
         )
     logprobs = tuple([entry.logprob for entry in entries])
+    versions, run = _stamps(engine, choice.weight_versions) if choice.weight_versions else ((), None)
     # One that is not finite makes the sum so; the other way round it is worth a look.
     if not math.isfinite(sum(logprobs)) and not all(map(math.isfinite, logprobs)):
         raise EngineFailure(f"worker {engine.worker_id} sent a log-prob that is not a number", kind="bad")
@@ -396,7 +399,8 @@ def _parse(engine: Endpoint, payload: bytes, want_entries: bool) -> Output | Non
         entries=cast("list[TokenLogprob]", entries) if want_entries else [],
         finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,
-        versions=_spans(choice.weight_versions) if choice.weight_versions else (),
+        versions=versions,
+        run=run,
         num_cached_tokens=num_cached,
         kv_mixed=None if context is None else context.kv_mixed,
         routed_experts=_unpacked(engine, choice.routed_experts) if choice.routed_experts else None,
@@ -410,17 +414,27 @@ def _unpacked(engine: Endpoint, text: str) -> bytes:
         raise EngineFailure(f"worker {engine.worker_id} sent no base64", kind="bad") from error
 
 
-def _spans(versions: list[_VersionSpan]) -> tuple[Span, ...]:
-    """The engine's version stamps; none if it carries labels that are not ours (a plain vLLM)."""
+def _stamps(engine: Endpoint, versions: list[_VersionSpan]) -> tuple[tuple[Span, ...], str | None]:
+    """The engine's version stamps, and whose weights they name; none if its labels are not ours (a plain vLLM).
+
+    Raises:
+        EngineFailure: They name several runs.
+    """
     try:
-        return tuple(
-            [
-                Span(version=_version(span.version), start=span.start, num_tokens=span.end - span.start)
-                for span in versions
-            ]
-        )
+        stamps = [(_lineage(span.version), span) for span in versions]
     except RequestError:
-        return ()
+        return (), None
+    runs = {lineage.run for lineage, _ in stamps}
+    if len(runs) > 1:
+        raise EngineFailure(
+            f"worker {engine.worker_id} sampled one answer from runs {', '.join(sorted(runs))}", kind="run"
+        )
+    return tuple(
+        [
+            Span(version=lineage.version.pair, start=span.start, num_tokens=span.end - span.start)
+            for lineage, span in stamps
+        ]
+    ), runs.pop()
 
 
-_version = lru_cache(maxsize=256)(parse_version)
+_lineage = lru_cache(maxsize=256)(Lineage.parse)

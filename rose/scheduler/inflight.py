@@ -31,9 +31,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rose.errors import CapacityError, RequestError, RoseError
+from rose.lineage import Version, format_version
 from rose.policy import samples as sp
 from rose.policy import turn_events as te
-from rose.policy.staleness import Version, format_version
 from rose.scheduler.deliveries import Connections
 from rose.scheduler.dispatch import Dispatcher, TurnHandle, no_worker, turn_error
 from rose.scheduler.ids import pack_ids, pack_logprobs
@@ -454,6 +454,7 @@ class InflightRequests:
             min_version=max(floors, default=None),
             dedicated_only=asked.dedicated_only,
             deadline_at_s=now_s + min(self.turn_s, asked.deadline_s or self.turn_s),
+            run=trajectory.run if trajectory is not None else "",
         )
         headers = asked.trace_headers
         if self.tracing is not None:

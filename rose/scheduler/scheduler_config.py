@@ -9,10 +9,13 @@ from pydantic import Field
 
 from rose.config import Section
 from rose.decisions.decision_config import DecisionConfig
+from rose.policy.assigning import Assigner, Share
 from rose.policy.fleet import FleetParams
+from rose.policy.provisioning import Provisioning, ProvisioningParams
 from rose.policy.routing import RoutingPolicy, make_policy
 from rose.policy.samples import JobParams, SampleParams
 from rose.policy.turn_events import TurnParams
+from rose.policy.turns import TurnBook
 from rose.wire import samples
 
 
@@ -135,18 +138,37 @@ class JobShare(Section):
 class ProvisioningConfig(Section):
     """Which worker works for which job; see ``rose.policy.provisioning``."""
 
-    enabled: bool = False
-    """Off: every worker takes turns of every job."""
+    mode: Literal["off", "observe", "on"] = "off"
+    """``off``: every worker takes turns of every job whose run it follows.  ``observe``: the same, and says what ``on`` would do."""
     default: JobShare = JobShare()
     jobs: dict[str, JobShare] = Field(default_factory=dict)
     period_s: float = Field(default=1.0, gt=0)
     gain_factor: float = Field(default=1.5, gt=0)
+    hold_s: float = Field(default=60.0, gt=0)
+    """How long the demand of now is believed to last."""
     switch_s: float = Field(default=5.0, ge=0)
     idle_s: float = Field(default=30.0, gt=0)
     min_active_s: float = Field(default=20.0, ge=0)
     rest_s: float = Field(default=10.0, ge=0)
     job_idle_s: float = Field(default=120.0, gt=0)
     """A job without a turn for this long gives its devices back."""
+
+    def share_of(self, job: str) -> Share:
+        share = self.jobs.get(job, self.default)
+        return Share(n_dedicated=share.n_dedicated, n_harvested=share.n_harvested, weight=share.weight)
+
+    def assigner(self, book: TurnBook) -> Assigner:
+        """What gives the workers of ``book`` to jobs: the daemon's and the simulator's."""
+        params = ProvisioningParams(
+            gain_factor=self.gain_factor,
+            hold_s=self.hold_s,
+            switch_s=self.switch_s,
+            idle_s=self.idle_s,
+            min_active_s=self.min_active_s,
+            rest_s=self.rest_s,
+        )
+        policy = Provisioning(params=params)
+        return Assigner(book=book, policy=policy, share_of=self.share_of, job_idle_s=self.job_idle_s)
 
 
 class SchedulerConfig(Section):

@@ -13,13 +13,14 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
+from rose.lineage import format_version
 from rose.policy import samples as sp
 from rose.policy import turn_events as te
-from rose.policy.staleness import format_version
 from rose.policy.worker import Tier
 from rose.scheduler.control_api import worker_status
 from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.inflight import Finished, TurnRequest
+from rose.scheduler.provision import Provisioner
 from rose.scheduler.store import Store
 from rose.scheduler.tallies import Durations, Tally
 from rose.scheduler.timeline import Promise
@@ -54,6 +55,21 @@ class Status:
         )
         self._workers = Gauge("rose_workers", "Workers", ["tier", "state"], registry=registry)
         self._inflight = Gauge("rose_inflight_turns", "Turns on engines", ["tier"], registry=registry)
+        self._wanted = Gauge(
+            "rose_wanted_engines",
+            "Dedicated engines that would pay for its demand",
+            ["job"],
+            registry=registry,
+        )
+        self._held = Gauge(
+            "rose_job_workers",
+            "Workers that it has, or would have (mode observe)",
+            ["job"],
+            registry=registry,
+        )
+        self._decisions = Gauge(
+            "rose_provisioning_decisions", "So far, by kind", ["decision"], registry=registry
+        )
         self._depth = Gauge("rose_queue_depth", "Turns that wait", registry=registry)
         self._kv_budget = Gauge("rose_kv_budget_tokens", "Advertised", ["tier"], registry=registry)
         self._kv_used = Gauge("rose_kv_used_tokens", "In use", ["tier"], registry=registry)
@@ -176,8 +192,22 @@ class Status:
 
     # --- what is ---------------------------------------------------------------------------------------
 
-    def metrics(self, dispatcher: Dispatcher, store: Store, promises: dict[str, Promise]) -> bytes:
+    def metrics(
+        self,
+        dispatcher: Dispatcher,
+        store: Store,
+        promises: dict[str, Promise],
+        provisioner: Provisioner,
+    ) -> bytes:
         """The Prometheus text."""
+        for gauge, values in (
+            (self._wanted, provisioner.wanted()),
+            (self._held, provisioner.held()),
+            (self._decisions, provisioner.decided),
+        ):
+            gauge.clear()
+            for name, value in values.items():
+                gauge.labels(name).set(value)
         self._workers.clear()
         for tier in Tier:
             mine = [worker for worker in dispatcher.book.fleet if worker.tier is tier]
@@ -202,7 +232,13 @@ class Status:
         return generate_latest(self.registry)
 
     def snapshot(
-        self, dispatcher: Dispatcher, store: Store, promises: dict[str, Promise], *, started_at_s: float
+        self,
+        dispatcher: Dispatcher,
+        store: Store,
+        promises: dict[str, Promise],
+        provisioner: Provisioner,
+        *,
+        started_at_s: float,
     ) -> dict[str, Any]:
         """``/status``."""
         now_s = dispatcher.now_s()
@@ -214,6 +250,12 @@ class Status:
             "uptime_s": round(now_s - started_at_s, 3),
             "draining": dispatcher.draining,
             "workers": [worker_status(worker, now_s) for worker in book.fleet],
+            "provisioning": {
+                "mode": provisioner.mode,
+                "wanted": provisioner.wanted(),
+                "held": provisioner.held(),
+                "decisions": dict(provisioner.decided),
+            },
             "turns": {
                 "running": len(book.turns) - len(queued),
                 "queued": len(queued),

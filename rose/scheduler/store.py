@@ -23,8 +23,8 @@ from typing import Any
 import msgspec
 
 from rose.errors import CapacityError, Conflict, Gone, NotFound, PolicyError
+from rose.lineage import Version, format_version, parse_version
 from rose.policy import samples as sp
-from rose.policy.staleness import Version, format_version, parse_version
 from rose.scheduler.holdings import Holdings, created_bytes, finished_bytes
 from rose.scheduler.journal import (
     AckedRecord,
@@ -428,6 +428,25 @@ class Store:
         self.versions[job] = version
         self.runs[job] = run
         return True
+
+    def leave_other_runs(self, job: str) -> list[sp.Action]:
+        """Give up groups that weights of another run than the job's sampled before its trainer named it."""
+        run = self.runs.get(job, "")
+        groups = {
+            trajectory.created.group_id: None
+            for trajectory in self.trajectories.values()
+            if trajectory.created.job == job
+            and any(segment.get("run", run) != run for turn in trajectory.turns for segment in turn.segments)
+        }
+        waiting = [
+            name for name in groups if (job, name) in self.book.groups and not self.book.is_leased(job, name)
+        ]
+        if not run or not waiting:
+            return []
+        name = f"b-{secrets.token_hex(10)}"
+        return self._write(
+            LeaseRecord(batch_id=name, job=job, group_ids=[], stale_group_ids=waiting, ttl_s=0.0)
+        )
 
     def check_run(self, job: str, run: str) -> None:
         """A job is one run's, from when its trainer has named it: samples of another would be taken for its own.

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from rose.policy.staleness import Version, parse_version
+from rose.lineage import Version, parse_version
 from rose.scheduler.deliveries import Deliveries
 from rose.scheduler.holdings import SCORE_BYTES, created_bytes, score_bytes, turn_bytes
 from rose.scheduler.ids import split, unpack_ids, unpack_logprobs
@@ -78,6 +78,12 @@ class Trajectory:
         """Held in memory."""
         self.oldest: Version | None = None
         self.newest: Version | None = None
+
+    @property
+    def run(self) -> str:
+        """Whose weights sampled its newest turn; empty: of no name."""
+        segments = self.turns[-1].segments if self.turns else []
+        return segments[-1].get("run", "") if segments else ""
 
     @property
     def id(self) -> str:

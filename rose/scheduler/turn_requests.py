@@ -9,7 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from rose.errors import CapacityError, NotFound, RequestError, Unauthorized
-from rose.policy.staleness import parse_version
+from rose.lineage import parse_version
 from rose.scheduler.deliveries import retry_count
 from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.http import KEY_OF, REQUEST_ID, check_storable, encode, trace_context

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from rose.coserve.node_config import NodeConfig
+from rose.lineage import Version
 from rose.policy import turn_events as te
 from rose.policy.lending import Lending
 from rose.policy.lending_events import (
@@ -24,8 +25,8 @@ from rose.policy.lending_events import (
     ServingReported,
     SetLend,
 )
-from rose.policy.staleness import Version
-from rose.policy.turns import RECLAIMED, TurnBook
+from rose.policy.stop_reasons import RECLAIMED
+from rose.policy.turns import TurnBook
 from rose.policy.worker import Duty, Tier
 from rose.sim.device import Device
 from rose.sim.engine import Request
@@ -118,6 +119,9 @@ class Cluster:
             replace(config.turn_params(), max_queued=1 << 20, max_queue_s=1e9),
             replace(fleet, clock_gap_s=max(fleet.clock_gap_s, 1.5 * self.heartbeat_s)),
         )
+        self.provisioning = config.provisioning
+        self.assigner = config.provisioning.assigner(self.book)
+        self._assigned_s = -math.inf
         self._targets: dict[str, tuple[int, int, str, str]] = {}
         """Turn -> (tokens it will sample, prompt, trajectory, group): what the engine knows and no policy does."""
         self._actions: deque[te.Action] = deque()
@@ -145,17 +149,9 @@ class Cluster:
         node = Node(device=device, tier=tier, config=config, cap=cap)
         self.nodes[name] = node
         if device.memory is not None:
-            assert config.serving is not None
             device.memory.fixed = config.lending.policy == "static"
             node.lending = config.lending.make()
-            node.lending.handle(
-                ModeSet(
-                    at_s=self.queue.now_s,
-                    mode=Mode[config.mode.upper()],
-                    floor_pages=config.serving.floor_pages,
-                    max_lend_pages=config.lending.max_lend_pages,
-                )
-            )
+            node.lending.handle(self._mode_set(node))
         if version is not None:
             self.start(name, version)
         return node
@@ -178,6 +174,8 @@ class Cluster:
                 cap=node.cap,
             )
         )
+        if self.provisioning.mode == "on" and self.book.fleet.workers[name].job is None:
+            self._assign(te.WorkerAssigned(at_s=now_s, worker_id=name, job=""))
         self.report(name, node, now_s)
         self.heartbeat(name, node, now_s)
 
@@ -228,6 +226,35 @@ class Cluster:
                     self.report(name, node, now_s)
                 self.heartbeat(name, node, now_s)
         self.feed(te.ClockTicked(at_s=now_s))
+        self._provision(now_s)
+
+    def _provision(self, now_s: float) -> None:
+        """As ``rose.scheduler.provision`` does."""
+        if self.provisioning.mode == "off" or now_s < self._assigned_s + self.provisioning.period_s:
+            return
+        self._assigned_s = now_s
+        for action in self.assigner.step(now_s, {}):
+            self.journal.write(now_s, "provision", action.host, type(action).__name__.lower())
+        if self.provisioning.mode == "on":
+            for event in self.assigner.assignments(now_s):
+                self._assign(event)
+
+    def _assign(self, event: te.WorkerAssigned) -> None:
+        """The scheduler gives a device to a job, or to none; the node lends its engine something, or nothing."""
+        self.feed(event)
+        node = self.nodes[event.worker_id]
+        if node.lending is not None:
+            self._lend(event.worker_id, node, node.lending.handle(self._mode_set(node, on=event.job != "")))
+
+    def _mode_set(self, node: Node, *, on: bool = True) -> ModeSet:
+        config = node.config
+        assert config.serving is not None
+        return ModeSet(
+            at_s=self.queue.now_s,
+            mode=Mode[config.mode.upper()] if on else Mode.OFF,
+            floor_pages=config.serving.floor_pages,
+            max_lend_pages=config.lending.max_lend_pages,
+        )
 
     def heartbeat(self, name: str, node: Node, now_s: float) -> None:
         device = node.device
@@ -250,6 +277,7 @@ class Cluster:
                 gated=device.closed,
                 reclaim_seq=device.reclaim_seq,
                 slack_s=device.slack_s,
+                serving_use=device.serving_pages / device.total_pages if device.serving is not None else 0.0,
             )
         )
 
@@ -509,6 +537,7 @@ class Cluster:
     def check(self) -> None:
         """The turn book's invariants, and: every sampled token is delivered, dropped, fenced or in a live turn."""
         self.book.check()
+        self.assigner.policy.check()
         counters = self.counters
         live = sum(len(turn.token_ids) for turn in self.book.turns.values())
         sampled = sum(counters.sampled.values())

@@ -16,6 +16,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
+from rose.lineage import Version
 from rose.policy import turn_events as te
 from rose.policy.samples import (
     BatchAcked,
@@ -28,7 +29,7 @@ from rose.policy.samples import (
     TrajectoryCreated,
     TrajectoryFinished,
 )
-from rose.policy.staleness import Version, worst_lag
+from rose.policy.staleness import worst_lag
 from rose.sim.cluster import JOB, Cluster
 from rose.sim.events import EventQueue, Journal
 from rose.sim.scenario import Scenario

@@ -25,7 +25,6 @@ _STORE = "nothing is stored or read back"
 _ENGINE = "how vLLM is started; [fleet] and [efficiency] say how fast an engine is, fleet.restart_s how long a start takes"
 _COMPUTE = "rungs of the compute ladder; fleet.sharing says how two engines share a device"
 _WEIGHTS = "[links] says how long an update takes"
-_PROVISIONING = "one job; every worker takes its turns"
 
 NOT_SIMULATED: dict[str, str] = {
     **dict.fromkeys(
@@ -60,13 +59,6 @@ NOT_SIMULATED: dict[str, str] = {
         ("scheduler.journal.compact_bytes", "scheduler.decisions.max_bytes", "scheduler.decisions.max_files"), _STORE
     ),
     **dict.fromkeys(
-        (f"scheduler.provisioning.{name}" for name in (
-            "enabled", "default.n_dedicated", "default.n_harvested", "default.weight", "jobs", "period_s", "gain_factor",
-            "switch_s", "idle_s", "min_active_s", "rest_s", "job_idle_s",
-        )),
-        _PROVISIONING,
-    ),
-    **dict.fromkeys(
         ("node.node_id", "node.dir", "node.token_file", "node.serving.metrics_url", "node.scheduler.url",
          "node.scheduler.timeout_s"),
         _WIRE,
@@ -92,7 +84,7 @@ NOT_SIMULATED: dict[str, str] = {
         ("node.lending.max_slo_breaches", "node.lending.slo_window_s"), "no node switches itself off after broken promises"
     ),
     **dict.fromkeys(
-        (f"node.weights.{name}" for name in ("relay_url", "run_id", "directory", "poll_s", "timeout_s", "threads")), _WEIGHTS
+        (f"node.weights.{name}" for name in ("relay_url", "run_id", "max_policies", "directory", "poll_s", "timeout_s", "threads")), _WEIGHTS
     ),
     **dict.fromkeys(
         ("node.decisions.max_bytes", "node.decisions.max_files", "node.decisions.directory"), _STORE

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rose.policy.staleness import Version
+from rose.lineage import Version
 from rose.policy.worker import Duty, Tier
 from rose.sim.arrivals import Arrivals, Floats, make_arrivals
 from rose.sim.cluster import Cluster, Counters

@@ -31,10 +31,11 @@ import typer
 from aiohttp import web
 
 from rose.auth import Tokens, bearer
-from rose.policy.turns import RECLAIMED
+from rose.policy.stop_reasons import OTHER_RUN, RECLAIMED
 from rose.testing.fake_text import FakeText, _error, _json, encode
 from rose.testing.toy_tokenizer import HFTokenizer, Tokenizer, ToyTokenizer
 from rose.wire.reading import read
+from rose.wire.turns import ASKED_RUN
 from rose.wire.workers import Heartbeat, HeartbeatAnswer, Registration
 
 SLOW_FACTOR = 20
@@ -74,8 +75,8 @@ class PrefixModel:
         self._eos_id = eos_id
         self._mean_tokens = mean_tokens
 
-    def state(self, token_ids: Sequence[int]) -> int:
-        state = 1
+    def state(self, token_ids: Sequence[int], state: int = 1) -> int:
+        """After ``token_ids``, which come after ``state``."""
         for token in token_ids:
             state = (state * _A + token + 1) % _P
         return state
@@ -124,6 +125,9 @@ class FakeEngine(FakeText):
         self.token_s = token_s
         self.version = version
         self.report_versions = report_versions
+        self.weights_run = ""
+        """Whose its weights are; it refuses requests that ask for another run, as an engine with our plug-in does."""
+        self.num_refused = 0
         self.kv_mixed: bool | None = None
         """What answers that come at once say of their context; None: nothing."""
         self.faults: deque[Fault] = deque()
@@ -142,7 +146,8 @@ class FakeEngine(FakeText):
         self._has_plugin = plugin
         self._returns_routing = routed_experts
         self._running: dict[str, asyncio.Event] = {}
-        self._reclaimed: set[str] = set()
+        self._ended: dict[str, tuple[str, str]] = {}
+        """Requests that the engine itself ends: its stop reason, and what had sampled them."""
         self._model = PrefixModel(self.tokenizer.word_ids, self.tokenizer.eos_id, mean_tokens)
 
     def app(self) -> web.Application:
@@ -207,6 +212,8 @@ class FakeEngine(FakeText):
         if (params.get("min_tokens") or 0) > params.get("max_tokens", 16):
             return _least_above_most(params)
         fault = self.faults.popleft() if self.faults else None
+        if self.refuses(params):
+            fault = Fault(kind="other_run")
         if fault is not None and fault.kind == "error":
             return _error(fault.status, "told to fail")
         if fault is not None and fault.kind == "garbage":
@@ -229,7 +236,8 @@ class FakeEngine(FakeText):
                 {
                     "request_id": f"generate-tokens-{body['request_id']}",
                     "choices": [
-                        self._choice(tokens, entries, reason, stop, len(tokens)) | self._routing(body, tokens)
+                        self._choice(body, tokens, entries, reason, stop, len(tokens))
+                        | self._routing(body, tokens)
                     ],
                     "usage": self._usage(body, len(tokens)),
                     "kv_transfer_params": None
@@ -240,7 +248,7 @@ class FakeEngine(FakeText):
         finally:
             self.num_running -= 1
             self._running.pop(body["request_id"], None)
-            self._reclaimed.discard(body["request_id"])
+            self._ended.pop(body["request_id"], None)
 
     async def _streamed(
         self, request: web.Request, body: dict[str, Any], fault: Fault | None
@@ -254,7 +262,7 @@ class FakeEngine(FakeText):
             tokens = [] if token is None else [token]
             entries = [] if token is None else [_entry(token, logprob, body["sampling_params"])]
             sampled += tokens
-            choice = self._choice(tokens, entries, finish, why, count if finish is not None else None)
+            choice = self._choice(body, tokens, entries, finish, why, count if finish is not None else None)
             if finish is not None:
                 choice |= self._routing(body, sampled)
             await response.write(b"data: " + encode({"request_id": "r", "choices": [choice]}) + b"\n\n")
@@ -277,6 +285,9 @@ class FakeEngine(FakeText):
                     case "reclaim":
                         yield None, 0.0, "abort", RECLAIMED
                         return
+                    case "other_run":
+                        yield None, 0.0, "abort", OTHER_RUN
+                        return
                     case "abort":
                         yield None, 0.0, "abort", None
                         return
@@ -295,7 +306,8 @@ class FakeEngine(FakeText):
             if pace_s:
                 await asyncio.sleep(pace_s)
             if aborted.is_set():
-                yield None, 0.0, "abort", RECLAIMED if body["request_id"] in self._reclaimed else None
+                stop, _ = self._ended.get(body["request_id"], (None, ""))
+                yield None, 0.0, "abort", stop
                 return
             tokens.append(token)
             reason, stop = self._finished(tokens, params)
@@ -305,6 +317,7 @@ class FakeEngine(FakeText):
 
     def _choice(
         self,
+        body: dict[str, Any],
         tokens: list[int],
         entries: list[dict[str, Any]],
         finish: str | None,
@@ -320,7 +333,8 @@ class FakeEngine(FakeText):
             "weight_versions": None,
         }
         if num_total and self.report_versions:
-            choice["weight_versions"] = [{"version": self.version, "start": 0, "end": num_total}]
+            _, label = self._ended.get(body["request_id"], ("", self.label))
+            choice["weight_versions"] = [{"version": label, "start": 0, "end": num_total}]
         return choice
 
     def _routing(self, body: dict[str, Any], sampled: list[int]) -> dict[str, Any]:
@@ -423,10 +437,30 @@ class FakeEngine(FakeText):
 
     async def _reclaim(self, request: web.Request) -> web.Response:
         self.num_reclaims += 1
-        self._reclaimed.update(self._running)
+        return _json({"cut": self._end_all(RECLAIMED)})
+
+    @property
+    def label(self) -> str:
+        """What its tokens are stamped with."""
+        return f"{self.weights_run}@{self.version}" if self.weights_run else self.version
+
+    def refuses(self, params: Mapping[str, Any]) -> bool:
+        """Does the request ask for weights of another run?"""
+        refused = (params.get("extra_args") or {}).get(ASKED_RUN, self.weights_run) != self.weights_run
+        self.num_refused += refused
+        return refused
+
+    def switch(self, run: str, version: str) -> None:
+        """Put weights of a run in place; where it is another, what runs ends with its tokens."""
+        if run != self.weights_run:
+            self._end_all(OTHER_RUN)
+        self.weights_run, self.version = run, version
+
+    def _end_all(self, stop_reason: str) -> int:
+        self._ended.update(dict.fromkeys(self._running, (stop_reason, self.label)))
         for running in self._running.values():
             running.set()
-        return _json({"cut": len(self._running)})
+        return len(self._running)
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
@@ -456,8 +490,8 @@ class FakeNode:
         self.engine = engine
         self.worker_id = worker_id
         self.reclaim_seq = 0
-        self.follows: str | None = None
-        """The run whose weights it says to have."""
+        self.answer: HeartbeatAnswer | None = None
+        """Of the last heartbeat: whom the scheduler wants it to serve."""
         self.kv_budget_tokens: int | None = None
         self.kv_used_tokens = 0
         self.slack_s: float | None = None
@@ -501,7 +535,7 @@ class FakeNode:
             incarnation=self._incarnation,
             seq=self._seq,
             version=self.engine.version,
-            run=self.follows,
+            run=self.engine.weights_run or None,
             state=state,
             kv_budget_tokens=self.kv_budget_tokens,
             kv_used_tokens=self.kv_used_tokens,
@@ -522,7 +556,8 @@ class FakeNode:
         data = msgspec.json.encode(body)
         async with self._session.post(url, data=data, headers=self._headers) as response:
             response.raise_for_status()
-            return read(HeartbeatAnswer, await response.read()).known
+            self.answer = read(HeartbeatAnswer, await response.read())
+            return self.answer.known
 
     async def run(self) -> None:
         """Beat until cancelled; outlives restarts of the scheduler."""

@@ -29,7 +29,7 @@ import msgspec
 
 from rose.auth import bearer
 from rose.errors import CapacityError, Conflict, EngineError, Gone, NotFound, RoseError, TrainError
-from rose.policy.staleness import parse_version
+from rose.lineage import parse_version
 from rose.train.envs.base import Message, Task
 from rose.wire.errors import error_of, read_refusal
 from rose.wire.pool import AnswerTooLarge, PeerLost, Pool, Target, encode_headers

@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rose.errors import RoseError, TrainError
-from rose.policy.staleness import Version, parse_version, worst_lag
+from rose.lineage import Version, parse_version
+from rose.policy.staleness import worst_lag
 from rose.train.advantages import uninformative_groups
 from rose.train.metrics import num_sampled
 

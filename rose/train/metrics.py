@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rose.policy.staleness import Version, lag, parse_version
+from rose.lineage import Version, parse_version
+from rose.policy.staleness import lag
 
 UNKNOWN_TIER = "unknown"
 

@@ -294,8 +294,7 @@ class TrainWorker:
         self._make_trainer = parts.make_trainer or torch_trainer
         self._ranks = ranks
         self._make_publisher = parts.make_publisher or make_publisher
-        # Who brings weights to the engines in another way has no name that these could follow.
-        self._run = None if parts.make_publisher is not None else config.run_id
+        self._run = config.run_id
         self._client = SchedulerClient(
             config.scheduler.url,
             trainer_token=tokens.trainer,

@@ -12,10 +12,10 @@ from types import TracebackType
 from typing import Self
 
 from rose.errors import Conflict, RoseError, WeightsError
+from rose.lineage import WeightVersion
 from rose.weights import manifest
 from rose.weights.manifest import ObjectRef
 from rose.weights.store import Buffer, Store
-from rose.weights.version import WeightVersion
 
 
 class Buckets:

@@ -11,12 +11,12 @@ import typer
 
 from rose.auth import Tokens
 from rose.errors import ConfigError, NotFound, RoseError, SectionCorrupt
+from rose.lineage import WeightVersion
 from rose.units import format_bytes
 from rose.weights import manifest, retention
 from rose.weights.manifest import Kind, Manifest
 from rose.weights.spec import TensorSpec
 from rose.weights.store import FileStore, Store
-from rose.weights.version import WeightVersion
 
 app = typer.Typer(help="Look at published weight versions.", no_args_is_help=True, add_completion=False)
 relay_app = typer.Typer(add_completion=False)

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from rose.errors import NotFound, RequestError, SectionCorrupt, WeightsError
+from rose.lineage import WeightVersion
 from rose.weights import boxes, codec, manifest, retention, statehash
 from rose.weights.buckets import Buckets
 from rose.weights.manifest import ObjectRef, Section, TensorState
@@ -26,7 +27,6 @@ from rose.weights.routes import route
 from rose.weights.spec import TensorSpec
 from rose.weights.statehash import Bits
 from rose.weights.store import Content, Store
-from rose.weights.version import WeightVersion
 
 WINDOW_BYTES = 1 << 20
 """Read at a time where sections are smaller: those of one object lie in the order in which they are needed."""

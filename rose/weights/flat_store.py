@@ -21,6 +21,7 @@ from abc import ABC, abstractmethod
 import msgspec
 
 from rose.errors import CapacityError, Conflict, NotFound, RequestError, TooLarge
+from rose.lineage import WeightVersion
 from rose.weights import manifest
 from rose.weights.manifest import MAX_OBJECT_BYTES, Head, check_key, check_run_id
 from rose.weights.store import (
@@ -34,7 +35,6 @@ from rose.weights.store import (
     check_prefix,
     check_range,
 )
-from rose.weights.version import WeightVersion
 
 _KEPT_HEADS = 4  # a slow reader may still be about to read one that it found newest
 _TRIES = 5

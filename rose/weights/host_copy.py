@@ -25,10 +25,10 @@ import msgspec
 import numpy as np
 
 from rose.errors import CapacityError, ConfigError, RequestError, WeightsError
+from rose.lineage import WeightVersion
 from rose.weights import statehash
 from rose.weights.spec import TensorSpec, model_digest
 from rose.weights.statehash import Bits
-from rose.weights.version import WeightVersion
 
 _log = logging.getLogger(__name__)
 SCHEMA = 1

@@ -33,6 +33,7 @@ from rose.errors import (
     TooLarge,
     Unauthorized,
 )
+from rose.lineage import WeightVersion
 from rose.weights import manifest
 from rose.weights.manifest import MAX_OBJECT_BYTES, Head, check_key, check_run_id
 from rose.weights.store import (
@@ -44,7 +45,6 @@ from rose.weights.store import (
     check_prefix,
     check_range,
 )
-from rose.weights.version import WeightVersion
 from rose.wire.errors import read_refusal
 
 MAX_LIST_BYTES = 64 << 20

@@ -29,10 +29,10 @@ import msgspec
 import xxhash
 
 from rose.errors import RequestError, SectionCorrupt, WeightsError
+from rose.lineage import WeightVersion, check_run
 from rose.weights import boxes, statehash
 from rose.weights.boxes import Box
 from rose.weights.spec import MAX_TENSORS, TensorSpec, model_digest
-from rose.weights.version import WeightVersion
 
 __all__ = ["Head", "Kind", "Manifest", "ObjectRef", "Section", "TensorState", "WeightVersion"]
 
@@ -46,7 +46,6 @@ MAX_SECTIONS = 1_000_000
 
 Kind = Literal["delta", "anchor"]
 Encoding = Literal["planes", "raw"]
-_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}(/[A-Za-z0-9][A-Za-z0-9._-]{0,127}){0,7}")
 _XXH3 = re.compile(r"[0-9a-f]{32}")
 
@@ -161,14 +160,8 @@ class Head(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def check_run_id(run_id: str) -> str:
-    """Letters, digits, dot, dash, underscore; starts with a letter or digit; at most 64.
-
-    Raises:
-        RequestError: Anything else.
-    """
-    if not isinstance(run_id, str) or _RUN_ID.fullmatch(run_id) is None:
-        raise RequestError(f"{str(run_id)[:80]!r} needs 1..64 of A-Z a-z 0-9 . _ -", field="run_id")
-    return run_id
+    """See :func:`rose.lineage.check_run`."""
+    return check_run(run_id, field="run_id")
 
 
 def check_key(key: str) -> str:

@@ -32,6 +32,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from rose.errors import Conflict, NotFound, SectionCorrupt, VersionRefused, WeightsError
+from rose.lineage import WeightVersion
 from rose.weights import layout, manifest, retention, statehash
 from rose.weights.baseline import Baseline, Change, state_after
 from rose.weights.buckets import Buckets
@@ -58,7 +59,6 @@ from rose.weights.source import Piece, collect
 from rose.weights.spec import TensorSpec, model_digest
 from rose.weights.store import Store
 from rose.weights.upkeep import Chain, News, Upkeep
-from rose.weights.version import WeightVersion
 
 __all__ = ["PublishReport", "WeightPublisher", "WeightsParams"]
 

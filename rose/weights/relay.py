@@ -42,10 +42,10 @@ from rose.errors import (
     SectionCorrupt,
     TooLarge,
 )
+from rose.lineage import WeightVersion
 from rose.weights import manifest
 from rose.weights.manifest import MAX_OBJECT_BYTES, check_key, check_run_id
 from rose.weights.store import MAX_HEAD_BYTES, FileStore, check_prefix
-from rose.weights.version import WeightVersion
 from rose.wire.errors import error_body
 
 MAX_WAIT_S = 60.0

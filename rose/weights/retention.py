@@ -17,10 +17,10 @@ from collections.abc import Collection, Iterable
 from enum import IntEnum
 
 from rose.errors import NotFound, SectionCorrupt
+from rose.lineage import WeightVersion
 from rose.weights import manifest
 from rose.weights.manifest import MAX_MANIFEST_BYTES, Head, Kind, Manifest
 from rose.weights.store import Store
-from rose.weights.version import WeightVersion
 
 
 class Need(IntEnum):

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rose.errors import NotFound, SectionCorrupt
+from rose.lineage import WeightVersion
 from rose.weights.manifest import Kind, Manifest
-from rose.weights.version import WeightVersion
 
 MAX_CHAIN = 10_000
 Read = Callable[[WeightVersion, Kind], Manifest]

@@ -30,9 +30,9 @@ from typing import BinaryIO, Protocol
 import msgspec
 
 from rose.errors import CapacityError, Conflict, NotFound, RequestError, TooLarge
+from rose.lineage import WeightVersion
 from rose.weights import manifest
 from rose.weights.manifest import MAX_MANIFEST_BYTES, MAX_OBJECT_BYTES, Head, check_key, check_run_id
-from rose.weights.version import WeightVersion
 
 Buffer = bytes | bytearray | memoryview
 Content = bytes | bytearray

@@ -51,6 +51,7 @@ from rose.errors import (
     WeightsError,
     WrongBase,
 )
+from rose.lineage import WeightVersion
 from rose.units import format_bytes
 from rose.weights import boxes, codec, manifest, retention, statehash
 from rose.weights.host_copy import HostCopy
@@ -61,7 +62,6 @@ from rose.weights.spec import TensorSpec
 from rose.weights.statehash import Bits
 from rose.weights.store import Store
 from rose.weights.update import TensorUpdate, Update, write_update
-from rose.weights.version import WeightVersion
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -35,9 +35,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from rose.errors import RoseError, SectionCorrupt, WeightsError
+from rose.lineage import WeightVersion
 from rose.weights import statehash
 from rose.weights.spec import MAX_TENSORS, TensorSpec, model_digest
-from rose.weights.version import WeightVersion
 
 SCHEMA = 1
 MAX_UPDATE_BYTES = 1 << 40

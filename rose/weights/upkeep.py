@@ -19,11 +19,11 @@ import time
 from dataclasses import dataclass
 
 from rose.errors import CapacityError, RoseError, WeightsError
+from rose.lineage import WeightVersion
 from rose.weights import composer, retention
 from rose.weights.params import WeightsParams
 from rose.weights.retention import Need
 from rose.weights.store import Store
-from rose.weights.version import WeightVersion
 
 _log = logging.getLogger(__name__)
 HOLDER = "rose-composer"

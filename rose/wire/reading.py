@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 from msgspec import inspect
 
+from rose import lineage
 from rose.errors import RequestError
 
 T = TypeVar("T")
@@ -84,8 +85,10 @@ def describe(kind: inspect.Type) -> str:
         case inspect.UnionType(types=types):
             return " or ".join(describe(one) for one in types if not isinstance(one, inspect.NoneType))
         case inspect.StrType(min_length=least, max_length=most, pattern=pattern):
-            if pattern is not None and "0-9" in pattern:
+            if pattern is not None and lineage.VERSION_PATTERN in pattern:
                 return "a version like '2.17'"
+            if pattern is not None and lineage.RUN_PATTERN in pattern:
+                return f"{least} to {most} of A-Z a-z 0-9 . _ -, and begin with a letter or digit"
             return "text" if most is None else f"text of {least or 0} to {most} printable characters"
         case inspect.BoolType():
             return "true or false"

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from rose.wire.types import Count, Name, Positive, Seconds, ShortName, VersionText
+from rose.wire.types import Count, Name, Positive, RunName, Seconds, ShortName, VersionPart, VersionText
 
 MIN_RATIO = 1e-6
 """Of new prompt tokens to sampled ones; the inverse of the largest."""
@@ -79,7 +79,7 @@ class Lease(_Body):
     job: Name
     num_groups: Positive
     # A list: msgspec 0.22 crashes in the garbage collector on a union that has a tuple of a fixed length.
-    version: VersionText | Annotated[list[Count], Meta(min_length=2, max_length=2)]
+    version: VersionText | Annotated[list[VersionPart], Meta(min_length=2, max_length=2)]
     """Of the weights that will train on it."""
     ttl_s: Annotated[float, Meta(ge=0.001)] | None = None
     wait_s: Seconds | None = None
@@ -93,16 +93,16 @@ class Ack(_Body):
     """``POST /rose/v1/batches/{id}/ack``: trained on."""
 
     step: Count
-    attempt: Count
+    attempt: VersionPart
 
 
 class Resume(_Body):
     """``POST /rose/v1/jobs/{job}/resume``: a trainer starts anew."""
 
-    attempt: Count
+    attempt: VersionPart
     consumed: list[str]
     """Trajectories that it has been trained on."""
-    run: Name | None = None
+    run: RunName | None = None
     """Under which name it publishes: refused where the job is another run's."""
     consumer: Name | None = None
 
@@ -111,9 +111,9 @@ class NewVersion(_Body):
     """``POST /rose/v1/versions``."""
 
     job: Name
-    attempt: Count
-    version: Count
-    run: Name | None = None
+    attempt: VersionPart
+    version: VersionPart
+    run: RunName | None = None
     """Under which name the weights are published: only engines that follow it sample for the job from now on."""
     alpha: Count | None = None
     on_stale: StaleRule | None = None

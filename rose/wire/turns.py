@@ -6,6 +6,9 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
+ASKED_RUN = "rose_run"
+"""In ``sampling_params.extra_args`` of what goes on to an engine: it refuses the request where its weights are another run's."""
+
 
 class Generate(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One of ``token_ids`` and ``token_ids_b64``."""

@@ -11,6 +11,7 @@ from rose.wire.types import (
     LongName,
     Name,
     Positive,
+    RunName,
     Seconds,
     Share,
     ShortName,
@@ -54,8 +55,8 @@ class Heartbeat(Struct, kw_only=True, omit_defaults=True):
     state: Literal["ready", "starting", "stopping"]
     version: VersionText | None = None
     """Of the weights in force; None: none yet."""
-    run: Name | None = None
-    """Who published them; None: the node follows nobody, and serves only jobs that do not name a run."""
+    run: RunName | None = None
+    """Whose they are, by the engine's own word; None: nobody has said, and it serves only jobs that do not name a run."""
     kv_budget_tokens: Count | None = None
     kv_used_tokens: Count | None = None
     running: Count = 0
@@ -63,6 +64,8 @@ class Heartbeat(Struct, kw_only=True, omit_defaults=True):
     num_preemptions: Count = 0
     gated: bool = False
     """No step runs now, for production's sake."""
+    switch_s: Seconds | None = None
+    """What the last change of the run took here, measured; None: there was none since the node started."""
     reclaim_seq: Count = 0
     """How often memory was given back with turns in it."""
     slack_s: Slack | None = None
@@ -82,4 +85,8 @@ class HeartbeatAnswer(Struct, kw_only=True):
     """False: register again."""
     required_version: str | None = None
     active: bool = True
-    """False: no job wants this device now, its engine may give its memory back."""
+    """False: no job wants this device now, its engine is to give its memory back; production's is not touched."""
+    job: Name | None = None
+    """Which job it works for; None: any, or none."""
+    run: RunName | None = None
+    """Whose policy it is to have; None: as it is."""

@@ -19,6 +19,7 @@ from rose.coserve.agent import NodeAgent
 from rose.coserve.links import WeightSource
 from rose.coserve.node_config import NodeConfig
 from rose.coserve.node_dir import NodeDir
+from rose.coserve.policies import PolicyCopies
 from rose.coserve.records import Phase, ServingBoard, ServingLease
 from rose.policy.compat import Support
 from rose.proc import free_port
@@ -139,7 +140,9 @@ class Device:
             **change,
         }
 
-    def agent(self, fake: str = "", source: WeightSource | None = None, **change: Any) -> NodeAgent:
+    def agent(
+        self, fake: str = "", source: WeightSource | PolicyCopies | None = None, **change: Any
+    ) -> NodeAgent:
         """Run a node agent on this loop until the test ends."""
         table = {k: v for k, v in self.table(fake, **change).items() if v is not None}
         agent = NodeAgent(validate(NodeConfig, table), self.tokens, source)

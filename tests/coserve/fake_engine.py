@@ -34,6 +34,7 @@ class FakeEngine:
         node = NodeDir(os.environ["ROSE_DIR"])
         self.stubborn = mode in ("stubborn", "deaf")
         self.version = version
+        self.weights_run = ""
         self.staged: str | None = None
         self.fault = ""
         self.broken = False
@@ -99,6 +100,7 @@ class FakeEngine:
     def status(self) -> dict[str, object]:
         return {
             "role": "rollout",
+            "run": self.weights_run,
             "version": self.version,
             "paused": self.broken,
             "vocab_size": 1000,
@@ -159,7 +161,7 @@ def build(engine: FakeEngine) -> web.Application:
             if engine.fault == "silent" and request.transport is not None:
                 request.transport.abort()
             return refusal(500, "rank 0: does not hold its old values after an undo", "weights_broken")
-        engine.version, engine.staged = target, None
+        engine.version, engine.weights_run, engine.staged = target, body["run"], None
         return web.json_response({"version": target, "pause_s": 0.001})
 
     app = web.Application(middlewares=[guard])  # type: ignore[list-item]

@@ -22,9 +22,10 @@ from typer.testing import CliRunner
 from rose.coserve.agent import NodeAgent
 from rose.coserve.cli import app as cli
 from rose.coserve.control import ControlClient
+from rose.coserve.policies import PolicyCopies
 from rose.coserve.records import Mode
 from rose.errors import EngineError, RequestError, SectionCorrupt
-from rose.weights.version import WeightVersion
+from rose.lineage import WeightVersion
 from rose.wire.reading import read
 from rose.wire.workers import Heartbeat, Registration
 from tests.coserve.conftest import Device, alive, until
@@ -41,6 +42,7 @@ class Registry:
         self.removed: list[str] = []
         self.down = False
         self.in_pieces = False
+        self.assignment: dict[str, Any] = {}
         self.url = ""
         self._runner: web.AppRunner | None = None
 
@@ -79,7 +81,7 @@ class Registry:
         body = read(Heartbeat, await request.read())
         self.beats.append(body)
         known = self.known.get(request.match_info["id"]) == body.incarnation
-        answer = {"known": known, "required_version": "1.3"}
+        answer = {"known": known, "required_version": "1.3", **self.assignment}
         if not self.in_pieces:
             return web.json_response(answer)
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
@@ -265,6 +267,73 @@ async def test_each_published_version_is_staged_and_committed_in_order(device: D
     assert (weights["newest"], weights["commits"], weights["error"]) == ("1.2", 2, "")
     assert weights["last"]["num_changed"] == 5
     assert agent.heartbeat("one", 1).version == "1.2"
+
+
+async def test_a_node_serves_the_run_that_the_scheduler_assigns(device: Device, registry: Registry) -> None:
+    sources = {run: Source(device.path / "w") for run in ("r", "s")}
+    sources["r"].published.put(WeightVersion(1, 5))
+    sources["s"].published.put(WeightVersion(1, 3))
+    copies = PolicyCopies("r", device.path / "w", lambda run, folder: sources[run], most=2)
+    weights = {
+        "relay_url": "http://127.0.0.1:9",
+        "run_id": "r",
+        "directory": str(device.path / "w"),
+        "poll_s": 0.05,
+    }
+    agent = linked(device, registry, source=copies, weights=weights)
+    await until(lambda: bool(registry.beats) and registry.beats[-1].run == "r")
+    assert registry.beats[-1].switch_s is None
+
+    registry.assignment = {"active": True, "job": "b", "run": "s"}
+    await until(lambda: registry.beats[-1].run == "s")
+
+    # An older number of another run, and no delta from what was there.
+    assert registry.beats[-1].version == "1.3"
+    assert sources["s"].fetched == [("1.3", None)]
+    await until(lambda: registry.beats[-1].switch_s is not None)
+    assert (agent.status()["assignment"], agent.status()["weights"]["switches"]) == (
+        {"job": "b", "run": "s", "active": True},
+        1,
+    )
+
+    registry.assignment = {"active": True, "job": "a", "run": "r"}
+    await until(lambda: registry.beats[-1].run == "r")
+    assert registry.beats[-1].version == "1.5"
+    assert agent.engine.num_starts == 1
+
+
+async def test_a_device_that_no_job_wants_gives_its_memory_back_and_keeps_its_engine(
+    device: Device, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rose.coserve.agent.RELEASE_AFTER_S", 0.0)
+    agent = linked(device, registry)
+    await until(lambda: device.resident_pages() > 0)
+
+    registry.assignment = {"active": False}
+    await until(lambda: device.resident_pages() == 0)
+
+    assert (agent.mode, agent.engine.state, agent.engine.num_starts) == (Mode.ON, "ready", 1)
+    assert agent.status()["assignment"]["active"] is False
+    registry.assignment = {"active": True, "job": "a"}
+    await until(lambda: device.resident_pages() > 0)
+    assert agent.engine.num_kills == 0
+    assert device.production is not None
+    assert device.production.overdrawn == 0
+
+
+async def test_a_scheduler_that_has_no_job_for_a_moment_costs_no_memory(
+    device: Device, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rose.coserve.agent.RELEASE_AFTER_S", 3600.0)
+    agent = linked(device, registry)
+    await until(lambda: device.resident_pages() > 0)
+    num_beats = len(registry.beats)
+
+    registry.assignment = {"active": False}
+    await until(lambda: len(registry.beats) > num_beats + 5)
+
+    assert not agent.released
+    assert agent.policy.lend_pages > 0
 
 
 async def test_a_restarted_engine_is_brought_to_the_newest_version_again(device: Device) -> None:

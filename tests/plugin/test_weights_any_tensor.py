@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rose.auth import Tokens
+from rose.lineage import WeightVersion
 from rose.testing.relay_thread import RelayThread
 from rose.weights import statehash
 from rose.weights.http_store import HttpStore
@@ -22,7 +23,6 @@ from rose.weights.source import Shard
 from rose.weights.spec import DTYPE_BYTES, TensorSpec
 from rose.weights.store import FileStore, Store
 from rose.weights.subscriber import WeightSubscriber
-from rose.weights.version import WeightVersion
 from tests.weights.shards_kit import Held, Tensors, Trainer
 from vllm_plugin.plan import record
 from vllm_plugin.rank_weights import RankWeights, judge

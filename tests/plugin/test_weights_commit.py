@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rose.errors import RequestError
-from rose.weights.version import WeightVersion
+from rose.lineage import WeightVersion
 from vllm_plugin.endpoints import EngineControl
 
 TARGET = WeightVersion(1, 2)

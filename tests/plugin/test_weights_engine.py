@@ -5,16 +5,28 @@ One server per kind of model (tied and untied embeddings); every test starts fro
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from rose.auth import bearer
+from rose.coserve.engine import RolloutEngine
+from rose.coserve.links import WeightLoop
+from rose.coserve.node_config import EngineConfig, NodeConfig, WeightsLink
+from rose.coserve.policies import PolicyCopies
+from rose.policy.stop_reasons import OTHER_RUN
+from rose.weights.publisher import WeightPublisher
+from rose.weights.store import MemoryStore
+from rose.weights.subscriber import WeightSubscriber
+from rose.wire.http_client import open_client
+from rose.wire.turns import ASKED_RUN
 from tests.engine_launcher import EngineServer
-from tests.plugin.weights_kit import change, make_update
+from tests.plugin.weights_kit import RUN, change, make_update
 from tests.plugin.weights_server import FAULTS, PROMPT, Policy, dedicated, turn
 from tests.tiny_model import VOCAB_SIZE, write_tiny_model, write_weights
 
@@ -24,7 +36,11 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Policy]:
     policy = Policy(tmp_path_factory.mktemp("policy"), tied=request.param)
-    env = {"ROSE_WEIGHTS_DIR": str(policy.folder), "VLLM_SERVER_DEV_MODE": "1"}
+    env = {
+        "ROSE_WEIGHTS_DIR": str(policy.folder),
+        "VLLM_SERVER_DEV_MODE": "1",
+        "ROSE_WEIGHT_RUN": RUN,
+    }
     with dedicated(policy.folder / "model", env=env, args=[FAULTS]) as policy.server:
         yield policy
 
@@ -62,10 +78,11 @@ def test_an_updated_server_equals_one_started_with_the_new_weights(policy: Polic
     fresh_dir = policy.folder / "fresh"
     write_tiny_model(fresh_dir, tied=policy.tied)
     write_weights(fresh_dir, new)
-    with dedicated(fresh_dir, env={"ROSE_WEIGHT_VERSION": policy.version}) as fresh:
+    env = {"ROSE_WEIGHT_VERSION": policy.version, "ROSE_WEIGHT_RUN": RUN}
+    with dedicated(fresh_dir, env=env) as fresh:
         (rank,) = fresh.get("/rose/weights/hash").json()["ranks"]
         expected = turn(fresh)
-    assert rank == {"version": policy.version, "hashes": policy.hashes()}
+    assert rank == {"run": RUN, "version": policy.version, "hashes": policy.hashes()}
     assert turn(policy.server) == expected
     assert expected != old_turn
 
@@ -106,7 +123,7 @@ class Background(threading.Thread):
 def test_a_turn_in_flight_goes_on_under_the_new_version_and_says_so(policy: Policy) -> None:
     new = change(policy.weights, seed=21)
     body = policy.update(new)
-    old_version = policy.version
+    old_label = policy.label
     assert policy.stage(body).status_code == 200
     greedy = {"max_tokens": 450, "temperature": 0.0, "ignore_eos": True}
     request = Background(policy.server, sampling_params=greedy)
@@ -118,7 +135,7 @@ def test_a_turn_in_flight_goes_on_under_the_new_version_and_says_so(policy: Poli
     assert request.answer["kv_transfer_params"]["rose"]["kv_mixed"] is False
     choice = request.answer["choices"][0]
     first, second = choice["weight_versions"]
-    assert (first["version"], second["version"]) == (old_version, policy.version)
+    assert (first["version"], second["version"]) == (old_label, policy.label)
     assert 0 == first["start"] < first["end"] == second["start"] < second["end"] == 450
     # The rest is what the new weights say after those tokens: nothing of the old KV cache is left.
     cut = second["start"]
@@ -189,7 +206,7 @@ def refused(policy: Policy, answer: httpx.Response, status: int, code: str) -> d
     assert "\n" not in error["message"]
     assert policy.holds(policy.weights)
     answers = policy.server.generate(PROMPT, max_tokens=2)  # and it does run: nobody left it paused
-    assert answers["choices"][0]["weight_versions"][0]["version"] == policy.version
+    assert answers["choices"][0]["weight_versions"][0]["version"] == policy.label
     return error
 
 
@@ -234,6 +251,119 @@ def test_a_repeated_commit_changes_nothing(policy: Policy) -> None:
     policy.became(new)
     assert policy.commit(body).json() | {"repeated": True} == policy.commit(body).json()
     refused(policy, policy.stage(body), 409, "version_refused")
+
+
+def ask(policy: Policy, run: str) -> dict[str, Any]:
+    """A turn that was placed here for the sake of ``run``'s weights."""
+    sampling = {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True, "extra_args": {ASKED_RUN: run}}
+    answer = policy.server.post("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": sampling})
+    answer.raise_for_status()
+    return answer.json()["choices"][0]
+
+
+def test_a_turn_that_asks_for_another_run_is_refused_by_the_engine(policy: Policy) -> None:
+    assert policy.server.get("/rose/status").json()["run"] == RUN
+
+    refused = ask(policy, "another")
+
+    assert (refused["finish_reason"], refused["stop_reason"]) == ("abort", OTHER_RUN)
+    assert not refused["token_ids"]
+    assert len(ask(policy, RUN)["token_ids"]) == 4
+
+
+def test_weights_of_another_run_end_what_the_one_before_samples(policy: Policy) -> None:
+    new = change(policy.weights, seed=37)
+    path = make_update(policy.folder / "another", policy.weights, new, base=None, target="1.1", run="another")
+    body = {"path": str(path), "attempt": 1, "version": 1, "run": "another"}
+    sampling = {"max_tokens": 450, "ignore_eos": True, "extra_args": {ASKED_RUN: RUN}}
+    request = Background(policy.server, sampling_params=sampling)
+    assert policy.stage(body).status_code == 200
+    request.start()
+
+    assert policy.commit(body, run="another").status_code == 200
+
+    request.join()
+    (choice,) = request.answer["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("abort", OTHER_RUN)
+    assert [stamp["version"] for stamp in choice["weight_versions"]] == [policy.label]
+    assert policy.holds(new)
+    assert not ask(policy, RUN)["token_ids"]
+    assert [stamp["version"] for stamp in ask(policy, "another")["weight_versions"]] == ["another@1.1"]
+
+    back = policy.update(policy.weights, base=None) | {"run": RUN}
+    assert policy.stage(back).status_code == 200
+    assert policy.commit(back, run=RUN).status_code == 200
+    policy.became(policy.weights)
+    assert policy.holds(policy.weights)
+    assert len(ask(policy, RUN)["token_ids"]) == 4
+
+
+class Attached(RolloutEngine):
+    """A server that is up already, as the node's weight loop sees it."""
+
+    def __init__(self, config: NodeConfig, token: str) -> None:
+        super().__init__(config)
+        self.token = token
+
+    @property
+    def running(self) -> bool:
+        return True
+
+    async def attach(self) -> None:
+        self._client = open_client(bearer(self.token))
+        await self.refresh_status()
+        self.state = "ready"
+
+
+async def test_a_node_takes_a_running_engine_to_another_run_and_back(
+    policy: Policy, record_property: Callable[[str, object], None]
+) -> None:
+    """Same base model: the engine runs on, and only its weights change; each time the bits are the run's own."""
+    store, folder = MemoryStore(), policy.folder / "copies"
+    policies = {"job-a": change(policy.weights, seed=71), "job-b": change(policy.weights, seed=72)}
+    for run, tensors in policies.items():
+        publisher = WeightPublisher(lambda tensors=tensors: tensors, store, run, 1)
+        publisher.publish(1)
+        publisher.close()
+    link = WeightsLink(relay_url="http://nobody:1", run_id="job-a", directory=folder, poll_s=0.2)
+    engine_config = EngineConfig(
+        model=str(policy.folder / "model"), host="127.0.0.1", port=policy.server.port, max_model_len=128
+    )
+    config = NodeConfig(node_id="n", dir=policy.folder / "node", engine=engine_config, weights=link)
+    engine = Attached(config, policy.server.node_token)
+    copies = PolicyCopies("job-a", folder, lambda run, place: WeightSubscriber(store, run, place), most=2)
+    loop = WeightLoop(link, folder, engine, copies)
+    await engine.attach()
+    following = asyncio.create_task(loop.run())
+    try:
+        for number, run in enumerate(("job-a", "job-b", "job-a", "job-b")):
+            loop.follow(run)
+            async with asyncio.timeout(60):
+                while engine.run != run:  # noqa: ASYNC110 - it has no event
+                    await asyncio.sleep(0.01)
+            assert await asyncio.to_thread(policy.holds, policies[run])
+            answer = await asyncio.to_thread(ask, policy, run)
+            assert [stamp["version"] for stamp in answer["weight_versions"]] == [f"{run}@1.1"]
+            if number:
+                record_property("switch_s", loop.switch_s)
+        assert loop.num_switches == 3
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        assert engine._client is not None
+        await engine._client.aclose()
+        back = policy.update(policy.weights, base=None) | {"run": RUN}
+        assert policy.stage(back).status_code == 200
+        assert policy.commit(back, run=RUN).status_code == 200
+        policy.became(policy.weights)
+
+
+def test_weights_of_another_run_are_taken_only_by_its_name(policy: Policy) -> None:
+    """A version number says nothing across runs: a newer one of another run is no newer version of this one."""
+    new = change(policy.weights, seed=38)
+    path = make_update(policy.folder / "newer", policy.weights, new, base=None, target="1.999", run="another")
+
+    refused(policy, policy.stage({"path": str(path), "attempt": 1, "version": 999}), 409, "wrong_base")
 
 
 def test_a_discarded_update_is_not_committed(policy: Policy) -> None:

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
+from rose.lineage import WeightVersion
 from rose.weights.params import WeightsParams
 from rose.weights.store import MemoryStore
 from rose.weights.subscriber import WeightSubscriber
-from rose.weights.version import WeightVersion
 from tests.plugin.weights_kit import Tensors, TinyLlama, memory_of, same_memory, specs_of
 from tests.weights.shards_kit import (
     Held,

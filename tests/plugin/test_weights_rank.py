@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rose.errors import RoseError, SectionCorrupt, VersionRefused, WeightsError, WrongBase
-from rose.weights.version import WeightVersion
+from rose.lineage import WeightVersion
 from tests.plugin.weights_kit import (
     Tensors,
     TinyLlama,

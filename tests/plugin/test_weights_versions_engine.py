@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from rose.lineage import WeightVersion
 from rose.weights import statehash
 from rose.weights.params import WeightsParams
 from rose.weights.store import MemoryStore
 from rose.weights.subscriber import WeightSubscriber
-from rose.weights.version import WeightVersion
 from tests.engine_launcher import EngineServer
 from tests.plugin.test_weights_layouts import served, train
 from tests.plugin.weights_kit import Tensors, change, make_update, state_hash

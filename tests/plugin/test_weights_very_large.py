@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from rose.errors import WeightsError
+from rose.lineage import WeightVersion
 from rose.weights import statehash
 from rose.weights.spec import TensorSpec, model_digest
 from rose.weights.update import TensorUpdate, Update, write_update
-from rose.weights.version import WeightVersion
 from vllm_plugin.plan import record
 from vllm_plugin.rank_weights import RankWeights, judge
 

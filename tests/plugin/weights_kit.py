@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rose.lineage import WeightVersion
 from rose.weights import statehash
 from rose.weights.spec import TensorSpec, model_digest
 from rose.weights.update import TensorUpdate, Update, write_update
-from rose.weights.version import WeightVersion
 
 Tensors = dict[str, torch.Tensor]
 NAME_OF = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
@@ -42,8 +42,19 @@ def change(weights: Tensors, *, seed: int, fraction: float = 0.05) -> Tensors:
     return changed
 
 
+RUN = "test"
+"""Whose updates these are, where a test does not say."""
+
+
 def make_update(
-    path: Path, old: Tensors, new: Tensors, *, base: str | None, target: str, dense: bool = False
+    path: Path,
+    old: Tensors,
+    new: Tensors,
+    *,
+    base: str | None,
+    target: str,
+    dense: bool = False,
+    run: str = RUN,
 ) -> Path:
     """Write the update that leads from ``old`` to ``new``; without a base every tensor is dense."""
     tensors: dict[str, TensorUpdate] = {}
@@ -62,7 +73,7 @@ def make_update(
             **data,
         )
     update = Update(
-        run_id="test",
+        run_id=run,
         target=WeightVersion.parse(target),
         base=None if base is None else WeightVersion.parse(base),
         model=model_digest(specs_of(new)),

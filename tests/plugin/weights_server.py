@@ -12,7 +12,7 @@ import httpx
 from rose.weights import statehash
 from tests.engine_launcher import EngineServer
 from tests.plugin.stand_in import Host, eventually
-from tests.plugin.weights_kit import Tensors, make_update, state_hash
+from tests.plugin.weights_kit import RUN, Tensors, make_update, state_hash
 from tests.tiny_model import write_tiny_model
 
 PROMPT = [7, 30, 99, 181, 12, 240, 5, 66]
@@ -58,6 +58,11 @@ class Policy:
     @property
     def version(self) -> str:
         return "0.0" if self.number == 0 else f"1.{self.number}"
+
+    @property
+    def label(self) -> str:
+        """What the engine stamps on its tokens."""
+        return f"{RUN}@{self.version}"
 
     def update(self, new: Tensors, **kwargs: Any) -> dict[str, Any]:
         """Write the update to ``new``; the body that stages it."""

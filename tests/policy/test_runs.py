@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from rose.decisions.freeze import freeze, thaw
 from rose.decisions.log import covers
+from rose.lineage import Version
 from rose.policy import turn_events as te
 from rose.policy.fleet import FleetParams
 from rose.policy.routing import make_policy
-from rose.policy.staleness import Version
+from rose.policy.stop_reasons import OTHER_RUN
 from rose.policy.turns import TurnBook
 from rose.policy.worker import Tier
 
@@ -45,10 +46,10 @@ class Book:
             worker_id=name, incarnation="1", seq=self.seq, version=version, state="ready", run=run,
         )  # fmt: skip
 
-    def turn(self, name: str, job: str, *, streamed: bool = False) -> list[te.Action]:
+    def turn(self, name: str, job: str, *, streamed: bool = False, run: str = "") -> list[te.Action]:
         return self.tell(
             te.TurnSubmitted,
-            turn_id=name, trajectory_id=f"of {name}", job=job, model="policy", num_prompt_tokens=10, max_tokens=50, streamed=streamed,
+            turn_id=name, trajectory_id=f"of {name}", job=job, model="policy", num_prompt_tokens=10, max_tokens=50, streamed=streamed, run=run,
         )  # fmt: skip
 
     def tokens(self, name: str, count: int = 5) -> list[te.Action]:
@@ -95,6 +96,73 @@ def test_a_turn_of_such_a_job_stays_with_the_run_that_sampled_its_first_tokens()
 
     assert placed(book.tell(te.WorkerLost, worker_id="w", reason="reset")) == []
     assert placed(book.worker("u", run="run-a")) == ["u"]
+
+
+def test_what_an_engine_stamps_counts_for_more_than_what_its_node_said() -> None:
+    """The node's heartbeat was half a second old: its engine had gone over to another run's weights."""
+    book = Book()
+    book.tell(te.VersionRequired, job="a", version=(1, 5), run="run-a")
+    book.worker("w", run="run-a")
+    book.turn("t", "a")
+
+    actions = book.tell(
+        te.AttemptEnded, turn_id="t", attempt=1, finish_reason="stop", token_ids=(7,) * 5, run="run-b"
+    )
+
+    assert not any(isinstance(action, te.TurnEnded) for action in actions)
+    assert any(isinstance(action, te.TokensDropped) for action in actions)
+    assert placed(book.worker("v", run="run-a")) == ["v"]
+
+
+def test_a_segment_names_the_run_that_its_engine_stamped() -> None:
+    book = Book()
+    book.worker("w", run="")
+    book.turn("t", "chat")
+
+    (ended,) = (
+        action
+        for action in book.tell(
+            te.AttemptEnded, turn_id="t", attempt=1, finish_reason="stop", token_ids=(7,) * 5, run="run-a"
+        )
+        if isinstance(action, te.TurnEnded)
+    )
+
+    assert [segment.run for segment in ended.result.segments] == ["run-a"]
+
+
+def test_a_turn_that_its_engine_refuses_goes_elsewhere_and_keeps_its_tokens() -> None:
+    book = Book()
+    book.tell(te.VersionRequired, job="a", version=(1, 5), run="run-a")
+    book.worker("w", run="run-a")
+    book.turn("t", "a")
+
+    book.tell(
+        te.AttemptEnded,
+        turn_id="t", attempt=1, finish_reason="abort", stop_reason=OTHER_RUN, token_ids=(7,) * 5, run="run-a",
+    )  # fmt: skip
+
+    assert len(book.book.turns["t"].token_ids) == 5
+    assert placed(book.worker("v", run="run-a")) == ["v"]
+
+
+def test_an_answer_of_several_runs_is_not_kept() -> None:
+    book = Book()
+    book.worker("w", run="run-a")
+    book.turn("t", "chat")
+    book.tokens("t")
+
+    book.tell(te.AttemptFailed, turn_id="t", attempt=1, kind="run", message="two runs")
+
+    assert not book.book.turns["t"].token_ids
+
+
+def test_a_trajectory_of_a_job_that_names_no_run_stays_with_the_run_of_its_first_turn() -> None:
+    book = Book()
+    book.worker("w", run="run-b")
+
+    assert placed(book.turn("t", "chat", run="run-a")) == []
+    assert book.book.turns["t"].hold == "run"
+    assert placed(book.worker("v", run="run-a")) == ["v"]
 
 
 def test_a_worker_that_goes_over_to_another_run_lets_go_of_its_turns() -> None:

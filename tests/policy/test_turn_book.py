@@ -6,7 +6,8 @@ import pytest
 
 from rose.errors import PolicyError
 from rose.policy import turn_events as te
-from rose.policy.turns import RECLAIMED, TurnBook
+from rose.policy.stop_reasons import RECLAIMED
+from rose.policy.turns import TurnBook
 from rose.policy.worker import Duty, Tier
 from tests.policy.turn_kit import book_of, dispatches, end, ended, hear, join, submit, tokens
 

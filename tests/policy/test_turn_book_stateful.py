@@ -12,7 +12,8 @@ from rose.errors import PolicyError
 from rose.policy import turn_events as te
 from rose.policy.fleet import FleetParams
 from rose.policy.routing import POLICY_NAMES, make_policy
-from rose.policy.turns import RECLAIMED, TurnBook
+from rose.policy.stop_reasons import RECLAIMED
+from rose.policy.turns import TurnBook
 from rose.policy.worker import Duty, Tier
 from tests.policy import reference
 

@@ -9,6 +9,7 @@ import pytest
 from rose.policy import turn_events as te
 from rose.policy.fleet import FleetParams
 from rose.policy.routing import POLICY_NAMES, make_policy
+from rose.policy.stop_reasons import OTHER_RUN
 from rose.policy.turns import TurnBook
 from rose.policy.worker import Duty, Tier
 from tests.policy.turn_kit import book_of, dispatches, end, hear, join, submit, tokens
@@ -111,16 +112,25 @@ def test_drain_moves_turns_without_blame(book: TurnBook) -> None:
     assert book.turns["a"].infra_left == book.params.infra_budget
 
 
-def test_a_device_given_to_another_job_lets_go_of_the_first_ones_turns(book: TurnBook) -> None:
+def test_a_device_given_to_another_job_takes_no_new_turn_and_loses_no_token_of_what_runs(
+    book: TurnBook,
+) -> None:
+    """Its engine ends them when the other job's weights come in, with what they have; an abort would lose that."""
     (first,) = dispatches(submit(book, "a"))
     other = "h" if first.worker_id == "d" else "d"
-    actions = book.handle(te.WorkerAssigned(at_s=0.1, worker_id=first.worker_id, job="k"))
-    assert te.AbortAttempt(turn_id="a", attempt=1, worker_id=first.worker_id) in actions
-    assert [item.worker_id for item in dispatches(actions)] == [other]
+    assert book.handle(te.WorkerAssigned(at_s=0.1, worker_id=first.worker_id, job="k")) == []
+    assert [item.worker_id for item in dispatches(submit(book, "b", at_s=0.2))] == [other]
+
+    ended = end(book, "a", 1, "abort", token_ids=(1, 2, 3), at_s=0.3, stop_reason=OTHER_RUN)
+
+    assert [item.worker_id for item in dispatches(ended)] == [other]
+    assert len(book.turns["a"].token_ids) == 3
     assert book.turns["a"].infra_left == book.params.infra_budget
-    book.handle(te.WorkerAssigned(at_s=0.2, worker_id=other, job=""))
-    assert book.turns["a"].state is te.TurnState.QUEUED
-    (again,) = dispatches(book.handle(te.WorkerAssigned(at_s=0.3, worker_id=other, job=None)))
+    book.handle(te.WorkerAssigned(at_s=0.4, worker_id=first.worker_id, job=""))
+    book.handle(te.WorkerAssigned(at_s=0.4, worker_id=other, job=""))
+    submit(book, "c", at_s=0.5)
+    assert book.turns["c"].state is te.TurnState.QUEUED
+    (again,) = dispatches(book.handle(te.WorkerAssigned(at_s=0.6, worker_id=other, job=None)))
     assert again.worker_id == other
 
 

@@ -15,8 +15,9 @@ from rose.proc import free_port
 class Daemon:
     """``rose-scheduler`` as its own process, on one port across restarts."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *settings: str) -> None:
         self.folder = folder
+        self.settings = ("timeouts.tick_s=0.05", *settings)
         self.url = ""
         self.process: asyncio.subprocess.Process | None = None
 
@@ -32,8 +33,7 @@ class Daemon:
             str(self.folder / "tokens.toml"),
             "--journal",
             str(self.folder / "journal"),
-            "--set",
-            "timeouts.tick_s=0.05",
+            *(part for setting in self.settings for part in ("--set", setting)),
             "--policy",
             "sticky_least_loaded",
             stdout=asyncio.subprocess.PIPE,

@@ -18,7 +18,8 @@ from rose.decisions.log import DecisionLog, logs, replay
 from rose.errors import LedgerError
 from rose.policy import turn_events as te
 from rose.policy.routing import POLICY_NAMES, make_policy
-from rose.policy.turns import RECLAIMED, TurnBook
+from rose.policy.stop_reasons import RECLAIMED
+from rose.policy.turns import TurnBook
 from rose.policy.worker import Tier
 from rose.testing.fake_engine import FakeEngine, FakeNode, Fault, serve_engine
 from tests.policy.turn_kit import join

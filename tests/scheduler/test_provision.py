@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from tests.scheduler.conftest import World, user
+import asyncio
+
+from tests.scheduler.conftest import World, generate, user
 
 QUICK = {
-    "enabled": True,
+    "mode": "on",
     "period_s": 0.02,
     "switch_s": 0.0,
     "rest_s": 0.0,
@@ -38,6 +40,53 @@ async def test_a_parked_workers_node_is_told(world: World) -> None:
     world.silence("a")
     answer = await world.ok("POST", "/workers/a/heartbeat", beat, role="node")
     assert answer["active"] is False
+
+
+async def test_a_node_is_told_which_job_and_whose_policy_it_serves(world: World) -> None:
+    await world.start(provisioning=QUICK)
+    await world.add("a")
+    version = {"job": "job", "attempt": 1, "version": 3, "run": "run-a"}
+    await world.ok("POST", "/rose/v1/versions", version, role="trainer")
+    node = world.nodes["a"]
+
+    running = asyncio.create_task(generate(world, await world.trajectory()))
+    await world.until(lambda: node.answer is not None and node.answer.job == "job")
+
+    assert node.answer is not None
+    assert (node.answer.active, node.answer.run) == (True, "run-a")
+    world.engines["a"].switch("run-a", "1.3")
+    answer = await running
+    assert [(one["worker"], one["run"]) for one in answer["segments"]] == [("a", "run-a")]
+
+
+async def test_mode_observe_says_what_it_would_do_and_does_nothing(world: World) -> None:
+    await world.start(provisioning={**QUICK, "mode": "observe"})
+    engine = await world.add("a")
+    engine.hold = asyncio.Event()
+
+    running = asyncio.create_task(generate(world, await world.trajectory()))
+    await world.until(lambda: world.scheduler.provisioner.decided["activate"])
+    engine.hold.set()
+    await running
+
+    assert world.scheduler.book.fleet.workers["a"].job is None
+    told = (await world.ok("GET", "/status"))["provisioning"]
+    assert (told["mode"], told["held"]) == ("observe", {"job": 1})
+
+
+async def test_metrics_say_how_many_engines_a_job_would_pay_for(world: World) -> None:
+    await world.start(provisioning=QUICK)
+    engine = await world.add("a")
+    engine.hold = asyncio.Event()
+    running = [asyncio.create_task(generate(world, await world.trajectory())) for _ in range(8)]
+    await world.until(lambda: world.scheduler.provisioner.wanted().get("job", 0))
+
+    async with world.session.get(f"{world.url}/metrics") as response:
+        text = await response.text()
+
+    assert 'rose_wanted_engines{job="job"}' in text
+    engine.hold.set()
+    await asyncio.gather(*running)
 
 
 async def test_without_provisioning_every_worker_serves_every_job(world: World) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from rose.scheduler.app import Scheduler
@@ -25,7 +26,7 @@ async def test_each_job_s_turns_run_on_the_weights_of_its_own_run(world: World) 
     await world.start()
     for name, version in (("a", "1.5"), ("b", "1.3")):
         engine = await world.add(name)
-        engine.version, world.nodes[name].follows = version, f"run-{name}"
+        engine.switch(f"run-{name}", version)
         await world.nodes[name].beat()
     assert (await publish(world, "job-a", (1, 5), run="run-a"))[0] == 200
     assert (await publish(world, "job-b", (1, 3), run="run-b"))[0] == 200
@@ -39,7 +40,7 @@ async def test_each_job_s_turns_run_on_the_weights_of_its_own_run(world: World) 
 async def test_a_turn_that_no_engine_may_run_says_that_none_follows_its_run(world: World) -> None:
     await world.start(timeouts={"max_queue_s": 0.2})
     engine = await world.add("a")
-    engine.version, world.nodes["a"].follows = "1.5", "run-a"
+    engine.switch("run-a", "1.5")
     await world.nodes["a"].beat()
     await publish(world, "job-b", (1, 3), run="run-b")
 
@@ -67,6 +68,24 @@ async def test_a_second_trainer_cannot_take_a_job_by_its_name(world: World) -> N
     assert world.scheduler.book.runs == {"policy": "mine"}
 
 
+async def test_what_another_run_sampled_before_a_job_named_its_own_is_never_leased(world: World) -> None:
+    await world.start()
+    (await world.add("a")).switch("run-a", "1.5")
+    await world.nodes["a"].beat()
+    name = await world.trajectory(job="job-b")
+    body = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 8}, "session_id": name}
+    await world.ok("POST", "/rose/v1/generate", body)
+    await world.ok("POST", f"/rose/v1/trajectories/{name}/finish", {"reward": 1.0})
+
+    await publish(world, "job-b", (1, 3), run="run-b")
+
+    lease = {"job": "job-b", "num_groups": 1, "version": [1, 3]}
+    status, _ = await world.call("POST", "/rose/v1/batches/lease", lease, role="trainer")
+    assert status == 204
+    trace = await world.ok("GET", f"/rose/v1/trajectories/{name}")
+    assert trace["state"] == "stale"
+
+
 async def test_a_scheduler_that_starts_again_knows_whose_run_a_job_is(world: World) -> None:
     await world.start()
     await publish(world, "job-b", (1, 3), run="run-b")
@@ -78,3 +97,39 @@ async def test_a_scheduler_that_starts_again_knows_whose_run_a_job_is(world: Wor
         assert again.book.runs == {"job-b": "run-b"}
     finally:
         await again.stop(drain_s=0)
+
+
+async def test_an_engine_with_other_weights_than_its_node_said_refuses_the_turn(world: World) -> None:
+    """The scheduler knows what a heartbeat said, half a second ago at best."""
+    await world.start()
+    for name in ("a", "b"):
+        (await world.add(name)).switch(f"run-{name}", "1.5")
+        await world.nodes[name].beat()
+    await publish(world, "job-a", (1, 5), run="run-a")
+    world.silence("a")
+    world.engines["a"].switch("run-b", "1.5")
+
+    running = asyncio.create_task(generate(world, "job-a"))
+    await world.until(lambda: world.engines["a"].num_refused)
+    world.engines["b"].switch("run-a", "1.6")
+    await world.nodes["b"].beat()
+
+    answer = await running
+    assert [(one["worker"], one["run"]) for one in answer["segments"]] == [("b", "run-a")]
+
+
+async def test_the_turns_of_a_trajectory_are_of_one_run_also_where_its_job_names_none(world: World) -> None:
+    await world.start(timeouts={"max_queue_s": 0.2})
+    (await world.add("a")).switch("run-a", "1.5")
+    await world.nodes["a"].beat()
+    name = await world.trajectory(job="chat")
+    body = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 8}, "session_id": name}
+    first = await world.ok("POST", "/rose/v1/generate", body)
+    world.engines["a"].switch("run-b", "1.5")
+    await world.nodes["a"].beat()
+
+    status, answer = await world.call("POST", "/rose/v1/generate", body | {"token_ids": [4, 5, 6]})
+
+    assert first["segments"][0]["run"] == "run-a"
+    assert status == 503
+    assert "run" in answer["error"]["message"]

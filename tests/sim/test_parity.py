@@ -125,6 +125,13 @@ def policies(configs: Configs) -> dict[str, Any]:
         "turns": book.params,
         "fleet": book.fleet.params,
         "samples": world.job.book.params,
+        "provisioning": (
+            world.cluster.provisioning.mode,
+            world.cluster.provisioning.period_s,
+            world.cluster.assigner.policy.params,
+            world.cluster.assigner.share_of("job"),
+            world.cluster.assigner.job_idle_s,
+        ),
         "heartbeat_s": world.cluster.heartbeat_s,
     }
     for name, node in world.cluster.nodes.items():

@@ -115,6 +115,27 @@ def test_asynchronous_training_never_takes_a_sample_older_than_alpha(alpha: int)
     assert max(step.lag for step in run.steps) == alpha
 
 
+def test_devices_are_given_to_the_job_and_taken_back_by_the_daemon_s_own_code(tmp_path: Path) -> None:
+    """While the job trains, nothing that its devices lend gains it anything."""
+    provisioning = {"mode": "on", "switch_s": 1.0, "idle_s": 3.0, "min_active_s": 1.0, "rest_s": 0.5}
+    path = tmp_path / "journal"
+
+    run = simulate(
+        tiny(scheduler={"provisioning": provisioning}, duration_s=3600.0),
+        "rose",
+        journal_path=path,
+        check=True,
+    )
+
+    decided = [line.split()[2:] for line in path.read_text().splitlines() if line.split()[1] == "provision"]
+    taken = {host for host, what in decided if what == "activate"}
+    released = {host for host, what in decided if what == "release"}
+    assert {host for host in taken if host.startswith("s")}
+    assert released & taken
+    assert run.counters.sampled["harvested"] > 0
+    assert len(run.steps) == 2
+
+
 def test_harvesting_moves_tokens_to_serving_engines_and_costs_no_gpu_hours() -> None:
     fixed, rose = (simulate(tiny(num_steps=1), name) for name in ("fixed_sync", "rose"))
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from rose.policy.staleness import lag, parse_version
+from rose.lineage import parse_version
+from rose.policy.staleness import lag
 from rose.train import checkpoint as checkpoints
 from rose.train.loop import RunResult, run_training
 from rose.train.train_config import TrainConfig

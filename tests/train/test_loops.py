@@ -14,7 +14,8 @@ import torch
 
 from rose.auth import Tokens
 from rose.errors import CapacityError, TrainError
-from rose.policy.staleness import lag, parse_version
+from rose.lineage import parse_version
+from rose.policy.staleness import lag
 from rose.train.cli import _line
 from rose.train.client import SchedulerClient
 from rose.train.train_config import TrainConfig

@@ -165,7 +165,7 @@ async def keep_up(node: FakeNode, engine: TorchEngine, versions: Path) -> None:
         )
         if newest != engine.version:
             engine.load(newest)
-        node.follows = RUN
+        node.engine.weights_run = RUN
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):  # the scheduler may be away
             if not await node.beat():
                 await node.register()

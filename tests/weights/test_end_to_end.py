@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from rose.auth import Tokens
 from rose.errors import ConfigError, NotFound
+from rose.lineage import WeightVersion
 from rose.testing.relay_thread import RelayThread
 from rose.weights import manifest, retention
 from rose.weights.cli import app
@@ -21,7 +22,6 @@ from rose.weights.store import FileStore
 from rose.weights.stores import open_store
 from rose.weights.subscriber import WeightSubscriber
 from rose.weights.update import read_update
-from rose.weights.version import WeightVersion
 from tests.weights.subscriber.kit import apply_update, same
 from tests.weights.toy import DEFAULT_LR, ToyTrainer
 

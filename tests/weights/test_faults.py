@@ -29,6 +29,7 @@ import numpy as np
 import pytest
 
 from rose.errors import CapacityError, SectionCorrupt, WrongBase
+from rose.lineage import WeightVersion
 from rose.weights import manifest, retention, subscriber
 from rose.weights.http_store import HttpStore
 from rose.weights.manifest import Head
@@ -37,7 +38,6 @@ from rose.weights.publisher import WeightPublisher
 from rose.weights.source import RawBits
 from rose.weights.store import FileStore
 from rose.weights.subscriber import WeightSubscriber
-from rose.weights.version import WeightVersion
 from tests.weights.relay_process import RelayProcess
 from tests.weights.subscriber.kit import copy_of, same
 from tests.weights.toy import ToyTrainer

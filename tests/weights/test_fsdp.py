@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rose.lineage import WeightVersion
 from rose.weights import retention
 from rose.weights.store import FileStore
 from rose.weights.subscriber import WeightSubscriber
-from rose.weights.version import WeightVersion
 
 pytest.importorskip("torch")
 from safetensors.numpy import load_file

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from rose.errors import RequestError, SectionCorrupt
+from rose.lineage import WeightVersion
 from rose.weights import manifest, statehash
 from rose.weights.manifest import Kind
 from rose.weights.spec import TensorSpec, model_digest
-from rose.weights.version import WeightVersion
 
 XXH3 = "0123456789abcdef" * 2
 SPECS = [TensorSpec("w", "BF16", (10, 10)), TensorSpec("s", "F32", (4,)), TensorSpec("none", "BF16", (0,))]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from rose.errors import CapacityError, ConfigError, RoseError, VersionRefused, WeightsError, WrongBase
+from rose.lineage import WeightVersion
 from rose.weights import retention, statehash
 from rose.weights.manifest import Head
 from rose.weights.params import WeightsParams
@@ -18,7 +19,6 @@ from rose.weights.publisher import PublishReport, WeightPublisher
 from rose.weights.source import RawBits
 from rose.weights.store import FileStore, MemoryStore
 from rose.weights.subscriber import WeightSubscriber
-from rose.weights.version import WeightVersion
 from rose.weights.warmup import warm_up
 from tests.weights.toy import ToyTrainer
 

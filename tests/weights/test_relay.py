@@ -24,10 +24,10 @@ from rose.errors import (
     SectionCorrupt,
     Unauthorized,
 )
+from rose.lineage import WeightVersion
 from rose.testing.relay_thread import RelayThread
 from rose.weights.http_store import HttpStore
 from rose.weights.store import FileStore
-from rose.weights.version import WeightVersion
 from tests.weights.relay_process import RelayProcess
 from tests.weights.test_stores import head
 

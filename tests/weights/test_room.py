@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from rose.errors import CapacityError
+from rose.lineage import WeightVersion
 from rose.weights.publisher import WeightPublisher
 from rose.weights.subscriber import WeightSubscriber
-from rose.weights.version import WeightVersion
 from tests.weights.test_faults import PARAMS, FileStore, ToyTrainer, copy_of, same
 
 Usage = namedtuple("Usage", "total used free")

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 import pytest
 
 from rose.errors import NotFound, SectionCorrupt
+from rose.lineage import WeightVersion
 from rose.weights import manifest, retention
 from rose.weights.manifest import Base, Kind, Manifest
 from rose.weights.routes import route
-from rose.weights.version import WeightVersion
 
 DENSE_BYTES = 1000
 

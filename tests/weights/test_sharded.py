@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from rose.errors import CapacityError, RoseError, VersionRefused, WeightsError
+from rose.lineage import WeightVersion
 from rose.weights import retention
 from rose.weights.params import WeightsParams
 from rose.weights.source import Shard
 from rose.weights.store import FileStore, MemoryStore
 from rose.weights.subscriber import WeightSubscriber
 from rose.weights.update import read_update
-from rose.weights.version import WeightVersion
 from tests.weights.subscriber.kit import apply_update, same
 from tests.weights.test_publisher import POINTS, FlakyStore
 

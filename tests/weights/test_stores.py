@@ -11,6 +11,7 @@ import pytest
 
 from rose.auth import Tokens
 from rose.errors import CapacityError, Conflict, NotFound, RequestError, SectionCorrupt, TooLarge
+from rose.lineage import WeightVersion
 from rose.testing.relay_thread import RelayThread
 from rose.weights import manifest
 from rose.weights.fsspec_store import FsspecStore
@@ -18,7 +19,6 @@ from rose.weights.http_store import HttpStore
 from rose.weights.manifest import Head, Kind, ObjectRef
 from rose.weights.mooncake_store import MooncakeStore
 from rose.weights.store import FileStore, MemoryStore, Store
-from rose.weights.version import WeightVersion
 from tests.weights.mooncake_kit import mooncake_cluster
 
 MAX_OBJECT_BYTES = 1 << 20

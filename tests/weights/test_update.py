@@ -12,10 +12,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from rose.errors import SectionCorrupt, WeightsError
+from rose.lineage import WeightVersion
 from rose.weights import statehash
 from rose.weights.spec import TensorSpec, model_digest
 from rose.weights.update import Header, TensorUpdate, Update, UpdateFile, read_update, write_update
-from rose.weights.version import WeightVersion
 
 SPECS = [
     TensorSpec("w", "BF16", (4, 8)),

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from rose.errors import CapacityError, RoseError, WeightsError
+from rose.lineage import WeightVersion
 from rose.weights import composer, manifest, retention
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
 from rose.weights.retention import Need
 from rose.weights.store import FileStore, MemoryStore
 from rose.weights.subscriber import WeightSubscriber
-from rose.weights.version import WeightVersion
 from tests.weights.shards_kit import Trainer, fsdp
 from tests.weights.subscriber.kit import copy_of, same
 from tests.weights.toy import ToyTrainer

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from rose.errors import SectionCorrupt, WeightsError
+from rose.lineage import WeightVersion
 from rose.weights import boxes, codec, layout, manifest, statehash
 from rose.weights.boxes import Box
 from rose.weights.host_copy import _header, _offsets
@@ -22,7 +23,6 @@ from rose.weights.source import RawBits
 from rose.weights.spec import TensorSpec, model_digest
 from rose.weights.store import MemoryStore
 from rose.weights.subscriber import WeightSubscriber
-from rose.weights.version import WeightVersion
 
 PAST_32_BITS = 1 << 32
 XXH3 = "0123456789abcdef" * 2

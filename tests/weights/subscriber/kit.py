@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import numpy as np
 
+from rose.lineage import WeightVersion
 from rose.weights import statehash
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
 from rose.weights.store import MemoryStore
 from rose.weights.subscriber import WeightSubscriber
 from rose.weights.update import Update
-from rose.weights.version import WeightVersion
 from tests.weights.toy import ToyTrainer
 
 PARAMS = WeightsParams(fragment_elements=65_536, bucket_bytes=1 << 16, anchor_every=1000, collect=False)

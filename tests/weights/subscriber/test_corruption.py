@@ -12,6 +12,7 @@ import pytest
 from safetensors import SafetensorError
 
 from rose.errors import CapacityError, SectionCorrupt, WrongBase
+from rose.lineage import WeightVersion
 from rose.weights import codec, manifest, retention
 from rose.weights.manifest import Manifest, ObjectRef, Section
 from rose.weights.params import WeightsParams
@@ -19,7 +20,6 @@ from rose.weights.publisher import WeightPublisher
 from rose.weights.store import MemoryStore
 from rose.weights.subscriber import WeightSubscriber
 from rose.weights.update import read_update
-from rose.weights.version import WeightVersion
 from tests.weights.subscriber.kit import PARAMS, V, WatchedStore, apply_update, copy_of, publish_steps, same
 from tests.weights.toy import ToyTrainer
 

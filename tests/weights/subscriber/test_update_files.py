@@ -9,12 +9,12 @@ import pytest
 from safetensors import safe_open
 
 from rose.errors import Gone, NotFound, RoseError, SectionCorrupt
+from rose.lineage import WeightVersion
 from rose.weights import statehash
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
 from rose.weights.subscriber import WeightSubscriber
 from rose.weights.update import read_update
-from rose.weights.version import WeightVersion
 from tests.weights.subscriber.kit import V, WatchedStore, apply_update, copy_of, publish_steps, same
 from tests.weights.toy import ToyTrainer
 

@@ -1,0 +1,85 @@
+"""Host copies of several policies: kept while there is room, the least recently used goes first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rose.coserve.policies import PolicyCopies
+from rose.errors import RequestError
+from rose.lineage import WeightVersion
+
+
+class Copy:
+    def __init__(self, folder: Path) -> None:
+        self.closed = False
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "weights.safetensors").touch()
+
+    def poll(self, timeout_s: float) -> WeightVersion | None:
+        return None
+
+    def fetch(self, version: WeightVersion, engine_version: WeightVersion | None) -> Path:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Node:
+    def __init__(self, folder: Path, most: int) -> None:
+        self.opened: list[tuple[str, Copy]] = []
+        self.copies = PolicyCopies("own", folder, self._open, most=most)
+
+    def _open(self, run: str, folder: Path) -> Copy:
+        self.opened.append((run, Copy(folder)))
+        return self.opened[-1][1]
+
+
+def test_the_least_recently_used_copy_goes_and_the_own_one_never(tmp_path: Path) -> None:
+    node = Node(tmp_path, most=3)
+    for run in ("own", "a", "b", "a", "c"):
+        node.copies.source(run)
+
+    assert node.copies.runs() == {"own", "a", "c"}
+    assert [run for run, copy in node.opened if copy.closed] == ["b"]
+    assert not (tmp_path / "runs" / "b").exists()
+    assert (tmp_path / "weights.safetensors").exists()
+
+
+def test_a_copy_that_an_earlier_process_left_is_used_again_or_makes_room_first(tmp_path: Path) -> None:
+    for run in ("a", "b"):
+        Copy(tmp_path / "runs" / run)
+    node = Node(tmp_path, most=3)
+
+    node.copies.source("b")
+    node.copies.source("c")
+
+    assert node.copies.runs() == {"own", "b", "c"}
+
+
+def test_no_room_on_the_disk_removes_another_policy_and_at_last_none(tmp_path: Path) -> None:
+    node = Node(tmp_path, most=9)
+    for run in ("own", "a", "b"):
+        node.copies.source(run)
+
+    assert node.copies.make_room("b")
+    assert node.copies.runs() == {"own", "b"}
+    assert not node.copies.make_room("b")
+
+
+@pytest.mark.parametrize("run", ["..", "../x", "a/b", ".hidden", ""])
+def test_a_run_cannot_lead_out_of_the_directory(tmp_path: Path, run: str) -> None:
+    with pytest.raises(RequestError):
+        Node(tmp_path, most=2).copies.source(run)
+
+
+def test_nothing_is_opened_once_the_node_goes_down(tmp_path: Path) -> None:
+    node = Node(tmp_path, most=2)
+    node.copies.source("a")
+    node.copies.close()
+
+    assert [copy.closed for _, copy in node.opened] == [True]
+    with pytest.raises(RequestError):
+        node.copies.source("a")
