@@ -25,4 +25,4 @@ VersionText = Annotated[str, Meta(pattern=f"^{lineage.VERSION_PATTERN}$", max_le
 """``attempt.version``."""
 RunName = Annotated[str, Meta(min_length=1, max_length=64, pattern=f"^{lineage.RUN_PATTERN}$")]
 """Of whose weights: :mod:`rose.lineage`."""
-VersionPart = Annotated[int, Meta(ge=0, lt=lineage.LIMIT)]
+VersionPart = Annotated[int, Meta(ge=0, le=lineage.LIMIT - 1)]

@@ -307,12 +307,13 @@ async def test_a_device_that_no_job_wants_gives_its_memory_back_and_keeps_its_en
 ) -> None:
     monkeypatch.setattr("rose.coserve.agent.RELEASE_AFTER_S", 0.0)
     agent = linked(device, registry)
-    await until(lambda: device.resident_pages() > 0)
+    await until(lambda: agent.engine.state == "ready" and device.resident_pages() > 0)
+    num_starts = agent.engine.num_starts
 
     registry.assignment = {"active": False}
     await until(lambda: device.resident_pages() == 0)
 
-    assert (agent.mode, agent.engine.state, agent.engine.num_starts) == (Mode.ON, "ready", 1)
+    assert (agent.mode, agent.engine.state, agent.engine.num_starts) == (Mode.ON, "ready", num_starts)
     assert agent.status()["assignment"]["active"] is False
     registry.assignment = {"active": True, "job": "a"}
     await until(lambda: device.resident_pages() > 0)

@@ -61,7 +61,7 @@ def encoded(body: Any) -> bytes:
         (Heartbeat, {**BEAT, "serving_use": 1.5}, "serving_use", "must be a number from 0 to 1"),
         (Heartbeat, {**BEAT, "version": "x"}, "version", "must be a version like '2.17'"),
         (Heartbeat, {"seq": 1, "state": "ready"}, "incarnation", "is required"),
-        (Ack, {"step": 1, "attempt": True}, "attempt", "must be a whole number from 0 to 9007199254740992"),
+        (Ack, {"step": 1, "attempt": True}, "attempt", "must be a whole number from 0 to 9999999999"),
         (Ack, {"step": 1, "attempt": 1, "stpe": 2}, "stpe", "unknown field"),
         (Lease, {**LEASE, "job": ""}, "job", "must be text of 1 to 256 printable characters"),
         (Lease, {**LEASE, "job": "a\n"}, "job", "must be text of 1 to 256 printable characters"),
