@@ -7,8 +7,8 @@ from itertools import chain, islice
 
 import msgspec
 
+from rose.lineage import Version
 from rose.policy import samples as sp
-from rose.policy.staleness import Version
 from rose.scheduler.journal import (
     AckedRecord,
     CloseRecord,
