@@ -54,6 +54,7 @@ NOT_SIMULATED: dict[str, str] = {
         "an agent that was turned away asks again: here its turn waits until it is placed",
     ),
     "node.gate.stop_at_layers": "[fleet] preempt_s says whether, and how soon, a step stops",
+    "scheduler.tracing.otlp_endpoint": _WIRE,
     "scheduler.timeouts.tick_s": "the scheduler's clock ticks with the heartbeats",
     **dict.fromkeys(
         ("scheduler.journal.compact_bytes", "scheduler.decisions.max_bytes", "scheduler.decisions.max_files"), _STORE
