@@ -27,7 +27,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from benchmarks.lib.report import Report
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.records import Mode, NodeState
 from rose.units import PAGE_BYTES
@@ -208,6 +207,8 @@ def main() -> None:
     if args.engine:
         engine(args.engine, args.model)
         return
+    from benchmarks.lib.report import Report  # here: an engine of another build runs without benchmarks
+
     report = Report("churn")
     with tempfile.TemporaryDirectory() as folder:
         seen = churn(
