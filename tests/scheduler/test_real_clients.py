@@ -419,7 +419,8 @@ def _items(response: Any) -> Any:
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("name", [each for each in CALLED if each != "cut"])
+# A call that the limit may cut is none that vLLM's own route can answer: it reads the arguments as whole JSON (0.32).
+@pytest.mark.parametrize("name", ["by itself", "no tools"])
 async def test_messages_equal_vllms_own(gateway: Gateway, name: str, streamed: bool) -> None:
     request = {**claudes_request(name), "messages": [QUESTION]}
     async with gateway.claude() as ours, gateway.their_claude() as theirs:
