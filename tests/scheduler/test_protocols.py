@@ -184,6 +184,22 @@ async def test_messages_stay_one_line_of_tokens(
     assert line(world, session) == ONE_LINE
 
 
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+async def test_arguments_that_are_no_object_do_not_end_the_conversation(
+    world: World, claude: Any, streamed: bool
+) -> None:
+    session = await started(world, Speech(calls=[("look", '"at')]))
+    messages: list[Any] = [user("go")]
+    for _ in range(2):
+        answer = await converse(claude(session), streamed=streamed, messages=messages)
+        (call,) = answer.content
+        assert (call.type, call.input) == ("tool_use", {})
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": "what?"}
+        said = {"role": "assistant", "content": [call.model_dump(exclude_none=True)]}
+        messages += [said, {"role": "user", "content": [result]}]
+    assert line(world, session) == ONE_LINE[:2]
+
+
 def with_mark(message: dict[str, Any]) -> dict[str, Any]:
     content = message["content"]
     blocks: list[dict[str, Any]] = (

@@ -419,8 +419,8 @@ def _items(response: Any) -> Any:
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-# A call that the limit may cut is none that vLLM's own route can answer: it reads the arguments as whole JSON (0.32).
-@pytest.mark.parametrize("name", ["by itself", "no tools"])
+# Without tools, and of a call that the limit cut, vLLM's own route (0.32) gives other answers whole than streamed, or none.
+@pytest.mark.parametrize("name", ["by itself"])
 async def test_messages_equal_vllms_own(gateway: Gateway, name: str, streamed: bool) -> None:
     request = {**claudes_request(name), "messages": [QUESTION]}
     async with gateway.claude() as ours, gateway.their_claude() as theirs:
@@ -462,8 +462,11 @@ async def test_responses_over_moves_keep_one_line_of_tokens(
     sampled_once(gateway, name, 4)
 
 
-@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("tool_choice", ["auto", "any"])
+@pytest.mark.parametrize(
+    ("streamed", "tool_choice"),
+    # What this model says when it must call is no whole JSON now and then, which the client refuses to read from a stream.
+    [(False, "auto"), (True, "auto"), (False, "any")],
+)
 async def test_messages_over_moves_keep_one_line_of_tokens(
     gateway: Gateway, streamed: bool, tool_choice: str
 ) -> None:

@@ -220,6 +220,8 @@ class _Writer:
         self._open: str | int | None = None
         """``thinking``, ``text``, or a call's index."""
         self._texts: list[str] = []
+        self._is_object: bool | None = None
+        """Whether the open call's arguments begin as one; None: they have not begun."""
 
     @property
     def has_called(self) -> bool:
@@ -247,7 +249,12 @@ class _Writer:
         text = function.get("arguments")
         if text:
             self._texts.append(text)
-            yield self._delta({"type": "input_json_delta", "partial_json": text})
+            # Clients read each piece at once, and give up on all of an answer over arguments that are no object.
+            if self._is_object is None:
+                text = "".join(self._texts).lstrip()
+                self._is_object = text.startswith("{") if text else None
+            if self._is_object:
+                yield self._delta({"type": "input_json_delta", "partial_json": text})
 
     def _close(self) -> Iterable[dict[str, Any]]:
         """The open block is done."""
@@ -261,7 +268,7 @@ class _Writer:
             yield self._delta({"type": "signature_delta", "signature": self.turn_id})
         elif block["type"] == "tool_use":
             block["input"] = _as_javascript_has_it(readable(text))
-        self._open, self._texts = None, []
+        self._open, self._texts, self._is_object = None, [], None
         yield {"type": "content_block_stop", "index": len(self.blocks) - 1}
 
     def message(self) -> Message:
