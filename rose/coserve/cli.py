@@ -53,6 +53,7 @@ def run(
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     settings = load_config(NodeConfig, config, overrides or [])
+    settings.require_reachable()
     raise_limit(OPEN_FILES)
     asyncio.run(_run(NodeAgent, settings))
 

@@ -52,6 +52,11 @@ SENTINEL_AGAIN_S = 30.0
 """A sentinel that ends by itself is not started more often: each start costs a second of a core."""
 
 
+def _called(host: str) -> str:
+    """Where to call what listens on ``host``."""
+    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+
+
 class RolloutEngine:
     """Starts, watches and ends the rollout engine.
 
@@ -65,7 +70,7 @@ class RolloutEngine:
 
     def __init__(self, config: NodeConfig) -> None:
         self.config = config
-        self.url = f"http://{config.engine.host}:{config.engine.port}"
+        self.url = f"http://{_called(config.engine.host)}:{config.engine.port}"
         self.state = "down"
         self.error = ""
         self.incarnation = ""

@@ -117,7 +117,7 @@ class SchedulerUplink:
         config = self._config
         return Registration(
             worker_id=config.node_id,
-            url=config.engine.advertise_url or self._engine.url,
+            url=config.engine_url,
             tier=config.tier,
             model=config.engine.served_model_name or config.engine.model,
             max_model_len=config.engine.max_model_len,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field
 
 from rose.config import Section
 from rose.decisions.decision_config import DecisionConfig
+from rose.errors import ConfigError
 from rose.lineage import RUN_PATTERN
 from rose.policy.admission import AdmissionParams, Rule
 from rose.policy.baselines import make_lending
@@ -219,6 +222,25 @@ class NodeConfig(Section):
         return "dedicated" if self.serving is None else "harvested"
 
     @property
+    def engine_url(self) -> str:
+        """How rose-scheduler reaches the engine."""
+        return self.engine.advertise_url or f"http://{self.engine.host}:{self.engine.port}"
+
+    def require_reachable(self) -> None:
+        """A scheduler on another host cannot call an engine on this one's loopback: no turn would ever run here.
+
+        Raises:
+            ConfigError: It is told to.
+        """
+        link = self.scheduler
+        if link is not None and not _is_loopback(link.url) and _is_loopback(self.engine_url):
+            raise ConfigError(
+                f"{self.engine_url} cannot be reached by the scheduler at {link.url}",
+                field="engine.advertise_url",
+                fix='engine.host = "0.0.0.0" and engine.advertise_url = "http://THIS_HOST:PORT"',
+            )
+
+    @property
     def socket_path(self) -> Path:
         return self.dir / "agent.sock"
 
@@ -227,6 +249,14 @@ class NodeConfig(Section):
         if self.weights is not None and self.weights.directory is not None:
             return self.weights.directory
         return cache_directory() / self.node_id
+
+
+def _is_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
 
 
 def cache_directory(env: Mapping[str, str] | None = None, uid: int | None = None) -> Path:
