@@ -439,11 +439,22 @@ class ControlRoutes:
 
 
 def _numbered(trajectory: Trajectory, scored: list[Scored], field: str) -> list[tuple[int, float]]:
+    if len(scored) > len(trajectory.turns):
+        raise RequestError(
+            f"names {len(scored)} of a trajectory's {len(trajectory.turns)} turns", field=field
+        )
+    named = trajectory.turn_numbers() if any(isinstance(each.turn, str) for each in scored) else {}
     found: list[tuple[int, float]] = []
     for at, each in enumerate(scored):
-        turn = trajectory.turn_named(each.turn)
-        if turn is None:
+        turn = named.get(each.turn) if isinstance(each.turn, str) else each.turn
+        if turn is None or turn >= len(trajectory.turns):
             raise RequestError("is no turn of this trajectory", field=f"{field}[{at}].turn")
+        if field == "branches" and turn in trajectory.parents:
+            raise RequestError(
+                "ends no branch: another turn continues it",
+                field=f"{field}[{at}].turn",
+                fix="name the branch by its last turn, or score the turn under turns",
+            )
         found.append((turn, each.reward))
     return found
 

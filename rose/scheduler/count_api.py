@@ -5,12 +5,15 @@ Token counts of a trajectory's next turn are those of the prompt that the turn w
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import datetime
+from collections.abc import AsyncIterator
 from typing import Any
 
 from aiohttp import web
 
-from rose.errors import NotFound, RequestError
+from rose.errors import CapacityError, NotFound, RequestError
 from rose.scheduler.dispatch import Dispatcher, ServedModel
 from rose.scheduler.http import json_response, read_object
 from rose.scheduler.prompts import Prompts
@@ -21,6 +24,9 @@ from rose.scheduler.renderer import Renderer
 from rose.scheduler.trajectory import Trajectory
 from rose.scheduler.turn_requests import TurnRequests, session_of
 
+MAX_RUNNING = 64
+"""Counts at once: each is a rendered prompt in memory and work for an engine that has turns to run."""
+MAX_WAITING = 256
 _BEGINNING = datetime.datetime.fromtimestamp(0, datetime.UTC).isoformat().replace("+00:00", "Z")
 
 
@@ -32,6 +38,8 @@ class CountRoutes:
         self._prompts = prompts
         self._renderer = renderer
         self._requests = requests
+        self._places = asyncio.Semaphore(MAX_RUNNING)
+        self._num_waiting = 0
 
     async def models(self, request: web.Request) -> web.Response:
         """One list for OpenAI's and Anthropic's clients."""
@@ -68,15 +76,16 @@ class CountRoutes:
         trajectory = self._requests.trajectory(request, body.get("session_id"))
         model = await self._requests.model(body.get("model"), trajectory)
         asked = {name: value for name, value in body.items() if name != "return_token_strs"}
-        if "messages" in body:
-            self._requests.check_messages(asked)
-            rendered = await self._prompts.render_chat({**asked, "model": model})
-        elif isinstance(body.get("prompt"), str):
-            rendered = await self._prompts.render_completion({**asked, "model": model}, body["prompt"])
-        else:
-            raise RequestError("must be text; or give messages", field="prompt")
-        token_ids = rendered.token_ids
-        strings = await self._renderer.token_texts(token_ids) if body.get("return_token_strs") else None
+        async with self._place():
+            if "messages" in body:
+                self._requests.check_messages(asked)
+                rendered = await self._prompts.render_chat({**asked, "model": model})
+            elif isinstance(body.get("prompt"), str):
+                rendered = await self._prompts.render_completion({**asked, "model": model}, body["prompt"])
+            else:
+                raise RequestError("must be text; or give messages", field="prompt")
+            token_ids = rendered.token_ids
+            strings = await self._renderer.token_texts(token_ids) if body.get("return_token_strs") else None
         return json_response(
             {
                 "count": len(token_ids),
@@ -91,7 +100,25 @@ class CountRoutes:
             self._requests.check_messages(sent.body)
             body = self._requests.with_sampling(sent.body, trajectory)
             body["model"] = await self._requests.model(body.get("model"), trajectory)
-            return len((await self._prompts.chat(trajectory, body)).token_ids)
+            async with self._place():
+                return len((await self._prompts.chat(trajectory, body)).token_ids)
+
+    @contextlib.asynccontextmanager
+    async def _place(self) -> AsyncIterator[None]:
+        """Raises:
+        CapacityError: 429, too many wait already.
+        """
+        if self._places.locked() and self._num_waiting >= MAX_WAITING:
+            raise CapacityError("too many counts are asked for at once", status=429, code="queue_full")
+        self._num_waiting += 1
+        try:
+            await self._places.acquire()
+        finally:
+            self._num_waiting -= 1
+        try:
+            yield
+        finally:
+            self._places.release()
 
 
 def _described(name: str, model: ServedModel) -> dict[str, Any]:

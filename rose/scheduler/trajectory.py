@@ -128,11 +128,9 @@ class Trajectory:
             return msgspec.structs.replace(self.score, turns=turns, branches=branches)
         return ScoreRecord(id=self.id, turns=turns, branches=branches) if turns or branches else None
 
-    def turn_named(self, name: int | str) -> int | None:
-        """A turn by its number or its id."""
-        if isinstance(name, int):
-            return name if name < len(self.turns) else None
-        return next((record.turn for record in reversed(self.turns) if record.id == name), None)
+    def turn_numbers(self) -> dict[str, int]:
+        """Turns by their ids."""
+        return {record.id: record.turn for record in self.turns if record.id}
 
     def routed_from(self, parent: int | None) -> int | None:
         """From which position on a turn's routing to experts is to be recorded; None where it is not."""
@@ -186,6 +184,13 @@ class Trajectory:
             parts.append(msgspec.msgpack.decode(record.messages))
             at = record.messages_of
         return [message for part in reversed(parts) for message in part]
+
+    def first_messages(self, turn: int) -> list[dict[str, Any]] | None:
+        """The first part of :meth:`messages_of`: the messages up to and with the first answer whose messages were kept."""
+        record = self.turns[turn]
+        while record.messages and record.messages_of is not None:
+            record = self.turns[record.messages_of]
+        return msgspec.msgpack.decode(record.messages) if record.messages else None
 
     def prompt_ids(self, turn: int) -> list[int]:
         record = self.turns[turn]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -150,6 +151,8 @@ async def test_rewards_outlive_a_restart(world: World, compacted: bool) -> None:
         ({"turns": [{"turn": 2, "reward": 1}]}, "turns[0].turn"),
         ({"branches": [{"turn": "n-0000000000000000", "reward": 1}]}, "branches[0].turn"),
         ({"turns": [{"turn": 0}]}, "turns"),
+        ({"turns": [{"turn": 0, "reward": 1}] * 3}, "turns"),
+        ({"branches": [{"turn": 0, "reward": 1}]}, "branches[0].turn"),
         ({"success": True}, "reward"),
         ({"reward": "high"}, "reward"),
     ],
@@ -160,6 +163,31 @@ async def test_a_score_that_cannot_be_is_refused_by_its_field(world: World, body
     session, _ = await talked(world)
     status, refused = await post(world, session, "score", body)
     assert (status, refused["error"]["param"]) == (400, field)
+
+
+class Counted(list[Any]):
+    """Counts how often it is gone through."""
+
+    num_passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.num_passes += 1
+        return super().__iter__()
+
+    def __reversed__(self) -> Iterator[Any]:
+        self.num_passes += 1
+        return super().__reversed__()
+
+
+async def test_turns_that_are_scored_by_id_are_looked_for_once(world: World) -> None:
+    """Else a long list of a long trajectory's turns would hold up every other request."""
+    await world.start()
+    await world.add("a")
+    session, ids = await talked(world, num_turns=5)
+    trajectory = world.scheduler.store.trajectories[session]
+    trajectory.turns = turns = Counted(trajectory.turns)
+    await scored(world, session, {"turns": [{"turn": name, "reward": 1} for name in ids]})
+    assert turns.num_passes == 1
 
 
 # --- search ----------------------------------------------------------------------------------------------
