@@ -609,6 +609,15 @@ class InflightRequests:
         if trajectory is not None and done.turn is not None and done.prompt.tip_base:
             self.store.add_form(trajectory, done.turn, tips(done.prompt.tip_base, answer), thought(answer))
 
+    def delivers_again(self, found: Replay, tip_base: bytes, answer: Mapping[str, Any]) -> None:
+        """A recorded answer is about to leave in a form that may never have left before.
+
+        Args:
+            tip_base: Names the messages that it answers.
+        """
+        if found.trajectory is not None:
+            self.store.add_form(found.trajectory, found.turn, tips(tip_base, answer), thought(answer))
+
     async def drain(self, timeout_s: float) -> int:
         """Let running requests end; returns how many did not."""
         if not self._running:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +26,11 @@ class Kept:
         RequestError: They cannot be recorded.
         """
         parent = prompt.parent
-        if parent is not None and not trajectory.turns[parent].messages:
-            parent = None
+        if parent is not None:
+            known = trajectory.first_messages(parent)
+            # Instructions are kept with no request, and equal system messages with theirs: what is continued may hold either.
+            if known is None or _leading(known) != _leading(sent.kept(0) or []):
+                parent = None
         messages = sent.kept(0 if parent is None else prompt.num_continued)
         if messages is None:
             return None
@@ -37,3 +41,7 @@ class Kept:
         """As it is recorded.  The answer is named: others may say the same."""
         said = {field: answer[field] for field in ("content", "reasoning", "tool_calls") if answer.get(field)}
         return bytes(packed([*self.messages, {"role": "assistant", "content": "", **said, "id": turn_id}]))
+
+
+def _leading(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return list(itertools.takewhile(lambda message: message["role"] == "system", messages))

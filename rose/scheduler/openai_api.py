@@ -34,7 +34,7 @@ from rose.scheduler.http import (
 from rose.scheduler.ids import unpack_ids
 from rose.scheduler.inflight import Finished, Inflight, InflightRequests, Replay, TurnRequest
 from rose.scheduler.kept import Kept
-from rose.scheduler.messages import call_id
+from rose.scheduler.messages import call_id, chain, context_digest
 from rose.scheduler.prompts import NOT_RENDERED, Prompt, Prompts, continuation
 from rose.scheduler.protocols import ProtocolRequest, named_as
 from rose.scheduler.protocols.anthropic_messages import MessagesRequest
@@ -233,10 +233,13 @@ class OpenAIRoutes:
         with self._inflight.delivering(asked, found) as left_whole:
             if isinstance(found, Replay):
                 answer = found.answer or await again(finished_before(found))
+                whole, message = sent.whole(answer)
+                if message is not None:  # else it comes back as it was recorded
+                    self._inflight.delivers_again(found, tip_base(sent.body), message)
                 if sent.body.get("stream"):
                     response = await replay_stream(request, answer, sent)
                 else:
-                    response = await send_json(request, sent.whole(answer)[0])
+                    response = await send_json(request, whole)
             elif not sent.body.get("stream"):
                 answer, message = sent.whole(await found.wait())
                 if message is not None:
@@ -387,6 +390,11 @@ class OpenAIRoutes:
             parent=parent,
             fork="prompt" if forked else None,
         )
+
+
+def tip_base(body: Mapping[str, Any]) -> bytes:
+    """Names the messages that an answer to this request answers."""
+    return chain(context_digest(body), body["messages"])[-1]
 
 
 def _visible(body: Mapping[str, Any], done: Finished) -> list[int]:

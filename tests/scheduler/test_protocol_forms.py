@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import tracemalloc
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from aiohttp import web
 
+from rose.scheduler import count_api
 from rose.scheduler.protocols.anthropic_messages import MessagesRequest, readable
 from rose.scheduler.protocols.responses import ResponsesRequest
+from rose.testing.fake_engine import FakeEngine
 from tests.scheduler.conftest import World, user
 from tests.scheduler.speaker import Speaker, Speech
 
@@ -132,11 +136,14 @@ async def test_whole_numbers_with_a_point_come_back_as_the_same_history(
     assert [(turn.parent, turn.fork) for turn in turns] == [(None, None), (0, None)]
 
 
-async def answered(world: World, session: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+async def answered(
+    world: World, session: str, path: str, body: dict[str, Any], *, turn: str | None = None
+) -> dict[str, Any]:
     """The answer as its client has it, of a stream put together from its events."""
+    headers = {} if turn is None else {"X-ROSE-Turn": turn}
     if not body.get("stream"):
-        return await world.ok("POST", f"/s/{session}/v1/{path}", body)
-    headers = {"Authorization": f"Bearer {world.tokens.environment}"}
+        return await world.ok("POST", f"/s/{session}/v1/{path}", body, headers=headers)
+    headers["Authorization"] = f"Bearer {world.tokens.environment}"
     url = f"{world.url}/s/{session}/v1/{path}"
     async with world.session.post(url, json=body, headers=headers) as response:
         data = await response.read()
@@ -180,6 +187,115 @@ async def test_an_answer_that_says_nothing_is_continued(world: World, path: str,
             history += [{"role": "assistant", "content": given["content"]}, user("on")]
     turns = world.scheduler.store.trajectories[session].turns
     assert [(turn.parent, turn.fork) for turn in turns] == [(None, None), (0, None)]
+
+
+# --- answers that are asked for again ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["responses", "messages"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_an_answer_that_only_its_repeat_delivers_is_continued(
+    world: World, path: str, stream: bool
+) -> None:
+    """Its form is not what the model wrote: 1.0 is 1, and free text stands for a custom tool's arguments."""
+    await world.start()
+    call = ("look", '{"n": 1.0}') if path == "messages" else ("patch", "*** Begin Patch")
+    engine = await world.add("a", kind=Speaker, says=lambda ids: Speech(calls=[call]))
+    engine.hold = asyncio.Event()
+    session = await world.trajectory()
+    fields: dict[str, Any] = (
+        {"max_tokens": 8, "messages": [user("go")]}
+        if path == "messages"
+        else {
+            "max_output_tokens": 8,
+            "input": [user("go")],
+            "tools": [{"type": "custom", "name": "patch"}],
+        }
+    )
+    fields["stream"] = stream
+    asked = asyncio.create_task(answered(world, session, path, fields, turn="0"))
+    await world.until(lambda: engine.num_running == 1)
+    (running,) = world.scheduler.inflight._named.values()
+    asked.cancel()
+    await world.until(lambda: running.num_attached == 0)
+    engine.hold.set()
+    turns = world.scheduler.store.trajectories[session].turns
+    await world.until(lambda: len(turns) == 1)
+    given = await answered(world, session, path, fields, turn="0")
+    assert len(turns) == 1
+    if path == "messages":
+        (said,) = given["content"]
+        assert stream or said["input"] == {"n": 1}
+        history = [{"role": "assistant", "content": [{**said, "input": {"n": 1}}]}]
+        fields["messages"] += [*history, user("on")]
+    else:
+        fields["input"] += [*given["output"], user("on")]
+    await answered(world, session, path, fields)
+    assert [(turn.parent, turn.fork) for turn in turns] == [(None, None), (0, None)]
+
+
+# --- what is kept for previous_response_id -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", ["instructions", "developer"])
+async def test_a_system_message_that_became_a_message_is_kept(world: World, first: str) -> None:
+    """To the model both are the same; instructions are not kept, and messages are."""
+    await world.start()
+    await world.add("a", kind=Speaker, says=lambda ids: Speech(content="ok"))
+    session = await world.trajectory()
+    rules = {"role": "developer", "content": "Be brief."}
+    ways: list[dict[str, Any]] = [
+        {"instructions": "Be brief.", "input": [user("go")]},
+        {"input": [rules, user("go")]},
+    ]
+    given = await answered(world, session, "responses", ways[0 if first == "instructions" else 1])
+    second = ways[1 if first == "instructions" else 0]
+    second["input"] += [*given["output"], user("on")]
+    given = await answered(world, session, "responses", second)
+    third = {"input": "more", "previous_response_id": given["id"]}
+    await answered(world, session, "responses", third)
+    turns = world.scheduler.store.trajectories[session].turns
+    held = [message["role"] for message in world.scheduler.store.trajectories[session].messages_of(2) or []]
+    expected = ["user", "assistant", "user", "assistant", "user", "assistant"]
+    assert held == (["system", *expected] if first == "instructions" else expected)
+    # What it names had the rules as a message, or as instructions, which are of one request.
+    assert turns[1].parent == 0
+    assert (turns[2].parent, turns[2].fork) == ((1, None) if first == "instructions" else (None, "history"))
+
+
+# --- how many are counted at once --------------------------------------------------------------------------
+
+
+class Slow(FakeEngine):
+    """Renders when it may."""
+
+    may_render: asyncio.Event
+
+    async def _render_chat(self, request: web.Request) -> web.Response:
+        await self.may_render.wait()
+        return await super()._render_chat(request)
+
+
+@pytest.mark.parametrize("path", ["/v1/messages/count_tokens", "/v1/responses/input_tokens", "/tokenize"])
+async def test_counts_beyond_a_short_queue_are_refused(
+    world: World, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr(count_api, "MAX_RUNNING", 2)
+    monkeypatch.setattr(count_api, "MAX_WAITING", 2)
+    await world.start()
+    engine = await world.add("a", kind=Slow)
+    engine.may_render = asyncio.Event()
+
+    def count(at: int) -> asyncio.Task[tuple[int, Any]]:
+        messages = [user(f"go {at}")]
+        body = {"model": "policy", "input": messages} if "responses" in path else {"messages": messages}
+        return asyncio.create_task(world.call("POST", path, {"model": "policy", **body}))
+
+    asked = [count(at) for at in range(5)]
+    await asyncio.wait(asked, timeout=10, return_when=asyncio.FIRST_COMPLETED)  # one is refused at once
+    engine.may_render.set()
+    statuses = [status for status, _ in await asyncio.gather(*asked)]
+    assert sorted(statuses) == [200, 200, 200, 200, 429]
 
 
 # --- hostile fields ----------------------------------------------------------------------------------------
