@@ -284,6 +284,7 @@ async def test_counts_beyond_a_short_queue_are_refused(
     monkeypatch.setattr(count_api, "MAX_WAITING", 2)
     await world.start()
     engine = await world.add("a", kind=Slow)
+    assert isinstance(engine, Slow)
     engine.may_render = asyncio.Event()
 
     def count(at: int) -> asyncio.Task[tuple[int, Any]]:
