@@ -50,6 +50,7 @@ class WeightVersion:
 
     @property
     def pair(self) -> Version:
+        """``(attempt, version)``: of two, the greater was published later."""
         return self.attempt, self.version
 
     @classmethod

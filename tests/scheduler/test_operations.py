@@ -54,7 +54,7 @@ async def test_an_unknown_worker_is_told_to_register_again(world: World) -> None
     await world.start()
     beat = {"incarnation": "x", "seq": 1, "version": "1.0", "state": "ready"}
     answer = await world.ok("POST", "/workers/ghost/heartbeat", beat, role="node")
-    assert answer == {"known": False, "required_version": None, "active": True}
+    assert answer == {"known": False, "required_version": None, "active": True, "job": None, "run": None}
 
 
 async def test_a_stop_lets_running_turns_end(world: World) -> None:

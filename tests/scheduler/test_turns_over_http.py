@@ -221,7 +221,7 @@ async def test_required_version_reaches_the_node_and_holds_old_workers(world: Wo
     await world.until(lambda: world.scheduler.book.queue)
     beat = {"incarnation": world.nodes["a"]._incarnation, "seq": 10**6, "version": "1.0", "state": "ready"}
     answer = await world.ok("POST", "/workers/a/heartbeat", beat, role="node")
-    assert answer == {"known": True, "required_version": "1.1", "active": True}
+    assert answer == {"known": True, "required_version": "1.1", "active": True, "job": None, "run": None}
     engine.version = "1.1"
     answer = await turn
     assert answer["segments"][0]["worker"] == "b"
