@@ -8,6 +8,8 @@ ENV_ROLE = "ROSE_ROLE"
 ENV_DIR = "ROSE_DIR"
 ENV_ENGINE = "ROSE_ENGINE"
 """Set by an engine core for its own workers: which engine they belong to.  Not for operators."""
+ENV_DECISIONS = "ROSE_DECISIONS"
+"""Where an engine writes its decision log; without it there is none."""
 ROLES = ("serving", "rollout")
 
 

@@ -32,10 +32,19 @@ from typing import Any
 
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.record_layout import pack_found
-from rose.coserve.records import ChunkState, Mode, NodeState, Phase, ServingLease
+from rose.coserve.records import Mode, NodeState, Phase, ServingLease
 from rose.errors import LedgerError
 from rose.policy.compat import Row, Support, row
-from rose.policy.coserving.chunks import Report
+from rose.policy.coserving.events import (
+    Mark,
+    MarksWritten,
+    PeerCounted,
+    Reserve,
+    ServingEvent,
+    ServingLooked,
+    Stranded,
+    Use,
+)
 from rose.policy.coserving.serving import ServingBook
 from rose.policy.coserving.steps import StepBook
 from rose.units import NS_PER_S
@@ -43,8 +52,10 @@ from vllm_plugin import compat, internals
 from vllm_plugin.board import WAITING_LOOKED_AT, Board
 from vllm_plugin.capacity import SLICE_S, Balloon
 from vllm_plugin.ghost import GhostCache
-from vllm_plugin.memory import ChunkPlan, engine_number
+from vllm_plugin.memory import ChunkPlan
+from vllm_plugin.pager_channel import PagerChannel
 from vllm_plugin.peers import Peers, Trouble, require_own
+from vllm_plugin.protocol_log import ProtocolLog
 from vllm_plugin.roles import ENV_DIR
 from vllm_plugin.step_log import first_model
 from vllm_plugin.watch import Notifier
@@ -112,20 +123,18 @@ class ServingSide:
 
         self.row = because if because is not None else row("decoder" if elastic else "kv_connector")
         self._elastic = elastic
-        self._engine_number = engine_number()
         with contextlib.ExitStack() as made:  # a file that is kept open here would look like a live engine's
             self._lease = made.enter_context(compat.starting_lease() or self._dir.serving_lease_writer())
             self._lease.extra[:] = pack_found(found)
             board = made.enter_context(self._dir.serving_board_writer())
-            self._chunks = made.enter_context(self._dir.chunks_writer("serving", self.plan.num_chunks))
-            self._chunks.extra[:] = b"\x01" * self.plan.num_chunks
-            self._chunks.write(ChunkState(engine=self._engine_number, heartbeat_ns=time.monotonic_ns()))
             num_ranks = num_ranks if elastic else 0
-            self._ranks = [self._dir.rank("serving", r, self.plan.num_chunks) for r in range(num_ranks)]
-            for reader in self._ranks:
+            self._pagers = made.enter_context(
+                PagerChannel(self._dir, "serving", self.plan.num_chunks, num_ranks, wanted=True)
+            )
+            for reader in self._pagers.ranks:
                 record = reader.read()
                 # A file without a writer, or of another engine's worker, which dies: our worker has no page pool.
-                if record is None or record.engine != self._engine_number or not reader.alive():
+                if record is None or record.engine != self._pagers.engine or not reader.alive():
                     raise RuntimeError("a worker did not report elastic memory")
             made.pop_all()
         self._node = self._dir.node()
@@ -136,6 +145,7 @@ class ServingSide:
         self._stopping = False
         self.book = ServingBook(self.plan.num_chunks, self.plan.chunk_pages)
         """Background thread only.  The balloon holds what is not in use by it, plus `_released` less `_mapped`."""
+        self._door = ProtocolLog("serving", self.book)
         self._idle_asked = False
         self._said: tuple[int, ...] = ()
         self._said_ns = 0
@@ -151,7 +161,7 @@ class ServingSide:
         for name in ("node", "peer"):
             reader = self._dir.node() if name == "node" else self._dir.rollout_lease()
             self._notifier.watch(reader, name)
-        for rank in range(len(self._ranks)):
+        for rank in range(len(self._pagers.ranks)):
             self._notifier.watch(self._dir.rank("serving", rank, self.plan.num_chunks), f"rank{rank}")
         self._thread.start()
 
@@ -313,77 +323,59 @@ class ServingSide:
         while self._measured:  # the fit is too slow for the step path
             prefill, decode, seconds = self._measured.popleft()
             self.model.observe(prefill_tokens=prefill, num_decodes=decode, seconds=seconds)
-        book, chunks = self.book, self.book.chunks
+        book, at_s = self.book, time.monotonic()
         self._check_own_files()
-        released = [self._released.popleft() for _ in range(len(self._released))]
-        if released:
-            book.released(released)
-            # Before the marks: who sees a chunk unmarked must find the step that may be the last to touch it.
-            self._write_chunks()
-        reports, retained = self._reports()
-        self._mapped.extend(book.settle(reports))
-
+        reports, retained = self._pagers.reports()
         node = self._read_node()
         self._turn_board_over(node)
         target = self._lendable_pages(node) // self.plan.chunk_pages
-        self._target_lent_chunks = 0 if book.stranded else target
-        # Reserve first, read the peer's number second: of two that grow at once, one sees the other.
-        self._publish_lease(
-            book.resize(target_chunks=target, claim_chunks=self.steps.claim_chunks, retained_pages=retained)
+        waiting = len(self._released)
+        if waiting:
+            self._pagers.fence(max(book.chunks.after_step, self._released[waiting - 1][1]))
+        released = tuple(self._released.popleft() for _ in range(waiting))
+        self._tell(
+            ServingLooked(
+                at_s=at_s,
+                released=released,
+                reports=reports,
+                target_chunks=target,
+                claim_chunks=self.steps.claim_chunks,
+                retained_pages=retained,
+            )
         )
-        was_stranded = book.stranded
-        book.take(time.monotonic(), self._peers.pages() if book.num_lent else 0)
-        if book.stranded != was_stranded:
-            self._say_stranded()
-        if chunks.changed:
-            self._check_own_files()  # a stranger's mark must not be written over unseen: a pager may have obeyed it
-            self._write_chunks(marks=True)
-            self._chunks.wake()
-        if self._mapped or target > book.num_lent + chunks.num_coming:
+        self._target_lent_chunks = 0 if book.stranded else target
+        # Reserved first, the peer's number read second: of two that grow at once, one sees the other.
+        peer_pages = self._peers.pages() if book.num_lent else 0
+        self._tell(PeerCounted(at_s=time.monotonic(), pages=peer_pages))
+        if self._mapped or target > book.num_lent + book.chunks.num_coming:
             self._call_when_idle()
 
-    def _reports(self) -> tuple[list[Report], int]:
-        """What the workers say, and the most that one of them keeps of memory that it has unmapped.
+    def _tell(self, event: ServingEvent) -> None:
+        """Tell the book, and do what it says."""
+        for action in self._door.handle(event):
+            match action:
+                case Use():
+                    self._mapped.extend(action.chunks)
+                case Reserve():
+                    self._publish_lease(action.pages)
+                case Stranded():
+                    self._say_stranded(action.pages)
+                case Mark():
+                    # A stranger's mark must not be written over unseen: a pager may have obeyed it.
+                    self._check_own_files()
+                    self._pagers.write(action)
+                    self._door.handle(MarksWritten())
 
-        Raises:
-            LedgerError: A worker's file is gone, and its worker with it.
-        """
-        reports, retained = [], 0
-        for reader in self._ranks:
-            record = reader.read()  # the states are at least as new as its generation
-            states = reader.extra
-            if record is None or len(states) != self.plan.num_chunks:
-                raise LedgerError("a worker's file is gone", field=str(self._dir.path))
-            reports.append(Report(record.generation, states))
-            retained = max(retained, record.retained_pages)
-        return reports, retained
-
-    def _say_stranded(self) -> None:
-        if self.book.stranded:
+    def _say_stranded(self, pages: int) -> None:
+        if pages:
             logger.error(
                 "ROSE: %d pages of 2 MiB are not given back, by a process that neither obeys nor dies (frozen?); production "
                 "goes on with what it has, nothing more is lent; kill or thaw the rollout engine of %s",
-                self.book.stranded_pages,
+                pages,
                 self._dir.path,
             )
         else:
             logger.warning("ROSE: what was not given back has come back")
-
-    def _write_chunks(self, *, marks: bool = False) -> None:
-        """Tell the pagers; ``marks``: what the book says is wanted, under a new generation."""
-        chunks = self.book.chunks
-        if marks:
-            self._chunks.extra[:] = chunks.marks
-        self._chunks.write(
-            ChunkState(
-                engine=self._engine_number,
-                generation=chunks.generation + marks,
-                after_step=chunks.after_step,
-                heartbeat_ns=time.monotonic_ns(),
-            )
-        )
-        if marks:
-            chunks.published()
 
     def _check_own_files(self) -> None:
         """Notice a stranger's writes; once we are off, undo them, so that they keep no memory from production.  What was
@@ -394,8 +386,8 @@ class ServingSide:
         """
         if self.failed is None:
             require_own(self._lease)
-            require_own(self._chunks)
-        for writer in (self._lease, self._chunks):
+            require_own(self._pagers.marks)
+        for writer in (self._lease, self._pagers.marks):
             self._trouble.mend(writer)
         self._board.find()
 
@@ -485,7 +477,8 @@ class ServingSide:
         self._stopping = True
         self._notifier.stop()
         self._thread.join(timeout=5.0)
-        for writer in (self._lease, self._board.file, self._chunks):
+        self._door.close()
+        for writer in (self._lease, self._board.file, self._pagers):
             writer.close()
 
     def status(self, _argument: Any = None) -> dict[str, Any]:

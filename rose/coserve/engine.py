@@ -274,6 +274,7 @@ class RolloutEngine:
                 **engine.env,
                 "ROSE_ROLE": "rollout",
                 "ROSE_DIR": str(config.dir),
+                "ROSE_DECISIONS": str(config.decisions.directory) if config.decisions.directory else None,
                 "ROSE_WEIGHTS_DIR": str(config.weights_dir) if config.weights is not None else None,
                 "ROSE_RESERVE_BYTES": str(config.device.reserve) if config.device.kind == "host" else None,
                 "ROSE_GPU_RESERVE_BYTES": str(config.device.reserve) if config.device.kind == "gpu" else None,

@@ -75,7 +75,7 @@ class Device:
 
     def close(self) -> None:
         self.peer(False)
-        for writer in (self.side._lease, self.side._board.file, self.side._chunks, self._rank, self._agent):
+        for writer in (self.side._lease, self.side._board.file, self.side._pagers, self._rank, self._agent):
             writer.close()
 
 

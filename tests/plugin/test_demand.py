@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from rose.policy.admission import AdmissionParams, BoardView, StepModel, admit
-from vllm_plugin.rollout import demand_of
+from vllm_plugin.gate import demand_of
 
 
 def request(num_tokens: int, computed: int) -> Any:

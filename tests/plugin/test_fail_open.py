@@ -502,7 +502,7 @@ def test_production_says_starting_before_its_workers_touch_the_device_and_waits_
     scheduler = harness.build(ServingScheduler, config)  # and the lease is taken over, not fought for
     assert scheduler.rose is not None
     assert readable(node.serving_lease()) == Phase.STARTING
-    for writer in (scheduler.rose._lease, scheduler.rose._board.file, scheduler.rose._chunks, peer):
+    for writer in (scheduler.rose._lease, scheduler.rose._board.file, scheduler.rose._pagers, peer):
         writer.close()
 
 
@@ -561,7 +561,7 @@ def test_a_preempted_request_breaks_no_promise_of_a_first_token(
         assert record.breaches == 1
         assert record.ttft_deadline_ns > 0
     finally:
-        for writer in (scheduler.rose._lease, scheduler.rose._board.file, scheduler.rose._chunks):
+        for writer in (scheduler.rose._lease, scheduler.rose._board.file, scheduler.rose._pagers):
             writer.close()
 
 
@@ -588,7 +588,7 @@ def test_a_prompt_that_is_read_in_several_steps_keeps_the_promise_of_its_first_t
             seen.append((output.total_num_scheduled_tokens, record.waiting, record.ttft_deadline_ns > 0))
         assert seen == [(16, 0, True), (4, 0, False)]
     finally:
-        for writer in (scheduler.rose._lease, scheduler.rose._board.file, scheduler.rose._chunks):
+        for writer in (scheduler.rose._lease, scheduler.rose._board.file, scheduler.rose._pagers):
             writer.close()
 
 
@@ -653,7 +653,7 @@ def test_the_board_stays_busy_while_a_second_step_is_in_flight(
         assert record is not None
         assert record.busy == 0
     finally:
-        for writer in (scheduler.rose._lease, scheduler.rose._board.file, scheduler.rose._chunks):
+        for writer in (scheduler.rose._lease, scheduler.rose._board.file, scheduler.rose._pagers):
             writer.close()
 
 

@@ -39,8 +39,8 @@ def test_rule_serialise_and_delay_are_obeyed_and_nonsense_is_the_careful_choice(
                 heartbeat_ns=time.monotonic_ns(),
             )
         )
-        side._allowed_pages()
-        params = side.admission_params
+        side.permit.pages()
+        params = side.permit.params
         seen.append((params.rule, params.serialise, params.delay))
 
     careful = (Rule.SLACK, False, 1.0)

@@ -126,8 +126,8 @@ def test_one_rank_that_must_be_serialised_serialises_the_engine(
         collective_rpc=lambda name: rungs if name == "rose_ladder" else None
     )
     rollout.rose.attach(engine)
-    rollout.rose._allowed_pages()
-    assert rollout.rose.admission_params.serialise is expected
+    rollout.rose.permit.pages()
+    assert rollout.rose.permit.params.serialise is expected
     assert rollout.rose.ladder["serialise"] is expected
 
 

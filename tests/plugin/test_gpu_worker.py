@@ -28,7 +28,8 @@ from rose.coserve.node_dir import NodeDir
 from rose.coserve.pages import HostPagePool
 from rose.coserve.records import ChunkState
 from rose.errors import ConfigError, LedgerError
-from rose.policy.coserving.chunks import MAPPED, MOVING, Report
+from rose.policy.coserving.chunks import MAPPED, MOVING
+from rose.policy.coserving.events import MarksWritten, Report
 from rose.units import PAGE_BYTES
 from tests.coserve.memory_driver import RealMemoryDriver
 from tests.plugin import harness
@@ -381,7 +382,7 @@ def engine_of(
         rank = harness.write_rank(tmp_path / "n", role, mapped=True)
         scheduler: Any = harness.build(ServingScheduler if role == "serving" else RolloutScheduler, config)
         side = scheduler.rose
-        opened.extend((side._lease, side._chunks, rank, *((side._board.file,) if role == "serving" else ())))
+        opened.extend((side._lease, side._pagers, rank, *((side._board.file,) if role == "serving" else ())))
         return scheduler, rank
 
     yield build
@@ -405,7 +406,7 @@ def test_production_does_not_count_kept_handles_as_lent(
     monkeypatch.setattr(side, "_lendable_pages", lambda node: 4)
     monkeypatch.setattr(side, "_call_when_idle", lambda: None)
     side._round()
-    away = {c for c, wanted in enumerate(side._chunks.extra) if not wanted}
+    away = {c for c, wanted in enumerate(side._pagers.marks.extra) if not wanted}
     assert len(away) == 4
     for chunk in away:
         rank.extra[chunk] = 0
@@ -433,7 +434,7 @@ def test_production_uses_no_chunk_that_is_on_its_way_out(
     (chunk,) = side.book.chunks.leaving()
     lendable[0] = 0
     side._round()
-    assert side._chunks.extra[chunk] == 1  # wanted back
+    assert side._pagers.marks.extra[chunk] == 1  # wanted back
     for state, given in ((MOVING, []), (MAPPED, [chunk])):
         rank.extra[chunk] = state
         rank.write(harness.RankState(generation=harness.ANY, resident_pages=16))
@@ -450,11 +451,11 @@ def test_the_step_to_wait_for_is_published_before_the_marks(
     stamps = [internals.stamp_of(harness.step(scheduler)) for _ in range(3)]
     assert stamps == [1, 2, 3]
     inflate(side, 2)  # before the step after the third
-    write = side._chunks.write
+    write = side._pagers.marks.write
     monkeypatch.setattr(
-        side._chunks,
+        side._pagers.marks,
         "write",
-        lambda r: (written.append((r.after_step, bytes(side._chunks.extra))), write(r)),
+        lambda r: (written.append((r.after_step, bytes(side._pagers.marks.extra))), write(r)),
     )
     monkeypatch.setattr(side, "_lendable_pages", lambda node: 2)
     monkeypatch.setattr(side, "_call_when_idle", lambda: None)
@@ -472,18 +473,20 @@ def test_a_rollout_engine_waits_for_the_steps_before_a_cut_and_for_no_later_one(
     side._engine.output_queue = queue.Queue()
     side._allowed_chunks, chunks = 4, [1, 2, 3, 4]
     side.book.chunks.take(chunks)
-    side._write_chunks(marks=True)
+    (mark,) = side.book.chunks.mark()
+    side._pagers.write(mark)
+    side.book.handle(MarksWritten())
     side._mapped.extend(side.book.settle([Report(harness.ANY, b"\1" * side.plan.num_chunks)]))
-    monkeypatch.setattr(side, "_admit", lambda reader: 1000)
+    monkeypatch.setattr(side.gate, "tokens", lambda board: 1000)
     scheduler.add_request(harness.request("a"))
     assert [internals.stamp_of(harness.step(scheduler)) for _ in range(2)] == [1, 2]
     side._allowed_chunks = 0
     assert internals.stamp_of(harness.step(scheduler)) == 3  # cut at its head
-    write = side._chunks.write
+    write = side._pagers.marks.write
     monkeypatch.setattr(
-        side._chunks,
+        side._pagers.marks,
         "write",
-        lambda r: (written.append((r.after_step, bytes(side._chunks.extra).count(1))), write(r)),
+        lambda r: (written.append((r.after_step, bytes(side._pagers.marks.extra).count(1))), write(r)),
     )
     side._round(False)
     assert written == [(2, 4), (2, 0)]

@@ -18,7 +18,7 @@ from rose.coserve.records import Mode, RolloutLease
 from tests.engine_launcher import EngineServer
 from tests.plugin.stand_in import Host, S, eventually
 from tests.tiny_model import write_tiny_model
-from vllm_plugin.rollout import STEPS_TOLD
+from vllm_plugin.step_tally import STEPS_TOLD
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
 

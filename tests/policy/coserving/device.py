@@ -59,7 +59,7 @@ class Side:
     """One engine: its book, its pager, and what its files say."""
 
     def __init__(self, book: Any, num_chunks: int, *, serving: bool) -> None:
-        self.book = book
+        self.book = self.door = book
         self.pool = set(range(num_chunks)) if serving else set[int]()
         self.lease_pages = num_chunks if serving else 0
         self.mark: Mark | None = None
@@ -71,7 +71,7 @@ class Side:
 
     def tell(self, event: Any) -> bool:
         """Do what the book says; whether it announces a growth."""
-        actions = self.book.handle(event)
+        actions = self.door.handle(event)
         self.said.append((event, actions))
         growing = False
         for action in actions:

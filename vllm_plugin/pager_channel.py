@@ -1,0 +1,82 @@
+"""What an engine's core and its workers' pagers tell each other: marks one way, reports the other."""
+
+from __future__ import annotations
+
+import time
+
+from rose.coserve.node_dir import NodeDir, Role
+from rose.coserve.records import ChunkState
+from rose.errors import LedgerError
+from rose.policy.coserving.events import Mark, Report
+from vllm_plugin.memory import engine_number
+
+
+class PagerChannel:
+    """See the module.  One thread.
+
+    Args:
+        wanted: Is every chunk mapped at first?
+
+    Attributes:
+        marks: The file of the marks, its writer's.
+        engine: Whose workers are meant.
+        ranks: Readers of their reports.
+    """
+
+    def __init__(
+        self, directory: NodeDir, role: Role, num_chunks: int, num_ranks: int, *, wanted: bool
+    ) -> None:
+        self.engine = engine_number()
+        self._num_chunks = num_chunks
+        self._generation = 0
+        self.marks = directory.chunks_writer(role, num_chunks)
+        self.marks.extra[:] = bytes([wanted]) * num_chunks
+        self._write(after_step=0)
+        self.ranks = [directory.rank(role, rank, num_chunks) for rank in range(num_ranks)]
+
+    def reports(self) -> tuple[tuple[Report, ...], int]:
+        """What the workers say, and the most that one of them keeps of memory that it has unmapped, in pages.
+
+        Raises:
+            LedgerError: A worker's file is gone, and its worker with it.
+        """
+        reports, retained = [], 0
+        for reader in self.ranks:
+            record = reader.read()  # the states are at least as new as its generation
+            states = reader.extra
+            if record is None or len(states) != self._num_chunks:
+                raise LedgerError("a worker's file is gone", field=str(reader.path))
+            reports.append(Report(record.generation, states))
+            retained = max(retained, record.retained_pages)
+        return tuple(reports), retained
+
+    def fence(self, after_step: int) -> None:
+        """Say which step may be the last to touch what will be given up, before the marks say what: who sees a chunk unmarked
+        must find its step."""
+        self._write(after_step)
+
+    def write(self, mark: Mark) -> None:
+        """Tell the pagers, and wake them."""
+        self.marks.extra[:] = mark.marks
+        self._generation = mark.generation
+        self._write(mark.after_step)
+        self.marks.wake()
+
+    def close(self) -> None:
+        self.marks.close()
+
+    def __enter__(self) -> PagerChannel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _write(self, after_step: int) -> None:
+        self.marks.write(
+            ChunkState(
+                engine=self.engine,
+                generation=self._generation,
+                after_step=after_step,
+                heartbeat_ns=time.monotonic_ns(),
+            )
+        )

@@ -1,0 +1,75 @@
+"""A book's door, and where an operator asks for it the decision log of all that went through it.
+
+``ROSE_DECISIONS`` names the directory (the node agent sets it for its engine from ``decisions.directory``); ``rose replay`` reads what lies
+there.  A round that changes nothing is not written down: the book is the same without it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rose.policy.coserving.events import Reserve
+from vllm_plugin.roles import ENV_DECISIONS
+
+if TYPE_CHECKING:
+    from rose.decisions.log import DecisionLog
+
+logger = logging.getLogger("vllm.rose")
+
+FLUSH_EVERY_S = 1.0
+"""A killed engine loses at most this much of its log."""
+MAX_BYTES = 64 * 2**20
+MAX_FILES = 4
+
+
+class ProtocolLog:
+    """See the module.
+
+    Args:
+        role: ``serving`` or ``rollout``.
+        book: That engine's.
+    """
+
+    def __init__(self, role: str, book: Any) -> None:
+        self._book = book
+        self._log: DecisionLog | None = None
+        self._flushed_s = 0.0
+        self._before: object = None
+        folder = os.environ.get(ENV_DECISIONS)
+        if folder:
+            try:
+                self._log = _open(folder, role, book)
+            except Exception as error:  # noqa: BLE001  # no log is no reason not to serve
+                logger.error("ROSE: no decision log: %r", error)
+
+    def handle(self, event: Any) -> list[Any]:
+        """One event through the door; what has to be done, in order."""
+        actions = self._book.handle(event)
+        if self._log is not None:
+            after = self._book.snapshot()
+            if after != self._before or any(type(action) is not Reserve for action in actions):
+                self._before = after
+                self._log.record(event, actions)
+            now_s = time.monotonic()
+            if now_s - self._flushed_s >= FLUSH_EVERY_S:
+                self._flushed_s = now_s
+                self._log.flush()
+        return actions
+
+    def close(self) -> None:
+        if self._log is not None:
+            self._log.close()
+
+
+def _open(folder: str, role: str, book: Any) -> DecisionLog:
+    # Here: nothing of it is loaded into an engine whose operator has not asked for it.
+    from rose.decisions.event_format import FORMATS
+    from rose.decisions.log import DecisionLog
+
+    log = DecisionLog(Path(folder), role, FORMATS[role], book, max_bytes=MAX_BYTES, max_files=MAX_FILES)
+    log.roll()
+    return log
