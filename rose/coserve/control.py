@@ -91,6 +91,7 @@ class Agent(Protocol):
         policy: str | None = None,
         rule: Rule | None = None,
         serialise: bool | None = None,
+        stop_at_layers: bool | None = None,
         rl_step: bool = False,
     ) -> None: ...
 

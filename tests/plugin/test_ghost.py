@@ -115,7 +115,7 @@ def pair(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     yield pair
     assert pair.ours.rose.failed is None
     pair.ours.rose.balloon.check()
-    for writer in (pair.ours.rose._lease, pair.ours.rose._board.file, pair.ours.rose._chunks, rank, node):
+    for writer in (pair.ours.rose._lease, pair.ours.rose._board.file, pair.ours.rose._pagers, rank, node):
         writer.close()
 
 
