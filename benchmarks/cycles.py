@@ -125,7 +125,7 @@ class Mix:
         prompt = [self._rng.randrange(5, 240) for _ in range(num_tokens)]
         body = {"model": self._model, "prompt": prompt, "max_tokens": 32, "ignore_eos": True}
         # Without a seed of its own: vLLM 0.32 on the CPU dies of one whose prompt is read in several steps ("CPU Generator does not
-        # use offset"), with the plugin or without.
+        # use offset") in vLLM's sampler.
         return body | {"temperature": 1.0} | more
 
     async def _post(self, http: aiohttp.ClientSession, body: dict[str, Any]) -> list[dict[str, Any]]:
