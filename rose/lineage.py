@@ -22,7 +22,7 @@ RUN_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 """Runs are folders of a store, so their names can be neither hidden nor a way out of one."""
 VERSION_PATTERN = r"(?:0|[1-9][0-9]{0,9})\.(?:0|[1-9][0-9]{0,9})"
 _RUN = re.compile(RUN_PATTERN)
-_VERSION = re.compile(VERSION_PATTERN)
+_VERSION_TEXT = re.compile(VERSION_PATTERN)
 
 Version = tuple[int, int]
 """``(attempt, version)`` as policies compute with it; :class:`WeightVersion` is the same with its rules checked."""
@@ -60,7 +60,7 @@ class WeightVersion:
         Raises:
             RequestError: Anything else, leading zeros and signs included.
         """
-        if not isinstance(text, str) or _VERSION.fullmatch(text) is None:
+        if not isinstance(text, str) or _VERSION_TEXT.fullmatch(text) is None:
             raise RequestError(
                 f"'{str(text)[:40]}' is not of the form ATTEMPT.VERSION",
                 field=field,

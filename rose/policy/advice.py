@@ -54,6 +54,7 @@ _ADVICE: dict[str, str | tuple[str, str]] = {
     "prompt_embeds": ("", "leave out --enable-prompt-embeds"),
     "logits_processors": ("", "leave out --logits-processors"),
     "other_option": "leave it at its default",
+    "cuda_graphs": ("", "give it --enforce-eager, in engine.args"),
 }
 
 

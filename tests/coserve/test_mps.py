@@ -268,7 +268,7 @@ async def test_on_a_gpu_the_rung_in_status_is_the_engines_own_word(
     assert agents.describe()["ladder"]["rung"] in ("budget", "idle-share")
     rung = {"rung": "green-context", "reason": "the driver splits its SMs", "serialise": False, "sms": 64}
 
-    async def status(*_: Any) -> dict[str, Any]:
+    async def status(*_: Any, **__: Any) -> dict[str, Any]:
         return {"scheduler": {"ladder": rung}}
 
     monkeypatch.setattr(agents, "call", status)

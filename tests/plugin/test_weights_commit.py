@@ -44,6 +44,8 @@ class Client:
                 "commit_s": 0.5,
                 "ok": True,
                 "phase": self.phase,
+                "run": "job",
+                "target_run": "job",
                 "version": "1.1",
                 "target": str(TARGET),
                 "error": None,
@@ -53,8 +55,8 @@ class Client:
             }
         ]
 
-    async def call_utility_async(self, *_: Any) -> None:
-        return None
+    async def call_utility_async(self, _: str, name: str, argument: Any = None) -> Any:
+        return {"run": argument or "job"} if name == "run" else None
 
     async def is_paused(self) -> bool:
         return False
