@@ -6,6 +6,9 @@
 Each run takes about seven minutes and wants the machine for itself: its P99s are those of some hundred requests.  Keys: ``seedN.KEY``
 for each key of the demo's own summary, ``seedN.success_rise``, and ``median.KEY`` over the seeds.
 
+Bar, for each of the seeds 0, 1 and 2, once each: ``success_rate_last`` at least 0.9, ``resumed_with_8_tokens_each_side`` above 0, ``sent_over_dense``
+below 0.3, ``seconds_total`` below 420.  Steps per minute (``steps_gain``) are told with their interval and have no bar.
+
 ``seedN.alone.KEY`` and ``seedN.shared.KEY``: the RL job's steps in blocks with harvesting off (the dedicated engine alone on core 1, which
 trains too) and in blocks with it on (with the harvested engine beside production on core 0): medians of where a step's time goes, and turns
 per second of rollout.  Steps that lie across the border of a block are left out.
