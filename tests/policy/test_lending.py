@@ -144,8 +144,10 @@ def test_a_cut_ahead_of_need_is_due_once_a_burst_could_outrun_it(filling: World)
     filling.used = 18  # it has grown by 7 at once, and 2 are left
     (due,) = filling.step(filling.at_s + 1.0)
     assert due == SetLend(pages=69, deadline_s=pytest.approx(filling.at_s + 0.1), reason=policy.reason)
+    assert not policy.is_urgent  # a gap of production's may do
+    filling.step(filling.at_s + 0.05)
     assert policy.is_urgent
-    (kill,) = filling.step(filling.at_s + 0.11)
+    (kill,) = filling.step(filling.at_s + 0.06)
     assert isinstance(kill, KillRollout)
 
 
