@@ -45,8 +45,8 @@ from rose.decisions.log import DecisionLog
 from rose.errors import ConfigError, LedgerError, RequestError, RoseError
 from rose.policy.admission import Rule
 from rose.policy.baselines import POLICIES, make_lending
-from rose.policy.lending import LendingPolicy
 from rose.policy.lending_events import ALL_PAGES, Action, Event, KillRollout, ModeSet, RlStepStarted, SetLend
+from rose.policy.lending_policy import LendingPolicy
 from rose.policy.watch import StepFloor
 from rose.units import NS_PER_S
 from rose.wire.workers import Heartbeat, HeartbeatAnswer

@@ -15,7 +15,8 @@ from rose.coserve.node import Node
 from rose.coserve.records import Mode, Phase, RolloutLease, ServingLease
 from rose.errors import RoseError
 from rose.policy.compat import Support, row_of_number
-from rose.policy.lending import Lending, LendingPolicy
+from rose.policy.lending import Lending
+from rose.policy.lending_policy import LendingPolicy
 from rose.units import PAGE_BYTES
 from rose.wire.workers import Heartbeat
 

@@ -27,6 +27,7 @@ from rose.policy import (
     growth,
     lending,
     lending_events,
+    lending_policy,
     packed,
     placing,
     remaining,
@@ -41,7 +42,18 @@ from rose.policy.coserving import chunks, rollout, serving
 
 _MODULES = (
     *(chunks, rollout, serving),
-    *(affinity, baselines, cold_cache, concurrency, fleet, growth, lending, lending_events, packed),
+    *(
+        affinity,
+        baselines,
+        cold_cache,
+        concurrency,
+        fleet,
+        growth,
+        lending,
+        lending_events,
+        lending_policy,
+        packed,
+    ),
     *(placing, remaining, routing, speed, turn, turn_events, turns, worker),
 )
 _CLASSES: dict[str, type] = {
@@ -57,6 +69,7 @@ _CLASSES |= {
     "fleet.Lending": worker.LendingState,
     "fleet.Duty": worker.Duty,
     "fleet.Worker": worker.Worker,
+    "lending.LendingPolicy": lending_policy.LendingPolicy,
 }
 """As older logs name them."""
 _FIELDS: dict[type, tuple[str, ...]] = {

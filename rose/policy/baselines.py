@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 
 from rose.errors import ConfigError
-from rose.policy.lending import Lending, LendingParams, LendingPolicy
+from rose.policy.lending import Lending, LendingParams
+from rose.policy.lending_policy import LendingPolicy
 
 POLICIES = ("rose", "paper", "static")
 

@@ -11,8 +11,9 @@ import pytest
 from rose.errors import ConfigError, PolicyError
 from rose.policy.baselines import PaperLending
 from rose.policy.cold_cache import ColdCache, ColdCacheParams
-from rose.policy.lending import Lending, LendingPolicy
+from rose.policy.lending import Lending
 from rose.policy.lending_events import Mode, ModeSet
+from rose.policy.lending_policy import LendingPolicy
 from tests.policy.lending_world import PARAMS, World
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from rose.errors import PolicyError
 from rose.policy import deadlines
-from rose.policy.lending import LendingParams, LendingPolicy
+from rose.policy.lending import LendingParams
 from rose.policy.lending_events import (
     KillRollout,
     Mode,
@@ -18,6 +18,7 @@ from rose.policy.lending_events import (
     ServingReported,
     Tick,
 )
+from rose.policy.lending_policy import LendingPolicy
 
 MEASURED = LendingParams(reclaim_deadline_s=None, backstop_s=None)
 

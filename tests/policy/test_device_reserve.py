@@ -8,7 +8,7 @@ import pytest
 
 from rose.errors import PolicyError
 from rose.policy.baselines import make_lending
-from rose.policy.lending import Lending, LendingParams, LendingPolicy
+from rose.policy.lending import Lending, LendingParams
 from rose.policy.lending_events import (
     ALL_PAGES,
     Action,
@@ -21,6 +21,7 @@ from rose.policy.lending_events import (
     SetLend,
     Tick,
 )
+from rose.policy.lending_policy import LendingPolicy
 from rose.units import PAGE_BYTES
 
 RESERVE = 40 * PAGE_BYTES

@@ -11,7 +11,7 @@ import pytest
 
 from rose.errors import PolicyError
 from rose.policy.baselines import PaperLending, StaticLending
-from rose.policy.lending import Lending, LendingPolicy
+from rose.policy.lending import Lending
 from rose.policy.lending_events import (
     ALL_PAGES,
     Action,
@@ -25,6 +25,7 @@ from rose.policy.lending_events import (
     SetLend,
     Tick,
 )
+from rose.policy.lending_policy import LendingPolicy
 from tests.policy.lending_world import PARAMS, TOTAL, World
 
 

@@ -7,7 +7,6 @@ import pytest
 from rose.errors import ConfigError
 from rose.policy.baselines import PaperLending, StaticLending, make_lending
 from rose.policy.coserving.rollout import allowed_pages
-from rose.policy.lending import LendingPolicy
 from rose.policy.lending_events import (
     Mode,
     ModeSet,
@@ -16,6 +15,7 @@ from rose.policy.lending_events import (
     ServingReported,
     SetLend,
 )
+from rose.policy.lending_policy import LendingPolicy
 from tests.policy.lending_world import CALM, PARAMS, World
 
 
