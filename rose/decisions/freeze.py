@@ -72,6 +72,8 @@ _CLASSES |= {
     "lending.LendingPolicy": lending_policy.LendingPolicy,
 }
 """As older logs name them."""
+_OLDER_FIELDS: dict[tuple[str, str], str] = {("lending._Promise", "asked_s"): "due_s"}
+"""Class and field as older logs name them, and what holds the same now."""
 _FIELDS: dict[type, tuple[str, ...]] = {
     cls: tuple(field.name for field in dataclasses.fields(cast("Any", cls)))
     for cls in _NAMES
@@ -195,13 +197,13 @@ def thaw(nodes: list[Any]) -> Any:
                     if field.default is not dataclasses.MISSING:
                         object.__setattr__(value, field.name, field.default)
             for name, part in zip(parts[1::2], parts[2::2], strict=True):
-                object.__setattr__(value, name, get(part))
+                object.__setattr__(value, _OLDER_FIELDS.get((parts[0], name)) or name, get(part))
 
     try:
         build(0)
         for value in made.values():
             if isinstance(value, _UPGRADED):
                 value.upgrade()
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise LedgerError(f"a frozen state cannot be read: {error}", field="decisions") from error
     return made[0]

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from rose.decisions.freeze import freeze, thaw
 from rose.errors import PolicyError
 from rose.policy.baselines import PaperLending, StaticLending
 from rose.policy.lending import Lending
@@ -600,3 +601,26 @@ def test_invariants_hold_on_any_traffic(make: type[Lending], seed: int) -> None:
             more = policy.handle(Tick(at_s=at_s + PARAMS.backstop_s + 0.01))
             at_s += PARAMS.backstop_s + 0.01
             assert any(isinstance(action, KillRollout) for action in [*actions, *more])
+
+
+def test_the_books_of_an_older_decision_log_go_on(filling: World) -> None:
+    """They named the moment that a cut was asked for, from which its deadline ran, and had no cut that was not due."""
+    filling.used = 18
+    filling.step(filling.at_s + 1.0)
+    policy = filling.policy
+    (promise,) = policy._promises
+    assert promise.due_s is not None
+    older = []
+    for node in freeze(policy):
+        if node[:2] == ["object", "lending_policy.LendingPolicy"]:
+            pairs = [
+                pair for pair in zip(node[2::2], node[3::2], strict=True) if pair[0] not in ("_rush", "_told")
+            ]
+            node = ["object", "lending.LendingPolicy", *(part for pair in pairs for part in pair)]
+        elif node[:2] == ["object", "lending._Promise"]:
+            node = ["asked_s" if part == "due_s" else part for part in node]
+        older.append(node)
+    filling.policy = thaw(older)
+    assert isinstance(filling.policy, LendingPolicy)
+    (kill,) = filling.step(filling.at_s + 0.11)
+    assert isinstance(kill, KillRollout)
