@@ -17,6 +17,7 @@ from rose.testing.fake_engine import Fault
 from tests.scheduler.conftest import World, user
 
 NUM_REQUESTS = 20
+CONNECTION = ("_SelectorSocketTransport", "dict", "method", "socket", "TransportSocket")
 
 
 class Collector:
@@ -114,7 +115,11 @@ async def test_a_request_leaves_no_cycle(world: World, collector: Collector, ask
         await ask(world, number)
     await world.until(lambda: not world.scheduler.inflight._running)
     found = collector.found()
-    assert sum(found.values()) < NUM_REQUESTS, found  # less than one object for each
+    ended = found["_SelectorSocketTransport"]
+    assert ended < NUM_REQUESTS  # a cut may end its connection
+    # Such a connection is a cycle of the event loop's own.
+    found.subtract(dict.fromkeys(CONNECTION, ended))
+    assert found.total() < NUM_REQUESTS, found  # less than one object for each
 
 
 async def test_a_turn_that_is_cancelled_keeps_nothing_of_what_it_held(
