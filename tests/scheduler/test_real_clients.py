@@ -411,7 +411,8 @@ def _items(response: Any) -> Any:
     found: list[Any] = []
     for item in response.output:
         if item.type == "function_call":
-            found.append((item.name, item.arguments))
+            # vLLM's parser (0.32) says either of a call that was cut before its arguments: by where its last piece ends.
+            found.append((item.name, "" if item.arguments == "{}" else item.arguments))
         elif text := "".join(part.text for part in item.content).strip():
             found.append((item.type, text))
     cut = response.incomplete_details and response.incomplete_details.reason
