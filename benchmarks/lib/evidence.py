@@ -57,6 +57,14 @@ class Claim:
 
 CLAIMS = (
     Claim(
+        text="steps that stop at a layer for a prompt, on a CPU: late prompts beyond those of production alone, without and with stops", benchmark="coserve",
+        keys=("tight_added_misses_without", "tight_added_misses_with"), form="{:.0f}", bar=(1, "<=", 1.68), every=True,
+    ),
+    Claim(
+        text="steps that stop at a layer: rollout tokens a second, with over without", benchmark="coserve",
+        keys=("stop_rollout_tokens_ratio",), form="{:.2f}x", bar=(0, ">=", 0.9), every=True,
+    ),
+    Claim(
         text="the demo (runs of 2026-11-21: of one that harvested after it had learned), by seed: success in the last of its steps", benchmark="demo",
         keys=("seed*.success_rate_last",), bar=(None, ">=", 0.9),
         every=True,
@@ -323,8 +331,10 @@ def _line(claim: Claim, run: Run, found: dict[str, float], *, last: bool) -> str
 
 
 def coserving(runs: list[Run]) -> list[str]:
-    """A row for every run of ``coserve``."""
-    return [_coserve_row(run) for run in runs if run.benchmark == "coserve"]
+    """A row for every run of ``coserve`` that has our arm; one of other arms only has claims of its own."""
+    return [
+        _coserve_row(run) for run in runs if run.benchmark == "coserve" and "p99_ttft_ratio" in run.summary
+    ]
 
 
 def _coserve_row(run: Run) -> str:
