@@ -46,16 +46,18 @@ def updates() -> tuple[Figures, dict[str, Any]]:
     """A small seeded checkpoint is loaded, replaced whole, then brought up to date by deltas: seconds of each phase, and the proof."""
     here = place()
     shape = models.TINY if rehearsing() else models.SMALL
-    with tempfile.TemporaryDirectory(dir=_memory()) as name:
+    with tempfile.TemporaryDirectory(dir=_memory()) as name, tempfile.TemporaryDirectory() as copies:
         folder = Path(name)
         weights = models.write_checkpoint(shape, folder / "model", seed=1)
-        return asyncio.run(_follow(here.device, folder, weights))
+        return asyncio.run(_follow(here.device, folder, Path(copies), weights))
 
 
-async def _follow(device: str, folder: Path, weights: dict[str, Any]) -> tuple[Figures, dict[str, Any]]:
+async def _follow(
+    device: str, folder: Path, copies: Path, weights: dict[str, Any]
+) -> tuple[Figures, dict[str, Any]]:
     store = open_store(f"file://{folder / 'store'}")
     publisher = WeightPublisher(lambda: weights, store, RUN, ATTEMPT, WeightsParams())
-    agent = NodeAgent(validate(NodeConfig, _node(device, folder)), Tokens.generate())
+    agent = NodeAgent(validate(NodeConfig, node_settings(device, folder, copies)), Tokens.generate())
     running = asyncio.create_task(agent.run())
     found: Figures = {}
     rows: list[dict[str, Any]] = []
@@ -126,8 +128,9 @@ def _change(weights: dict[str, Any], *, seed: int, density: float) -> None:
             bits ^= (torch.rand(bits.shape, generator=generator) < density).to(torch.int16)
 
 
-def _node(device: str, folder: Path) -> dict[str, Any]:
-    """Settings of a node without production: everything is the engine's."""
+def node_settings(device: str, folder: Path, copies: Path) -> dict[str, Any]:
+    """Settings of a node without production: everything is the engine's.  ``copies``, on a disk, is this run's alone: the same run's
+    copies of an earlier one are of other versions."""
     kind = "host"
     if device == "cuda":
         kind = "gpu" if importlib.util.find_spec("pynvml") is not None else "host"
@@ -155,7 +158,12 @@ def _node(device: str, folder: Path) -> dict[str, Any]:
             "allow_unmeasured": True,
             "log_path": str(logs_folder() / "engine.log"),
         },
-        "weights": {"relay_url": f"file://{folder / 'store'}", "run_id": RUN, "poll_s": 0.1},
+        "weights": {
+            "relay_url": f"file://{folder / 'store'}",
+            "run_id": RUN,
+            "poll_s": 0.1,
+            "directory": str(copies),
+        },
     }
 
 

@@ -20,7 +20,9 @@ from benchmarks import gpu_check
 from benchmarks.gpu import common, device, figures, stages
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.rehearsal import StandIn
+from rose.config import validate
 from rose.coserve.cuda_pages import CudaPagePool
+from rose.coserve.node_config import NodeConfig
 from rose.errors import LedgerError
 from rose.units import PAGE_BYTES
 from tests.coserve.memory_driver import MemoryDriver
@@ -468,3 +470,12 @@ def test_a_peer_that_dies_is_noticed_at_its_next_answer_and_at_the_end(dead_peer
         dead_peer.count()
     with pytest.raises(LedgerError, match="'decode' has died"), dead_peer:
         pass
+
+
+def test_no_copy_of_weights_outlives_the_stage_that_made_it(tmp_path: Path) -> None:
+    """The same run's copies of an earlier try are of other versions, and refused: the stage would fail at each try after its first."""
+    from benchmarks.gpu import weights
+
+    settings = weights.node_settings("cpu", tmp_path / "memory", tmp_path / "disk")
+    config = validate(NodeConfig, settings)
+    assert config.weights_dir == tmp_path / "disk"
