@@ -127,7 +127,7 @@ class NodeAgent(Node):
             )
         control = ControlServer(self, config.socket_path, self._tokens)
         await control.start()
-        self._decisions.roll()
+        self._log_anew()
         self._set_mode()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -491,12 +491,16 @@ class NodeAgent(Node):
             before, self.policy_name = self.policy, policy
             self.policy = make_lending(policy, self.config.lending.params())
             self.policy.take_over(before)
-            self._decisions.book = self.policy  # no event says so: the log goes on from the books as they are
-            self._decisions.roll()
+            self._log_anew()
         if rl_step:
             self._handle(RlStepStarted(at_s=time.monotonic()))
         logger.info("mode %s, floor %d pages", self.mode.name.lower(), self.floor_pages)
         self._set_mode()
+
+    def _log_anew(self) -> None:
+        """No event says which policy rules: a decision log begins with the books of the one that does."""
+        self._decisions.book = self.policy
+        self._decisions.roll()
 
     async def wait_given_back(self, timeout_s: float) -> bool:
         """Wait until the rollout engine holds no page, by its own word and by its workers'; False: it still does."""

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from rose.cli import app
+from rose.coserve.node_dir import NodeDir
+from rose.coserve.records import NodeState
 from rose.decisions.event_format import LENDING
 from rose.decisions.log import DecisionLog, logs, replay
 from rose.errors import LedgerError
-from rose.policy.baselines import make_lending
+from rose.policy.baselines import POLICIES, make_lending
 from rose.policy.lending_events import Mode, ModeSet, Phase, RolloutReported, ServingReported, Tick
 from tests.coserve.conftest import TOTAL_PAGES, Device, alive, until
 
@@ -52,6 +55,25 @@ async def test_bursts_kills_and_another_policy_replay_to_the_last_action(
     found = CliRunner().invoke(app, ["replay", str(folder)])
     assert found.exit_code == 0
     assert "KillRollout" in found.output
+
+
+async def test_an_agent_that_takes_over_another_policy_logs_what_that_one_answers(
+    device: Device, tmp_path: Path
+) -> None:
+    folder = tmp_path / "decisions"
+    with NodeDir(device.dir).node_writer() as writer:  # an agent that was killed left this
+        paper = POLICIES.index("paper")
+        writer.write(NodeState(mode=Mode.ON, has_serving=1, policy=paper, heartbeat_ns=time.monotonic_ns()))
+    device.produce()
+    agent = device.agent(decisions={"directory": str(folder)})
+    await until(lambda: device.resident_pages() > 0, "lent")
+    assert agent.policy_name == "paper"
+    await device.stop_agents()
+
+    (path,) = logs(folder)
+    found = replay(path)
+    assert found.difference is None
+    assert found.num_actions["SetLend"] >= 2
 
 
 def record(folder: Path, *, rounds: int, name: str = "rose", max_bytes: int = 10**9) -> list[int]:
