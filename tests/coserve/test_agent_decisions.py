@@ -125,7 +125,7 @@ def test_files_of_a_long_run_are_few_and_each_replays_from_the_state_it_starts_w
 
 def test_a_policy_that_would_lend_otherwise_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record(tmp_path, rounds=1500)
-    monkeypatch.setattr("rose.policy.lending.LendingPolicy.watermark_pages", property(lambda self: 0))
+    monkeypatch.setattr("rose.policy.lending_policy.LendingPolicy.watermark_pages", property(lambda self: 0))
     found = CliRunner().invoke(app, ["replay", str(tmp_path)])
     assert found.exit_code == 1
     assert "ServingReported" in found.output
