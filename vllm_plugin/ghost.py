@@ -7,7 +7,8 @@ blocks than the device has.  vLLM evicts the least recently used first, so that 
 exactly, while only vLLM evicts; nearly, where chunks are taken out of turn (on random conversations 0.79 to 1.0 of what vLLM's own
 counters of two engines differ by).
 
-A prompt *loses* the blocks of its prefix that are in the ghost and no longer in the cache.  Each lost block counts once: the prompt
+A prompt *loses* the blocks of its prefix that are in the ghost and no longer in the cache, and those behind the first of them that are in the
+cache: vLLM looks no further than to the first that it misses.  Each lost block counts once: the prompt
 computes it, and then it is in the cache again.
 
 Invariant, asserted by :meth:`check`: cache and ghost together are at most the device's blocks.
@@ -101,11 +102,12 @@ class GhostCache:
         self._forget()
         lost = 0
         for key in hashes:
+            cached = internals.is_cached(self._pool, key)
             if key in keys:
                 del keys[key]
-                lost += not internals.is_cached(self._pool, key)
-            elif not internals.is_cached(self._pool, key):
+            elif not cached:
                 break
+            lost += bool(lost) or not cached
         self.lost_tokens += lost * self._block_tokens
 
     def check(self) -> None:

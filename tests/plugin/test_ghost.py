@@ -213,6 +213,20 @@ def test_on_conversations_the_count_is_vllms_own_difference(pair: Pair, seed: in
     assert 0.75 * missed <= counted <= 1.1 * missed
 
 
+def test_what_lies_behind_a_lost_block_is_lost_with_it(pair: Pair) -> None:
+    """Prefixes that run from a chunk into the next one, and the first of the two is lent: vLLM finds nothing of them."""
+    rng = random.Random(13)
+    prompts = [_prompt(rng) for _ in range(40)]
+    for prompt in prompts:
+        pair.say(prompt)
+    side = pair.ours.rose
+    side.ghost.watch()
+    assert side.balloon.inflate(2)
+    for prompt in prompts:
+        pair.say(prompt)
+    assert side.ghost.lost_tokens == pair.missed() > CHUNK_BLOCKS * BLOCK
+
+
 def test_a_reset_of_the_cache_is_no_loss(pair: Pair) -> None:
     rng = random.Random(5)
     prompts = [_prompt(rng) for _ in range(100)]
