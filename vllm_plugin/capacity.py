@@ -5,8 +5,8 @@ out of vLLM's block pool, so its memory can be given back; allocation then fails
 vLLM's own preemption takes over.
 
 Decides nothing about *how many* chunks: callers (serving and rollout side) do.  Decides *which*: chunks whose blocks are all
-free and hold no prefix, side by side where there is a choice (:func:`~rose.policy.coserving.runs.fewest_runs`); then cached ones by expected reuse, which is vLLM's
-own order of eviction; then, on the rollout side, those whose requests lose least.
+free and hold no prefix, side by side where there is a choice (:func:`~rose.policy.coserving.runs.fewest_runs`); then cached ones, those that the caller offers
+(production: :mod:`rose.policy.coserving.prefixes`) or in vLLM's own order of eviction; then, on the rollout side, those whose requests lose least.
 
 Invariants (:meth:`check`): an inflated chunk has every block with reference count 1 owned here, and no block is both in
 the balloon and in the free queue.  vLLM's null block (block 0) is never touched; only the rollout side takes chunk 0,
@@ -22,7 +22,7 @@ import heapq
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rose.policy.coserving.runs import fewest_runs
@@ -102,13 +102,18 @@ class Balloon:
         return True
 
     def inflate_free(
-        self, count: int, *, budget_s: float = SLICE_S, taken: list[int] | None = None
+        self,
+        count: int,
+        *,
+        budget_s: float = SLICE_S,
+        taken: list[int] | None = None,
+        cached: Sequence[int] | None = None,
     ) -> list[int]:
         """Take up to ``count`` unused chunks (never chunk 0), those without cached prefixes first; the ids taken.
 
         Stops at ``budget_s``: call again at the next step, and it goes on where it was; a large pool takes several
         calls to look through.  What half of it shows is chosen from.  ``taken`` receives the ids as they are taken, so that a
-        caller who survives an exception knows of them.
+        caller who survives an exception knows of them.  ``cached``: of the chunks with prefixes only these may be taken, in this order.
         """
         now_s = time.monotonic()
         until_s = now_s + budget_s
@@ -132,12 +137,12 @@ class Balloon:
             if time.monotonic() > until_s:
                 return taken
             look_until_s = until_s
-        while not self._to_scan and not self._free and self._cached and len(taken) < count:
-            if time.monotonic() > until_s:
-                return taken
-            chunk = self._cached.pop()
-            if self.inflate(chunk):
-                taken.append(chunk)
+        if not self._to_scan and not self._free:
+            left = self._cached if cached is None else list(reversed(cached))
+            while left and len(taken) < count and time.monotonic() <= until_s:
+                chunk = left.pop()
+                if self.inflate(chunk):
+                    taken.append(chunk)
         return taken
 
     def _look(self, until_s: float, count: int) -> None:

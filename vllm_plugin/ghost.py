@@ -44,6 +44,7 @@ class GhostCache:
     Attributes:
         queried_tokens: Of all prompts that looked for a prefix, as vLLM counts them.
         lost_tokens: Of these, how many the cache would have had.
+        num_forgotten: Keys that were here, so far: asked for again, or gone from that cache as well.
     """
 
     def __init__(self, pool: Any, block_tokens: int, fail: Callable[[BaseException], None]) -> None:
@@ -52,6 +53,7 @@ class GhostCache:
         self._unwatch: Callable[[], None] | None = None
         self.queried_tokens = 0
         self.lost_tokens = 0
+        self.num_forgotten = 0
 
     def __len__(self) -> int:
         """Blocks that the cache would fill besides those it fills now."""
@@ -71,7 +73,7 @@ class GhostCache:
         """Nothing is lent: stop watching when next to nothing is remembered any more."""
         if self._unwatch is not None and len(self._keys) <= self._pool.num_gpu_blocks // _NEXT_TO_NOTHING:
             self.stop()
-            self._keys.clear()
+            self.clear()
 
     def stop(self) -> None:
         """The pool's method is vLLM's own again.  Any thread."""
@@ -81,6 +83,7 @@ class GhostCache:
 
     def clear(self) -> None:
         """The whole cache was reset: it would hold nothing either."""
+        self.num_forgotten += len(self._keys)
         self._keys.clear()
 
     def on_prompt(self, request: Any) -> None:
@@ -105,6 +108,7 @@ class GhostCache:
             cached = internals.is_cached(self._pool, key)
             if key in keys:
                 del keys[key]
+                self.num_forgotten += 1
             elif not cached:
                 break
             lost += bool(lost) or not cached
@@ -131,3 +135,4 @@ class GhostCache:
         over = len(keys) + internals.num_cached(self._pool) - self._pool.num_gpu_blocks
         for _ in range(min(over, len(keys), most)):
             keys.popitem(last=False)
+            self.num_forgotten += 1

@@ -145,6 +145,17 @@ def looks_for_prefix(pool: Any, request: Any) -> bool:
     return pool.enable_caching and not request.skip_reading_prefix_cache
 
 
+def new_prompts(scheduler_output: Any) -> Iterable[tuple[int, Sequence[int], int]]:
+    """Of each request that starts with this step: tokens of its prompt, its blocks, and how many tokens are computed already."""
+    for new in scheduler_output.scheduled_new_reqs:
+        yield len(new.prompt_token_ids or ()), new.block_ids[0], new.num_computed_tokens
+
+
+def grown_by(scheduler_output: Any) -> Iterable[Sequence[int]]:
+    """Of each request that goes on with this step the blocks that it was given for it."""
+    return [blocks[0] for blocks in scheduler_output.scheduled_cached_reqs.new_block_ids if blocks]
+
+
 def next_to_go(pool: Any, limit: int) -> list[int]:
     """Ids of at most ``limit`` free blocks, those that vLLM would use or evict next first.  Engine thread."""
     queue = pool.free_block_queue

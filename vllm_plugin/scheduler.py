@@ -122,7 +122,7 @@ class _Serving:
         if self.rose is None or not self.rose.balloon.inflated:
             done = reset(*args, **kwargs)
             if self.rose is not None and done:
-                self._safely(self.rose.ghost.clear)
+                self._safely(self.rose.cache_cleared)
             return done
         theirs: list[Exception] = []
 

@@ -119,8 +119,15 @@ CORE: tuple[Owner, ...] = (
     Owner(where="vllm.v1.core.sched.interface:PauseState", names="UNPAUSED PAUSED_ALL"),
     Owner(
         where="vllm.v1.core.sched.output:SchedulerOutput",
-        names="num_scheduled_tokens total_num_scheduled_tokens preempted_req_ids",
+        names="""
+            num_scheduled_tokens total_num_scheduled_tokens preempted_req_ids scheduled_new_reqs
+            scheduled_cached_reqs""",
     ),
+    Owner(
+        where="vllm.v1.core.sched.output:NewRequestData",
+        names="prompt_token_ids block_ids num_computed_tokens",
+    ),
+    Owner(where="vllm.v1.core.sched.output:CachedRequestData", names="new_block_ids"),
     Owner(where="vllm.v1.metrics.stats:SchedulerStats", names="kv_cache_usage"),
     Owner(
         where="vllm.v1.core.kv_cache_manager:KVCacheManager",

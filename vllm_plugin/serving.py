@@ -14,7 +14,8 @@ Order of taking back: ``reserved_pages`` rises -> wait for the peer's *number* -
 lets go.  Nothing here waits for the peer; if it never answers, serving stays as large as it is, and the node
 agent kills the peer at the deadline.
 
-What a loan costs the prefix cache is counted where a prompt arrives (:mod:`vllm_plugin.ghost`) and published in the lease.
+What a loan costs the prefix cache is counted where a prompt arrives (:mod:`vllm_plugin.ghost`) and published in the lease; which
+cached chunks may be lent at all is worked out before (:mod:`vllm_plugin.prefix_watch`).
 
 Fail-open: an exception in any hook ends in :meth:`ServingSide.fail`: the hooks become no-ops, all memory is asked back,
 ``phase = off`` is published, one line is logged.
@@ -55,6 +56,7 @@ from vllm_plugin.ghost import GhostCache
 from vllm_plugin.memory import ChunkPlan
 from vllm_plugin.pager_channel import PagerChannel
 from vllm_plugin.peers import Peers, Trouble, require_own
+from vllm_plugin.prefix_watch import PrefixWatch
 from vllm_plugin.protocol_log import ProtocolLog
 from vllm_plugin.roles import ENV_DIR
 from vllm_plugin.step_log import first_model
@@ -100,6 +102,9 @@ class ServingSide:
         self.balloon = Balloon(internals.block_pool(scheduler), self.plan.chunk_blocks)
         self._block_tokens = scheduler.block_size
         self.ghost = GhostCache(internals.block_pool(scheduler), self._block_tokens, self.fail)
+        self.prefixes = PrefixWatch(
+            internals.block_pool(scheduler), self.plan, self._block_tokens, self.ghost, learns=elastic
+        )
         self.steps = StepBook(self.plan.num_blocks, self.plan.chunk_blocks)
         """Engine thread only, but for numbers that the background thread reads."""
         self._block_pages = self.plan.total_pages / max(1, self.plan.num_blocks)
@@ -115,6 +120,7 @@ class ServingSide:
         """Chunk, and the last step that was scheduled before it was taken out of the pool."""
         self._claim_told = 0
         self._fixed = False
+        self._max_loss = 0.0
         self._rests = False
         """Nothing is claimed or remembered: while nothing is lent, there is nothing to do before a step."""
 
@@ -192,7 +198,7 @@ class ServingSide:
             self.ghost.watch()
             taken: list[int] = []
             try:
-                self.balloon.inflate_free(lend, taken=taken)
+                self.balloon.inflate_free(lend, taken=taken, cached=self.prefixes.offered)
             finally:  # also those before an exception: they would be lost to production
                 if taken:
                     self._released.extend((chunk, self.steps.step) for chunk in taken)
@@ -232,6 +238,7 @@ class ServingSide:
             decode = list(scheduled.values()).count(1)
         if self.steps.scheduled(total - decode, decode, time.monotonic_ns()):
             self._forecast()
+        self.prefixes.note(output)
         # No wake: a rollout engine looks before each of its steps, and gets no new slack from a step that starts.
         if self._board.watched:
             self._tell_step(wake=self._claim_told != self.steps.claim_chunks)
@@ -277,12 +284,17 @@ class ServingSide:
         try:
             done = bool(reset())
             if done:
-                self.ghost.clear()
+                self.cache_cleared()
             return done
         finally:
             lost = [chunk for chunk in chunks if not self.balloon.inflate(chunk)]
             if lost:  # requests hold them: nothing ran since they were let out
                 raise RuntimeError(f"chunks {lost} could not be taken back after a reset")
+
+    def cache_cleared(self) -> None:
+        """Nothing is cached any more."""
+        self.ghost.clear()
+        self.prefixes.clear()
 
     def fail(self, error: BaseException) -> None:
         """Fail open.  Any thread."""
@@ -342,6 +354,9 @@ class ServingSide:
                 claim_chunks=self.steps.claim_chunks,
                 retained_pages=retained,
             )
+        )
+        self.prefixes.look(
+            self._max_loss, released=[chunk for chunk, _ in released], short=target - book.num_lent
         )
         self._target_lent_chunks = 0 if book.stranded else target
         # Reserved first, the peer's number read second: of two that grow at once, one sees the other.
@@ -415,6 +430,7 @@ class ServingSide:
             return 0
         self._board.slo_ttft_ns, self._board.slo_tpot_ns = node.slo_ttft_ns, node.slo_tpot_ns
         self._fixed = bool(node.fixed)
+        self._max_loss = max(0, node.max_loss_ppm) / 1e6
         silent = time.monotonic_ns() - node.heartbeat_ns > NODE_DEAD_NS
         if node.mode != Mode.ON or silent or not self._elastic:
             return 0
@@ -465,6 +481,7 @@ class ServingSide:
                 queried_tokens=self.ghost.queried_tokens,
                 lost_tokens=self.ghost.lost_tokens,
                 cold_pages=int(len(self.ghost) * self._block_pages + 0.999),
+                kept_pages=self.prefixes.num_kept * self.plan.chunk_pages,
                 heartbeat_ns=now_ns,
                 errors=self._errors,
             )

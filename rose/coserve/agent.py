@@ -350,6 +350,9 @@ class NodeAgent(Node):
             self.max_lend_pages,
             round(100 * self.engine.delay),
             int(self.stop_at_layers),
+            round(1e6 * self.policy.params.max_hit_rate_loss)
+            if isinstance(self.policy, LendingPolicy)
+            else 0,
         )
         self._mend()
         changed = now != self._published
@@ -373,6 +376,7 @@ class NodeAgent(Node):
                 max_lend_pages=now[9],
                 delay_pct=now[10],
                 stop_at_layers=now[11],
+                max_loss_ppm=now[12],
                 heartbeat_ns=time.monotonic_ns(),
             )
         )

@@ -189,6 +189,11 @@ def _show(status: dict[str, Any], as_json: bool) -> None:
         typer.echo(
             f"cache     production's prompts missed {serving['lost_tokens']} of {serving['queried_tokens']} tokens for the "
             f"loan's sake{'' if loss is None else f', {loss:.2%} lately'}; so at most {limit} pages are lent"
+            + (
+                f", and {kept} are kept: their prefixes may be asked for again"
+                if (kept := serving["kept_pages"])
+                else ""
+            )
         )
     if (observed := status["observed"]) is not None:
         pages = observed["mean_pages"]

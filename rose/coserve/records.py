@@ -49,6 +49,8 @@ class NodeState:
     """``AdmissionParams.delay`` in hundredths: how much of a rollout step production has to wait for."""
     stop_at_layers: int = 0
     """1: a rollout step under way waits between two layers while production owes a first token (:mod:`rose.policy.coserving.stops`)."""
+    max_loss_ppm: int = 0
+    """``LendingParams.max_hit_rate_loss`` in millionths: what a loan may cost production's prefix cache; 0 or all: whatever it costs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +60,7 @@ class ServingLease:
     ``support`` is a ``rose.policy.compat.Support``, ``row`` the number of the table's row that decided it.
     ``queried_tokens``, ``lost_tokens``, ``cold_pages``: what loans cost its prefix cache
     (``rose.policy.lending_events.ServingReported``); running totals since it started.
+    ``kept_pages``: asked for, and not lent for what lies in them.
     ``stranded_pages``: wanted back, and for seconds no fewer of them: their holder neither obeys nor dies.
     """
 
@@ -71,6 +74,7 @@ class ServingLease:
     queried_tokens: int = 0
     lost_tokens: int = 0
     cold_pages: int = 0
+    kept_pages: int = 0
     heartbeat_ns: int = 0
     errors: int = 0
 

@@ -169,6 +169,7 @@ def _serving(node: Node) -> dict[str, Any]:
         "queried_tokens": lease.queried_tokens if lease else 0,
         "lost_tokens": lease.lost_tokens if lease else 0,
         "cold_pages": lease.cold_pages if lease else 0,
+        "kept_pages": lease.kept_pages if lease else 0,
         "slo_breaches": board.breaches if board else 0,
         "slo_breaches_while_lending": node.breaches_while_lending,
         "p99_s": None if node.latency is None else dict(node.latency.p99_s),

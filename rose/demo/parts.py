@@ -258,12 +258,13 @@ class Plan:
             "slo_ttft_ms": production.slo_ttft_s * 1e3,
             "slo_tpot_ms": production.slo_tpot_s * 1e3,
         }
-        # Half a minute's memory of production's use would outlast a block: no burst would find its pages lent.
+        # Half a minute's memory of production's use would outlast a block: no burst would find its pages lent.  No prompt comes
+        # again here, so no loan can cost a hit; a production that is minutes old has not shown it yet.
         table = {
             "mode": "off",
             "serving": serving,
             "engine": engine,
-            "lending": {"use_window_s": LENT_AGAIN_S},
+            "lending": {"use_window_s": LENT_AGAIN_S, "max_hit_rate_loss": 1.0},
         }
         return self._node("harvested", self.node_dir, table)
 

@@ -191,7 +191,8 @@ def test_what_was_dropped_is_lost_also_after_the_memory_is_back_until_it_would_b
 
 @pytest.mark.parametrize("seed", range(8))
 def test_on_conversations_the_count_is_vllms_own_difference(pair: Pair, seed: int) -> None:
-    """Turns that go on from their own past, loans that come and go.  Chunks are taken out of turn, so it is no exact count."""
+    """Turns that go on from their own past, loans that come and go.  Chunks are taken out of turn, so it is no exact count: what
+    has been computed again is in the ghost's cache at another place in the order than in stock's."""
     rng = random.Random(seed)
     talks: list[list[int]] = []
     for turn in range(400):
@@ -250,6 +251,76 @@ def test_the_least_recently_used_prefixes_are_lent_first(pair: Pair) -> None:
     for prompt in prompts[-60:]:
         pair.say(prompt)
     assert pair.ours.rose.ghost.lost_tokens == pair.missed() == 0
+
+
+def lend_within(pair: Pair, chunks: int, max_loss: float) -> int:
+    """The agent asks for so many and states a bound; how many are lent."""
+    side = pair.ours.rose
+    side.prefixes.look(max_loss, released=[], short=chunks)
+    side._target_lent_chunks = chunks
+    for _ in range(300):
+        side.before_schedule()
+    side._target_lent_chunks = 0
+    return len(side.balloon.inflated)
+
+
+def test_cached_chunks_whose_prompts_have_not_come_again_yet_are_not_lent(pair: Pair) -> None:
+    """All cached pages at once, and then all their prompts again: without the bound everything is lost."""
+    rng = random.Random(8)
+    prompts = [_prompt(rng) for _ in range(100)]
+    for prompt in prompts:
+        pair.say(prompt)
+
+    lent = lend_within(pair, 15, 0.01)
+    for prompt in prompts:
+        pair.say(prompt)
+
+    assert 0 < lent < 15  # what holds no prefix
+    assert pair.missed() <= 0.01 * pair.counted[1][0]
+
+
+def test_cached_chunks_that_nobody_asks_for_are_lent(pair: Pair) -> None:
+    """It has learned that before anybody asked for memory, or stated a bound."""
+    rng = random.Random(9)
+    for _ in range(700):
+        pair.say(_prompt(rng))
+
+    assert lend_within(pair, 15, 0.01) == 15
+
+
+@pytest.mark.parametrize("bound", [0.0, 1.0])
+def test_without_a_bound_all_cached_chunks_are_lent(pair: Pair, bound: float) -> None:
+    rng = random.Random(10)
+    for _ in range(200):
+        pair.say(_prompt(rng))
+
+    assert lend_within(pair, 15, bound) == 15
+
+
+def test_what_lent_content_has_cost_keeps_more_from_being_lent(pair: Pair) -> None:
+    rng = random.Random(12)
+    prompts = [_prompt(rng) for _ in range(700)]
+    for prompt in prompts:
+        pair.say(prompt)
+    assert lend_within(pair, 5, 0.01) == 5
+    for prompt in prompts[-170:]:  # all that there was
+        pair.say(prompt)
+    assert pair.missed() > 0
+
+    side = pair.ours.rose
+    side.prefixes.look(0.01, released=sorted(side.balloon.inflated), short=10)
+    assert side.prefixes.offered == ()
+    assert side.prefixes.num_kept == 10
+
+
+def test_after_a_reset_of_the_cache_everything_may_be_lent(pair: Pair) -> None:
+    rng = random.Random(11)
+    for _ in range(100):
+        pair.say(_prompt(rng))
+    for scheduler in (pair.ours, pair.stock):
+        assert scheduler.reset_prefix_cache()
+
+    assert lend_within(pair, 15, 0.01) == 15
 
 
 def test_an_error_in_the_middle_of_an_allocation_switches_off_and_vllm_goes_on(

@@ -252,6 +252,35 @@ def test_the_prefix_cache_can_be_reset_while_memory_is_lent(server: EngineServer
     agent.until_lent(10)
 
 
+def test_a_loan_of_all_cached_pages_costs_prompts_that_come_again_a_point_at_most(
+    server: EngineServer, agent: Agent
+) -> None:
+    """Taken all at once, as they were, the next prompts would find nothing of theirs."""
+    rng = random.Random(3)
+    prompts = [[rng.randrange(5, 200) for _ in range(400)] for _ in range(60)]  # three whole blocks each
+    assert server.post("/reset_prefix_cache").status_code == 200
+    agent.write(max_loss_ppm=10_000)
+
+    def ask() -> None:
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            for future in [pool.submit(complete, server, prompt, 2) for prompt in prompts]:
+                future.result(timeout=120)
+
+    ask()
+    eventually(lambda: agent.lease().queried_tokens >= 60 * 400, "all prompts are counted")
+    before = agent.lease()
+    agent.write(lend_pages=agent.total - 1)
+    eventually(lambda: agent.lease().lent_pages > 3, "what holds no prefix is lent")
+    ask()
+    eventually(
+        lambda: agent.lease().queried_tokens >= before.queried_tokens + 60 * 400, "all prompts are counted"
+    )
+
+    after = agent.lease()
+    lost, asked = (getattr(after, name) - getattr(before, name) for name in ("lost_tokens", "queried_tokens"))
+    assert 0.01 * asked >= lost
+
+
 class RealAgent:
     """The node agent's own rounds on production's real files; the rollout engine obeys at once."""
 
@@ -275,7 +304,7 @@ class RealAgent:
     def _run(self) -> None:
         while not self._stop.wait(0.02):
             now_ns = time.monotonic_ns()
-            held = self.agent.policy.lend_pages
+            held = min(self.agent.policy.lend_pages, max(0, self.lent_pages))
             self._peer.write(RolloutLease(phase=Phase.READY, reserved_pages=held, heartbeat_ns=now_ns))
             self.agent._round()
 
@@ -303,6 +332,8 @@ def test_a_loan_goes_on_while_no_hit_is_lost_and_shrinks_when_hits_are(
         return [[rng.randrange(5, 200) for _ in range(400)] for _ in range(count)]  # three whole blocks each
 
     rng = random.Random(0)
+    # What earlier prompts left would be kept: too few of them have come to say that nobody wants it.
+    assert server.post("/reset_prefix_cache").status_code == 200
     real = RealAgent(node_dir)
     try:
         talks = fresh(80)  # 240 of 512 blocks

@@ -6,13 +6,18 @@ was last used, at which age blocks are found again, and how long blocks of each 
 prompts: while nobody asks nothing grows old, for nobody can have asked in vain.
 
 The *rate* of an age is ``(tokens found + one prompt) / (tokens that lay there x tokens asked for)``.  The prompt that was not seen
-is Laplace's: where next to nothing has been watched, everything has to be expected.  What is lent is missed at any age that it would have
-reached, so content has the highest rate of its own age and all older ones that content gets here: an engine that has just started knows
-none of them, and lends nothing of its cache.  So a loan grows into the cache as evidence does: in steps, the cheapest chunks first, each of
-which leaves room in the bound.
+is Laplace's: where next to nothing has been watched, everything has to be expected.  So a loan grows into the cache as evidence does: in steps,
+the cheapest chunks first, each of which leaves room in the bound.
 
-A chunk's *price*, the part of all asked tokens that is expected to be missed without it, is the sum over its blocks.  The prices of what has been
-lent lately, or what prompts have really missed where that is more, and the prices of what is offered are together at most the bound.
+A block's *price* is the part of all asked tokens that is expected to be missed without it: the rate of its own age, and those of the older ones that it
+would have reached, as far as content gets there (where a sixteenth of this age's lies in an older one, a sixteenth of that one's rate).  An age that
+nothing has reached yet costs everything, until the cache is full and content makes room before: an engine that has just started lends nothing of its
+cache, which is empty then.  A chunk costs what its
+blocks do.  The prices of what is offered and of what has been lent, at the rates of today, are together at most the bound; so are they
+with what prompts have really missed lately, where that is more.
+
+What was lent goes on teaching: the caller keeps the keys of a cache of the whole device, and tells how many prompts have missed something of theirs, and how many of
+them are left.  What such a cache has forgotten too nobody can miss.
 
 What this rests on: traffic that finds old content as often as it did in the last thousands of prompts.  Where that changes, what is
 really missed is counted (``vllm_plugin/ghost.py``) and taken back for (:mod:`rose.policy.cold_cache`).
@@ -26,6 +31,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 AGES = (16, 64, 256, 1024)
@@ -37,6 +43,47 @@ _SAMPLED_PER_CHUNK = 4
 _NEVER = 0
 
 
+class _Ages:
+    """How many blocks are of which class of ages.
+
+    Attributes:
+        classes: The count of each class.
+    """
+
+    def __init__(self) -> None:
+        self.classes = [0] * (len(AGES) + 1)
+        self._prompt = 1
+        self._by_prompt: dict[int, int] = {}
+        """How many were used last by each of the prompts that are not in the oldest class yet."""
+
+    def class_of(self, used: int) -> int:
+        return bisect_right(AGES, self._prompt - used)
+
+    def add(self, used: int, count: int) -> None:
+        """So many more (or fewer) that prompt ``used`` was the last to use."""
+        number = self.class_of(used)
+        self.classes[number] += count
+        if number < len(AGES):
+            self._by_prompt[used] = self._by_prompt.get(used, 0) + count
+
+    def next_prompt(self) -> None:
+        self._prompt += 1
+        for number, age in enumerate(AGES):
+            older = self._by_prompt.get(self._prompt - age, 0)
+            self.classes[number] -= older
+            self.classes[number + 1] += older
+        self._by_prompt.pop(self._prompt - AGES[-1], None)
+
+    def check(self, used: Iterable[int]) -> None:
+        """Assert that these are the ages of blocks that were last used so; for tests."""
+        ages = _Ages()
+        ages._prompt = self._prompt
+        for one in used:
+            ages.add(one, 1)
+        assert ages.classes == self.classes
+        assert ages._by_prompt == {one: count for one, count in self._by_prompt.items() if count}
+
+
 class PrefixBook:
     """See the module.
 
@@ -44,19 +91,9 @@ class PrefixBook:
         num_chunks: Of production's KV memory.
         chunk_blocks: Blocks of each; block ``b`` lies in chunk ``b // chunk_blocks``.
         block_tokens: Of one block.
-        cached: Blocks that hold prefixes already; they count as used now.
-        lost_tokens: What prompts had missed before.
     """
 
-    def __init__(
-        self,
-        num_chunks: int,
-        chunk_blocks: int,
-        block_tokens: int,
-        *,
-        cached: Iterable[int] = (),
-        lost_tokens: int = 0,
-    ) -> None:
+    def __init__(self, num_chunks: int, chunk_blocks: int, block_tokens: int) -> None:
         self._chunk_blocks = chunk_blocks
         self._num_blocks = num_chunks * chunk_blocks
         most = max(1, chunk_blocks // _SAMPLED_PER_CHUNK)
@@ -66,38 +103,46 @@ class PrefixBook:
         self._prompt = 1
         self._used = [_NEVER] * -(-self._num_blocks // self.sample_every)
         """By which prompt each was used last."""
-        self._by_prompt: dict[int, int] = {}
-        """How many were used last by each of the prompts that are not in the oldest class yet."""
+        self._there = _Ages()
+        self._gone = _Ages()
+        """Blocks there were, until they were lent, and would be in a cache of the whole device."""
+        self._lent_now: dict[int, int] = {}
+        self._lent: deque[tuple[int, dict[int, int]]] = deque()
+        """How many keys that cache will have forgotten when it has forgotten these, and how many blocks of each prompt they are."""
         classes = len(AGES) + 1
-        self._there = [0] * classes
         self._found = [0.0] * classes
         self._watched = [0.0] * classes
-        """Blocks there, times tokens asked for."""
+        """Blocks there or lent, times tokens asked for."""
+        self._was_watched = [0.0] * classes
+        """When it was last made less."""
         self._num_prompts = 0.0
         self._asked_tokens = 0.0
         self._lost_tokens = 0.0
-        self._lost_total = lost_tokens
-        self._spent = 0.0
+        self._lost_total = 0
+        self._was_full = False
+        """Has content had to make room, since the cache was empty?"""
         self._until_half = HALF_LIFE
-        self._offered: dict[int, float] = {}
-        self.use(cached)
+        self._offered: dict[int, None] = {}
 
     @property
     def missed(self) -> float:
-        """The part of all asked tokens that loans have cost lately, or will have by what was paid for them."""
-        return max(self._lost_tokens / max(1.0, self._asked_tokens), self._spent)
+        """The part of all asked tokens that loans have cost lately, or are expected to cost."""
+        expected = sum(
+            gone * price for gone, price in zip(self._gone.classes, self._prices(), strict=True) if gone
+        )
+        return max(self._lost_tokens / max(1.0, self._asked_tokens), expected)
 
     def ask(self, num_tokens: int, blocks: Sequence[int], num_found: int) -> None:
         """A prompt of ``num_tokens`` has got ``blocks``, of which it found the first ``num_found`` in the cache."""
         self._next_prompt()
         self._num_prompts += 1
         self._asked_tokens += num_tokens
-        for number, there in enumerate(self._there):
-            self._watched[number] += there * num_tokens
+        for number, count in enumerate(self._counts):
+            self._watched[number] += count * num_tokens
         for place in self._sampled(blocks[:num_found]):
             used = self._used[place]
             if used != _NEVER:
-                self._found[self._class_of(used)] += 1
+                self._found[self._there.class_of(used)] += 1
         self.use(blocks)
 
     def use(self, blocks: Iterable[int]) -> None:
@@ -109,106 +154,142 @@ class PrefixBook:
 
     def lost(self, total_tokens: int) -> None:
         """What prompts have missed for the loans' sake so far, a running total."""
-        self._lost_tokens += max(0, total_tokens - self._lost_total)
+        lost = max(0, total_tokens - self._lost_total)
+        if lost:
+            self._offered = {}  # worked out before this was known
+        self._lost_tokens += lost
         self._lost_total = total_tokens
+        gone = sum(self._gone.classes)
+        for number, one in enumerate(self._gone.classes):
+            if one:
+                self._found[number] += lost / self._sample_tokens * one / gone
+
+    def remember(self, num_keys: int, num_forgotten: int, *, is_full: bool) -> None:
+        """Look at a cache of the whole device: at those of its keys that are not in this one.
+
+        Args:
+            num_keys: How many there are; those of chunks that have gone since the last look are among them.
+            num_forgotten: How many were there and are not any more, a running total; the oldest go first.
+            is_full: Has such a cache next to no room left?
+        """
+        self._was_full |= is_full
+        if self._lent_now:
+            self._lent.append((num_forgotten + num_keys, self._lent_now))
+            self._lent_now = {}
+        while self._lent and self._lent[0][0] <= num_forgotten:
+            for used, count in self._lent.popleft()[1].items():
+                self._gone.add(used, -count)
+
+    def clear(self) -> None:
+        """The cache was reset, and nothing is there.  What was learned stays."""
+        for place, used in enumerate(self._used):
+            if used != _NEVER:
+                self._note(place, _NEVER)
+        self._was_full = False
+        self._offered = {}
 
     @property
     def offered(self) -> tuple[int, ...]:
         """Of the last offer what nobody has used and nobody has taken since."""
         return tuple(self._offered)
 
-    def offer(self, max_loss: float, most: int) -> tuple[int, ...]:
-        """At most ``most`` chunks that hold prefixes and may be lent, the cheapest first.
+    def offer(self, max_loss: float) -> tuple[int, ...]:
+        """The chunks that hold prefixes and may all be lent, the cheapest first.
 
         Args:
             max_loss: The part of all asked tokens that loans may cost.
         """
         room = max_loss - self.missed
         self._offered = {}
-        if room <= 0 or not self._num_prompts:
+        if room <= 0:
             return ()
-        rates = self._rates()
+        of_class = self._prices()
         prices: dict[int, float] = {}
         for place, used in enumerate(self._used):
             if used != _NEVER:
                 chunk = place * self.sample_every // self._chunk_blocks
-                prices[chunk] = prices.get(chunk, 0.0) + rates[self._class_of(used)]
+                prices[chunk] = prices.get(chunk, 0.0) + of_class[self._there.class_of(used)]
         prices.pop(0, None)  # vLLM's null block is never lent
         for chunk in sorted(prices, key=lambda chunk: (prices[chunk], -chunk)):
             room -= prices[chunk]
-            if room < 0 or len(self._offered) == most:
+            if room < 0:
                 break
-            self._offered[chunk] = prices[chunk]
+            self._offered[chunk] = None
         return self.offered
 
-    def _rates(self) -> list[float]:
-        """For content of each class: the part of all asked tokens that one block looked at is expected to give, at its age or at any that it
-        has yet to reach."""
-        prompt_tokens = self._asked_tokens / self._num_prompts
-        rates = [0.0] * len(self._there)
-        for number, (found, watched) in enumerate(zip(self._found, self._watched, strict=True)):
-            if number and self._prompt > AGES[number - 1] and not any(self._there[number:]):
-                break  # nothing gets so old here
-            known = found * self._sample_tokens + prompt_tokens
-            rates[number] = known / watched if watched else math.inf
-        for number in reversed(range(len(rates) - 1)):
-            rates[number] = max(rates[number], rates[number + 1])
-        return rates
+    def _prices(self) -> list[float]:
+        """Of one block that is looked at, by its class."""
+        asked = max(1.0, self._asked_tokens)
+        prompt_tokens = asked / max(1.0, self._num_prompts)
+        counts = self._counts
+        rates, shares = [0.0] * len(counts), [0.0] * len(counts)
+        for number, (count, found, watched) in enumerate(
+            zip(counts, self._found, self._watched, strict=True)
+        ):
+            if not watched:
+                if number and not count and self._was_full:
+                    break  # nothing gets so old here
+                rates[number] = math.inf
+                continue
+            rates[number] = (found * self._sample_tokens + prompt_tokens) / watched
+            shares[number] = max(count, watched / asked)
+        prices: list[float] = []
+        for number, rate in enumerate(rates):
+            for older in range(number + 1, len(rates)):
+                if rates[older] == math.inf:
+                    rate = math.inf
+                elif shares[older]:
+                    rate += rates[older] * min(1.0, shares[older] / (shares[number] or math.inf))
+            prices.append(rate)
+        return prices
 
     def gone(self, chunk: int) -> None:
         """A chunk has left the block pool, and what it held with it."""
-        self._spent += self._offered.pop(chunk, 0.0)
+        self._offered.pop(chunk, None)
         for block in range(chunk * self._chunk_blocks, (chunk + 1) * self._chunk_blocks):
             if block % self.sample_every == 0:
-                self._note(block // self.sample_every, _NEVER)
+                used = self._used[block // self.sample_every]
+                if used != _NEVER:
+                    self._gone.add(used, 1)
+                    self._lent_now[used] = self._lent_now.get(used, 0) + 1
+                    self._note(block // self.sample_every, _NEVER)
 
     def check(self) -> None:
         """Assert what always holds; for tests."""
-        there = [0] * len(self._there)
-        by_prompt: dict[int, int] = {}
-        for used in self._used:
-            if used != _NEVER:
-                number = self._class_of(used)
-                there[number] += 1
-                if number < len(AGES):
-                    by_prompt[used] = by_prompt.get(used, 0) + 1
-        assert there == self._there
-        assert by_prompt == {used: count for used, count in self._by_prompt.items() if count}
+        self._there.check(used for used in self._used if used != _NEVER)
+        lent = [self._lent_now, *(batch for _, batch in self._lent)]
+        self._gone.check(used for batch in lent for used, count in batch.items() for _ in range(count))
+
+    @property
+    def _counts(self) -> list[int]:
+        """Of each class, lent or not."""
+        return [there + gone for there, gone in zip(self._there.classes, self._gone.classes, strict=True)]
 
     def _sampled(self, blocks: Iterable[int]) -> list[int]:
         every, end = self.sample_every, self._num_blocks
         return [block // every for block in blocks if block % every == 0 and block < end]
-
-    def _class_of(self, used: int) -> int:
-        return bisect_right(AGES, self._prompt - used)
 
     def _note(self, place: int, prompt: int) -> None:
         used = self._used[place]
         if used == prompt:
             return
         if used != _NEVER:
-            number = self._class_of(used)
-            self._there[number] -= 1
-            if number < len(AGES):
-                self._by_prompt[used] -= 1
+            self._there.add(used, -1)
         self._used[place] = prompt
         if prompt != _NEVER:
-            self._there[0] += 1
-            self._by_prompt[prompt] = self._by_prompt.get(prompt, 0) + 1
+            self._there.add(prompt, 1)
 
     def _next_prompt(self) -> None:
         self._prompt += 1
-        for number, age in enumerate(AGES):
-            older = self._by_prompt.get(self._prompt - age, 0)
-            self._there[number] -= older
-            self._there[number + 1] += older
-        self._by_prompt.pop(self._prompt - AGES[-1], None)
+        self._there.next_prompt()
+        self._gone.next_prompt()
         self._until_half -= 1
         if not self._until_half:
             self._until_half = HALF_LIFE
-            self._found = [one / 2 for one in self._found]
-            self._watched = [one / 2 for one in self._watched]
+            for number, (before, watched) in enumerate(zip(self._was_watched, self._watched, strict=True)):
+                if watched >= 1.5 * before:  # nothing is forgotten of what nothing new was seen
+                    self._found[number] /= 2
+                    self._watched[number] = self._was_watched[number] = watched / 2
             self._num_prompts /= 2
             self._asked_tokens /= 2
             self._lost_tokens /= 2
-            self._spent /= 2
