@@ -23,11 +23,13 @@ class TrajectoryCreated:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnAdded:
-    """A running trajectory has one more turn.  ``oldest`` and ``num_tokens`` (sampled) are of all its turns."""
+    """A running trajectory has one more turn.  ``oldest``, ``num_tokens`` (sampled) and ``runs`` are of all its turns."""
 
     trajectory_id: str
     oldest: Version | None
     num_tokens: int
+    runs: tuple[str, ...] = ()
+    """Whose weights sampled them, where an engine said."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

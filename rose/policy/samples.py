@@ -12,6 +12,9 @@ back (by name, or by :class:`JobResumed` of its consumer) nothing is leased unde
 Everything goes through one method, :meth:`SampleBook.handle`.  The caller journals what was decided and replays it through the same
 method after a restart (a lease is replayed with the names of its groups, so that compaction may drop what was consumed).
 
+A job is one run's (``rose.lineage``) from when its trainer has named it: no batch has a group from then on that weights of another run
+have sampled.  Such groups are dropped with each version that is published and, whatever happened in between, at the lease.
+
 Staleness is checked where it counts, at the lease, on the oldest weight version among a group's tokens.
 What happens beyond ``alpha`` versions is the job's ``on_stale``:
 
@@ -39,6 +42,8 @@ Invariants, checked by :meth:`SampleBook.check`:
 1. created = running + finished + leased + consumed + filtered + cancelled + stale, in total and per job.
 2. A trajectory is in at most one batch that is open, and never in one after it was consumed.
 3. A ready group has exactly ``group_size`` finished members.
+
+A batch that was granted before its job's run was known stays with the trainer that has it; asked for again, it is refused.
 
 Refused events raise :class:`~rose.errors.RequestError` and change nothing.  Pure.
 """
@@ -131,6 +136,7 @@ class Sample:
     oldest: Version | None = None
     floor: Version | None = None
     num_tokens: int = 0
+    runs: tuple[str, ...] = ()
     reward: float = 0.0
     reason: str = ""
 
@@ -183,6 +189,8 @@ class SampleBook:
         default_factory=lambda: Counter[tuple[str, SampleState]]()
     )
     """Final trajectories that have left the book, by job and state."""
+    runs: dict[str, str] = field(default_factory=lambda: dict[str, str]())
+    """Of jobs whose trainer named one."""
     discards: Discards = field(default_factory=Discards)
     bounds: dict[str, tuple[Version, int]] = field(default_factory=lambda: dict[str, tuple[Version, int]]())
     """Of jobs under ``cancel``: the newest version, and how far behind it a token may lie."""
@@ -261,7 +269,7 @@ class SampleBook:
         sample = self.samples.get(event.trajectory_id)
         if sample is None:
             return []
-        sample.oldest, sample.num_tokens = event.oldest, event.num_tokens
+        sample.oldest, sample.num_tokens, sample.runs = event.oldest, event.num_tokens, event.runs
         bound = self.bounds.get(sample.job)
         if (
             bound is None
@@ -316,14 +324,17 @@ class SampleBook:
 
     def _publish(self, event: VersionPublished) -> list[Action]:
         params = self._params_for(event)
-        if params.on_stale != "cancel":
+        cancels = params.on_stale == "cancel"
+        if cancels:
+            self.bounds[event.job] = (event.version, params.alpha)
+        else:
             self.bounds.pop(event.job, None)
-            return []
-        self.bounds[event.job] = (event.version, params.alpha)
         spent = [
             group_id
             for (job, group_id), group in self.groups.items()
-            if job == event.job and not self._is_leased(group) and self._is_spent(group, event, params.alpha)
+            if job == event.job
+            and not self._is_leased(group)
+            and (self._is_of_another_run(group) or (cancels and self._is_spent(group, event, params.alpha)))
         ]
         return [self._drop_stale(event.job, spent)] if spent else []
 
@@ -334,9 +345,10 @@ class SampleBook:
             for sampled in (self.samples[name].oldest, event.live.get(name))
         )
 
-    def is_leased(self, job: str, group_id: str) -> bool:
-        """Is any of this group's members with a trainer?"""
-        return self._is_leased(self.groups[job, group_id])
+    def _is_of_another_run(self, group: Group) -> bool:
+        """Has it tokens that other weights than those of its job's run sampled?"""
+        run = self.runs.get(group.job, "")
+        return run != "" and any(one != run for name in group.members for one in self.samples[name].runs)
 
     def _is_leased(self, group: Group) -> bool:
         return any(self.samples[name].state is SampleState.LEASED for name in group.members)
@@ -347,7 +359,9 @@ class SampleBook:
         known = self.batches.get(event.batch_id) or self.expired.get(event.batch_id)
         if known is not None:
             return self._ask_again(event, known, params)
-        actions: list[Action] = []
+        waiting = self.ready.get(event.job, ())
+        others = [name for name in waiting if self._is_of_another_run(self.groups[event.job, name])]
+        actions: list[Action] = [self._drop_stale(event.job, others)] if others else []
         picked: list[str] = []
         stale_groups: list[str] = []
         for group_id in self._in_order(event, params):
@@ -370,7 +384,7 @@ class SampleBook:
             for group_id in picked
             for name in self._stale_members(event.job, group_id, event.version, params.alpha)
         ]
-        return actions + self._grant(event, tuple(picked), tuple(stale_groups), tuple(stale_ids))
+        return actions + self._grant(event, tuple(picked), (*others, *stale_groups), tuple(stale_ids))
 
     def _ask_again(self, event: BatchAsked, known: Batch, params: JobParams) -> list[Action]:
         """The same batch: it is leased, or its lease ran out and its groups still wait."""
@@ -382,7 +396,16 @@ class SampleBook:
                 field="batch_id",
                 fix="choose another name",
             )
-        if event.batch_id in self.batches:
+        is_leased = event.batch_id in self.batches
+        if not is_leased:
+            self._check_waiting(known)
+        if any(self._is_of_another_run(self.groups[known.job, name]) for name in known.group_ids):
+            raise Gone(
+                f"batch {event.batch_id} has samples of another run than {self.runs[event.job]}",
+                field="batch_id",
+                fix="choose another name",
+            )
+        if is_leased:
             known.ttl_s, known.expires_at_s = event.ttl_s, event.at_s + event.ttl_s
             return [
                 Leased(
@@ -394,7 +417,6 @@ class SampleBook:
                     is_new=False,
                 )
             ]
-        self._check_waiting(known)
         stale = [
             name
             for group_id in known.group_ids

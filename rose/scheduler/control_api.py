@@ -304,20 +304,17 @@ class ControlRoutes:
     async def version(self, request: web.Request) -> web.Response:
         body = await read_wire(request, NewVersion)
         job, version = body.job, (body.attempt, body.version)
-        run = body.run or ""
-        named_before = self._store.runs.get(job, "")
-        if self._store.require(job, version, run):
-            if not named_before:
-                self._carry_out(self._store.leave_other_runs(job))
-            # Before the workers hear of the version: no engine carries over the update what is of no use after it.
-            live = self._dispatcher.book.oldest_live(job)
-            spent = self._store.drop_spent(
-                job=job, version=version, alpha=body.alpha, on_stale=body.on_stale, live=live
-            )
-            self._carry_out(spent)
-            self._dispatcher.require(job, version, self._store.runs[job])
+        if self._store.require(job, version, body.run or ""):
             self._timeline.on_step(job, format_version(version))
-            await self._store.journal.commit()
+        # Also when the version is known: the call before may have got no further.
+        # Before the workers hear of the version: no engine carries over the update what is of no use after it.
+        live = self._dispatcher.book.oldest_live(job)
+        spent = self._store.drop_spent(
+            job=job, version=version, alpha=body.alpha, on_stale=body.on_stale, live=live
+        )
+        self._carry_out(spent)
+        self._dispatcher.require(job, version, self._store.runs[job])
+        await self._store.journal.commit()
         return json_response({"job": job, "version": format_version(version)})
 
     # --- workers (node) --------------------------------------------------------------------------------

@@ -501,10 +501,13 @@ class InflightRequests:
 
         Raises:
             Gone, Conflict: The trajectory ended while they ran.
+            CapacityError: Its job has become another run's than theirs.
         """
         trajectory = inflight.asked.trajectory
         if trajectory is not None:
             self.store.open(trajectory.id)
+            for item in done:
+                self.store.check_sampled(trajectory.created.job, item.summary["segments"])
             continued: set[int] = set()
             for turn, item in enumerate(done, len(trajectory.turns)):
                 item.turn, parent = turn, item.prompt.parent

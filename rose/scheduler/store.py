@@ -87,7 +87,7 @@ class Store:
         self.book = sp.SampleBook(params=params)
         self.trajectories: dict[str, Trajectory] = {}
         self.versions: dict[str, Version] = {}
-        self.runs: dict[str, str] = {}
+        self.runs = self.book.runs
         """Of jobs whose trainer named one."""
         self._by_key: dict[str, str] = {}
         self._finals: OrderedDict[str, None] = OrderedDict()
@@ -281,6 +281,16 @@ class Store:
             raise Conflict("trajectory was finished with another reward", field="reward")
         return self._write(record)
 
+    def check_sampled(self, job: str, segments: Sequence[Mapping[str, Any]]) -> None:
+        """A turn that ended before its job's trainer named the run may have ended under another.
+
+        Raises:
+            CapacityError: So it is; asked for again, it runs on the job's own weights.
+        """
+        run = self.runs.get(job, "")
+        if run and any(segment.get("run", run) != run for segment in segments):
+            raise CapacityError(f"the job is run {run}'s now, and another's weights had sampled the turn")
+
     def close(self, trajectory_id: str) -> list[sp.Action]:
         """It takes no more turns; it is finished when its reward is known.  Idempotent."""
         trajectory = self.get(trajectory_id)
@@ -429,25 +439,6 @@ class Store:
         self.runs[job] = run
         return True
 
-    def leave_other_runs(self, job: str) -> list[sp.Action]:
-        """Give up groups that weights of another run than the job's sampled before its trainer named it."""
-        run = self.runs.get(job, "")
-        groups = {
-            trajectory.created.group_id: None
-            for trajectory in self.trajectories.values()
-            if trajectory.created.job == job
-            and any(segment.get("run", run) != run for turn in trajectory.turns for segment in turn.segments)
-        }
-        waiting = [
-            name for name in groups if (job, name) in self.book.groups and not self.book.is_leased(job, name)
-        ]
-        if not run or not waiting:
-            return []
-        name = f"b-{secrets.token_hex(10)}"
-        return self._write(
-            LeaseRecord(batch_id=name, job=job, group_ids=[], stale_group_ids=waiting, ttl_s=0.0)
-        )
-
     def check_run(self, job: str, run: str) -> None:
         """A job is one run's, from when its trainer has named it: samples of another would be taken for its own.
 
@@ -519,6 +510,7 @@ class Store:
                             trajectory_id=trajectory.id,
                             oldest=trajectory.oldest,
                             num_tokens=trajectory.num_tokens,
+                            runs=trajectory.runs,
                         )
                     )
                 return []

@@ -44,6 +44,7 @@ class Trajectory:
         "num_tokens",
         "oldest",
         "parents",
+        "runs",
         "score",
         "stale",
         "tips",
@@ -78,6 +79,8 @@ class Trajectory:
         """Held in memory."""
         self.oldest: Version | None = None
         self.newest: Version | None = None
+        self.runs: tuple[str, ...] = ()
+        """Whose weights sampled its turns, where an engine said."""
 
     @property
     def run(self) -> str:
@@ -105,6 +108,10 @@ class Trajectory:
                 self.named[name] = record.turn
         if record.parent is not None:
             self.parents.add(record.parent)
+        for segment in record.segments:
+            run = segment.get("run", "")
+            if run and run not in self.runs:
+                self.runs += (run,)
         for text, _, _ in record.versions:
             version = parse_version(text)
             self.oldest = version if self.oldest is None else min(self.oldest, version)

@@ -190,6 +190,48 @@ def publish(book: sp.SampleBook, version: tuple[int, int], **fields: object) -> 
     return book.handle(sp.VersionPublished(job="j", version=version, **fields))  # type: ignore[arg-type]
 
 
+def of_run(book: sp.SampleBook, name: str, *runs: str) -> None:
+    """A group of one trajectory that these runs' weights sampled, ready."""
+    create(book, name, group=name, size=1)
+    book.handle(sp.TurnAdded(trajectory_id=name, oldest=(1, 0), num_tokens=10, runs=runs))
+    finish(book, name)
+
+
+def test_no_batch_has_what_another_run_sampled_from_when_its_job_is_one_run_s(book: sp.SampleBook) -> None:
+    of_run(book, "theirs", "run-b")
+    of_run(book, "both", "run-a", "run-b")
+    of_run(book, "nameless")
+    of_run(book, "mine", "run-a")
+    book.runs["j"] = "run-a"
+
+    actions = lease(book, num_groups=2)
+
+    assert leased(actions) == ("nameless", "mine")
+    assert sp.Discard(trajectory_ids=("theirs", "both"), reason="stale") in actions
+
+
+def test_a_lease_that_ran_out_is_not_had_again_with_another_run_s_samples(book: sp.SampleBook) -> None:
+    of_run(book, "theirs", "run-b")
+    lease(book, "before")
+    book.runs["j"] = "run-a"
+    with pytest.raises(Gone, match="another run"):
+        lease(book, "before")
+    book.handle(sp.BatchExpired(batch_id="before"))
+    with pytest.raises(Gone, match="another run"):
+        lease(book, "before")
+
+    assert lease(book, "after") == gone("theirs")
+
+
+@pytest.mark.parametrize("on_stale", sp.STALE_RULES)
+def test_a_version_drops_what_another_run_has_begun(book: sp.SampleBook, on_stale: str) -> None:
+    create(book, "theirs")
+    book.handle(sp.TurnAdded(trajectory_id="theirs", oldest=(1, 0), num_tokens=10, runs=("run-b",)))
+    book.runs["j"] = "run-a"
+
+    assert publish(book, (1, 0), on_stale=on_stale) == gone("theirs")
+
+
 def gone(*names: str) -> list[sp.Action]:
     return [sp.Discard(trajectory_ids=names, reason="stale")]
 
@@ -484,6 +526,8 @@ class AnySequence(RuleBasedStateMachine):
         for action in actions:
             if isinstance(action, sp.Consumed):
                 self.consumed.extend(action.trajectory_ids)
+            if isinstance(action, sp.Leased) and "j" in self.book.runs:
+                assert all("theirs" not in self.book.samples[name].runs for name in action.trajectory_ids)
 
     @rule(group=st.integers(0, 5), size=st.integers(1, 3))
     def create(self, group: int, size: int) -> None:
@@ -502,10 +546,14 @@ class AnySequence(RuleBasedStateMachine):
         else:
             self.feed(sp.TrajectoryFinished(trajectory_id=name, oldest=(1, self.version)))
 
-    @rule(back=st.integers(0, 5), reward=st.integers(0, 1))
-    def turn_and_reward(self, back: int, reward: int) -> None:
+    @rule()
+    def name_run(self) -> None:
+        self.book.runs["j"] = "mine"
+
+    @rule(back=st.integers(0, 5), reward=st.integers(0, 1), run=st.sampled_from(["mine", "theirs"]))
+    def turn_and_reward(self, back: int, reward: int, run: str) -> None:
         name = f"t{max(1, self.num_created - back)}"
-        self.feed(sp.TurnAdded(trajectory_id=name, oldest=(1, self.version), num_tokens=7))
+        self.feed(sp.TurnAdded(trajectory_id=name, oldest=(1, self.version), num_tokens=7, runs=(run,)))
         self.feed(
             sp.TrajectoryFinished(
                 trajectory_id=name, oldest=(1, self.version), reward=reward, filter_equal=True

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from rose.auth import Tokens, bearer
@@ -218,6 +219,38 @@ def turn_of(name: str, version: str) -> TurnRecord:
         timing={},
         sampling={},
     )
+
+
+@pytest.mark.parametrize("compact_bytes", [0, 2**30])
+def test_a_kill_while_a_run_is_named_lets_no_other_run_s_samples_through(
+    tmp_path: Path, compact_bytes: int
+) -> None:
+    def store() -> Store:
+        return Store(
+            Journal(tmp_path),
+            sp.SampleParams(),
+            max_trajectories=9,
+            retained_finals=9,
+            compact_bytes=compact_bytes,
+        )
+
+    live = store()
+    for group, run in (("theirs", "run-b"), ("mine", "run-a")):
+        name = live.create(job="j", group_id=group, group_size=1, task=None, sampling={})
+        segment = {"worker": "w", "tier": "dedicated", "attempt": 1, "start": 0, "n": 1, "run": run}
+        live.add_turn(msgspec.structs.replace(turn_of(name, "1.0"), segments=[segment]))
+        live.finish(FinishRecord(id=name, reward=1.0))
+    live.require("j", (1, 0), "run-a")
+    live.journal.close()  # killed before what "theirs" is was written
+
+    again = store()
+    leased, _ = again.lease(job="j", num_groups=1, version=(1, 0), ttl_s=60)
+    assert leased is not None
+    assert leased.group_ids == ("mine",)
+    again.journal.close()
+    third = store()
+    assert third.book.counts() == again.book.counts() == {"stale": 1, "leased": 1}
+    third.journal.close()
 
 
 def test_replay_reaches_the_state_that_was_live(tmp_path: Path) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from aiohttp import web
+
 from rose.scheduler.app import Scheduler
 from rose.scheduler.scheduler_config import SchedulerConfig
-from tests.scheduler.conftest import World
+from rose.testing.fake_engine import FakeEngine
+from tests.scheduler.conftest import World, user
 
 
 async def publish(world: World, job: str, version: tuple[int, int], **fields: Any) -> tuple[int, Any]:
@@ -84,6 +87,48 @@ async def test_what_another_run_sampled_before_a_job_named_its_own_is_never_leas
     assert status == 204
     trace = await world.ok("GET", f"/rose/v1/trajectories/{name}")
     assert trace["state"] == "stale"
+
+
+class SlowParser(FakeEngine):
+    """Reads an answer when it is let."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)
+        self.num_parsing = 0
+        self.may_parse = asyncio.Event()
+
+    async def _parse_whole(self, request: web.Request) -> web.Response:
+        self.num_parsing += 1
+        await self.may_parse.wait()
+        return await super()._parse_whole(request)
+
+
+async def test_a_turn_that_ended_under_another_run_is_not_recorded_once_its_job_is_named(
+    world: World,
+) -> None:
+    """Its tokens were there, its text was not, when the trainer said whose the job is."""
+    await world.start()
+    engine = await world.add("a", kind=SlowParser)
+    assert isinstance(engine, SlowParser)
+    engine.switch("run-b", "1.3")
+    await world.nodes["a"].beat()
+    name = await world.trajectory(job="job-a")
+    body = {"model": "policy", "messages": [user("x")], "max_tokens": 4}
+    asked = {"X-Session-ID": name}
+    asking = asyncio.create_task(world.call("POST", "/v1/chat/completions", body, headers=asked))
+    await world.until(lambda: engine.num_parsing)
+
+    await publish(world, "job-a", (1, 3), run="run-a")
+    engine.may_parse.set()
+
+    status, answer = await asking
+    assert status == 503, answer
+    assert "run-a" in answer["error"]["message"]
+    engine.switch("run-a", "1.3")
+    await world.nodes["a"].beat()
+    await world.ok("POST", "/v1/chat/completions", body, headers=asked | {"x-stainless-retry-count": "1"})
+    trace = await world.ok("GET", f"/rose/v1/trajectories/{name}")
+    assert [segment["run"] for turn in trace["turns"] for segment in turn["segments"]] == ["run-a"]
 
 
 async def test_a_scheduler_that_starts_again_knows_whose_run_a_job_is(world: World) -> None:
