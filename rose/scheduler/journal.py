@@ -15,6 +15,7 @@ One process per directory, held by a lock.  Not thread-safe; owned by the event 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import mmap
 import os
@@ -347,10 +348,7 @@ class Journal:
         """
         if self._broken is not None:
             raise CapacityError(f"the journal is read-only: {self._broken}", retry_after_s=None)
-        payload = _encode(record)
-        if len(payload) > MAX_RECORD_BYTES:
-            raise CapacityError("a record is too large for the journal", retry_after_s=None)
-        data = frame(payload)
+        data = _framed(record)
         try:
             self._write(data)
         except OSError as error:
@@ -389,10 +387,14 @@ class Journal:
         self._synced = max(self._synced, goal)
 
     def compact(self, records: Iterable[Record]) -> None:
-        """Replace the file by ``records``, atomically.  Blocks; for a process that does not serve yet."""
+        """Replace the file by ``records``, atomically.  Blocks; for a process that does not serve yet.
+
+        Raises:
+            OSError, CapacityError: The successor cannot be written; the file is as it was.
+        """
         with self._fresh() as file:
             for record in records:
-                file.write(frame(_encode(record)))
+                file.write(_framed(record))
             file.flush()
             os.fsync(file.fileno())
             self._swap(file)
@@ -405,25 +407,22 @@ class Journal:
             records: What all before this call amounts to; taken little by little.
 
         Raises:
-            OSError: The successor cannot be written; the file is as it was.
+            OSError, CapacityError: The successor cannot be written; the file is as it was.
         """
         self._tail = []
         try:
             with self._fresh() as file:
                 until_s = time.perf_counter() + _SLICE_S
                 for record in records:
-                    file.write(frame(_encode(record)))
+                    file.write(_framed(record))
                     if time.perf_counter() > until_s:
                         await asyncio.sleep(0)
                         until_s = time.perf_counter() + _SLICE_S
                 await self._flush(file)  # nearly all of it, while others may still commit
                 ended = self._syncing = asyncio.create_task(self._end_compaction(file, self._syncing))
                 error = await asyncio.shield(ended)
-            if error is not None:
-                raise error
-        except OSError:
-            self.path.with_suffix(".new").unlink(missing_ok=True)  # a full disk needs the room for what comes
-            raise
+                if error is not None:
+                    raise error
         finally:
             self._tail = None
 
@@ -451,12 +450,18 @@ class Journal:
         file.flush()
         await asyncio.to_thread(os.fsync, file.fileno())
 
-    def _fresh(self) -> BinaryIO:
-        """The successor of the file."""
-        file = open(self.path.with_suffix(".new"), "wb")  # noqa: SIM115 - our callers close it
-        os.fchmod(file.fileno(), 0o600)
-        file.write(MAGIC)
-        return file
+    @contextlib.contextmanager
+    def _fresh(self) -> Iterator[BinaryIO]:
+        """The successor of the file; gone again if it does not become it."""
+        path = self.path.with_suffix(".new")
+        try:
+            with open(path, "wb") as file:
+                os.fchmod(file.fileno(), 0o600)
+                file.write(MAGIC)
+                yield file
+        except Exception:
+            path.unlink(missing_ok=True)  # a full disk needs the room for what comes
+            raise
 
     def _swap(self, fresh: BinaryIO) -> None:
         """From now on ``fresh`` is the file."""
@@ -485,6 +490,17 @@ class Journal:
         os.ftruncate(self._file, size)
         os.lseek(self._file, size, os.SEEK_SET)
         self._size = size
+
+
+def _framed(record: Record) -> bytes:
+    """Raises:
+    CapacityError: It would be no record to a reader.
+    """
+    payload = _encode(record)
+    if len(payload) > MAX_RECORD_BYTES:
+        kind = type(record).__name__
+        raise CapacityError(f"a record is too large for the journal ({kind})", retry_after_s=None)
+    return frame(payload)
 
 
 def _read_frame(data: bytes | mmap.mmap, at: int) -> tuple[int, Record | None]:

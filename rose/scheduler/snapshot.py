@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import chain, islice
+from typing import TypeVar
 
 import msgspec
 
@@ -23,6 +24,10 @@ from rose.scheduler.journal import (
 )
 from rose.scheduler.trajectory import Trajectory
 
+Item = TypeVar("Item")
+_PART = 512
+"""Names in a record."""
+
 
 def snapshot(
     book: sp.SampleBook,
@@ -35,8 +40,9 @@ def snapshot(
         VersionRecord(job=job, attempt=version[0], version=version[1], run=runs.get(job, ""))
         for job, version in versions.items()
     ]
-    head.append(AckedRecord(batches=[(name, *done) for name, done in book.acked.items()]))
-    head.append(ReturnedRecord(batch_ids=list(book.returned)))
+    acked = [(name, *done) for name, done in book.acked.items()]
+    head.extend(AckedRecord(batches=part) for part in _parts(acked))
+    head.extend(ReturnedRecord(batch_ids=part) for part in _parts(list(book.returned)))
     head.extend(
         ResumeRecord(job=job, attempt=attempt, consumed=[], consumer=consumer)
         for (job, consumer), attempt in book.attempts.items()
@@ -49,7 +55,11 @@ def snapshot(
 
 
 def _outcomes(book: sp.SampleBook, trajectories: Mapping[str, Trajectory], live: list[str]) -> list[Record]:
-    """Rewards of ``live`` trajectories, in the order in which their groups are to be leased, and the leases."""
+    """Rewards of ``live`` trajectories, in the order in which their groups are to be leased, and the leases.
+
+    Whoever finished a group decided whether it was filtered, and which member that was is lost in this order: what is complete
+    and here was not, whatever its members' records said.
+    """
     ordered: list[str] = []
     for batch in book.batches.values():
         for group_id in batch.group_ids:
@@ -62,7 +72,7 @@ def _outcomes(book: sp.SampleBook, trajectories: Mapping[str, Trajectory], live:
     for name in [*ordered, *(name for name in live if name not in seen)]:
         finish = trajectories[name].finish
         if finish is not None:
-            found.append(finish)
+            found.append(msgspec.structs.replace(finish, filter_equal=False) if name in seen else finish)
     found.extend(
         LeaseRecord(
             batch_id=batch.batch_id,
@@ -80,15 +90,19 @@ def _outcomes(book: sp.SampleBook, trajectories: Mapping[str, Trajectory], live:
         )
         for batch in book.batches.values()
     )
-    if book.expired:
-        late = book.expired.values()
-        found.append(
-            ExpiredRecord(
-                batches=[(one.batch_id, one.job, list(one.group_ids), one.ttl_s) for one in late],
-                consumers={one.batch_id: one.consumer for one in late if one.consumer},
-            )
+    # One for each: as large as the lease that it was, and together they have no bound.
+    found.extend(
+        ExpiredRecord(
+            batches=[(late.batch_id, late.job, list(late.group_ids), late.ttl_s)],
+            consumers={late.batch_id: late.consumer} if late.consumer else {},
         )
+        for late in book.expired.values()
+    )
     return found
+
+
+def _parts(items: list[Item]) -> list[list[Item]]:
+    return [items[at : at + _PART] for at in range(0, len(items), _PART)]
 
 
 def _without_shared_prompt(record: TurnRecord) -> TurnRecord:

@@ -107,7 +107,8 @@ class Store:
             self.num_recovered += 1
         self._compact_bytes = compact_bytes
         if self.is_journal_large:
-            journal.compact(self._snapshot())
+            with self._reported():
+                journal.compact(self._snapshot())
             self._compacted()
 
     @property
@@ -117,11 +118,17 @@ class Store:
 
     async def compact(self) -> None:
         """Rewrite the journal with the live state, beside everything else."""
-        try:
+        with self._reported():
             await self.journal.compact_beside(self._snapshot())
-        except OSError as error:
-            log.error("the journal was not compacted: %s", error.strerror)
         self._compacted()
+
+    @contextlib.contextmanager
+    def _reported(self) -> Iterator[None]:
+        """Around a compaction: the journal that there is goes on where its successor cannot be written."""
+        try:
+            yield
+        except (OSError, CapacityError) as error:
+            log.error("the journal was not compacted: %s", getattr(error, "strerror", None) or error)
 
     def _snapshot(self) -> Iterator[Record]:
         return snapshot(self.book, self.trajectories, self.versions, self.runs)

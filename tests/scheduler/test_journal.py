@@ -201,6 +201,31 @@ async def test_commits_and_appends_go_on_while_a_compaction_ends(
     journal.close()
 
 
+@pytest.mark.parametrize("beside", [False, True])
+async def test_a_compaction_writes_no_record_that_a_start_would_not_read(
+    written: Path, monkeypatch: pytest.MonkeyPatch, beside: bool
+) -> None:
+    monkeypatch.setattr("rose.scheduler.journal.MAX_RECORD_BYTES", 100)
+    journal, _ = reopen(written)
+    records = [record(2), CancelRecord(id="x", reason="y" * 100)]
+
+    async def compact() -> None:
+        if beside:
+            await journal.compact_beside(records)
+        else:
+            journal.compact(records)
+
+    with pytest.raises(CapacityError, match="too large"):
+        await compact()
+    assert list(written.glob("*.new")) == []
+    assert not journal.is_compacting
+    journal.append(record(3))
+    journal.close()
+    journal, found = reopen(written)
+    assert found == [record(0), record(1), record(2), record(3)]
+    journal.close()
+
+
 async def test_a_compaction_without_room_leaves_the_file(
     written: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

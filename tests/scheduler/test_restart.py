@@ -330,6 +330,71 @@ async def test_an_acknowledgement_that_comes_after_the_lease_and_a_compaction_su
     again.journal.close()
 
 
+def test_names_of_many_batches_are_compacted_into_records_of_bounded_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer that lets each lease run out has the same groups under thousands of names."""
+
+    def store(compact_bytes: int) -> Store:
+        return Store(
+            Journal(tmp_path),
+            sp.SampleParams(),
+            max_trajectories=99,
+            retained_finals=9,
+            compact_bytes=compact_bytes,
+        )
+
+    live = store(2**30)
+    for number in range(4):
+        group_id = f"{number:0>250}"
+        name = live.create(job="j", group_id=group_id, group_size=1, task=None, sampling={})
+        live.finish(FinishRecord(id=name, reward=1.0))
+    for number in range(32):
+        live.lease(job="j", num_groups=4, version=(1, 0), ttl_s=0.0, name=f"late{number}")
+        live.expire(time.monotonic() + 1.0)
+    for number in range(2000):
+        live.give_back(f"given back {number}")
+    live.journal.close()
+    before = (tmp_path / "journal.rose").stat().st_ino
+    monkeypatch.setattr("rose.scheduler.journal.MAX_RECORD_BYTES", 2**14)
+    store(0).journal.close()
+    assert (tmp_path / "journal.rose").stat().st_ino != before, "compacted"
+
+    again = store(2**30)
+    assert again.book.expired.keys() == live.book.expired.keys()
+    assert again.book.returned == live.book.returned
+    assert again.book.ready == live.book.ready
+    again.journal.close()
+
+
+def test_a_group_that_was_kept_when_it_was_complete_is_kept_by_a_compaction(tmp_path: Path) -> None:
+    """The member that was created first finished last, and equal groups were no longer filtered then."""
+
+    def store(*, filter_equal: bool, compact_bytes: int = 2**30) -> Store:
+        params = sp.SampleParams(filter_equal=filter_equal)
+        return Store(
+            Journal(tmp_path), params, max_trajectories=9, retained_finals=9, compact_bytes=compact_bytes
+        )
+
+    live = store(filter_equal=True)
+    first, second = (
+        live.create(job="j", group_id="g", group_size=2, task=None, sampling={}) for _ in range(2)
+    )
+    live.finish(FinishRecord(id=second, reward=1.0))
+    live.journal.close()
+    live = store(filter_equal=False)
+    live.finish(FinishRecord(id=first, reward=1.0))
+    leased, _ = live.lease(job="j", num_groups=1, version=(1, 0), ttl_s=600)
+    assert leased is not None
+    live.journal.close()
+    store(filter_equal=False, compact_bytes=0).journal.close()
+
+    again = store(filter_equal=False)
+    again.ack(leased.batch_id, 0, 1)
+    assert again.book.counts() == {"consumed": 2}
+    again.journal.close()
+
+
 @pytest.mark.parametrize("compact_bytes", [0, 2**30])
 def test_how_old_a_first_turn_may_be_is_known_after_a_restart(tmp_path: Path, compact_bytes: int) -> None:
     def store() -> Store:
