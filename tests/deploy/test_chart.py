@@ -22,7 +22,7 @@ from rose.coserve.node_config import NodeConfig, cache_directory
 from rose.scheduler.scheduler_config import SchedulerConfig
 from rose.train.train_config import TrainConfig
 from tests.deploy.chart import Template, TemplateError, render
-from tests.deploy.programs import check_call
+from tests.deploy.programs import check_call, start_of
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL = {"train": {"enabled": True}}
@@ -113,7 +113,7 @@ def test_every_call_is_one_that_its_program_takes(manifests: dict[tuple[str, str
     calls = [manifests["RayJob", "rose-train"]["spec"]["entrypoint"].split()]
     for manifest in manifests.values():
         containers = [each for pod in pods_of(manifest) for each in pod["spec"]["containers"]]
-        calls += [each["args"] for each in containers if "args" in each]
+        calls += [start_of(each) for each in containers if "args" in each]
     assert len(calls) == 5
     for call in calls:
         check_call(call)

@@ -18,7 +18,7 @@ from rose.coserve.node_dir import NodeDir
 from rose.coserve.records import NodeState
 from rose.private_dir import private_dir
 from rose.scheduler.scheduler_config import SchedulerConfig
-from tests.deploy.programs import check_call
+from tests.deploy.programs import check_call, start_of
 from tests.users import STRANGER, act_as, needs_root, volume
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
@@ -53,6 +53,18 @@ def test_both_containers_of_the_sidecar_share_directory_user_and_volume() -> Non
     assert environment["ROSE_DIR"].startswith(mounts[0])
     assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsGroup"]
     assert not pod.get("shareProcessNamespace", False)
+
+
+def test_both_containers_of_the_sidecar_call_what_their_images_have() -> None:
+    """Arguments alone are added to an image's entry point, and that of vLLM's image is ``vllm serve``."""
+    pod = yaml.safe_load(SIDECAR.read_text())["spec"]
+    production, node = (start_of(container) for container in pod["containers"])
+    assert production == ["vllm", "serve", "/models/production"]
+    check_call(node)
+    (copy,) = pod["initContainers"]
+    assert start_of(copy)[0] == "install"
+    environment = {one["name"] for one in pod["containers"][1]["env"]}
+    assert "ROSE_TOKEN_FILE" in environment
 
 
 def test_the_units_name_programs_and_directories_that_belong_together() -> None:
