@@ -26,7 +26,7 @@ from torch import Tensor
 
 from rose.errors import ConfigError, TrainError
 from rose.train.batch import Minibatch
-from rose.train.loss import entropy, restricted_log_softmax
+from rose.train.logprobs import token_log_probs
 
 Dtype = Literal["bfloat16", "float32"]
 
@@ -73,7 +73,7 @@ class PolicyModel:
         self.computing: Any = computing
         """The model as the engine holds it."""
         self._policy: Any = _Policy(computing)
-        _check_output_layer(self._policy, model_path)
+        _check_output_layer(computing, model_path)
         masters: Any = self.module
         if self.world_size > 1:
             masters = copy.deepcopy(self.module)
@@ -89,11 +89,7 @@ class PolicyModel:
 
     def log_probs(self, batch: Minibatch) -> tuple[Tensor, Tensor]:
         """Log-probs of the targets and entropies, ``[N]`` each, fp32.  All ranks, each with its own batch."""
-        logits_NV = self._policy(batch.input_ids_BT, batch.rows_N, batch.columns_N).float()
-        log_probs_NV = restricted_log_softmax(
-            logits_NV, batch.temperature_N, batch.allowed_KV, batch.allowed_index_N
-        )
-        return log_probs_NV.gather(1, batch.targets_N.unsqueeze(1)).squeeze(1), entropy(log_probs_NV)
+        return self._policy(batch)
 
     def collect_gradients(self) -> None:
         """Move what the last backward pass left behind to the masters, adding up in fp32."""
@@ -170,29 +166,38 @@ class PolicyModel:
 
 
 class _Policy(torch.nn.Module):
-    """Tokens to logits ``[N, V]``.  Only sampled positions meet the output layer."""
+    """Tokens to log-probs and entropies.  Only sampled positions meet the output layer, and a chunk of them at a time."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids_BT: Tensor, rows_N: Tensor, columns_N: Tensor) -> Tensor:
-        hidden_BTD = self.model.base_model(input_ids=input_ids_BT, use_cache=False).last_hidden_state
-        return self.model.get_output_embeddings()(hidden_BTD[rows_N, columns_N])
+    def forward(self, batch: Minibatch) -> tuple[Tensor, Tensor]:
+        hidden_BTD = self.model.base_model(input_ids=batch.input_ids_BT, use_cache=False).last_hidden_state
+        output = self.model.get_output_embeddings()
+        return token_log_probs(
+            hidden_BTD[batch.rows_N, batch.columns_N],
+            output.weight,
+            output.bias,
+            targets_N=batch.targets_N,
+            temperature_N=batch.temperature_N,
+            allowed_KV=batch.allowed_KV,
+            allowed_index_N=batch.allowed_index_N,
+        )
 
 
 @torch.no_grad()
-def _check_output_layer(policy: _Policy, model_path: Path) -> None:
+def _check_output_layer(model: Any, model_path: Path) -> None:
     """Some families scale or cap what the output layer gives (Gemma 2, Granite, Cohere); without it we would train another policy
     than the engines sample from.
 
     Raises:
         ConfigError: ``model_path`` is of such a family.
     """
-    model: Any = policy.model
     ids_BT = torch.arange(2, 6).unsqueeze(0) % model.config.vocab_size
-    columns_N = torch.arange(ids_BT.shape[1])
-    ours_NV = policy(ids_BT, torch.zeros_like(columns_N), columns_N).float()
+    hidden_TD = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state[0]
+    output = model.get_output_embeddings()
+    ours_NV = torch.nn.functional.linear(hidden_TD, output.weight, output.bias).float()
     whole_NV = model(input_ids=ids_BT, use_cache=False).logits[0].float()
     if not torch.allclose(ours_NV, whole_NV, rtol=1e-3, atol=1e-3 * float(whole_NV.abs().max())):
         raise ConfigError(
