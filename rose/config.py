@@ -18,6 +18,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rose.errors import ConfigError
 
+REQUIRED = "required"
+"""Type of a ``PydanticCustomError`` for a value that has no default; its message says how to choose one."""
+
 
 class Section(BaseModel):
     """Base of every settings table: frozen, unknown keys refused, no silent conversion of text to numbers."""
@@ -63,8 +66,9 @@ def validate(cls: type[S], table: Mapping[str, Any]) -> S:
             near = difflib.get_close_matches(location[-1], known, n=1)
             hint = f"did you mean '{near[0]}'?" if near else f"known here: {', '.join(sorted(known))}"
             raise ConfigError("unknown key", field=name, fix=hint) from None
-        if first["type"] == "missing":
-            raise ConfigError("is required", field=name) from None
+        if first["type"] in ("missing", REQUIRED):
+            fix = first["msg"] if first["type"] == REQUIRED else None
+            raise ConfigError("is required", field=name, fix=fix) from None
         given = repr(first.get("input"))
         given = given if len(given) <= 60 else given[:57] + "..."
         raise ConfigError(f"{first['msg'].lower()}, got {given}", field=name) from None

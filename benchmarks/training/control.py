@@ -25,6 +25,7 @@ from benchmarks.lib.report import Report
 from benchmarks.training import probe
 from benchmarks.training.engines import EngineSpec, PoolSpec, to_json
 from rose.auth import Tokens
+from rose.testing.toy_recipe import TOY_RECIPE
 
 GROUP_SIZE = 16
 MAX_TOKENS = 64
@@ -88,6 +89,7 @@ class Control:
                 "concurrency": self._num_envs,
             },
             "rollout": {"group_size": GROUP_SIZE, "max_tokens": MAX_TOKENS},
+            "trainer": TOY_RECIPE,
         }
         self._start(
             folder,

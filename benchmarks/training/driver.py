@@ -3,7 +3,7 @@
 ``python -m benchmarks.training.driver SPEC.json`` runs :func:`rose.train.loop.train_with` with its workers in this process (the
 actors without Ray that the tests use), and writes a line per step.  Stand-ins, each at a protocol of the loop:
 
-- :class:`PacedTrainer` is a :class:`rose.train.trainer.Trainer` whose step takes a fixed time.
+- :class:`PacedTrainer` is a :class:`rose.train.protocol.Trainer` whose step takes a fixed time.
 - :class:`HeadPublisher` is a :class:`rose.train.workers.Publisher` that writes the version's name to the file that the timed
   engines watch.
 """
@@ -28,8 +28,8 @@ from rose.auth import Tokens
 from rose.train.batch import TrainingSequence
 from rose.train.checkpoint import Checkpoint
 from rose.train.loop import train_with
+from rose.train.protocol import TrainReport
 from rose.train.train_config import TrainConfig
-from rose.train.trainer import TrainReport
 from rose.train.workers import Parts
 from tests.train.local_actors import LocalActors
 

@@ -41,6 +41,7 @@ from benchmarks.training.warm_start import WarmStart, warm_start
 from rose.config import apply_override
 from rose.demo.models import POLICY, ensure_model
 from rose.evaluation.statistics import mean_interval
+from rose.testing.toy_recipe import TOY_RECIPE
 from rose.train.train_config import JobTask, TrainConfig
 from rose.train.workers import family_of
 
@@ -54,7 +55,7 @@ JOBS: dict[str, dict[str, Any]] = {
         "num_steps": 40,
         "env": {"kind": "frozenlake", "settings": {"num_maps": 8, "max_turns": 10}},
         "rollout": {"mode": "asynchronous", "alpha": 1, "num_groups": 8, "group_size": 16, "max_tokens": 1},
-        "trainer": {"learning_rate": 1e-3, "fine_tuning_steps": 0, "keep_checkpoints": 1},
+        "trainer": {**TOY_RECIPE, "keep_checkpoints": 1},
         "eval": {"at_end": True, "num_tasks": 32},
     },
     "maths": {
@@ -66,11 +67,11 @@ JOBS: dict[str, dict[str, Any]] = {
         },
         "rollout": {"mode": "asynchronous", "alpha": 1, "num_groups": 8, "group_size": 8, "max_tokens": 24},
         "trainer": {
+            **TOY_RECIPE,
             "algorithm": "dapo",
             "learning_rate": 2e-4,
             "minibatch_sequences": 32,
             "entropy_weight": 0.0,
-            "fine_tuning_steps": 0,
             "keep_checkpoints": 1,
         },
         "eval": {"at_end": True, "num_tasks": 32},

@@ -217,7 +217,7 @@ def of_dtype(dtype: str, model: Path, report: Report) -> dict[str, Any]:
     ):
         traces = asyncio.run(two_engines((first.url, second.url), model, Path(folder)))
     report.progress(dtype, 1, 1)
-    tally = Tally(TorchTrainer(model, TrainerParams()))
+    tally = Tally(TorchTrainer(model, TrainerParams(learning_rate=1e-3)))
     num_moves = 0
     for trace in traces:
         samples = samples_of(trace, vocab_size=tally.trainer.vocab_size, max_tokens=MAX_MODEL_LEN)
@@ -303,7 +303,7 @@ def kept(model: Path, rounds: int, report: Report) -> dict[str, Any]:
     """``{rate: {mode: {kind: figures}}}``"""
     rng = np.random.default_rng(1)
     found: dict[str, Any] = {}
-    old = weights_of(TorchTrainer(model, TrainerParams()))
+    old = weights_of(TorchTrainer(model, TrainerParams(learning_rate=1e-3)))
     for rate in RATES:
         trainer = stepped(model, rate, rng)
         new = weights_of(trainer)

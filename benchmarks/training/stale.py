@@ -23,6 +23,7 @@ from benchmarks.lib.report import Report
 from benchmarks.training import small_runs
 from rose.demo.models import POLICY, ensure_model
 from rose.policy.samples import STALE_RULES
+from rose.testing.toy_recipe import TOY_RECIPE
 
 QUARTERS = 4
 
@@ -108,7 +109,7 @@ def _one(setting: Setting, rule: str, seed: int, report: Report) -> dict[str, An
             "num_groups": setting.num_groups,
             "group_size": setting.group_size,
         },
-        "trainer": {"fine_tuning_steps": 0, "keep_checkpoints": 1},
+        "trainer": {**TOY_RECIPE, "keep_checkpoints": 1},
         "eval": {"at_end": True, "num_tasks": 32},
     }
 

@@ -37,6 +37,7 @@ from benchmarks.lib.report import Report
 from benchmarks.training import probe
 from benchmarks.training.engines import Bursts, EngineSpec, PoolSpec, Steps, to_json
 from rose.auth import Tokens
+from rose.testing.toy_recipe import TOY_RECIPE
 
 NUM_ENGINES = 2
 """Of each tier."""
@@ -180,6 +181,7 @@ class Loop:
                 "redundant_episodes": case.redundant_episodes,
                 "max_tokens": 256,
             },
+            "trainer": TOY_RECIPE,
         }
         spec = {
             "job": job,

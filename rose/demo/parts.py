@@ -285,7 +285,13 @@ class Plan:
                 "group_size": job.group_size,
                 "max_tokens": job.lake_size**2,
             },
+            # As its figures were taken: the asymmetric clip, no penalty, no guard.
             "trainer": {
+                "aggregation": "token",
+                "clip_high": 0.28,
+                "kl_weight": 0.0,
+                "count_idle": False,
+                "guard": {"kl_target": 0.0, "starved": "train", "grad_quantile": 0.0, "dual_clip": 0.0},
                 "learning_rate": job.learning_rate,
                 "adam_epsilon": job.adam_epsilon,
                 "num_epochs": job.num_epochs,

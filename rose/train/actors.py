@@ -288,7 +288,9 @@ class Actors:
             raise TrainError(f"held-out episodes pinned to {version} were played by {played}", field="eval")
         names = sorted({score.task_kind for score in scores} - {""})
         by_task = {name: mean_of([one for one in scores if one.task_kind == name]) for name in names}
-        return {"version": version, **mean_of(scores), **({"tasks": by_task} if by_task else {})}
+        told = mean_of(scores)
+        await answer_of(self._trainer.note_success.remote(told["success_rate"]))
+        return {"version": version, **told, **({"tasks": by_task} if by_task else {})}
 
     async def export(self, target: Path) -> None:
         await answer_of(self._trainer.export.remote(target))

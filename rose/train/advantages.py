@@ -1,27 +1,22 @@
 """From rewards to advantages: who did better than the rest of its group, and by how much.
 
-====================  ===============================================================================
-``grpo``              ``(r - mean) / std`` of the group (Shao et al. 2024); ``scale=False`` leaves the
-                      division out (Liu et al. 2025, "Dr. GRPO")
-``rloo``              ``r -`` mean of the *other* members (Ahmadian et al. 2024): no bias, no scale
-====================  ===============================================================================
+``(r - baseline) / scale``, where the baseline is the mean of the group or of the *other* members of it (Ahmadian et al. 2024:
+no bias), and the scale the standard deviation of the group (Shao et al. 2024), that of the whole batch (Liu et al. 2025, "Lite
+PPO"), or 1 (Liu et al. 2025, "Dr. GRPO").  Standard deviations are of what is there, without a correction for its number.
 
-DAPO (Yu et al. 2025) is ``grpo`` plus three things that are here or in ``rose.train.loss``: groups that teach
-nothing are sampled again (:func:`uninformative_groups`), answers near the length limit are paid less
-(:func:`overlong_penalty`), and the loss has a wider upper clip and is averaged over tokens.
+Also here: which groups teach nothing (:func:`uninformative_groups`), and what answers near the length limit lose
+(:func:`overlong_penalty`), both of DAPO (Yu et al. 2025).
 
 Pure; plain floats.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from rose.errors import TrainError
-
-Estimator = Literal["grpo", "rloo"]
+from rose.train.recipes import AdvantageScale, Baseline
 
 MAX_REWARD = 1e9
 EQUAL_REWARDS = 1e-6
@@ -37,21 +32,24 @@ class OverlongParams:
     buffer_tokens: int = 1
     """The penalty grows from 0 to its whole over this many tokens before ``max_tokens``."""
     weight: float = 1.0
+    filtering: bool = False
+    """Leave trajectories that were cut at a limit out of the update, whatever their reward; it still counts in their group."""
 
 
 def group_advantages(
     rewards: Mapping[str, float],
     groups: Mapping[str, str],
     *,
-    estimator: Estimator = "grpo",
-    scale: bool = True,
+    baseline: Baseline = "mean",
+    scale: AdvantageScale = "group",
 ) -> dict[str, float]:
     """Advantage of each trajectory id.
 
     Args:
         rewards: Reward of each trajectory id.
         groups: Group of each trajectory id; the same keys.
-        scale: ``grpo`` only: divide by the standard deviation.
+        baseline: What a reward is compared with.
+        scale: Whose standard deviation the difference is divided by.
 
     A group of equal rewards has advantage 0, and so has a group of one.
 
@@ -59,17 +57,19 @@ def group_advantages(
         TrainError: A reward is not finite or out of range, or a trajectory has no group.
     """
     advantages: dict[str, float] = {}
-    for ids in _members(rewards, groups).values():
+    members = _members(rewards, groups)
+    of_batch = _deviation(list(rewards.values()))
+    for ids in members.values():
         values = [rewards[trajectory_id] for trajectory_id in ids]
         count = len(values)
         mean = sum(values) / count
-        deviation = (sum((value - mean) ** 2 for value in values) / count) ** 0.5
+        deviation = _deviation(values)
         if deviation <= EQUAL_REWARDS:
             factor = 0.0
-        elif estimator == "rloo":
-            factor = count / (count - 1)  # r - (n mean - r) / (n - 1)
         else:
-            factor = 1.0 / deviation if scale else 1.0
+            factor = 1.0 / {"group": deviation, "batch": of_batch, "none": 1.0}[scale]
+            if baseline == "others":
+                factor *= count / (count - 1)  # r - (n mean - r) / (n - 1)
         for trajectory_id, value in zip(ids, values, strict=True):
             advantages[trajectory_id] = (value - mean) * factor
     return advantages
@@ -95,6 +95,13 @@ def overlong_penalty(num_tokens: int, params: OverlongParams) -> float:
         return 0.0
     over = num_tokens - (params.max_tokens - params.buffer_tokens)
     return -params.weight * min(max(over / params.buffer_tokens, 0.0), 1.0)
+
+
+def _deviation(values: Sequence[float]) -> float:
+    if not values:
+        return 0.0
+    mean = sum(values) / len(values)
+    return (sum((value - mean) ** 2 for value in values) / len(values)) ** 0.5
 
 
 def _members(rewards: Mapping[str, float], groups: Mapping[str, str]) -> dict[str, list[str]]:

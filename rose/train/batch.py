@@ -58,6 +58,8 @@ class TrainingSequence:
     allowed: tuple[tuple[int, ...] | None, ...]
     masked: bool = False
     """Not to be trained on (too stale); its reward still counts in its group."""
+    truncated: bool = False
+    """Cut at a limit: of its turns, of its context, or of the tokens of its last turn."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,6 +142,7 @@ def samples_of(trajectory: Mapping[str, Any], *, vocab_size: int, max_tokens: in
             temperatures=tuple(chain.temperatures),
             allowed=tuple(chain.allowed),
             masked=trajectory.get("stale") is True,
+            truncated=_is_truncated(trajectory),
         )
         for chain in chains
     ]
@@ -217,6 +220,14 @@ def split_by_length(
         else:
             part.append(index)
     return parts
+
+
+def _is_truncated(trajectory: Mapping[str, Any]) -> bool:
+    info, turns = trajectory.get("info"), trajectory.get("turns") or ()
+    last = turns[-1] if turns else {}
+    return (isinstance(info, Mapping) and bool(info.get("truncated"))) or last.get(
+        "finish_reason"
+    ) == "length"
 
 
 class _Chain:

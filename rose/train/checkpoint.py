@@ -56,6 +56,8 @@ class Checkpoint:
     """States of random generators that the shuffle's is not, by name; uint8."""
     weights: Mapping[str, torch.Tensor]
     optimizer: Mapping[str, torch.Tensor]
+    grad_norms: tuple[float, ...] = ()
+    """Of the last updates: what the step guard holds for usual."""
 
     @property
     def consumed_ids(self) -> list[str]:
@@ -63,12 +65,12 @@ class Checkpoint:
 
 
 def save(checkpoint: Checkpoint, directory: Path, *, keep: int = 3) -> Path:
-    """Write ``checkpoint`` below ``directory`` and drop all but the ``keep`` newest.
+    """Write ``checkpoint`` below ``directory`` and drop all but the ``keep`` newest and the best.
 
     Raises:
         TrainError: The disk refused; older checkpoints are untouched.
     """
-    target = directory / f"step-{checkpoint.step:06d}.{checkpoint.attempt}"
+    target = directory / name_of(checkpoint.step, checkpoint.attempt)
     staging: Path | None = None
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -87,6 +89,7 @@ def save(checkpoint: Checkpoint, directory: Path, *, keep: int = 3) -> Path:
             "version": checkpoint.version,
             "consumed": {str(step): list(ids) for step, ids in checkpoint.consumed.items() if step >= oldest},
             "shuffle_state": checkpoint.shuffle_state,
+            "grad_norms": checkpoint.grad_norms,
             "tensors_xxh3": _digest(staging / "state.safetensors"),
         }
         described["xxh3"] = _digest_of_description(described)
@@ -102,9 +105,45 @@ def save(checkpoint: Checkpoint, directory: Path, *, keep: int = 3) -> Path:
     finally:
         if staging is not None:
             shutil.rmtree(staging, ignore_errors=True)
+    best = best_of(directory)
     for path in _newest_first(directory)[max(1, keep) :]:
-        shutil.rmtree(path, ignore_errors=True)
+        if best is None or path.name != best[0]:
+            shutil.rmtree(path, ignore_errors=True)
     return target
+
+
+def name_of(step: int, attempt: int) -> str:
+    """Of the folder of a checkpoint."""
+    return f"step-{step:06d}.{attempt}"
+
+
+def note_best(directory: Path, name: str, success: float) -> None:
+    """Keep the checkpoint ``name`` if no other was as good; the one before goes as it becomes old.
+
+    Raises:
+        TrainError: The disk refused.
+    """
+    best = best_of(directory)
+    if (best is not None and best[1] >= success) or not (directory / name).is_dir():
+        return
+    staging = directory / f"{_STAGING}best.json"
+    try:
+        staging.write_text(json.dumps({"checkpoint": name, "success": success}))
+        _sync(staging)
+        staging.rename(directory / "best.json")
+    except OSError as error:
+        raise TrainError(f"{directory} cannot be written: {error}", field="checkpoint") from error
+
+
+def best_of(directory: Path) -> tuple[str, float] | None:
+    """Name and success of the best checkpoint; None where none was noted, or it is not there."""
+    try:
+        told = json.loads((directory / "best.json").read_text())
+        name, success = str(told["checkpoint"]), float(told["success"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    known = _NAME.fullmatch(name) is not None and math.isfinite(success)
+    return (name, success) if known and (directory / name).is_dir() else None
 
 
 def load(path: Path) -> Checkpoint:
@@ -132,6 +171,7 @@ def load(path: Path) -> Checkpoint:
             version=int(described["version"]),
             consumed={int(step): tuple(ids) for step, ids in described["consumed"].items()},
             shuffle_state=(version, tuple(internal), gauss),
+            grad_norms=_finite(described.get("grad_norms", ())),
             rng={
                 name.removeprefix("rng/"): tensor
                 for name, tensor in tensors.items()
@@ -171,6 +211,13 @@ def _newest_first(directory: Path) -> list[Path]:
 def _order(path: Path) -> tuple[int, int]:
     match = _NAME.fullmatch(path.name)
     return (int(match[2]), int(match[1])) if match else (-1, -1)
+
+
+def _finite(values: Any) -> tuple[float, ...]:
+    found = tuple(float(value) for value in values)
+    if not all(map(math.isfinite, found)):
+        raise ValueError("a gradient norm is not finite")
+    return found
 
 
 def _under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

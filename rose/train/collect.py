@@ -6,6 +6,8 @@ the checkpoint, and nobody is handed it again.
 
 So is a group in which nothing was sampled at all (its episodes were over when they began), with dynamic sampling or without.
 
+A step with too few groups of unequal rewards waits for more, where the job says so: it keeps what it has.
+
 A trajectory that cannot be trained on (a trace that makes no sense, sampling settings that the trainer does not reproduce) is set
 aside by itself, counted and named; a step of which most are ends the run.
 
@@ -42,6 +44,9 @@ class CollectParams:
     dynamic_sampling: bool = False
     max_rounds: int = 8
     """Leases of one step; then it is trained on what there is."""
+    min_informative: int = 0
+    """Groups with unequal rewards that are waited for, with more groups, for ``starved_rounds`` leases."""
+    starved_rounds: int = 4
 
 
 @dataclass(slots=True)
@@ -75,13 +80,24 @@ class Collected:
     """Trajectories that cannot be trained on, and why.  Consumed like the others: they would be no better the next time."""
     num_seen: int = 0
     """Trajectories leased for this step."""
+    num_informative: int = 0
+    """Kept groups with unequal rewards."""
+    num_leases_starved: int = 0
+    """Leases after which the step still had too few of these."""
 
     @property
     def num_missing(self) -> int:
         """Groups to lease before the step can be taken; 0 = it can."""
         if len(self.batch_ids) >= self.params.max_rounds:
             return 0
-        return max(0, self.params.num_groups - len(self.kept))
+        return max(0, self.params.num_groups - len(self.kept)) or self.num_starving
+
+    @property
+    def num_starving(self) -> int:
+        """Groups with unequal rewards that are still waited for."""
+        if not self.batch_ids or len(self.batch_ids) >= self.params.starved_rounds:
+            return 0
+        return max(0, self.params.min_informative - self.num_informative)
 
     @property
     def trajectories(self) -> list[dict[str, Any]]:
@@ -136,13 +152,17 @@ class Collected:
         usable = [one for group in members.values() for one in group]
         rewards = {one["id"]: reward_of(one) for one in usable}
         dull = {name for name, group in members.items() if not any(map(num_sampled, group))}
+        equal = uninformative_groups(rewards, {one["id"]: one["group_id"] for one in usable})
         if self.params.dynamic_sampling:
-            dull |= uninformative_groups(rewards, {one["id"]: one["group_id"] for one in usable})
+            dull |= equal
+        too_old = {name for name, group in members.items() if all(one.get("stale") for one in group)}
+        self.num_informative += len(members.keys() - dull - equal - too_old)
         self.batch_ids.append(batch_id)
         self.malformed |= malformed
         self.num_seen = num_seen
         for group_id, group in members.items():
             (self.filtered if group_id in dull else self.kept)[group_id] = group
+        self.num_leases_starved += self.num_informative < self.params.min_informative
         return len(members) - len(dull), len(members)
 
     def clear(self) -> None:
@@ -151,6 +171,8 @@ class Collected:
         self.filtered.clear()
         self.malformed.clear()
         self.num_seen = 0
+        self.num_informative = 0
+        self.num_leases_starved = 0
 
 
 def reward_of(trajectory: Mapping[str, Any]) -> float:

@@ -135,6 +135,16 @@ GROUPS = {
         "truncated_weight_fraction",
         "lr",
     ),
+    "guard": (
+        "update_kl",
+        "informative_fraction",
+        "grad_limit",
+        "num_clipped_updates",
+        "num_skipped_updates",
+        "num_starved",
+        "num_starved_leases",
+        "num_overlong",
+    ),
     "batch": (
         "num_trajectories",
         "num_tokens",

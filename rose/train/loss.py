@@ -9,19 +9,24 @@ reference    the weights that training began with; only where a KL penalty is as
 
 Per sampled token, with ``A`` the advantage of its trajectory::
 
-    ratio  = current / proximal
-    pg     = -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)
+    ratio  = current / proximal                              # or the geometric mean of its sequence's (``sequence``)
+    clip:       pg = -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)
+                     where A < 0, no more than -dual_clip * A (Ye et al. 2020)
+    cispo:      pg = -clip(ratio, 1 - clip_low, 1 + clip_high) * A * log current      # no gradient through the clip
+    reinforce:  pg = -A * log current
     weight = min(proximal / behaviour, truncation)           # a constant: no gradient flows through it
-    loss   = sum(share * weight * (pg + kl_weight * kl))
+    loss   = sum(share * (weight * pg + kl_weight * kl))
 
-``share`` is what a token counts.  ``token`` aggregation (DAPO): ``1 / num_tokens``, so long trajectories weigh
-more; ``sequence`` aggregation (GRPO as published): ``1 / (num_sequences * tokens of its sequence)``.
+``share`` is what a token counts.  ``token`` aggregation: ``1 / num_tokens``, so long trajectories weigh more; ``sequence``:
+``1 / (num_sequences * tokens of its sequence)``; ``sum``: ``1 / (num_sequences * sum_tokens)``, with a constant.  Which of these
+a published recipe takes is in ``rose.train.recipes``.
 
-The PPO ratio is taken against *proximal*, so that clipping measures how far this step has moved, and
+The ratio is taken against *proximal*, so that clipping measures how far this step has moved, and
 nothing else; the difference between engine and trainer (other kernels, an older version) is corrected by
-the truncated weight.  Log-probs of all policies are those of the distribution that was sampled: the
-engine's temperature and its restriction to allowed tokens are applied before the normalisation, by
-:func:`restricted_log_softmax`.
+``weight``, of each token or of its sequence as a whole (the product of its tokens'), which is either truncated or, where it is
+out of bounds, masked (0).  It does not weigh the KL penalty, which is between two policies of the trainer.  Log-probs of all policies are those
+of the distribution that was sampled: the engine's temperature and its restriction to allowed tokens are applied before the
+normalisation (``rose.train.logprobs``; :func:`restricted_log_softmax` is its reference).
 
 ``kl`` estimates KL(current || reference) on the sampled token (Schulman, "Approximating KL divergence"), with
 ``d = reference - current``: ``k2 = d^2 / 2``, ``k3 = exp(d) - d - 1``.  The third kind, ``reward``, is no term of
@@ -40,21 +45,30 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Aggregation = Literal["token", "sequence"]
-KLKind = Literal["k2", "k3", "reward"]
+from rose.train.recipes import Aggregation, Correction, KLKind, Objective, Ratio
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossParams:
-    """Clip ranges and the truncation of the proximal/behaviour correction."""
+    """See the module's docstring."""
 
+    objective: Objective = "clip"
+    ratio: Ratio = "token"
     clip_low: float = 0.2
     clip_high: float = 0.28
     """Wider than ``clip_low``: unlikely good tokens may gain probability faster than they lose it (DAPO)."""
+    dual_clip: float | None = None
+    """Bounds the loss of a token of negative advantage whose ratio has grown; above 1."""
+    correction: Correction = "token_truncate"
     truncation: float = 2.0
+    """Upper bound of the proximal/behaviour ratio: above it the weight is cut to it, or masked."""
+    truncation_low: float = 0.0
+    """Below it the weight is masked, where masks were chosen."""
     entropy_weight: float = 0.0
     """Bonus for entropy: keeps a task that was never solved yet from losing its exploration to those that were."""
     aggregation: Aggregation = "token"
+    sum_tokens: int = 1
+    """Of ``sum`` aggregation: the constant that stands for the tokens of a sequence."""
     kl_weight: float = 0.0
     kl_kind: KLKind = "k3"
 
@@ -86,14 +100,17 @@ def entropy(log_probs_NV: Tensor) -> Tensor:
     return -(log_probs_NV.exp() * finite_NV).sum(-1)
 
 
-def token_shares(lengths: Sequence[int], aggregation: Aggregation) -> list[float]:
-    """Share of one token of each sequence, so that the shares of all tokens of the minibatch add up to 1.
+def token_shares(lengths: Sequence[int], aggregation: Aggregation, sum_tokens: int = 1) -> list[float]:
+    """Share of one token of each sequence.  But for ``sum``, the shares of all tokens of the minibatch add up to 1.
 
     Args:
         lengths: Sampled tokens per sequence of the whole minibatch, all ranks and parts together; each > 0.
+        sum_tokens: See :class:`LossParams`.
     """
     if aggregation == "token":
         return [1.0 / sum(lengths)] * len(lengths)
+    if aggregation == "sum":
+        return [1.0 / (len(lengths) * sum_tokens)] * len(lengths)
     return [1.0 / (len(lengths) * length) for length in lengths]
 
 
@@ -104,26 +121,81 @@ def policy_loss(
     behaviour_N: Tensor,
     advantage_N: Tensor,
     share_N: Tensor,
+    sequence_N: Tensor,
     params: LossParams,
     reference_N: Tensor | None = None,
-) -> tuple[Tensor, int]:
+) -> tuple[Tensor, Tensor]:
     """The loss of the module's docstring, and how many tokens the clip held back.
 
     Parts of a minibatch add up: shares are of the whole.
+
+    Args:
+        sequence_N: Number of the sequence that a token is of; all tokens of a sequence are in one part.
     """
-    ratio = torch.exp(current_N - proximal_N)
-    clipped = ratio.clamp(1.0 - params.clip_low, 1.0 + params.clip_high)
-    weight = correction(behaviour_N, proximal_N, params.truncation)
-    loss_N = -torch.minimum(ratio * advantage_N, clipped * advantage_N)
-    held_back = (clipped * advantage_N < ratio * advantage_N).sum()
+    log_ratio_N = current_N - proximal_N
+    if params.ratio == "sequence":
+        counts_S = _sums(torch.ones_like(log_ratio_N), sequence_N)
+        log_ratio_N = (_sums(log_ratio_N, sequence_N) / counts_S)[sequence_N]
+    ratio_N = torch.exp(log_ratio_N)
+    clipped_N = ratio_N.clamp(1.0 - params.clip_low, 1.0 + params.clip_high)
+    if params.objective == "clip":
+        gain_N = torch.minimum(ratio_N * advantage_N, clipped_N * advantage_N)
+        held_N = clipped_N * advantage_N < ratio_N * advantage_N
+        if params.dual_clip is not None:
+            floor_N = params.dual_clip * advantage_N
+            too_far_N = (advantage_N < 0.0) & (gain_N < floor_N)
+            gain_N, held_N = torch.where(too_far_N, floor_N, gain_N), held_N | too_far_N
+    elif params.objective == "cispo":
+        gain_N = clipped_N.detach() * advantage_N * current_N
+        held_N = clipped_N != ratio_N
+    else:
+        gain_N = advantage_N * current_N
+        held_N = torch.zeros_like(advantage_N, dtype=torch.bool)
+    weight_N = correction(behaviour_N, proximal_N, sequence_N, params)
+    loss_N = -weight_N * gain_N
     if reference_N is not None and params.kl_weight > 0.0 and params.kl_kind != "reward":
         loss_N = loss_N + params.kl_weight * kl_estimate(current_N, reference_N, params.kl_kind)
-    return (share_N * weight * loss_N).sum(), int(held_back)
+    return (share_N * loss_N).sum(), held_N.sum()
 
 
-def correction(behaviour_N: Tensor, proximal_N: Tensor, truncation: float) -> Tensor:
-    """Truncated importance weights proximal/behaviour ``[N]``; constants."""
-    return torch.exp(proximal_N - behaviour_N).clamp(max=truncation).detach()
+def correction(behaviour_N: Tensor, proximal_N: Tensor, sequence_N: Tensor, params: LossParams) -> Tensor:
+    """Importance weights proximal/behaviour ``[N]``, truncated or masked; constants."""
+    if params.correction == "none":
+        return torch.ones_like(behaviour_N)
+    ratio_N = _mismatch_ratio(behaviour_N, proximal_N, sequence_N, params)
+    if params.correction.endswith("truncate"):
+        return ratio_N.clamp(max=params.truncation)
+    return torch.where(_inside(ratio_N, params), ratio_N, torch.zeros_like(ratio_N))
+
+
+def outside_fraction(
+    behaviour_N: Tensor, proximal_N: Tensor, sequence_N: Tensor, params: LossParams
+) -> float:
+    """Share of tokens whose weight was truncated or masked."""
+    if params.correction == "none" or behaviour_N.numel() == 0:
+        return 0.0
+    ratio_N = _mismatch_ratio(behaviour_N, proximal_N, sequence_N, params)
+    return float((~_inside(ratio_N, params)).float().mean())
+
+
+def _mismatch_ratio(
+    behaviour_N: Tensor, proximal_N: Tensor, sequence_N: Tensor, params: LossParams
+) -> Tensor:
+    log_ratio_N = (proximal_N - behaviour_N).detach()
+    if params.correction.startswith("sequence"):
+        log_ratio_N = _sums(log_ratio_N, sequence_N)[sequence_N]
+    return torch.exp(log_ratio_N)
+
+
+def _inside(ratio_N: Tensor, params: LossParams) -> Tensor:
+    low = params.truncation_low if params.correction.endswith("mask") else 0.0
+    return (ratio_N >= low) & (ratio_N <= params.truncation)
+
+
+def _sums(values_N: Tensor, sequence_N: Tensor) -> Tensor:
+    """Of each sequence's tokens, ``[S]``."""
+    num_sequences = int(sequence_N.max()) + 1 if sequence_N.numel() else 0
+    return values_N.new_zeros(num_sequences).index_add(0, sequence_N, values_N)
 
 
 def kl_estimate(current_N: Tensor, reference_N: Tensor, kind: Literal["k2", "k3"]) -> Tensor:

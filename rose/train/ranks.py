@@ -1,7 +1,7 @@
 """A trainer on several ranks: one process each, all of them taking every call alike.
 
 Rank 0 lives in the train worker's process; the others are :class:`TrainRank` actors.  :class:`RankedTrainer` is a
-:class:`~rose.train.trainer.Trainer`: it sends each call to the others and makes it itself, because the collectives
+:class:`~rose.train.protocol.Trainer`: it sends each call to the others and makes it itself, because the collectives
 inside need everybody.
 
 A rank that dies leaves the others waiting in a collective, with weights that may have been half updated.  Then rank 0
@@ -20,8 +20,8 @@ from typing import Any
 
 from rose.train.batch import TrainingSequence
 from rose.train.checkpoint import Checkpoint
+from rose.train.protocol import Trainer, TrainReport
 from rose.train.train_config import TrainConfig
-from rose.train.trainer import Trainer, TrainReport
 
 logger = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from rose.config import Section
+from rose.train.trainer_settings import TrainerSettings
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
 URL = r"^https?://[^\s]+$"
@@ -160,72 +161,6 @@ class RolloutSettings(Section):
     """Sampled per turn.  Environments with one-token answers need 1."""
 
 
-class DynamicSampling(Section):
-    """DAPO: groups of equal rewards are sampled anew, as whole groups."""
-
-    enabled: bool = False
-    max_rounds: int = Field(default=8, ge=1, le=1000)
-    """Leases of one step; then it trains on the groups it has."""
-
-
-class Overlong(Section):
-    """DAPO: a trajectory near the limit of its length loses reward."""
-
-    max_tokens: int = Field(default=0, ge=0)
-    """Sampled tokens from which the whole weight is lost; 0 = off."""
-    buffer_tokens: int = Field(default=1, ge=1)
-    weight: float = Field(default=1.0, ge=0)
-
-
-class TrainerSettings(Section):
-    algorithm: Literal["grpo", "dapo", "rloo"] = "grpo"
-    """Sets what is not set here: ``dapo`` means dynamic sampling and the loss by tokens, ``rloo`` another baseline."""
-    learning_rate: float = Field(default=1e-3, gt=0, le=1)
-    """After the warm-up, before the decay."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """The first steps, over which the rate rises in equal parts."""
-    decay: Literal["constant", "linear", "cosine"] = "constant"
-    """How the rate falls towards 0 between warm-up and fine-tuning."""
-    fine_tuning_learning_rate: float = Field(default=5e-6, gt=0, le=1)
-    fine_tuning_steps: int = Field(default=3, ge=0)
-    """The last steps are as in real fine-tuning, one update at a small rate: most bf16 weights do not change."""
-    num_epochs: int = Field(default=2, ge=1, le=64)
-    minibatch_sequences: int = Field(default=16, ge=1)
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    adam_beta2: float = Field(default=0.95, gt=0, lt=1)
-    """How long AdamW remembers the size of gradients: 0.95 about 20 updates, 0.999 about 1,000."""
-    adam_epsilon: float = Field(default=1e-8, gt=0, le=1)
-    """AdamW's divisor never falls below it.  Above the size of most gradients (1e-2, say) a step is as large as its gradient instead of the same for
-    every weight: few bf16 weights change, and updates are sparse."""
-    scale_advantages: bool = True
-    """GRPO's division by the group's standard deviation."""
-    aggregation: Literal["token", "sequence"] = "token"
-    """What weighs the same in the loss: every token, or every sequence (GRPO as published)."""
-    kl_weight: float = Field(default=0.0, ge=0)
-    """Of the divergence from the model that training began with."""
-    kl_kind: Literal["k2", "k3", "reward"] = "k3"
-    overlong: Overlong = Overlong()
-    dynamic_sampling: DynamicSampling = DynamicSampling()
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    clip_high: float = Field(default=0.28, gt=0)
-    truncation: float = Field(default=2.0, ge=1)
-    entropy_weight: float = Field(default=0.01, ge=0, le=1)
-    policy_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """In which the engines hold the weights; the fp32 masters are rounded to it."""
-    compute_dtype: Literal["bfloat16", "float32"] = "float32"
-    activation_checkpointing: bool = False
-    max_part_tokens: int = Field(default=16_384, ge=1)
-    """Tokens of one forward pass; gradients of a minibatch add up over as many as it takes."""
-    num_ranks: int = Field(default=1, ge=1, le=4096)
-    """Processes that share the model (FSDP2)."""
-    backend: Literal["gloo", "nccl"] = "gloo"
-    """Of the ranks' process group.  ``nccl`` is for a trainer of your own: ROSE's computes on CPUs."""
-    num_threads: int = Field(default=1, ge=1, le=1024)
-    """Threads of torch, per rank."""
-    keep_checkpoints: int = Field(default=3, ge=1)
-
-
 class RaySettings(Section):
     address: str | None = None
     """A cluster to join, ``host:port``.  None joins the one that ``RAY_ADDRESS`` names (as under ``ray job submit``), or that ``ray
@@ -278,7 +213,8 @@ class TrainConfig(Section):
     tasks: tuple[TaskSettings, ...] = Field(default=(), max_length=64)
     """Several tasks, mixed by weight; ``env`` then says what they share.  Empty = one task, ``env`` and ``reward``."""
     rollout: RolloutSettings = RolloutSettings()
-    trainer: TrainerSettings = TrainerSettings()
+    trainer: TrainerSettings = Field(default_factory=dict, validate_default=True)  # pyright: ignore[reportAssignmentType]
+    """Demands ``learning_rate``."""
     reward: RewardSettings = RewardSettings()
     eval: EvalSettings = EvalSettings()
     log: LogSettings = LogSettings()
@@ -328,10 +264,23 @@ class TrainConfig(Section):
 
     @property
     def has_dynamic_sampling(self) -> bool:
-        sampling = self.trainer.dynamic_sampling
-        return sampling.enabled or (
-            self.trainer.algorithm == "dapo" and "enabled" not in sampling.model_fields_set
-        )
+        enabled = self.trainer.dynamic_sampling.enabled
+        return self.trainer.recipe.dynamic_sampling if enabled is None else enabled
+
+    @property
+    def min_informative_groups(self) -> int:
+        """Groups with unequal rewards that a step needs, see ``trainer.guard``; 0 where any number will do."""
+        guard = self.trainer.guard
+        if guard.starved == "train":
+            return 0
+        return math.ceil(guard.min_informative * self.rollout.num_groups - 1e-9)
+
+    @property
+    def sum_tokens(self) -> int:
+        """What stands for the tokens of a sequence where the loss is a sum: see ``trainer.sum_tokens``."""
+        if self.trainer.sum_tokens is not None:
+            return self.trainer.sum_tokens
+        return 1 if self.trainer.algorithm == "rloo" else max(task.max_tokens for task in self.all_tasks)
 
     @property
     def run_id(self) -> str:
@@ -344,7 +293,7 @@ class TrainConfig(Section):
     def learning_rate_at(self, step: int) -> float:
         """Of step ``step`` (0-based); above 0 in every one."""
         settings = self.trainer
-        if self.is_fine_tuning(step):
+        if self.is_fine_tuning(step) and settings.fine_tuning_learning_rate is not None:
             return settings.fine_tuning_learning_rate
         if step < settings.warmup_steps:
             return settings.learning_rate * (step + 1) / settings.warmup_steps

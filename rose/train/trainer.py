@@ -1,13 +1,14 @@
 """One optimiser step of RL on recorded trajectories.
 
-:class:`Trainer` is what the loop needs; bring your own by satisfying it.  :class:`TorchTrainer` is ours: a
+:class:`TorchTrainer` is our :class:`rose.train.protocol.Trainer`: a
 Hugging Face causal language model (``rose.train.model``) in one process, or on several ranks that all call it alike.
 
 - **A step** (:meth:`TorchTrainer.step`): advantages per group; proximal log-probs of all sampled tokens,
   under the weights as they are now; ``num_epochs`` passes over shuffled minibatches, one AdamW update
-  each.  A minibatch is computed in parts of bounded size whose gradients add up.  Masked trajectories, and those
-  that could teach nothing (advantage 0, no entropy bonus, no KL penalty), are measured and count in their
-  group, but are left out of the updates.
+  each.  A minibatch is computed in parts of bounded size whose gradients add up.  Masked trajectories, and those that were cut
+  where these are filtered, are measured and count in their group, but are left out of the updates.  Idle ones, which could teach nothing (advantage 0, no entropy
+  bonus, no KL penalty), are not computed, but keep their places in minibatches and in the divisor (``count_idle``).
+- **The guard** (``rose.train.guard``) clips, ends a step, or leaves it out.
 - **Ranks.**  Every rank is given the whole batch and takes each part's samples in turn.  One that has none left
   computes a stand-in of weight 0, because the collectives of a sharded model need everybody.
 - **Determinism.**  The same state and the same trajectories, in any order, give the same weights: samples
@@ -22,129 +23,59 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rose.errors import TrainError
-from rose.train.advantages import Estimator, OverlongParams, group_advantages, overlong_penalty
+from rose.train.advantages import OverlongParams, group_advantages, overlong_penalty
 from rose.train.batch import MAX_PART_TOKENS, Minibatch, TrainingSequence, make_minibatch, split_by_length
 from rose.train.checkpoint import Checkpoint
+from rose.train.guard import GuardParams, StepGuard
 from rose.train.loss import (
     LossParams,
     correction,
     effective_sample_size,
     kl_estimate,
     mismatch,
+    outside_fraction,
     policy_loss,
     token_shares,
 )
 from rose.train.model import Dtype, PolicyModel, whole_of
+from rose.train.protocol import TrainReport
+from rose.train.recipes import AdvantageScale, Baseline
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerParams:
     """How a step is taken."""
 
-    learning_rate: float = 1e-3
+    learning_rate: float
     num_epochs: int = 4
     minibatch_sequences: int = 32
+    count_idle: bool = True
+    """Whether sequences of advantage 0 take their places in minibatches and in the divisor of the loss."""
     max_part_tokens: int = MAX_PART_TOKENS
     """Tokens of one forward pass, pads included; a minibatch of more is computed in parts."""
     max_grad_norm: float = 1.0
     weight_decay: float = 0.0
-    estimator: Estimator = "grpo"
-    scale_advantages: bool = True
+    baseline: Baseline = "mean"
+    scale_advantages: AdvantageScale = "group"
     adam_beta2: float = 0.95
     adam_epsilon: float = 1e-8
     loss: LossParams = field(default_factory=LossParams)
     overlong: OverlongParams = field(default_factory=OverlongParams)
+    guard: GuardParams = field(default_factory=GuardParams)
     policy_dtype: Dtype = "bfloat16"
     compute_dtype: Dtype = "float32"
     activation_checkpointing: bool = False
     seed: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainReport:
-    """What a step did; means are over sampled tokens."""
-
-    num_sequences: int
-    num_tokens: int
-    num_trained_sequences: int
-    """Sequences that took part in the updates."""
-    num_updates: int
-    learning_rate: float
-    loss: float
-    entropy: float
-    clip_fraction: float
-    """Tokens whose gradient the clip stopped, of all tokens of all updates."""
-    grad_norm: float
-    """Before clipping; mean over the updates."""
-    ess: float
-    """Effective sample size of the truncated proximal/behaviour weights, as a fraction."""
-    truncated_weight_fraction: float
-    """Tokens whose proximal/behaviour ratio was above the truncation."""
-    kl_reference: float
-    """k3 estimate of KL(proximal || reference); 0 where there is no reference."""
-    mismatch_kl: float
-    ratio_p99: float
-    logprob_diff_max: float
-    seconds: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """For the metrics file."""
-        return asdict(self)
-
-
-class Trainer(Protocol):
-    """What the loop needs from a trainer."""
-
-    vocab_size: int
-    max_tokens: int
-    """Longest sequence it takes."""
-
-    @property
-    def step_index(self) -> int:
-        """Steps taken in this lineage."""
-        ...
-
-    @property
-    def module(self) -> torch.nn.Module:
-        """The masters, under the checkpoint's tensor names: what a publisher reads."""
-        ...
-
-    def step(
-        self,
-        samples: Sequence[TrainingSequence],
-        *,
-        learning_rate: float | None = None,
-        single_update: bool = False,
-    ) -> TrainReport:
-        """Take one RL step on ``samples``.
-
-        Args:
-            learning_rate: None: the configured one.
-            single_update: One update on all samples, whatever the configured minibatches and epochs are.
-        """
-        ...
-
-    def capture(self, *, attempt: int, version: int, consumed: Mapping[int, tuple[str, ...]]) -> Checkpoint:
-        """Everything needed to go on from here."""
-        ...
-
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Go on from ``checkpoint``."""
-        ...
-
-    def export(self, target: Path) -> None:
-        """Write the weights as a Hugging Face checkpoint."""
-        ...
 
 
 class TorchTrainer:
@@ -155,8 +86,8 @@ class TorchTrainer:
         params: How a step is taken.
     """
 
-    def __init__(self, model_path: Path, params: TrainerParams | None = None) -> None:
-        self.params = params = params or TrainerParams()
+    def __init__(self, model_path: Path, params: TrainerParams) -> None:
+        self.params = params
         self._policy = PolicyModel(
             model_path,
             policy_dtype=params.policy_dtype,
@@ -179,6 +110,7 @@ class TorchTrainer:
             foreach=True,
         )
         self._shuffle = random.Random(params.seed)
+        self._guard = StepGuard(params.guard)
         self._step_index = 0
 
     @property
@@ -222,41 +154,46 @@ class TorchTrainer:
         proximal, entropy_mean = self._forward(self._policy, samples)
         reference = None if self._reference is None else self._forward(self._reference, samples)[0]
         advantages = self._advantages(samples, proximal, reference)
-        trained = [
-            index
-            for index, sample in enumerate(samples)
-            if not sample.masked and (advantages[sample.trajectory_id] != 0.0 or self._trains_anyway)
-        ]
+        chosen = self._chosen(samples, advantages)
+        starved = self._guard.is_starved(chosen.num_informative)
         totals = _Totals()
-        size = max(1, len(trained)) if single_update else params.minibatch_sequences
-        for _ in range(1 if single_update else params.num_epochs):
-            self._shuffle.shuffle(trained)
-            for start in range(0, len(trained), size):
-                chosen = trained[start : start + size]
-                self._minibatch(chosen, samples, advantages, proximal, reference, totals)
+        if not starved:
+            size = max(1, len(chosen.taken)) if single_update else params.minibatch_sequences
+            minibatches = self._minibatches(chosen, size, 1 if single_update else params.num_epochs)
+            for done, part in enumerate(minibatches):
+                if not self._minibatch(part, chosen.active, samples, advantages, proximal, reference, totals):
+                    totals.num_skipped = len(minibatches) - done
+                    break
         self._step_index += 1
         self._policy.gather()
-        totals.add_ranks(self._policy.world_size)
         behaviour_N = torch.tensor([value for sample in samples for value in sample.logprobs])
         proximal_N = torch.cat(proximal)
-        truncation = params.loss.truncation
+        sequence_N = torch.repeat_interleave(torch.tensor([len(sample.positions) for sample in samples]))
+        weight_N = correction(behaviour_N, proximal_N, sequence_N, params.loss)
         kl = 0.0
         if reference is not None:
             kl = float(kl_estimate(proximal_N, torch.cat(reference), "k3").mean())
         return TrainReport(
             num_sequences=len(samples),
             num_tokens=behaviour_N.numel(),
-            num_trained_sequences=len(trained),
+            num_trained_sequences=0 if starved else len(chosen.active),
             num_updates=totals.num_updates,
             learning_rate=rate,
             loss=totals.loss / max(1, totals.num_updates),
             entropy=entropy_mean,
             clip_fraction=totals.num_held / max(1, totals.num_tokens),
             grad_norm=totals.grad_norm / max(1, totals.num_updates),
-            ess=effective_sample_size(correction(behaviour_N, proximal_N, truncation)),
-            truncated_weight_fraction=float(((proximal_N - behaviour_N).exp() > truncation).float().mean()),
+            ess=effective_sample_size(weight_N),
+            truncated_weight_fraction=outside_fraction(behaviour_N, proximal_N, sequence_N, params.loss),
             kl_reference=kl,
             seconds=time.monotonic() - started_s,
+            informative_fraction=chosen.num_informative / chosen.num_groups,
+            update_kl=totals.update_kl,
+            grad_limit=totals.grad_limit,
+            num_clipped_updates=totals.num_clipped,
+            num_skipped_updates=totals.num_skipped,
+            num_starved=int(starved),
+            num_overlong=chosen.num_overlong,
             **mismatch(behaviour_N, proximal_N),
         )
 
@@ -265,13 +202,14 @@ class TorchTrainer:
         return self._forward(self._policy, samples)[0]
 
     def capture(self, *, attempt: int, version: int, consumed: Mapping[int, tuple[str, ...]]) -> Checkpoint:
-        """See :class:`Trainer`.  All ranks; each gets the whole."""
+        """See :class:`rose.train.protocol.Trainer`.  All ranks; each gets the whole."""
         return Checkpoint(
             step=self._step_index,
             attempt=attempt,
             version=version,
             consumed=dict(consumed),
             shuffle_state=self._shuffle.getstate(),
+            grad_norms=self._guard.norms,
             rng={"torch": torch.get_rng_state()},
             weights=self._policy.weights(),
             optimizer=self._policy.optimizer_state(self._optimizer),
@@ -288,6 +226,7 @@ class TorchTrainer:
         self._shuffle.setstate(checkpoint.shuffle_state)
         if "torch" in checkpoint.rng:
             torch.set_rng_state(checkpoint.rng["torch"])
+        self._guard.restore(checkpoint.grad_norms)
         self._step_index = checkpoint.step
 
     def export(self, target: Path) -> None:
@@ -321,25 +260,58 @@ class TorchTrainer:
         return group_advantages(
             shaped,
             {sample.trajectory_id: sample.group_id for sample in samples},
-            estimator=params.estimator,
+            baseline=params.baseline,
             scale=params.scale_advantages,
         )
+
+    def _chosen(self, samples: Sequence[TrainingSequence], advantages: Mapping[str, float]) -> _Chosen:
+        """What of ``samples`` takes part in the updates."""
+        left = [index for index, sample in enumerate(samples) if not sample.masked]
+        if self.params.overlong.filtering:
+            eligible = [index for index in left if not samples[index].truncated]
+        else:
+            eligible = left
+        teaching = [index for index in eligible if advantages[samples[index].trajectory_id] != 0.0]
+        # Idle ones are not computed; whether they count is another question.
+        active = eligible if self._trains_anyway else teaching
+        return _Chosen(
+            taken=eligible if self.params.count_idle else active,
+            active=frozenset(active),
+            num_groups=len({sample.group_id for sample in samples}),
+            num_informative=len({samples[index].group_id for index in teaching}),
+            num_overlong=len(left) - len(eligible),
+        )
+
+    def _minibatches(self, chosen: _Chosen, size: int, num_epochs: int) -> list[list[int]]:
+        """Every epoch's minibatches, shuffled anew; those in which nothing is active are left out."""
+        found: list[list[int]] = []
+        order = list(chosen.taken)
+        for _ in range(num_epochs):
+            self._shuffle.shuffle(order)
+            parts = (order[start : start + size] for start in range(0, len(order), size))
+            found += [part for part in parts if any(index in chosen.active for index in part)]
+        return found
 
     def _minibatch(
         self,
         chosen: Sequence[int],
+        active: Collection[int],
         samples: Sequence[TrainingSequence],
         advantages: dict[str, float],
         proximal: list[Tensor],
         reference: list[Tensor] | None,
         totals: _Totals,
-    ) -> None:
-        """One update on ``samples[chosen]``."""
+    ) -> bool:
+        """One update on ``samples[chosen]``; False where the guard says that the step has gone far enough, and nothing was changed."""
         loss_params = self.params.loss
         sizes = [len(samples[index].positions) for index in chosen]
-        shares = dict(zip(chosen, token_shares(sizes, loss_params.aggregation), strict=True))
+        shares = dict(
+            zip(chosen, token_shares(sizes, loss_params.aggregation, loss_params.sum_tokens), strict=True)
+        )
         lengths = [len(sample.token_ids) for sample in samples]
-        for part in split_by_length(chosen, lengths, self.params.max_part_tokens):
+        found = _Totals()
+        computed = [index for index in chosen if index in active]
+        for part in split_by_length(computed, lengths, self.params.max_part_tokens):
             mine = part[self._policy.rank :: self._policy.world_size]
             if not mine:
                 log_probs_N, _ = self._policy.log_probs(_stand_in())
@@ -353,12 +325,14 @@ class TorchTrainer:
                 shares=[shares[index] for index in mine],
             )
             current_N, entropy_N = self._policy.log_probs(batch)
+            proximal_N = torch.cat([proximal[index] for index in mine])
             loss, num_held = policy_loss(
                 current_N=current_N,
-                proximal_N=torch.cat([proximal[index] for index in mine]),
+                proximal_N=proximal_N,
                 behaviour_N=batch.behaviour_N,
                 advantage_N=batch.advantage_N,
                 share_N=batch.share_N,
+                sequence_N=batch.rows_N,
                 params=loss_params,
                 reference_N=None if reference is None else torch.cat([reference[index] for index in mine]),
             )
@@ -366,15 +340,31 @@ class TorchTrainer:
                 loss = loss - loss_params.entropy_weight * (batch.share_N * entropy_N).sum()
             loss.backward()
             self._policy.collect_gradients()
-            totals.loss += float(loss.detach())
-            totals.num_held += num_held
-            totals.num_tokens += batch.num_tokens
-        totals.grad_norm += self._update()
+            found.loss += float(loss.detach())
+            found.num_held += int(num_held)
+            found.num_tokens += batch.num_tokens
+            # E over proximal of ratio - 1 - log ratio: the tokens were sampled there, or near it.
+            found.kl_sum += float(kl_estimate(proximal_N, current_N.detach(), "k3").sum())
+        found.add_ranks(self._policy.world_size)
+        kl = found.kl_sum / max(1, found.num_tokens)
+        totals.update_kl = max(totals.update_kl, kl)
+        if self._guard.has_gone_far(kl):
+            self._optimizer.zero_grad(set_to_none=True)
+            return False
+        totals.loss += found.loss
+        totals.num_held += found.num_held
+        totals.num_tokens += found.num_tokens
+        totals.grad_limit = self._guard.grad_limit(self.params.max_grad_norm)
+        norm = self._update(totals.grad_limit)
+        self._guard.saw(norm)
+        totals.grad_norm += norm
+        totals.num_clipped += norm > totals.grad_limit
         totals.num_updates += 1
+        return True
 
-    def _update(self) -> float:
+    def _update(self, limit: float) -> float:
         """Clip, step, round; returns the gradient norm before clipping."""
-        found = torch.nn.utils.clip_grad_norm_(self._policy.masters, self.params.max_grad_norm)
+        found = torch.nn.utils.clip_grad_norm_(self._policy.masters, limit)
         norm = float(whole_of(found))
         if not norm < float("inf"):
             self._optimizer.zero_grad(set_to_none=True)
@@ -412,22 +402,42 @@ class TorchTrainer:
         return values, float(entropy_sum) / max(1, offsets[-1])
 
 
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """Indices of samples, and what was counted in choosing them."""
+
+    taken: Sequence[int]
+    """Have a place in a minibatch."""
+    active: frozenset[int]
+    """Are computed, and change the weights."""
+    num_groups: int
+    num_informative: int
+    """Groups of which an active sequence has an advantage."""
+    num_overlong: int
+
+
 @dataclass(slots=True)
 class _Totals:
-    """Sums over the parts that this rank computed."""
+    """Sums over the parts of a minibatch, or over the updates of a step."""
 
     loss: float = 0.0
     num_held: int = 0
     num_tokens: int = 0
     num_updates: int = 0
     grad_norm: float = 0.0
+    kl_sum: float = 0.0
+    update_kl: float = 0.0
+    grad_limit: float = 0.0
+    num_clipped: int = 0
+    num_skipped: int = 0
 
     def add_ranks(self, world_size: int) -> None:
-        """Sum what is per rank; updates and norms are the same on all."""
+        """Sum what each rank computed of a minibatch."""
         if world_size > 1:
-            sums = torch.tensor([self.loss, self.num_held, self.num_tokens], dtype=torch.float64)
+            sums = torch.tensor([self.loss, self.kl_sum, self.num_held, self.num_tokens], dtype=torch.float64)
             dist.all_reduce(sums)
-            self.loss, self.num_held, self.num_tokens = float(sums[0]), int(sums[1]), int(sums[2])
+            self.loss, self.kl_sum = float(sums[0]), float(sums[1])
+            self.num_held, self.num_tokens = int(sums[2]), int(sums[3])
 
 
 def _stand_in() -> Minibatch:

@@ -24,14 +24,15 @@ import logging
 import os
 import secrets
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from rose.auth import Tokens
 from rose.errors import CapacityError, ConfigError, Gone, RoseError, TrainError
+from rose.train.build import make_publisher, torch_trainer, weight_store
 from rose.train.client import SchedulerClient
 from rose.train.collect import Acceptance, Collected, CollectParams
 from rose.train.envs.base import Family, Task
@@ -42,9 +43,6 @@ from rose.train.plan import GroupPlan, GroupState
 from rose.train.rewards import PoolParams, RewardPool
 from rose.train.rollout import EpisodeParams, EpisodeRunner, RolloutReport, Score, single_token_ids
 from rose.train.train_config import JobTask, RewardSettings, TrainConfig
-
-if TYPE_CHECKING:
-    from rose.weights.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +56,8 @@ PUBLISH_PAUSE_S = 1.0
 """Before a publish that failed is tried again."""
 RESUMED_STEPS = 4
 """Whose ids a resume names.  One would do: a step is acknowledged before the next begins."""
+BEST_OVER_STEPS = 5
+"""Steps over which sampled success is averaged where there is no evaluation: of one batch it is noise, and a batch is older than its checkpoint."""
 MAX_NAMED = 8
 """Trajectories of a step that are named in its metrics for being malformed."""
 
@@ -74,7 +74,7 @@ class Publisher(Protocol):
 
 
 MakeTrainer = Callable[[TrainConfig], Any]
-"""Builds a :class:`rose.train.trainer.Trainer`."""
+"""Builds a :class:`rose.train.protocol.Trainer`."""
 
 MakePublisher = Callable[[TrainConfig, Tokens, Any, int], Publisher]
 """Builds a publisher of ``module`` for ``attempt``: ``(config, tokens, module, attempt)``."""
@@ -310,9 +310,16 @@ class TrainWorker:
                 alpha=config.alpha,
                 dynamic_sampling=config.has_dynamic_sampling,
                 max_rounds=config.trainer.dynamic_sampling.max_rounds,
+                min_informative=(
+                    config.min_informative_groups if config.trainer.guard.starved == "wait" else 0
+                ),
+                starved_rounds=config.trainer.guard.max_rounds,
             )
         )
         self._acceptance = Acceptance()
+        self._informative = Acceptance()
+        """Which part of the groups has unequal rewards."""
+        self._successes: deque[float] = deque(maxlen=BEST_OVER_STEPS)
         self._samples: dict[str, list[Any]] = {}
         """Of what is leased, by trajectory."""
         self._name = secrets.token_hex(8)
@@ -393,10 +400,8 @@ class TrainWorker:
         if missing := self._collected.num_missing:
             # What a synchronous step with alpha = 0 has too much of, no step may use.
             exact = self._config.alpha == 0 and self._config.rollout.mode == "synchronous"
-            return {
-                "missing": missing,
-                "launch": missing if exact else self._acceptance.to_launch(missing),
-            }
+            rate = self._informative if self._collected.num_starving else self._acceptance
+            return {"missing": missing, "launch": missing if exact else rate.to_launch(missing)}
         trainer, step = self._trainer, self._trainer.step_index
         trajectories, batch_ids = self._collected.trajectories, list(self._collected.batch_ids)
         filtered = [] if not self._collected.kept else list(self._collected.filtered.values())
@@ -408,8 +413,14 @@ class TrainWorker:
         )
         trained_s = time.monotonic()
         self._consumed[step] = self._collected.ids
+        sampled_success = success_rate([*trajectories, *(one for group in filtered for one in group)])
+        num_starving = self._collected.num_leases_starved
         self._forget()
         await self._save()
+        if not self._config.eval.every_steps:
+            self._successes.append(sampled_success)
+            if len(self._successes) == BEST_OVER_STEPS:
+                await self.note_success(sum(self._successes) / BEST_OVER_STEPS)
         saved_s = time.monotonic()
         try:
             for batch_id in batch_ids:
@@ -425,9 +436,8 @@ class TrainWorker:
             "attempt": self._attempt,
             "version": f"{self._attempt}.{step + 1}",
             **trajectory_metrics(trajectories, version=(self._attempt, step)),
-            "sampled_success_rate": success_rate(
-                [*trajectories, *(one for group in filtered for one in group)]
-            ),
+            "sampled_success_rate": sampled_success,
+            "num_starved_leases": num_starving,
             **{name: value for name, value in report.to_dict().items() if name != "seconds"},
             "num_leases": len(batch_ids),
             "num_malformed": len(malformed),
@@ -467,6 +477,14 @@ class TrainWorker:
                 self._forget()
                 await self._resume()
 
+    async def note_success(self, success: float) -> None:
+        """How well the weights of the newest checkpoint do: the best is kept for as long as none is better."""
+        from rose.train import checkpoint as checkpoints
+
+        if self._config.trainer.guard.keep_best:
+            name = checkpoints.name_of(self._trainer.step_index, self._attempt)
+            await asyncio.to_thread(checkpoints.note_best, self._directory, name, success)
+
     async def export(self, target: Path) -> None:
         """Write the weights as a Hugging Face checkpoint."""
         await asyncio.to_thread(self._trainer.export, target)
@@ -504,6 +522,7 @@ class TrainWorker:
             if leased is None:
                 return
             self._num_leases += 1
+            informative = self._collected.num_informative
             try:
                 kept, seen = self._collected.add(*leased, version, self._take_samples)
             except RoseError:
@@ -512,6 +531,7 @@ class TrainWorker:
                 raise
             if self._collected.params.dynamic_sampling:
                 self._acceptance.observe(kept, seen)
+            self._informative.observe(self._collected.num_informative - informative, seen)
 
     def _take_samples(self, trajectory: dict[str, Any]) -> None:
         """Raises:
@@ -584,70 +604,3 @@ class TrainWorker:
             "bytes_sent": int(report.bytes_sent),
             "density": float(report.density),
         }
-
-
-def torch_trainer(config: TrainConfig) -> Any:
-    """The trainer that ``rose train`` uses unless it is given another."""
-    import torch
-
-    from rose.train.advantages import OverlongParams
-    from rose.train.loss import LossParams
-    from rose.train.trainer import TorchTrainer, TrainerParams
-
-    settings = config.trainer
-    torch.set_num_threads(settings.num_threads)
-    return TorchTrainer(
-        config.model,
-        TrainerParams(
-            learning_rate=settings.learning_rate,
-            num_epochs=settings.num_epochs,
-            minibatch_sequences=settings.minibatch_sequences,
-            max_part_tokens=settings.max_part_tokens,
-            max_grad_norm=settings.max_grad_norm,
-            weight_decay=settings.weight_decay,
-            adam_beta2=settings.adam_beta2,
-            adam_epsilon=settings.adam_epsilon,
-            estimator="rloo" if settings.algorithm == "rloo" else "grpo",
-            scale_advantages=settings.scale_advantages,
-            loss=LossParams(
-                clip_low=settings.clip_low,
-                clip_high=settings.clip_high,
-                truncation=settings.truncation,
-                entropy_weight=settings.entropy_weight,
-                aggregation=settings.aggregation,
-                kl_weight=settings.kl_weight,
-                kl_kind=settings.kl_kind,
-            ),
-            overlong=OverlongParams(
-                max_tokens=settings.overlong.max_tokens,
-                buffer_tokens=settings.overlong.buffer_tokens,
-                weight=settings.overlong.weight,
-            ),
-            policy_dtype=settings.policy_dtype,
-            compute_dtype=settings.compute_dtype,
-            activation_checkpointing=settings.activation_checkpointing,
-            seed=config.seed,
-        ),
-    )
-
-
-def make_publisher(config: TrainConfig, tokens: Tokens, module: Any, attempt: int) -> Publisher:
-    """A publisher of ``module`` into the configured store."""
-    from rose.weights.params import WeightsParams
-    from rose.weights.publisher import WeightPublisher
-
-    # What the engines hold: the same as the trainer computes with.
-    params = WeightsParams(cast={"bfloat16": "BF16", "float32": "F32"}[config.trainer.policy_dtype])
-    return WeightPublisher(module, weight_store(config, tokens), config.run_id, attempt, params)
-
-
-def weight_store(config: TrainConfig, tokens: Tokens) -> Store:
-    """Where the job's weights go."""
-    from rose.weights.stores import open_store
-
-    settings = config.weights
-    if settings.relay_url is not None:
-        return open_store(settings.relay_url, tokens.relay)
-    if settings.directory is not None:
-        return open_store(str(settings.directory))
-    raise ConfigError("needs relay_url or directory", field="weights")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.training import curves, learning
+from benchmarks.training import collapse, curves, learning
 from benchmarks.training.stale import trained_by_quarter
 from benchmarks.training.throughput import gain_of
 
@@ -96,3 +96,17 @@ def test_held_out_gaps_are_told_only_of_runs_that_were_evaluated_on_the_way() ->
     assert found["x_held_out_mean"] == 0.5
     assert found["x_held_out_difference"] == 0.0
     assert found["x_held_out_difference_low"] < -1  # two pairs say little
+
+
+def test_a_run_collapsed_if_it_falls_far_below_its_best_so_far() -> None:
+    assert collapse.fall_of([0.1, 0.5, 1.0, 0.375, 0.9]) == pytest.approx(0.625)
+    assert collapse.fall_of([0.0, 0.2, 0.4]) == 0.0
+    curves = {"greedy": [0.0, 1.0, 1.0, 1.0, 1.0, 1.0], "sampled": [0.5] * 6}
+    guard = {name: [0.0] * 6 for name in collapse.GUARD_FIGURES}
+    runs = [
+        {"arm": "bare", "fall": 0.2, **curves, **guard},
+        {"arm": "bare", "fall": 0.5, **curves, "greedy": [1.0, 0.5, 0.5, 0.5, 0.5, 0.5], **guard},
+    ]
+    told = collapse.summarise(runs)
+    assert (told["bare_runs"], told["bare_collapsed"]) == (2, 1)
+    assert (told["bare_greedy"], told["bare_greedy_steady"]) == (0.75, 1.0)

@@ -24,17 +24,18 @@ class RecordingTrainer(TorchTrainer):
         self.gradients: dict[str, torch.Tensor] = {}
         self.num_updates = 0
 
-    def _update(self) -> float:
+    def _update(self, limit: float) -> float:
         for name, tensor in self._policy.gradients().items():
             self.gradients[f"{self.num_updates}/{name}"] = tensor.clone()
         self.num_updates += 1
-        return super()._update()
+        return super()._update(limit)
 
 
 def run_steps(model_path: Path, out: Path, *, resume: Path | None = None) -> None:
     # Minibatches of 5 over ranks: unequal shares, one of them empty in the smallest part; masters are compared, so the
     # rounding to bf16 is left out: it turns a last bit into a whole step.
     params = TrainerParams(
+        learning_rate=1e-3,
         minibatch_sequences=5,
         num_epochs=1,
         max_part_tokens=200,

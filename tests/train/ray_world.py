@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from rose.auth import Tokens
+from rose.testing.toy_recipe import TOY_RECIPE
 from rose.train.envs.base import Observation
 from rose.train.envs.frozenlake import FrozenLakeFamily, FrozenLakeParams
 from rose.train.loop import run_training
 from rose.train.train_config import TrainConfig
 from rose.train.workers import Parts
 from tests.train.world import RUN, World, file_publisher
+
+FINE_TUNING = {"fine_tuning_steps": 2, "fine_tuning_learning_rate": 5e-6}
 
 
 def job_table(world: World, **changes: Any) -> dict[str, Any]:
@@ -33,8 +36,11 @@ def job_table(world: World, **changes: Any) -> dict[str, Any]:
         "weights": {"directory": str(world.versions)},
         "rollout": {"num_groups": 4, "group_size": 8},
         "env": {"settings": {"num_maps": 4}},
-        "trainer": {"fine_tuning_steps": 2, "keep_checkpoints": 100},
-    } | {**changes, "ray": {"address": "local"} | changes.get("ray", {})}
+    } | {
+        **changes,
+        "ray": {"address": "local"} | changes.get("ray", {}),
+        "trainer": {**TOY_RECIPE, **FINE_TUNING, "keep_checkpoints": 100, **changes.get("trainer", {})},
+    }
 
 
 class Assassin:

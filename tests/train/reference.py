@@ -19,8 +19,10 @@ from torch import Tensor
 class Recipe:
     """Names and meaning as in the trainer's settings."""
 
-    estimator: str = "grpo"
-    scale: bool = True
+    baseline: str = "mean"
+    scale: str = "group"
+    objective: str = "clip"
+    ratio: str = "token"
     aggregation: str = "token"
     clip_low: float = 0.2
     clip_high: float = 0.28
@@ -51,6 +53,8 @@ def advantages(
     trajectories: Sequence[Mapping[str, Any]], rewards: Sequence[float], recipe: Recipe
 ) -> list[float]:
     found = []
+    middle = sum(rewards) / len(rewards)
+    of_batch = math.sqrt(sum((one - middle) ** 2 for one in rewards) / len(rewards))
     for trajectory, reward in zip(trajectories, rewards, strict=True):
         group = [
             other_reward
@@ -61,10 +65,9 @@ def advantages(
         std = math.sqrt(sum((one - mean) ** 2 for one in group) / len(group))
         if std < 1e-6:
             found.append(0.0)
-        elif recipe.estimator == "rloo":
-            found.append(reward - (sum(group) - reward) / (len(group) - 1))
-        else:
-            found.append((reward - mean) / (std if recipe.scale else 1.0))
+            continue
+        against = mean if recipe.baseline == "mean" else (sum(group) - reward) / (len(group) - 1)
+        found.append((reward - against) / {"group": std, "batch": of_batch, "none": 1.0}[recipe.scale])
     return found
 
 
@@ -110,21 +113,22 @@ def loss_of(
         for new, before, began, sampled, entropy in zip(
             new_T, old[index], start[index], behaviour, entropy_T, strict=True
         ):
-            ratio = torch.exp(new - before)
+            ratio = torch.exp(new - before if recipe.ratio == "token" else (new_T - old[index]).mean())
             clipped = torch.clip(ratio, 1 - recipe.clip_low, 1 + recipe.clip_high)
-            term = -torch.min(ratio * weights[index], clipped * weights[index])
+            if recipe.objective == "clip":
+                term = -torch.min(ratio * weights[index], clipped * weights[index])
+            else:
+                term = -weights[index] * new * (clipped.detach() if recipe.objective == "cispo" else 1.0)
+            term = min(math.exp(before - sampled), recipe.truncation) * term
             delta = began - new
             if recipe.kl_kind == "k2":
                 term = term + recipe.kl_weight * delta**2 / 2
             elif recipe.kl_kind == "k3":
                 term = term + recipe.kl_weight * (torch.exp(delta) - delta - 1)
-            terms.append(
-                min(math.exp(before - sampled), recipe.truncation) * term - recipe.entropy_weight * entropy
-            )
+            terms.append(term - recipe.entropy_weight * entropy)
         per_trajectory.append(torch.stack(terms))
-    # A trajectory that teaches nothing takes no part, nor do its tokens in the divisor.
-    idle = recipe.entropy_weight == 0 and (recipe.kl_weight == 0 or recipe.kl_kind == "reward")
-    taken = [terms for terms, weight in zip(per_trajectory, weights, strict=True) if weight != 0 or not idle]
+    if recipe.aggregation == "sum":
+        return torch.cat(per_trajectory).sum() / len(per_trajectory)
     if recipe.aggregation == "token":
-        return torch.cat(taken).sum() / sum(len(terms) for terms in taken)
-    return torch.stack([terms.mean() for terms in taken]).mean()
+        return torch.cat(per_trajectory).sum() / sum(len(terms) for terms in per_trajectory)
+    return torch.stack([terms.mean() for terms in per_trajectory]).mean()

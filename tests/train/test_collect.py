@@ -128,3 +128,23 @@ def test_a_refill_launches_what_the_acceptance_makes_likely_to_suffice() -> None
     assert acceptance.to_launch(3) == 12  # bounded, however poor
     acceptance.observe(0, 0)
     assert acceptance.rate < 0.01
+
+
+def test_a_starved_step_waits_for_groups_with_unequal_rewards_and_keeps_what_it_has() -> None:
+    step = collected(dynamic_sampling=False, min_informative=2, starved_rounds=3)
+    step.add("b1", group("a", [1, 1]) + group("b", [0, 1]), (1, 5))
+    assert (step.num_missing, step.num_starving) == (1, 1)
+    step.add("b2", group("c", [1, 1]), (1, 5))
+    assert step.num_missing == 1
+    assert step.num_leases_starved == 2
+    step.add("b3", group("d", [1, 0]), (1, 5))
+    assert (step.num_missing, len(step.trajectories), step.num_leases_starved) == (0, 8, 2)
+    step.clear()
+    assert (step.num_informative, step.num_leases_starved) == (0, 0)
+
+
+def test_a_starved_step_does_not_wait_for_ever() -> None:
+    step = collected(dynamic_sampling=False, min_informative=2, starved_rounds=2)
+    step.add("b1", group("a", [1, 1]) + group("b", [0, 0]), (1, 5))
+    step.add("b2", group("c", [1, 1]), (1, 5))
+    assert (step.num_missing, step.num_leases_starved) == (0, 2)

@@ -19,6 +19,7 @@ import pytest
 
 from rose.auth import Tokens, bearer
 from rose.testing.fake_engine import FakeNode, serve_engine
+from rose.testing.toy_recipe import TOY_RECIPE
 from rose.train import checkpoint as checkpoints
 from rose.train.loop import train_with
 from rose.train.train_config import TrainConfig
@@ -135,7 +136,7 @@ async def test_the_job_goes_on_and_applies_each_trajectory_once(
                     "group_size": GROUP_SIZE,
                 },
                 "env": {"settings": {"num_maps": 4}},
-                "trainer": {"keep_checkpoints": 100},
+                "trainer": {**TOY_RECIPE, "keep_checkpoints": 100},
                 "log": {"tensorboard": False},
             }
         )

@@ -20,7 +20,13 @@ def test_success_rises_from_chance_to_most_episodes(policy_model: Path, seed: in
     """Four maps instead of the demo's eight, and a smaller policy: the quick version."""
     trainer = TorchTrainer(
         policy_model,
-        TrainerParams(minibatch_sequences=16, num_epochs=2, loss=LossParams(entropy_weight=0.01), seed=seed),
+        TrainerParams(
+            learning_rate=1e-3,
+            minibatch_sequences=16,
+            num_epochs=2,
+            loss=LossParams(entropy_weight=0.01),
+            seed=seed,
+        ),
     )
     family = FrozenLakeFamily(FrozenLakeParams(num_maps=4, seed=seed))
     rollout = OfflineRollout(trainer.rounded_model, policy_model, family, temperature=1.0, seed=seed)

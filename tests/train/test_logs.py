@@ -33,6 +33,7 @@ def config(tmp_path: Path, **log: Any) -> TrainConfig:
         "model": tmp_path,
         "weights": {"directory": tmp_path},
         "output_dir": tmp_path / "out",
+        "trainer": {"learning_rate": 1e-3},
         "log": log,
     }
     return TrainConfig.model_validate(table)

@@ -131,7 +131,7 @@ def test_two_drivers_on_one_folder_are_refused(tmp_path: Path, policy_model: Pat
         ("weights.directory='x'", r"weights: .*exactly one of relay_url and directory"),
         ("scheduler.url='ftp://x'", r"scheduler.url: .*"),
         ("job='../x'", "job: .*"),
-        ("trainer.algorithm='ppo'", "trainer.algorithm: .*'grpo', 'dapo' or 'rloo'"),
+        ("trainer.algorithm='ppo'", "trainer.algorithm: .*'grpo', 'dapo', 'dr_grpo', .* or 'lite_ppo'"),
         ("env.reward_range=[1.0, 0.0]", "env: .*needs low < high"),
         ("reward.min_workers=9", "reward: .*min_workers exceeds max_workers"),
         ("rollout.alpha=-1", "rollout.alpha: .*"),
@@ -148,7 +148,7 @@ def test_bad_settings_are_refused_with_their_field(override: str, message: str) 
         ({"model": "nowhere"}, "model: .*/nowhere is not a model folder"),
         ({"env": {"kind": "chess"}}, "unknown environment 'chess'"),
         ({"env": {"settings": {"num_maps": 0}}}, "num_maps"),
-        ({"trainer": {"backend": "nccl"}}, "trainer.backend: .*computes on CPUs"),
+        ({"trainer": {"learning_rate": 1e-6, "backend": "nccl"}}, "trainer.backend: .*computes on CPUs"),
         ({"reward": {"kind": "oracle"}}, "unknown reward 'oracle'"),
         ({"reward": {"kind": "endpoint", "settings": {"url": "ftp://x"}}}, "reward.settings.url"),
         ({"env": {"settings": {"size": 2}}, "eval": {"at_end": True, "num_tasks": 20}}, "env.num_maps"),
@@ -161,7 +161,8 @@ def test_bad_settings_are_refused_with_their_field(override: str, message: str) 
 def test_a_job_that_cannot_run_is_refused_before_anything_starts(
     policy_model: Path, changes: dict[str, Any], message: str
 ) -> None:
-    table = {"model": policy_model, "weights": {"directory": "x"}} | changes
+    trainer = {"learning_rate": 1e-6}
+    table = {"model": policy_model, "weights": {"directory": "x"}, "trainer": trainer} | changes
     with pytest.raises(ConfigError, match=message):
         check_job(TrainConfig.model_validate(table))
 
@@ -181,7 +182,9 @@ def test_what_each_task_says_itself_is_not_read_elsewhere_and_so_refused(
     changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValidationError, match=message):
-        TrainConfig.model_validate({"model": "x", "weights": {"directory": "x"}} | changes)
+        TrainConfig.model_validate(
+            {"model": "x", "weights": {"directory": "x"}, "trainer": {"learning_rate": 1e-6}} | changes
+        )
 
 
 @pytest.mark.parametrize(
@@ -195,7 +198,7 @@ def test_what_each_task_says_itself_is_not_read_elsewhere_and_so_refused(
     ],
 )
 def test_an_algorithm_sets_only_what_is_not_set(trainer: dict[str, Any], expected: bool) -> None:
-    table = {"model": "x", "weights": {"directory": "x"}, "trainer": trainer}
+    table = {"model": "x", "weights": {"directory": "x"}, "trainer": {"learning_rate": 1e-6, **trainer}}
     assert TrainConfig.model_validate(table).has_dynamic_sampling is expected
 
 
@@ -203,7 +206,9 @@ def test_paths_are_those_of_where_the_job_was_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    config = TrainConfig.model_validate({"model": "m", "weights": {"directory": "w"}})
+    config = TrainConfig.model_validate(
+        {"model": "m", "weights": {"directory": "w"}, "trainer": {"learning_rate": 1e-6}}
+    )
     monkeypatch.chdir("/")
     assert (config.model, config.output_dir) == (tmp_path / "m", tmp_path / "out/train")
     assert config.weights.directory == tmp_path / "w"
@@ -257,7 +262,7 @@ def test_a_manager_full_of_groups_still_says_that_it_lives(
     monkeypatch.setattr("rose.train.actors.EnvManager", Patient)
     rollout = {"mode": "asynchronous", "alpha": 4, "num_groups": 256}
     table = {"model": policy_model, "weights": {"directory": "x"}, "rollout": rollout, "output_dir": tmp_path}
-    table["ray"] = {"address": "local"}
+    table |= {"ray": {"address": "local"}, "trainer": {"learning_rate": 1e-3}}
     config = TrainConfig.model_validate(table)
 
     async def fill_and_ask() -> int:

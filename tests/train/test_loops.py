@@ -16,6 +16,8 @@ from rose.auth import Tokens
 from rose.errors import CapacityError, TrainError
 from rose.lineage import parse_version
 from rose.policy.staleness import lag
+from rose.testing.toy_recipe import UNGUARDED
+from rose.train import checkpoint as checkpoints
 from rose.train.cli import _line
 from rose.train.client import SchedulerClient
 from rose.train.train_config import TrainConfig
@@ -349,7 +351,12 @@ async def test_a_wiped_output_folder_does_not_give_two_lives_one_name(world: Wor
 
 
 def test_the_attempt_that_published_last_counts_too(tmp_path: Path, policy_model: Path) -> None:
-    table = {"model": policy_model, "weights": {"directory": tmp_path / "store"}, "output_dir": tmp_path}
+    table = {
+        "model": policy_model,
+        "weights": {"directory": tmp_path / "store"},
+        "output_dir": tmp_path,
+        "trainer": {"learning_rate": 1e-3},
+    }
     config = TrainConfig.model_validate(table)
     worker = TrainWorker(config, Tokens.generate())
     assert worker._published_attempt() == 0
@@ -397,3 +404,33 @@ async def test_a_damaged_checkpoint_is_passed_over_aloud(world: World) -> None:
     assert (result.num_steps, result.attempt) == (2, 2)
     shown = _line({"event": "attempt", "attempt": 2, "step": 1, "passed_over": [f"{newest}: x"]}, 2)
     assert shown.splitlines() == ["attempt 2 goes on at step 1", f"passed over: {newest}: x"]
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
+async def test_a_starved_step_samples_more_groups_and_a_hopeless_one_changes_nothing(
+    world: World, mode: str
+) -> None:
+    """Every group is asked for unequal rewards: a policy at random does not give that, and after two leases the step is left as it is."""
+    guard = {**UNGUARDED, "starved": "wait", "min_informative": 1.0, "max_rounds": 2}
+    rollout = {**SMALL, "num_groups": 4, "mode": mode, "alpha": 2}
+    script, config, result = await run(world, {}, num_steps=3, rollout=rollout, trainer={"guard": guard})
+
+    assert result.num_steps == 3
+    assert any(record["num_leases"] == 2 for record in script.records)
+    for record in script.records:
+        assert record["num_leases"] <= 2
+        assert record["num_starved_leases"] <= record["num_leases"]
+        assert record["num_starved"] == (record["num_starved_leases"] == record["num_leases"])
+        assert (record["num_updates"] == 0) == record["num_starved"]
+        assert record["num_sequences"] >= 16  # what was there first is kept
+    assert_applied_once(world, config)
+
+
+async def test_the_checkpoint_of_the_best_steps_is_kept(world: World) -> None:
+    _, config, _ = await run(world, {}, num_steps=8, trainer={"keep_checkpoints": 1})
+    folder = config.output_dir / "checkpoints"
+    best = checkpoints.best_of(folder)
+    assert best is not None
+    kept = {path.name for path in folder.glob("step-*")}
+    assert {best[0], "step-000008.1"} <= kept
+    assert len(kept) <= 2

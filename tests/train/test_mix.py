@@ -85,7 +85,12 @@ MATHS = {"name": "maths", "kind": "math_tools", "reward": {"kind": "exact_match"
 
 
 def job(**changes: Any) -> dict[str, Any]:
-    return {"model": "m", "weights": {"directory": "w"}, "tasks": [LAKE, MATHS]} | changes
+    return {
+        "model": "m",
+        "weights": {"directory": "w"},
+        "trainer": {"learning_rate": 1e-6},
+        "tasks": [LAKE, MATHS],
+    } | changes
 
 
 def test_what_a_task_leaves_open_is_the_jobs() -> None:

@@ -15,8 +15,14 @@ from tests.train.traces import random_batch
 def test_a_job_publishes_an_anchor_then_sparse_deltas_and_a_new_attempt_starts_over(
     policy_model: Path, tmp_path: Path
 ) -> None:
-    config = TrainConfig.model_validate({"model": policy_model, "weights": {"directory": tmp_path / "store"}})
-    trainer = TorchTrainer(policy_model, TrainerParams())
+    config = TrainConfig.model_validate(
+        {
+            "model": policy_model,
+            "weights": {"directory": tmp_path / "store"},
+            "trainer": {"learning_rate": 1e-3},
+        }
+    )
+    trainer = TorchTrainer(policy_model, TrainerParams(learning_rate=1e-3))
     batch = [s for one in random_batch(0) for s in samples_of(one, vocab_size=320, max_tokens=1024)]
 
     publisher = make_publisher(config, Tokens.generate(), trainer.module, 1)

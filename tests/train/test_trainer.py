@@ -37,7 +37,7 @@ def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool
 
 @pytest.fixture
 def trainer(policy_model: Path) -> TorchTrainer:
-    return TorchTrainer(policy_model, TrainerParams(minibatch_sequences=8, num_epochs=2))
+    return TorchTrainer(policy_model, TrainerParams(learning_rate=1e-3, minibatch_sequences=8, num_epochs=2))
 
 
 def test_log_probs_do_not_depend_on_what_a_trajectory_is_batched_with(trainer: TorchTrainer) -> None:
@@ -91,7 +91,9 @@ def test_a_single_update_takes_the_whole_batch_at_once(trainer: TorchTrainer) ->
 def test_the_same_batch_in_any_order_gives_the_same_weights(policy_model: Path) -> None:
     found = []
     for batch in (samples(4), samples(4)[::-1]):
-        trainer = TorchTrainer(policy_model, TrainerParams(minibatch_sequences=4, num_epochs=2))
+        trainer = TorchTrainer(
+            policy_model, TrainerParams(learning_rate=1e-3, minibatch_sequences=4, num_epochs=2)
+        )
         trainer.step(batch)
         found.append(weights(trainer))
     assert equal(*found)
@@ -102,7 +104,7 @@ def test_masked_and_undecided_trajectories_are_measured_but_not_trained(policy_m
     decided = [one | {"stale": True} for one in batch]
     undecided = [one | {"reward": 0.5} for one in batch]
     for traces in (decided, undecided):
-        trainer = TorchTrainer(policy_model, TrainerParams())
+        trainer = TorchTrainer(policy_model, TrainerParams(learning_rate=1e-3))
         before = weights(trainer)
         taken = [one for trace in traces for one in samples_of(trace, vocab_size=320, max_tokens=1024)]
 
@@ -130,7 +132,7 @@ def test_training_makes_rewarded_actions_likelier(trainer: TorchTrainer) -> None
 
 
 def test_resume_goes_on_exactly_as_if_nothing_had_happened(policy_model: Path, tmp_path: Path) -> None:
-    params = TrainerParams(minibatch_sequences=4, num_epochs=2, seed=9)
+    params = TrainerParams(learning_rate=1e-3, minibatch_sequences=4, num_epochs=2, seed=9)
     steady = TorchTrainer(policy_model, params)
     steady.step(samples(7))
     path = checkpoints.save(steady.capture(attempt=1, version=1, consumed={0: ("t1", "t2")}), tmp_path)
@@ -282,7 +284,7 @@ def test_a_checkpoint_holds_no_pickle(trainer: TorchTrainer, tmp_path: Path) -> 
 
 def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a model folder"):
-        TorchTrainer(tmp_path)
+        TorchTrainer(tmp_path, TrainerParams(learning_rate=1e-3))
 
 
 @pytest.mark.parametrize(
@@ -296,14 +298,20 @@ def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
         ("weight_decay", 0.5, "weight_decay"),
         ("adam_beta2", 0.5, "adam_beta2"),
         ("adam_epsilon", 0.5, "adam_epsilon"),
-        ("algorithm", "rloo", "estimator"),
-        ("scale_advantages", False, "scale_advantages"),
+        ("baseline", "others", "baseline"),
+        ("scale_advantages", "batch", "scale_advantages"),
+        ("count_idle", False, "count_idle"),
         ("policy_dtype", "float32", "policy_dtype"),
         ("compute_dtype", "bfloat16", "compute_dtype"),
         ("activation_checkpointing", True, "activation_checkpointing"),
         ("clip_low", 0.5, "loss.clip_low"),
         ("clip_high", 0.5, "loss.clip_high"),
+        ("objective", "cispo", "loss.objective"),
+        ("ratio", "sequence", "loss.ratio"),
+        ("sum_tokens", 7, "loss.sum_tokens"),
+        ("correction", "sequence_mask", "loss.correction"),
         ("truncation", 7.0, "loss.truncation"),
+        ("truncation_low", 0.5, "loss.truncation_low"),
         ("entropy_weight", 0.5, "loss.entropy_weight"),
         ("aggregation", "sequence", "loss.aggregation"),
         ("kl_weight", 0.5, "loss.kl_weight"),
@@ -311,6 +319,11 @@ def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
         ("overlong", {"max_tokens": 7}, "overlong.max_tokens"),
         ("overlong", {"max_tokens": 7, "buffer_tokens": 3}, "overlong.buffer_tokens"),
         ("overlong", {"weight": 0.5}, "overlong.weight"),
+        ("overlong", {"filtering": True}, "overlong.filtering"),
+        ("guard", {"kl_target": 0.5}, "guard.kl_target"),
+        ("guard", {"grad_quantile": 0.5}, "guard.grad_quantile"),
+        ("guard", {"grad_window": 7}, "guard.grad_window"),
+        ("guard", {"dual_clip": 7.0}, "loss.dual_clip"),
     ],
 )
 def test_a_jobs_settings_reach_its_trainer(policy_model: Path, setting: str, value: Any, where: str) -> None:
@@ -319,7 +332,7 @@ def test_a_jobs_settings_reach_its_trainer(policy_model: Path, setting: str, val
         "model": str(policy_model),
         "weights": {"directory": "w"},
         "env": {"kind": "frozenlake"},
-        "trainer": {setting: value},
+        "trainer": {"learning_rate": 1e-3, setting: value},
     }
     found: Any = torch_trainer(TrainConfig.model_validate(job))
     expected = value
@@ -346,15 +359,19 @@ def test_a_model_that_does_more_with_its_logits_is_refused(tmp_path: Path, famil
             tensor.mul_(20.0)  # logits of the size that a trained model has
     model.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=rf"model: .*\({family}\) scales or caps its logits"):
-        TorchTrainer(tmp_path, TrainerParams())
+        TorchTrainer(tmp_path, TrainerParams(learning_rate=1e-3))
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float32", 4)])
 def test_weights_are_published_as_the_trainer_computes_with_them(
     policy_model: Path, tmp_path: Path, dtype: str, size: int
 ) -> None:
-    job = {"model": policy_model, "weights": {"directory": tmp_path}, "trainer": {"policy_dtype": dtype}}
+    job = {
+        "model": policy_model,
+        "weights": {"directory": tmp_path},
+        "trainer": {"learning_rate": 1e-3, "policy_dtype": dtype},
+    }
     config = TrainConfig.model_validate(job)
-    module = TorchTrainer(policy_model, TrainerParams()).module
+    module = TorchTrainer(policy_model, TrainerParams(learning_rate=1e-3)).module
     report = make_publisher(config, Tokens.generate(), module, 1).publish(0)
     assert report.bytes_dense == size * sum(tensor.numel() for tensor in module.parameters())

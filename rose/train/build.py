@@ -1,0 +1,100 @@
+"""From a job's settings to its trainer, its publisher and its store.  Torch is loaded when the first is made, and not before."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rose.auth import Tokens
+from rose.errors import ConfigError
+from rose.train.train_config import TrainConfig
+
+if TYPE_CHECKING:
+    from rose.train.trainer import TrainerParams
+    from rose.weights.store import Store
+
+
+def trainer_params(config: TrainConfig) -> TrainerParams:
+    """How the job's steps are taken."""
+    from rose.train.advantages import OverlongParams
+    from rose.train.guard import GuardParams
+    from rose.train.loss import LossParams
+    from rose.train.trainer import TrainerParams
+
+    settings, recipe = config.trainer, config.trainer.recipe
+    guard = settings.guard
+    return TrainerParams(
+        learning_rate=settings.learning_rate,
+        num_epochs=settings.num_epochs,
+        minibatch_sequences=settings.minibatch_sequences,
+        count_idle=settings.count_idle,
+        max_part_tokens=settings.max_part_tokens,
+        max_grad_norm=settings.max_grad_norm,
+        weight_decay=settings.weight_decay,
+        adam_beta2=settings.adam_beta2,
+        adam_epsilon=settings.adam_epsilon,
+        baseline=recipe.baseline,
+        scale_advantages=recipe.scale_advantages,
+        loss=LossParams(
+            objective=recipe.objective,
+            ratio=recipe.ratio,
+            clip_low=recipe.clip_low,
+            clip_high=recipe.clip_high,
+            dual_clip=guard.dual_clip or None,
+            correction=settings.correction,
+            truncation=settings.truncation,
+            truncation_low=settings.truncation_low,
+            entropy_weight=settings.entropy_weight,
+            aggregation=recipe.aggregation,
+            sum_tokens=config.sum_tokens,
+            kl_weight=recipe.kl_weight,
+            kl_kind=recipe.kl_kind,
+        ),
+        overlong=OverlongParams(
+            max_tokens=settings.overlong.max_tokens,
+            buffer_tokens=settings.overlong.buffer_tokens,
+            weight=settings.overlong.weight,
+            filtering=settings.overlong.filtering,
+        ),
+        guard=GuardParams(
+            kl_target=guard.kl_target,
+            min_informative=config.min_informative_groups,
+            grad_quantile=guard.grad_quantile,
+            grad_window=guard.grad_window,
+        ),
+        policy_dtype=settings.policy_dtype,
+        compute_dtype=settings.compute_dtype,
+        activation_checkpointing=settings.activation_checkpointing,
+        seed=config.seed,
+    )
+
+
+def torch_trainer(config: TrainConfig) -> Any:
+    """The trainer that ``rose train`` uses unless it is given another."""
+    import torch
+
+    from rose.train.trainer import TorchTrainer
+
+    torch.set_num_threads(config.trainer.num_threads)
+    return TorchTrainer(config.model, trainer_params(config))
+
+
+def make_publisher(config: TrainConfig, tokens: Tokens, module: Any, attempt: int) -> Any:
+    """A publisher of ``module`` into the configured store."""
+    from rose.weights.params import WeightsParams
+    from rose.weights.publisher import WeightPublisher
+
+    # What the engines hold: the same as the trainer computes with.
+    params = WeightsParams(cast={"bfloat16": "BF16", "float32": "F32"}[config.trainer.policy_dtype])
+    return WeightPublisher(module, weight_store(config, tokens), config.run_id, attempt, params)
+
+
+def weight_store(config: TrainConfig, tokens: Tokens) -> Store:
+    """Where the job's weights go."""
+    from rose.weights.stores import open_store
+
+    settings = config.weights
+    if settings.relay_url is not None:
+        return open_store(settings.relay_url, tokens.relay)
+    if settings.directory is not None:
+        return open_store(str(settings.directory))
+    raise ConfigError("needs relay_url or directory", field="weights")

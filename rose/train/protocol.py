@@ -1,0 +1,104 @@
+"""What the train loop needs from a trainer, and what a trainer tells of a step.  Bring your own by satisfying :class:`Trainer`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from rose.train.batch import TrainingSequence
+from rose.train.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainReport:
+    """What a step did; means are over sampled tokens."""
+
+    num_sequences: int
+    num_tokens: int
+    num_trained_sequences: int
+    """Sequences that took part in the updates."""
+    num_updates: int
+    learning_rate: float
+    loss: float
+    entropy: float
+    clip_fraction: float
+    """Tokens whose gradient the clip stopped, of all tokens of all updates."""
+    grad_norm: float
+    """Before clipping; mean over the updates."""
+    ess: float
+    """Effective sample size of the truncated proximal/behaviour weights, as a fraction."""
+    truncated_weight_fraction: float
+    """Tokens whose proximal/behaviour ratio was above the truncation."""
+    kl_reference: float
+    """k3 estimate of KL(proximal || reference); 0 where there is no reference."""
+    mismatch_kl: float
+    ratio_p99: float
+    logprob_diff_max: float
+    seconds: float
+    informative_fraction: float = 1.0
+    """Of the groups: those with unequal rewards."""
+    update_kl: float = 0.0
+    """Nats a token between the weights that the step began with and those before its last update, on the tokens of that; the
+    largest of all updates."""
+    grad_limit: float = 0.0
+    """What the last gradient was clipped at."""
+    num_clipped_updates: int = 0
+    num_skipped_updates: int = 0
+    """Left out because the policy had moved far enough."""
+    num_starved: int = 0
+    """1 for a step that changed nothing because too few groups had unequal rewards."""
+    num_overlong: int = 0
+    """Sequences left out because they were cut."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the metrics file."""
+        return asdict(self)
+
+
+class Trainer(Protocol):
+    """What the loop needs from a trainer."""
+
+    vocab_size: int
+    max_tokens: int
+    """Longest sequence it takes."""
+
+    @property
+    def step_index(self) -> int:
+        """Steps taken in this lineage."""
+        ...
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The masters, under the checkpoint's tensor names: what a publisher reads."""
+        ...
+
+    def step(
+        self,
+        samples: Sequence[TrainingSequence],
+        *,
+        learning_rate: float | None = None,
+        single_update: bool = False,
+    ) -> TrainReport:
+        """Take one RL step on ``samples``.
+
+        Args:
+            learning_rate: None: the configured one.
+            single_update: One update on all samples, whatever the configured minibatches and epochs are.
+        """
+        ...
+
+    def capture(self, *, attempt: int, version: int, consumed: Mapping[int, tuple[str, ...]]) -> Checkpoint:
+        """Everything needed to go on from here."""
+        ...
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Go on from ``checkpoint``."""
+        ...
+
+    def export(self, target: Path) -> None:
+        """Write the weights as a Hugging Face checkpoint."""
+        ...
