@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 NO_LIMIT = 2**62
 """Room of a worker that advertises no KV budget."""
 
+_SPARE_NAMES = 256
 _FIRST_ROWS = 16
 
 Mask = NDArray[np.bool_]
@@ -131,6 +132,7 @@ class WorkerTable:
             self.workers.append(worker)
             if row >= len(self.open):
                 self._allocate(2 * len(self.open))
+            self.model[row] = self.job[row] = self.run[row] = -1  # of whoever had the row before
         else:
             self.workers[row] = worker
             self.num_open -= bool(self.open[row])
@@ -260,7 +262,26 @@ class WorkerTable:
         return mask & (self.model[:count] == self._numbers.get(model, -2))
 
     def _number(self, name: str) -> int:
-        return self._numbers.setdefault(name, len(self._numbers))
+        number = self._numbers.get(name)
+        if number is None:
+            # A row has three names.  Names come and go without end, rows do not.
+            if len(self._numbers) >= _SPARE_NAMES + 6 * len(self.workers):
+                self._forget_names()
+            number = self._numbers[name] = len(self._numbers)
+        return number
+
+    def _forget_names(self) -> None:
+        """Number anew the names that some row has; -1 stays."""
+        count = len(self.workers)
+        columns = [self._columns[kind][:count] for kind in ("model", "job", "run")]
+        used = {int(number) for column in columns for number in column}
+        moved = np.full(len(self._numbers) + 1, -1, dtype=np.int64)  # the last one is that of -1
+        kept = [(name, number) for name, number in self._numbers.items() if number in used]
+        for new, (_, old) in enumerate(kept):
+            moved[old] = new
+        for column in columns:
+            column[:] = moved[column]
+        self._numbers = {name: new for new, (name, _) in enumerate(kept)}
 
     def at_least(self, floor: Version) -> Mask:
         """Rows whose weights are ``floor`` or newer."""

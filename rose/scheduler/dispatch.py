@@ -237,6 +237,7 @@ class Dispatcher:
             raise NotFound(f"worker '{worker_id[:64]}' is not registered", field="worker_id")
         self.feed(te.WorkerLost(at_s=self.now_s(), worker_id=worker_id, reason="lost", forget=True))
         self.endpoints.pop(worker_id, None)
+        self.switch_s.pop(worker_id, None)
 
     def set_duty(self, worker_id: str, duty: Duty) -> None:
         if worker_id not in self.book.fleet.workers:

@@ -36,6 +36,36 @@ def beat(fleet: Fleet, name: str, at_s: float, seq: int, **fields: object) -> bo
     return fleet.heartbeat(at_s=at_s, worker_id=name, seq=seq, **(said | fields))  # type: ignore[arg-type]
 
 
+def test_names_that_no_worker_has_any_more_are_forgotten() -> None:
+    """A node says which run and model it has, and may say another each time."""
+    fleet = Fleet(params=PARAMS)
+    for name in "abc":
+        join(fleet, name)
+    for number in range(3000):
+        beat(fleet, "a", number / 100, number + 1, run=f"run-{number}")
+        fleet.table.check(fleet)
+    for number in range(3000):
+        fleet.forget("b")
+        fleet.register(
+            at_s=30.0,
+            worker_id="b",
+            incarnation="1",
+            tier=Tier.DEDICATED,
+            model=f"m{number}",
+            max_model_len=100,
+        )
+        fleet.table.check(fleet)
+    beat(fleet, "c", 30.0, 1, run="run-2999")
+
+    assert len(fleet.table._numbers) < 300
+    found = fleet.table.of_run("run-2999")
+    assert sorted(
+        worker.worker_id for worker, is_of in zip(fleet.table.workers, found, strict=True) if is_of
+    ) == ["a", "c"]
+    assert not fleet.table.of_run("run-0").any()
+    assert fleet.table.serves("m2999", "").sum() == 1
+
+
 def test_suspect_at_two_seconds_dead_at_ten() -> None:
     fleet = Fleet(params=PARAMS)
     join(fleet, "a")
