@@ -88,7 +88,7 @@ class SchedulerClient:
         await self.close()
 
     async def close(self) -> None:
-        """For good: a call that comes later would open connections that nobody closes, and is refused."""
+        """For good: calls under way end, and later ones are refused, for they would open connections that nobody closes."""
         self._is_closed = True
         if self._pool is not None:
             self._pool.close()
@@ -340,7 +340,7 @@ class SchedulerClient:
 
         ``has_deadline``: ``timeout_s`` is all the time that the answer is good for, and its end no sign that the scheduler is away.
         """
-        pool = self._open()
+        self._open()
         # By the standard encoder: what a tool answered may be no Unicode (the scheduler refuses it by name), a reward numpy's.
         data = None if body is None else json.dumps(body, default=_table).encode()
         kind = {} if data is None else {"Content-Type": "application/json"}
@@ -352,7 +352,7 @@ class SchedulerClient:
         while True:
             sent = {**token, **kind, **(headers or {}), "x-stainless-retry-count": str(num_retries)}
             try:
-                exchange = pool.request(
+                exchange = self._open().request(
                     Target.of(self._url, {}),
                     method,
                     path,
@@ -391,6 +391,7 @@ class SchedulerClient:
                     raise
                 delay_s = max(delay_s, min(error.retry_after_s, MAX_DELAY_S))
             except (PeerLost, TimeoutError, OSError) as error:
+                self._open()  # it was we who hung up
                 if has_deadline and is_reached and isinstance(error, TimeoutError):
                     raise _late(timeout_s) from error
                 now_s = time.monotonic()

@@ -307,6 +307,7 @@ class Pool:
         self._free: dict[tuple[str, int, bool], deque[Connection]] = {}
         self._all: set[Connection] = set()
         self._tls: ssl.SSLContext | None = None
+        self._is_closed = False
 
     @property
     def num_connections(self) -> int:
@@ -333,9 +334,11 @@ class Pool:
         """A connection that nobody else uses.
 
         Raises:
-            PeerLost: Refused.
+            PeerLost: Refused, or this pool is closed.
             TimeoutError: It took longer than ``connect_s``.
         """
+        if self._is_closed:
+            raise PeerLost("its pool is closed")
         free = self._free.get(key)
         if free:
             limit_s = asyncio.get_running_loop().time() - IDLE_S
@@ -357,6 +360,9 @@ class Pool:
         except OSError as error:
             raise PeerLost(f"cannot be reached: {error.strerror or type(error).__name__}") from error
         self._all.add(connection)
+        if self._is_closed:  # meanwhile
+            connection.transport.abort()
+            raise PeerLost("its pool is closed")
         return connection
 
     def give_back(self, connection: Connection) -> None:
@@ -390,6 +396,8 @@ class Pool:
                 del self._free[connection.key]
 
     def close(self) -> None:
+        """For good: what runs is cut off, and nothing is begun any more."""
+        self._is_closed = True
         for connection in list(self._all):
             connection.transport.abort()
 

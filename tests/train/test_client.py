@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from rose.errors import CapacityError, EngineError
+from rose.errors import CapacityError, EngineError, TrainError
 from rose.train.client import SchedulerClient, error_of
 
 
@@ -71,6 +71,27 @@ async def test_an_answer_that_never_arrives_whole_is_given_up() -> None:
             async with asyncio.timeout(10):
                 await client.list_trajectories(job="j", state="running")
     assert num_asked > 1
+
+
+async def test_a_call_under_way_ends_when_its_client_is_closed() -> None:
+    """And opens no further connection, which nobody would close."""
+    num_asked = 0
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        nonlocal num_asked
+        num_asked += 1
+        await asyncio.sleep(3600)  # its connection's end ends it
+        raise AssertionError
+
+    async with answering(handle) as url, asyncio.timeout(10):
+        client = SchedulerClient(url, environment_token="a" * 16, retry_s=60.0)
+        call = asyncio.create_task(client.list_trajectories(job="j", state="running"))
+        while not num_asked:  # noqa: ASYNC110 - in this process
+            await asyncio.sleep(0)
+        await client.close()
+        with pytest.raises(TrainError, match="closed"):
+            await call
+    assert num_asked == 1
 
 
 async def test_a_turn_without_an_answer_has_run_out_of_time_and_the_scheduler_is_not_away() -> None:

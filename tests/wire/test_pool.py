@@ -331,3 +331,19 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
         while not condition():  # noqa: ASYNC110 - any condition, not one event
             await asyncio.sleep(0)
+
+
+async def test_a_closed_pool_begins_nothing(pool: Pool) -> None:
+    peer = Peer(lambda number, request: [OK])
+    url = await peer.start()
+    assert await ask(pool, url) == (200, b"ok")
+    connecting = asyncio.create_task(ask(pool, url.replace("127.0.0.1", "localhost")))
+    await asyncio.sleep(0)
+    pool.close()
+    for asked in (connecting, ask(pool, url)):
+        with pytest.raises(PeerLost):
+            await asked
+    async with asyncio.timeout(10):
+        while pool.num_connections:  # noqa: ASYNC110 - in this process
+            await asyncio.sleep(0)
+    peer.close()
