@@ -73,7 +73,6 @@ class SchedulerUplink:
         self._seq = 0
         self.connected = False
         self.error = "not tried yet"
-        self.required_version: str | None = None
 
     async def run(self) -> None:
         """Until cancelled; takes the worker off the registry on the way out."""
@@ -102,8 +101,6 @@ class SchedulerUplink:
                 self._registered = None
             else:
                 self._assigned(answer)
-            required = answer.required_version
-            self.required_version = required[:32] if required is not None else None
         except RequestError as error:
             if error.status == 404:
                 self._registered = None

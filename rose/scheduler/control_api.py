@@ -344,7 +344,7 @@ class ControlRoutes:
             ),
             Endpoint(worker_id=worker_id, url=url, token=body.engine_token, vocab_size=body.vocab_size),
         )
-        return json_response(encode(Registered(worker_id=worker_id, required_version=self._required())))
+        return json_response(encode(Registered(worker_id=worker_id)))
 
     async def heartbeat(self, request: web.Request) -> web.Response:
         worker_id = request.match_info["id"]
@@ -375,7 +375,7 @@ class ControlRoutes:
             self._timeline.on_breaches(worker_id, body.slo_breaches)
             self._timeline.on_promises(worker_id, _promises(body))
         worker = self._dispatcher.book.fleet.workers.get(worker_id)
-        answer = HeartbeatAnswer(known=known, required_version=self._required())
+        answer = HeartbeatAnswer(known=known)
         if worker is not None and worker.job is not None:
             answer.active = worker.job != ""
             answer.job = worker.job or None
@@ -429,10 +429,6 @@ class ControlRoutes:
                     self._group_ready = asyncio.Event()
                 case sp.Consumed() | sp.Leased():
                     pass
-
-    def _required(self) -> str | None:
-        required = self._dispatcher.book.required.values()
-        return format_version(max(required)) if required else None
 
 
 def _numbered(trajectory: Trajectory, scored: list[Scored], field: str) -> list[tuple[int, float]]:

@@ -44,7 +44,6 @@ class Registered(Struct, kw_only=True):
     """What a registration is answered with."""
 
     worker_id: str = ""
-    required_version: str | None = None
 
 
 class Heartbeat(Struct, kw_only=True, omit_defaults=True):
@@ -83,7 +82,6 @@ class HeartbeatAnswer(Struct, kw_only=True):
 
     known: bool = True
     """False: register again."""
-    required_version: str | None = None
     active: bool = True
     """False: no job wants this device now, its engine is to give its memory back; production's is not touched."""
     job: Name | None = None

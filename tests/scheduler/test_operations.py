@@ -54,7 +54,7 @@ async def test_an_unknown_worker_is_told_to_register_again(world: World) -> None
     await world.start()
     beat = {"incarnation": "x", "seq": 1, "version": "1.0", "state": "ready"}
     answer = await world.ok("POST", "/workers/ghost/heartbeat", beat, role="node")
-    assert answer == {"known": False, "required_version": None, "active": True, "job": None, "run": None}
+    assert answer == {"known": False, "active": True, "job": None, "run": None}
 
 
 async def test_nothing_is_kept_of_workers_that_went(world: World) -> None:

@@ -211,7 +211,7 @@ async def test_a_deadline_fails_the_turn_and_aborts_it(world: World) -> None:
     await world.until(lambda: engine.num_running == 0)
 
 
-async def test_required_version_reaches_the_node_and_holds_old_workers(world: World) -> None:
+async def test_a_required_version_holds_old_workers(world: World) -> None:
     await world.start()
     await world.add("a", version="1.0")
     engine = await world.add("b", version="1.0")
@@ -219,9 +219,6 @@ async def test_required_version_reaches_the_node_and_holds_old_workers(world: Wo
     await world.ok("POST", "/rose/v1/versions", {"job": "job", "attempt": 1, "version": 1}, role="trainer")
     turn = asyncio.create_task(generate(world, session))
     await world.until(lambda: world.scheduler.book.queue)
-    beat = {"incarnation": world.nodes["a"]._incarnation, "seq": 10**6, "version": "1.0", "state": "ready"}
-    answer = await world.ok("POST", "/workers/a/heartbeat", beat, role="node")
-    assert answer == {"known": True, "required_version": "1.1", "active": True, "job": None, "run": None}
     engine.version = "1.1"
     answer = await turn
     assert answer["segments"][0]["worker"] == "b"
