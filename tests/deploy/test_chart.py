@@ -41,6 +41,7 @@ KINDS = {
     "StatefulSet": "io.k8s.api.apps.v1.StatefulSet",
     "DaemonSet": "io.k8s.api.apps.v1.DaemonSet",
     "Pod": "io.k8s.api.core.v1.Pod",
+    "NetworkPolicy": "io.k8s.api.networking.v1.NetworkPolicy",
 }
 
 
@@ -79,7 +80,7 @@ def test_every_part_is_there(manifests: dict[tuple[str, str], dict[str, Any]]) -
         ("ConfigMap", "rose-scheduler"), ("Service", "rose-scheduler"), ("StatefulSet", "rose-scheduler"),
         ("Service", "rose-relay"), ("StatefulSet", "rose-relay"),
         ("ConfigMap", "rose-node"), ("DaemonSet", "rose-node"),
-        ("ConfigMap", "rose-train"), ("RayJob", "rose-train"),
+        ("ConfigMap", "rose-train"), ("RayJob", "rose-train"), ("NetworkPolicy", "rose-train"),
     }  # fmt: skip
 
 
@@ -198,6 +199,48 @@ def test_engines_and_jobs_find_scheduler_and_relay(
     assert node.weights.relay_url == train.weights.relay_url == at["rose-relay"]
     assert node.weights.run_id == train.run_id
     assert node.engine.served_model_name == train.scheduler.model
+
+
+def test_ray_takes_commands_from_who_has_its_token_alone(
+    manifests: dict[tuple[str, str], dict[str, Any]],
+) -> None:
+    cluster = manifests["RayJob", "rose-train"]["spec"]["rayClusterSpec"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    assert tuple(int(part) for part in cluster["rayVersion"].split(".")) >= (2, 52), (
+        "older ones know no token"
+    )
+
+
+def test_nobody_but_the_job_and_its_operator_reaches_ray(
+    manifests: dict[tuple[str, str], dict[str, Any]],
+) -> None:
+    policy = manifests["NetworkPolicy", "rose-train"]["spec"]
+    assert policy["policyTypes"] == ["Ingress"]
+    labels = {
+        (kind, name): [pod["metadata"]["labels"] for pod in pods_of(manifest)]
+        for (kind, name), manifest in manifests.items()
+    }
+
+    def matching(selector: dict[str, Any]) -> set[tuple[str, str]]:
+        assert set(selector) == {"matchLabels"}
+        assert selector["matchLabels"], "which would be everybody"
+        return {
+            key
+            for key, pods in labels.items()
+            for each in pods
+            if selector["matchLabels"].items() <= each.items()
+        }
+
+    among, operator = policy["ingress"]
+    assert len(labels["RayJob", "rose-train"]) == 2
+    for pod in labels["RayJob", "rose-train"]:
+        assert policy["podSelector"]["matchLabels"].items() <= pod.items()
+    assert matching(policy["podSelector"]) == {("RayJob", "rose-train")}
+    assert [matching(each["podSelector"]) for each in among["from"]] == [{("RayJob", "rose-train")}]
+    assert [matching(each["podSelector"]) for each in operator["from"]] == [set(), set()]
+    head = manifests["RayJob", "rose-train"]["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+    ports = {each["name"]: each["containerPort"] for each in head["containers"][0]["ports"]}
+    assert [ports[each["port"]] for each in operator["ports"]] == [8265]
 
 
 def test_a_scheduler_without_engines_is_reached_by_the_nodes_that_bring_them(
