@@ -219,6 +219,12 @@ class WorkerTable:
     def set_tier(self, dedicated: bool, speed: Speed) -> None:
         self.tier_speed[int(dedicated)] = speed.coefficients()
 
+    def is_roomy(self) -> bool:
+        """Could the dedicated workers take, in free slots, all turns that run on others, and one more?"""
+        count = len(self.workers)
+        own = self.dedicated[:count]
+        return int(self.free[:count][own & self.open[:count]].sum()) > int(self.inflight[:count][~own].sum())
+
     def take_gained(self) -> NDArray[np.int64]:
         """Rows in :attr:`gained`, which is then empty."""
         if not self.gained:

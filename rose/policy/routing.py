@@ -78,6 +78,8 @@ class CostParams:
     horizon_turns: float = 2.0
     """A context that moves is read once and is then resident for the rest of the trajectory: its price is shared by
     the turns that are expected to follow, at most so many (what is known of a worker's load does not last)."""
+    roomy_horizon_turns: float = 2.0
+    """The same while the dedicated workers have slots for every turn that runs, where their load does last."""
     floor_s: float = 0.02
     gated_s: float = 0.5
     """Expected wait at a worker that says it has no slack now."""
@@ -172,17 +174,22 @@ class CostPolicy:
         costs_s = self.costs_s(turn, eligible)
         if affine is not None and affine in eligible:
             params = self.params
-            reprefill_s = turn.resident_tokens * affine.speed.prefill_s / self._stay_turns(turn)
+            stay = self._stay_turns(turn, eligible)
+            reprefill_s = turn.resident_tokens * affine.speed.prefill_s / stay
             margin_s = max(params.hysteresis * reprefill_s, params.floor_s)
             if costs_s[eligible.index_of(affine)] - costs_s.min() <= margin_s:
                 return affine
         return eligible.least(costs_s, self.rng.random())
 
-    def _stay_turns(self, turn: Candidate) -> float:
+    def _stay_turns(self, turn: Candidate, eligible: Eligible) -> float:
         """Turns that share the price of a move."""
         if turn.remaining_tokens is None:
             return 1.0
-        return max(1.0, min(self.params.horizon_turns, turn.remaining_tokens / turn.expected_tokens))
+        params = self.params
+        most = params.horizon_turns
+        if params.roomy_horizon_turns != most and eligible.table.is_roomy():
+            most = params.roomy_horizon_turns
+        return max(1.0, min(most, turn.remaining_tokens / turn.expected_tokens))
 
     def costs_s(self, turn: Candidate, eligible: Eligible) -> Any:
         """Expected seconds until the turn is done on each worker, ``[len(eligible)]``, others' delay included.
@@ -198,7 +205,7 @@ class CostPolicy:
         read_s = prefill_s * turn.num_prompt_tokens
         again = turn.resident_tokens / turn.num_prompt_tokens if turn.affine is not None else 0.0
         # What is resident would be read once and serve the turns that follow; what is new is read anyway.
-        fresh_s = read_s * (1.0 - again + again / self._stay_turns(turn))
+        fresh_s = read_s * (1.0 - again + again / self._stay_turns(turn, eligible))
         for worker, num_tokens in turn.cached:
             if worker in eligible:
                 at = eligible.index_of(worker)
@@ -234,12 +241,16 @@ _POLICIES: dict[str, Callable[[Rng], RoutingPolicy]] = {
 POLICY_NAMES = tuple(_POLICIES)
 
 
-def make_policy(name: str, rng: Rng) -> RoutingPolicy:
-    """Raises:
-    ConfigError: No policy has this name.
+def make_policy(name: str, rng: Rng, cost: CostParams | None = None) -> RoutingPolicy:
+    """``cost``: weights of the policy of that name.
+
+    Raises:
+        ConfigError: No policy has this name.
     """
     if name not in _POLICIES:
         raise ConfigError(
             f"'{name}' is not a routing policy", field="policy", fix=f"one of {', '.join(POLICY_NAMES)}"
         )
+    if name == "cost" and cost is not None:
+        return CostPolicy(rng=rng, params=cost)
     return _POLICIES[name](rng)

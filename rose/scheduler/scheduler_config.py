@@ -12,7 +12,7 @@ from rose.decisions.decision_config import DecisionConfig
 from rose.policy.assigning import Assigner, Share
 from rose.policy.fleet import FleetParams
 from rose.policy.provisioning import Provisioning, ProvisioningParams
-from rose.policy.routing import RoutingPolicy, make_policy
+from rose.policy.routing import CostParams, RoutingPolicy, make_policy
 from rose.policy.samples import JobParams, SampleParams
 from rose.policy.turn_events import TurnParams
 from rose.policy.turns import TurnBook
@@ -171,10 +171,19 @@ class ProvisioningConfig(Section):
         return Assigner(book=book, policy=policy, share_of=self.share_of, job_idle_s=self.job_idle_s)
 
 
+class CostConfig(Section):
+    """Of the policy ``cost``: over how many of the turns that follow the price of moving a context is shared, at most."""
+
+    horizon_turns: float = Field(default=CostParams().horizon_turns, ge=1, le=64)
+    roomy_horizon_turns: float = Field(default=CostParams().roomy_horizon_turns, ge=1, le=64)
+    """The same while dedicated workers have slots for every turn that runs."""
+
+
 class SchedulerConfig(Section):
     host: str = "127.0.0.1"
     port: int = Field(default=8800, ge=0, le=65535)
     policy: samples.RoutingPolicy = "cost"
+    cost: CostConfig = CostConfig()
     seed: int = 0
     """Of the draws between equal workers."""
     history: Literal["append", "template"] = "append"
@@ -212,7 +221,11 @@ class SchedulerConfig(Section):
     # What the policies get of it: the daemon and the simulator build their turn books from these.
 
     def routing_policy(self) -> RoutingPolicy:
-        return make_policy(self.policy, random.Random(self.seed))
+        return self.policy_named(self.policy)
+
+    def policy_named(self, name: str) -> RoutingPolicy:
+        """One that this scheduler may change to."""
+        return make_policy(name, random.Random(self.seed), CostParams(**self.cost.model_dump()))
 
     def turn_params(self) -> TurnParams:
         return TurnParams(

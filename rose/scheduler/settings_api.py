@@ -6,13 +6,11 @@ What was changed is logged with the old value and answered; nothing is written t
 from __future__ import annotations
 
 import logging
-import random
 from typing import Any
 
 from aiohttp import web
 
 from rose.errors import RequestError
-from rose.policy.routing import make_policy
 from rose.policy.worker import Tier
 from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.http import REQUEST_ID, json_response, read_wire
@@ -25,7 +23,7 @@ log = logging.getLogger("rose.scheduler")
 class SettingsRoutes:
     def __init__(self, config: SchedulerConfig, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
-        self._seed = config.seed
+        self._policy_named = config.policy_named
         self._now: dict[str, Any] = {
             "policy": config.policy,
             "cap_dedicated": config.cap_dedicated,
@@ -52,7 +50,7 @@ class SettingsRoutes:
     def _apply(self, name: str, new: Any) -> None:
         match name:
             case "policy":
-                self._dispatcher.set_policy(make_policy(new, random.Random(self._seed)))
+                self._dispatcher.set_policy(self._policy_named(new))
             case "max_running":
                 self._dispatcher.max_running = new
             case _:

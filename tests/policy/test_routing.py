@@ -14,12 +14,13 @@ from rose.policy.packed import Eligible
 from rose.policy.routing import (
     POLICY_NAMES,
     Candidate,
+    CostParams,
     CostPolicy,
     PaperPolicy,
     StickyLeastLoadedPolicy,
     make_policy,
 )
-from rose.policy.worker import Tier, Worker
+from rose.policy.worker import Health, Tier, Worker
 from tests.policy import reference
 
 
@@ -103,6 +104,26 @@ def test_cost_moves_a_long_context_only_for_a_trajectory_that_has_long_to_go() -
     for remaining, home in ((None, slow), (60.0, slow), (600.0, fast)):
         candidate = turn(**context, remaining_tokens=remaining)
         assert policy.choose(candidate, Eligible.of([slow, fast])) is home
+
+
+@pytest.mark.parametrize(("elsewhere", "home"), [(15, "fast"), (16, "slow")])
+def test_cost_looks_further_ahead_while_dedicated_slots_are_left_for_every_turn(
+    elsewhere: int, home: str
+) -> None:
+    policy = CostPolicy(
+        rng=random.Random(0), params=CostParams(horizon_turns=1.0, roomy_horizon_turns=8.0, social=0.0)
+    )
+    # The fast one has 16 free slots; a turn of 60 tokens is 1 s quicker there, to read its context again takes 0.8 s.
+    slow = worker("slow", tier=Tier.HARVESTED, health=Health.READY)
+    other = worker("other", tier=Tier.HARVESTED, health=Health.READY, inflight=elsewhere)
+    fast = worker("fast", health=Health.READY)
+    slow.speed.token_s, other.speed.token_s, fast.speed.token_s = 0.026, 9.0, 0.01
+    candidate = turn(
+        num_prompt_tokens=8000, resident_tokens=8000, expected_tokens=60, affine=slow, remaining_tokens=600.0
+    )
+    chosen = policy.choose(candidate, Eligible.of([slow, other, fast]))
+    assert chosen is not None
+    assert chosen.worker_id == home
 
 
 def test_cost_avoids_a_worker_without_slack() -> None:

@@ -121,7 +121,11 @@ def policies(configs: Configs) -> dict[str, Any]:
     world = World(SCENARIO, ROSE, Journal(None), None, configs)
     book = world.cluster.book
     told: dict[str, Any] = {
-        "routing": (type(book.policy), book.policy.rng.getstate() if hasattr(book.policy, "rng") else None),
+        "routing": (
+            type(book.policy),
+            book.policy.rng.getstate() if hasattr(book.policy, "rng") else None,
+            getattr(book.policy, "params", None),
+        ),
         "turns": book.params,
         "fleet": book.fleet.params,
         "samples": world.job.book.params,

@@ -1,0 +1,173 @@
+"""Where dedicated engines have room for every trajectory: does harvesting make a step longer?   (simulated)
+
+    python benchmarks/sim/never_lose.py --json benchmarks/results/sim/never_lose/DATE.json [--seconds 500]
+
+**Arms** differ in over how many turns placement shares the price of moving a context (``[cost]`` of the scheduler): ``h2`` is 2, the
+default so far; ``h8`` is 8; ``roomy8`` is 2, and 8 while the dedicated engines have slots for every turn that runs.
+
+**cell**: a quarter of the paper's 8B GRPO cell with 4 and with 8 dedicated engines, two steps, as ``benchmarks/sim/sim_maps.py`` has it,
+where ROSE lost 2 %.  The figure is the step time of the fixed system over ROSE's, the mean over the seeds with its 95 % interval
+(Student's t).  **loads**: workloads A to D of ``benchmarks/scheduling/policies.py`` at its three rates of failure; mean trajectory time,
+p90 and makespan over those of ``h2``, geometric mean over the twelve cases of each seed, its mean over the seeds with interval.
+
+**Bar**, written before the first run of any arm on these seeds: 14 seeds, 200 to 213, in both parts.  An arm *never loses* where the
+lower end of ``gain_over_fixed`` is 0.99 or more with 4 and with 8 engines.  It *does no harm* where the upper ends of ``mean`` and
+``p90`` over ``h2`` are 1.01 or less.  The default becomes the arm that does both (of two, the one with the greater gain over the fixed
+system, both sizes together); if none does both it stays as it is.
+
+Results are kept in the file as they come: start it again and it goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.lib.report import Report, write  # noqa: E402
+from benchmarks.scheduling.fluid_world import World  # noqa: E402
+from benchmarks.scheduling.policies import CHURN_PER_MIN, WORKLOADS, fleet_params  # noqa: E402
+from benchmarks.sim.sim_maps import scenario_of  # noqa: E402
+from rose.evaluation.statistics import mean_interval  # noqa: E402
+from rose.policy.routing import CostParams, make_policy  # noqa: E402
+from rose.sim.arrivals import make_arrivals  # noqa: E402
+from rose.sim.summary import summarize  # noqa: E402
+from rose.sim.world import simulate  # noqa: E402
+
+ARMS = {"h2": (2.0, 2.0), "h8": (8.0, 8.0), "roomy8": (2.0, 8.0)}
+"""``horizon_turns`` and ``roomy_horizon_turns``."""
+SIZES = (4, 8)
+SEEDS = tuple(range(200, 214))
+LEAST_GAIN, MOST_HARM = 0.99, 1.01
+METRICS = ("mean_s", "p90_s", "makespan_s")
+
+Details = dict[str, dict[str, dict[str, dict[str, float]]]]
+"""Part -> arm -> seed -> figures by name."""
+
+
+def run_cell(arm: str, seed: int) -> dict[str, float]:
+    """Step time by number of dedicated engines, and the share of requests that missed a limit."""
+    found: dict[str, float] = {}
+    for size in SIZES:
+        changes = [f"fleet.dedicated={size}"]
+        if arm in ARMS:
+            horizon, roomy = ARMS[arm]
+            changes += [
+                f"scheduler.cost.horizon_turns={horizon}",
+                f"scheduler.cost.roomy_horizon_turns={roomy}",
+            ]
+        scenario = scenario_of(tuple(changes), seed)
+        arrivals = make_arrivals(scenario.serving, scenario.fleet.serving, scenario.duration_s, seed)
+        row = summarize(simulate(scenario, "rose" if arm in ARMS else "fixed_sync", arrivals=arrivals))
+        found |= {f"step_s.{size}": row["step_s"], f"slo_missed.{size}": row["slo_missed"]}
+    return found
+
+
+def run_loads(arm: str, seed: int) -> dict[str, float]:
+    """Of each workload and rate of failure: the three times."""
+    horizon, roomy = ARMS[arm]
+    params, found = CostParams(horizon_turns=horizon, roomy_horizon_turns=roomy), dict[str, float]()
+    for name, load in WORKLOADS.items():
+        for churn in CHURN_PER_MIN:
+            router = make_policy("cost", random.Random(seed), params)
+            outcome = World(load, router, seed, churn, fleet_params("cost")).run()
+            found |= {f"{metric}.{name}.{churn}": getattr(outcome, metric) for metric in METRICS}
+    return found
+
+
+PARTS = {"cell": (("fixed", *ARMS), run_cell), "loads": (tuple(ARMS), run_loads)}
+
+
+def conclude(data: Details) -> dict[str, Any]:
+    summary: dict[str, Any] = {}
+
+    def add(name: str, values: list[float]) -> tuple[float, float]:
+        if len(values) < 2:
+            return -math.inf, math.inf
+        mean, half = mean_interval(values)
+        summary[name], summary[f"{name}.low"], summary[f"{name}.high"] = (
+            round(each, 4) for each in (mean, mean - half, mean + half)
+        )
+        summary[f"{name}.seeds"] = len(values)
+        return mean - half, mean + half
+
+    cell, loads = data.get("cell", {}), data.get("loads", {})
+    fixed, before = cell.get("fixed", {}), loads.get("h2", {})
+    fit: dict[str, float] = {}
+    for arm in ARMS:
+        lows, means = list[float](), list[float]()
+        for size in SIZES:
+            mine = {seed: row for seed, row in cell.get(arm, {}).items() if seed in fixed}
+            key = f"step_s.{size}"
+            low, _ = add(
+                f"{arm}.gain_over_fixed.{size}", [fixed[seed][key] / row[key] for seed, row in mine.items()]
+            )
+            key = f"slo_missed.{size}"
+            add(f"{arm}.slo_missed_added.{size}", [row[key] - fixed[seed][key] for seed, row in mine.items()])
+            lows.append(low)
+            means.append(summary.get(f"{arm}.gain_over_fixed.{size}", 0.0))
+        summary[f"{arm}.never_loses"] = min(lows) >= LEAST_GAIN
+        if arm == "h2":
+            continue
+        highs: dict[str, float] = {}
+        for metric in METRICS:
+            ratios = [
+                statistics.geometric_mean(
+                    row[key] / before[seed][key] for key in row if key.startswith(metric)
+                )
+                for seed, row in loads.get(arm, {}).items()
+                if seed in before
+            ]
+            highs[metric] = add(f"{arm}.{metric}_over_h2", ratios)[1]
+        summary[f"{arm}.does_no_harm"] = max(highs["mean_s"], highs["p90_s"]) <= MOST_HARM
+        if summary[f"{arm}.never_loses"] and summary[f"{arm}.does_no_harm"]:
+            fit[arm] = sum(means)
+    complete = all(
+        len(data.get(part, {}).get(arm, {})) >= len(SEEDS)
+        for part, (arms, _) in PARTS.items()
+        for arm in arms
+    )
+    summary["default"] = max(fit, key=lambda arm: fit[arm]) if fit else "h2"
+    summary["complete"] = complete
+    return summary
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, help="write the result here")
+    parser.add_argument("--part", choices=PARTS, action="append", help="only this one")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="stop after this long; start again to go on"
+    )
+    args = parser.parse_args()
+    report, data = Report("never_lose"), Details()
+    if args.json is not None and args.json.exists():
+        data = json.loads(args.json.read_text())["details"]
+    began = time.monotonic()
+    for number, seed in enumerate(SEEDS):
+        for part in args.part or PARTS:
+            arms, run = PARTS[part]
+            for arm in arms:
+                done = data.setdefault(part, {}).setdefault(arm, {})
+                if str(seed) in done or time.monotonic() - began > args.seconds:
+                    continue
+                done[str(seed)] = run(arm, seed)
+                if args.json is not None:
+                    write(args.json, "never_lose", conclude(data), data)
+                report.progress(f"{part}, {arm}, seed {seed}", number, len(SEEDS))
+    report.table(("key", "value"), conclude(data).items(), title="never_lose")
+
+
+if __name__ == "__main__":
+    main()
