@@ -27,6 +27,7 @@ class Share:
 
     n_dedicated: int
     n_harvested: int
+    n_borrowed: int = 0
     weight: float = 1.0
 
 
@@ -78,6 +79,7 @@ class Assigner:
                 model=worker.model,
                 run=worker.run,
                 speed=self._speed(worker),
+                left_s=worker.until_s - at_s,
             )
             actions += self.policy.handle(event)
         return actions
@@ -111,6 +113,7 @@ class Assigner:
                 job=job,
                 n_dedicated=share.n_dedicated,
                 n_harvested=share.n_harvested,
+                n_borrowed=share.n_borrowed,
                 weight=share.weight,
                 model=self._models.get(job, ""),
                 run=book.runs.get(job, ""),
@@ -140,4 +143,4 @@ class Assigner:
 
 
 def _facts(seen: pv.JobSeen) -> tuple[object, ...]:
-    return seen.n_dedicated, seen.n_harvested, seen.weight, seen.model, seen.run
+    return seen.n_dedicated, seen.n_harvested, seen.n_borrowed, seen.weight, seen.model, seen.run

@@ -20,10 +20,12 @@ Pure: no I/O, no clock; ``at_s`` comes with each call.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from rose.lineage import Version
+from rose.policy.borrowed import until_s
 from rose.policy.concurrency import Concurrency
 from rose.policy.packed import WorkerTable
 from rose.policy.speed import Speed
@@ -44,7 +46,7 @@ class FleetParams:
     """A longer gap between two ticks means that we were stopped, not the workers."""
     cap_dedicated: int = 64
     cap_harvested: int = 64
-    """Concurrent turns per worker, and no more than its engine runs at once: a turn that waits in an engine cannot
+    """Concurrent turns per worker (of borrowed ones as of dedicated ones), and no more than its engine runs at once: a turn that waits in an engine cannot
     go elsewhere.  The paper caps harvested ones at 16 (32K context); here the advertised KV budget does that."""
     adaptive_cap: bool = False
     """Lower and raise the limit inside the cap by what heartbeats say (``rose.policy.concurrency``)."""
@@ -54,6 +56,8 @@ class FleetParams:
     rest_s: float = 2.0
     """The first rest; doubled for every failure after it, until a request succeeds."""
     max_rest_s: float = 60.0
+    drain_s: float = 2.0
+    """So long before a borrowed device goes back, its turns are asked to leave."""
     reclaim_ewma_s: float = 60.0
     serving_ewma: float = 0.1
     """Of production's KV use: about the last five seconds of heartbeats."""
@@ -98,7 +102,7 @@ class Fleet:
             return []
         own_cap = cap
         if cap is None:
-            cap = self.params.cap_dedicated if tier is Tier.DEDICATED else self.params.cap_harvested
+            cap = self.params.cap_harvested if tier is Tier.HARVESTED else self.params.cap_dedicated
         cap = _at_most(cap, max_num_seqs)
         job = None if old is None else old.job  # the device keeps its job when its engine starts again
         worker = self.workers[worker_id] = Worker(
@@ -113,6 +117,7 @@ class Fleet:
             max_num_seqs=max_num_seqs,
             registered_at_s=at_s,
             heard_at_s=at_s,
+            until_s=-math.inf if tier is Tier.BORROWED else math.inf,
             job=job,
             load_at_s=at_s,
             speed=self.tier_speed[tier].copy_of(at_s),
@@ -140,6 +145,7 @@ class Fleet:
         waiting: int = 0,
         num_preemptions: int = 0,
         run: str = "",
+        lent_s: float | None = None,
     ) -> bool:
         """Update a worker; False when we do not know it (the node must register again)."""
         worker = self.workers.get(worker_id)
@@ -149,6 +155,7 @@ class Fleet:
             return True  # reordered on the way: newer facts are already in the book
         worker.seq = seq
         worker.heard_at_s = at_s
+        worker.until_s = until_s(worker, at_s, lent_s)
         if (version, run) != (worker.version, worker.run):
             worker.version, worker.run = version, run
             worker.kv_epoch += 1
@@ -156,7 +163,9 @@ class Fleet:
             worker.kv_epoch += 1
             worker.reclaim_seq = reclaim_seq
             worker.lending = LendingState.PRESSURE
-            if worker.job != "":  # what nobody wants is given back because we said so
+            if (
+                worker.job != "" and at_s < worker.until_s
+            ):  # what goes back because somebody said so is no risk
                 self._note_reclaim(worker, at_s)
         worker.kv_budget_tokens = kv_budget_tokens
         worker.kv_used_tokens = kv_used_tokens
@@ -238,7 +247,7 @@ class Fleet:
         name = "cap_dedicated" if tier is Tier.DEDICATED else "cap_harvested"
         self.params = replace(self.params, **{name: cap})
         for worker in self.workers.values():
-            if worker.tier is tier and not worker.has_own_cap:
+            if (worker.tier is Tier.HARVESTED) is (tier is Tier.HARVESTED) and not worker.has_own_cap:
                 worker.cap = _at_most(cap, worker.max_num_seqs)
                 if worker.limit is not None:
                     worker.limit.cap = worker.cap
@@ -319,7 +328,7 @@ class Fleet:
                 worker.health = Health.SUSPECT
                 self.changes += 1
                 self.table.sync(worker)
-                if worker.tier is Tier.HARVESTED:
+                if worker.tier is not Tier.DEDICATED:
                     # The likeliest cause is a reclaim in progress; a dedicated worker is given until dead_s.
                     down.append(WorkerDown(worker_id=worker.worker_id, reason="suspect"))
         return down
@@ -346,7 +355,7 @@ class Fleet:
             speed.observe(
                 at_s=at_s, seconds=seconds, num_new=num_new, crowd=crowd, num_prefilled=num_prefilled
             )
-        self.table.set_tier(worker.tier is Tier.DEDICATED, self.tier_speed[worker.tier])
+        self.table.set_tier(worker.tier.value, self.tier_speed[worker.tier])
         if self.workers.get(worker.worker_id) is worker:  # else it was replaced by a new incarnation
             self.table.sync_speed(worker)
 
@@ -359,6 +368,11 @@ class Fleet:
             keep = max(0.0, 1.0 - since_s / self.params.reclaim_ewma_s)
             worker.reclaim_rate = keep * worker.reclaim_rate + (1.0 - keep) / since_s
         worker.reclaimed_at_s = at_s
+
+    def upgrade(self) -> None:
+        """Complete the state of a decision log from before devices were borrowed."""
+        for tier in Tier:
+            self.tier_speed.setdefault(tier, Speed())
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self.workers.values())

@@ -30,6 +30,8 @@ NO_LIMIT = 2**62
 
 _SPARE_NAMES = 256
 _FIRST_ROWS = 16
+_TIERS = {"harvested": 0, "dedicated": 1, "borrowed": 2}
+"""Rows of :attr:`WorkerTable.tier_speed`."""
 
 Mask = NDArray[np.bool_]
 _NO_ROWS = np.zeros(0, dtype=np.int64)
@@ -39,16 +41,18 @@ class WorkerTable:
     """One row per worker; a removed worker's row is taken by the last one.
 
     Columns, each ``[num_rows]``: ``open`` (may take turns, has a slot), ``model`` and ``job`` (a number per name, -1: any job),
-    ``dedicated``, ``max_len`` and ``room`` in tokens, ``run`` (a number per name), ``attempt`` and ``version`` (-1 when unknown),
-    ``inflight``, ``free`` slots, ``safe`` (serving has slack), ``reclaim_rate``, ``observed_at_s``.  ``speed``,
+    ``tier`` (a row of ``tier_speed``), ``dedicated``, ``max_len`` and ``room`` in tokens, ``run`` (a number per name), ``attempt`` and ``version`` (-1 when unknown),
+    ``inflight``, ``free`` slots, ``safe`` (serving has slack), ``reclaim_rate``, ``until_s``, ``observed_at_s``.  ``speed``,
     ``[3, num_rows]``: what was learned, ``token_s``, ``crowd_s`` and ``prefill_s`` (``rose.policy.speed``).
-    ``tier_speed``, ``[2, 3]``: the same three of harvested (row 0) and dedicated (row 1) workers at large.
+    ``tier_speed``, ``[3, 3]``: the same three of harvested (row 0), dedicated (row 1) and borrowed (row 2) workers at large.
 
     ``gained`` holds the ids of workers that got better for somebody since :meth:`take_gained`.
     """
 
     any_reclaims = True
     """Some worker ever had a ``reclaim_rate``: the cost of a cut is then part of a decision."""
+    any_ends = False
+    """Some worker was ever lent for a time: whether a turn ends before that is then part of a decision."""
 
     def __init__(self) -> None:
         self.any_reclaims = False
@@ -60,7 +64,7 @@ class WorkerTable:
         self.epoch = 0
         """Grows whenever the answer of :meth:`suits` may have changed."""
         self._numbers: dict[str, int] = {}
-        self.tier_speed = np.tile(np.array(Speed().coefficients()), (2, 1))
+        self.tier_speed = np.tile(np.array(Speed().coefficients()), (len(_TIERS), 1))
         self._columns: dict[str, NDArray[Any]] = {}
         self._allocate(_FIRST_ROWS)
 
@@ -69,6 +73,7 @@ class WorkerTable:
             "open": np.bool_,
             "dedicated": np.bool_,
             "safe": np.bool_,
+            "tier": np.int64,
             "model": np.int64,
             "job": np.int64,
             "max_len": np.int64,
@@ -79,6 +84,7 @@ class WorkerTable:
             "inflight": np.int64,
             "free": np.int64,
             "reclaim_rate": np.float64,
+            "until_s": np.float64,
             "observed_at_s": np.float64,
         }
         self.everyone = np.ones(size, dtype=np.bool_)
@@ -97,15 +103,20 @@ class WorkerTable:
             setattr(self, name, column)
 
     def upgrade(self) -> None:
-        """Complete the state of a decision log from before workers named runs."""
+        """Complete the state of a decision log from before workers named runs, or were borrowed."""
         if "run" not in self._columns:
             self._columns["run"] = self.run = np.full(len(self.open), self._number(""), dtype=np.int64)
+        if "until_s" not in self._columns:
+            self._columns["until_s"] = self.until_s = np.full(len(self.open), np.inf)
+            self._columns["tier"] = self.tier = self.dedicated.astype(np.int64)
+            self.tier_speed = np.vstack((self.tier_speed, Speed().coefficients()))
 
     everyone: Mask
     numbers: NDArray[np.int64]
     open: Mask
     dedicated: Mask
     safe: Mask
+    tier: NDArray[np.int64]
     model: NDArray[np.int64]
     job: NDArray[np.int64]
     max_len: NDArray[np.int64]
@@ -116,6 +127,7 @@ class WorkerTable:
     inflight: NDArray[np.int64]
     free: NDArray[np.int64]
     reclaim_rate: NDArray[np.float64]
+    until_s: NDArray[np.float64]
     speed: NDArray[np.float64]
     observed_at_s: NDArray[np.float64]
 
@@ -140,7 +152,9 @@ class WorkerTable:
         self.open[row] = False
         self.model[row] = self._number(worker.model)
         self.max_len[row] = worker.max_model_len
+        self.tier[row] = _TIERS[worker.tier.value]
         self.dedicated[row] = worker.tier.value == "dedicated"
+        self.until_s[row] = worker.until_s
         worker.facts = worker.load = None
         self.sync(worker)
         self.sync_speed(worker)
@@ -162,7 +176,7 @@ class WorkerTable:
         """Copy everything that can change, but for the speed."""
         # Most heartbeats bring nothing new, and to compare a tuple is a tenth of looking into the columns.
         safe = worker.serving_holds_slo
-        facts = (worker.job, worker.version, worker.run, safe, worker.reclaim_rate)
+        facts = (worker.job, worker.version, worker.run, safe, worker.reclaim_rate, worker.until_s)
         if facts != worker.facts:
             worker.facts = facts
             self._sync_facts(worker, safe)
@@ -185,6 +199,11 @@ class WorkerTable:
             if safe:
                 self.gained.add(worker.worker_id)
             self.safe[row] = safe
+        if worker.until_s != self.until_s[row]:
+            if worker.until_s > self.until_s[row]:
+                self.gained.add(worker.worker_id)
+            self.until_s[row] = worker.until_s
+            self.any_ends = True
         self.reclaim_rate[row] = worker.reclaim_rate
         self.any_reclaims = self.any_reclaims or worker.reclaim_rate > 0
 
@@ -216,8 +235,8 @@ class WorkerTable:
         self.room[row] = room
         self.inflight[row], self.free[row] = inflight, free
 
-    def set_tier(self, dedicated: bool, speed: Speed) -> None:
-        self.tier_speed[int(dedicated)] = speed.coefficients()
+    def set_tier(self, tier: str, speed: Speed) -> None:
+        self.tier_speed[_TIERS[tier]] = speed.coefficients()
 
     def is_roomy(self) -> bool:
         """Could the dedicated workers take, in free slots, all turns that run on others, and one more?"""
@@ -303,6 +322,24 @@ class WorkerTable:
         fit &= self.max_len[:count] > num_tokens
         return fit
 
+    def ends_in_time(
+        self, mask: Mask, *, at_s: float, num_prompt: int, num_new: int, resident: tuple[str | None, int]
+    ) -> Mask:
+        """Those of ``mask`` where a turn that begins now is expected to end before the worker goes back.
+
+        Args:
+            num_new: Tokens that it is expected to make.
+            resident: The worker that has some of its prompt's tokens already, and how many.
+        """
+        count = len(self.workers)
+        token_s, crowd_s, prefill_s = self.speed[:, :count]
+        takes_s = num_new * (token_s + crowd_s * self.inflight[:count]) + num_prompt * prefill_s
+        name, num_tokens = resident
+        if name is not None:
+            row = self.rows[name]
+            takes_s[row] -= num_tokens * prefill_s[row]
+        return mask & (at_s + takes_s <= self.until_s[:count])
+
     def check(self, workers: Iterable[Worker]) -> None:
         """Every row says what its worker says."""
         mine = list(workers)
@@ -322,6 +359,9 @@ class WorkerTable:
             assert self.safe[row] == worker.serving_holds_slo
             assert tuple(self.speed[:, row]) == worker.speed.coefficients()
             assert self.reclaim_rate[row] == worker.reclaim_rate
+            assert self.until_s[row] == worker.until_s
+            assert self.tier[row] == _TIERS[worker.tier.value]
+            assert self.any_ends or worker.until_s in (np.inf, -np.inf)
 
 
 class Eligible(Sequence["Worker"]):
@@ -386,7 +426,7 @@ class Eligible(Sequence["Worker"]):
         trust *= 1.0 / fade_s
         np.exp(trust, out=trust)
         tiers = self.table.tier_speed
-        base = np.where(self.column("dedicated"), tiers[1][:, None], tiers[0][:, None])
+        base = tiers.T[:, self.column("tier")]
         faded = self.table.speed[:, self._which] - base
         faded *= trust
         faded += base

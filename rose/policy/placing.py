@@ -208,7 +208,19 @@ class Placer:
         for worker_id, until_s in turn.backoff_until_s.items():
             if until_s > at_s and worker_id in table.rows:
                 mask[table.rows[worker_id]] = False
-        return mask
+        return self._in_time(turn, mask, at_s) if table.any_ends else mask
+
+    def _in_time(self, turn: Turn, mask: Mask, at_s: float) -> Mask:
+        """``mask`` without workers that go back before the turn is expected to have ended."""
+        table = self.fleet.table
+        worker, resident = self.affinity.where(turn.spec.trajectory_id)
+        return table.ends_in_time(
+            mask,
+            at_s=at_s + self.fleet.params.drain_s,
+            num_prompt=turn.num_tokens,
+            num_new=turn.expected_tokens,
+            resident=(None, 0) if worker is None else (worker.worker_id, min(resident, turn.num_tokens)),
+        )
 
     def _candidate(self, turn: Turn, at_s: float) -> Candidate:
         spec = turn.spec
@@ -247,8 +259,9 @@ class Placer:
         if floor is not None and not (mask & table.at_least(floor)).any():
             return "weights"
         open_ = table.may_run(model=model, job=job, dedicated_only=dedicated_only, floor=floor, run=run)
-        if table.fits(open_, num_tokens=turn.num_tokens, need_tokens=turn.need_tokens).any():
-            return "backoff"
+        open_ = table.fits(open_, num_tokens=turn.num_tokens, need_tokens=turn.need_tokens)
+        if open_.any():
+            return "backoff" if not table.any_ends or self._in_time(turn, open_, at_s).any() else "ends"
         return "pinned" if dedicated_only and not turn.spec.dedicated_only else "capacity"
 
     def check(self) -> None:

@@ -1,28 +1,28 @@
 """Which device works for which job: one job per device, where it gains most, for as long as it gains.
 
-A *host* is a device that could run a rollout engine: dedicated, or a share of a serving GPU.  A *job* may hold up to
-``n_dedicated`` and ``n_harvested`` of them.
+A *host* is a device that could run a rollout engine: dedicated, borrowed from a trainer for a time, or a share of a serving GPU.
+A *job* may hold up to ``n_dedicated``, ``n_borrowed`` and ``n_harvested`` of them.
 
 **Gain.**  With ``n`` turns on ``k`` engines a job samples ``rate(n, k)`` tokens a second: an engine that has ``m`` turns makes
 ``m / (token_s + m * crowd_s)``, and no turn is on two engines.  One more host shortens what is to be done by the share
 ``1 - rate(n, k) / rate(n, k + 1)``; that share of ``hold_s`` (how long a demand is believed to last, or production to leave the
-host alone, whichever is shorter), times the job's weight, is the host's gain in seconds.  So a long queue gains much, a tail of
+host alone, or its owner to leave it, whichever is shorter), times the job's weight, is the host's gain in seconds.  So a long queue gains much, a tail of
 few long turns nothing: where engines have room for every turn, no harvested one is taken in.
 
 - **Activate** where the gain is above ``gain_factor`` times what the switch costs: as long as the host measured its last one, or
   ``least_s`` where it has the job's weights already.
-- **Which host**: dedicated first; then one that has the job's weights, the lowest recent KV use of production (the paper's rule),
+- **Which host**: dedicated first, then borrowed; then one that has the job's weights, the lowest recent KV use of production (the paper's rule),
   the fewest reclaims.  A serving GPU that is nearly full, or will be before the switch has paid, is no candidate.
 - **Which job** first: the one with the fewest device-seconds per weight.  Nobody's fair share is kept idle: who needs more borrows.
 - **Move** a host from one job to another where the one gains more than the other loses, the switch included; or where the
   other has had more than its share by ``unfair_s``.
-- **Release** a host that has gained next to nothing for ``idle_s``, whose production needs it, or whose job is gone or was
-  given a lower cap.
+- **Release** a host that has gained next to nothing for ``idle_s``, whose production or owner needs it, or whose job is gone or
+  was given a lower cap.
 - **Hysteresis**: a host works for a job ``min_active_s`` at least, one that was released rests for ``rest_s``; to be kept takes
   much less gain than to be taken.  A job keeps its last dedicated host.
 
-Invariants, checked by :meth:`Provisioning.check`: a host works for at most one job, of its own model; no job holds more of a
-tier than its cap; what is held is known.
+Invariants, checked by :meth:`Provisioning.check`: a host works for at most one job, of its own model, and while it is lent; no job
+holds more of a tier than its cap; what is held is known.
 
 One door, :meth:`Provisioning.handle`.  Pure.
 """
@@ -70,7 +70,7 @@ class HostSeen:
 
     ``model``: the base model of its engine.  ``run``: whose weights it has; empty: nobody's.  ``speed``: of a dedicated host of
     the same kind.  ``serving_use``: recent share of KV memory that production uses, 0 where none runs.  ``switch_s``: what its
-    last change of weights took.
+    last change of weights took.  ``left_s``: how much longer its owner leaves it.
     """
 
     at_s: float
@@ -82,6 +82,7 @@ class HostSeen:
     model: str = ""
     run: str = ""
     speed: float = 1.0
+    left_s: float = math.inf
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +102,7 @@ class JobSeen:
     weight: float = 1.0
     model: str = ""
     run: str = ""
+    n_borrowed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,7 +144,7 @@ class Activate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Release:
-    """``reason``: idle, pressure, cap, job_gone, value, fair_share; after the last two another job has it at once."""
+    """``reason``: idle, pressure, cap, job_gone, returned (to its owner), value, fair_share; after the last two another job has it at once."""
 
     host: str
     job: str
@@ -160,6 +162,7 @@ class Host:
     run: str = ""
     speed: float = 1.0
     serving_use: float = 0.0
+    left_s: float = math.inf
     use_per_s: float = 0.0
     """How fast production's use grows."""
     seen_s: float = 0.0
@@ -271,7 +274,10 @@ class Provisioning:
         host.seen_s = event.at_s
         host.model, host.run, host.speed = event.model, event.run, event.speed
         host.serving_use, host.reclaim_rate = event.serving_use, event.reclaim_rate
-        host.switch_s = event.switch_s
+        host.switch_s, host.left_s = event.switch_s, event.left_s
+        if host.left_s <= 0 and host.job is not None:
+            actions.append(self._release(host, event.at_s, "returned"))
+            host.since_s = -math.inf  # lent again, it may be taken at once
         if event.serving_use < self.params.full_fraction:
             host.full_since_s = None
         elif host.full_since_s is None:
@@ -279,9 +285,13 @@ class Provisioning:
         return actions
 
     def _job(self, event: JobSeen) -> list[Action]:
-        if event.n_dedicated < 0 or event.n_harvested < 0 or event.weight <= 0:
+        caps = {
+            Tier.DEDICATED: event.n_dedicated,
+            Tier.HARVESTED: event.n_harvested,
+            Tier.BORROWED: event.n_borrowed,
+        }
+        if min(caps.values()) < 0 or event.weight <= 0:
             raise PolicyError("caps must be 0 or more, and the weight above 0", field="job")
-        caps = {Tier.DEDICATED: event.n_dedicated, Tier.HARVESTED: event.n_harvested}
         job = self.jobs.get(event.job)
         if job is None:
             # Starts level with the neediest: a newcomer gets its share, not everybody's past.
@@ -335,7 +345,7 @@ class Provisioning:
             ]
             free.sort(
                 key=lambda h, run=job.run: (
-                    h.tier is not Tier.DEDICATED, not run or h.run != run, h.serving_use, h.reclaim_rate, h.host,
+                    _FIRST.index(h.tier), not run or h.run != run, h.serving_use, h.reclaim_rate, h.host,
                 )
             )  # fmt: skip
             found = next((host for host in free if self._net_s(job, host) > 0), None)
@@ -388,7 +398,8 @@ class Provisioning:
         cost_s = params.least_s
         if not has_weights:
             cost_s = max(cost_s, params.switch_s if host.switch_s is None else host.switch_s)
-        gain_s = (1.0 - before / after) * job.weight * max(0.0, min(params.hold_s, left_s) - cost_s)
+        gain_s = job.weight * max(0.0, min(params.hold_s, left_s, host.left_s) - cost_s)
+        gain_s *= 1.0 - before / after
         return gain_s - params.gain_factor * cost_s
 
     def _loss_s(self, job: Job, host: Host) -> float:
@@ -421,10 +432,15 @@ class Provisioning:
         """Assert the invariants of the module docstring."""
         for host in self.hosts.values():
             assert host.job is None or self.jobs[host.job].model == host.model
+            assert host.job is None or host.left_s > 0
         for job in self.jobs.values():
             for tier, cap in job.caps.items():
                 assert len(self.held(job.job, tier)) <= cap
             assert job.used_s >= 0
+
+
+_FIRST = (Tier.DEDICATED, Tier.BORROWED, Tier.HARVESTED)
+"""Which device is taken, of several that would gain a job something."""
 
 
 def _share(job: Job) -> tuple[float, str]:

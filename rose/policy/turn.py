@@ -42,6 +42,8 @@ class Turn:
     """The newest version that its job had published when the live attempt's first token arrived."""
     attempt_resident: int = 0
     """Tokens believed to be in the worker's cache at dispatch."""
+    asked_to_leave_s: float | None = None
+    """When the live attempt was asked to end with what it has, because its device goes back."""
     progress_at_s: float = 0.0
     token_ids: array[int] = field(default_factory=lambda: array("I"))
     """Packed, like the log-probs: a list would take eight times the memory."""

@@ -20,6 +20,7 @@ HOLDS = {
     "pinned": "it was cut too often, and waits for a dedicated engine",
     "run": "no engine follows the run that trains this job: see run_id in the nodes' [weights]",
     "weights": "no engine has the job's newest weights yet",
+    "ends": "the engines with room go back to their owners before it is expected to end",
     "backoff": "the engines that could take it have just failed it",
     "policy": "the routing policy keeps it waiting for a better engine",
 }
@@ -97,6 +98,8 @@ class WorkerHeartbeat:
     """Requests that the engine itself put back for want of KV room, since its start."""
     run: str = ""
     """Whose weights are in force: the run that published them; empty where the node follows none."""
+    lent_s: float | None = None
+    """How much longer a borrowed device is lent, from now; None where it is not, or its node does not say."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -302,6 +305,15 @@ class AbortAttempt:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StopAttempt:
+    """Have the engine end this attempt with the tokens that it has; the attempt is live until it does."""
+
+    turn_id: str
+    attempt: int
+    worker_id: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TokensKept:
     """The arrived tokens now belong to the turn, from ``start`` on."""
 
@@ -321,7 +333,7 @@ class TokensDropped:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Requeued:
-    """``reason``: reclaim, abort, lost, suspect, silent, restarted, busy, bad, stall, drain, assigned."""
+    """``reason``: reclaim, abort, lost, suspect, silent, restarted, busy, bad, stall, drain, run, returned."""
 
     turn_id: str
     worker_id: str
@@ -386,7 +398,15 @@ class TurnEnded:
 
 
 Action = (
-    Dispatch | AbortAttempt | TokensKept | TokensDropped | Requeued | Fenced | AnswerUnavailable | TurnEnded
+    Dispatch
+    | AbortAttempt
+    | TokensKept
+    | TokensDropped
+    | Requeued
+    | Fenced
+    | AnswerUnavailable
+    | TurnEnded
+    | StopAttempt
 )
 
 

@@ -15,7 +15,8 @@ Invariants, checked by :meth:`TurnBook.check` after any sequence of events:
 3. ``inflight`` of a worker is the number of its live attempts; ``reserved_tokens`` what they reserved.
 4. The queue holds exactly the QUEUED turns, resumed ones first, then by age.
 5. A turn is dispatched only to a worker that is ready, on duty, not under pressure, of its job, at the
-   required version or above, of the turn's model, with a free slot and KV room.
+   required version or above, of the turn's model, with a free slot and KV room; and to a borrowed one only if it is expected
+   to end there before the device goes back.
 
 An illegal event (unknown turn, same id twice, time going back) raises :class:`~rose.errors.PolicyError` and
 changes nothing.
@@ -32,6 +33,7 @@ from typing import assert_never
 from rose.errors import PolicyError
 from rose.lineage import Version, format_version
 from rose.policy.affinity import Affinity
+from rose.policy.borrowed import goes_back, must_leave
 from rose.policy.fleet import Fleet, FleetParams
 from rose.policy.placing import Entry, Placer
 from rose.policy.remaining import Remaining
@@ -52,6 +54,7 @@ from rose.policy.turn_events import (
     Event,
     Fenced,
     Requeued,
+    StopAttempt,
     TokensArrived,
     TokensDropped,
     TokensKept,
@@ -332,6 +335,8 @@ class TurnBook:
         if event.stop_reason == OTHER_RUN:
             turn.num_futile = 0 if num_new else turn.num_futile + 1
             return self._refused(turn, worker, event.at_s, "it has another run's weights")
+        if turn.asked_to_leave_s is not None or goes_back(worker, event.at_s, self.fleet.params.drain_s):
+            return self._requeue(turn, event.at_s, "returned", abort=False)
         reclaimed = event.stop_reason == RECLAIMED
         if reclaimed:
             turn.num_reclaims += 1
@@ -488,6 +493,7 @@ class TurnBook:
             waiting=event.waiting,
             num_preemptions=event.num_preemptions,
             run=event.run,
+            lent_s=event.lent_s,
         )
         worker = self.fleet.workers.get(event.worker_id)
         if worker is None or worker.run == before:
@@ -620,10 +626,27 @@ class TurnBook:
                 self.fleet.forget(worker.worker_id)
         if down:
             self._fleet_shrank()
+        if self.fleet.table.any_ends:
+            actions.extend(self._return_devices(at_s))
         while self._alarms and self._alarms[0][0] <= at_s:
             turn = self.turns.get(heapq.heappop(self._alarms)[1])
             if turn is not None:
                 actions.extend(self._look_at(turn, at_s))
+        return actions
+
+    def _return_devices(self, at_s: float) -> list[Action]:
+        """Turns leave the borrowed devices that go back."""
+        actions, drain_s = list[Action](), self.fleet.params.drain_s
+        for worker in [worker for worker in self.fleet if goes_back(worker, at_s, drain_s)]:
+            live = [self.turns[turn_id] for turn_id in sorted(self._live.get(worker.worker_id, ()))]
+            ask, move = must_leave(live, at_s, drain_s)
+            for turn in ask:
+                turn.asked_to_leave_s = at_s
+                actions.append(
+                    StopAttempt(turn_id=turn.spec.turn_id, attempt=turn.attempt, worker_id=worker.worker_id)
+                )
+            for turn in move:
+                actions.extend(self._requeue(turn, at_s, "returned", abort=True))
         return actions
 
     def _watch(self, turn: Turn, at_s: float) -> None:
@@ -699,7 +722,7 @@ class TurnBook:
         turn.state = TurnState.DISPATCHED
         turn.worker, turn.dispatch_version, turn.dispatch_run = worker, worker.version, worker.run
         turn.attempt_start, turn.attempt_at_s, turn.progress_at_s = len(turn.token_ids), at_s, at_s
-        turn.reserved_tokens = turn.need_tokens
+        turn.reserved_tokens, turn.asked_to_leave_s = turn.need_tokens, None
         if turn.first_dispatch_at_s is None:
             turn.first_dispatch_at_s = at_s
         if turn.attempt > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -15,6 +16,8 @@ class Tier(StrEnum):
     """A GPU that the RL job owns."""
     HARVESTED = "harvested"
     """A share of a serving GPU; can be taken back at any moment."""
+    BORROWED = "borrowed"
+    """A training GPU that its trainer does not need until a time that it names."""
 
 
 class Health(StrEnum):
@@ -59,6 +62,8 @@ class Worker:
     """Adapts the cap to what the engine says; None: the cap is fixed."""
     serving_use: float = 0.0
     """Recent share of the device's KV memory that production uses."""
+    until_s: float = math.inf
+    """When its owner has a borrowed device back; infinitely long ago until its node has said.  Of others: never."""
     job: str | None = None
     """The only job it works for; None: any."""
     version: Version | None = None
@@ -91,9 +96,9 @@ class Worker:
     """Requests that failed since the last that did not; probes do not count."""
     rests_until_s: float | None = None
     """Takes no new turn until then."""
-    facts: tuple[str | None, Version | None, str, bool, float] | None = None
+    facts: tuple[str | None, Version | None, str, bool, float, float] | None = None
     load: tuple[bool, int, int, int] | None = None
-    """What the table (``rose.policy.packed``) has of it: job, version, run, whether production's promises hold, reclaim rate;
+    """What the table (``rose.policy.packed``) has of it: job, version, run, whether production's promises hold, reclaim rate, end;
     and whether it is open, its room in tokens, turns in flight, free slots.  None: not there yet."""
 
     @property

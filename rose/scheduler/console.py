@@ -30,7 +30,7 @@ app = typer.Typer(
 Url = Annotated[str, typer.Option(help="Of rose-scheduler.", envvar="ROSE_SCHEDULER_URL")]
 TokenFile = Annotated[Path | None, typer.Option(help="Tokens by role; else ROSE_TOKEN_FILE.")]
 DEFAULT_URL = "http://127.0.0.1:8800"
-_TIER_COLOURS = {"dedicated": "blue", "harvested": "dark_orange"}
+_TIER_COLOURS = {"dedicated": "blue", "harvested": "dark_orange", "borrowed": "magenta"}
 
 
 class Client:
@@ -81,7 +81,7 @@ def show(
             continue
         unlikely = min(1.0, -row["logprob"] / 6)
         colour = f"rgb({int(60 + 195 * unlikely)},{int(200 - 120 * unlikely)},90)"
-        text.append(word, Style(color=colour, underline=row["tier"] == "harvested"))
+        text.append(word, Style(color=colour, underline=row["tier"] != "dedicated"))
         where = [row["turn"], row.get("version"), row["tier"], row["worker"], row["attempt"]]
         if runs and runs[-1][0] == where:
             runs[-1][1].append(row["logprob"])
@@ -95,7 +95,9 @@ def show(
         cells = [_cell(each) for each in (number, version, worker, attempt, len(logprobs), mean)]
         table.add_row(*cells[:2], named, *cells[2:])
     console.print(table)
-    console.print("dim: prompt, mask 0; green to red: likely to unlikely; underlined: harvested", style="dim")
+    console.print(
+        "dim: prompt, mask 0; green to red: likely to unlikely; underlined: not dedicated", style="dim"
+    )
     if len(shown.get("branches", [])) > 1:
         console.print(f"other branches end with turns {shown['branches']}; see --turn", style="dim")
 

@@ -367,6 +367,7 @@ class ControlRoutes:
                 num_preemptions=body.num_preemptions,
                 serving_use=body.serving_use,
                 run=body.run or "",
+                lent_s=body.lent_s,
             )
         )
         if known:
@@ -485,6 +486,7 @@ def worker_status(worker: Worker, now_s: float) -> dict[str, Any]:
         "version": None if worker.version is None else format_version(worker.version),
         "run": worker.run,
         "job": worker.job,
+        "lent_s": max(0.0, round(worker.until_s - now_s, 3)) if worker.tier is Tier.BORROWED else None,
         "inflight": worker.inflight,
         "cap": worker.cap,
         "reserved_tokens": worker.reserved_tokens,

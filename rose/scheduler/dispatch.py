@@ -346,6 +346,10 @@ class Dispatcher:
                 endpoint = self.endpoints.get(action.worker_id)
                 if endpoint is not None:
                     self._spawn(self.engines.abort(endpoint, f"{action.turn_id}-{action.attempt}"))
+            case te.StopAttempt():
+                endpoint = self.endpoints.get(action.worker_id)
+                if endpoint is not None:
+                    self._spawn(self.engines.abort(endpoint, f"{action.turn_id}-{action.attempt}"))
             case te.TokensDropped():
                 handle = self.handles[action.turn_id]
                 handle.entries.clear()

@@ -78,6 +78,9 @@ class Timeouts(Section):
     stall_s: float = Field(default=30.0, gt=0)
     suspect_s: float = Field(default=2.0, gt=0)
     dead_s: float = Field(default=10.0, gt=0)
+    device_return_s: float = Field(default=2.0, ge=0)
+    """So long before a borrowed device goes back to its owner, its turns leave it; a turn is placed there only if it is expected to
+    have ended by then."""
     backoff_s: float = Field(default=1.0, gt=0)
     """A worker that cut a turn, or failed it, is left alone by that turn for this long; doubling to 8
     times."""
@@ -131,6 +134,7 @@ class JobShare(Section):
 
     n_dedicated: int = Field(default=65_536, ge=0)
     n_harvested: int = Field(default=65_536, ge=0)
+    n_borrowed: int = Field(default=65_536, ge=0)
     weight: float = Field(default=1.0, gt=0)
     """Of its share of device-seconds, where jobs compete."""
 
@@ -155,7 +159,7 @@ class ProvisioningConfig(Section):
 
     def share_of(self, job: str) -> Share:
         share = self.jobs.get(job, self.default)
-        return Share(n_dedicated=share.n_dedicated, n_harvested=share.n_harvested, weight=share.weight)
+        return Share(**share.model_dump())
 
     def assigner(self, book: TurnBook) -> Assigner:
         """What gives the workers of ``book`` to jobs: the daemon's and the simulator's."""
@@ -245,6 +249,7 @@ class SchedulerConfig(Section):
         return FleetParams(
             suspect_s=self.timeouts.suspect_s,
             dead_s=self.timeouts.dead_s,
+            drain_s=self.timeouts.device_return_s,
             cap_dedicated=self.cap_dedicated,
             cap_harvested=self.cap_harvested,
             adaptive_cap=self.adaptive_cap,

@@ -70,6 +70,9 @@ class Status:
         self._decisions = Gauge(
             "rose_provisioning_decisions", "So far, by kind", ["decision"], registry=registry
         )
+        self._lent_s = Gauge(
+            "rose_borrowed_seconds", "Least time until a borrowed device goes back", registry=registry
+        )
         self._depth = Gauge("rose_queue_depth", "Turns that wait", registry=registry)
         self._kv_budget = Gauge("rose_kv_budget_tokens", "Advertised", ["tier"], registry=registry)
         self._kv_used = Gauge("rose_kv_used_tokens", "In use", ["tier"], registry=registry)
@@ -124,7 +127,7 @@ class Status:
                 self._count_tokens("discarded", action.num_tokens)
             case te.TurnEnded():
                 self._ended(action)
-            case te.AbortAttempt() | te.TokensKept() | te.AnswerUnavailable():
+            case te.AbortAttempt() | te.StopAttempt() | te.TokensKept() | te.AnswerUnavailable():
                 pass
 
     def _ended(self, action: te.TurnEnded) -> None:
@@ -208,6 +211,9 @@ class Status:
             gauge.clear()
             for name, value in values.items():
                 gauge.labels(name).set(value)
+        now_s = dispatcher.now_s()
+        left = [w.until_s - now_s for w in dispatcher.book.fleet if w.tier is Tier.BORROWED]
+        self._lent_s.set(max(0.0, min(left)) if left else math.nan)
         self._workers.clear()
         for tier in Tier:
             mine = [worker for worker in dispatcher.book.fleet if worker.tier is tier]

@@ -27,7 +27,7 @@ class Registration(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaul
     worker_id: ShortName
     url: LongName
     """``http://host:port``, as the scheduler reaches it."""
-    tier: Literal["dedicated", "harvested"]
+    tier: Literal["dedicated", "harvested", "borrowed"]
     model: Name
     max_model_len: Annotated[int, Meta(ge=2, le=2**24)]
     incarnation: ShortName
@@ -65,6 +65,9 @@ class Heartbeat(Struct, kw_only=True, omit_defaults=True):
     """No step runs now, for production's sake."""
     switch_s: Seconds | None = None
     """What the last change of the run took here, measured; None: there was none since the node started."""
+    lent_s: Seconds | None = None
+    """Of a borrowed device: how much longer its owner leaves it, from now.  Seconds and no time of day: two machines have two clocks.
+    None: it is not lent."""
     reclaim_seq: Count = 0
     """How often memory was given back with turns in it."""
     slack_s: Slack | None = None

@@ -34,7 +34,22 @@ def eligible(book: TurnBook, turn: Turn, worker: Worker, at_s: float) -> bool:
         and all(worker.version is not None and worker.version >= floor for floor in floors)
         and turn.backoff_until_s.get(worker.worker_id, at_s) <= at_s
         and (budget is None or worker.reserved_tokens + num_tokens + turn.expected_tokens <= budget)
+        and ends_in_time(book, turn, worker, at_s)
     )
+
+
+def ends_in_time(book: TurnBook, turn: Turn, worker: Worker, at_s: float) -> bool:
+    """Is the turn expected to be over by the time when turns leave the device?"""
+    if worker.tier is not Tier.BORROWED:
+        return True
+    home, resident = book.affinity.where(turn.spec.trajectory_id)
+    num_tokens = turn.spec.num_prompt_tokens + len(turn.token_ids)
+    fresh = num_tokens - (min(resident, num_tokens) if home is worker else 0)
+    speed = worker.speed
+    takes_s = fresh * speed.prefill_s + turn.expected_tokens * (
+        speed.token_s + worker.inflight * speed.crowd_s
+    )
+    return at_s + takes_s <= worker.until_s - book.fleet.params.drain_s + 1e-9
 
 
 def safe(worker: Worker) -> bool:
@@ -54,7 +69,7 @@ def paper(turn: Candidate, workers: list[Worker]) -> set[str]:
         return {affine.worker_id}  # type: ignore[union-attr]
     pool = usable
     if affine is not None and affine.tier is Tier.DEDICATED and affine not in workers:
-        pool = [item for item in usable if item.tier is Tier.HARVESTED] or usable
+        pool = [item for item in usable if item.tier is not Tier.DEDICATED] or usable
     return least_loaded(pool)
 
 

@@ -119,6 +119,44 @@ def test_the_tail_of_a_job_lets_harvested_devices_go(book: pv.Provisioning) -> N
     assert book.held("j") == ["d"]
 
 
+def test_a_device_that_slows_a_job_is_released() -> None:
+    """Of what is left, more is done without it: each of the last turns is quicker on the fast device."""
+    book = pv.Provisioning(params=PARAMS)
+    job(book, "j", 1, 1)
+    seen(book, "d", Tier.DEDICATED)
+    seen(book, "h", speed=0.3)
+    tick(book, 1.0, MANY)
+    assert taken(tick(book, 2.0, MANY)) == ["h"]
+    facts = book.jobs["j"]
+    tick(book, 3.0, 2)
+    assert facts.rate(2, 1.3) < facts.rate(1, 1.0)
+    assert tick(book, 35.0, 2) == [pv.Release(host="h", job="j", reason="idle")]
+
+
+def test_a_borrowed_device_comes_before_a_serving_gpu_and_is_worth_the_time_that_it_is_lent() -> None:
+    book = pv.Provisioning(params=PARAMS)
+    book.handle(pv.JobSeen(at_s=0.0, job="j", n_dedicated=0, n_harvested=1, n_borrowed=1))
+    seen(book, "h")
+    seen(book, "b", Tier.BORROWED, left_s=7.0)
+    assert taken(tick(book, 1.0, MANY)) == ["h"]  # in 7 s a switch of 4 s has not paid
+    seen(book, "b", Tier.BORROWED, at_s=2.0, left_s=60.0)
+    assert taken(tick(book, 3.0, MANY)) == ["b"]
+    assert book.handle(pv.HostSeen(at_s=40.0, host="b", tier=Tier.BORROWED, left_s=0.0)) == [
+        pv.Release(host="b", job="j", reason="returned")
+    ]
+    assert tick(book, 41.0, MANY) == []
+    seen(book, "b", Tier.BORROWED, at_s=42.0, left_s=60.0)
+    assert taken(tick(book, 43.0, MANY)) == ["b"]  # it needs no rest
+
+
+def test_a_job_takes_no_more_borrowed_devices_than_it_may() -> None:
+    book = pv.Provisioning(params=PARAMS)
+    book.handle(pv.JobSeen(at_s=0.0, job="j", n_dedicated=0, n_harvested=9, n_borrowed=1))
+    for name in ("a", "b"):
+        seen(book, name, Tier.BORROWED, left_s=600.0)
+    assert taken([*tick(book, 1.0, MANY), *tick(book, 2.0, MANY)]) == ["a"]
+
+
 def test_one_spike_activates_nothing(book: pv.Provisioning) -> None:
     tick(book, 1.0, MANY)
     tick(book, 2.0, 0)
@@ -294,22 +332,37 @@ class AnySequence(RuleBasedStateMachine):
                     assert self.holds.pop(action.host) == action.job
                     if action.reason in ("value", "fair_share"):
                         self.handed.add(action.host)
+                    if action.reason == "returned":
+                        del self.changed[action.host]  # it needs no rest
                     if action.reason in ("idle", "pressure", "value", "fair_share"):
                         assert self.now_s - last_s >= PARAMS.min_active_s
 
         assert not self.handed
 
     @rule(
-        host=st.sampled_from("pqrs"),
+        host=st.sampled_from("pqrst"),
         use=st.sampled_from([0.0, 0.5, 0.9]),
         model=st.sampled_from(["", "", "other"]),
         run=st.sampled_from(["", "a", "b"]),
+        left_s=st.sampled_from([0.0, 30.0]),
     )
-    def host(self, host: str, use: float, model: str, run: str) -> None:
-        tier = Tier.DEDICATED if host in "pq" else Tier.HARVESTED
-        self.feed(pv.HostSeen(at_s=self.now_s, host=host, tier=tier, serving_use=use, model=model, run=run))
+    def host(self, host: str, use: float, model: str, run: str, left_s: float) -> None:
+        tier = Tier.DEDICATED if host in "pq" else Tier.BORROWED if host == "t" else Tier.HARVESTED
+        if tier is not Tier.BORROWED:
+            left_s = math.inf
+        self.feed(
+            pv.HostSeen(
+                at_s=self.now_s,
+                host=host,
+                tier=tier,
+                serving_use=use,
+                model=model,
+                run=run,
+                left_s=left_s,
+            )
+        )
 
-    @rule(host=st.sampled_from("pqrs"))
+    @rule(host=st.sampled_from("pqrst"))
     def gone(self, host: str) -> None:
         self.feed(pv.HostGone(at_s=self.now_s, host=host))
         self.holds.pop(host, None)
@@ -320,7 +373,15 @@ class AnySequence(RuleBasedStateMachine):
     )
     def job(self, job: str, own: int, shared: int, weight: int) -> None:
         self.feed(
-            pv.JobSeen(at_s=self.now_s, job=job, n_dedicated=own, n_harvested=shared, weight=weight, run=job)
+            pv.JobSeen(
+                at_s=self.now_s,
+                job=job,
+                n_dedicated=own,
+                n_harvested=shared,
+                n_borrowed=shared,
+                weight=weight,
+                run=job,
+            )
         )
 
     @rule(job=st.sampled_from("ab"), num_turns=st.sampled_from([0, 3, 50, MANY]), over=st.booleans())

@@ -52,8 +52,17 @@ class AnySequence(RuleBasedStateMachine):
                     assert worker.version is not None
                     assert worker.version >= self.required
                     assert worker.inflight <= worker.slots <= worker.cap
+                    assert event.at_s <= worker.until_s - self.book.fleet.params.drain_s
                     assert action.num_kept_tokens == len(turn.token_ids)
                     assert action.max_tokens == turn.spec.max_tokens - len(turn.token_ids)
+                case te.StopAttempt():
+                    turn = self.book.turns[action.turn_id]
+                    assert (turn.attempt, turn.worker and turn.worker.worker_id) == (
+                        action.attempt,
+                        action.worker_id,
+                    )
+                    assert turn.worker is not None
+                    assert turn.worker.tier is Tier.BORROWED
                 case te.TokensKept():
                     assert isinstance(event, te.TokensArrived)
                     mine = self.delivered.setdefault(action.turn_id, [])
@@ -92,8 +101,18 @@ class AnySequence(RuleBasedStateMachine):
         used=st.integers(0, 100),
         reclaims=st.integers(0, 2),
         state=st.sampled_from(["ready", "ready", "ready", "starting"]),
+        lent_s=st.one_of(st.none(), st.floats(0.0, 12.0)),
     )
-    def beat(self, name: str, ahead: int, budget: int | None, used: int, reclaims: int, state: str) -> None:
+    def beat(
+        self,
+        name: str,
+        ahead: int,
+        budget: int | None,
+        used: int,
+        reclaims: int,
+        state: str,
+        lent_s: float | None,
+    ) -> None:
         worker = self.book.fleet.workers.get(name)
         if worker is None:
             return
@@ -111,6 +130,7 @@ class AnySequence(RuleBasedStateMachine):
                 kv_used_tokens=used,
                 reclaim_seq=worker.reclaim_seq + (reclaims == 2),
                 num_preemptions=used // 50,
+                lent_s=lent_s,
             )
         )
 

@@ -58,6 +58,7 @@ def live(directory: Path, policy: str, *, events: int = 400, max_bytes: int = 10
                     kv_budget_tokens=2000,
                     reclaim_seq=number // 40,
                     slack_s=0.25,
+                    lent_s=3.0,
                 ),
             }.get(kind) or te.TurnSubmitted(
                 at_s=now_s,
