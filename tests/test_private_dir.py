@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from rose.auth import Tokens
-from rose.coserve.control import ControlClient
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.records import Mode, NodeState
 from rose.errors import ConfigError, LedgerError
+from rose.node_client import ControlClient
 from rose.private_dir import private_dir
 from tests.users import ANOTHER, STRANGER, act_as, needs_root, volume
 

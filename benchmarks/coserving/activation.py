@@ -32,7 +32,6 @@ from benchmarks.coserving.rollouts import Registry, Trajectories
 from benchmarks.coserving.world import VOCAB, BenchPlan
 from benchmarks.lib.report import Report
 from rose.auth import Tokens, bearer
-from rose.coserve.control import ControlClient
 from rose.coserve.node_dir import NodeDir
 from rose.demo import parts
 from rose.demo.demo_config import DemoConfig, ProductionSettings, RolloutSettings
@@ -40,6 +39,7 @@ from rose.demo.fleet import Fleet
 from rose.demo.models import POLICY, PRODUCTION, ensure_model
 from rose.demo.workplace import Workplace
 from rose.evaluation.statistics import percentile
+from rose.node_client import ControlClient
 from rose.shared_memory import SharedMemorySweep
 
 POLICY_RECIPE = replace(

@@ -35,12 +35,12 @@ from benchmarks.coserving.rollouts import Registry, Trajectories
 from benchmarks.coserving.world import VOCAB, BenchPlan
 from benchmarks.lib.report import Report
 from rose.auth import Tokens
-from rose.coserve.control import ControlClient
 from rose.coserve.node_dir import NodeDir
 from rose.demo import parts
 from rose.demo.demo_config import DemoConfig, ProductionSettings, RolloutSettings
 from rose.demo.fleet import Part
 from rose.demo.workplace import Workplace
+from rose.node_client import ControlClient
 from rose.proc import Child
 from rose.shared_memory import SharedMemorySweep
 

@@ -22,13 +22,13 @@ import aiohttp
 from benchmarks.coserving.plan import HALF, WHOLE, Arm, Schedule
 from benchmarks.coserving.rollouts import Registry
 from rose.auth import Tokens
-from rose.coserve.control import ControlClient
 from rose.coserve.node_dir import NodeDir
 from rose.demo import parts
 from rose.demo.demo_config import DemoConfig
 from rose.demo.fleet import Fleet, Part
 from rose.demo.models import POLICY, PRODUCTION, ensure_model
 from rose.demo.traffic import TrafficPlan, write_phase
+from rose.node_client import ControlClient
 
 PRODUCTION_RECIPE = replace(PRODUCTION, name="bench-production", num_layers=16)
 """Twice the demo's layers: one decode step takes 20 ms or more, which is where policies begin to differ."""

@@ -28,7 +28,6 @@ from benchmarks import coserve
 from benchmarks.gpu import figures, models
 from benchmarks.gpu.common import GIB, RATE, TRACE, Figures, keep, logs_folder, rehearsing, torch_on_gpu
 from rose.auth import Tokens, bearer
-from rose.coserve.control import ControlClient
 from rose.demo import parts
 from rose.demo.demo_config import DemoConfig, ProductionSettings, RolloutSettings, TrafficSettings
 from rose.demo.fleet import Fleet, Part
@@ -37,6 +36,7 @@ from rose.demo.workplace import Workplace
 from rose.errors import EngineError
 from rose.evaluation.arms import read_records, to_samples
 from rose.evaluation.arrivals import load_trace
+from rose.node_client import ControlClient
 from rose.shared_memory import SharedMemorySweep
 
 ARMS = ("alone_1", "alone_2", "naive", "static", "paper", "rose")

@@ -127,6 +127,7 @@ class NodeAgent(Node):
             )
         control = ControlServer(self, config.socket_path, self._tokens)
         await control.start()
+        self.released = self.lent_s == 0.0
         self._log_anew()
         self._set_mode()
         loop = asyncio.get_running_loop()
@@ -421,14 +422,29 @@ class NodeAgent(Node):
                 f"run {answer.run} is wanted, and no [weights] say where it is published"
             )
 
+    def lend(self, seconds: float) -> None:
+        """Its owner leaves a borrowed device to the engine for so long from now; 0: it wants it back.
+
+        Raises:
+            RequestError: The device has no owner that could.
+        """
+        if not self.config.borrowed:
+            raise RequestError(
+                "this device is not borrowed", field="seconds", fix="borrowed = true in node.toml"
+            )
+        self.lent_until_s = time.monotonic() + seconds
+        self._heed_assignment()
+
     def _heed_assignment(self) -> None:
-        released = self._unwanted_s is not None and time.monotonic() - self._unwanted_s >= RELEASE_AFTER_S
-        if released != self.released:
-            self.released = released
-            if released:
-                logger.info("no job wants this device: its engine gives back what it holds")
+        unwanted = self._unwanted_s is not None and time.monotonic() - self._unwanted_s >= RELEASE_AFTER_S
+        owned = self.lent_s == 0.0
+        if (unwanted or owned) != self.released:
+            self.released = unwanted or owned
+            if self.released:
+                who = "its owner has this device" if owned else "no job wants this device"
+                logger.info("%s: its engine gives back what it holds", who)
             else:
-                logger.info("job %s wants this device", self.assignment.job)
+                logger.info("this device is the engine's, for job %s", self.assignment.job or "any")
             self._set_mode()
 
     # -- commands (rose.coserve.control) --------------------------------------------------------------

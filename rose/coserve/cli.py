@@ -17,9 +17,9 @@ import typer
 
 from rose.auth import Tokens
 from rose.config import load_config
-from rose.coserve.control import ControlClient
 from rose.coserve.node_config import NodeConfig
 from rose.errors import ConfigError
+from rose.node_client import ControlClient
 from rose.open_files import raise_limit
 from rose.units import PAGE_BYTES, format_bytes, format_s
 
@@ -99,6 +99,31 @@ def off(
         raise typer.Exit(1)
 
 
+@app.command()
+def lend(
+    seconds: Annotated[float, typer.Argument(min=0.0, help="From now; renew it in time. 0 takes it back.")],
+    directory: Dir = None,
+    token_file: TokenFile = None,
+    wait: Annotated[
+        float, typer.Option(help="Seconds to wait for the memory, where it is taken back.")
+    ] = 10.0,
+    as_json: Json = False,
+) -> None:
+    """Leave a training GPU to its rollout engine for a time (node.toml: borrowed = true).
+
+    Turns leave it before the time is over.  Exit code 1 if the device was taken back and the engine still holds something.
+    """
+    answer = _client(directory, token_file).lend(seconds, wait)
+    if as_json:
+        typer.echo(json.dumps(answer, indent=2))
+    elif seconds:
+        typer.echo(f"lent for {format_s(seconds)}")
+    else:
+        typer.echo("all memory is back" if answer["given_back"] else "NOT all memory is back")
+    if not seconds and not answer["given_back"]:
+        raise typer.Exit(1)
+
+
 @app.command(name="set")
 def set_(
     directory: Dir = None,
@@ -162,9 +187,10 @@ def _show(status: dict[str, Any], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(status, indent=2))
         return
+    lent = "" if status["lent_s"] is None else f", lent for {format_s(status['lent_s'])}"
     lending, serving, rollout, engine = (status[k] for k in ("lending", "serving", "rollout", "engine"))
     typer.echo(
-        f"node      {status['node_id']} ({status['tier']}), mode {status['mode']}, epoch {status['epoch']}"
+        f"node      {status['node_id']} ({status['tier']}{lent}), mode {status['mode']}, epoch {status['epoch']}"
     )
     typer.echo(
         f"lending   {lending['lend_pages']} of at most {lending['cap_pages']} pages: {lending['reason']}; "

@@ -9,6 +9,8 @@ Routes, all with the bearer token of role ``node`` (or ``admin``); bodies are JS
     ``rl_step`` says that an RL step begins (a node with a relay knows by itself).
 ``POST /off {wait_s?, engine?}``
     Mode off, then wait until the rollout engine holds nothing; answers proof before and after.
+``POST /lend {seconds, wait_s?}``
+    A borrowed device's owner leaves it for so long from now; 0 takes it back and waits until the engine holds nothing.
 
 The socket is readable by the owner alone and the token is asked for as well: a shared volume may have
 more than one tenant.  Errors have OpenAI's shape.
@@ -25,17 +27,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-import httpx
 from aiohttp import web
 from pydantic import Field
 
-from rose.auth import Tokens, bearer
+from rose.auth import Tokens
 from rose.config import Section, validate
 from rose.coserve.records import Mode
-from rose.errors import ConfigError, EngineError, RequestError, RoseError, TooLarge
+from rose.errors import ConfigError, RequestError, RoseError, TooLarge
+from rose.node_client import by_descriptor
 from rose.policy.admission import Rule
 from rose.private_dir import private_dir
-from rose.wire.errors import error_body, read_refusal
+from rose.wire.errors import error_body
 
 logger = logging.getLogger("rose.node")
 
@@ -68,6 +70,11 @@ class OffBody(Section):
     """False also ends the engine's process."""
 
 
+class LendBody(Section):
+    seconds: float = Field(ge=0, le=86_400)
+    wait_s: float = Field(default=10.0, ge=0, le=600)
+
+
 class Engine(Protocol):
     def set_sched(self, sched: Literal["normal", "idle"], /) -> None: ...
 
@@ -97,6 +104,8 @@ class Agent(Protocol):
 
     async def set_engine(self, wanted: bool) -> None: ...
 
+    def lend(self, seconds: float) -> None: ...
+
     async def wait_given_back(self, timeout_s: float) -> bool: ...
 
     async def proof(self, timeout_s: float = ..., /) -> dict[str, Any]: ...
@@ -124,6 +133,7 @@ class ControlServer:
         app.router.add_get("/status", self._guarded(self._status))
         app.router.add_post("/set", self._guarded(self._set))
         app.router.add_post("/off", self._guarded(self._off))
+        app.router.add_post("/lend", self._guarded(self._lend))
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
         self._site = await self._listen(self._runner)
@@ -131,7 +141,7 @@ class ControlServer:
     async def _listen(self, runner: web.AppRunner) -> web.UnixSite:
         self._unlink()
         folder = self._directory.make()
-        site = web.UnixSite(runner, _by_descriptor(folder, self._path.name))
+        site = web.UnixSite(runner, by_descriptor(folder, self._path.name))
         mask = os.umask(0o177)
         try:
             await site.start()
@@ -211,6 +221,12 @@ class ControlServer:
             given_back = True  # the kernel has it: the process is gone
         return {"given_back": given_back, "before": before, "after": await self._agent.proof()}
 
+    async def _lend(self, request: web.Request) -> dict[str, Any]:
+        body = await _body(request, LendBody)
+        self._agent.lend(body.seconds)
+        given_back = not body.seconds and await self._agent.wait_given_back(body.wait_s)
+        return {"lent_s": body.seconds, "given_back": given_back}
+
     def _guarded(
         self, handler: Callable[[web.Request], Awaitable[dict[str, Any]]]
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
@@ -239,63 +255,3 @@ async def _body(request: web.Request, kind: type[Any]) -> Any:
         return validate(kind, table)
     except ConfigError as error:
         raise RequestError(error.message, field=error.field, fix=error.fix) from None
-
-
-def _by_descriptor(folder: int, name: str) -> str:
-    """A socket has no call that takes a directory's descriptor."""
-    return f"/proc/self/fd/{folder}/{name}"
-
-
-class ControlClient:
-    """The operator's side: blocking calls to the agent of ``directory``, which runs as the same user.
-
-    Raises:
-        EngineError: No agent answers there.
-        LedgerError: The directory is not this user's alone: whoever listens there would get the token.
-        RequestError: It refuses.
-    """
-
-    def __init__(self, directory: Path, tokens: Tokens) -> None:
-        self._path = directory / "agent.sock"
-        self._directory = private_dir(directory)
-        self._token = tokens.node
-        self._client: httpx.Client | None = None
-
-    def status(self) -> dict[str, Any]:
-        return self._call("GET", "/status", None, 10.0)
-
-    def set(self, **values: Any) -> dict[str, Any]:
-        return self._call("POST", "/set", values, 60.0)
-
-    def off(self, wait_s: float, engine: bool = True) -> dict[str, Any]:
-        return self._call("POST", "/off", {"wait_s": wait_s, "engine": engine}, wait_s + 60.0)
-
-    def close(self) -> None:
-        if self._client is not None:
-            self._client.close()
-            self._client = None
-
-    def _connection(self) -> httpx.Client:
-        socket = _by_descriptor(
-            self._directory.fd(), self._path.name
-        )  # looked at in each call; the number stays
-        if self._client is None:
-            self._client = httpx.Client(
-                transport=httpx.HTTPTransport(uds=socket), base_url="http://node", headers=bearer(self._token)
-            )
-        return self._client
-
-    def _call(self, method: str, path: str, body: Any, timeout_s: float) -> dict[str, Any]:
-        try:
-            response = self._connection().request(method, path, json=body, timeout=timeout_s)
-            answer = response.json()
-        except (httpx.HTTPError, OSError, ValueError) as error:
-            raise EngineError(
-                f"no node agent answers at {self._path}", field="dir", fix="rose node run --config node.toml"
-            ) from error
-        if response.status_code >= 400:
-            said, status = read_refusal(answer), response.status_code
-            raise RequestError(
-                said.message or f"HTTP {status}", field=said.field, status=status, code=said.code or "refused"
-            )
-        return answer

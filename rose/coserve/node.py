@@ -58,7 +58,9 @@ class Node:
         self.assignment = HeartbeatAnswer()
         """Whom rose-scheduler wants this device to serve, by its last answer."""
         self.released = False
-        """No job wants this device: nothing is lent to its engine, which stays where it is."""
+        """No job wants this device, or its owner has it: nothing is lent to its engine, which stays where it is."""
+        self.lent_until_s: float | None = None
+        """Of a borrowed device, by the monotonic clock; None: its owner has not lent it yet."""
         self.errors: dict[str, str] = {}
         self.device = DeviceView(self.dir, self.errors)
         self.free = FreeFigure(config.device.reserve, self.errors)
@@ -118,6 +120,13 @@ class Node:
         warm = self.mode == Mode.OFF and self.config.engine.warm
         return self.want_engine and (self.mode == Mode.ON or warm)
 
+    @property
+    def lent_s(self) -> float | None:
+        """How much longer a borrowed device is lent; None of one that is not borrowed."""
+        if not self.config.borrowed:
+            return None
+        return max(0.0, (self.lent_until_s or 0.0) - time.monotonic())
+
     def waits_for(self) -> str | None:
         """Why the engine may not be started now: it takes nothing of the device before an operator says ``on``, and serving
         sizes its memory first."""
@@ -125,6 +134,8 @@ class Node:
             return f"mode is {self.mode.name.lower()}" if self.want_engine else "an operator stopped it"
         if self.config.serving is not None and (reason := self._waits_for_serving()) is not None:
             return reason
+        if self.lent_s == 0.0:
+            return "its owner does not lend it now"
         left_s = self.engine.restarts.next_start_s - time.monotonic()
         return f"a pause of {format_s(left_s)} before it is started again" if left_s > 0 else None
 

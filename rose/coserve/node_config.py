@@ -6,10 +6,10 @@ import ipaddress
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rose.config import Section
 from rose.decisions.decision_config import DecisionConfig
@@ -209,6 +209,8 @@ class NodeConfig(Section):
     mode: Literal["off", "observe", "on"] = "on"
     """At start; ``rose node on|off|set`` changes it."""
     serving: ServingConfig | None = None
+    borrowed: bool = False
+    """A training GPU: the engine has it only while its owner lends it (``rose node lend``, ``lend.node_dir`` of ``rose train``)."""
     engine: EngineConfig
     device: DeviceConfig = DeviceConfig()
     lending: LendingConfig = LendingConfig()
@@ -217,9 +219,15 @@ class NodeConfig(Section):
     weights: WeightsLink | None = None
     decisions: NodeDecisions = NodeDecisions()
 
+    @model_validator(mode="after")
+    def _one_owner(self) -> Self:
+        if self.borrowed and self.serving is not None:
+            raise ValueError("borrowed is for a device without [serving]: leave one of the two out")
+        return self
+
     @property
-    def tier(self) -> Literal["dedicated", "harvested"]:
-        return "dedicated" if self.serving is None else "harvested"
+    def tier(self) -> Literal["dedicated", "harvested", "borrowed"]:
+        return "borrowed" if self.borrowed else "dedicated" if self.serving is None else "harvested"
 
     @property
     def engine_url(self) -> str:

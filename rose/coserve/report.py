@@ -43,6 +43,7 @@ def heartbeat(
         waiting=_count(engine_status.get("waiting")) or 0,
         num_preemptions=_count(engine_status.get("num_preemptions")) or 0,
         gated=rollout is not None and not rollout.gate_open,
+        lent_s=node.lent_s,
         reclaim_seq=rollout.reclaim_seq if rollout is not None else 0,
         slack_s=device.slack_s() if node.config.serving is not None else None,
         serving_use=_serving_use(node),
@@ -104,6 +105,7 @@ def status(node: Node) -> dict[str, Any]:
             "run": node.assignment.run,
             "active": not node.released,
         },
+        "lent_s": node.lent_s,
         "weights": None if node.weights is None else _weights(node.weights),
         "errors": dict(node.errors),
     }

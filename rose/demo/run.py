@@ -32,7 +32,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from rose.auth import Tokens, bearer
-from rose.coserve.control import ControlClient
 from rose.demo import parts
 from rose.demo.demo_config import DemoConfig
 from rose.demo.fleet import Fleet
@@ -53,6 +52,7 @@ from rose.evaluation.arrivals import (
     generate_arrivals,
     load_trace,
 )
+from rose.node_client import ControlClient
 from rose.shared_memory import SharedMemorySweep
 from rose.units import format_bytes
 from rose.wire.http_client import ask, open_client

@@ -71,6 +71,7 @@ NOT_SIMULATED: dict[str, str] = {
         )),
         _ENGINE,
     ),
+    "node.borrowed": "[fleet] trainers says how many devices are borrowed, and the job when",
     "node.engine.warm": "activation: a node's mode does not change while a run lasts",
     "node.engine.profile": "job.profile says how long steps are, and admission knows it; a live engine learns it",
     **dict.fromkeys(

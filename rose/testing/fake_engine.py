@@ -496,6 +496,8 @@ class FakeNode:
         self.kv_used_tokens = 0
         self.slack_s: float | None = None
         self.gated = False
+        self.lent_s: float | None = None
+        """What every heartbeat says of a borrowed device."""
         self.waiting = 0
         self.num_preemptions = 0
         self.serving_use = 0.0
@@ -516,7 +518,7 @@ class FakeNode:
         body = Registration(
             worker_id=self.worker_id,
             url=self._engine_url,
-            tier=cast("Literal['dedicated', 'harvested']", self._tier),
+            tier=cast("Literal['dedicated', 'harvested', 'borrowed']", self._tier),
             model=self.engine.model,
             max_model_len=self.engine.max_model_len,
             incarnation=self._incarnation,
@@ -541,6 +543,7 @@ class FakeNode:
             kv_used_tokens=self.kv_used_tokens,
             running=self.engine.num_running,
             gated=self.gated,
+            lent_s=self.lent_s,
             reclaim_seq=self.reclaim_seq + self.engine.num_reclaims,
             slack_s=self.slack_s,
             waiting=self.waiting,

@@ -15,12 +15,12 @@ import pytest
 
 from rose.config import validate
 from rose.coserve.agent import NodeAgent
-from rose.coserve.control import ControlClient
 from rose.coserve.node_config import NodeConfig
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.record_layout import pack_found
 from rose.coserve.records import Mode, Phase, RankState
 from rose.errors import ConfigError, EngineError, LedgerError, RequestError
+from rose.node_client import ControlClient
 from rose.policy.admission import Rule
 from rose.policy.baselines import StaticLending
 from rose.policy.compat import Support
@@ -413,6 +413,45 @@ async def test_a_dedicated_device_lends_everything_and_runs_in_the_normal_class(
     assert state is not None
     assert state.has_serving == 0
     assert agent.config.tier == "dedicated"
+
+
+async def test_a_borrowed_device_is_its_engines_only_while_its_owner_lends_it(device: Device) -> None:
+    agent = device.agent(serving=None, borrowed=True)
+    await until(lambda: agent.waits_for() == "its owner does not lend it now")
+    assert agent.engine.num_starts == 0
+
+    agent.lend(3600.0)
+    await lent(device, 16)
+    assert 3500.0 < (agent.heartbeat("i", 1).lent_s or 0.0) <= 3600.0
+
+    agent.lend(0.0)  # taken back before the time was over
+    assert agent.heartbeat("i", 2).lent_s == 0.0
+    await lent(device, 0)
+    assert (agent.engine.state, agent.engine.num_starts, agent.engine.num_kills) == ("ready", 1, 0)
+
+    agent.lend(0.5)  # and a loan that nobody renews ends by itself
+    await until(lambda: agent.released)
+    await lent(device, 0)
+
+
+async def test_an_owner_hears_whether_the_engine_has_given_everything_back(device: Device) -> None:
+    agent = device.agent(serving=None, borrowed=True, fake="stubborn", lending={"reclaim_deadline_s": 3600.0})
+    client = ControlClient(device.dir, device.tokens)
+    await until(lambda: (device.dir / "agent.sock").exists())
+    assert (await asyncio.to_thread(client.lend, 600.0))["given_back"] is False
+    await lent(device, 16)
+    assert (await asyncio.to_thread(client.lend, 0.0, 0.05)) == {"lent_s": 0.0, "given_back": False}
+    await agent.engine.kill("it keeps what it owes")
+    assert (await asyncio.to_thread(client.lend, 0.0, 30.0)) == {"lent_s": 0.0, "given_back": True}
+    client.close()
+
+
+async def test_only_a_borrowed_device_is_lent(device: Device) -> None:
+    agent = device.agent(serving=None)
+    with pytest.raises(RequestError, match="not borrowed") as refused:
+        agent.lend(1.0)
+    assert refused.value.field == "seconds"
+    assert agent.heartbeat("i", 1).lent_s is None
 
 
 async def test_the_state_file_carries_slo_and_floor_and_its_epoch_rises_with_the_loan(device: Device) -> None:

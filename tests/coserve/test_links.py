@@ -21,11 +21,11 @@ from typer.testing import CliRunner
 
 from rose.coserve.agent import NodeAgent
 from rose.coserve.cli import app as cli
-from rose.coserve.control import ControlClient
 from rose.coserve.policies import PolicyCopies
 from rose.coserve.records import Mode
 from rose.errors import EngineError, RequestError, SectionCorrupt
 from rose.lineage import WeightVersion
+from rose.node_client import ControlClient
 from rose.wire.reading import read
 from rose.wire.workers import Heartbeat, Registration
 from tests.coserve.conftest import Device, alive, until

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rose.config import validate
 from rose.coserve.node_config import NodeConfig
 from rose.errors import ConfigError
 
@@ -17,6 +18,13 @@ def config(scheduler: str, **engine: str) -> NodeConfig:
             "scheduler": {"url": scheduler},
         }
     )
+
+
+def test_a_device_is_lent_by_production_or_by_a_trainer_not_by_both() -> None:
+    table = {"node_id": "a", "dir": "/run/rose/a", "engine": {"model": "m", "max_model_len": 512}}
+    assert validate(NodeConfig, {**table, "borrowed": True}).tier == "borrowed"
+    with pytest.raises(ConfigError, match=r"borrowed is for a device without \[serving\]"):
+        validate(NodeConfig, {**table, "borrowed": True, "serving": {}})
 
 
 @pytest.mark.parametrize(

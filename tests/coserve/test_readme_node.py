@@ -22,8 +22,8 @@ import psutil
 import pytest
 
 from rose.auth import Tokens
-from rose.coserve.control import ControlClient
 from rose.coserve.node_dir import NodeDir
+from rose.node_client import ControlClient
 from rose.proc import free_port
 from rose.units import PAGE_BYTES
 from tests.engine_launcher import EngineServer

@@ -30,10 +30,10 @@ import psutil
 
 from benchmarks.coserving.rollouts import Registry, Trajectories
 from rose.auth import ENV_TOKEN_FILE, Tokens
-from rose.coserve.control import ControlClient
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.records import RolloutLease, ServingLease
 from rose.errors import LedgerError, RoseError
+from rose.node_client import ControlClient
 from tests.engine_launcher import BASE_ENV, ROOT, SCRUBBED, SERVE_COMMAND, EngineServer, free_port
 from tests.freezer import Freezer, Version, found_freezer
 from tests.pair.load import Load

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from rose.auth import Tokens
-from rose.coserve.control import ControlClient
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.records import RankState, ServingLease
 from rose.errors import RoseError
+from rose.node_client import ControlClient
 from rose.proc import free_port
 from rose.proc_tree import is_dying
 from tests.freezer import Freezer, freezer

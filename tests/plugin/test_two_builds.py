@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from rose.coserve.control import ControlClient
 from rose.errors import RoseError
+from rose.node_client import ControlClient
 from tests.builds import ROOT, copy_of_the_build
 from tests.plugin.churn import TOTAL_PAGES, Child
 from tests.plugin.test_frozen import write_host
