@@ -27,7 +27,7 @@ from rose.policy.lending_events import (
 )
 from rose.policy.stop_reasons import RECLAIMED
 from rose.policy.turns import TurnBook
-from rose.policy.worker import Duty, Tier
+from rose.policy.worker import Tier
 from rose.sim.device import Device
 from rose.sim.engine import Request
 from rose.sim.events import EventQueue, Journal
@@ -52,6 +52,8 @@ class Node:
     config: NodeConfig
     cap: int | None = None
     """None: the scheduler's own for its tier."""
+    lent_until_s: float = -math.inf
+    """Of a borrowed one."""
     lending: Lending | None = None
     version: Version | None = None
     incarnation: int = 0
@@ -66,7 +68,7 @@ class Node:
 class Counters:
     """Of one run; tokens are rollout tokens unless said otherwise."""
 
-    sampled: dict[str, int] = field(default_factory=lambda: {"dedicated": 0, "harvested": 0})
+    sampled: dict[str, int] = field(default_factory=lambda: dict.fromkeys((tier.value for tier in Tier), 0))
     asked: int = 0
     """Prompt tokens of production, and how many of them its prefix cache had."""
     found: int = 0
@@ -137,8 +139,10 @@ class Cluster:
     def num_slots(self) -> int:
         """Turns that all engines together may run at once."""
         config = self.configs.scheduler
-        caps = {Tier.DEDICATED: config.cap_dedicated, Tier.HARVESTED: config.cap_harvested}
-        return sum(node.cap or caps[node.tier] for node in self.nodes.values())
+        own, shared = config.cap_dedicated, config.cap_harvested
+        return sum(
+            node.cap or (shared if node.tier is Tier.HARVESTED else own) for node in self.nodes.values()
+        )
 
     # --- fleet -----------------------------------------------------------------------------------------
 
@@ -178,6 +182,13 @@ class Cluster:
             self._assign(te.WorkerAssigned(at_s=now_s, worker_id=name, job=""))
         self.report(name, node, now_s)
         self.heartbeat(name, node, now_s)
+
+    def lend(self, name: str, seconds: float) -> None:
+        """The owner of a borrowed device leaves it for so long from now; 0: it wants it back."""
+        node, now_s = self.nodes[name], self.queue.now_s
+        node.lent_until_s = now_s + seconds
+        if node.registered:
+            self.heartbeat(name, node, now_s)
 
     def stop(self, name: str, *, keep_tokens: bool, reason: str) -> None:
         """The node's rollout engine ends; with ``keep_tokens`` what it had sampled was streamed before."""
@@ -275,6 +286,7 @@ class Cluster:
                 waiting=len(rollout.requests) - rollout.running - len(rollout.prefilling),
                 num_preemptions=rollout.num_preempted,
                 gated=device.closed,
+                lent_s=max(0.0, node.lent_until_s - now_s) if node.tier is Tier.BORROWED else None,
                 reclaim_seq=device.reclaim_seq,
                 slack_s=device.slack_s,
                 serving_use=device.serving_pages / device.total_pages if device.serving is not None else 0.0,
@@ -481,9 +493,6 @@ class Cluster:
     def close(self, trajectory: str) -> None:
         self.feed(te.TrajectoryClosed(at_s=self.queue.now_s, trajectory_id=trajectory))
 
-    def set_duty(self, name: str, duty: Duty) -> None:
-        self.feed(te.WorkerDuty(at_s=self.queue.now_s, worker_id=name, duty=duty))
-
     def feed(self, event: te.Event) -> None:
         """One event through the turn book; its actions are carried out in order, also when they cause events."""
         actions = self.book.handle(event)
@@ -520,6 +529,11 @@ class Cluster:
                 node = self.nodes.get(action.worker_id)
                 if node is not None and node.registered:
                     node.device.remove(f"{action.turn_id}/{action.attempt}", now_s)
+            case te.StopAttempt():
+                node = self.nodes.get(action.worker_id)
+                if node is not None and node.registered:
+                    self.journal.write(now_s, "leave", action.turn_id, action.attempt, action.worker_id)
+                    node.device.end(f"{action.turn_id}/{action.attempt}", now_s)
             case te.TurnEnded():
                 del self._targets[action.turn_id]
                 self.counters.turns += action.outcome is te.TurnState.DONE

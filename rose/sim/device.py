@@ -105,6 +105,7 @@ class Device:
         self.rollout_busy_s = 0.0
         self.serving_busy_s = 0.0
         self.num_steps = 0
+        self._ending: list[str] = []
         self._phase = 0
         self._active = False
         self._inside = False
@@ -211,6 +212,11 @@ class Device:
         if self.rollout.remove(key) is not None:
             self.poke(now_s)
 
+    def end(self, key: str, now_s: float) -> None:
+        """A request ends with what it has, at the next step boundary."""
+        self._ending.append(key)
+        self.poke(now_s)
+
     def lend(self, pages: int, now_s: float) -> None:
         """A new loan.  A smaller one is obeyed at the next boundary."""
         self.lend_pages = pages
@@ -253,6 +259,7 @@ class Device:
             rollout.remove(key)
         rollout.waiting.clear()
         rollout.drop_cache()
+        self._ending.clear()
         self._credit_s = 0.0
         self.rollout_up = False
         if self.memory is not None:
@@ -317,6 +324,11 @@ class Device:
     def _obey(self, now_s: float) -> None:
         """One round of both books: claim what serving lacks, lend, give back, take."""
         memory, serving, rollout = self.memory, self.serving, self.rollout
+        ending, self._ending = self._ending, []
+        for key in ending:
+            found = None if rollout is None else rollout.remove(key)
+            if found is not None:
+                self.host.turn_cut(self, found[0], found[1], now_s)
         if memory is None or serving is None or rollout is None:
             return
         used = self.serving_pages

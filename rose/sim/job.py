@@ -139,7 +139,7 @@ class Job:
         self._tokens: dict[str, int] = {}
         self._finished_s: dict[str, float] = {}
         self._next_turn = 0
-        self._sampled_before = (0, 0)
+        self._sampled_before: dict[str, int] = {}
         self.num_cancelled = 0
 
     # --- a step ----------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class Job:
             return
         self.steps.append(Step(number=number, start_s=now_s))
         sampled = self.cluster.counters.sampled
-        self._sampled_before = (sampled["dedicated"], sampled["harvested"])
+        self._sampled_before = dict(sampled)
         self.journal.write(now_s, "step", number)
         self.cluster.step_started()
         self.hooks.rollouts_begin(number)
@@ -368,8 +368,8 @@ class Job:
         self.version = (0, self.version[1] + 1)
         step.end_s = now_s + self.hooks.publish(self.version)
         sampled = self.cluster.counters.sampled
-        step.sampled = sum(sampled.values()) - sum(self._sampled_before)
-        step.harvested = sampled["harvested"] - self._sampled_before[1]
+        step.sampled = sum(sampled.values()) - sum(self._sampled_before.values())
+        step.harvested = sampled["harvested"] - self._sampled_before.get("harvested", 0)
         if self.asynchronous:
             lag = self.params.alpha if self.scenario.trajectories_in_flight is None else self.version[1]
             self.cluster.require((0, max(0, self.version[1] - lag)))

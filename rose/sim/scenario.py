@@ -101,6 +101,8 @@ class FleetSection(Section):
     """From allocation to an engine without weights."""
     activation_s: NotNegative = 5.0
     """Switching a training GPU to rollouts and back, once each."""
+    lend_s: Positive = 60.0
+    """For how long a training GPU is lent at a time, renewed after a third of it while rollouts run."""
 
 
 class ServingSection(Section):

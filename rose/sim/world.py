@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from rose.lineage import Version
-from rose.policy.worker import Duty, Tier
+from rose.policy.worker import Tier
 from rose.sim.arrivals import Arrivals, Floats, make_arrivals
 from rose.sim.cluster import Cluster, Counters
 from rose.sim.device import Device
@@ -41,6 +41,7 @@ class FleetState:
     at_s: float
     dedicated_turns: int
     harvested_turns: int
+    """And borrowed, as below."""
     queued_turns: int
     serving_running: int
     lent_share: float
@@ -210,7 +211,7 @@ class World(Hooks):
         if system.extra == "trainers":
             for index in range(fleet.trainers // fleet.rollout_gpus):
                 name = f"t{index}"
-                cluster.join(name, self._own_device(name), Tier.DEDICATED, version=(0, 0))
+                cluster.join(name, self._own_device(name), Tier.BORROWED, version=(0, 0))
                 self.extra.append(name)
         if fleet.mean_hours_between_failures > 0:
             for name in list(cluster.nodes):
@@ -286,15 +287,22 @@ class World(Hooks):
                 self.alive_since[name] = now_s
                 start_s = self.scenario.fleet.cold_start_s * self.rng.uniform(0.5, 1.5)
                 self.queue.at(now_s + start_s + pull_s, self._extra_ready, (name, now_s))
-        elif self.system.extra == "trainers" and step:
+        elif self.system.extra == "trainers":
+            switch_s = self.scenario.fleet.activation_s if step else 0.0
             for name in self.extra:
-                self.queue.at(self.queue.now_s + self.scenario.fleet.activation_s, self._borrow, name)
+                self.queue.at(self.queue.now_s + switch_s, self._borrow, (name, step))
 
-    def _borrow(self, now_s: float, name: str) -> None:
-        if not self.cluster.nodes[name].registered and not math.isnan(self.job.steps[-1].ready_s):
-            return  # the batch was complete before the switch
+    def _borrow(self, now_s: float, word: tuple[str, int]) -> None:
+        """Lend a training GPU, and renew that while the step's rollouts run."""
+        name, number = word
+        step = self.job.steps[-1]
+        if step.number != number or not math.isnan(step.ready_s):
+            return
         if not self.cluster.nodes[name].registered:
             self.cluster.start(name, self.job.version)
+        lend_s = self.scenario.fleet.lend_s
+        self.cluster.lend(name, lend_s)
+        self.queue.at(now_s + lend_s / 3, self._borrow, word)
 
     def rollouts_end(self, step: int) -> float:
         if self.system.extra == "serverless":
@@ -302,8 +310,8 @@ class World(Hooks):
                 self._release(name, self.queue.now_s, keep=False, reason="released")
         elif self.system.extra == "trainers":
             for name in self.extra:
+                self.cluster.lend(name, 0.0)
                 if self.cluster.nodes[name].registered:
-                    self.cluster.set_duty(name, Duty.DRAINING)
                     self.cluster.stop(name, keep_tokens=True, reason="returned")
             return self.scenario.fleet.activation_s
         return 0.0
@@ -353,7 +361,7 @@ class World(Hooks):
         self.queue.at(now_s + self.cluster.heartbeat_s, self._sweep)
 
     def _sample(self, now_s: float, every_s: float) -> None:
-        turns = {"dedicated": 0, "harvested": 0}
+        turns = dict.fromkeys((tier.value for tier in Tier), 0)
         lent = held = total = 0
         engines = 0
         for node in self.cluster.nodes.values():
@@ -371,7 +379,7 @@ class World(Hooks):
             FleetState(
                 at_s=now_s,
                 dedicated_turns=turns["dedicated"],
-                harvested_turns=turns["harvested"],
+                harvested_turns=turns["harvested"] + turns["borrowed"],
                 queued_turns=len(self.cluster.book.queue),
                 serving_running=running,
                 lent_share=lent / total if total else 0.0,
@@ -379,7 +387,7 @@ class World(Hooks):
                 harvested_engines=engines,
                 sampled=(
                     self.cluster.counters.sampled["dedicated"],
-                    self.cluster.counters.sampled["harvested"],
+                    self.cluster.counters.sampled["harvested"] + self.cluster.counters.sampled["borrowed"],
                 ),
             )
         )

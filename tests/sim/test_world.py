@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import pytest
 from rose.sim.scenario import Scenario
 from rose.sim.summary import SETTLE_S, compare_misses
 from rose.sim.systems import SYSTEMS
-from rose.sim.world import simulate
+from rose.sim.world import World, simulate
 
 TINY = {
     "name": "tiny",
@@ -177,3 +179,45 @@ def test_a_request_that_rollouts_delay_is_late_in_one_run_and_not_in_the_other()
     assert misses.num > 20
     assert misses.added > 3
     assert fewer.added < misses.added / 2
+
+
+def test_turns_leave_borrowed_trainers_whose_owner_comes_and_goes_and_no_token_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lent for 6 s in every 8, and some turns take longer than was expected of them."""
+
+    def now_and_then(world: World, now_s: float, word: tuple[str, int]) -> None:
+        name, number = word
+        step = world.job.steps[-1]
+        if step.number == number and math.isnan(step.ready_s):
+            if not world.cluster.nodes[name].registered:
+                world.cluster.start(name, world.job.version)
+            world.cluster.lend(name, 6.0)
+            world.queue.at(now_s + 8.0, now_and_then_again(world), word)
+
+    def now_and_then_again(world: World) -> Callable[[float, tuple[str, int]], None]:
+        return lambda now_s, word: now_and_then(world, now_s, word)
+
+    monkeypatch.setattr(World, "_borrow", now_and_then)
+    fleet = {**TINY["fleet"], "serving": 0}
+    job = {"num_groups": 4, "group_size": 4, "output_median": 300.0, "algorithm": "grpo"}
+    path = tmp_path / "journal"
+
+    run = simulate(tiny(fleet=fleet, job=job, duration_s=3600.0), "trainers", journal_path=path, check=True)
+
+    did = [line.split()[1] for line in path.open()]
+    assert (did.count("leave") > 0, len(run.steps)) == (True, 2)
+    assert run.counters.sampled["borrowed"] > 0
+    assert run.counters.lost == run.counters.dropped == run.counters.fenced == 0
+
+
+def test_a_trainer_lends_its_devices_while_rollouts_run(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+
+    run = simulate(tiny(duration_s=3600.0), "trainers", journal_path=path, check=True)
+
+    lines = [line.split() for line in path.open()]
+    sent = [float(line[0]) for line in lines if line[1] == "dispatch" and line[-1].startswith("t")]
+    assert sent
+    for step in run.steps:
+        assert not any(step.ready_s < at_s < step.end_s for at_s in sent)
