@@ -77,7 +77,7 @@ class Actors:
         self.num_deaths_in_a_row = 0
         self.last_death: str | None = None
         self.given_up: Counter[str] = Counter()
-        self._tokens = tokens
+        self.tokens = tokens
         self._parts = parts
         self._room = Room(config)
         self._managers: list[Any] = [None] * self._room.num_managers
@@ -195,7 +195,7 @@ class Actors:
         num_calls = 1000 + 4 * (config.alpha + 1) * config.rollout.num_groups
         options: Any = {**self._room.of_manager(index), "max_concurrency": num_calls}
         make: Any = ray.remote(**options)(EnvManager)
-        return make.remote(self.config, self._tokens, spawn_reward_worker)
+        return make.remote(self.config, self.tokens, spawn_reward_worker)
 
     def _kill(self, actor: Any) -> None:
         import ray
@@ -217,7 +217,7 @@ class Actors:
                 for index in range(1, room.num_ranks)
             ]
         make_worker: Any = ray.remote(**room.of_rank(0))(TrainWorker)
-        self._trainer = make_worker.remote(config, self._tokens, self._parts, self._ranks)
+        self._trainer = make_worker.remote(config, self.tokens, self._parts, self._ranks)
 
     # --- calls -----------------------------------------------------------------------------------------
 

@@ -37,6 +37,7 @@ from rose.errors import ConfigError, RunInterrupted, TrainError
 from rose.train.actors import ActorDied, Actors, EvaluationFailed
 from rose.train.async_loop import AsyncLoop
 from rose.train.cluster import ray_died, ray_for
+from rose.train.device_loan import DeviceLoan
 from rose.train.logs import open_logs
 from rose.train.plan import plan_groups, split_plans
 from rose.train.rewards import make_reward
@@ -87,6 +88,7 @@ def run_training(
         RoseError: Scheduler or relay refuse.
     """
     check_job(config, parts)
+    DeviceLoan(config.lend, tokens).check()
     report = progress or (lambda _: None)
     with _sole_driver(config.output_dir), ray_for(config) as cluster:
         if cluster is not None:
@@ -103,6 +105,11 @@ def check_job(config: TrainConfig, parts: Parts | None = None) -> None:
             "the trainer that comes with ROSE computes on CPUs",
             field="trainer.backend",
             fix="use gloo, or bring your own trainer (rose.train.workers.Parts)",
+        )
+    if config.lend.node_dir is not None and config.rollout.mode != "synchronous":
+        raise ConfigError(
+            "is for synchronous runs: the trainer of another hardly waits, and lending its device there has not been tried",
+            field="lend.node_dir",
         )
     if not (config.model / "config.json").is_file():
         raise ConfigError(f"{config.model} is not a model folder", field="model")
@@ -124,8 +131,9 @@ def check_job(config: TrainConfig, parts: Parts | None = None) -> None:
 async def train_with(actors: Actors, progress: Progress, *, watch_s: float | None = None) -> RunResult:
     """The loop itself; see :func:`run_training`.  However it ends, no episode goes on behind it."""
     async_loop = AsyncLoop(actors.config, actors) if actors.config.rollout.mode == "asynchronous" else None
+    loan = DeviceLoan(actors.config.lend, actors.tokens)
     try:
-        return await _steps(actors, async_loop, progress, watch_s)
+        return await _steps(actors, async_loop, loan, progress, watch_s)
     finally:
         if async_loop is not None:
             await async_loop.close()
@@ -134,7 +142,11 @@ async def train_with(actors: Actors, progress: Progress, *, watch_s: float | Non
 
 
 async def _steps(
-    actors: Actors, async_loop: AsyncLoop | None, progress: Progress, watch_s: float | None
+    actors: Actors,
+    async_loop: AsyncLoop | None,
+    loan: DeviceLoan,
+    progress: Progress,
+    watch_s: float | None,
 ) -> RunResult:
     config = actors.config
     curve: list[float] = []
@@ -149,7 +161,7 @@ async def _steps(
                 started_s = time.monotonic()
                 async with _watched(actors, progress, watch_s):
                     record = await (
-                        _synchronous_step(config, actors) if async_loop is None else async_loop.step()
+                        _synchronous_step(config, actors, loan) if async_loop is None else async_loop.step()
                     )
             except ActorDied as death:
                 actors.last_death = str(death)
@@ -161,7 +173,8 @@ async def _steps(
             record = {**record, "step_s": end_s - started_s, "end_s": end_s}
             if _evaluates_after(config, actors.step):
                 try:
-                    record["eval"] = await actors.evaluate()
+                    async with loan.lent():
+                        record["eval"] = await actors.evaluate()
                     held_out = record["eval"]["success_rate"]
                     record["eval_s"] = time.monotonic() - end_s
                 except ActorDied as death:
@@ -183,9 +196,10 @@ async def _steps(
     )
 
 
-async def _synchronous_step(config: TrainConfig, actors: Actors) -> dict[str, Any]:
+async def _synchronous_step(config: TrainConfig, actors: Actors, loan: DeviceLoan) -> dict[str, Any]:
     """Complete the step's groups, train on them, publish.  Where groups are missing or teach nothing, more are run."""
     rollout_s, num_episodes, num_retries, num_failed = 0.0, 0, 0, 0
+    lent_before_s = loan.lent_s
     causes: Counter[str] = Counter()
     wanted, launched = config.rollout.num_groups, 0
     for round_index in range(MAX_ROUNDS + config.trainer.dynamic_sampling.max_rounds):
@@ -205,7 +219,9 @@ async def _synchronous_step(config: TrainConfig, actors: Actors) -> dict[str, An
         )
         launched += len(plans)
         last_failure = ""
-        for report in await actors.run(split_plans(plans, actors.num_managers)):
+        async with loan.lent():
+            reports = await actors.run(split_plans(plans, actors.num_managers))
+        for report in reports:
             num_episodes += report.num_episodes
             num_retries += report.num_retries
             causes += Counter(report.causes)
@@ -219,6 +235,8 @@ async def _synchronous_step(config: TrainConfig, actors: Actors) -> dict[str, An
         record = await actors.train()
         if "step" in record:
             rollout = {"rollout_s": rollout_s, "num_episodes": num_episodes, "num_env_retries": num_retries}
+            if config.lend.node_dir is not None:
+                rollout["lent_s"] = loan.lent_s - lent_before_s
             return {**record, **rollout, "num_failed_groups": num_failed, "failed_tries": dict(causes)}
         wanted = record["launch"]
     raise TrainError(

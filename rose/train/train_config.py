@@ -179,6 +179,18 @@ class RaySettings(Section):
     """Restarts of actors in a row without a finished step between them."""
 
 
+class LendSettings(Section):
+    """The trainer's device, left to a rollout engine while rollouts run.  For synchronous runs."""
+
+    node_dir: AbsolutePath | None = None
+    """Directory of that engine's node (``dir`` of its node.toml, with ``borrowed = true``), on the machine of this program.  None: the
+    device is not lent."""
+    hold_s: float = Field(default=60.0, ge=1.0, le=3600.0)
+    """For how long at a time, renewed after a third of it.  No turn that is expected to take longer is placed there."""
+    wait_s: float = Field(default=10.0, ge=0, le=600.0)
+    """For the engine's memory, before the trainer goes on."""
+
+
 class EvalSettings(Section):
     """Held-out tasks, played by one version between two steps.  Nobody trains on them."""
 
@@ -217,6 +229,7 @@ class TrainConfig(Section):
     """Demands ``learning_rate``."""
     reward: RewardSettings = RewardSettings()
     eval: EvalSettings = EvalSettings()
+    lend: LendSettings = LendSettings()
     log: LogSettings = LogSettings()
     export: bool = False
     """Write ``output_dir/model``, a Hugging Face checkpoint, when the last step is done."""

@@ -87,11 +87,11 @@ class LocalActors(Actors):
         return False
 
     def _make_manager(self, index: int) -> Any:
-        self.made.append(LocalActor(EnvManager(self.config, self._tokens, LocalRewards)))
+        self.made.append(LocalActor(EnvManager(self.config, self.tokens, LocalRewards)))
         return self.made[-1]
 
     def _make_trainer(self) -> None:
-        self._trainer = LocalActor(TrainWorker(self.config, self._tokens, self._parts))
+        self._trainer = LocalActor(TrainWorker(self.config, self.tokens, self._parts))
         self.made.append(self._trainer)
 
     def _kill(self, actor: Any) -> None:
