@@ -290,6 +290,9 @@ class World:
         self.running[item.name] = item
         self.submit(item)
 
+    def job_of(self, item: Trajectory) -> str:
+        return "j"
+
     def submit(self, item: Trajectory) -> None:
         turn = item.turns[item.at]
         item.num_tokens += turn.fresh
@@ -299,7 +302,7 @@ class World:
                 at_s=self.now_s,
                 turn_id=f"{item.name}.{item.at}",
                 trajectory_id=item.name,
-                job="j",
+                job=self.job_of(item),
                 model="m",
                 group_id=item.group,
                 num_prompt_tokens=item.num_tokens,

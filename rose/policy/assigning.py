@@ -8,6 +8,7 @@ Pure; decides nothing itself (``rose.policy.provisioning`` does).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -94,9 +95,14 @@ class Assigner:
     def _jobs(self, at_s: float) -> list[pv.Action]:
         book, actions = self.book, list[pv.Action]()
         speed = book.fleet.tier_speed[Tier.DEDICATED]
+        deadlines: dict[str, float] = {}
         for turn in book.turns.values():
-            if turn.spec.job not in self._models:
-                self._models[turn.spec.job] = turn.spec.model
+            spec = turn.spec
+            if spec.job not in self._models:
+                self._models[spec.job] = spec.model
+            if spec.deadline_at_s is not None:
+                left_s = max(0.0, spec.deadline_at_s - at_s)
+                deadlines[spec.job] = min(left_s, deadlines.get(spec.job, math.inf))
         for job, num_turns in list(book.num_running.items()):
             if job not in self._busy_s:
                 if len(self._busy_s) >= MAX_JOBS:
@@ -129,6 +135,7 @@ class Assigner:
                 token_s=speed.token_s,
                 crowd_s=speed.crowd_s,
                 slots=book.fleet.params.cap_dedicated,
+                deadline_s=deadlines.get(job, math.inf),
             )
             actions += self.policy.handle(load)
         return actions

@@ -6,14 +6,18 @@ A *job* may hold up to ``n_dedicated``, ``n_borrowed`` and ``n_harvested`` of th
 **Gain.**  With ``n`` turns on ``k`` engines a job samples ``rate(n, k)`` tokens a second: an engine that has ``m`` turns makes
 ``m / (token_s + m * crowd_s)``, and no turn is on two engines.  One more host shortens what is to be done by the share
 ``1 - rate(n, k) / rate(n, k + 1)``; that share of ``hold_s`` (how long a demand is believed to last, or production to leave the
-host alone, or its owner to leave it, whichever is shorter), times the job's weight, is the host's gain in seconds.  So a long queue gains much, a tail of
-few long turns nothing: where engines have room for every turn, no harvested one is taken in.
+host alone, or its owner to leave it, or the job to sample, whichever is shorter), times the job's weight, is the host's gain in seconds.  So a long queue gains much, a tail of
+few long turns nothing: where engines have room for every turn, no harvested one is taken in.  A job that is expected to end its
+work later than its deadline counts for more, by how much it is late, up to ``most_urgent`` times.
 
 - **Activate** where the gain is above ``gain_factor`` times what the switch costs: as long as the host measured its last one, or
   ``least_s`` where it has the job's weights already.
 - **Which host**: dedicated first, then borrowed; then one that has the job's weights, the lowest recent KV use of production (the paper's rule),
   the fewest reclaims.  A serving GPU that is nearly full, or will be before the switch has paid, is no candidate.
 - **Which job** first: the one with the fewest device-seconds per weight.  Nobody's fair share is kept idle: who needs more borrows.
+- **Phases.**  Jobs that roll out and train in turn are known by what they do (``rose.policy.phases``).  One that has been away for much
+  longer than ever before holds nothing, and is waited for by nobody.  With ``phases``, one that is about to sample again gets idle
+  hosts in time for the switch, and two that fit take turns on their hosts (``rose.policy.pairing``).
 - **Move** a host from one job to another where the one gains more than the other loses, the switch included; or where the
   other has had more than its share by ``unfair_s``.
 - **Release** a host that has gained next to nothing for ``idle_s``, whose production or owner needs it, or whose job is gone or
@@ -31,10 +35,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import assert_never
 
 from rose.errors import PolicyError
+from rose.policy.pairing import Pairing
+from rose.policy.phases import Phases
 from rose.policy.worker import Tier
 
 
@@ -57,6 +64,9 @@ class ProvisioningParams:
     """Serving KV use at which a GPU is no longer taken; and released from, if it stays there."""
     trend_s: float = 30.0
     """Over which the growth of production's use is smoothed."""
+    most_urgent: float = 4.0
+    phases: bool = False
+    """Heed what was learned of a job's phases: look ahead, and take turns where two jobs fit."""
     unfair_s: float = 60.0
     """Device-seconds per weight by which a job must be ahead before a device is taken from it."""
 
@@ -114,7 +124,7 @@ class JobGone:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadSeen:
     """``num_turns``: under way or waiting.  ``token_s``, ``crowd_s``: of a dedicated engine, alone and per turn beside
-    (``rose.policy.speed``); ``slots``: turns that one takes at once."""
+    (``rose.policy.speed``); ``slots``: turns that one takes at once.  ``deadline_s``: until its work of now has to be done."""
 
     at_s: float
     job: str
@@ -122,6 +132,7 @@ class LoadSeen:
     token_s: float = 0.02
     crowd_s: float = 0.0005
     slots: int = 64
+    deadline_s: float = math.inf
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,7 +155,7 @@ class Activate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Release:
-    """``reason``: idle, pressure, cap, job_gone, returned (to its owner), value, fair_share; after the last two another job has it at once."""
+    """``reason``: idle, pressure, cap, job_gone, returned (to its owner), turn (its partner's), value, fair_share; after the last three another job has it at once."""
 
     host: str
     job: str
@@ -186,10 +197,15 @@ class Job:
     used_s: float = 0.0
     """Device-seconds held so far."""
     loads: deque[LoadSeen] = field(default_factory=lambda: deque[LoadSeen]())
+    phases: Phases = field(default_factory=Phases)
+    is_next: bool = False
+    """It is about to sample again."""
+    urgency: float = 1.0
 
     @property
     def num_turns(self) -> float:
-        return sum(load.num_turns for load in self.loads) / len(self.loads) if self.loads else 0.0
+        seen = sum(load.num_turns for load in self.loads) / len(self.loads) if self.loads else 0.0
+        return max(seen, self.phases.num_turns) if self.is_next else seen
 
     def rate(self, num_engines: int, speed: float) -> float:
         """Tokens a second that its turns make on so many engines with this speed together."""
@@ -206,6 +222,7 @@ class Provisioning:
     params: ProvisioningParams = field(default_factory=ProvisioningParams)
     hosts: dict[str, Host] = field(default_factory=lambda: dict[str, Host]())
     jobs: dict[str, Job] = field(default_factory=lambda: dict[str, Job]())
+    pairing: Pairing = field(default_factory=Pairing)
     _now_s: float = -math.inf
 
     def handle(self, event: Event) -> list[Action]:
@@ -229,14 +246,17 @@ class Provisioning:
                 actions: list[Action] = []
                 actions.extend(self._release(h, event.at_s, "job_gone") for h in self._held(event.job))
                 del self.jobs[event.job]
+                self._pair()
                 return actions
             case LoadSeen():
-                loads = self.jobs[event.job].loads
-                loads.append(event)
-                while len(loads) > self.params.num_loads:
-                    loads.popleft()
+                job = self.jobs[event.job]
+                job.loads.append(event)
+                while len(job.loads) > self.params.num_loads:
+                    job.loads.popleft()
+                job.phases.saw(event.at_s, event.num_turns, self._speed_of(event.job))
                 return []
             case Tick():
+                self._look_ahead(event.at_s)
                 return [*self._shrink(event.at_s), *self._grow(event.at_s)]
             case _:
                 assert_never(event)
@@ -312,6 +332,50 @@ class Provisioning:
                     self.jobs[host.job].used_s += at_s - self._now_s
         self._now_s = at_s
 
+    # --- what is expected ------------------------------------------------------------------------------
+
+    def _speed_of(self, job: str) -> float:
+        return sum(host.speed for host in self._held(job))
+
+    def _phases(self) -> Mapping[str, Phases]:
+        return {name: job.phases for name, job in self.jobs.items()}
+
+    def _pair(self) -> None:
+        def speed(job: str, partner: str) -> float:
+            """With its own dedicated hosts, and all others that the two have or could take."""
+            return sum(
+                host.speed
+                for host in self.hosts.values()
+                if host.job == job
+                or (
+                    (host.job in (partner, None) and host.tier is not Tier.DEDICATED)
+                    and host.model == self.jobs[job].model
+                )
+            )
+
+        if self.params.phases:
+            self.pairing.match(self._phases(), {name: job.model for name, job in self.jobs.items()}, speed)
+
+    def _look_ahead(self, at_s: float) -> None:
+        self._pair()
+        for job in self.jobs.values():
+            phases, load = job.phases, job.loads[-1] if job.loads else None
+            left_s = phases.left_s(at_s, self._speed_of(job.job))
+            away = not phases.is_sampling and left_s is not None and not phases.is_gone(at_s)
+            job.is_next = (
+                self.params.phases and away and left_s is not None and left_s <= self.params.switch_s
+            )
+            job.urgency = 1.0
+            if load is not None and phases.is_sampling and left_s is not None and load.deadline_s < left_s:
+                job.urgency = min(self.params.most_urgent, left_s / max(load.deadline_s, 1e-9))
+
+    def _lasts_s(self, job: Job, at_s: float) -> float:
+        """How long the demand of now is believed to last."""
+        if not job.phases.is_sampling or not self.params.phases:
+            return self.params.hold_s
+        left_s = job.phases.left_s(at_s, self._speed_of(job.job))
+        return self.params.hold_s if left_s is None else min(self.params.hold_s, left_s)
+
     # --- deciding --------------------------------------------------------------------------------------
 
     def _shrink(self, at_s: float) -> list[Action]:
@@ -326,7 +390,9 @@ class Provisioning:
             if at_s - host.since_s < params.min_active_s:
                 continue
             full = host.full_since_s is not None and at_s - host.full_since_s >= params.min_active_s
-            if full:
+            if job.phases.is_gone(at_s):
+                actions.append(self._release(host, at_s, "job_gone"))
+            elif full:
                 actions.append(self._release(host, at_s, "pressure"))
             elif at_s - max(host.worth_s, host.since_s) >= params.idle_s and self._may_spare(host):
                 actions.append(self._release(host, at_s, "idle"))
@@ -342,6 +408,7 @@ class Provisioning:
                 if host.job is None
                 and at_s - host.since_s >= self.params.rest_s
                 and self._may_take(job, host)
+                and self._has_turn(job, host)
             ]
             free.sort(
                 key=lambda h, run=job.run: (
@@ -367,10 +434,13 @@ class Provisioning:
             if not self._may_spare(host) or not self._may_take(job, host):
                 continue
             net_s = self._net_s(job, host)
-            if net_s <= 0:
+            if net_s <= 0 or not self._has_turn(job, host):
                 continue
             other = self.jobs[host.job]
             value_s, reason = net_s - self._loss_s(other, host), "value"
+            if self.pairing.partner_of.get(job.job) == other.job:
+                # It is this one's turn: the other's comes when this one trains.
+                value_s, reason = net_s, "turn" if value_s <= 0 else "value"
             if value_s <= 0:
                 if _share(other)[0] - _share(job)[0] <= self.params.unfair_s:
                     continue
@@ -378,6 +448,15 @@ class Provisioning:
             if best is None or (value_s, host.host) > best[:2]:
                 best = (value_s, host.host, host, reason)
         return (None, "") if best is None else best[2:]
+
+    def _has_turn(self, job: Job, host: Host) -> bool:
+        """It is its turn to have such a host; or its partner, whose turn it is, would gain nothing with it."""
+        if self.pairing.has_turn(job.job, self._phases()):
+            return True
+        partner = self.jobs[self.pairing.partner_of[job.job]]
+        if host.job == partner.job:
+            return self._loss_s(partner, host) <= 0
+        return not self._may_take(partner, host) or self._net_s(partner, host) <= 0
 
     def _may_take(self, job: Job, host: Host) -> bool:
         return (
@@ -398,14 +477,17 @@ class Provisioning:
         cost_s = params.least_s
         if not has_weights:
             cost_s = max(cost_s, params.switch_s if host.switch_s is None else host.switch_s)
-        gain_s = job.weight * max(0.0, min(params.hold_s, left_s, host.left_s) - cost_s)
+        lasts_s = self._lasts_s(job, self._now_s)
+        gain_s = job.weight * job.urgency * max(0.0, min(lasts_s, left_s, host.left_s) - cost_s)
         gain_s *= 1.0 - before / after
         return gain_s - params.gain_factor * cost_s
 
     def _loss_s(self, job: Job, host: Host) -> float:
         """What a job would lose with a host that it has."""
         before, after = self._rates(job, host)
-        return (1.0 - before / after) * job.weight * self.params.hold_s if after > 0 else 0.0
+        if after <= 0:
+            return 0.0
+        return (1.0 - before / after) * job.weight * job.urgency * self._lasts_s(job, self._now_s)
 
     def _rates(self, job: Job, host: Host) -> tuple[float, float]:
         """Of a job without and with a host."""
@@ -437,6 +519,7 @@ class Provisioning:
             for tier, cap in job.caps.items():
                 assert len(self.held(job.job, tier)) <= cap
             assert job.used_s >= 0
+        self.pairing.check(self.jobs)
 
 
 _FIRST = (Tier.DEDICATED, Tier.BORROWED, Tier.HARVESTED)

@@ -155,7 +155,9 @@ class ProvisioningConfig(Section):
     min_active_s: float = Field(default=20.0, ge=0)
     rest_s: float = Field(default=10.0, ge=0)
     job_idle_s: float = Field(default=120.0, gt=0)
-    """A job without a turn for this long gives its devices back."""
+    """A job without a turn for this long gives its devices back; one whose phases are known, after three times its longest."""
+    phases: bool = ProvisioningParams().phases
+    """Heed the phases that jobs have been seen to alternate in: devices come in time, and two jobs that fit take turns on them."""
 
     def share_of(self, job: str) -> Share:
         share = self.jobs.get(job, self.default)
@@ -170,6 +172,7 @@ class ProvisioningConfig(Section):
             idle_s=self.idle_s,
             min_active_s=self.min_active_s,
             rest_s=self.rest_s,
+            phases=self.phases,
         )
         policy = Provisioning(params=params)
         return Assigner(book=book, policy=policy, share_of=self.share_of, job_idle_s=self.job_idle_s)

@@ -261,6 +261,7 @@ class Status:
                 "wanted": provisioner.wanted(),
                 "held": provisioner.held(),
                 "decisions": dict(provisioner.decided),
+                "partners": dict(provisioner.assigner.policy.pairing.partner_of),
             },
             "turns": {
                 "running": len(book.turns) - len(queued),

@@ -330,11 +330,11 @@ class AnySequence(RuleBasedStateMachine):
                     self.holds[action.host] = action.job
                 case pv.Release():
                     assert self.holds.pop(action.host) == action.job
-                    if action.reason in ("value", "fair_share"):
+                    if action.reason in ("turn", "value", "fair_share"):
                         self.handed.add(action.host)
                     if action.reason == "returned":
                         del self.changed[action.host]  # it needs no rest
-                    if action.reason in ("idle", "pressure", "value", "fair_share"):
+                    if action.reason in ("idle", "pressure", "turn", "value", "fair_share"):
                         assert self.now_s - last_s >= PARAMS.min_active_s
 
         assert not self.handed
