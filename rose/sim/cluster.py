@@ -25,7 +25,7 @@ from rose.policy.lending_events import (
     ServingReported,
     SetLend,
 )
-from rose.policy.stop_reasons import RECLAIMED
+from rose.policy.stop_reasons import OTHER_RUN, RECLAIMED
 from rose.policy.turns import TurnBook
 from rose.policy.worker import Tier
 from rose.sim.device import Device
@@ -35,12 +35,14 @@ from rose.sim.live import Configs
 from rose.sim.scenario import Scenario
 from rose.sim.systems import System
 
+SWITCH_LOOK_S = 0.05
 REPORT_PERIOD_S = 0.5
 """How often a busy serving engine's memory is looked at (agents do it every 0.05 s); a claim is heard at once."""
 HELD_STEP = 0.01
 """Share of the device by which what the rollout engine holds must change to be reported."""
 ZEROS = (0,) * 65536
 JOB = "job"
+"""The only one of most scenarios; it names no run."""
 
 
 @dataclass(slots=True)
@@ -56,6 +58,10 @@ class Node:
     """Of a borrowed one."""
     lending: Lending | None = None
     version: Version | None = None
+    run: str = ""
+    """Whose weights these are; empty where there is one job."""
+    is_switching: bool = False
+    """Its requests end for another run's weights."""
     incarnation: int = 0
     seq: int = 0
     registered: bool = False
@@ -124,6 +130,8 @@ class Cluster:
         self.provisioning = config.provisioning
         self.assigner = config.provisioning.assigner(self.book)
         self._assigned_s = -math.inf
+        self.num_switches = 0
+        self._switch_s: dict[str, float] = {}
         self._targets: dict[str, tuple[int, int, str, str]] = {}
         """Turn -> (tokens it will sample, prompt, trajectory, group): what the engine knows and no policy does."""
         self._actions: deque[te.Action] = deque()
@@ -135,22 +143,30 @@ class Cluster:
         assert link is not None
         return link.heartbeat_s
 
-    @property
-    def num_slots(self) -> int:
-        """Turns that all engines together may run at once."""
+    def num_slots(self, job: str) -> int:
+        """Turns that all engines of a job together may run at once."""
         config = self.configs.scheduler
         own, shared = config.cap_dedicated, config.cap_harvested
         return sum(
-            node.cap or (shared if node.tier is Tier.HARVESTED else own) for node in self.nodes.values()
+            node.cap or (shared if node.tier is Tier.HARVESTED else own)
+            for node in self.nodes.values()
+            if node.run in ("", job)
         )
 
     # --- fleet -----------------------------------------------------------------------------------------
 
     def join(
-        self, name: str, device: Device, tier: Tier, *, version: Version | None, cap: int | None = None
+        self,
+        name: str,
+        device: Device,
+        tier: Tier,
+        *,
+        version: Version | None,
+        cap: int | None = None,
+        run: str = "",
     ) -> Node:
         config = self.configs.dedicated if device.serving is None else self.configs.harvested
-        node = Node(device=device, tier=tier, config=config, cap=cap)
+        node = Node(device=device, tier=tier, config=config, cap=cap, run=run)
         self.nodes[name] = node
         if device.memory is not None:
             device.memory.fixed = config.lending.policy == "static"
@@ -221,8 +237,9 @@ class Cluster:
         self.journal.write(self.queue.now_s, "commit", name, version)
         self.heartbeat(name, node, self.queue.now_s)
 
-    def require(self, version: Version) -> None:
-        self.feed(te.VersionRequired(at_s=self.queue.now_s, job=JOB, version=version))
+    def require(self, job: str, version: Version) -> None:
+        run = job if self.scenario.num_jobs > 1 else ""
+        self.feed(te.VersionRequired(at_s=self.queue.now_s, job=job, version=version, run=run))
 
     def step_started(self) -> None:
         for name, node in self.nodes.items():
@@ -244,8 +261,9 @@ class Cluster:
         if self.provisioning.mode == "off" or now_s < self._assigned_s + self.provisioning.period_s:
             return
         self._assigned_s = now_s
-        for action in self.assigner.step(now_s, {}):
-            self.journal.write(now_s, "provision", action.host, type(action).__name__.lower())
+        for action in self.assigner.step(now_s, self._switch_s):
+            job = (action.job,) if self.scenario.num_jobs > 1 else ()
+            self.journal.write(now_s, "provision", action.host, type(action).__name__.lower(), *job)
         if self.provisioning.mode == "on":
             for event in self.assigner.assignments(now_s):
                 self._assign(event)
@@ -256,6 +274,32 @@ class Cluster:
         node = self.nodes[event.worker_id]
         if node.lending is not None:
             self._lend(event.worker_id, node, node.lending.handle(self._mode_set(node, on=event.job != "")))
+        if event.job and node.run and node.run != event.job:
+            wait_s = self.scenario.fleet.switch_s
+            self.queue.at(self.queue.now_s + wait_s, self._switch, (event.worker_id, event.job))
+
+    def _switch(self, now_s: float, word: tuple[str, str]) -> None:
+        """Another job's weights are there: what samples under the old ones ends, with its tokens, and then they are in force."""
+        name, job = word
+        node = self.nodes[name]
+        if not node.registered or self.book.fleet.workers[name].job != job or node.run == job:
+            return
+        rollout = node.device.rollout
+        assert rollout is not None
+        if rollout.requests:
+            node.is_switching = True
+            for key in list(rollout.requests):
+                node.device.end(key, now_s)
+            if rollout.requests:  # at the next step boundary
+                self.queue.at(now_s + SWITCH_LOOK_S, self._switch, word)
+                return
+        node.is_switching = False
+        node.run, node.version = job, self.book.required.get(job, (0, 0))
+        rollout.drop_cache()
+        self.num_switches += 1
+        self._switch_s[name] = self.scenario.fleet.switch_s
+        self.journal.write(now_s, "switch", name, job)
+        self.heartbeat(name, node, now_s)
 
     def _mode_set(self, node: Node, *, on: bool = True) -> ModeSet:
         config = node.config
@@ -286,6 +330,7 @@ class Cluster:
                 waiting=len(rollout.requests) - rollout.running - len(rollout.prefilling),
                 num_preemptions=rollout.num_preempted,
                 gated=device.closed,
+                run=node.run,
                 lent_s=max(0.0, node.lent_until_s - now_s) if node.tier is Tier.BORROWED else None,
                 reclaim_seq=device.reclaim_seq,
                 slack_s=device.slack_s,
@@ -381,7 +426,12 @@ class Cluster:
 
     def _restart(self, now_s: float, name: str) -> None:
         if not self.nodes[name].registered:
-            self.start(name, self.book.required.get(JOB, (0, 0)))
+            node = self.nodes[name]
+            node.is_switching = False
+            self.start(name, self.book.required.get(node.run or JOB, (0, 0)))
+            job = self.book.fleet.workers[name].job
+            if job and node.run and node.run != job:
+                self.queue.at(now_s + self.scenario.fleet.switch_s, self._switch, (name, job))
 
     # --- Host: what devices say --------------------------------------------------------------------------
 
@@ -431,7 +481,7 @@ class Cluster:
                 attempt=attempt,
                 finish_reason="abort",
                 token_ids=ZEROS[:produced],
-                stop_reason=RECLAIMED,
+                stop_reason=OTHER_RUN if node.is_switching else RECLAIMED,
                 num_cached_tokens=request.cached,
             )
         )
@@ -468,7 +518,15 @@ class Cluster:
     # --- turns -----------------------------------------------------------------------------------------
 
     def submit(
-        self, turn_id: str, trajectory: str, group: str, num_prompt: int, target: int, *, first: bool
+        self,
+        turn_id: str,
+        trajectory: str,
+        group: str,
+        num_prompt: int,
+        target: int,
+        *,
+        first: bool,
+        job: str = JOB,
     ) -> None:
         """A turn of ``num_prompt`` tokens that will sample ``target``; no policy sees the latter."""
         self._targets[turn_id] = (target, num_prompt, trajectory, group if first else "")
@@ -477,7 +535,7 @@ class Cluster:
                 at_s=self.queue.now_s,
                 turn_id=turn_id,
                 trajectory_id=trajectory,
-                job=JOB,
+                job=job,
                 model="policy",
                 num_prompt_tokens=num_prompt,
                 max_tokens=self.scenario.job.output_max,

@@ -30,7 +30,7 @@ from rose.policy.samples import (
     TrajectoryFinished,
 )
 from rose.policy.staleness import worst_lag
-from rose.sim.cluster import JOB, Cluster
+from rose.sim.cluster import Cluster
 from rose.sim.events import EventQueue, Journal
 from rose.sim.scenario import Scenario
 from rose.sim.systems import System
@@ -56,6 +56,7 @@ class Step:
     filtered_groups: int = 0
     cancelled: int = 0
     sampled: int = 0
+    """While it lasted, by all jobs; likewise the next."""
     harvested: int = 0
     lag: int = 0
     """Versions that the stalest trained token lay behind."""
@@ -89,19 +90,19 @@ class _Trajectory:
 class Hooks:
     """What the world does at the seams of a step (extra engines come and go there)."""
 
-    def rollouts_begin(self, step: int) -> None: ...
+    def rollouts_begin(self, job: str, step: int) -> None: ...
 
-    def rollouts_end(self, step: int) -> float:
+    def rollouts_end(self, job: str, step: int) -> float:
         """Seconds before training may start."""
         return 0.0
 
-    def publish(self, version: Version) -> float:
+    def publish(self, job: str, version: Version) -> float:
         """Hand out new weights; seconds until dedicated engines have them."""
         return 0.0
 
 
 class Job:
-    """See the module."""
+    """See the module.  ``prefix``: of its trajectories' names, which are unique among all jobs."""
 
     def __init__(
         self,
@@ -113,7 +114,11 @@ class Job:
         model: Model,
         gpu: Device,
         params: SampleParams,
+        name: str,
+        prefix: str,
+        seed: int,
     ) -> None:
+        self.name, self.prefix, self.seed = name, prefix, seed
         self.scenario, self.system = scenario, system
         self.config = scenario.job
         self.queue, self.journal, self.hooks = queue, journal, hooks
@@ -121,7 +126,7 @@ class Job:
         self.cluster: Cluster
         self.asynchronous = system.training == "async"
         self.book = SampleBook(params=params)
-        self.params = params.of(JOB)
+        self.params = params.of(name)
         self.version: Version = (0, 0)
         self.steps: list[Step] = []
         self.done = False
@@ -156,7 +161,7 @@ class Job:
         self._sampled_before = dict(sampled)
         self.journal.write(now_s, "step", number)
         self.cluster.step_started()
-        self.hooks.rollouts_begin(number)
+        self.hooks.rollouts_begin(self.name, number)
         self._fill()
 
     def _fill(self) -> None:
@@ -167,7 +172,7 @@ class Job:
             while len(self._running) + config.group_size <= load:
                 self._start_group()
             return
-        ready = len(self.book.ready.get(JOB, []))
+        ready = len(self.book.ready.get(self.name, []))
         if not self.asynchronous:
             missing = config.num_groups - ready
             want = math.ceil(missing / max(0.1, self._accepted)) if missing > 0 else 0
@@ -187,14 +192,17 @@ class Job:
         group = _Group(number, self.config.group_size)
         self._groups[number] = group
         for member in range(self.config.group_size):
-            name = f"g{number}.{member}"
-            script = make_script(self.config, self.scenario.seed, number, member)
+            name = f"{self.prefix}g{number}.{member}"
+            script = make_script(self.config, self.seed, number, member)
             trajectory = _Trajectory(name, script, group, prompt=script.prompt_tokens)
             self._running[name] = trajectory
             group.members.append(name)
             self.book.handle(
                 TrajectoryCreated(
-                    trajectory_id=name, job=JOB, group_id=f"g{number}", group_size=self.config.group_size
+                    trajectory_id=name,
+                    job=self.name,
+                    group_id=f"{self.prefix}g{number}",
+                    group_size=self.config.group_size,
                 )
             )
         for name in list(group.members):
@@ -204,7 +212,9 @@ class Job:
 
     def _begin_waiting(self) -> None:
         """First turns of those whose turn it is."""
-        while self._waiting and not (self._by_trajectory and self._num_begun >= self.cluster.num_slots):
+        while self._waiting and not (
+            self._by_trajectory and self._num_begun >= self.cluster.num_slots(self.name)
+        ):
             trajectory = self._waiting.popleft()
             if trajectory.alive:
                 trajectory.begun = True
@@ -217,10 +227,11 @@ class Job:
         self.cluster.submit(
             trajectory.turn_id,
             trajectory.name,
-            f"g{trajectory.group.number}",
+            f"{self.prefix}g{trajectory.group.number}",
             trajectory.prompt,
             trajectory.script.outputs[trajectory.turn],
             first=trajectory.turn == 0,
+            job=self.name,
         )
 
     # --- turns and trajectories ------------------------------------------------------------------------
@@ -257,7 +268,7 @@ class Job:
 
     def _group_done(self, group: _Group, now_s: float) -> None:
         del self._groups[group.number]
-        differ = rewards_differ(self.config, self.scenario.seed, len(self.steps) - 1, group.number)
+        differ = rewards_differ(self.config, self.seed, len(self.steps) - 1, group.number)
         kept = True
         for index, (name, oldest, _) in enumerate(group.done):
             reward = float(differ and index % 2)
@@ -291,8 +302,8 @@ class Job:
             self.book.handle(
                 TrajectoryCreated(
                     trajectory_id=name,
-                    job=JOB,
-                    group_id=f"g{group.number}",
+                    job=self.name,
+                    group_id=f"{self.prefix}g{group.number}",
                     group_size=self.config.group_size,
                 )
             )
@@ -315,14 +326,14 @@ class Job:
 
     def _try_train(self, now_s: float) -> None:
         config = self.config
-        if self._training or self.done or len(self.book.ready.get(JOB, [])) < config.num_groups:
+        if self._training or self.done or len(self.book.ready.get(self.name, [])) < config.num_groups:
             return
         step = self.steps[-1]
         answers = self.book.handle(
             BatchAsked(
                 at_s=now_s,
                 batch_id=f"b{step.number}",
-                job=JOB,
+                job=self.name,
                 num_groups=config.num_groups,
                 version=self.version,
                 ttl_s=1e9,
@@ -342,7 +353,7 @@ class Job:
         step.tail_s = now_s - times[max(0, math.ceil(0.75 * len(times)) - 1)]
         wait_s = 0.0
         if not self.asynchronous:
-            wait_s = self.hooks.rollouts_end(step.number)
+            wait_s = self.hooks.rollouts_end(self.name, step.number)
             for trajectory in list(self._running.values()):
                 step.cancelled += 1
                 self._drop(trajectory, "redundant")
@@ -366,17 +377,17 @@ class Job:
             for name in getattr(action, "trajectory_ids", ()):
                 self.book.forget(name)
         self.version = (0, self.version[1] + 1)
-        step.end_s = now_s + self.hooks.publish(self.version)
+        step.end_s = now_s + self.hooks.publish(self.name, self.version)
         sampled = self.cluster.counters.sampled
         step.sampled = sum(sampled.values()) - sum(self._sampled_before.values())
         step.harvested = sampled["harvested"] - self._sampled_before.get("harvested", 0)
         if self.asynchronous:
             lag = self.params.alpha if self.scenario.trajectories_in_flight is None else self.version[1]
-            self.cluster.require((0, max(0, self.version[1] - lag)))
+            self.cluster.require(self.name, (0, max(0, self.version[1] - lag)))
             self.begin(now_s)
             self._try_train(now_s)
         else:
-            self.cluster.require(self.version)
+            self.cluster.require(self.name, self.version)
             self.queue.at(step.end_s, self.begin)
 
     def check(self) -> None:

@@ -101,6 +101,8 @@ class FleetSection(Section):
     """From allocation to an engine without weights."""
     activation_s: NotNegative = 5.0
     """Switching a training GPU to rollouts and back, once each."""
+    switch_s: Positive = 3.0
+    """Bringing another job's weights, of the same base model, into a running engine."""
     lend_s: Positive = 60.0
     """For how long a training GPU is lent at a time, renewed after a third of it while rollouts run."""
 
@@ -215,6 +217,11 @@ class Scenario(Section):
     duration_s: Positive = 3600.0
     num_steps: int | None = Field(default=None, ge=1)
     """Ends the run earlier; None = the duration alone."""
+    num_jobs: int = Field(default=1, ge=1, le=16)
+    """Equal jobs, each with ``fleet.dedicated`` engines and ``fleet.trainers`` GPUs of its own; they share the harvested engines, by the
+    scheduler's ``provisioning`` or, where that is off, each its part for good."""
+    jobs_apart_s: NotNegative = 0.0
+    """How much later each further one begins."""
     systems: tuple[str, ...] = ("fixed_sync", "rose")
     baseline: str | None = None
     """Ratios are against it; None = the first system."""

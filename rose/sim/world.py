@@ -16,10 +16,12 @@ from pathlib import Path
 
 import numpy as np
 
+from rose.errors import ConfigError
 from rose.lineage import Version
+from rose.policy import turn_events as te
 from rose.policy.worker import Tier
 from rose.sim.arrivals import Arrivals, Floats, make_arrivals
-from rose.sim.cluster import Cluster, Counters
+from rose.sim.cluster import JOB, Cluster, Counters
 from rose.sim.device import Device
 from rose.sim.engine import Engine, Request
 from rose.sim.events import EventQueue, Journal
@@ -90,6 +92,10 @@ class RunResult:
     digest: str = ""
     cpu_s: float = 0.0
     busy: dict[str, float] = field(default_factory=lambda: dict[str, float]())
+    job_steps: dict[str, list[Step]] = field(default_factory=lambda: dict[str, list[Step]]())
+    """By job; ``steps`` is the first one's."""
+    num_switches: int = 0
+    """Of shared engines from one job to another."""
 
 
 class World(Hooks):
@@ -112,11 +118,32 @@ class World(Hooks):
         pages = self.hardware.serving_pages(shared=True) if shared else 0
         self.configs = configs = configs or configs_of(scenario, system, pages)
         batches = configs.scheduler.batches.params()
-        self.job = Job(
-            scenario, system, self.queue, journal, self, self.policy_model, self.hardware.gpu, batches
-        )
-        self.cluster = Cluster(scenario, system, self.queue, journal, self.job.turn_ended, configs)
-        self.job.cluster = self.cluster
+        several = scenario.num_jobs > 1
+        if several and system.extra not in ("none", "harvest"):
+            raise ConfigError(
+                f"{system.name} has not been tried with several jobs", field="num_jobs", fix="num_jobs = 1"
+            )
+        self.jobs: dict[str, Job] = {}
+        for index in range(scenario.num_jobs):
+            name = f"{JOB}{index}" if several else JOB
+            self.jobs[name] = Job(
+                scenario,
+                system,
+                self.queue,
+                journal,
+                self,
+                self.policy_model,
+                self.hardware.gpu,
+                batches,
+                name=name,
+                prefix=f"{name}/" if several else "",
+                seed=scenario.seed + index,
+            )
+        self.job = next(iter(self.jobs.values()))
+        """The first; of most scenarios the only one."""
+        self.cluster = Cluster(scenario, system, self.queue, journal, self._turn_ended, configs)
+        for job in self.jobs.values():
+            job.cluster = self.cluster
         self.serving_devices: list[Device] = []
         self.extra: list[str] = []
         self.samples: list[FleetState] = []
@@ -185,15 +212,20 @@ class World(Hooks):
 
     def _build(self) -> None:
         fleet, system, cluster = self.scenario.fleet, self.system, self.cluster
-        for index in range(fleet.dedicated):
+        runs = list(self.jobs) if len(self.jobs) > 1 else [""]
+        for job in [name for name in runs if name]:
+            cluster.require(job, (0, 0))
+        for index in range(fleet.dedicated * len(runs)):
             name = f"d{index}"
-            cluster.join(name, self._own_device(name), Tier.DEDICATED, version=(0, 0))
+            run = runs[index // fleet.dedicated]
+            cluster.join(name, self._own_device(name), Tier.DEDICATED, version=(0, 0), run=run)
         for index in range(fleet.serving):
             name = f"s{index}"
             device = self._serving_device(name, system.extra == "harvest")
             self.serving_devices.append(device)
             if system.extra == "harvest":
-                cluster.join(name, device, Tier.HARVESTED, version=(0, 0))
+                run = runs[index % len(runs)]
+                cluster.join(name, device, Tier.HARVESTED, version=(0, 0), run=run)
                 self.extra.append(name)
         if system.extra in ("spot", "serverless"):
             for index in range(fleet.spot):
@@ -279,7 +311,11 @@ class World(Hooks):
 
     # --- seams of a step -------------------------------------------------------------------------------
 
-    def rollouts_begin(self, step: int) -> None:
+    def _turn_ended(self, ended: te.TurnEnded, now_s: float) -> None:
+        job = ended.result.trajectory_id.partition("/")[0]
+        self.jobs.get(job, self.job).turn_ended(ended, now_s)
+
+    def rollouts_begin(self, job: str, step: int) -> None:
         if self.system.extra == "serverless":
             now_s = self.queue.now_s
             pull_s = self._pull_s(len(self.extra))
@@ -304,7 +340,7 @@ class World(Hooks):
         self.cluster.lend(name, lend_s)
         self.queue.at(now_s + lend_s / 3, self._borrow, word)
 
-    def rollouts_end(self, step: int) -> float:
+    def rollouts_end(self, job: str, step: int) -> float:
         if self.system.extra == "serverless":
             for name in self.extra:
                 self._release(name, self.queue.now_s, keep=False, reason="released")
@@ -316,9 +352,9 @@ class World(Hooks):
             return self.scenario.fleet.activation_s
         return 0.0
 
-    def publish(self, version: Version) -> float:
-        now_s = self.queue.now_s
-        waiting = [name for name in self.extra if self.cluster.nodes[name].registered]
+    def publish(self, job: str, version: Version) -> float:
+        now_s, nodes = self.queue.now_s, self.cluster.nodes
+        waiting = [name for name in self.extra if nodes[name].registered and nodes[name].run in ("", job)]
         if self.system.extra == "trainers":
             waiting = []
         plan = transfer(
@@ -332,14 +368,16 @@ class World(Hooks):
         )
         self.relay_bytes += plan.relay_bytes
         for name, node in self.cluster.nodes.items():
-            if node.tier is Tier.DEDICATED and name.startswith("d"):
-                self.queue.at(now_s + plan.dedicated_s, self._commit, (name, version))
+            if node.tier is Tier.DEDICATED and node.run in ("", job):
+                self.queue.at(now_s + plan.dedicated_s, self._commit, (name, job, version))
         for name in waiting:
-            self.queue.at(now_s + plan.extra_s, self._commit, (name, version))
+            self.queue.at(now_s + plan.extra_s, self._commit, (name, job, version))
         return plan.dedicated_s
 
-    def _commit(self, now_s: float, word: tuple[str, Version]) -> None:
-        name, version = word
+    def _commit(self, now_s: float, word: tuple[str, str, Version]) -> None:
+        name, job, version = word
+        if self.cluster.nodes[name].run not in ("", job):
+            return  # it has gone over to another job meanwhile
         self.cluster.commit(name, version, recompute=self.system.name == "fixed_async")
 
     # --- time ------------------------------------------------------------------------------------------
@@ -396,7 +434,8 @@ class World(Hooks):
     def run(self, progress: Callable[[float], None] | None) -> None:
         scenario = self.scenario
         self.queue.at(0.0, self._sweep)
-        self.queue.at(0.0, self.job.begin)
+        for index, job in enumerate(self.jobs.values()):
+            self.queue.at(index * scenario.jobs_apart_s, job.begin)
         every_s = scenario.duration_s / SAMPLE_POINTS
         self.queue.at(every_s, self._sample, every_s)
         if self._arrivals is not None and len(self._arrivals.at_s):
@@ -405,7 +444,7 @@ class World(Hooks):
         def stop() -> bool:
             if progress is not None:
                 progress(min(1.0, self.queue.now_s / scenario.duration_s))
-            return self.job.done
+            return all(job.done for job in self.jobs.values())
 
         self.queue.run(scenario.duration_s, stop, every=512)
 
@@ -420,7 +459,8 @@ class World(Hooks):
         }
 
     def check(self) -> None:
-        self.job.check()
+        for job in self.jobs.values():
+            job.check()
         self.cluster.check()
         for device in [*self.serving_devices, *(node.device for node in self.cluster.nodes.values())]:
             device.check()
@@ -467,7 +507,11 @@ def simulate(
         world.allocated_s += now_s - world.alive_since[name]
         if not world.cluster.nodes[name].registered:
             world.wasted_s += now_s - world.alive_since[name]
-    steps = [step for step in world.job.steps if not math.isnan(step.end_s) and step.end_s <= now_s + 1e-6]
+    job_steps = {
+        name: [step for step in job.steps if not math.isnan(step.end_s) and step.end_s <= now_s + 1e-6]
+        for name, job in world.jobs.items()
+    }
+    steps = next(iter(job_steps.values()))
     busy = {
         "serving": sum(device.serving_busy_s for device in world.serving_devices),
         "harvested": sum(device.rollout_busy_s for device in world.serving_devices),
@@ -475,7 +519,7 @@ def simulate(
             node.device.rollout_busy_s for node in world.cluster.nodes.values() if node.device.serving is None
         ),
     }
-    gpus = fleet.dedicated * fleet.rollout_gpus + fleet.trainers
+    gpus = scenario.num_jobs * (fleet.dedicated * fleet.rollout_gpus + fleet.trainers)
     return RunResult(
         system=world.system,
         scenario=scenario,
@@ -499,6 +543,8 @@ def simulate(
         digest=journal.close(),
         cpu_s=time.process_time() - began_s,
         busy=busy,
+        job_steps=job_steps,
+        num_switches=world.cluster.num_switches,
     )
 
 

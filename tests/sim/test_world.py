@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rose.errors import ConfigError
 from rose.sim.scenario import Scenario
 from rose.sim.summary import SETTLE_S, compare_misses
 from rose.sim.systems import SYSTEMS
@@ -221,3 +222,49 @@ def test_a_trainer_lends_its_devices_while_rollouts_run(tmp_path: Path) -> None:
     assert sent
     for step in run.steps:
         assert not any(step.ready_s < at_s < step.end_s for at_s in sent)
+
+
+SHARED = {
+    "num_jobs": 2,
+    "num_steps": 3,
+    "duration_s": 7200.0,
+    "fleet": {"dedicated": 1, "serving": 3, "trainers": 1},
+    "job": {"num_groups": 4, "group_size": 4, "turns_median": 4.0, "algorithm": "grpo"},
+}
+
+
+@pytest.mark.parametrize("phases", [False, True])
+def test_engines_go_from_job_to_job_and_no_turn_is_sampled_by_anothers_weights(
+    tmp_path: Path, phases: bool
+) -> None:
+    provisioning = {"mode": "on", "switch_s": 1.0, "idle_s": 3.0, "min_active_s": 1.0, "rest_s": 0.5}
+    scheduler = {"provisioning": {**provisioning, "phases": phases}}
+    path = tmp_path / "journal"
+
+    run = simulate(tiny(**SHARED, scheduler=scheduler), "rose", journal_path=path, check=True)
+
+    assert {name: len(steps) for name, steps in run.job_steps.items()} == {"job0": 3, "job1": 3}
+    assert run.num_switches > 0
+    assert run.counters.sampled["harvested"] > 0
+    has = {f"d{index}": f"job{index}" for index in range(2)} | {
+        f"s{index}": f"job{index % 2}" for index in range(3)
+    }
+    for line in path.open():
+        _, what, *words = line.split()
+        if what == "switch":
+            has[words[0]] = words[1]
+        elif what == "dispatch":
+            turn, _, worker = words
+            assert turn.partition("/")[0] == has[worker]
+
+
+def test_several_jobs_share_the_harvested_engines_for_good_where_nobody_provisions() -> None:
+    run = simulate(tiny(**SHARED), "rose", check=True)
+
+    assert {name: len(steps) for name, steps in run.job_steps.items()} == {"job0": 3, "job1": 3}
+    assert run.num_switches == 0
+
+
+def test_what_has_not_been_tried_with_several_jobs_is_refused() -> None:
+    with pytest.raises(ConfigError, match="has not been tried with several jobs"):
+        simulate(tiny(**SHARED), "spot")
