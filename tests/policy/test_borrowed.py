@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rose.decisions.freeze import freeze, thaw
 from rose.policy import turn_events as te
 from rose.policy.fleet import FleetParams
 from rose.policy.routing import POLICY_NAMES
@@ -156,6 +157,26 @@ def test_others_have_no_end() -> None:
     for tier in (Tier.DEDICATED, Tier.HARVESTED):
         join(book, tier.value, tier, lent_s=0.0)
         assert book.fleet.workers[tier.value].until_s == math.inf
+
+
+def test_the_state_of_a_decision_log_from_before_devices_were_borrowed_is_completed() -> None:
+    book = book_of()
+    join(book, "d", Tier.DEDICATED)
+    submit(book, "a")
+    table = book.fleet.table
+    table.tier_speed = table.tier_speed[:2]
+    for name in ("tier", "until_s"):
+        del table._columns[name]
+        delattr(table, name)
+    del book.fleet.tier_speed[Tier.BORROWED]
+
+    old = thaw(freeze(book))
+
+    old.check()
+    join(old, "b", Tier.BORROWED, at_s=1.0, lent_s=60.0)
+    old.handle(te.WorkerLost(at_s=2.0, worker_id="d", reason="lost"))
+    assert old.turns["a"].worker is old.fleet.workers["b"]
+    old.check()
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)

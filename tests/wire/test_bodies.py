@@ -59,6 +59,7 @@ def encoded(body: Any) -> bytes:
         (Heartbeat, {**BEAT, "state": "fine"}, "state", "must be one of ready, starting, stopping"),
         (Heartbeat, {**BEAT, "gated": 1}, "gated", "must be true or false"),
         (Heartbeat, {**BEAT, "serving_use": 1.5}, "serving_use", "must be a number from 0 to 1"),
+        (Heartbeat, {**BEAT, "lent_s": -1}, "lent_s", "must be a number from 0 to "),
         (Heartbeat, {**BEAT, "version": "x"}, "version", "must be a version like '2.17'"),
         (Heartbeat, {"seq": 1, "state": "ready"}, "incarnation", "is required"),
         (Ack, {"step": 1, "attempt": True}, "attempt", "must be a whole number from 0 to 9999999999"),
