@@ -68,7 +68,8 @@ def run_cell(arm: str, seed: int) -> dict[str, float]:
         scenario = scenario_of(tuple(changes), seed)
         arrivals = make_arrivals(scenario.serving, scenario.fleet.serving, scenario.duration_s, seed)
         row = summarize(simulate(scenario, "rose" if arm in ARMS else "fixed_sync", arrivals=arrivals))
-        found |= {f"step_s.{size}": row["step_s"], f"slo_missed.{size}": row["slo_missed"]}
+        found[f"step_s.{size}"] = float(row["step_s"] or math.nan)
+        found[f"slo_missed.{size}"] = float(row["slo_missed"] or 0.0)
     return found
 
 
@@ -122,7 +123,7 @@ def conclude(data: Details) -> dict[str, Any]:
         for metric in METRICS:
             ratios = [
                 statistics.geometric_mean(
-                    row[key] / before[seed][key] for key in row if key.startswith(metric)
+                    [row[key] / before[seed][key] for key in row if key.startswith(metric)]
                 )
                 for seed, row in loads.get(arm, {}).items()
                 if seed in before

@@ -155,6 +155,7 @@ class WorkerTable:
         self.tier[row] = _TIERS[worker.tier.value]
         self.dedicated[row] = worker.tier.value == "dedicated"
         self.until_s[row] = worker.until_s
+        self.any_ends = self.any_ends or worker.until_s != np.inf
         worker.facts = worker.load = None
         self.sync(worker)
         self.sync_speed(worker)
@@ -203,7 +204,6 @@ class WorkerTable:
             if worker.until_s > self.until_s[row]:
                 self.gained.add(worker.worker_id)
             self.until_s[row] = worker.until_s
-            self.any_ends = True
         self.reclaim_rate[row] = worker.reclaim_rate
         self.any_reclaims = self.any_reclaims or worker.reclaim_rate > 0
 
@@ -361,7 +361,7 @@ class WorkerTable:
             assert self.reclaim_rate[row] == worker.reclaim_rate
             assert self.until_s[row] == worker.until_s
             assert self.tier[row] == _TIERS[worker.tier.value]
-            assert self.any_ends or worker.until_s in (np.inf, -np.inf)
+            assert self.any_ends or worker.until_s == np.inf
 
 
 class Eligible(Sequence["Worker"]):

@@ -11,8 +11,8 @@ Pure; callers: ``rose.policy.provisioning``, ``rose.policy.pairing``.
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 SETTLE_S = 5.0
@@ -25,6 +25,12 @@ GONE_FACTOR = 3.0
 
 def _kept() -> deque[float]:
     return deque(maxlen=NUM_KEPT)
+
+
+def _median(values: Iterable[float]) -> float:
+    """``statistics`` would bring ``random`` into the policies."""
+    found = sorted(values)
+    return (found[(len(found) - 1) // 2] + found[len(found) // 2]) / 2
 
 
 @dataclass(kw_only=True, slots=True)
@@ -83,12 +89,12 @@ class Phases:
     @property
     def usual_work(self) -> float:
         """Of a job that alternates."""
-        return statistics.median(self.work)
+        return _median(self.work)
 
     @property
     def usual_away_s(self) -> float:
         """Of a job that alternates."""
-        return statistics.median(self.away_s)
+        return _median(self.away_s)
 
     def left_s(self, at_s: float, speed: float) -> float | None:
         """Until the phase that it is in is expected to end, with engines of this speed; one that is overdue, as soon as a quarter of its

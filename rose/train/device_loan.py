@@ -51,6 +51,10 @@ class DeviceLoan:
                 fix="borrowed = true in its node.toml",
             )
 
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+
     @asynccontextmanager
     async def lent(self) -> AsyncIterator[None]:
         """The device is the engine's while the block runs, and the trainer's afterwards."""

@@ -88,7 +88,9 @@ def run_training(
         RoseError: Scheduler or relay refuse.
     """
     check_job(config, parts)
-    DeviceLoan(config.lend, tokens).check()
+    loan = DeviceLoan(config.lend, tokens)
+    loan.check()
+    loan.close()
     report = progress or (lambda _: None)
     with _sole_driver(config.output_dir), ray_for(config) as cluster:
         if cluster is not None:
@@ -135,6 +137,7 @@ async def train_with(actors: Actors, progress: Progress, *, watch_s: float | Non
     try:
         return await _steps(actors, async_loop, loan, progress, watch_s)
     finally:
+        loan.close()
         if async_loop is not None:
             await async_loop.close()
         if not ray_died.is_set():

@@ -422,6 +422,7 @@ async def test_a_borrowed_device_is_its_engines_only_while_its_owner_lends_it(de
 
     agent.lend(3600.0)
     await lent(device, 16)
+    await ready(device, agent)
     assert 3500.0 < (agent.heartbeat("i", 1).lent_s or 0.0) <= 3600.0
 
     agent.lend(0.0)  # taken back before the time was over

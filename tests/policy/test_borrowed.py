@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -22,7 +23,7 @@ from tests.policy.turn_kit import book_of, dispatches, end, hear, join, submit, 
 DRAIN_S = FleetParams().drain_s
 
 
-def lent(lent_s: float | None, **params: int) -> TurnBook:
+def lent(lent_s: float | None, **params: Any) -> TurnBook:
     """A book with one borrowed worker ``b``, lent for so long from 0 s."""
     book = book_of(**params)
     join(book, "b", Tier.BORROWED, lent_s=lent_s)
@@ -93,6 +94,8 @@ def test_turns_leave_with_their_tokens_before_the_device_goes_back() -> None:
     book = lent(20.0)
     submit(book, "a")
     join(book, "d", Tier.DEDICATED)
+    for name in "bd":
+        hear(book, name, 17.5, lent_s=2.5)
     assert asked(tick(book, 20.0 - DRAIN_S - 0.01)) == []
     assert asked(tick(book, 20.0 - DRAIN_S)) == ["a"]
     assert asked(tick(book, 20.0 - DRAIN_S + 0.5)) == []  # once
@@ -110,7 +113,9 @@ def test_a_turn_whose_engine_does_not_answer_is_moved_with_what_has_arrived() ->
     book = lent(20.0)
     submit(book, "a")
     tokens(book, "a", 1, 7, 8, at_s=1.0)
-    tick(book, 20.0 - DRAIN_S)
+    hear(book, "b", 17.5, lent_s=2.5)
+    assert asked(tick(book, 20.0 - DRAIN_S)) == ["a"]
+    hear(book, "b", 19.0, lent_s=1.0)
     assert requeued(tick(book, 19.99)) == []
 
     moved = tick(book, 20.0)

@@ -34,6 +34,7 @@ async def test_a_turn_leaves_a_borrowed_engine_before_the_device_goes_back_with_
     """The engine answers at once, not in a stream: what it has made is in its answer alone."""
     await world.start(**LENT)
     engine = await world.add("b", tier="borrowed", kind=Counting, mean_tokens=10_000, token_s=0.02)
+    assert isinstance(engine, Counting)
     running = asyncio.create_task(generate(world))
     await world.until(lambda: world.scheduler.book.queue)
     assert not engine.requests  # nobody has said for how long it is lent
@@ -65,6 +66,7 @@ async def test_a_turn_leaves_a_borrowed_engine_before_the_device_goes_back_with_
 async def test_a_borrowed_engine_that_vanishes_costs_no_turn(world: World) -> None:
     await world.start(**LENT)
     engine = await world.add("b", tier="borrowed", kind=Counting, mean_tokens=10_000, token_s=0.02)
+    assert isinstance(engine, Counting)
     await lend(world, "b", 600.0)
     running = asyncio.create_task(generate(world))
     await world.until(lambda: engine.num_sampled > 3)

@@ -17,7 +17,7 @@ async def test_status_and_metrics_count_turns_and_tokens_by_tier(world: World) -
         await generate(world)
     status = await world.ok("GET", "/status")
     assert status["turns"]["done"] == 2
-    assert status["tokens"]["by_tier"] == {"dedicated": 75, "harvested": 5}
+    assert status["tokens"]["by_tier"] == {"dedicated": 75, "harvested": 5, "borrowed": 0}
     assert status["resumed_turns"] == 1
     assert status["continued_turns"] == 1
     assert status["reroutes"] == {"reclaim": 1}

@@ -229,7 +229,7 @@ SHARED = {
     "num_steps": 3,
     "duration_s": 7200.0,
     "fleet": {"dedicated": 1, "serving": 3, "trainers": 1},
-    "job": {"num_groups": 4, "group_size": 4, "turns_median": 4.0, "algorithm": "grpo"},
+    "job": {"num_groups": 8, "group_size": 8, "turns_median": 4.0, "algorithm": "grpo"},
 }
 
 
