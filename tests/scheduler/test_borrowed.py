@@ -51,7 +51,7 @@ async def test_a_turn_leaves_a_borrowed_engine_before_the_device_goes_back_with_
         ("b", "borrowed"),
         ("d", "dedicated"),
     ]
-    assert answer["segments"][0]["n"] >= 4
+    assert answer["segments"][0]["n"] >= 3  # the last that was sampled may not be out yet
     status = await world.ok("GET", "/status")
     assert status["reroutes"] == {"returned": 1}
     assert status["tokens"]["by_tier"]["borrowed"] == answer["segments"][0]["n"]
