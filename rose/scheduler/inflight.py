@@ -1,8 +1,7 @@
-"""One client request: prompt, turns, parsed answer, journal; and what happens when the client asks again.
+"""All client requests in progress, and what happens when a client asks again.
 
-An :class:`Inflight` runs apart from the connection that asked for it.  A client that goes away and comes back
-joins it; one that comes back after the end gets its answer: from the trajectory's turns, or, under an
-``Idempotency-Key``, from the last few answers.
+One that comes back joins its request (:class:`~rose.scheduler.inflight_request.Inflight`); one that comes back after
+the end gets its answer: from the trajectory's turns, or, under an ``Idempotency-Key``, from the last few answers.
 
 Whether a request repeats another is decided by the name that its client gave it: ``Idempotency-Key``, else ``X-ROSE-Turn``.
 A request without a name is a new turn even if its body equals an earlier one's, since an agent may sample one prompt several times on
@@ -31,172 +30,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rose.errors import CapacityError, RequestError, RoseError
-from rose.lineage import Version, format_version
 from rose.policy import samples as sp
 from rose.policy import turn_events as te
 from rose.scheduler.deliveries import Connections
-from rose.scheduler.dispatch import Dispatcher, TurnHandle, no_worker, turn_error
-from rose.scheduler.ids import pack_ids, pack_logprobs
-from rose.scheduler.journal import TurnRecord
+from rose.scheduler.dispatch import Dispatcher, TurnHandle, turn_error
+from rose.scheduler.inflight_request import Finished, Inflight, Replay, TurnRequest
 from rose.scheduler.kept import Kept
 from rose.scheduler.messages import thought, tips
 from rose.scheduler.prompts import Prompt
+from rose.scheduler.recording import is_resumable, record_of, summary_of
 from rose.scheduler.store import Store
 from rose.scheduler.tracing import Tracing
-from rose.scheduler.trajectory import Trajectory, request_name
+from rose.scheduler.trajectory import Trajectory
 
 log = logging.getLogger("rose.scheduler")
 
-RECORDED_SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "allowed_token_ids",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "seed",
-)
-"""What shapes the distribution a token was drawn from; the trainer applies the same."""
-
 _MAX_ANSWERS = 4096
 _MAX_ANSWER_BYTES = 64 * 2**20
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TurnRequest:
-    """Who asked, and how to recognise that they ask again."""
-
-    request_id: str
-    trajectory: Trajectory | None
-    digest: str
-    turn_key: str = ""
-    idempotency_key: str = ""
-    retry: int = 0
-    """How often the client says to have asked before."""
-    dedicated_only: bool = False
-    min_version: Version | None = None
-    deadline_s: float | None = None
-    trace_headers: Mapping[str, str] = field(default_factory=dict)
-    """W3C trace context for the engine."""
-
-    @property
-    def name(self) -> str:
-        """What the client calls this request; turns have names in their trajectory only."""
-        return request_name(self.idempotency_key, self.turn_key if self.trajectory is not None else "")
-
-
-@dataclass(kw_only=True, slots=True)
-class Finished:
-    """A turn that is done and, in a trajectory, recorded."""
-
-    ended: te.TurnEnded
-    handle: TurnHandle
-    prompt: Prompt
-    turn: int | None
-    fork: str | None
-    created: int
-    """In Unix seconds."""
-    summary: dict[str, Any]
-
-
-class Inflight:
-    """A request in progress.  ``task`` gives the body of a non-streamed answer."""
-
-    def __init__(self, dispatcher: Dispatcher, asked: TurnRequest, key: str) -> None:
-        self.asked = asked
-        self.key = key
-        self.retry = asked.retry
-        """Of the last client that joined."""
-        self.handles: list[TurnHandle] = []
-        self.started: asyncio.Event = asyncio.Event()
-        """All turns are submitted (or the request has failed): a stream may begin to watch them."""
-        self.task: asyncio.Task[bytes] | None = None
-        self.num_attached = 0
-        self.finished: list[Finished] = []
-        self.is_recorded = False
-        self._dispatcher = dispatcher
-        self.is_waiting_too_long = False
-        self._waiters: list[asyncio.Future[None]] = []
-
-    def add(self, handle: TurnHandle) -> None:
-        self.handles.append(handle)
-        handle.on_unavailable = self._give_up_for_now
-        if self.num_attached == 0:
-            self._dispatcher.detach(handle)
-
-    @property
-    def is_joinable(self) -> bool:
-        """It runs, and none of its turns has failed or was cancelled, of which it may only hear next."""
-        return (self.task is not None and not self.task.done()) and not any(
-            handle.done.done() and handle.done.result().outcome is not te.TurnState.DONE
-            for handle in self.handles
-        )
-
-    def attach(self) -> None:
-        self.num_attached += 1
-        if self.num_attached == 1:
-            self.is_waiting_too_long = False
-            for handle in self.handles:
-                self._dispatcher.attach(handle)
-
-    def detach(self) -> None:
-        self.num_attached -= 1
-        if self.num_attached == 0:
-            for handle in self.handles:
-                self._dispatcher.detach(handle)
-        self.drop_ended()
-
-    def drop_ended(self) -> None:
-        """Drop the task of a job that has ended and that no client waits for: an error's traceback would keep all tokens of its turns alive."""
-        if self.num_attached == 0 and self.task is not None and self.task.done():
-            self.task = None
-
-    async def wait(self) -> bytes:
-        """The answer, on behalf of one attached client.
-
-        Raises:
-            CapacityError: 503, it waited too long; the turn keeps its place for a retry.
-            RoseError: The request failed.
-        """
-        assert self.task is not None
-        while not self.task.done() and not self.is_waiting_too_long:
-            waiter = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            try:
-                await waiter
-            finally:
-                self._waiters.remove(waiter)
-        if not self.task.done():
-            raise no_worker(next(handle for handle in self.handles if not handle.done.done()))
-        return self.task.result()
-
-    def let_go(self) -> None:
-        """Ended: no cycle keeps the turns' tokens for the next full collection."""
-        for handle in self.handles:
-            handle.on_unavailable = _nobody
-        self._wake()
-
-    def _give_up_for_now(self) -> None:
-        self.is_waiting_too_long = True
-        self._wake()
-
-    def _wake(self) -> None:
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Replay:
-    """An answer that was given before; of a trajectory, named by its first turn."""
-
-    answer: bytes = b""
-    """Of a request without a trajectory."""
-    trajectory: Trajectory | None = None
-    turn: int = 0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -289,7 +139,7 @@ class InflightRequests:
         if turn is None:
             return None
         _check_same(asked.trajectory.turns[turn].digest, asked, field)
-        return self._replay(asked, asked.trajectory, turn)
+        return Replay(trajectory=asked.trajectory, turn=turn)
 
     def _asked_before(self, asked: TurnRequest, key: str) -> Inflight | Replay | None:
         running = [inflight for inflight in self._alike.get(key, ()) if inflight.is_joinable]
@@ -302,7 +152,7 @@ class InflightRequests:
         deliveries = trajectory.deliveries
         for turn in trajectory.answers_to(asked.digest):
             if deliveries.is_free(turn):
-                return self._replay(asked, trajectory, turn)
+                return Replay(trajectory=trajectory, turn=turn)
         if key in self._refused:
             self._refused[key] -= 1
             if not self._refused[key]:
@@ -318,14 +168,8 @@ class InflightRequests:
         ]
         if not lost:
             return None
-        return self._replay(
-            asked,
-            trajectory,
-            max(lost, key=lambda turn: (self._connections.is_closed(trajectory.id, turn), turn)),
-        )
-
-    def _replay(self, asked: TurnRequest, trajectory: Trajectory, turn: int) -> Replay:
-        return Replay(trajectory=trajectory, turn=turn)
+        likeliest = max(lost, key=lambda turn: (self._connections.is_closed(trajectory.id, turn), turn))
+        return Replay(trajectory=trajectory, turn=likeliest)
 
     def _refuse(self, asked: TurnRequest, key: str) -> None:
         """Its client will ask again, and not for an answer that others got."""
@@ -491,7 +335,7 @@ class InflightRequests:
             turn=None,
             fork=prompt.fork,
             created=int(time.time()),
-            summary=_summary(ended.result, handle, prompt),
+            summary=summary_of(ended.result, handle, prompt),
         )
         inflight.finished.append(done)
         return done
@@ -562,42 +406,12 @@ class InflightRequests:
     def _record(
         self, inflight: Inflight, done: Finished, *, kind: str, prompt_of: int | None, **fields: Any
     ) -> None:
-        trajectory, result = inflight.asked.trajectory, done.ended.result
+        trajectory = inflight.asked.trajectory
         if trajectory is not None and done.turn is not None:
-            params, prompt = done.handle.sampling_params, done.prompt
             if done.fork is not None:
                 self.on_fork(done.fork)
-            suffix = prompt.token_ids[prompt.num_inherited :] if prompt_of is None else ()
             actions = self.store.add_turn(
-                TurnRecord(
-                    trajectory_id=trajectory.id,
-                    turn=done.turn,
-                    kind=kind,
-                    parent=prompt.parent,
-                    fork=done.fork,
-                    suffix_ids=pack_ids(suffix),
-                    prompt_of=prompt_of,
-                    token_ids=pack_ids(result.token_ids),
-                    logprobs=pack_logprobs(result.logprobs),
-                    finish_reason=done.ended.reason,
-                    stop_reason=done.ended.stop_reason,
-                    versions=done.summary["versions"],
-                    segments=done.summary["segments"],
-                    usage=done.summary["usage"],
-                    timing=done.summary["timing"],
-                    sampling={k: params[k] for k in RECORDED_SAMPLING if params.get(k) is not None},
-                    context=prompt.context,
-                    digest=inflight.asked.digest,
-                    turn_key=inflight.asked.turn_key,
-                    key=inflight.asked.idempotency_key,
-                    retry=inflight.retry,
-                    created=done.created,
-                    attempts=result.num_attempts,
-                    kv_mixed=result.kv_mixed,
-                    id=result.turn_id,
-                    routed_experts=done.handle.routed,
-                    **fields,
-                )
+                record_of(trajectory, inflight, done, done.turn, kind=kind, prompt_of=prompt_of, **fields)
             )
             for action in actions:
                 if isinstance(action, sp.Discard):
@@ -634,38 +448,6 @@ class InflightRequests:
         await asyncio.gather(*self._running, return_exceptions=True)
 
 
-_STATEFUL = frozenset(
-    (
-        "presence_penalty",
-        "frequency_penalty",
-        "structured_outputs",
-        "bad_words",
-        "thinking_token_budget",
-        "repetition_detection",
-        "logits_processors",
-    )
-)
-
-
-def is_resumable(params: Mapping[str, Any], *, streamed: bool) -> bool:
-    """Can another engine go on in the middle, as if nothing had happened?
-
-    No for a seed (its draws would repeat), penalties that count output only, and anything that keeps state
-    per request.  A stop string may lie across the seam: a stream is watched by the gateway, other turns
-    start again.
-    """
-    if params.get("seed") is not None:
-        return False
-    for name in _STATEFUL.intersection(params):
-        if params[name]:
-            return False
-    return streamed or not params.get("stop")
-
-
-def _nobody() -> None:
-    pass
-
-
 def _check_same(digest: str, asked: TurnRequest, field: str) -> None:
     if digest != asked.digest:
         raise RequestError(
@@ -677,35 +459,3 @@ def _key(asked: TurnRequest) -> str:
     scope = "" if asked.trajectory is None else asked.trajectory.id
     name = asked.name
     return f"{name[:2]}{scope}:{name[2:]}" if name else f"d:{scope}:{asked.digest}"
-
-
-def _summary(result: te.TurnResult, handle: TurnHandle, prompt: Prompt) -> dict[str, Any]:
-    """What the wire says about a turn besides its tokens."""
-    first_s = result.first_token_at_s
-    return {
-        "versions": [(format_version(s.version), s.start, s.num_tokens) for s in result.spans],
-        "segments": [
-            {
-                "worker": s.worker_id,
-                "tier": s.tier.value,
-                "attempt": s.attempt,
-                "start": s.start,
-                "n": s.num_tokens,
-                **({"run": s.run} if s.run else {}),
-            }
-            for s in result.segments
-        ],
-        "usage": {
-            "prompt": len(prompt.token_ids),
-            "cached": result.num_cached_tokens,
-            "generated": len(result.token_ids),
-            "recomputed": result.num_recomputed_tokens,
-        },
-        "timing": {
-            "queue_ms": round(handle.queued_s * 1e3, 3),
-            "ttft_ms": round((((first_s or result.ended_at_s) - result.submitted_at_s) * 1e3), 3),
-            "total_ms": round((result.ended_at_s - result.submitted_at_s) * 1e3, 3),
-        },
-        "attempts": result.num_attempts,
-        "kv_mixed": result.kv_mixed,
-    }

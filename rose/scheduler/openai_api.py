@@ -32,7 +32,8 @@ from rose.scheduler.http import (
     send_json,
 )
 from rose.scheduler.ids import unpack_ids
-from rose.scheduler.inflight import Finished, Inflight, InflightRequests, Replay, TurnRequest
+from rose.scheduler.inflight import InflightRequests
+from rose.scheduler.inflight_request import Finished, Inflight, Replay, TurnRequest
 from rose.scheduler.kept import Kept
 from rose.scheduler.messages import call_id, chain, context_digest
 from rose.scheduler.prompts import NOT_RENDERED, Prompt, Prompts, continuation

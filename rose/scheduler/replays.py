@@ -10,7 +10,7 @@ from rose.policy import turn_events as te
 from rose.scheduler.dispatch import TurnHandle
 from rose.scheduler.engine import TokenLogprob
 from rose.scheduler.ids import unpack_ids, unpack_logprobs
-from rose.scheduler.inflight import Finished, Replay
+from rose.scheduler.inflight_request import Finished, Replay
 from rose.scheduler.journal import TurnRecord
 from rose.scheduler.prompts import Prompt
 from rose.scheduler.trajectory import Trajectory

@@ -19,7 +19,7 @@ from rose.policy import turn_events as te
 from rose.policy.worker import Tier
 from rose.scheduler.control_api import worker_status
 from rose.scheduler.dispatch import Dispatcher
-from rose.scheduler.inflight import Finished, TurnRequest
+from rose.scheduler.inflight_request import Finished, TurnRequest
 from rose.scheduler.provision import Provisioner
 from rose.scheduler.store import Store
 from rose.scheduler.tallies import Durations, Tally

@@ -27,10 +27,11 @@ from rose.policy.turn_events import TurnState
 from rose.scheduler.dispatch import Dispatcher, TurnHandle, no_worker, turn_error
 from rose.scheduler.engine import TokenLogprob
 from rose.scheduler.http import REQUEST_ID, encode
-from rose.scheduler.inflight import Inflight, is_resumable
+from rose.scheduler.inflight_request import Inflight
 from rose.scheduler.messages import call_id
 from rose.scheduler.parses import Piece, StreamParse
 from rose.scheduler.protocols import ProtocolRequest, StreamForm
+from rose.scheduler.recording import is_resumable
 from rose.scheduler.renderer import Renderer
 from rose.scheduler.stops import chat_finish
 from rose.wire.errors import error_body

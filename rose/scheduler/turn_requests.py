@@ -13,7 +13,7 @@ from rose.lineage import parse_version
 from rose.scheduler.deliveries import retry_count
 from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.http import KEY_OF, REQUEST_ID, check_storable, encode, trace_context
-from rose.scheduler.inflight import TurnRequest
+from rose.scheduler.inflight_request import TurnRequest
 from rose.scheduler.scheduler_config import SchedulerConfig
 from rose.scheduler.store import Store
 from rose.scheduler.trajectory import Trajectory
