@@ -143,6 +143,44 @@ async def world(tmp_path: Path, tokens: Tokens) -> AsyncIterator[World]:
         await world.close()
 
 
+@pytest.fixture
+async def openai_client(world: World) -> AsyncIterator[Callable[[str], Any]]:
+    """OpenAI's client of a trajectory, by its key."""
+    import openai
+
+    made: list[openai.AsyncOpenAI] = []
+
+    def client(session: str) -> openai.AsyncOpenAI:
+        made.append(
+            openai.AsyncOpenAI(
+                base_url=f"{world.url}/v1", api_key=world.tokens.key_of(session), max_retries=0
+            )
+        )
+        return made[-1]
+
+    yield client
+    for each in made:
+        await each.close()
+
+
+@pytest.fixture
+async def claude(world: World) -> AsyncIterator[Callable[[str], Any]]:
+    """Anthropic's, likewise."""
+    import anthropic
+
+    made: list[anthropic.AsyncAnthropic] = []
+
+    def client(session: str) -> anthropic.AsyncAnthropic:
+        made.append(
+            anthropic.AsyncAnthropic(base_url=world.url, api_key=world.tokens.key_of(session), max_retries=0)
+        )
+        return made[-1]
+
+    yield client
+    for each in made:
+        await each.close()
+
+
 def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
