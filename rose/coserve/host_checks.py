@@ -20,7 +20,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
-import psutil
 
 from rose.auth import Tokens, bearer
 from rose.coserve import mps, outside
@@ -32,9 +31,11 @@ from rose.coserve.node_config import DeviceConfig, NodeConfig, SchedulerLink, We
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.records import NodeState
 from rose.errors import ConfigError, LedgerError, RoseError
+from rose.mounts import file_system
 from rose.private_dir import private_dir
 from rose.proc import Child, ProcSpec, require_cores, require_free_port
 from rose.units import format_bytes
+from rose.wire.addresses import Addresses
 
 SHARED_MEMORY = Path("/dev/shm")
 DIRECTORY_ROOM_BYTES = 16 << 20
@@ -303,7 +304,7 @@ def check_directory(path: Path) -> list[Check]:
         found.append(
             Check(level=Level.FAIL, name=name, says=says, fix="make room, or name another directory")
         )
-    kind = _file_system(place)
+    kind = file_system(place)
     if kind not in ("tmpfs", "ramfs"):
         found.append(
             Check(
@@ -390,20 +391,14 @@ def _nearest(path: Path) -> Path:
     return next(one for one in (path.absolute(), *path.absolute().parents) if one.is_dir())
 
 
-def _file_system(path: Path) -> str:
-    """Its kind, by the mount that is nearest above it."""
-    mounts = {Path(one.mountpoint): one.fstype for one in psutil.disk_partitions(all=True)}
-    return next((mounts[one] for one in (path, *path.parents) if one in mounts), "unknown")
-
-
 # --------------------------------------------------------------------------- who should answer
 
 
 def check_scheduler(link: SchedulerLink, tokens: Tokens) -> Check:
-    """It answers, and knows the token of this node."""
-    return _ask(
-        "scheduler", link.url, "/workers", tokens.node, "start it: rose scheduler, or mend scheduler.url"
-    )
+    """It answers, and knows the token of this node; of several, one does: the others stand by."""
+    fix = "start it: rose scheduler, or mend scheduler.url"
+    found = [_ask("scheduler", url, "/workers", tokens.node, fix) for url in Addresses(link.url).all]
+    return next((check for check in found if check.level is Level.OK), found[0])
 
 
 def check_relay(link: WeightsLink, tokens: Tokens) -> Check:

@@ -35,7 +35,8 @@ from rose.errors import (
 )
 from rose.lineage import Lineage, WeightVersion
 from rose.private_dir import private_dir
-from rose.wire.errors import read_refusal
+from rose.wire.addresses import Addresses
+from rose.wire.errors import NOT_ACTIVE, read_refusal
 from rose.wire.http_client import Answer, ask, open_client
 from rose.wire.reading import read
 from rose.wire.workers import Heartbeat, HeartbeatAnswer, Registered, Registration
@@ -46,6 +47,8 @@ logger = logging.getLogger("rose.node")
 _MAX_ANSWER_BYTES = 1 << 16
 _BACK_OFF_S = (0.5, 1.0, 2.0, 5.0)
 _NO_ENGINE_S = 0.1
+_MOVED_S = 0.1
+"""To the next try, at another address."""
 NO_ROOM = 507
 
 
@@ -69,6 +72,7 @@ class SchedulerUplink:
         self._config, self._link, self._engine, self._heartbeat = config, link, engine, heartbeat
         self._assigned = assigned
         self._tokens = tokens
+        self._addresses = Addresses(link.url)
         self._registered: str | None = None
         self._seq = 0
         self.connected = False
@@ -79,8 +83,12 @@ class SchedulerUplink:
         async with open_client(bearer(self._tokens.node)) as client:
             try:
                 while True:
+                    url = self._addresses.current
                     await self._beat(client)
-                    await asyncio.sleep(self._link.heartbeat_s)
+                    moved = self._addresses.current != url
+                    await asyncio.sleep(
+                        min(_MOVED_S, self._link.heartbeat_s) if moved else self._link.heartbeat_s
+                    )
             finally:
                 await self._leave(client)
 
@@ -141,10 +149,23 @@ class SchedulerUplink:
         *,
         timeout_s: float,
     ) -> Answer:
-        url = self._link.url.rstrip("/") + path
-        return await ask(
-            client, method, url, body, timeout_s=timeout_s, max_bytes=_MAX_ANSWER_BYTES, field="scheduler"
-        )
+        url = self._addresses.current
+        try:
+            answer = await ask(
+                client,
+                method,
+                url + path,
+                body,
+                timeout_s=timeout_s,
+                max_bytes=_MAX_ANSWER_BYTES,
+                field="scheduler",
+            )
+        except EngineError:
+            self._addresses.leave(url)
+            raise
+        if answer.status == 503 and read_refusal(answer.body).code == NOT_ACTIVE:
+            self._addresses.leave(url)
+        return answer
 
     async def _post(self, client: httpx.AsyncClient, path: str, body: msgspec.Struct, answer: type[A]) -> A:
         data = msgspec.json.encode(body)
@@ -164,7 +185,7 @@ class SchedulerUplink:
         """Log a change of the link's state, not every beat of it."""
         if (not error) != self.connected or (error and error != self.error):
             log = logger.info if not error else logger.warning
-            log("scheduler %s: %s", self._link.url, error or "connected")
+            log("scheduler %s: %s", self._addresses.current, error or "connected")
         self.connected, self.error = not error, error
 
 

@@ -19,6 +19,7 @@ from rose.policy.admission import AdmissionParams, Rule
 from rose.policy.baselines import make_lending
 from rose.policy.lending import DEAD_AFTER_S, Lending, LendingParams
 from rose.policy.lending_events import ALL_PAGES
+from rose.wire.addresses import Addresses
 
 Url = Annotated[str, Field(pattern=r"^https?://[^\s/]+[^\s]*$", max_length=512)]
 StoreUrl = Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://[^\s]+$", max_length=512)]
@@ -165,6 +166,7 @@ class SchedulerLink(Section):
     """rose-scheduler; left out, the engine is used by hand."""
 
     url: Url
+    """Of the scheduler; or several with commas between them, its stand-by's too."""
     heartbeat_s: Positive = 0.5
     timeout_s: Positive = 5.0
 
@@ -241,9 +243,10 @@ class NodeConfig(Section):
             ConfigError: It is told to.
         """
         link = self.scheduler
-        if link is not None and not _is_loopback(link.url) and _is_loopback(self.engine_url):
+        far = [] if link is None else [url for url in Addresses(link.url).all if not _is_loopback(url)]
+        if far and _is_loopback(self.engine_url):
             raise ConfigError(
-                f"{self.engine_url} cannot be reached by the scheduler at {link.url}",
+                f"{self.engine_url} cannot be reached by the scheduler at {far[0]}",
                 field="engine.advertise_url",
                 fix='engine.host = "0.0.0.0" and engine.advertise_url = "http://THIS_HOST:PORT"',
             )

@@ -1,6 +1,6 @@
 """Put ``rose-scheduler`` together: books, journal, routes, clock; and take it down cleanly.
 
-Start: recover the journal, listen, tick.  Stop: answer 503 to new turns, let running ones end for
+Start: recover the journal (a stand-by has it in memory, ``rose.scheduler.standby``), listen, tick.  Stop: answer 503 to new turns, let running ones end for
 ``drain_s``, abort the rest in their engines, close the journal.  Nothing is lost by a stop or a kill:
 finished turns are in the journal, and the client of an unfinished one asks again.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import socket
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ from rose.auth import Tokens
 from rose.clock import Clock, MonotonicClock
 from rose.decisions.event_format import TURNS
 from rose.decisions.log import DecisionLog
-from rose.errors import CapacityError, ConfigError, PolicyError, RoseError, Unauthorized
+from rose.errors import CapacityError, PolicyError, RoseError, Unauthorized
 from rose.policy import turn_events as te
 from rose.policy.turns import TurnBook
 from rose.policy.worker import Tier
@@ -38,6 +39,7 @@ from rose.scheduler.provision import Provisioner
 from rose.scheduler.renderer import Renderer
 from rose.scheduler.scheduler_config import SchedulerConfig, StaticWorker
 from rose.scheduler.settings_api import SettingsRoutes
+from rose.scheduler.standby import not_listening, url_of
 from rose.scheduler.status import Status
 from rose.scheduler.store import Store
 from rose.scheduler.timeline import Timeline
@@ -64,13 +66,24 @@ class Scheduler:
         ...
         await scheduler.stop()
 
+    Args:
+        store: Of a stand-by; its journal is ours already.  None: recovered from ``journal_dir``.
+        listener: Where to listen; None: at ``config.host`` and ``config.port``.
+
     Raises (constructor):
         ConfigError: The journal directory is in use or cannot be written.
         LedgerError: The journal is damaged.
     """
 
     def __init__(
-        self, config: SchedulerConfig, tokens: Tokens, journal_dir: Path, clock: Clock | None = None
+        self,
+        config: SchedulerConfig,
+        tokens: Tokens,
+        journal_dir: Path,
+        clock: Clock | None = None,
+        *,
+        store: Store | None = None,
+        listener: socket.socket | None = None,
     ) -> None:
         self.config = config
         self.tokens = tokens
@@ -81,22 +94,19 @@ class Scheduler:
                 "and reads every trajectory (rose tokens FILE --upgrade adds one)"
             )
         self.status = Status()
-        self.journal = Journal(journal_dir)
-        try:
-            self.store = Store(
-                self.journal,
-                config.batches.params(),
-                max_trajectories=config.limits.max_trajectories,
-                retained_finals=config.limits.retained_finals,
-                retained_bytes=config.limits.retained_bytes,
-                max_job_bytes=config.limits.max_job_bytes,
-                max_held_bytes=config.limits.max_held_bytes,
-                compact_bytes=config.journal.compact_bytes,
-                on_stale=self.status.on_stale,
-            )
-        except RoseError:
-            self.journal.close()
-            raise
+        if store is None:
+            journal = Journal(journal_dir)
+            try:
+                store = open_store(config, journal)
+            except RoseError:
+                journal.close()
+                raise
+        self.store, self.journal = store, store.journal
+        store.on_stale = self.status.on_stale
+        self.status.on_stale(store.num_stale)
+        self.deposed = asyncio.Event()
+        """Another has taken over: nothing here is promised any more."""
+        self._listener = listener
         self.book = TurnBook(config.routing_policy(), config.turn_params(), config.fleet_params())
         self.decisions = DecisionLog(
             journal_dir,
@@ -184,18 +194,19 @@ class Scheduler:
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         await self._runner.setup()
         self._shorten_hot_routes(openai)
-        site = web.TCPSite(self._runner, config.host, config.port, backlog=1024)
+        site = (
+            web.TCPSite(self._runner, config.host, config.port, backlog=1024)
+            if self._listener is None
+            else web.SockSite(self._runner, self._listener, backlog=1024)
+        )
         try:
             await site.start()
         except OSError as error:
             await self.stop(drain_s=0)
-            raise ConfigError(
-                f"{config.host}:{config.port} cannot be listened on: {error.strerror}",
-                field="port",
-                fix="choose another --port",
-            ) from error
-        host, port = self._runner.addresses[0][:2]
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+            raise not_listening(config, error) from error
+        self.url = url_of(self._runner.addresses[0])
+        assert self.journal.claim is not None
+        self.journal.claim.announce(self.url)
         self._tasks.append(asyncio.create_task(self._tick()))
         self._tasks.extend(asyncio.create_task(self._probe(worker)) for worker in config.workers)
 
@@ -387,7 +398,11 @@ class Scheduler:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(self.config.timeouts.tick_s)
+            if not self.journal.is_ours():
+                self.deposed.set()
+                return
             try:
+                self.journal.beat()
                 self.dispatcher.tick()
                 self.provisioner.step()
                 self.control.housekeep()
@@ -444,6 +459,25 @@ class Scheduler:
                 except PolicyError as error:
                     log.error("worker %s: %s", settings.worker_id, error)
             await asyncio.sleep(PROBE_S)
+
+
+def open_store(config: SchedulerConfig, journal: Journal) -> Store:
+    """The books of a journal.
+
+    Raises:
+        LedgerError: It is damaged.
+    """
+    limits = config.limits
+    return Store(
+        journal,
+        config.batches.params(),
+        max_trajectories=limits.max_trajectories,
+        retained_finals=limits.retained_finals,
+        retained_bytes=limits.retained_bytes,
+        max_job_bytes=limits.max_job_bytes,
+        max_held_bytes=limits.max_held_bytes,
+        compact_bytes=config.journal.compact_bytes,
+    )
 
 
 def _is_local(remote: str | None) -> bool:

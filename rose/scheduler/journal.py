@@ -9,16 +9,20 @@ A torn last frame (power loss, full disk) is cut off at the next start; a bad fr
 error, because what follows it cannot be trusted.  A write that fails part-way is undone, and the journal
 refuses further records until the process starts again: a scheduler that cannot remember must not promise.
 
-One process per directory, held by a lock.  Not thread-safe; owned by the event loop.
+One process writes a directory's journal: the one that holds its newest epoch (``rose.scheduler.claim``).  :meth:`Journal.append` looks,
+behind each write, whether that is still so.  Others may follow what it writes (:meth:`Journal.follow`).  The file is ``journal.rose``; one
+that took over from a process that may still be alive goes on in a file of its own, ``journal.EPOCH.rose``, and the highest counts.
+
+Not thread-safe; owned by the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import mmap
 import os
+import re
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -29,11 +33,16 @@ import msgspec
 
 from rose.errors import CapacityError, ConfigError, LedgerError
 from rose.frames import FRAME, MAX_RECORD_BYTES, frame
+from rose.scheduler.claim import Claim
+from rose.wire.errors import NOT_ACTIVE
 
 MAGIC = b"ROSEJRN1"
 _RELEASE_BYTES = 64 * 2**20
 _SLICE_S = 0.002
 """Of a compaction, between two turns of the event loop."""
+_READ_BYTES = 4 * 2**20
+"""Of a file that another writes, at a time."""
+_NAME = re.compile(r"journal(?:\.([0-9]{1,18}))?\.rose\Z")
 
 
 # ``gc=False``: plain data refers to nothing that refers back, and there are as many of them as there were turns; a
@@ -229,6 +238,12 @@ class ResumeRecord(msgspec.Struct, tag="resume", frozen=True, gc=False):
     consumer: str = ""
 
 
+class EpochRecord(msgspec.Struct, tag="epoch", frozen=True, gc=False):
+    """Who wrote what follows."""
+
+    epoch: int
+
+
 class VersionRecord(msgspec.Struct, tag="version", frozen=True, gc=False):
     job: str
     attempt: int
@@ -255,26 +270,34 @@ Record = (
     | ExpiredRecord
     | ResumeRecord
     | VersionRecord
+    | EpochRecord
 )
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode: Callable[[bytes], Record] = msgspec.msgpack.Decoder(Record).decode
 
 
+class Replaced(Exception):
+    """The file that was followed is not the journal any more: it was compacted, or another took over."""
+
+
 class Journal:
     """Args:
-    directory: Created if missing; holds ``journal.rose`` and its lock.
+    directory: Created if missing.
+    follows: Read what another process writes, until :meth:`take_over`.
 
     Raises:
         ConfigError: Another process holds the directory, or it cannot be written.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, follows: bool = False) -> None:
+        self.directory = directory
         self.path = directory / "journal.rose"
-        self._lock = -1
+        self.claim: Claim | None = None
         self._file = -1
         self._size = 0
         self._broken: str | None = None
+        self._fenced: CapacityError | None = None
         self._written = 0
         self._synced = 0
         self._syncing: asyncio.Task[Any] | None = None
@@ -282,17 +305,30 @@ class Journal:
         """Frames appended since a compaction began, for its file."""
         try:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
+            claim = None if follows else Claim.take(directory)
+        except OSError as error:
+            raise ConfigError(f"{directory} cannot be used: {error.strerror}", field="journal") from error
+        if claim is not None:
+            self.take_over(claim)
+        elif not follows:
             raise ConfigError(
                 f"{directory} is in use by another rose-scheduler",
                 field="journal",
-                fix="choose another --journal",
-            ) from None
-        except OSError as error:
-            raise ConfigError(f"{directory} cannot be used: {error.strerror}", field="journal") from error
+                fix="choose another --journal, or stand by for it with --standby",
+            )
+
+    def take_over(self, claim: Claim) -> None:
+        """From now on this process writes; what it has followed so far need not be read again."""
+        self.claim = claim
+        if not claim.is_alone:
+            # Another may be alive that has it open.  Nothing of ours goes in there.
+            number = max([claim.epoch, *(1 + _number(path) for path in _journals(self.directory))])
+            self.path = self.directory / f"journal.{number}.rose"
+
+    @property
+    def must_move(self) -> bool:
+        """What was read is in a file that is not ours: :meth:`compact` is to come before anything is appended."""
+        return self._file < 0
 
     @property
     def size_bytes(self) -> int:
@@ -306,39 +342,121 @@ class Journal:
     def healthy(self) -> bool:
         return self._broken is None
 
+    def follow(self) -> Iterator[Record]:
+        """Each record that was written since the last call.
+
+        Raises:
+            Replaced: Begin anew, with another journal.
+            LedgerError: Not our file.
+        """
+        newest = _newest(self.directory)
+        if self._file < 0:
+            if newest is None:
+                return
+            try:
+                self._file = os.open(newest, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                raise Replaced from None
+        elif not self._is_open(newest):
+            raise Replaced
+        if self._size == 0:
+            magic = os.pread(self._file, len(MAGIC), 0)
+            if len(magic) < len(MAGIC):
+                return
+            self._check(magic)
+            self._size = len(MAGIC)
+        data = b""
+        while True:
+            # Never mapped: a file that another process cuts off would end this one.
+            more = os.pread(self._file, _READ_BYTES, self._size + len(data))
+            data += more
+            at = 0
+            while True:
+                end, record = _read_frame(data, at)
+                if record is None:
+                    break
+                self._size += end - at
+                at = end
+                yield record
+            data = data[at:]
+            if len(more) < _READ_BYTES:
+                return
+
     def recover(self) -> Iterator[Record]:
-        """Each record in order; then the torn tail, if any, is cut and the file is open for appending.
+        """Each record in order, from where :meth:`follow` ended; then the torn tail, if any, is cut and the file is open for appending.
 
         The file is mapped, and given back as it is read: a restart needs memory for the state, not for the
         history.
 
         Raises:
+            Replaced: It is not the file that was followed.
             LedgerError: Not our file, or damaged before its tail.
         """
+        assert self.claim is not None
+        if not self.claim.is_alone:
+            yield from map(self._alive, self.follow())
+            if self._file >= 0:
+                rest = os.pread(self._file, 2 * MAX_RECORD_BYTES, self._size)
+                if _later_frame(rest, 0):
+                    raise LedgerError(f"{self.path.name} is damaged at byte {self._size}", field="journal")
+                os.close(self._file)
+            self._file = -1
+            return
+        newest = _newest(self.directory)
+        if self._file >= 0:
+            if not self._is_open(newest):
+                raise Replaced
+            os.close(self._file)
+        self.path = newest or self.path
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         size = os.fstat(self._file).st_size
         magic = os.pread(self._file, len(MAGIC), 0)
         if size < len(MAGIC) and MAGIC.startswith(magic):
             self._truncate(0)
             self._write(MAGIC)
-            return
+        else:
+            self._check(magic)
+            at = max(len(MAGIC), self._size)
+            released = at // mmap.PAGESIZE * mmap.PAGESIZE
+            with mmap.mmap(self._file, size, access=mmap.ACCESS_READ) as data:
+                while at < size:
+                    end, record = _read_frame(data, at)
+                    if record is None:
+                        if _later_frame(data, at):
+                            raise LedgerError(f"{self.path.name} is damaged at byte {at}", field="journal")
+                        break
+                    yield self._alive(record)
+                    at = end
+                    if at - released > _RELEASE_BYTES:
+                        whole = (at - released) // mmap.PAGESIZE * mmap.PAGESIZE
+                        data.madvise(mmap.MADV_DONTNEED, released, whole)
+                        released += whole
+            self._truncate(at)
+        self._forget_earlier()
+
+    def _is_open(self, path: Path | None) -> bool:
+        try:
+            return path is not None and os.path.samestat(os.stat(path), os.fstat(self._file))
+        except FileNotFoundError:
+            return False
+
+    def _check(self, magic: bytes) -> None:
         if magic != MAGIC:
             raise LedgerError(f"{self.path.name} is not a journal of this version", field="journal")
-        at, released = len(MAGIC), 0
-        with mmap.mmap(self._file, size, access=mmap.ACCESS_READ) as data:
-            while at < size:
-                end, record = _read_frame(data, at)
-                if record is None:
-                    if _later_frame(data, at):
-                        raise LedgerError(f"{self.path.name} is damaged at byte {at}", field="journal")
-                    break
-                yield record
-                at = end
-                if at - released > _RELEASE_BYTES:
-                    whole = (at - released) // mmap.PAGESIZE * mmap.PAGESIZE
-                    data.madvise(mmap.MADV_DONTNEED, released, whole)
-                    released += whole
-        self._truncate(at)
+
+    def _alive(self, record: Record) -> Record:
+        """Others see that we work, and do not hang."""
+        self.beat()
+        return record
+
+    def _forget_earlier(self) -> None:
+        """What ours takes the place of; it is whole, and on disk."""
+        assert self.claim is not None
+        for path in _journals(self.directory):
+            if path == self.path:
+                break  # what comes behind it is a successor's, who fenced us
+            path.unlink(missing_ok=True)
+        self.claim.forget_earlier()
 
     def append(self, record: Record) -> None:
         """Give ``record`` to the kernel.
@@ -346,6 +464,8 @@ class Journal:
         Raises:
             CapacityError: The journal cannot be written; nothing was recorded.
         """
+        if self._fenced is not None:
+            raise self._fenced
         if self._broken is not None:
             raise CapacityError(f"the journal is read-only: {self._broken}", retry_after_s=None)
         data = _framed(record)
@@ -362,6 +482,21 @@ class Journal:
             ) from error
         if self._tail is not None:
             self._tail.append(data)
+        if not self.is_ours():
+            assert self._fenced is not None
+            raise self._fenced
+
+    def is_ours(self) -> bool:
+        """Nobody has taken over; once somebody has, nothing is written any more."""
+        if self._fenced is None and (self.claim is None or not self.claim.holds()):
+            self._broken = "another rose-scheduler has taken over"
+            self._fenced = CapacityError(self._broken, code=NOT_ACTIVE)
+        return self._fenced is None
+
+    def beat(self) -> None:
+        """We live; see :meth:`~rose.scheduler.claim.Claim.beat`."""
+        assert self.claim is not None
+        self.claim.beat()
 
     async def commit(self) -> None:
         """Return when everything appended so far is on disk."""
@@ -393,12 +528,13 @@ class Journal:
             OSError, CapacityError: The successor cannot be written; the file is as it was.
         """
         with self._fresh() as file:
-            for record in records:
+            for record in map(self._alive, records):
                 file.write(_framed(record))
             file.flush()
             os.fsync(file.fileno())
             self._swap(file)
         self._synced = self._written
+        self._forget_earlier()
 
     async def compact_beside(self, records: Iterable[Record]) -> None:
         """The same while others append: what they write meanwhile goes into the file as ever, and into its successor.
@@ -469,15 +605,17 @@ class Journal:
         directory = os.open(self.path.parent, os.O_RDONLY)
         os.fsync(directory)
         os.close(directory)
-        os.close(self._file)
+        if self._file >= 0:
+            os.close(self._file)
         self._file = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         self._size = os.lseek(self._file, 0, os.SEEK_END)
 
     def close(self) -> None:
-        for descriptor in (self._file, self._lock):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._file = self._lock = -1
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+        if self.claim is not None:
+            self.claim.close()
 
     def _write(self, data: bytes) -> None:
         view = memoryview(data)
@@ -501,6 +639,20 @@ def _framed(record: Record) -> bytes:
         kind = type(record).__name__
         raise CapacityError(f"a record is too large for the journal ({kind})", retry_after_s=None)
     return frame(payload)
+
+
+def _number(path: Path) -> int:
+    name = _NAME.match(path.name)
+    return -1 if name is None else int(name[1] or 0)
+
+
+def _journals(directory: Path) -> list[Path]:
+    """Oldest first."""
+    return sorted((path for path in directory.iterdir() if _number(path) >= 0), key=_number)
+
+
+def _newest(directory: Path) -> Path | None:
+    return max(_journals(directory), key=_number, default=None)
 
 
 def _read_frame(data: bytes | mmap.mmap, at: int) -> tuple[int, Record | None]:

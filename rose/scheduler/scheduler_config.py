@@ -124,6 +124,11 @@ class JournalConfig(Section):
     """At start, a journal beyond this size is rewritten with the live state only."""
 
 
+class StandbyConfig(Section):
+    dead_s: float = Field(default=5.0, ge=1.0)
+    """With ``--standby``: an active scheduler whose process lives and has not moved for this long is taken for dead, and fenced."""
+
+
 class TracingConfig(Section):
     otlp_endpoint: str | None = Field(default=None, pattern=r"^https?://[^\s]+$")
     """Where spans go, over HTTP: ``http://collector:4318/v1/traces``.  None: nowhere."""
@@ -221,6 +226,7 @@ class SchedulerConfig(Section):
     timeouts: Timeouts = Timeouts()
     batches: Batches = Batches()
     journal: JournalConfig = JournalConfig()
+    standby: StandbyConfig = StandbyConfig()
     decisions: DecisionConfig = DecisionConfig()
     tracing: TracingConfig = TracingConfig()
     provisioning: ProvisioningConfig = ProvisioningConfig()

@@ -14,6 +14,7 @@ from rose.scheduler.journal import (
     AckedRecord,
     CloseRecord,
     DeliveredRecord,
+    EpochRecord,
     ExpiredRecord,
     LeaseRecord,
     Record,
@@ -34,12 +35,14 @@ def snapshot(
     trajectories: Mapping[str, Trajectory],
     versions: Mapping[str, Version],
     runs: Mapping[str, str],
+    epoch: int,
 ) -> Iterator[Record]:
     """The live state of now as records: what is not final, leases in front of what waits."""
-    head: list[Record] = [
+    head: list[Record] = [EpochRecord(epoch=epoch)] if epoch else []
+    head.extend(
         VersionRecord(job=job, attempt=version[0], version=version[1], run=runs.get(job, ""))
         for job, version in versions.items()
-    ]
+    )
     acked = [(name, *done) for name, done in book.acked.items()]
     head.extend(AckedRecord(batches=part) for part in _parts(acked))
     head.extend(ReturnedRecord(batch_ids=part) for part in _parts(list(book.returned)))

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from rose.errors import CapacityError, Conflict, Gone, NotFound, PolicyError
+from rose.errors import CapacityError, Conflict, Gone, LedgerError, NotFound, PolicyError
 from rose.lineage import Version, format_version, parse_version
 from rose.policy import samples as sp
 from rose.scheduler.holdings import Holdings, created_bytes, finished_bytes
@@ -33,6 +33,7 @@ from rose.scheduler.journal import (
     CloseRecord,
     CreateRecord,
     DeliveredRecord,
+    EpochRecord,
     ExpiredRecord,
     ExpireRecord,
     FinishRecord,
@@ -60,7 +61,7 @@ UNSCORED = "unscored"
 
 class Store:
     """Args:
-    journal: Recovered here.
+    journal: Recovered here; one that follows is read as far as it is written, see :meth:`catch_up` and :meth:`begin`.
     params: Of the sample book.
     max_trajectories: Bound on trajectories in memory.
     retained_finals: Consumed or cancelled ones that stay readable.
@@ -95,21 +96,59 @@ class Store:
         """Running trajectories and when their last turn was added (or they began), longest ago first."""
         self._deadlines: list[tuple[float, str]] = []
         """Heap of ``(seconds since 1970, trajectory)``; those that ended meanwhile are passed over."""
-        self._on_stale = on_stale
+        self.on_stale = on_stale
+        self.num_stale = 0
         self._max_trajectories = max_trajectories
         self._retained_finals = retained_finals
         self._retained_bytes = retained_bytes
         self._final_bytes = 0
         self.holdings = Holdings(max_job_bytes=max_job_bytes, max_bytes=max_held_bytes)
         self.num_recovered = 0
-        for record in journal.recover():
-            self._apply(record)
-            self.num_recovered += 1
+        self.epoch = 0
+        """Of the process that wrote last."""
         self._compact_bytes = compact_bytes
-        if self.is_journal_large:
+        if journal.claim is None:
+            self.catch_up()
+        else:
+            self.begin()
+
+    def catch_up(self) -> None:
+        """Read what another process has written meanwhile.
+
+        Raises:
+            Replaced: Its journal is another file now.
+        """
+        self._read(self.journal.follow())
+
+    def begin(self) -> None:
+        """Read what is left, and be the one that writes: the journal has its claim.
+
+        Raises:
+            Replaced: It is not the file that was read so far.
+            LedgerError: It is damaged, or cannot be written.
+        """
+        journal = self.journal
+        self._read(journal.recover())
+        if journal.must_move:
+            try:
+                journal.compact(self._snapshot())
+            except OSError as error:
+                raise LedgerError(
+                    f"the journal cannot be written: {error.strerror}", field="journal"
+                ) from error
+            self._compacted()
+        elif self.is_journal_large:
             with self._reported():
                 journal.compact(self._snapshot())
             self._compacted()
+        assert journal.claim is not None
+        journal.claim.rise_above(self.epoch)
+        self._write(EpochRecord(epoch=journal.claim.epoch))
+
+    def _read(self, records: Iterator[Record]) -> None:
+        for record in records:
+            self._apply(record)
+            self.num_recovered += 1
 
     @property
     def is_journal_large(self) -> bool:
@@ -131,7 +170,7 @@ class Store:
             log.error("the journal was not compacted: %s", getattr(error, "strerror", None) or error)
 
     def _snapshot(self) -> Iterator[Record]:
-        return snapshot(self.book, self.trajectories, self.versions, self.runs)
+        return snapshot(self.book, self.trajectories, self.versions, self.runs, self.epoch)
 
     def _compacted(self) -> None:
         self._compact_bytes = max(self._compact_bytes, 2 * self.journal.size_bytes)
@@ -629,6 +668,14 @@ class Store:
                         consumer=record.consumers.get(batch_id, ""),
                     )
                 return []
+            case EpochRecord():
+                if record.epoch <= self.epoch:
+                    raise LedgerError(
+                        f"epoch {record.epoch} comes behind {self.epoch}: two have written here",
+                        field="journal",
+                    )
+                self.epoch = record.epoch
+                return []
             case VersionRecord():
                 self.versions[record.job] = (record.attempt, record.version)
                 self.runs[record.job] = record.run
@@ -652,7 +699,8 @@ class Store:
         """Final trajectories leave memory, oldest first, once enough newer ones are kept to look at."""
         for action in actions:
             if isinstance(action, sp.Discard) and action.reason == "stale":
-                self._on_stale(len(action.trajectory_ids))
+                self.num_stale += len(action.trajectory_ids)
+                self.on_stale(len(action.trajectory_ids))
             if isinstance(action, sp.Consumed | sp.Discard):
                 for name in action.trajectory_ids:
                     if name not in self._finals and name in self.trajectories:

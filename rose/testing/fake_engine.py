@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import os
 import time
 from collections import Counter, deque
@@ -34,11 +33,14 @@ from rose.auth import Tokens, bearer
 from rose.policy.stop_reasons import OTHER_RUN, RECLAIMED
 from rose.testing.fake_text import FakeText, _error, _json, encode
 from rose.testing.toy_tokenizer import HFTokenizer, Tokenizer, ToyTokenizer
+from rose.wire.addresses import Addresses
 from rose.wire.reading import read
 from rose.wire.turns import ASKED_RUN
 from rose.wire.workers import Heartbeat, HeartbeatAnswer, Registration
 
 SLOW_FACTOR = 20
+_PATIENCE = aiohttp.ClientTimeout(total=5.0)
+"""With a scheduler that hangs; a node agent's."""
 _P = 2_147_483_647
 _A = 48_271
 
@@ -505,7 +507,7 @@ class FakeNode:
         self.serving_p99_s: dict[str, tuple[float, float]] = {}
         """``ttft`` and ``tpot`` of production: what it does, what it promised."""
         self._session = session
-        self._url = scheduler_url
+        self._addresses = Addresses(scheduler_url)
         self._headers = bearer(token)
         self._engine_url = engine_url
         self._engine_token = engine_token
@@ -513,6 +515,10 @@ class FakeNode:
         self._period_s = period_s
         self._incarnation = f"{os.getpid()}-{time.monotonic_ns()}"
         self._seq = 0
+
+    def report_to(self, scheduler_url: str) -> None:
+        """To another scheduler from now on."""
+        self._addresses = Addresses(scheduler_url)
 
     async def register(self) -> None:
         body = Registration(
@@ -526,7 +532,8 @@ class FakeNode:
             engine_token=self._engine_token,
         )
         data = msgspec.json.encode(body)
-        async with self._session.post(f"{self._url}/workers", data=data, headers=self._headers) as response:
+        url = f"{self._addresses.current}/workers"
+        async with self._session.post(url, data=data, headers=self._headers, timeout=_PATIENCE) as response:
             response.raise_for_status()
 
     async def beat(self, state: Literal["ready", "starting", "stopping"] = "ready") -> bool:
@@ -555,21 +562,24 @@ class FakeNode:
             slo_ttft_s=ttft[1],
             slo_tpot_s=tpot[1],
         )
-        url = f"{self._url}/workers/{self.worker_id}/heartbeat"
+        url = f"{self._addresses.current}/workers/{self.worker_id}/heartbeat"
         data = msgspec.json.encode(body)
-        async with self._session.post(url, data=data, headers=self._headers) as response:
+        async with self._session.post(url, data=data, headers=self._headers, timeout=_PATIENCE) as response:
             response.raise_for_status()
             self.answer = read(HeartbeatAnswer, await response.read())
             return self.answer.known
 
     async def run(self) -> None:
-        """Beat until cancelled; outlives restarts of the scheduler."""
+        """Beat until cancelled; outlives restarts of the scheduler, and goes to its stand-by when that takes over."""
         while True:
-            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            url, moved = self._addresses.current, False
+            try:
                 if not await self.beat():
                     await self.register()
                     await self.beat()
-            await asyncio.sleep(self._period_s)
+            except (aiohttp.ClientError, TimeoutError):
+                moved = self._addresses.leave(url)
+            await asyncio.sleep(min(0.1, self._period_s) if moved else self._period_s)
 
 
 def _entry(token: int, logprob: float, params: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,8 @@ from rose.auth import bearer
 from rose.errors import CapacityError, Conflict, EngineError, Gone, NotFound, RoseError, TrainError
 from rose.lineage import parse_version
 from rose.train.envs.base import Message, Task
-from rose.wire.errors import error_of, read_refusal
+from rose.wire.addresses import Addresses
+from rose.wire.errors import NOT_ACTIVE, error_of, read_refusal
 from rose.wire.pool import AnswerTooLarge, PeerLost, Pool, Target, encode_headers
 from rose.wire.samples import Ack, Finish, Lease, NewTrajectory, NewVersion, Resume, StaleRule
 
@@ -41,6 +42,8 @@ MAX_BATCH_BYTES = 2**30
 """Of a leased batch: two thousand trajectories of 16,000 sampled tokens, of which each takes 27 bytes; anything larger is a mistake."""
 CALL_TIMEOUT_S = 60.0
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 2.0
+PATIENCE_S = 20.0
+"""With one of several schedulers, beyond what a call is to wait there: one that hangs keeps its connections, and another may have taken over."""
 
 _PROXY_STATUSES = (502, 503, 504)
 
@@ -55,7 +58,8 @@ class Begun:
 
 class SchedulerClient:
     """Args:
-    url: Base URL of the scheduler.
+    url: Base URL of the scheduler; or several with commas between them, its stand-by's too: one that does not answer, or is not
+        the active one, is left for the next.
     environment_token: For trajectories; None where only batches are trained on.
     trainer_token: For batches and versions; None where only episodes are run.
     turn_timeout_s: Longest wait for one turn, in line or at an engine.
@@ -71,7 +75,7 @@ class SchedulerClient:
         turn_timeout_s: float = 600.0,
         retry_s: float = 60.0,
     ) -> None:
-        self._url = url.rstrip("/")
+        self._addresses = Addresses(url)
         self._tokens = {"environment": environment_token, "trainer": trainer_token}
         self._turn_timeout_s = turn_timeout_s
         self._retry_s = retry_s
@@ -239,6 +243,7 @@ class SchedulerClient:
             self._by("trainer"),
             body,
             timeout_s=CALL_TIMEOUT_S + wait_s,
+            patience_s=PATIENCE_S + wait_s,
             max_bytes=MAX_BATCH_BYTES,
         )
         if answer is None:
@@ -333,13 +338,18 @@ class SchedulerClient:
         headers: Mapping[str, str] | None = None,
         params: Mapping[str, str] | None = None,
         timeout_s: float = CALL_TIMEOUT_S,
+        patience_s: float | None = None,
         has_deadline: bool = False,
         max_bytes: int = MAX_ANSWER_BYTES,
     ) -> Any:
         """One request with retries; the parsed answer, None for 204.
 
         ``has_deadline``: ``timeout_s`` is all the time that the answer is good for, and its end no sign that the scheduler is away.
+        ``patience_s``: before the next of several addresses is asked, where that may be the one that answers by now; None: the usual.
         """
+        longest_s = timeout_s
+        if len(self._addresses.all) > 1:
+            longest_s = min(timeout_s, PATIENCE_S if patience_s is None else patience_s)
         self._open()
         # By the standard encoder: what a tool answered may be no Unicode (the scheduler refuses it by name), a reward numpy's.
         data = None if body is None else json.dumps(body, default=_table).encode()
@@ -351,13 +361,14 @@ class SchedulerClient:
         delay_s, num_retries = FIRST_DELAY_S, 0
         while True:
             sent = {**token, **kind, **(headers or {}), "x-stainless-retry-count": str(num_retries)}
+            url = self._addresses.current
             try:
                 exchange = self._open().request(
-                    Target.of(self._url, {}),
+                    Target.of(url, {}),
                     method,
                     path,
                     data or b"",
-                    timeout_s=timeout_s,
+                    timeout_s=longest_s,
                     max_bytes=max_bytes,
                     headers=encode_headers(sent),
                 )
@@ -385,13 +396,24 @@ class SchedulerClient:
                 waited_s = time.monotonic() - started_s
                 if error.retry_after_s is None:
                     raise
+                is_elsewhere = error.code == NOT_ACTIVE and self._addresses.leave(url)
                 if waited_s >= max(self._retry_s, timeout_s):
                     if has_deadline:
                         raise _late(timeout_s) from error
                     raise
-                delay_s = max(delay_s, min(error.retry_after_s, MAX_DELAY_S))
+                if not is_elsewhere:
+                    delay_s = max(delay_s, min(error.retry_after_s, MAX_DELAY_S))
             except (PeerLost, TimeoutError, OSError) as error:
                 self._open()  # it was we who hung up
+                if (
+                    is_reached
+                    and isinstance(error, TimeoutError)
+                    and time.monotonic() - started_s < timeout_s
+                    and longest_s < timeout_s
+                ):
+                    self._addresses.leave(url)  # a stand-by says so at once, and we are back
+                    num_retries += 1
+                    continue
                 if has_deadline and is_reached and isinstance(error, TimeoutError):
                     raise _late(timeout_s) from error
                 now_s = time.monotonic()
@@ -399,9 +421,10 @@ class SchedulerClient:
                 unreachable_since_s = now_s if unreachable_since_s is None else unreachable_since_s
                 if now_s - unreachable_since_s >= self._retry_s:
                     raise CapacityError(
-                        f"the scheduler at {self._url} did not answer: {type(error).__name__}",
+                        f"the scheduler at {url} did not answer: {type(error).__name__}",
                         field="scheduler.url",
                     ) from error
+                self._addresses.leave(url)
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, MAX_DELAY_S)
             num_retries += 1

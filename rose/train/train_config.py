@@ -24,6 +24,7 @@ class SchedulerSettings(Section):
     """Where turns are sampled and batches leased."""
 
     url: str = Field(default="http://127.0.0.1:8800", pattern=URL, max_length=512)
+    """Or several with commas between them: the scheduler's and its stand-by's."""
     model: str = Field(default="policy", min_length=1, max_length=256)
     """The name under which the rollout engines serve the policy."""
     turn_timeout_s: float = Field(default=600.0, gt=0)

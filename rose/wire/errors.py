@@ -38,6 +38,8 @@ _ANTHROPIC_TYPES = {
 }
 NO_RETRY = {"x-should-retry": "false"}
 """The OpenAI client retries 409 and 5xx by itself; some would only fail again."""
+NOT_ACTIVE = "not_active"
+"""Code of a 503: another rose-scheduler answers now, or does soon."""
 _BY_STATUS: dict[int, type[RequestError]] = {
     401: Unauthorized,
     404: NotFound,

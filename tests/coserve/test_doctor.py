@@ -185,14 +185,14 @@ def test_a_full_file_system_is_found(scratch: Path) -> None:
 
 
 def test_a_directory_on_a_disk_is_found(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_checks, "_file_system", lambda path: "ext4")
+    monkeypatch.setattr(host_checks, "file_system", lambda path: "ext4")
     check = only(host_checks.check_directory(scratch / "n"))
     assert (check.level, "on ext4" in check.says) == (Level.WARN, True)
 
 
 def test_the_file_system_is_the_kernels_word() -> None:
-    assert host_checks._file_system(SHM / "anything") == "tmpfs"
-    assert host_checks._file_system(Path("/proc/self")) == "proc"
+    assert host_checks.file_system(SHM / "anything") == "tmpfs"
+    assert host_checks.file_system(Path("/proc/self")) == "proc"
 
 
 def test_a_file_of_another_version_is_found(scratch: Path) -> None:

@@ -41,6 +41,7 @@ class Registry:
         self.beats: list[Heartbeat] = []
         self.removed: list[str] = []
         self.down = False
+        self.stands_by = False
         self.in_pieces = False
         self.assignment: dict[str, Any] = {}
         self.url = ""
@@ -66,6 +67,9 @@ class Registry:
     def _check(self, request: web.Request) -> None:
         if self.down:
             raise web.HTTPServiceUnavailable
+        if self.stands_by:
+            said = json.dumps({"error": {"message": "stands by", "code": "not_active"}})
+            raise web.HTTPServiceUnavailable(text=said, content_type="application/json")
         if request.headers.get("Authorization") != f"Bearer {self._token}":
             raise web.HTTPUnauthorized
 
@@ -178,6 +182,25 @@ async def test_a_scheduler_that_is_away_is_tried_again_and_lending_goes_on(
     await until(lambda: device.resident_pages() == 16)
     registry.down = False
     await until(lambda: agent.status()["scheduler"]["connected"])
+
+
+async def test_a_node_finds_the_scheduler_that_is_active(device: Device, registry: Registry) -> None:
+    """And the other one, when that has taken over."""
+    other = Registry(device.tokens.node)
+    await other.start()
+    try:
+        other.stands_by = True
+        device.produce()
+        device.agent(scheduler={"url": f"{other.url},{registry.url}", "heartbeat_s": 0.02})
+        await until(lambda: len(registry.beats) > 2)
+        assert (other.registrations, other.beats) == ([], [])
+        other.stands_by = False
+        registry.stands_by = True
+        await until(lambda: len(other.beats) > 2)
+        assert other.beats[-1].incarnation == other.registrations[-1].incarnation
+    finally:
+        await device.stop_agents()
+        await other.stop()
 
 
 async def test_a_cut_is_told_to_the_scheduler(device: Device, registry: Registry) -> None:

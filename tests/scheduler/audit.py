@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
@@ -14,22 +13,31 @@ import aiohttp
 from rose.auth import Tokens, bearer
 from rose.decisions.log import logs, replay
 from rose.policy import turn_events as te
+from rose.wire.addresses import Addresses
 
 
 class Client:
-    """Asks again until it is answered, as the OpenAI client does."""
+    """Asks again until it is answered, as the OpenAI client does; of several addresses, the next where one does not answer."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, tokens: Tokens) -> None:
-        self.session, self.url, self.tokens = session, url, tokens
+        self.session, self.addresses, self.tokens = session, Addresses(url), tokens
 
-    async def post(self, path: str, body: Any, headers: dict[str, str]) -> Any:
+    async def post(self, path: str, body: Any, headers: dict[str, str], role: str = "environment") -> Any:
         for attempt in range(2000):
-            retry = {"x-stainless-retry-count": str(attempt), **bearer(self.tokens.environment), **headers}
-            with contextlib.suppress(aiohttp.ClientError):
-                async with self.session.post(self.url + path, json=body, headers=retry) as response:
+            retry = {
+                "x-stainless-retry-count": str(attempt),
+                **bearer(getattr(self.tokens, role)),
+                **headers,
+            }
+            url = self.addresses.current
+            try:
+                async with self.session.post(url + path, json=body, headers=retry) as response:
                     if response.status == 200:
                         return await response.json()
                     assert response.status == 503, await response.text()  # only while the scheduler restarts
+            except aiohttp.ClientError:
+                pass
+            self.addresses.leave(url)
             await asyncio.sleep(0.05)
         raise AssertionError("never answered")
 
@@ -43,14 +51,11 @@ class Client:
         await self.post(f"/rose/v1/trajectories/{name}/finish", {"reward": reward}, {})
 
     async def trainer(self, path: str, body: Any) -> Any:
-        async with self.session.post(
-            self.url + path, json=body, headers=bearer(self.tokens.trainer)
-        ) as response:
-            assert response.status == 200, await response.text()
-            return await response.json()
+        return await self.post(path, body, {}, "trainer")
 
     async def status(self) -> Any:
-        async with self.session.get(f"{self.url}/status", headers=bearer(self.tokens.trainer)) as response:
+        url = f"{self.addresses.current}/status"
+        async with self.session.get(url, headers=bearer(self.tokens.trainer)) as response:
             return await response.json()
 
 

@@ -13,41 +13,67 @@ from rose.proc import free_port
 
 
 class Daemon:
-    """``rose-scheduler`` as its own process, on one port across restarts."""
+    """``rose-scheduler`` as its own process, on one port across restarts.
 
-    def __init__(self, folder: Path, *settings: str) -> None:
+    Args:
+        name: Of its log in ``folder``; others there have their own.
+        stands_by: For one that has the same journal.
+    """
+
+    def __init__(
+        self, folder: Path, *settings: str, name: str = "scheduler", stands_by: bool = False
+    ) -> None:
         self.folder = folder
         self.settings = ("timeouts.tick_s=0.05", *settings)
+        self.log = folder / f"{name}.log"
+        self.stands_by = stands_by
         self.url = ""
         self.process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> str:
+        """Until it answers, or stands by."""
         port = self.url.rsplit(":", 1)[-1] or "0"
-        self.process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "rose.scheduler.cli",
-            "--port",
-            port,
-            "--token-file",
-            str(self.folder / "tokens.toml"),
-            "--journal",
-            str(self.folder / "journal"),
-            *(part for setting in self.settings for part in ("--set", setting)),
-            "--policy",
-            "sticky_least_loaded",
-            stdout=asyncio.subprocess.PIPE,
-        )
-        assert self.process.stdout is not None
-        line = (await self.process.stdout.readline()).decode()
-        assert line.startswith("rose-scheduler ready at http://127.0.0.1:"), line
-        self.url = line.split()[-1]
+        with self.log.open("ab") as log:
+            self.process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "rose.scheduler.cli",
+                "--port",
+                port,
+                "--token-file",
+                str(self.folder / "tokens.toml"),
+                "--journal",
+                str(self.folder / "journal"),
+                *(["--standby"] if self.stands_by else []),
+                *(part for setting in self.settings for part in ("--set", setting)),
+                "--policy",
+                "sticky_least_loaded",
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+            )
+        await self._say("ready at", *(["stands by at"] if self.stands_by else []))
         return self.url
 
-    async def end(self, number: signal.Signals = signal.SIGKILL) -> int:
+    async def is_active(self) -> None:
+        """Until a stand-by has taken over."""
+        await self._say("ready at")
+
+    async def _say(self, *expected: str) -> None:
+        assert self.process is not None
+        assert self.process.stdout is not None
+        line = (await self.process.stdout.readline()).decode()
+        said, _, url = line.strip().removeprefix("rose-scheduler ").rpartition(" ")
+        assert said in expected, (line, self.log.read_text()[-2000:])
+        self.url = url
+
+    def send(self, number: signal.Signals) -> None:
         assert self.process is not None
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(number)
+
+    async def end(self, number: signal.Signals = signal.SIGKILL) -> int:
+        assert self.process is not None
+        self.send(number)
         return await self.process.wait()
 
 

@@ -282,6 +282,6 @@ async def test_a_repeat_that_was_lost_is_said_again_too(world: World) -> None:
 async def rejoin(world: World) -> None:
     """The engine's node finds the scheduler at its new port."""
     node = world.nodes["a"]
-    node._url = world.url
+    node.report_to(world.url)
     await node.register()
     await node.beat()

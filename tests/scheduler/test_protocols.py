@@ -153,7 +153,7 @@ async def test_an_earlier_response_is_known_after_a_restart(world: World, openai
     await world.scheduler.stop(drain_s=0)
     await world.start()
     node = world.nodes["a"]
-    node._url = world.url
+    node.report_to(world.url)
     await node.register()
     await node.beat()
     (call,) = [item for item in answer.output if item.type == "function_call"]

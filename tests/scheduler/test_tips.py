@@ -101,7 +101,7 @@ async def test_a_stream_is_continued_after_a_restart(world: World) -> None:
     await world.scheduler.stop(drain_s=0)
     await world.start()
     node = world.nodes["a"]
-    node._url = world.url
+    node.report_to(world.url)
     await node.register()
     await node.beat()
     tool = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "x"}

@@ -49,6 +49,48 @@ async def test_a_scheduler_that_cannot_be_reached_is_named_after_the_retries() -
             await client.list_trajectories(job="j", state="running")
 
 
+@pytest.mark.parametrize("first", ["stands by", "is dead"])
+async def test_of_two_addresses_the_one_that_is_active_is_asked(first: str) -> None:
+    asked: list[str] = []
+
+    async def handle(request: web.Request) -> web.Response:
+        asked.append(request.host)
+        if len(asked) == 1 and first == "stands by":
+            error = {"error": {"message": "stands by", "code": "not_active"}}
+            return web.json_response(error, status=503, headers={"Retry-After": "60"})
+        return web.json_response({"trajectories": [], "versions": {"j": "7.3"}})
+
+    async with answering(handle) as one, answering(handle) as two:
+        urls = f"{one}, {two}/" if first == "stands by" else f"http://127.0.0.1:9,{two}"
+        async with SchedulerClient(urls, trainer_token="x" * 20, retry_s=5.0) as client:
+            async with asyncio.timeout(5):
+                assert await client.latest_attempt("j") == 7
+            assert await client.latest_attempt("j") == 7
+    hosts = [url.removeprefix("http://") for url in ((one, two, two) if first == "stands by" else (two, two))]
+    assert asked == hosts
+
+
+async def test_one_that_hangs_is_left_for_the_one_that_took_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rose.train.client.PATIENCE_S", 0.2)
+    retries: list[str] = []
+
+    async def hang(request: web.Request) -> web.Response:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def handle(request: web.Request) -> web.Response:
+        retries.append(request.headers["x-stainless-retry-count"])
+        return web.json_response({"choices": [{"message": {"content": "ok"}}]})
+
+    async with (
+        answering(hang) as one,
+        answering(handle) as two,
+        SchedulerClient(f"{one},{two}", turn_timeout_s=60.0) as client,
+    ):
+        said = await client.chat("key", 0, model="m", messages=[], temperature=1.0, max_tokens=1)
+    assert (said, retries) == ("ok", ["1"])
+
+
 async def test_an_answer_that_never_arrives_whole_is_given_up() -> None:
     """Its headers do arrive, every time: that is no sign that the next try will do better."""
     num_asked = 0

@@ -19,6 +19,7 @@ from rose.train.envs.base import Observation
 from rose.train.envs.frozenlake import FrozenLakeFamily, FrozenLakeParams
 from rose.train.plan import GroupPlan
 from rose.train.rollout import EpisodeParams, EpisodeRunner, pause_before, single_token_ids
+from rose.wire.addresses import Addresses
 from tests.train.ray_world import Wrapper
 from tests.train.world import World, running_world
 
@@ -141,7 +142,7 @@ async def test_a_scheduler_that_is_away_does_not_hold_up_the_end_of_a_run(world:
         runner = runner_of(world, client, family, job="away", step_timeout_s=60.0)
         running = asyncio.create_task(runner.run([group(family, size=2)]))
         await family.playing.wait()
-        client._url = "http://127.0.0.1:9"  # nobody listens there
+        client._addresses = Addresses("http://127.0.0.1:9")  # nobody listens there
         await runner.close(timeout_s=0.05)
         await asyncio.gather(running, return_exceptions=True)
         assert asyncio.all_tasks() == before
