@@ -75,7 +75,7 @@ async def main() -> None:
     parser.add_argument("--size", type=int, default=8, help="episodes per group")
     parser.add_argument("--token-file", default=None, help="default: the file named by ROSE_TOKEN_FILE")
     arguments = parser.parse_args()
-    token = Tokens.load(arguments.token_file).environment
+    token = Tokens.load(arguments.token_file, ["environment"]).environment
     rng = random.Random(0)
     jobs = [
         episode(arguments.url, token, arguments.model, arguments.job, f"own-{index}", arguments.size, secret)

@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--attempt", type=int, default=1, help="one more at every restart of the trainer")
     parser.add_argument("--steps", type=int, default=5)
     args = parser.parse_args()
-    token = Tokens.load(None).relay if args.store.startswith("http") else ""
+    token = Tokens.load(None, ["relay"]).relay if args.store.startswith("http") else ""
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(

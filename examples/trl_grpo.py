@@ -200,7 +200,8 @@ def main() -> None:
     parser.add_argument("--token-file", default=None, help="default: the file named by ROSE_TOKEN_FILE")
     parser.add_argument("--output-dir", default="out/trl")
     args = parser.parse_args()
-    tokens = Tokens.load(args.token_file)
+    needs = ["environment", "trainer", *(["relay"] if args.store.startswith("http") else [])]
+    tokens = Tokens.load(args.token_file, needs)
     family = make_family(args.env, {})
     known = asyncio.run(first_prompts(family, 1024))
     store = open_store(args.store, tokens.relay if args.store.startswith("http") else "")

@@ -12,6 +12,9 @@ Every port of ROSE asks for a token.  A *token file* (TOML; of the user who read
 
 ``admin`` passes wherever another role does.  Tokens are compared in constant time and never logged.
 
+A file may have some of them only: a program that is broken into gives away what it was given.  :data:`PARTS` says who needs what, and
+``rose tokens FILE --split FOLDER`` writes a file for each.
+
 A *trajectory key* names one trajectory and chats in it: what an agent is given that must not touch its own reward.  It is
 ``rose-ID.SEAL``, where the seal is an HMAC of the id under ``secret``: whoever has the token file makes the same keys, and
 nobody keeps them.
@@ -27,6 +30,7 @@ import hmac
 import os
 import secrets
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -35,6 +39,14 @@ from rose.private_dir import require_own
 
 ROLES = ("agent", "environment", "trainer", "node", "relay", "admin")
 ENV_TOKEN_FILE = "ROSE_TOKEN_FILE"
+PARTS = {
+    "scheduler": ("agent", "environment", "trainer", "node", "admin", "secret"),
+    "relay": ("relay",),
+    "node": ("node", "relay"),
+    "train": ("environment", "trainer", "relay"),
+}
+"""What each program of a fleet needs of the file."""
+_NAMES = (*ROLES, "secret")
 _OLD_ROLES = ("agent", "trainer", "node", "relay", "admin")
 _MIN_CHARS = 16
 _KEY = "rose-"
@@ -44,7 +56,7 @@ _MAX_FILE_BYTES = 1 << 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tokens:
-    """One token per role, and the secret of trajectory keys.  ``repr`` hides them."""
+    """One token per role, and the secret of trajectory keys; empty: not in the file, and nobody's.  ``repr`` hides them."""
 
     agent: str = field(repr=False)
     environment: str = field(repr=False)
@@ -57,11 +69,14 @@ class Tokens:
     @classmethod
     def generate(cls) -> Tokens:
         """New tokens for all roles, from the system's random source."""
-        return cls(**{name: secrets.token_urlsafe(24) for name in (*ROLES, "secret")})
+        return cls(**{name: secrets.token_urlsafe(24) for name in _NAMES})
 
     @classmethod
-    def load(cls, path: Path | str | None = None) -> Tokens:
+    def load(cls, path: Path | str | None = None, needs: Sequence[str] = _NAMES) -> Tokens:
         """Read a token file; ``path=None`` takes the one named by ``ROSE_TOKEN_FILE``.
+
+        Args:
+            needs: Roles (and ``secret``) that have to be in it.
 
         Raises:
             ConfigError: No path given, file missing, not ours alone, a role missing, or a token under 16 characters.
@@ -84,20 +99,32 @@ class Tokens:
             ) from None
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"{path} is not readable TOML: {error}", field="token_file") from error
-        for name in (*_OLD_ROLES, *(name for name in ("environment", "secret") if name in table)):
+        is_old = all(role in table for role in _OLD_ROLES)
+        for name in _NAMES:
             value = table.get(name)
-            if not isinstance(value, str) or len(value) < _MIN_CHARS:
+            wanted = name in needs and not (is_old and name not in _OLD_ROLES)
+            if (value is not None or wanted) and (not isinstance(value, str) or len(value) < _MIN_CHARS):
                 raise ConfigError(
                     f"{path} needs a string of {_MIN_CHARS} characters or more", field=f"token_file.{name}"
                 )
-        table.setdefault("environment", table["agent"])
-        table.setdefault("secret", _derived([table[role] for role in _OLD_ROLES]))
-        return cls(**{name: table[name] for name in (*ROLES, "secret")})
+        if is_old:
+            table.setdefault("environment", table["agent"])
+            table.setdefault("secret", _derived([table[role] for role in _OLD_ROLES]))
+        return cls(**{name: table.get(name, "") for name in _NAMES})
+
+    def only(self, names: Sequence[str]) -> Tokens:
+        """These, and no others."""
+        return replace(self, **{name: "" for name in _NAMES if name not in names})
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Which there are."""
+        return tuple(name for name in _NAMES if getattr(self, name))
 
     @property
     def has_environment(self) -> bool:
         """Whether rewards need another token than chatting does."""
-        return self.environment != self.agent
+        return not self.agent or self.environment != self.agent
 
     def upgraded(self) -> Tokens:
         """With a token of their own for environments; all others, and the keys made so far, stay."""
@@ -109,7 +136,7 @@ class Tokens:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as file:
             os.fchmod(descriptor, 0o600)
-            for name in (*ROLES, "secret"):
+            for name in self.names:
                 file.write(f'{name} = "{getattr(self, name)}"\n')
 
     def check(self, authorization: str | None, *roles: str) -> str:
@@ -130,13 +157,19 @@ class Tokens:
         )
 
     def key_of(self, trajectory_id: str) -> str:
-        """The key that chats in this trajectory and does nothing else.  To be shown to whoever began it, and to nobody else."""
+        """The key that chats in this trajectory and does nothing else.  To be shown to whoever began it, and to nobody else.
+
+        Raises:
+            ConfigError: There is no secret to make it with.
+        """
+        if not self.secret:
+            raise ConfigError("has no secret to make keys with", field="token_file.secret")
         return f"{_KEY}{trajectory_id}.{self._seal(trajectory_id.encode())}"
 
     def trajectory_of(self, authorization: str | None) -> str | None:
         """The id of the trajectory whose key an ``Authorization`` header carries; None where it carries none."""
         given = _bearer_of(authorization)
-        if not given.startswith(_KEY.encode()):
+        if not self.secret or not given.startswith(_KEY.encode()):
             return None
         name, _, seal = given[len(_KEY) :].rpartition(b".")
         return name.decode() if hmac.compare_digest(seal, self._seal(name).encode()) else None

@@ -236,6 +236,13 @@ def tokens(
     upgrade: Annotated[
         bool, typer.Option("--upgrade", help="Add what a file of an earlier version lacks; the rest stays.")
     ] = False,
+    split: Annotated[
+        Path | None,
+        typer.Option(
+            "--split",
+            help="Also write, into this folder, a file for each program, with no more than it needs; of the token file that there is, or of a new one.",
+        ),
+    ] = None,
 ) -> None:
     """Make a token file: one random bearer token for each role.
 
@@ -244,20 +251,25 @@ def tokens(
 
     Every program of ROSE reads it through [bold]--token-file[/bold] or [bold]ROSE_TOKEN_FILE[/bold].
     """
-    from rose.auth import Tokens
+    from rose.auth import PARTS, Tokens
 
-    if path.exists() and not force and not upgrade:
+    keeps = split is not None and path.exists() and not force and not upgrade
+    if path.exists() and not force and not upgrade and not keeps:
         raise ConfigError(
             f"{path} exists",
             field="path",
             fix="--upgrade adds what it lacks; --force replaces it and locks its users out",
         )
-    made = Tokens.load(path).upgraded() if upgrade else Tokens.generate()
-    try:
-        made.save(path)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}", field="path") from error
-    typer.echo(f"wrote {path}")
+    made = Tokens.load(path).upgraded() if upgrade else Tokens.load(path) if keeps else Tokens.generate()
+    files = {} if keeps else {path: made}
+    if split is not None:
+        files |= {split / f"{part}.toml": made.only(names) for part, names in PARTS.items()}
+    for file, tokens in files.items():
+        try:
+            tokens.save(file)
+        except OSError as error:
+            raise ConfigError(f"{file}: {error.strerror}", field="path") from error
+        typer.echo(f"wrote {file}")
 
 
 def _load(module: str, name: str, command: str) -> Any:

@@ -59,7 +59,11 @@ def run(
 
 
 async def _run(agent_type: Any, settings: NodeConfig) -> None:
-    await agent_type(settings, Tokens.load(settings.token_file)).run()
+    asks_relay = settings.weights is not None and settings.weights.relay_url.startswith(
+        ("http://", "https://")
+    )
+    needs = ["node", *(["relay"] if asks_relay else [])]
+    await agent_type(settings, Tokens.load(settings.token_file, needs)).run()
 
 
 @app.command()
@@ -180,7 +184,7 @@ def _client(directory: Path | None, token_file: Path | None) -> ControlClient:
     text = directory or os.environ.get(ENV_DIR)
     if not text:
         raise ConfigError("no node directory", field="dir", fix=f"--dir PATH, or set {ENV_DIR}")
-    return ControlClient(Path(text), Tokens.load(token_file))
+    return ControlClient(Path(text), Tokens.load(token_file, ["node"]))
 
 
 def _show(status: dict[str, Any], as_json: bool) -> None:

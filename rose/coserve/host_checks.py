@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from rose.auth import Tokens, bearer
+from rose.auth import ROLES, Tokens, bearer
 from rose.coserve import mps, outside
 from rose.coserve.device import DeviceView
 from rose.coserve.engine import require_files
@@ -335,10 +335,12 @@ def check_directory(path: Path) -> list[Check]:
 def check_tokens(path: Path | None) -> tuple[Check, Tokens | None]:
     """The token file, and its tokens where it is good.  ``path``: None = ROSE_TOKEN_FILE."""
     try:
-        tokens = Tokens.load(path)
+        tokens = Tokens.load(path, ["node"])
     except ConfigError as error:
         return of_error("token file", error), None
     where = path or os.environ.get("ROSE_TOKEN_FILE")
+    has_all = set(tokens.names) >= set(ROLES)
+    said = "one token for each role" if has_all else f"tokens for {', '.join(tokens.names)} alone"
     if not tokens.has_environment:
         return Check(
             level=Level.WARN,
@@ -346,7 +348,7 @@ def check_tokens(path: Path | None) -> tuple[Check, Tokens | None]:
             says=f"{where} has no token for environments: whoever may chat may set rewards",
             fix=f"rose tokens --upgrade {where}",
         ), tokens
-    return Check(level=Level.OK, name="token file", says=f"{where}: one token for each role"), tokens
+    return Check(level=Level.OK, name="token file", says=f"{where}: {said}"), tokens
 
 
 def check_engine_files(config: NodeConfig) -> Iterator[Check]:

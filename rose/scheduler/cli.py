@@ -17,7 +17,7 @@ import msgspec
 import typer
 import uvloop
 
-from rose.auth import Tokens
+from rose.auth import PARTS, Tokens
 from rose.config import load_config
 from rose.errors import RoseError
 from rose.open_files import raise_limit
@@ -110,7 +110,7 @@ def serve(
         logging.getLogger().handlers[0].setFormatter(JsonFormatter())
     try:
         settings = load_config(SchedulerConfig, config, overrides)
-        tokens = Tokens.load(token_file)
+        tokens = Tokens.load(token_file, PARTS["scheduler"])
         raise_limit(settings.limits.max_connections)
         code = uvloop.run(_serve(settings, tokens, journal, standby=standby))
     except RoseError as error:

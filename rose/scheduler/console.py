@@ -40,7 +40,7 @@ class Client:
     """
 
     def __init__(self, url: str, token_file: Path | None) -> None:
-        token = Tokens.load(token_file).environment
+        token = Tokens.load(token_file, ["environment"]).environment
         self._http = httpx.Client(base_url=url, headers=bearer(token), timeout=30.0, trust_env=False)
         self._url = url
 

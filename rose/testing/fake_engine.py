@@ -652,7 +652,7 @@ def main(
             await FakeNode(
                 session,
                 scheduler,
-                Tokens.load(token_file).node,
+                Tokens.load(token_file, ["node"]).node,
                 engine,
                 advertise or url,
                 worker_id=worker_id,

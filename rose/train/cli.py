@@ -33,7 +33,8 @@ def train_main(config: Path | str | None, overrides: Sequence[str] = ()) -> int:
         RoseError: The job cannot start or cannot go on; its text is one line.
     """
     job = load_config(TrainConfig, config, overrides)
-    tokens = Tokens.load(job.token_file)
+    asks_relay = (job.weights.relay_url or "").startswith(("http://", "https://"))
+    tokens = Tokens.load(job.token_file, ["environment", "trainer", *(["relay"] if asks_relay else [])])
     from rose.train.loop import run_training
 
     console = Console()

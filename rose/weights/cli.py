@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from rose.auth import Tokens
+from rose.auth import PARTS, Tokens
 from rose.errors import ConfigError, NotFound, RoseError, SectionCorrupt
 from rose.lineage import WeightVersion
 from rose.units import format_bytes
@@ -53,7 +53,7 @@ def relay(
         host=host,
         port=port,
         directory=directory,
-        tokens=Tokens.load(token_file),
+        tokens=Tokens.load(token_file, PARTS["relay"]),
         max_object_bytes=max_object_mib << 20,
         max_total_bytes=None if max_total_gib is None else int(max_total_gib * (1 << 30)),
         durable=fsync,
@@ -234,7 +234,7 @@ def _open(url: str | None, directory: Path | None, token_file: Path | None) -> S
 
     assert url is not None
     needs_token = url.startswith(("http://", "https://"))
-    return open_store(url, Tokens.load(token_file).relay if needs_token else "")
+    return open_store(url, Tokens.load(token_file, ["relay"]).relay if needs_token else "")
 
 
 def _manifests(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rose.auth import Tokens
+from rose.auth import PARTS, Tokens
 
 HEAVY = ("torch", "vllm", "ray", "numpy", "numba", "aiohttp", "transformers", "gymnasium")
 
@@ -83,6 +83,21 @@ def test_tokens_are_written_private_and_never_replaced_unasked(tmp_path: Path) -
     assert Tokens.load(path) == first
     assert rose("tokens", str(path), "--force").returncode == 0
     assert Tokens.load(path) != first
+
+
+def test_a_token_file_is_split_by_programs_and_stays_as_it_is(tmp_path: Path) -> None:
+    path, folder = tmp_path / "tokens.toml", tmp_path / "tokens"
+
+    assert rose("tokens", str(path), "--split", str(folder)).returncode == 0
+    whole = Tokens.load(path)
+    assert rose("tokens", str(path), "--split", str(folder)).returncode == 0
+
+    assert Tokens.load(path) == whole
+    assert {file.stem for file in folder.iterdir()} == set(PARTS)
+    for part, names in PARTS.items():
+        file = folder / f"{part}.toml"
+        assert Tokens.load(file, names) == whole.only(names)
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
 def test_a_library_that_is_not_installed_is_named_with_its_cure(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import jsonschema
 import pytest
 import yaml
 
+from rose.auth import PARTS
 from rose.config import load_config
 from rose.coserve.node_config import NodeConfig, cache_directory
 from rose.scheduler.scheduler_config import SchedulerConfig
@@ -278,6 +279,23 @@ def test_every_program_reads_a_token_file_of_its_own_user(
             assert copy["command"][:3] == ["install", "-m", "0600"]
             for container in pod["spec"]["containers"]:
                 assert environment_of(container)["ROSE_TOKEN_FILE"] == copy["command"][-1]
+
+
+def test_a_pod_has_no_token_that_its_program_does_not_need(
+    manifests: dict[tuple[str, str], dict[str, Any]],
+) -> None:
+    taken: dict[str, set[str]] = {}
+    for (_, name), manifest in manifests.items():
+        for pod in pods_of(manifest):
+            volumes = {each["name"]: each for each in pod["spec"]["volumes"]}
+            (copy,) = [each for each in pod["spec"]["initContainers"] if each["name"] == "tokens"]
+            (source,) = [
+                each for each in copy["volumeMounts"] if copy["command"][3].startswith(each["mountPath"])
+            ]
+            for item in volumes[source["name"]]["secret"]["items"]:
+                assert copy["command"][3] == f"{source['mountPath']}/{item['path']}"
+                taken.setdefault(name, set()).add(item["key"])
+    assert taken == {f"rose-{part}": {f"{part}.toml"} for part in PARTS}
 
 
 @pytest.fixture(scope="module")

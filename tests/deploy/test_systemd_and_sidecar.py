@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rose.auth import Tokens
+from rose.auth import PARTS, Tokens
 from rose.config import load_config
 from rose.coserve.node_config import NodeConfig
 from rose.coserve.node_dir import NodeDir
@@ -115,10 +115,10 @@ def test_the_pods_user_takes_its_volumes_and_its_tokens(public: Path) -> None:
     (copy,) = pod["initContainers"]
     secret = public / "tokens-secret"
     secret.mkdir()
-    Tokens.generate().save(secret / "tokens.toml")
-    (secret / "tokens.toml").chmod(
-        next(v["secret"]["defaultMode"] for v in pod["volumes"] if v["name"] == "tokens-secret")
-    )
+    of_secret = next(v["secret"] for v in pod["volumes"] if v["name"] == "tokens-secret")
+    (item,) = of_secret["items"]
+    Tokens.generate().only(PARTS[Path(item["key"]).stem]).save(secret / item["path"])
+    (secret / "tokens.toml").chmod(of_secret["defaultMode"])
     os.chown(secret / "tokens.toml", 0, group)
 
     def there(container: dict[str, object], text: str) -> str:
@@ -132,7 +132,7 @@ def test_the_pods_user_takes_its_volumes_and_its_tokens(public: Path) -> None:
     def run() -> None:
         subprocess.run([there(copy, one) for one in copy["command"]], check=True)
         of_node = {one["name"]: one["value"] for one in node["env"]}
-        Tokens.load(there(node, of_node["ROSE_TOKEN_FILE"]))
+        assert Tokens.load(there(node, of_node["ROSE_TOKEN_FILE"]), PARTS["node"]).names == PARTS["node"]
         directory = next(one["value"] for one in production["env"] if one["name"] == "ROSE_DIR")
         share_the_node_directory(Path(there(production, directory)))
         private_dir(Path(there(node, of_node["XDG_CACHE_HOME"])) / "rose" / "host7-gpu0").make()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hmac
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +13,8 @@ from typing import Any
 import openai
 import pytest
 
-from rose.auth import Tokens, bearer
+from rose.auth import PARTS, Tokens, bearer
+from rose.errors import Unauthorized
 from rose.scheduler.journal import FinishRecord, Journal
 from rose.scheduler.openapi import describe
 from rose.scheduler.store import Store, sp
@@ -257,6 +260,47 @@ def test_what_a_token_file_says_wrong_is_named(tmp_path: Path, name: str, value:
         file.write(f"{name} = {value}\n")
     with pytest.raises(ConfigError, match=f"token_file.{name}"):
         Tokens.load(tmp_path / "tokens.toml")
+
+
+def test_a_token_file_of_some_roles_is_taken_for_them_alone(tmp_path: Path) -> None:
+    from rose.errors import ConfigError
+
+    path = tmp_path / "train.toml"
+    whole = Tokens.generate()
+    whole.only(PARTS["train"]).save(path)
+
+    tokens = Tokens.load(path, PARTS["train"])
+
+    assert tokens.names == PARTS["train"]
+    assert whole.admin not in path.read_text()
+    with pytest.raises(ConfigError, match=r"token_file\.node"):
+        Tokens.load(path, ["node"])
+    with pytest.raises(ConfigError, match=r"token_file\.agent"):
+        Tokens.load(path)
+    with pytest.raises(ConfigError, match=r"token_file\.secret"):
+        tokens.key_of("t-1")
+
+
+def test_a_role_that_a_file_does_not_have_is_nobody_s() -> None:
+    """Not that of who sends nothing, nor of who makes keys with nothing."""
+    tokens = Tokens.generate().only(["relay"])
+    assert tokens.check(f"Bearer {tokens.relay}", "relay") == "relay"
+    for header in ("Bearer ", "Bearer", "bearer  ", "", None, "Bearer x"):
+        with pytest.raises(Unauthorized):
+            tokens.check(header, "node", "environment")
+    seal = base64.urlsafe_b64encode(hmac.digest(b"", b"trajectory key\0t-1", "sha256")[:24]).decode()
+    assert tokens.trajectory_of(f"Bearer rose-t-1.{seal}") is None
+
+
+async def test_a_scheduler_serves_with_its_part_of_the_tokens(world: World, tokens: Tokens) -> None:
+    world.tokens = tokens.only(PARTS["scheduler"])
+    await world.start()
+    await world.add("a")
+    for part in ("node", "train"):
+        assert set(PARTS[part]) <= {*PARTS["scheduler"], "relay"}, "whom it is to know"
+    made = await world.ok("POST", "/rose/v1/trajectories", {"job": "j"})
+    assert made["key"] == tokens.key_of(made["id"])
+    assert (await with_key(world, made["key"], "POST", "/v1/chat/completions", CHAT))[0] == 200
 
 
 def test_an_upgraded_token_file_keeps_its_tokens_and_its_keys(tmp_path: Path) -> None:

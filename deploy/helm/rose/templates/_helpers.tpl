@@ -5,12 +5,16 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
 
-{{/* A secret is root's, and open to fsGroup: not a token file that ROSE reads.  So it is copied, of the pod's user and for it alone. */}}
+{{/* Of the token files in the secret the one that the program needs, and no other: (dict "root" $ "part" ...).
+A secret is root's, and open to fsGroup: not a token file that ROSE reads.  So it is copied, of the pod's user and for it alone. */}}
 {{- define "rose.tokens.volumes" -}}
 - name: tokens-secret
   secret:
-    secretName: {{ .Values.tokensSecret }}
+    secretName: {{ .root.Values.tokensSecret }}
     defaultMode: 0440
+    items:
+      - key: {{ .part }}.toml
+        path: tokens.toml
 - name: tokens
   emptyDir:
     medium: Memory
