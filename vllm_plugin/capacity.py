@@ -30,7 +30,7 @@ from vllm_plugin import internals
 
 SLICE_S = 0.0005
 """Longest time one call may take from the step path."""
-_ROUND_S = 5.0
+ROUND_S = 5.0
 """What a look through the pool found is out of date then: blocks have been freed and cached since."""
 _LOOK_AHEAD = 2048
 """Free blocks whose place in vLLM's order of eviction is looked at, a tenth of a millisecond's worth: beyond them any is as good."""
@@ -49,6 +49,8 @@ class Balloon:
         self.chunk_blocks = chunk_blocks
         self.num_chunks = pool.num_gpu_blocks // chunk_blocks
         self.inflated: set[int] = set()
+        self.exhausted = False
+        """:meth:`inflate_free` was asked for more than there is; a later call finds more only where blocks were freed or offered."""
         self._cursor = self.num_chunks - 1
         self._round_s = -math.inf
         self._to_scan = 0
@@ -118,7 +120,8 @@ class Balloon:
         now_s = time.monotonic()
         until_s = now_s + budget_s
         taken = [] if taken is None else taken
-        if now_s - self._round_s > _ROUND_S or not (self._to_scan or self._free or self._cached):
+        self.exhausted = False
+        if now_s - self._round_s > ROUND_S or not (self._to_scan or self._free or self._cached):
             self._round_s = now_s
             self._to_scan = self.num_chunks - 1
             self._free.clear()
@@ -143,6 +146,7 @@ class Balloon:
                 chunk = left.pop()
                 if self.inflate(chunk):
                     taken.append(chunk)
+            self.exhausted = not left and len(taken) < count
         return taken
 
     def _look(self, until_s: float, count: int) -> None:

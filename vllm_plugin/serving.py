@@ -51,7 +51,7 @@ from rose.policy.coserving.steps import StepBook
 from rose.units import NS_PER_S
 from vllm_plugin import compat, internals
 from vllm_plugin.board import WAITING_LOOKED_AT, Board
-from vllm_plugin.capacity import SLICE_S, Balloon
+from vllm_plugin.capacity import ROUND_S, SLICE_S, Balloon
 from vllm_plugin.ghost import GhostCache
 from vllm_plugin.memory import ChunkPlan
 from vllm_plugin.pager_channel import PagerChannel
@@ -118,6 +118,10 @@ class ServingSide:
         # Written by the engine thread, read by the background thread.
         self._released: collections.deque[tuple[int, int]] = collections.deque()
         """Chunk, and the last step that was scheduled before it was taken out of the pool."""
+        self._exhausted: tuple[float, tuple[int, ...] | None] | None = None
+        """Since when nothing more could be lent, and of which offer."""
+        self._looks_on = False
+        """The last look for chunks to lend ran out of its time."""
         self._claim_told = 0
         self._fixed = False
         self._max_loss = 0.0
@@ -193,12 +197,17 @@ class ServingSide:
         if not inflated:
             self.ghost.rest()
         lend = self._target_lent_chunks - inflated
+        self._looks_on = False
         # What has just come back is for the step that starts now: the loan may not have heard of the claim yet.
         if lend > 0 and not self.steps.under_pressure and not came_back:
             self.ghost.watch()
             taken: list[int] = []
+            offered = self.prefixes.offered
             try:
-                self.balloon.inflate_free(lend, taken=taken, cached=self.prefixes.offered)
+                self.balloon.inflate_free(lend, taken=taken, cached=offered)
+                none_left = self.balloon.exhausted
+                self._exhausted = (time.monotonic(), offered) if none_left else None
+                self._looks_on = len(taken) < lend and not none_left
             finally:  # also those before an exception: they would be lost to production
                 if taken:
                     self._released.extend((chunk, self.steps.step) for chunk in taken)
@@ -295,6 +304,7 @@ class ServingSide:
         """Nothing is cached any more."""
         self.ghost.clear()
         self.prefixes.clear()
+        self._exhausted = None
 
     def fail(self, error: BaseException) -> None:
         """Fail open.  Any thread."""
@@ -362,7 +372,8 @@ class ServingSide:
         # Reserved first, the peer's number read second: of two that grow at once, one sees the other.
         peer_pages = self._peers.pages() if book.num_lent else 0
         self._tell(PeerCounted(at_s=time.monotonic(), pages=peer_pages))
-        if self._mapped or target > book.num_lent + book.chunks.num_coming:
+        short = self._target_lent_chunks - book.num_lent - book.chunks.num_coming
+        if self._mapped or (short > 0 and self._may_find_more()):
             self._call_when_idle()
 
     def _tell(self, event: ServingEvent) -> None:
@@ -439,6 +450,14 @@ class ServingSide:
             0, min(node.lend_pages, self.plan.total_pages - max(node.floor_pages, self.plan.chunk_pages))
         )
 
+    def _may_find_more(self) -> bool:
+        """Not where the engine thread has just found nothing left to lend: in an idle engine nothing changes until an offer does."""
+        found = self._exhausted
+        if found is None:
+            return True
+        at_s, offered = found
+        return time.monotonic() - at_s >= ROUND_S or offered != self.prefixes.offered
+
     def _call_when_idle(self) -> None:
         """An idle engine calls no ``schedule``: have it run our hook once."""
         if not self._idle_asked:
@@ -447,12 +466,14 @@ class ServingSide:
 
     def _idle(self) -> None:
         self._idle_asked = False
+        comes_back = bool(self._mapped)
         try:
-            self.before_schedule()
+            self.before_schedule()  # notifies of what it has taken
             self._tell_step()
         except Exception as error:  # noqa: BLE001  # fail-open
             self.fail(error)
-        self._notifier.notify()
+        if comes_back or self._looks_on:  # else the next round would ask again at once, and so on without end
+            self._notifier.notify()
 
     def _publish_lease(self, reserved_pages: int) -> None:
         """Write the lease when it says something new, or to show that we live.

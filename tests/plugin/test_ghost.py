@@ -10,7 +10,7 @@ import functools
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,15 @@ def _request(name: str, prompt: list[int], max_tokens: int) -> Any:
 
 
 @pytest.fixture
-def pair(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+def agent(tmp_path: Path) -> Iterator[Any]:
+    """The node agent's file: mode on, nothing lent yet."""
+    with NodeDir(tmp_path / "n").node_writer() as node:
+        node.write(NodeState(mode=Mode.ON, has_serving=1, heartbeat_ns=time.monotonic_ns()))
+        yield node
+
+
+@pytest.fixture
+def pair(config: Any, tmp_path: Path, agent: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     from vllm_plugin.scheduler import ServingScheduler
@@ -108,14 +116,13 @@ def pair(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     path = tmp_path / "n"
     monkeypatch.setenv("ROSE_ROLE", "serving")
     monkeypatch.setenv("ROSE_DIR", str(path))
-    rank, node = harness.write_rank(path, "serving", mapped=True), NodeDir(path).node_writer()
-    node.write(NodeState(mode=Mode.ON, has_serving=1, heartbeat_ns=time.monotonic_ns()))
+    rank = harness.write_rank(path, "serving", mapped=True)
     pair = Pair(harness.build(ServingScheduler, config), harness.build(Scheduler, config))
     assert pair.ours.rose is not None
     yield pair
     assert pair.ours.rose.failed is None
     pair.ours.rose.balloon.check()
-    for writer in (pair.ours.rose._lease, pair.ours.rose._board.file, pair.ours.rose._pagers, rank, node):
+    for writer in (pair.ours.rose._lease, pair.ours.rose._board.file, pair.ours.rose._pagers, rank):
         writer.close()
 
 
@@ -336,3 +343,37 @@ def test_an_error_in_the_middle_of_an_allocation_switches_off_and_vllm_goes_on(
     failed, side.failed = side.failed, None
     assert "NoneType" in failed
     assert "_maybe_evict_cached_block" not in vars(pair.ours.kv_cache_manager.block_pool)
+
+
+def rounds_until_quiet(side: Any, most: int = 200) -> int:
+    """Rounds of the background thread that follow each other at once beside an idle engine, at most ``most``."""
+    for rounds in range(1, most):
+        side._round()
+        while side._engine._idle_state_callbacks:
+            side._engine._idle_state_callbacks.pop()(side._engine)
+        if not side._notifier.wait(0.0):
+            return rounds
+    return most
+
+
+def test_an_idle_engine_is_left_alone_while_what_is_asked_for_lies_in_kept_chunks(
+    pair: Pair, agent: Any
+) -> None:
+    rng = random.Random(13)
+    for _ in range(200):
+        pair.say(_prompt(rng))
+    side = pair.ours.rose
+    side._engine = harness.engine()
+    far_ns = time.monotonic_ns() + 3600 * 10**9
+    wish = NodeState(mode=Mode.ON, has_serving=1, lend_pages=15, max_loss_ppm=10_000, heartbeat_ns=far_ns)
+    agent.write(wish)
+    side._notifier.wait(0.0)  # of the steps before
+
+    assert rounds_until_quiet(side) < 20
+    assert side.prefixes.num_kept > 0
+    side._round()  # the next one, on the timer
+    assert not side._engine._idle_state_callbacks
+
+    agent.write(replace(wish, max_loss_ppm=0))  # now any cached chunk may go
+    rounds_until_quiet(side)
+    assert len(side.balloon.inflated) == 15
