@@ -112,6 +112,7 @@ class Engine:
     busy_until_s: float = 0.0
     busy_s: float = 0.0
     alive_s: float = 0.0
+    decoded: float = 0.0
 
     def runs(self) -> list[_Run]:
         return [*self.reading, *self.decoding.values()]
@@ -130,6 +131,7 @@ class Engine:
         self.busy_s += spent_s
         steps = spent_s * self.share / self.step_s()
         self.v += steps
+        self.decoded += steps * len(self.decoding)
         if self.reading:
             head = self.reading[0]
             head.left -= steps * min(CHUNK, head.left)
@@ -278,6 +280,8 @@ class World:
                     self.dispatch(action)
                 case te.AbortAttempt():
                     self.drop(self.engines[action.worker_id], action.turn_id, action.attempt)
+                case te.StopAttempt():
+                    self.stop(self.engines[action.worker_id], action.turn_id, action.attempt)
                 case te.TurnEnded():
                     self.ended(action)
                 case _:
@@ -366,6 +370,7 @@ class World:
                 gated=engine.share < 0.05,
                 reclaim_seq=engine.reclaim_seq,
                 slack_s=0.1 if engine.share >= 0.05 else -0.1,
+                decoded_tokens=int(engine.decoded),
             )
         )
         self.at(self.now_s + 1.0, "beat", name, engine.incarnation)
@@ -444,6 +449,18 @@ class World:
                 num_cached_tokens=run.cached,
             )
         )
+
+    def stop(self, engine: Engine, turn_id: str, attempt: int) -> None:
+        """An abort: the engine answers with what it made."""
+        if not engine.alive:
+            return
+        engine.advance(self.now_s)
+        for run in [run for run in engine.runs() if (run.turn_id, run.attempt) == (turn_id, attempt)]:
+            count = engine.num_made(run)
+            engine.decoding.pop(turn_id, None)
+            engine.reading = deque(other for other in engine.reading if other is not run)
+            self.plan(engine)
+            self.answer(run, count, "abort", None)
 
     def drop(self, engine: Engine, turn_id: str, attempt: int) -> None:
         """An abort: whatever it made is lost."""

@@ -42,6 +42,7 @@ def heartbeat(
         running=_count(engine_status.get("running")) or 0,
         waiting=_count(engine_status.get("waiting")) or 0,
         num_preemptions=_count(engine_status.get("num_preemptions")) or 0,
+        decoded_tokens=rollout.decoded if rollout is not None else None,
         gated=rollout is not None and not rollout.gate_open,
         lent_s=node.lent_s,
         reclaim_seq=rollout.reclaim_seq if rollout is not None else 0,

@@ -28,6 +28,7 @@ from rose.policy import (
     lending,
     lending_events,
     lending_policy,
+    pace,
     packed,
     placing,
     remaining,
@@ -52,6 +53,7 @@ _MODULES = (
         lending,
         lending_events,
         lending_policy,
+        pace,
         packed,
     ),
     *(placing, remaining, routing, speed, turn, turn_events, turns, worker),
@@ -193,9 +195,14 @@ def thaw(nodes: list[Any]) -> Any:
             cls = _CLASSES[parts[0]]
             made[at] = value = object.__new__(cls)
             if dataclasses.is_dataclass(cls):  # what an older version did not have yet is at its default
+                there = set(parts[1::2])
                 for field in dataclasses.fields(cls):
+                    if field.name in there:
+                        continue
                     if field.default is not dataclasses.MISSING:
                         object.__setattr__(value, field.name, field.default)
+                    elif field.default_factory is not dataclasses.MISSING:
+                        object.__setattr__(value, field.name, field.default_factory())
             for name, part in zip(parts[1::2], parts[2::2], strict=True):
                 object.__setattr__(value, _OLDER_FIELDS.get((parts[0], name)) or name, get(part))
 

@@ -146,6 +146,7 @@ class Fleet:
         num_preemptions: int = 0,
         run: str = "",
         lent_s: float | None = None,
+        decoded_tokens: int | None = None,
     ) -> bool:
         """Update a worker; False when we do not know it (the node must register again)."""
         worker = self.workers.get(worker_id)
@@ -172,6 +173,7 @@ class Fleet:
         worker.running = running
         worker.waiting = waiting
         worker.num_preemptions = num_preemptions
+        worker.pace.heard(at_s=at_s, decoded=decoded_tokens, load_s=worker.load_until(at_s))
         worker.gated = gated
         worker.slack_s = slack_s
         worker.serving_use += self.params.serving_ewma * (serving_use - worker.serving_use)

@@ -145,6 +145,23 @@ class Placer:
         if num_open == 0:
             self._fresh.clear()  # whoever opens has gained, and is tried then
 
+    @property
+    def has_home(self) -> bool:
+        """Is there a dedicated worker with room for one more turn?"""
+        table = self.fleet.table
+        count = len(table)
+        return bool((table.open[:count] & table.dedicated[:count]).any())
+
+    def homes(self, turn: Turn, at_s: float) -> list[Worker]:
+        """Dedicated workers that could run this turn, which runs elsewhere, from where it is."""
+        table = self.fleet.table
+        count = len(table)
+        mask = self._suiting(self._class_of(turn)) & table.open[:count] & table.dedicated[:count]
+        if not mask.any():
+            return []
+        mask = self._narrow(turn, mask, at_s)
+        return [worker for worker in self.fleet if mask[table.rows[worker.worker_id]]]
+
     def _wait_for_prefix(self, turn: Turn, mask: Mask, at_s: float) -> Mask:
         """``mask`` without workers that would read the prompt again, while the turn may wait for the one that need not.
 

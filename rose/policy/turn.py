@@ -35,6 +35,14 @@ class Turn:
     attempt_at_s: float = 0.0
     attempt_load_s: float = 0.0
     """The worker's load integral at dispatch."""
+    attempt_made: float = 0.0
+    """Its worker's ``Pace.made`` at dispatch."""
+    stopped_at_s: float | None = None
+    """When the live attempt's engine was asked to end it with the tokens that it has."""
+    stopped_for: str = ""
+    """The worker with room for whose sake it was asked."""
+    stopped_rest: tuple[float, float] = (0.0, 0.0)
+    """What was left of it then: tokens, and the seconds they would have taken where it was."""
     attempt_mixed: bool | None = None
     """What the live attempt's engine said of its context (:class:`~rose.policy.turn_events.AttemptEnded`)."""
     kv_mixed: bool | None = False

@@ -100,6 +100,8 @@ class WorkerHeartbeat:
     """Whose weights are in force: the run that published them; empty where the node follows none."""
     lent_s: float | None = None
     """How much longer a borrowed device is lent, from now; None where it is not, or its node does not say."""
+    decoded_tokens: int | None = None
+    """Tokens that the engine has sampled since it started; None: nobody counts them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -306,7 +308,7 @@ class AbortAttempt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StopAttempt:
-    """Have the engine end this attempt with the tokens that it has; the attempt is live until it does."""
+    """Ask the engine to end this attempt with the tokens that it has.  It is live until its answer comes, whatever that is."""
 
     turn_id: str
     attempt: int
@@ -333,7 +335,7 @@ class TokensDropped:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Requeued:
-    """``reason``: reclaim, abort, lost, suspect, silent, restarted, busy, bad, stall, drain, run, returned."""
+    """``reason``: reclaim, abort, lost, suspect, silent, restarted, busy, bad, stall, drain, run, returned, migrate."""
 
     turn_id: str
     worker_id: str
@@ -438,6 +440,11 @@ class TurnParams:
     affine_wait_s: float = 0.0
     """While more turns wait than workers are open, one whose prefix is on a worker waits this long for a slot there, but
     no longer than it takes to read the prefix again.  0: off."""
+    migrate_ratio: float = 0.0
+    """A running turn of a harvested worker goes on at a dedicated one with room when its rest takes more than this many times as long
+    where it is (``rose.policy.migration``).  0: turns stay where they are."""
+    migrate_margin_s: float = 0.25
+    """And so much longer on top: what asking and placing take."""
     tail_fraction: float = 0.0
     """Turns of this share of trajectories, those with the longest predicted rest, take a dedicated worker when
     one is free.  0: off."""

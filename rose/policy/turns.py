@@ -35,6 +35,7 @@ from rose.lineage import Version, format_version
 from rose.policy.affinity import Affinity
 from rose.policy.borrowed import goes_back, must_leave
 from rose.policy.fleet import Fleet, FleetParams
+from rose.policy.migration import to_move
 from rose.policy.placing import Entry, Placer
 from rose.policy.remaining import Remaining
 from rose.policy.routing import Candidate, RoutingPolicy
@@ -72,7 +73,7 @@ from rose.policy.turn_events import (
     WorkerLost,
     WorkerRegistered,
 )
-from rose.policy.worker import Duty, Health, Worker
+from rose.policy.worker import Duty, Health, Tier, Worker
 
 MAX_GROUPS = 20_000
 """Whose begin is remembered; one that is forgotten counts as begun with its next turn."""
@@ -320,15 +321,7 @@ class TurnBook:
                 num_prompt=turn.spec.num_prompt_tokens,
                 num_new=len(turn.token_ids),
             )
-            cached = turn.attempt_resident if event.num_cached_tokens is None else event.num_cached_tokens
-            self.fleet.served(
-                worker,
-                at_s=event.at_s,
-                seconds=event.at_s - turn.attempt_at_s,
-                num_new=num_new,
-                num_prefilled=max(0, prefilled - cached),
-                load_s=worker.load_until(event.at_s) - turn.attempt_load_s,
-            )
+            self._learn_speed(turn, worker, event.at_s, num_new, event.num_cached_tokens)
             return self._finish(turn, event.at_s, TurnState.DONE, event.finish_reason, event.stop_reason)
         if len(turn.token_ids) >= turn.spec.max_tokens:
             return self._finish(turn, event.at_s, TurnState.DONE, "length", None)
@@ -338,14 +331,42 @@ class TurnBook:
         if turn.asked_to_leave_s is not None or goes_back(worker, event.at_s, self.fleet.params.drain_s):
             return self._requeue(turn, event.at_s, "returned", abort=False)
         reclaimed = event.stop_reason == RECLAIMED
+        moved = turn.stopped_at_s is not None and not reclaimed
         if reclaimed:
             turn.num_reclaims += 1
             self.fleet.reclaimed(worker.worker_id, event.at_s)
+        elif moved:
+            # Else only turns that were not slow enough to be moved would tell how fast it is.
+            left, rest_s = turn.stopped_rest
+            self._learn_speed(
+                turn, worker, event.at_s, num_new + max(1, round(left)), event.num_cached_tokens, rest_s
+            )
         # An abort that brought no token must not become a hot loop.
         turn.num_futile = 0 if num_new else turn.num_futile + 1
         wait_s = min(self.params.backoff_s * 2**turn.num_futile, self.params.max_backoff_s)
         turn.backoff_until_s[worker.worker_id] = event.at_s + wait_s
-        return self._requeue(turn, event.at_s, "reclaim" if reclaimed else "abort", abort=False)
+        reason = "reclaim" if reclaimed else "migrate" if moved else "abort"
+        return self._requeue(turn, event.at_s, reason, abort=False)
+
+    def _learn_speed(
+        self,
+        turn: Turn,
+        worker: Worker,
+        at_s: float,
+        num_new: int,
+        num_cached: int | None,
+        rest_s: float = 0.0,
+    ) -> None:
+        """``rest_s``: so much longer the ``num_new`` tokens would have taken."""
+        cached = turn.attempt_resident if num_cached is None else num_cached
+        self.fleet.served(
+            worker,
+            at_s=at_s,
+            seconds=at_s - turn.attempt_at_s + rest_s,
+            num_new=num_new,
+            num_prefilled=max(0, turn.spec.num_prompt_tokens + turn.attempt_start - cached),
+            load_s=worker.load_until(at_s) - turn.attempt_load_s + rest_s * worker.inflight,
+        )
 
     def _refused(
         self, turn: Turn, worker: Worker, at_s: float, message: str, *, forget: bool = False
@@ -494,6 +515,7 @@ class TurnBook:
             num_preemptions=event.num_preemptions,
             run=event.run,
             lent_s=event.lent_s,
+            decoded_tokens=event.decoded_tokens,
         )
         worker = self.fleet.workers.get(event.worker_id)
         if worker is None or worker.run == before:
@@ -632,6 +654,29 @@ class TurnBook:
             turn = self.turns.get(heapq.heappop(self._alarms)[1])
             if turn is not None:
                 actions.extend(self._look_at(turn, at_s))
+        if self.params.migrate_ratio > 0 and not self.placer.queue:
+            actions.extend(self._migrate(at_s))
+        return actions
+
+    def _migrate(self, at_s: float) -> list[Action]:
+        """Turns that slow engines hold back go on where there is room; see :mod:`rose.policy.migration`."""
+        if not self.placer.has_home:
+            return []
+        away = [
+            self.turns[turn_id]
+            for worker in self.fleet
+            if worker.tier is not Tier.DEDICATED
+            for turn_id in sorted(self._live.get(worker.worker_id, ()))
+        ]
+        actions: list[Action] = []
+        for move in to_move(away, lambda turn: self.placer.homes(turn, at_s), self.params, at_s):
+            turn = move.turn
+            assert turn.worker is not None
+            turn.stopped_at_s, turn.stopped_for = at_s, move.home.worker_id
+            turn.stopped_rest = (move.left, move.here_s)
+            actions.append(
+                StopAttempt(turn_id=turn.spec.turn_id, attempt=turn.attempt, worker_id=turn.worker.worker_id)
+            )
         return actions
 
     def _return_devices(self, at_s: float) -> list[Action]:
@@ -722,7 +767,8 @@ class TurnBook:
         turn.state = TurnState.DISPATCHED
         turn.worker, turn.dispatch_version, turn.dispatch_run = worker, worker.version, worker.run
         turn.attempt_start, turn.attempt_at_s, turn.progress_at_s = len(turn.token_ids), at_s, at_s
-        turn.reserved_tokens, turn.asked_to_leave_s = turn.need_tokens, None
+        turn.attempt_made, turn.stopped_at_s, turn.asked_to_leave_s = worker.pace.made, None, None
+        turn.reserved_tokens = turn.need_tokens
         if turn.first_dispatch_at_s is None:
             turn.first_dispatch_at_s = at_s
         if turn.attempt > 1:

@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from rose.lineage import Version
 from rose.policy.concurrency import Concurrency
+from rose.policy.pace import Pace
 from rose.policy.speed import Speed
 
 
@@ -90,6 +91,7 @@ class Worker:
     """Integral of ``inflight`` over time, up to ``load_at_s``: gives the mean load of any interval."""
     load_at_s: float = 0.0
     speed: Speed = field(default_factory=Speed)
+    pace: Pace = field(default_factory=Pace)
     reclaim_rate: float = 0.0
     reclaimed_at_s: float | None = None
     failures_in_a_row: int = 0

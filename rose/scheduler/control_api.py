@@ -368,6 +368,7 @@ class ControlRoutes:
                 serving_use=body.serving_use,
                 run=body.run or "",
                 lent_s=body.lent_s,
+                decoded_tokens=body.decoded_tokens,
             )
         )
         if known:

@@ -219,6 +219,9 @@ class SchedulerConfig(Section):
     """How much age the longest predicted rest of a trajectory is worth in the queue; 0 is plain age."""
     tail_fraction: float = Field(default=0.0, ge=0, le=1)
     """This share of trajectories, the longest expected, goes to dedicated workers when one is free."""
+    migrate_ratio: float = Field(default=0.0, ge=0)
+    """A running turn of a harvested worker goes on at a dedicated one with room when its rest takes more than this many times as long
+    where it is; 0 leaves turns where they are."""
     metrics_public: bool = False
     """Answer ``/metrics`` to peers that are not on this machine."""
     workers: tuple[StaticWorker, ...] = ()
@@ -252,6 +255,7 @@ class SchedulerConfig(Section):
             oldest_first_s=self.oldest_first_s,
             affine_wait_s=self.affine_wait_s,
             tail_fraction=self.tail_fraction,
+            migrate_ratio=self.migrate_ratio,
         )
 
     def fleet_params(self) -> FleetParams:

@@ -329,6 +329,7 @@ class Cluster:
                 running=rollout.running + len(rollout.prefilling),
                 waiting=len(rollout.requests) - rollout.running - len(rollout.prefilling),
                 num_preemptions=rollout.num_preempted,
+                decoded_tokens=int(rollout.decoded),
                 gated=device.closed,
                 run=node.run,
                 lent_s=max(0.0, node.lent_until_s - now_s) if node.tier is Tier.BORROWED else None,
@@ -466,7 +467,9 @@ class Cluster:
             )
         )
 
-    def turn_cut(self, device: Device, request: Request, produced: int, now_s: float) -> None:
+    def turn_cut(
+        self, device: Device, request: Request, produced: int, now_s: float, reason: str | None = RECLAIMED
+    ) -> None:
         node = self.nodes[device.name]
         turn_id, attempt = _turn_of(request.key)
         produced += request.kept
@@ -481,7 +484,7 @@ class Cluster:
                 attempt=attempt,
                 finish_reason="abort",
                 token_ids=ZEROS[:produced],
-                stop_reason=OTHER_RUN if node.is_switching else RECLAIMED,
+                stop_reason=OTHER_RUN if node.is_switching else reason,
                 num_cached_tokens=request.cached,
             )
         )

@@ -21,6 +21,7 @@ from typing import Protocol
 
 from rose.policy.admission import AdmissionParams, BoardView, Demand, Rule, admit
 from rose.policy.coserving.timing import prompt_work_s
+from rose.policy.stop_reasons import RECLAIMED
 from rose.sim.engine import Engine, Request
 from rose.sim.events import EventQueue
 from rose.sim.memory import SharedMemory
@@ -40,7 +41,9 @@ class Host(Protocol):
 
     def turn_done(self, device: Device, request: Request, now_s: float) -> None: ...
 
-    def turn_cut(self, device: Device, request: Request, produced: int, now_s: float) -> None: ...
+    def turn_cut(
+        self, device: Device, request: Request, produced: int, now_s: float, reason: str | None = RECLAIMED
+    ) -> None: ...
 
     def claimed(self, device: Device, now_s: float) -> None: ...
 
@@ -328,7 +331,7 @@ class Device:
         for key in ending:
             found = None if rollout is None else rollout.remove(key)
             if found is not None:
-                self.host.turn_cut(self, found[0], found[1], now_s)
+                self.host.turn_cut(self, found[0], found[1], now_s, None)
         if memory is None or serving is None or rollout is None:
             return
         used = self.serving_pages

@@ -103,6 +103,7 @@ class Engine:
         "chunk_tokens",
         "context_s",
         "decode_s",
+        "decoded",
         "groups",
         "k",
         "model",
@@ -141,6 +142,8 @@ class Engine:
         self.cached_tokens = 0
         self.groups: OrderedDict[str, int] = OrderedDict()
         self.num_preempted = 0
+        self.decoded = 0.0
+        """Tokens sampled, prompts' first ones aside."""
         self._alive: dict[str, int] = {}
         """Trajectory -> tokens that a running request holds for others of it, which need not wait for its end."""
         self._heap: list[tuple[float, int, Request]] = []
@@ -258,6 +261,7 @@ class Engine:
         requests with their first token now, and requests that ended."""
         if self.running:
             self.k += count * decodes
+            self.decoded += count * decodes * self.running
         started: list[Request] = []
         ended: list[Request] = []
         if prefill_per_step > 0 and self.prefilling:

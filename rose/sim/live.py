@@ -132,7 +132,8 @@ def configs_of(scenario: Scenario, system: System, serving_pages: int) -> Config
     if system.routing is not None:
         scheduler = scheduler.model_copy(update={"policy": system.routing})
     if system.plain_queue:
-        plain = {"oldest_first_s": 0.0, "affine_wait_s": 0.0, "longest_first_s": 0.0, "tail_fraction": 0.0}
+        names = ("oldest_first_s", "affine_wait_s", "longest_first_s", "tail_fraction", "migrate_ratio")
+        plain: dict[str, float] = dict.fromkeys(names, 0.0)
         scheduler = scheduler.model_copy(update=plain)
     lending, gate = scenario.lending, scenario.gate
     if system.lending is not None:

@@ -142,6 +142,7 @@ class FakeEngine(FakeText):
         """Of request bodies, by path."""
         self.num_running = 0
         self.num_reclaims = 0
+        self.num_decoded = 0
         self.hold: asyncio.Event | None = None
         """When set, generation waits for it before the first token."""
         self._token = token
@@ -312,6 +313,7 @@ class FakeEngine(FakeText):
                 yield None, 0.0, "abort", stop
                 return
             tokens.append(token)
+            self.num_decoded += 1
             reason, stop = self._finished(tokens, params)
             yield token, logprob, reason, stop
             if reason is not None:
@@ -549,6 +551,7 @@ class FakeNode:
             kv_budget_tokens=self.kv_budget_tokens,
             kv_used_tokens=self.kv_used_tokens,
             running=self.engine.num_running,
+            decoded_tokens=self.engine.num_decoded,
             gated=self.gated,
             lent_s=self.lent_s,
             reclaim_seq=self.reclaim_seq + self.engine.num_reclaims,

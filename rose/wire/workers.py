@@ -61,6 +61,8 @@ class Heartbeat(Struct, kw_only=True, omit_defaults=True):
     running: Count = 0
     waiting: Count = 0
     num_preemptions: Count = 0
+    decoded_tokens: Count | None = None
+    """Sampled by the engine since it started; tells how far turns have come that are not streamed."""
     gated: bool = False
     """No step runs now, for production's sake."""
     switch_s: Seconds | None = None

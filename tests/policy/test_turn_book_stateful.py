@@ -23,7 +23,7 @@ class AnySequence(RuleBasedStateMachine):
 
     @initialize(policy=st.sampled_from(POLICY_NAMES), plain=st.booleans())
     def begin(self, policy: str, plain: bool) -> None:
-        extra = {} if plain else {"longest_first_s": 3.0, "tail_fraction": 0.3}
+        extra = {} if plain else {"longest_first_s": 3.0, "tail_fraction": 0.3, "migrate_ratio": 1.0}
         self.book = TurnBook(
             make_policy(policy, random.Random(0)),
             te.TurnParams(max_queue_s=20.0, stall_s=5.0, **extra),  # type: ignore[arg-type]
@@ -35,6 +35,7 @@ class AnySequence(RuleBasedStateMachine):
         self.delivered: dict[str, list[int]] = {}
         self.ends: dict[str, te.TurnEnded] = {}
         self.required = (0, 0)
+        self.stopped: set[tuple[str, int]] = set()
 
     def feed(self, event: te.Event) -> None:
         try:
@@ -62,7 +63,8 @@ class AnySequence(RuleBasedStateMachine):
                         action.worker_id,
                     )
                     assert turn.worker is not None
-                    assert turn.worker.tier is Tier.BORROWED
+                    assert turn.worker.tier is not Tier.DEDICATED
+                    self.stopped.add((action.turn_id, action.attempt))
                 case te.TokensKept():
                     assert isinstance(event, te.TokensArrived)
                     mine = self.delivered.setdefault(action.turn_id, [])
@@ -131,6 +133,7 @@ class AnySequence(RuleBasedStateMachine):
                 reclaim_seq=worker.reclaim_seq + (reclaims == 2),
                 num_preemptions=used // 50,
                 lent_s=lent_s,
+                decoded_tokens=None if budget is None else used,
             )
         )
 
@@ -197,6 +200,15 @@ class AnySequence(RuleBasedStateMachine):
                 versions=spans,
             )
         )
+
+    @precondition(lambda self: self.stopped)
+    @rule(data=st.data(), ids=st.lists(st.integers(0, 99), max_size=3))
+    def stop(self, data: st.DataObject, ids: list[int]) -> None:
+        """An engine answers what it was asked to stop; perhaps late."""
+        turn_id, attempt = data.draw(st.sampled_from(sorted(self.stopped)))
+        self.stopped.discard((turn_id, attempt))
+        self.feed(te.TokensArrived(at_s=self.now_s, turn_id=turn_id, attempt=attempt, token_ids=tuple(ids)))
+        self.feed(te.AttemptEnded(at_s=self.now_s, turn_id=turn_id, attempt=attempt, finish_reason="abort"))
 
     @rule(data=st.data(), kind=st.sampled_from(["lost", "busy", "bad", "data"]))
     def fail(self, data: st.DataObject, kind: str) -> None:

@@ -145,6 +145,27 @@ async def test_an_abort_gives_what_was_sampled_so_far(client: EngineClient, engi
     assert 3 <= sum(len(output.token_ids) for output in seen) < 450
 
 
+async def test_an_abort_of_what_is_not_streamed_gives_it_too(client: EngineClient, engine: Endpoint) -> None:
+    body = {
+        "token_ids": PROMPT,
+        "sampling_params": {**GREEDY, "max_tokens": 450, "logprobs": 0},
+        "stream": False,
+    }
+    whole = await client.generate(engine, {**body, "request_id": "whole"})
+    for attempt in range(10):  # on a busy machine the turn may end before the word arrives
+        request_id = f"whole-to-abort-{attempt}"
+        asked = asyncio.create_task(client.generate(engine, {**body, "request_id": request_id}))
+        while not asked.done():
+            await client.abort(engine, request_id)  # an engine that does not know it yet says nothing
+            await asyncio.sleep(0.02)
+        output = await asked
+        if output.finish_reason == "abort" and output.token_ids:
+            break
+    assert output.finish_reason == "abort"
+    assert 0 < len(output.token_ids) == len(output.logprobs) < 450
+    assert output.token_ids == whole.token_ids[: len(output.token_ids)]
+
+
 async def test_allowed_token_ids_bind_and_normalise(client: EngineClient, engine: Endpoint) -> None:
     allowed = [30, 31, 32, 33]
     (output,) = await run(

@@ -1,0 +1,103 @@
+"""Which running turns go on elsewhere: those that a slow engine would keep longer than a dedicated one with room.
+
+A harvested engine is as fast as production lets it be.  A step of a job is as long as its slowest turn, so a turn that a burst of
+production holds back costs the job more than the harvested engine ever gave it, while a dedicated one stands half empty.  What a
+migration costs is known: the prompt and the tokens so far are read again there; none is lost.
+
+A turn is moved when ``here > ratio * there + margin``, with ::
+
+    here  = left * (token + crowd * beside) + lost
+    there = tokens * prefill * (1 + social_read * beside) + left * (token + (1 + social) * crowd * beside)
+
+each with what was learned of that engine's speed (:mod:`rose.policy.speed`) and the turns that run there.  ``left``: tokens that it is
+expected to make yet.  ``lost``: how much longer it has taken so far than that speed says; nobody knows how long a burst lasts, and
+what has lasted so long is expected to last as long again (Lindy's law).  So a turn with much to read again is moved late, and a
+short one soon.  Turns go from engines that can be taken back to dedicated ones only, so none goes to and fro.
+
+Pure; caller: ``rose.policy.turns``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from rose.policy.routing import CostParams
+from rose.policy.turn import Turn
+from rose.policy.turn_events import TurnParams
+from rose.policy.worker import Worker
+
+COST = CostParams()
+LEAST_LEFT = 0.25
+"""Of what was expected of a turn: what one that has made more is still expected to make."""
+MIN_OBSERVED = 8
+"""Attempts of an engine that have to have ended before anything can be said to take longer there than it should."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Move:
+    """``made`` and ``left`` in tokens, ``here_s``: how long the rest would take where the turn is."""
+
+    turn: Turn
+    home: Worker
+    made: float
+    left: float
+    here_s: float
+
+
+def made_tokens(turn: Turn) -> float | None:
+    """Tokens that the live attempt has made: counted where they are streamed, else by its engine's pace; None: nobody knows."""
+    worker = turn.worker
+    assert worker is not None
+    counted = len(turn.token_ids) - turn.attempt_start
+    paced = worker.pace.since(turn.attempt_at_s, turn.attempt_made)
+    return max(float(counted), paced or 0.0) if counted or paced is not None else None
+
+
+def to_move(
+    turns: Iterable[Turn], homes: Callable[[Turn], list[Worker]], params: TurnParams, at_s: float
+) -> list[Move]:
+    """Turns that are better off elsewhere, with where that is.
+
+    Args:
+        turns: Live ones, none of a dedicated worker; all of them, since those that were asked for have their room kept.
+        homes: Dedicated workers that could run a turn now.
+        params: ``migrate_ratio`` and ``migrate_margin_s``.
+    """
+    found: list[Move] = []
+    coming: Counter[str] = Counter()
+    staying: list[Turn] = []
+    for turn in turns:
+        if turn.stopped_at_s is not None and at_s - turn.stopped_at_s < params.stall_s:
+            coming[turn.stopped_for] += 1  # its engine has not answered yet
+        elif turn.spec.resumable:
+            staying.append(turn)
+    for turn in staying:
+        worker = turn.worker
+        assert worker is not None
+        made = made_tokens(turn)
+        if made is None or worker.speed.num_observed < MIN_OBSERVED:
+            continue
+        left = max(turn.expected_tokens - made, LEAST_LEFT * turn.expected_tokens, 1.0)
+        here = worker.speed
+        token_s = here.token_s + (worker.inflight - 1) * here.crowd_s
+        fresh = turn.num_tokens - turn.attempt_resident
+        lost_s = max(0.0, at_s - turn.attempt_at_s - made * token_s - fresh * here.prefill_s)
+        here_s = left * token_s + lost_s
+        if here_s <= params.migrate_margin_s:
+            continue
+        best: tuple[float, Worker] | None = None
+        for home in homes(turn):
+            beside = home.inflight + coming[home.worker_id]
+            if beside >= home.slots:
+                continue
+            speed = home.speed
+            read_s = speed.prefill_s * (turn.num_tokens + made) * (1.0 + beside * COST.social_read)
+            there_s = read_s + left * (speed.token_s + beside * speed.crowd_s * (1.0 + COST.social))
+            if best is None or there_s < best[0]:
+                best = there_s, home
+        if best is not None and here_s > params.migrate_ratio * best[0] + params.migrate_margin_s:
+            found.append(Move(turn=turn, home=best[1], made=made, left=left, here_s=here_s))
+            coming[best[1].worker_id] += 1
+    return found
