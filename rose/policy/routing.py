@@ -80,6 +80,8 @@ class CostParams:
     the turns that are expected to follow, at most so many (what is known of a worker's load does not last)."""
     roomy_horizon_turns: float = 2.0
     """The same while the dedicated workers have slots for every turn that runs, where their load does last."""
+    own_while_roomy: bool = False
+    """Place on dedicated workers alone while they have slots for every turn that runs."""
     floor_s: float = 0.02
     gated_s: float = 0.5
     """Expected wait at a worker that says it has no slack now."""
@@ -164,6 +166,8 @@ class CostPolicy:
     def choose(self, turn: Candidate, eligible: Eligible) -> Worker | None:
         if not eligible:
             return None
+        if self.params.own_while_roomy and eligible.table.is_roomy():
+            eligible = eligible.where(eligible.column("dedicated")) or eligible
         affine = turn.affine
         if (
             len(eligible) == 1

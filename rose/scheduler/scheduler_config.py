@@ -189,6 +189,8 @@ class CostConfig(Section):
     horizon_turns: float = Field(default=CostParams().horizon_turns, ge=1, le=64)
     roomy_horizon_turns: float = Field(default=CostParams().roomy_horizon_turns, ge=1, le=64)
     """The same while dedicated workers have slots for every turn that runs."""
+    own_while_roomy: bool = CostParams().own_while_roomy
+    """While they have, place on them alone."""
 
 
 class SchedulerConfig(Section):

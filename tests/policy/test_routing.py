@@ -126,6 +126,20 @@ def test_cost_looks_further_ahead_while_dedicated_slots_are_left_for_every_turn(
     assert chosen.worker_id == home
 
 
+@pytest.mark.parametrize(("elsewhere", "tier"), [(15, Tier.DEDICATED), (16, Tier.HARVESTED)])
+def test_cost_keeps_to_dedicated_workers_where_they_have_slots_for_every_turn(
+    elsewhere: int, tier: Tier
+) -> None:
+    policy = CostPolicy(rng=random.Random(0), params=CostParams(own_while_roomy=True))
+    idle = worker("idle", tier=Tier.HARVESTED, health=Health.READY)
+    busy = worker("busy", tier=Tier.HARVESTED, health=Health.READY, inflight=elsewhere)
+    own = worker("own", health=Health.READY)
+    own.speed.token_s = 1.0  # whatever it costs
+    chosen = policy.choose(turn(), Eligible.of([idle, busy, own]))
+    assert chosen is not None
+    assert chosen.tier is tier
+
+
 def test_cost_avoids_a_worker_without_slack() -> None:
     policy = CostPolicy(rng=random.Random(0))
     gated = worker("gated", tier=Tier.HARVESTED, gated=True)
