@@ -157,10 +157,10 @@ class Load:
         turns = trajectory["turns"]
         self.num_missing += max(0, self.num_turns.get(trajectory["id"], len(turns)) - len(turns))
         for at, turn in enumerate(turns):
-            # The rest of a prompt stands in each turn: what its parent holds comes in front.
+            # Each turn has the end of its prompt: what its parent holds comes in front.
             if turn["parent"] != (at - 1 if at else None):
                 self.num_repeated += 1
-            prompt = held + turn["prompt_token_ids"]
+            prompt = held + turn.get("suffix_token_ids", turn.get("prompt_token_ids"))
             expected, _, _ = self.model.greedy(prompt, {"max_tokens": MAX_TOKENS})
             self.num_wrong += turn["token_ids"] != expected
             held = prompt + turn["token_ids"]
@@ -189,6 +189,9 @@ async def measure(
             first = next(at_s for at_s in load.answered_at_s if at_s > ready_at_s)
             kills.append({"ready_s": ready_at_s - killed_at_s, "takeover_s": first - killed_at_s})
             report.progress("kills", number + 1, args.kills)
+            for each in (*agents, *trainers):
+                if each.done():
+                    each.result()  # they end when they are told to, or for a reason
         load.is_ending.set()
         await asyncio.gather(*agents)
         async with asyncio.timeout(120):
