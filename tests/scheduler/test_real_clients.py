@@ -24,6 +24,11 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from rose.auth import Tokens
 from tests.engine_launcher import EngineServer
 from tests.scheduler.conftest import user
+from tests.scheduler.frameworks import (  # noqa: F401 - collected here, where a server is
+    test_langchain_openai,
+    test_openai_agents,
+    test_pydantic_ai,
+)
 from tests.scheduler.real_gateway import Gateway, gateway_to, sampled_once, scripted_engine
 
 pytest.importorskip("vllm")
