@@ -55,6 +55,7 @@ NOT_SIMULATED: dict[str, str] = {
     ),
     "node.gate.stop_at_layers": "[fleet] preempt_s says whether, and how soon, a step stops",
     "scheduler.tracing.otlp_endpoint": _WIRE,
+    "scheduler.standby.dead_s": "there is one scheduler, and it does not die",
     "scheduler.timeouts.tick_s": "the scheduler's clock ticks with the heartbeats",
     **dict.fromkeys(
         ("scheduler.journal.compact_bytes", "scheduler.decisions.max_bytes", "scheduler.decisions.max_files"), _STORE
