@@ -58,8 +58,11 @@ class Load:
     async def __aexit__(self, *_: object) -> None:
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        ends = await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._http.close()
+        for end in ends:  # a client that ended by itself asked nothing from then on
+            if isinstance(end, Exception):
+                raise end
 
     async def learn(self) -> None:
         """What production says alone, one prompt after the other."""
@@ -83,7 +86,8 @@ class Load:
     async def _for_ever(self, client: int) -> None:
         number = client
         while True:
-            await self._open.wait()
+            while not self._open.is_set():  # it may be cleared again before who waited for it goes on
+                await self._open.wait()
             number = (number + 2) % ASKED_PROMPTS
             answer = await self.ask(prompts()[number], ANSWER_TOKENS)
             if not answer.error and answer.text != self.expected[number]:
