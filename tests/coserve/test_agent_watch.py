@@ -15,6 +15,7 @@ import pytest
 
 from rose.auth import Tokens
 from rose.config import validate
+from rose.coserve import cli
 from rose.coserve.agent import NodeAgent
 from rose.coserve.latency import ServingLatency
 from rose.coserve.node_config import NodeConfig
@@ -214,3 +215,27 @@ def test_the_heartbeat_tells_productions_p99_beside_what_is_promised_now(bench: 
     assert (beat.serving_ttft_p99_s, beat.slo_ttft_s) == (0.2, 0.4)
     assert beat.slo_tpot_s is None
     assert bench.agent.status()["serving"]["p99_s"] == {"ttft": 0.2}
+
+
+def test_production_is_told_the_bound_on_what_a_loan_may_cost_its_cache(bench: Bench) -> None:
+    reader = NodeDir(bench.agent.config.dir).node()
+
+    def told() -> int:
+        state = reader.read()
+        assert state is not None
+        return state.max_loss_ppm
+
+    assert told() == 10_000
+    bench.agent.change(policy="paper")  # it is there to be compared with, as it was published
+    assert told() == 0
+
+
+def test_the_status_says_how_much_production_keeps_for_its_prefixes(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.lease = dataclasses.replace(bench.lease, queried_tokens=20_000, lost_tokens=100, kept_pages=7)
+    bench.round()
+    cli._show(bench.agent.status(), as_json=False)
+    said = capsys.readouterr().out
+    assert "missed 100 of 20000 tokens" in said
+    assert "7 are kept" in said

@@ -271,6 +271,7 @@ def test_a_loan_of_all_cached_pages_costs_prompts_that_come_again_a_point_at_mos
     before = agent.lease()
     agent.write(lend_pages=agent.total - 1)
     eventually(lambda: agent.lease().lent_pages > 3, "what holds no prefix is lent")
+    eventually(lambda: agent.lease().kept_pages > 0, "what holds some is kept, and it says so")
     ask()
     eventually(
         lambda: agent.lease().queried_tokens >= before.queried_tokens + 60 * 400, "all prompts are counted"
