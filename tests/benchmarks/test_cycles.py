@@ -45,6 +45,10 @@ def test_memory_that_stock_vllm_keeps_as_well_is_not_ours(ours: int, stock: int,
     assert is_met(summary(grown(ours), grown(stock))) is met
 
 
+def test_too_few_cycles_do_not_say_that_memory_comes_back() -> None:
+    assert not is_met(summary(life([100] * 9), life([100] * 9)))
+
+
 @pytest.mark.parametrize(
     "change",
     [
