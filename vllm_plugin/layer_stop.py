@@ -111,6 +111,7 @@ class LayerStop:
         self._limit_ns = 0
         """-1: not asked yet in this step."""
         self._begun_ns = self._written_ns = 0
+        self._trouble = ""
         self._said = LayerState()
         if self._writer is not None:
             self._writer.write(self._said)
@@ -119,8 +120,15 @@ class LayerStop:
         """Take the decoder layers that hold these attention layers as points; on the host, every part of them too.
 
         Raises:
-            LedgerError: A name that is none of the model's.
+            LedgerError: A name that is none of the model's; nothing of ours is left open.
         """
+        try:
+            self._modules = self._points(model, kv_layers)
+        except LedgerError:
+            self.close()
+            raise
+
+    def _points(self, model: Any, kv_layers: Iterable[str]) -> list[Any]:
         found: dict[int, Any] = {}
         for name in kv_layers:
             words = name.split(".")
@@ -134,10 +142,11 @@ class LayerStop:
             host = self._ahead is None
             leaves = [one for one in layer.modules() if not any(one.children())] if host else []
             found |= {id(one): one for one in (layer, *leaves)}
-        self._modules = list(found.values())
+        return list(found.values())
 
     def begin(self, step: int, on: bool) -> None:
         """A step is about to run on this thread; ``on``: it may stop.  The same on every rank."""
+        self._mend()
         on = on and not self._broken and bool(self._modules)
         if on != bool(self._hooks):
             self._hook(on)
@@ -159,6 +168,22 @@ class LayerStop:
         if self._writer is not None:
             self._tell(step=GONE)
             self._writer.close()
+            self._writer = None
+
+    def _mend(self) -> None:
+        """Put the file back as it was: a stranger's write or a deleted name must not blind those who read it."""
+        if self._writer is None:
+            return
+        try:
+            if self._writer.mend():
+                logger.warning(
+                    "ROSE: %s was deleted, cut off or written over; it is there again", self._writer.path
+                )
+            self._trouble = ""
+        except LedgerError as error:
+            if self._trouble != str(error):
+                self._trouble = str(error)
+                logger.error("ROSE: %s", error)
 
     def _hook(self, on: bool) -> None:
         for hook in self._hooks:

@@ -384,5 +384,10 @@ class RolloutSide:
 
     def _layer_stops(self) -> dict[str, Any] | None:
         """What stopping between layers has done so far; None where steps cannot: not eager, or of several pipeline stages."""
-        said = self._layers.read() if self._layers.alive() else None
+        try:
+            said = self._layers.read() if self._layers.alive() else None
+        except (
+            LedgerError
+        ) as error:  # mended by its writer at the next step; everything else is as true as it was
+            return {"error": str(error)}
         return None if said is None else {"on": self.permit.may_stop, **asdict(said)}

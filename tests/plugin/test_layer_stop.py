@@ -243,6 +243,28 @@ def test_a_rank_whose_rank_0_says_nothing_goes_on(
     assert torch.equal(Step(second, models[1], number=STEP + 1).ended(), expected())
 
 
+@pytest.mark.parametrize("lose", ["deleted", "written over", "cut off"])
+def test_a_lost_file_is_there_again_at_the_next_step(host: Host, ranks: Any, lose: str) -> None:
+    model = Model(at=-1)
+    stop = ranks(model)
+    path = host.dir.path / "rollout.layers"
+    if lose == "deleted":
+        path.unlink()
+    elif lose == "written over":
+        path.write_bytes(b"\xff" * path.stat().st_size)
+    else:
+        path.write_bytes(b"")
+    Step(stop, model, on=False).ended()
+    assert told(host) == LayerState()
+
+
+def test_a_model_without_the_layers_leaves_no_file_that_seems_alive(host: Host) -> None:
+    with LayerStopped(host) as stop:
+        with pytest.raises(LedgerError):
+            stop.find(Model(), ["attn"])
+        assert not host.dir.layers().alive()
+
+
 def test_a_cache_of_no_layer_of_the_model_is_refused_by_name(host: Host) -> None:
     with LayerStopped(host) as stop, pytest.raises(LedgerError, match=r"layers\.9\.attn"):
         stop.find(Model(), ["layers.9.attn"])
