@@ -235,7 +235,9 @@ class WeightLoop:
         try:
             await self._follow()
         finally:
-            self._copies.close()
+            await asyncio.to_thread(
+                self._copies.close
+            )  # it waits for whoever opens or removes a copy just now
             await asyncio.gather(*self._polls.values(), return_exceptions=True)
 
     async def _follow(self) -> None:

@@ -11,6 +11,7 @@ Blocking; any thread may call.  Caller: ``rose.coserve.links``.
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import threading
 from collections.abc import Callable
@@ -58,6 +59,8 @@ class PolicyCopies:
         self._own, self._directory, self._open, self._most = own, directory, open_source, most
         self._sources: dict[str, WeightSource] = {}
         """Open ones, least recently used first."""
+        self._stuck: set[str] = set()
+        """Runs whose copies could not be removed: somebody else's files, a disk that is read-only."""
         self._lock = threading.RLock()
         self._closed = False
 
@@ -72,7 +75,8 @@ class PolicyCopies:
                 raise RequestError("the node is stopping", field="run")
             source = self._sources.pop(run, None)
             if source is None:
-                while len(self.runs() - {run}) >= max(1, self._most) and self.make_room(run):
+                self._stuck.discard(run)
+                while len(self.runs() - {run} - self._stuck) >= max(1, self._most) and self.make_room(run):
                     pass
                 source = self._open(run, self.folder(run))
             self._sources[run] = source
@@ -85,25 +89,27 @@ class PolicyCopies:
     def runs(self) -> set[str]:
         """Runs with a copy here, those of an earlier process included."""
         folder = self._directory / FOLDER
-        found = {path.name for path in folder.iterdir()} if folder.is_dir() else set[str]()
+        found = {name for name in os.listdir(folder) if _is_run(name)} if folder.is_dir() else set[str]()
         return found | set(self._sources) | {self._own}
 
     def make_room(self, run: str) -> bool:
-        """Remove the least recently used copy besides those of ``run`` and the node's own; False: there is none."""
+        """Remove the least recently used copy besides those of ``run`` and the node's own; False: there is none that goes."""
         with self._lock:
             order = {name: place for place, name in enumerate(self._sources)}
-            spare = self.runs() - {run, self._own}
-            if not spare:
-                return False
-            name = min(
-                spare, key=lambda each: (order.get(each, -1), each)
-            )  # one that nobody opened is the oldest
-            logger.info("the copy of run %s is removed: another policy needs the room", name)
-            source = self._sources.pop(name, None)
-            if source is not None:
-                source.close()
-            shutil.rmtree(self.folder(name), ignore_errors=True)
-            return True
+            spare = self.runs() - {run, self._own} - self._stuck
+            # One that nobody opened is the oldest.
+            for name in sorted(spare, key=lambda each: (order.get(each, -1), each)):
+                logger.info("the copy of run %s is removed: another policy needs the room", name)
+                source = self._sources.pop(name, None)
+                if source is not None:
+                    source.close()
+                folder = self.folder(name)
+                shutil.rmtree(folder, ignore_errors=True)
+                if not os.path.lexists(folder):
+                    return True
+                self._stuck.add(name)
+                logger.error("%s could not be removed; it is left out of the count from now on", folder)
+            return False
 
     def close(self) -> None:
         """End polls in progress; the copies stay for the next process."""
@@ -112,3 +118,11 @@ class PolicyCopies:
             sources = list(self._sources.values())
         for source in sources:
             source.close()
+
+
+def _is_run(name: str) -> bool:
+    try:
+        check_run(name)
+    except RequestError:
+        return False
+    return True

@@ -83,3 +83,39 @@ def test_nothing_is_opened_once_the_node_goes_down(tmp_path: Path) -> None:
     assert [copy.closed for _, copy in node.opened] == [True]
     with pytest.raises(RequestError):
         node.copies.source("a")
+
+
+def test_a_copy_that_cannot_be_removed_is_tried_once_and_does_not_count(tmp_path: Path) -> None:
+    """A link in the place of a copy is not followed, and so not removed."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    node = Node(tmp_path / "node", most=2)
+    (tmp_path / "node" / "runs").mkdir(parents=True)
+    (tmp_path / "node" / "runs" / "a").symlink_to(elsewhere)
+    tries = 0
+    make_room = node.copies.make_room
+
+    def bounded(run: str) -> bool:
+        nonlocal tries
+        tries += 1
+        assert tries < 10, "it is tried again and again"
+        return make_room(run)
+
+    node.copies.make_room = bounded  # type: ignore[method-assign]
+    node.copies.source("b")
+    node.copies.source("c")
+
+    assert elsewhere.is_dir()
+    assert node.copies.runs() == {"own", "a", "c"}
+    assert not make_room("c")
+
+
+def test_what_is_no_run_in_the_folder_is_left_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    (folder / ".lost+found").mkdir(parents=True)
+    node = Node(tmp_path, most=2)
+    node.copies.source("a")
+    node.copies.source("b")
+
+    assert node.copies.runs() == {"own", "b"}
+    assert (folder / ".lost+found").is_dir()
