@@ -89,8 +89,8 @@ class RolloutSide:
         self._released: collections.deque[tuple[int, int]] = collections.deque()
         """As in ``ServingSide``."""
         self.num_schedules = 0
-        self._stopped_ns = 0
-        """Of all steps so far, between two layers."""
+        self._stopped_ns: int | None = 0
+        """Of all steps so far, between two layers; None: could not be read."""
         self.tally = StepTally()
         self.cuts = Cuts(scheduler, self.balloon)
         self.permit = Permit(self._dir)
@@ -183,16 +183,19 @@ class RolloutSide:
     def after_update(self) -> None:
         self.tally.end(self._stood_ns())
 
-    def _stood_ns(self) -> int:
-        """How long the step that ends stood between two layers: time in which it did nothing, and a cut ends it at once."""
-        if not self.permit.may_stop:
-            return 0
+    def _stood_ns(self) -> int | None:
+        """How long the step that ends stood between two layers: time in which it did nothing, and a cut ends it at once.
+
+        None: not known.  Asked at every step, whether steps may stop now or not: what was not taken off the step that stood would be
+        taken off a later one.
+        """
         try:
             said = self._layers.read()
         except LedgerError:
-            return 0
+            self._stopped_ns = None
+            return None
         before, self._stopped_ns = self._stopped_ns, said.waited_ns if said is not None else 0
-        return max(0, self._stopped_ns - before)
+        return None if before is None else max(0, self._stopped_ns - before)
 
     def usage(self) -> float:
         """KV use relative to the present budget (0..1)."""

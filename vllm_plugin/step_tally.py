@@ -48,15 +48,21 @@ class StepTally:
         self.num_preemptions += len(output.preempted_req_ids or ())
         self._context_tokens = sum(request.num_computed_tokens for request in running)
 
-    def end(self, stood_ns: int) -> None:
-        """It has ended; of its time it did nothing for ``stood_ns``."""
+    def end(self, stood_ns: int | None) -> None:
+        """It has ended; of its time it did nothing for ``stood_ns``.
+
+        Where that is not known, or cannot be (more than it took: another step's), the step counts and its time is not learned from.
+        """
         prefill, decode = self._scheduled
         if not prefill + decode:
             return
         self.num_steps += 1
         self.num_tokens += prefill + decode
         self.num_decoded += decode
-        step_ns = max(1, time.monotonic_ns() - self._started_ns - stood_ns)
+        took_ns = time.monotonic_ns() - self._started_ns
+        if stood_ns is None or stood_ns >= took_ns:
+            return
+        step_ns = took_ns - stood_ns
         self._longest_ns.append(step_ns)
         seconds = step_ns / NS_PER_S
         self.model.observe(

@@ -36,6 +36,8 @@ _MAX_VARIANCE = 1e6
 _SCALES = (1e-2, 1e-4, 1e-3, 1e-6)
 """Typical seconds per step, prefill token, decode and context token: makes the four unknowns of order one."""
 _FIRST_VARIANCE = 10.0
+SHORTEST_S = 1e-5
+"""No engine makes a step in less; a measurement that says so is wrong, and by its relative error it would outweigh all others."""
 
 
 class StepModel:
@@ -106,9 +108,9 @@ class StepModel:
     ) -> None:
         """Correct the model by one measured step (recursive least squares on the *relative* error).
 
-        A measurement that is not a positive number is ignored.  About 20 us.
+        A measurement below :data:`SHORTEST_S`, or that is no number, is ignored.  About 20 us.
         """
-        if not 0.0 < seconds < math.inf:
+        if not SHORTEST_S <= seconds < math.inf:
             return
         # Divided by the measurement: a long step must not outweigh a hundred short ones.
         counts = (1.0, float(prefill_tokens), float(num_decodes), float(context_tokens))

@@ -234,7 +234,7 @@ def test_what_traffic_does_not_exercise_stays_uncertain_but_bounded() -> None:
     assert model.predict(0, 4) == pytest.approx(0.015, rel=0.01)
 
 
-@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("seconds", [0.0, -1.0, 1e-9, math.nan, math.inf])
 def test_a_measurement_that_is_no_duration_is_ignored(seconds: float) -> None:
     model = StepModel()
     model.observe(prefill_tokens=10, num_decodes=0, seconds=seconds)
