@@ -1,7 +1,8 @@
 """A book's door, and where an operator asks for it the decision log of all that went through it.
 
-``ROSE_DECISIONS`` names the directory (the node agent sets it for its engine from ``decisions.directory``); ``rose replay`` reads what lies
-there.  A round that changes nothing is not written down: the book is the same without it.
+``ROSE_DECISIONS`` names the directory, ``ROSE_DECISIONS_NAME`` whose logs they are where engines of several devices share it, and
+``ROSE_DECISIONS_MAX_BYTES`` and ``_MAX_FILES`` bound them; the node agent sets all four for its engine from ``[decisions]``.  ``rose replay``
+reads what lies there.  A round that changes nothing is not written down: the book is the same without it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rose.policy.coserving.events import Reserve
-from vllm_plugin.roles import ENV_DECISIONS
+from vllm_plugin.roles import (
+    ENV_DECISIONS,
+    ENV_DECISIONS_MAX_BYTES,
+    ENV_DECISIONS_MAX_FILES,
+    ENV_DECISIONS_NAME,
+)
 
 if TYPE_CHECKING:
     from rose.decisions.log import DecisionLog
@@ -24,6 +30,7 @@ FLUSH_EVERY_S = 1.0
 """A killed engine loses at most this much of its log."""
 MAX_BYTES = 64 * 2**20
 MAX_FILES = 4
+"""Where nobody says otherwise."""
 
 
 class ProtocolLog:
@@ -70,6 +77,14 @@ def _open(folder: str, role: str, book: Any) -> DecisionLog:
     from rose.decisions.event_format import FORMATS
     from rose.decisions.log import DecisionLog
 
-    log = DecisionLog(Path(folder), role, FORMATS[role], book, max_bytes=MAX_BYTES, max_files=MAX_FILES)
+    env = os.environ
+    log = DecisionLog(
+        Path(folder),
+        "-".join(part for part in (role, env.get(ENV_DECISIONS_NAME)) if part),
+        FORMATS[role],
+        book,
+        max_bytes=int(env.get(ENV_DECISIONS_MAX_BYTES) or MAX_BYTES),
+        max_files=int(env.get(ENV_DECISIONS_MAX_FILES) or MAX_FILES),
+    )
     log.roll()
     return log

@@ -10,6 +10,10 @@ ENV_ENGINE = "ROSE_ENGINE"
 """Set by an engine core for its own workers: which engine they belong to.  Not for operators."""
 ENV_DECISIONS = "ROSE_DECISIONS"
 """Where an engine writes its decision log; without it there is none."""
+ENV_DECISIONS_NAME = "ROSE_DECISIONS_NAME"
+"""In its files' names, so that engines of several devices can share that directory."""
+ENV_DECISIONS_MAX_BYTES, ENV_DECISIONS_MAX_FILES = "ROSE_DECISIONS_MAX_BYTES", "ROSE_DECISIONS_MAX_FILES"
+"""Of one file; of files that are kept."""
 ROLES = ("serving", "rollout")
 
 

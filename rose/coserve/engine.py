@@ -256,6 +256,8 @@ class RolloutEngine:
     def _spec(self) -> ProcSpec:
         config, engine = self.config, self.config.engine
         sched = self.sched
+        decisions = config.decisions
+        logs = decisions.directory is not None and decisions.max_bytes > 0
         return ProcSpec(
             name="rollout engine",
             argv=(
@@ -274,7 +276,10 @@ class RolloutEngine:
                 **engine.env,
                 "ROSE_ROLE": "rollout",
                 "ROSE_DIR": str(config.dir),
-                "ROSE_DECISIONS": str(config.decisions.directory) if config.decisions.directory else None,
+                "ROSE_DECISIONS": str(decisions.directory) if logs else None,
+                "ROSE_DECISIONS_NAME": config.node_id,
+                "ROSE_DECISIONS_MAX_BYTES": str(decisions.max_bytes),
+                "ROSE_DECISIONS_MAX_FILES": str(decisions.max_files),
                 "ROSE_WEIGHTS_DIR": str(config.weights_dir) if config.weights is not None else None,
                 "ROSE_RESERVE_BYTES": str(config.device.reserve) if config.device.kind == "host" else None,
                 "ROSE_GPU_RESERVE_BYTES": str(config.device.reserve) if config.device.kind == "gpu" else None,

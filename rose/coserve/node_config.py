@@ -194,7 +194,8 @@ class WeightsLink(Section):
 
 
 class NodeDecisions(DecisionConfig):
-    """What the lending policy was told and what it decided, for ``rose replay``: about 2 kB a second."""
+    """What the lending policy and the rollout engine's book of chunks were told and what they decided, for ``rose replay``: about 2 kB
+    a second.  The bounds are of each of the two."""
 
     directory: Path | None = None
     """Nodes may share one; None records nothing."""

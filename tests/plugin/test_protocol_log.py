@@ -97,6 +97,27 @@ def test_a_round_that_changes_nothing_is_not_written_down(logged: Callable[..., 
     assert len(asked) < 400
 
 
+def test_engines_that_share_a_directory_keep_to_their_own_files_and_bounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROSE_DECISIONS", str(tmp_path))
+    monkeypatch.setenv("ROSE_DECISIONS_MAX_BYTES", "2000")
+    monkeypatch.setenv("ROSE_DECISIONS_MAX_FILES", "2")
+    monkeypatch.setattr(protocol_log, "FLUSH_EVERY_S", 0.0)
+    for name in ("n0", "n1", "n1"):
+        monkeypatch.setenv("ROSE_DECISIONS_NAME", name)
+        device = Device(CHUNKS, 1)
+        device.rollout.door = ProtocolLog("rollout", device.rollout.book)
+        device.run(50 if name == "n0" else 1500)
+        device.rollout.door.close()
+    names = {path.name for path in tmp_path.iterdir()}
+    assert "rollout-n0-1.rose" in names, "another node's"
+    own = [name for name in names if name.startswith("rollout-n1-")]
+    assert len(own) == 2
+    assert "rollout-n1-1.rose" not in own
+    assert all((tmp_path / name).stat().st_size < 20_000 for name in own)
+
+
 def test_without_the_variable_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ROSE_DECISIONS", raising=False)
     monkeypatch.chdir(tmp_path)
