@@ -38,6 +38,7 @@ from rose.proc import Child, ProcSpec, open_log, require_free_port
 from rose.proc_tree import GUARD_S
 from rose.shared_memory import EngineSegments
 from rose.wire.errors import read_refusal
+from rose.wire.hosts import in_url
 from rose.wire.http_client import ask, open_client
 
 logger = logging.getLogger("rose.node")
@@ -54,7 +55,7 @@ SENTINEL_AGAIN_S = 30.0
 
 def _called(host: str) -> str:
     """Where to call what listens on ``host``."""
-    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return in_url({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host))
 
 
 class RolloutEngine:

@@ -20,6 +20,7 @@ from rose.policy.baselines import make_lending
 from rose.policy.lending import DEAD_AFTER_S, Lending, LendingParams
 from rose.policy.lending_events import ALL_PAGES
 from rose.wire.addresses import Addresses
+from rose.wire.hosts import in_url
 
 Url = Annotated[str, Field(pattern=r"^https?://[^\s/]+[^\s]*$", max_length=512)]
 StoreUrl = Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://[^\s]+$", max_length=512)]
@@ -235,17 +236,18 @@ class NodeConfig(Section):
     @property
     def engine_url(self) -> str:
         """How rose-scheduler reaches the engine."""
-        return self.engine.advertise_url or f"http://{self.engine.host}:{self.engine.port}"
+        return self.engine.advertise_url or f"http://{in_url(self.engine.host)}:{self.engine.port}"
 
     def require_reachable(self) -> None:
-        """A scheduler on another host cannot call an engine on this one's loopback: no turn would ever run here.
+        """A scheduler on another host cannot call an engine on this one's loopback, or at no address (0.0.0.0): no turn would ever
+        run here.
 
         Raises:
             ConfigError: It is told to.
         """
         link = self.scheduler
-        far = [] if link is None else [url for url in Addresses(link.url).all if not _is_loopback(url)]
-        if far and _is_loopback(self.engine_url):
+        far = [] if link is None else [url for url in Addresses(link.url).all if not _is_here(url)]
+        if far and _is_here(self.engine_url):
             raise ConfigError(
                 f"{self.engine_url} cannot be reached by the scheduler at {far[0]}",
                 field="engine.advertise_url",
@@ -263,10 +265,12 @@ class NodeConfig(Section):
         return cache_directory() / self.node_id
 
 
-def _is_loopback(url: str) -> bool:
+def _is_here(url: str) -> bool:
+    """Whoever calls it reaches its own host."""
     host = urlsplit(url).hostname or ""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
+        return address.is_loopback or address.is_unspecified
     except ValueError:
         return host == "localhost" or host.endswith(".localhost")
 

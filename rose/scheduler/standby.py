@@ -27,6 +27,7 @@ from rose.scheduler.journal import Journal, Replaced
 from rose.scheduler.scheduler_config import SchedulerConfig
 from rose.scheduler.store import Store
 from rose.wire.errors import NOT_ACTIVE
+from rose.wire.hosts import in_url
 
 log = logging.getLogger("rose.scheduler")
 
@@ -60,7 +61,7 @@ def listening(config: SchedulerConfig) -> socket.socket:
 
 def url_of(address: tuple[Any, ...]) -> str:
     host, port = address[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    return f"http://{in_url(host)}:{port}"
 
 
 class StandBy:

@@ -17,6 +17,7 @@ from rose.weights import manifest, retention
 from rose.weights.manifest import Kind, Manifest
 from rose.weights.spec import TensorSpec
 from rose.weights.store import FileStore, Store
+from rose.wire.hosts import in_url
 
 app = typer.Typer(help="Look at published weight versions.", no_args_is_help=True, add_completion=False)
 relay_app = typer.Typer(add_completion=False)
@@ -57,7 +58,7 @@ def relay(
         max_object_bytes=max_object_mib << 20,
         max_total_bytes=None if max_total_gib is None else int(max_total_gib * (1 << 30)),
         durable=fsync,
-        started=lambda taken: typer.echo(f"relay at http://{host}:{taken}, objects in {directory}"),
+        started=lambda taken: typer.echo(f"relay at http://{in_url(host)}:{taken}, objects in {directory}"),
     )
 
 

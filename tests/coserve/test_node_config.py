@@ -33,6 +33,10 @@ def test_a_device_is_lent_by_production_or_by_a_trainer_not_by_both() -> None:
         ("http://scheduler.internal:8800", {}),
         ("http://10.0.0.7:8800", {"advertise_url": "http://localhost:8100"}),
         ("http://[2001:db8::1]:8800", {"host": "::1", "advertise_url": "http://[::1]:8100"}),
+        ("http://scheduler.internal:8800", {"host": "::1"}),
+        ("http://scheduler.internal:8800", {"host": "0.0.0.0"}),
+        ("http://scheduler.internal:8800", {"host": "::"}),
+        ("http://scheduler.internal:8800", {"host": "0.0.0.0", "advertise_url": "http://0.0.0.0:8100"}),
     ],
 )
 def test_an_engine_that_its_scheduler_cannot_reach_is_refused(scheduler: str, engine: dict[str, str]) -> None:
@@ -52,3 +56,11 @@ def test_an_engine_that_its_scheduler_cannot_reach_is_refused(scheduler: str, en
 )
 def test_an_engine_that_its_scheduler_can_reach_is_not(scheduler: str, engine: dict[str, str]) -> None:
     config(scheduler, **engine).require_reachable()
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("::1", "http://[::1]:8100"), ("10.0.0.8", "http://10.0.0.8:8100"), ("h7", "http://h7:8100")],
+)
+def test_an_engines_url_has_brackets_around_an_ipv6_address(host: str, url: str) -> None:
+    assert config("http://localhost:8800", host=host).engine_url == url
