@@ -92,10 +92,12 @@ class Board:
             require_own(file, known=False)
 
     def next_first_token(self) -> Any:
-        """First come first served: the oldest request that waits for its first token has the earliest deadline.  Any thread."""
+        """First come first served: the oldest request that waits for its first token has the earliest deadline.  One that waits for
+        something else than us, such as a session for its client, is owed nothing until it has that.  Any thread.
+        """
         for limit in (1, WAITING_LOOKED_AT):  # the first is it, unless it was preempted
             for request in internals.waiting_requests(self._scheduler, limit):
-                if not request.num_output_tokens:
+                if not request.num_output_tokens and not internals.is_blocked(self._scheduler, request):
                     return request
         return None
 
@@ -154,7 +156,8 @@ class Board:
         slo_ttft_ns, slo_tpot_ns = self.slo_ttft_ns, self.slo_tpot_ns
         running = len(scheduler.running)
         num_waiting = internals.num_waiting(scheduler)
-        owes_first = num_waiting > 0 or steps.reads_prompt()
+        head = self.next_first_token() if num_waiting else None
+        owes_first = head is not None or steps.reads_prompt()
         now_ns = time.monotonic_ns()
         ttft_deadline = tpot_deadline = 0
         waiting_tokens = 0
@@ -168,7 +171,6 @@ class Board:
                 prefill_ns = self._prompt_ns(oldest[0].num_tokens, running)
                 deadline = max(1, (steps.last_token_ns or now_ns) + slo_tpot_ns - prefill_ns)
                 tpot_deadline = min(tpot_deadline, deadline) if tpot_deadline else deadline
-            head = self.next_first_token()
             if head is not None:
                 waiting_tokens = head.num_tokens
                 ttft_deadline = self._first_token_deadline(head, waiting_tokens, running, now_ns)

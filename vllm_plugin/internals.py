@@ -191,6 +191,11 @@ LOOKED_PAST = 1024
 """Waiting requests that one look goes over, 0.1 us each."""
 
 
+def is_blocked(scheduler: Any, request: Any) -> bool:
+    """It waits for a grammar, for keys and values from elsewhere, or for its client: no step can help it.  Any thread."""
+    return scheduler._is_blocked_waiting_status(request.status)
+
+
 def wait_for_blocks(scheduler: Any, limit: int) -> list[Any]:
     """The first ``limit`` requests that blocks alone could set running: there is a seat for each, and none of them waits for a grammar, for
     keys and values from elsewhere, or for its client.  vLLM puts those back in front of the queue, so they are looked past, not counted.

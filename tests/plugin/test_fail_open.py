@@ -643,6 +643,37 @@ def test_the_board_says_from_a_prompts_arrival_to_its_first_token_that_one_is_ow
             writer.close()
 
 
+def test_no_first_token_is_owed_to_who_has_had_it_or_to_a_session_that_waits_for_its_client(
+    config: Any, node_dir: Path, rank: Any
+) -> None:
+    from vllm.v1.request import RequestStatus
+
+    from vllm_plugin.scheduler import ServingScheduler
+
+    scheduler = harness.build(ServingScheduler, config)
+    assert scheduler.rose is not None
+    try:
+        board = NodeDir(node_dir).serving_board()
+        preempted, session = harness.request("preempted"), harness.request("session")
+        preempted.append_output_token_ids(9)
+        preempted.status = RequestStatus.PREEMPTED
+        session.status = RequestStatus.WAITING_FOR_STREAMING_REQ
+        scheduler.waiting.add_request(preempted)
+        scheduler.kv_holding_waiting.add_request(session)
+        scheduler.rose._board.write(busy=False)
+        record = board.read()
+        assert record is not None
+        assert (record.waiting, record.owes_first) == (2, 0)
+        scheduler.add_request(harness.request("new"))
+        scheduler.rose._board.write(busy=False)
+        record = board.read()
+        assert record is not None
+        assert record.owes_first == 1
+    finally:
+        for writer in (scheduler.rose._lease, scheduler.rose._board.file, scheduler.rose._pagers):
+            writer.close()
+
+
 # --- asynchronous scheduling: the next step is scheduled before the one before it has ended
 
 
