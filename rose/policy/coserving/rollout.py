@@ -42,6 +42,7 @@ class RolloutBook:
         self.chunks = ChunkBook(num_chunks, used=False)
         self.chunk_pages = chunk_pages
         self._growth = 0
+        self._lease_pages = 0
 
     def handle(self, event: RolloutEvent) -> list[RolloutAction]:
         """Take one event; what has to be done, in order.
@@ -55,15 +56,17 @@ class RolloutBook:
                 usable = self.settle(event.reports)
                 self.shrink(event.allowed_chunks)
                 self._growth = growth = self.growth(event.allowed_chunks)
+                self._lease_pages = pages = self.lease_pages(growth)
                 return [
                     *([Use(chunks=tuple(usable))] if usable else ()),
-                    Reserve(pages=self.lease_pages(growth), growing=growth > 0),
+                    Reserve(pages=pages, growing=growth > 0),
                     *([] if growth else self.chunks.mark()),
                 ]
             case AllowedAgain():
                 self.grow(self._growth, event.allowed_chunks)
                 self._growth = 0
-                return [Reserve(pages=self.lease_pages()), *self.chunks.mark()]
+                self._lease_pages = pages = self.lease_pages()
+                return [Reserve(pages=pages), *self.chunks.mark()]
             case MarksWritten():
                 self.chunks.published()
                 return []
@@ -103,12 +106,12 @@ class RolloutBook:
 
     def snapshot(self) -> tuple[object, ...]:
         """All of the book as a value; equal books have equal ones."""
-        return (*self.chunks.snapshot(), self._growth)
+        return (*self.chunks.snapshot(), self._growth, self._lease_pages)
 
     def check(self, lease_pages: int | None = None) -> None:
         """Assert that the lease (None: as last answered) covers what is held."""
         self.chunks.check()
-        lease_pages = self.lease_pages(self._growth) if lease_pages is None else lease_pages
+        lease_pages = self._lease_pages if lease_pages is None else lease_pages
         assert lease_pages >= self.chunks.num_held * self.chunk_pages, "held without having said so"
 
 

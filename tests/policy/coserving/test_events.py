@@ -8,7 +8,7 @@ import pytest
 
 from rose.decisions.event_format import FORMATS
 from rose.decisions.log import DecisionLog, replay
-from rose.policy.coserving.events import Stranded, Use
+from rose.policy.coserving.events import Report, RolloutLooked, Stranded, Use
 from rose.policy.coserving.rollout import RolloutBook
 from rose.policy.coserving.serving import ServingBook
 from tests.policy.coserving.device import Device
@@ -88,3 +88,13 @@ def test_a_book_that_would_answer_otherwise_is_found(tmp_path: Path, monkeypatch
 
     assert found.difference is not None
     assert "Stranded" in found.difference or "PeerCounted" in found.difference
+
+
+def test_what_is_taken_beyond_the_last_word_of_the_lease_is_noticed() -> None:
+    book = RolloutBook(8, 1)
+    report = Report(0, bytes(8))
+    book.handle(RolloutLooked(at_s=0.0, released=(), reports=(report,), allowed_chunks=2))
+    book.check()
+    book.grow(6, 6)
+    with pytest.raises(AssertionError, match="held without having said so"):
+        book.check()
