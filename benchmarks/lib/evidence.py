@@ -57,6 +57,10 @@ class Claim:
 
 CLAIMS = (
     Claim(
+        text="routing: time to the last trajectory where running turns may move, over that where they stay, and the ends of its 95 % interval", benchmark="migration",
+        keys=("makespan", "makespan_low", "makespan_high"), form="{:.3f}x", bar=(2, "<=", 1.0),
+    ),
+    Claim(
         text="steps that stop at a layer for a prompt, on a CPU: late prompts beyond those of production alone, without and with stops", benchmark="coserve",
         keys=("tight_added_misses_without", "tight_added_misses_with"), form="{:.0f}", bar=(1, "<=", 1.68), every=True,
     ),

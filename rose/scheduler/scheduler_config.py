@@ -221,7 +221,7 @@ class SchedulerConfig(Section):
     """How much age the longest predicted rest of a trajectory is worth in the queue; 0 is plain age."""
     tail_fraction: float = Field(default=0.0, ge=0, le=1)
     """This share of trajectories, the longest expected, goes to dedicated workers when one is free."""
-    migrate_ratio: float = Field(default=0.0, ge=0)
+    migrate_ratio: float = Field(default=1.5, ge=0)
     """A running turn of a harvested worker goes on at a dedicated one with room when its rest takes more than this many times as long
     where it is; 0 leaves turns where they are."""
     metrics_public: bool = False

@@ -167,6 +167,8 @@ def test_a_request_that_rollouts_delay_is_late_in_one_run_and_not_in_the_other()
         "slo_ttft_ms": 365.0,
     }
     scenario = tiny(serving=serving, duration_s=130.0, num_steps=None, trajectories_in_flight=8)
+    stay = scenario.scheduler.model_copy(update={"migrate_ratio": 0.0})  # rollout steps are what delays
+    scenario = scenario.model_copy(update={"scheduler": stay})
     alone, beside = (simulate(scenario, name) for name in ("fixed_sync", "rose"))
     quick = scenario.model_copy(
         update={"fleet": scenario.fleet.model_copy(update={"preempt_s": 0.001, "idle_chunk_tokens": 512})}
