@@ -44,9 +44,14 @@ class PrivateDir:
 
         Raises:
             FileNotFoundError: There is no such directory.
-            LedgerError: It, or one above it, is open to others.
+            LedgerError: It, or one above it, is open to others, or cannot be opened.
         """
-        return self._fd if self._is_named() else self._open(make=False)
+        try:
+            return self._fd if self._is_named() else self._open(make=False)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise LedgerError(f"cannot be read: {error.strerror}", field=str(self.path)) from error
 
     def make(self) -> int:
         """:meth:`fd`, of a directory that is made (mode 0700, with those above it) where there is none.

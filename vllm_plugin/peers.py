@@ -10,8 +10,7 @@ import logging
 from typing import Any
 
 from rose.coserve.ledger import RecordReader, RecordWriter
-from rose.coserve.node_dir import NodeDir
-from rose.coserve.records import RankState
+from rose.coserve.node_dir import NodeDir, RankReaders
 from rose.errors import LedgerError
 from rose.policy.lending_events import ALL_PAGES
 
@@ -62,9 +61,9 @@ class Peers:
     """See the module."""
 
     def __init__(self, node_dir: NodeDir, trouble: Trouble) -> None:
-        self._dir, self._trouble = node_dir, trouble
+        self._trouble = trouble
         self._lease = node_dir.rollout_lease()
-        self._ranks: dict[int, RecordReader[RankState]] = {}
+        self._ranks = RankReaders(node_dir, "rollout")
         self._last_read: dict[int, int] = {}
         self._met = 0
 
@@ -91,36 +90,39 @@ class Peers:
             if self._lease.alive():
                 record, second = self._lease.read(), self._lease.others()
                 self._trouble.over("rollout.lease")
-                held = record.reserved_pages if record is not None else 0
+                held = max(0, record.reserved_pages) if record is not None else 0
                 if second is not None:  # two live engines, which only a deleted file allows
                     other = second.read()
-                    held += other.reserved_pages if other is not None else 0
+                    held += max(0, other.reserved_pages) if other is not None else 0
                     second.close()
                 return held
         except LedgerError as error:
             self._trouble.say("rollout.lease", error)
             readable = False
-        self._meet_workers()
-        if not self._ranks and not readable and self._lease.is_written():
+        workers = self._meet_workers()
+        if not workers and not readable and self._lease.is_written():
             return ALL_PAGES
-        return sum(self._held_by(rank, reader) for rank, reader in list(self._ranks.items()))
+        return sum(self._held_by(rank, reader) for rank, reader in workers.items())
 
-    def _meet_workers(self) -> None:
-        for rank in self._dir.ranks("rollout"):
-            if rank not in self._ranks:
-                self._ranks[rank] = self._dir.rank("rollout", rank)
+    def _meet_workers(self) -> dict[int, RecordReader[Any]]:
+        """A directory that was made anew with a wrong mode has nobody in it whom we could meet, and keeps no memory from production."""
+        workers = self._ranks.met()
+        if self._ranks.trouble is not None:
+            self._trouble.say("the directory", self._ranks.trouble)
+        else:
+            self._trouble.over("the directory")
+        return workers
 
     def _held_by(self, rank: int, reader: RecordReader[Any]) -> int:
         try:
             if reader.alive():
                 record = reader.read()
-                self._last_read[rank] = record.resident_pages if record is not None else 0
+                self._last_read[rank] = max(0, record.resident_pages) if record is not None else 0
                 return self._last_read[rank]
         except LedgerError as error:
             self._trouble.say(reader.path.name, error)
             if reader.is_written():
                 return self._last_read.get(rank, ALL_PAGES)
-        reader.close()
-        del self._ranks[rank]
+        self._ranks.forget(rank)
         self._last_read.pop(rank, None)
         return 0

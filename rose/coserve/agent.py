@@ -22,6 +22,7 @@ the loan in the file is the policy's; after ``run`` returns nothing of the engin
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import signal
@@ -107,10 +108,14 @@ class NodeAgent(Node):
         try:
             await self._run()
         finally:
-            config.socket_path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self.config.socket_path.unlink()
             self._decisions.close()
             self._state.close()
-            self.dir.remove()
+            try:
+                self.dir.remove()
+            except LedgerError as error:  # not our directory any more
+                logger.warning("%s", error)
 
     async def _run(self) -> None:
         config = self.config
@@ -397,7 +402,7 @@ class NodeAgent(Node):
                 )
             self.errors.pop("node.state", None)
         except LedgerError as error:
-            if self.dir.node().is_written():
+            if self._state.replaced():
                 raise
             if self.errors.get("node.state") != str(error):
                 logger.error("%s", error)

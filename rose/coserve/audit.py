@@ -18,9 +18,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rose.coserve.node_dir import ROLES, NodeDir, Role
-from rose.coserve.records import RankState
-from rose.errors import LedgerError
+from rose.coserve.node_dir import ROLES, NodeDir, RankReaders
 from rose.units import format_bytes
 
 AUDIT_EVERY_S = 5.0
@@ -60,7 +58,7 @@ class ResidentAudit:
     """
 
     def __init__(self, node_dir: NodeDir) -> None:
-        self._dir = node_dir
+        self._ranks = {role: RankReaders(node_dir, role) for role in ROLES}
         self._seen: dict[str, int] = {}
         self._last: dict[str, Finding] = {}
         self.num_looks = 0
@@ -71,11 +69,10 @@ class ResidentAudit:
         """What the reports that came in since the last call find wrong."""
         wrong: list[str] = []
         before, self._last = self._last, {}
-        for role in ROLES:
-            for number in self._dir.ranks(role):
-                record = self._read(role, number)
+        for role, ranks in self._ranks.items():
+            for number, record in ranks.records().items():
                 name = f"{role}.rank{number}"
-                if record is None or not record.audited_ns:
+                if not record.audited_ns:
                     continue
                 if record.audited_ns == self._seen.get(name) and name in before:
                     self._last[name] = before[name]
@@ -103,12 +100,3 @@ class ResidentAudit:
             "newest_ns": self.newest_ns,
             "ranks": [asdict(found) for found in self._last.values()],
         }
-
-    def _read(self, role: Role, number: int) -> RankState | None:
-        reader = self._dir.rank(role, number)
-        try:
-            return reader.read() if reader.alive() else None
-        except LedgerError:
-            return None  # a damaged file is mended by its writer, or it is dead
-        finally:
-            reader.close()

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from rose.coserve.free_memory import FreeMemory, HostMemory
 from rose.coserve.ledger import RecordReader
-from rose.coserve.node_dir import NodeDir
+from rose.coserve.node_dir import NodeDir, RankReaders
 from rose.coserve.record_layout import unpack_found
 from rose.coserve.records import Phase, RolloutLease, ServingBoard, ServingLease
 from rose.errors import LedgerError
@@ -43,7 +43,8 @@ class DeviceView:
     """
 
     def __init__(self, directory: NodeDir, errors: dict[str, str]) -> None:
-        self._dir, self._errors = directory, errors
+        self._errors = errors
+        self._workers = RankReaders(directory, "rollout")
         self.lease: ServingLease | None = None
         self.board: ServingBoard | None = None
         self.rollout: RolloutLease | None = None
@@ -57,6 +58,7 @@ class DeviceView:
         self.lease, lease_alive = self._read(self._lease_file, self.lease)
         self.board, board_alive = self._read(self._board_file, self.board)
         self.rollout, self.rollout_seen = self._read(self._rollout_file, self.rollout)
+        self._workers.met()
         self.serving_seen = lease_alive and board_alive
 
     def serving_alive(self) -> bool:
@@ -125,18 +127,8 @@ class DeviceView:
 
     def resident_pages(self) -> dict[int, int]:
         """What each live worker of the rollout engine holds, by its file (``rose.coserve.audit`` asks the kernel, too)."""
-        found: dict[int, int] = {}
-        for rank in self._dir.ranks("rollout"):
-            reader = self._dir.rank("rollout", rank)
-            try:
-                record = reader.read() if reader.alive() else None
-            except LedgerError:
-                record = None
-            finally:
-                reader.close()
-            if record is not None:
-                found[rank] = record.resident_pages
-        return found
+        records = self._workers.records()
+        return {rank: max(0, record.resident_pages) for rank, record in records.items()}
 
     def slack_s(self) -> float | None:
         """Until production's next deadline; None where it has none."""

@@ -192,6 +192,19 @@ class RecordWriter(Generic[R]):
             return False
         return (there.st_dev, there.st_ino, there.st_mode) == (*self._identity, MODE)
 
+    def replaced(self) -> bool:
+        """Does another live process write the file that our name leads to?  Where nobody can look, nobody else is there either."""
+        try:
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            descriptor = os.open(self.path.name, flags, dir_fd=private_dir(self.path.parent).fd())
+        except (OSError, LedgerError):
+            return False
+        try:
+            there = os.fstat(descriptor)
+            return (there.st_dev, there.st_ino) != self._identity and is_locked(descriptor)
+        finally:
+            os.close(descriptor)
+
     def mend(self) -> bool:
         """Put the file and its name back as this writer left them and wake its readers; True if anybody had changed either.
 

@@ -135,6 +135,51 @@ class NodeDir:
         return self.path / f"{role}.{name}"
 
 
+class RankReaders:
+    """What the ranks of a role say, their files kept open: one whose name was lost is read for as long as its writer lives.
+
+    Attributes:
+        trouble: Why nobody who is new can be met: the directory cannot be read, or is open to others.  Those met before still count.
+    """
+
+    def __init__(self, node: NodeDir, role: Role) -> None:
+        self._node = node
+        self._role: Role = role
+        self._readers: dict[int, RecordReader[RankState]] = {}
+        self.trouble: LedgerError | None = None
+
+    def met(self) -> dict[int, RecordReader[RankState]]:
+        """The files by rank, those of dead writers among them until they are forgotten."""
+        self.trouble = None
+        try:
+            ranks = self._node.ranks(self._role)
+        except LedgerError as error:
+            self.trouble, ranks = error, []
+        for rank in ranks:
+            if rank not in self._readers:
+                self._readers[rank] = reader = self._node.rank(self._role, rank)
+                with suppress(LedgerError):
+                    reader.alive()  # opens it: what is not open when its name is lost is lost with it
+        return dict(self._readers)
+
+    def records(self) -> dict[int, RankState]:
+        """Of each rank that lives; one whose file cannot be read is left out."""
+        found: dict[int, RankState] = {}
+        for rank, reader in self.met().items():
+            try:
+                alive, record = reader.alive(), reader.read()
+            except LedgerError:
+                alive, record = reader.is_written(), None
+            if not alive:
+                self.forget(rank)
+            elif record is not None:
+                found[rank] = record
+        return found
+
+    def forget(self, rank: int) -> None:
+        self._readers.pop(rank).close()
+
+
 def _rank_name(rank: int) -> str:
     if not 0 <= rank < MAX_RANKS:
         raise LedgerError(f"{rank} is not in 0..{MAX_RANKS - 1}", field="rank")

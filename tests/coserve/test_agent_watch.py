@@ -6,6 +6,7 @@ The agent's round is called by hand on files that the test writes; no process is
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from rose.coserve.agent import NodeAgent
 from rose.coserve.latency import ServingLatency
 from rose.coserve.node_config import NodeConfig
 from rose.coserve.node_dir import NodeDir
-from rose.coserve.records import Mode, Phase, RolloutLease, ServingBoard, ServingLease
+from rose.coserve.records import Mode, Phase, RankState, RolloutLease, ServingBoard, ServingLease
 from rose.errors import LedgerError, RequestError
 from rose.policy.compat import Support, row
 from rose.units import PAGE_BYTES
@@ -239,3 +240,30 @@ def test_the_status_says_how_much_production_keeps_for_its_prefixes(
     said = capsys.readouterr().out
     assert "missed 100 of 20000 tokens" in said
     assert "7 are kept" in said
+
+
+def test_a_directory_made_anew_that_is_open_to_others_does_not_end_the_agent(
+    bench: Bench, tmp_path: Path
+) -> None:
+    agent = bench.agent
+    with NodeDir(tmp_path / "n").rank_writer("rollout", 0, 4) as worker:
+        worker.write(RankState(resident_pages=7, audited_ns=1))
+        assert agent.device.resident_pages() == {0: 7}
+        shutil.rmtree(tmp_path / "n")
+        (tmp_path / "n").mkdir()
+        (tmp_path / "n").chmod(0o755)
+
+        bench.round()
+        agent.compare_books()
+
+        assert "open to others" in agent.errors["node.state"]
+        assert agent.device.held_pages() >= 7, "who was met before counts on"
+    (tmp_path / "n").chmod(0o700)
+    bench.round()
+    assert "node.state" not in agent.errors
+
+
+def test_another_agent_in_our_place_ends_us(bench: Bench, tmp_path: Path) -> None:
+    (tmp_path / "n" / "node.state").unlink()
+    with NodeDir(tmp_path / "n").node_writer(), pytest.raises(LedgerError, match="another live process"):
+        bench.round()

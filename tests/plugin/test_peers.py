@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -85,3 +86,23 @@ def test_what_a_dead_engine_left_in_its_files_keeps_nothing(node: NodeDir, engin
     for writer in engine:
         writer.close()
     assert Peers(node, Trouble()).pages() == 0
+
+
+@pytest.mark.parametrize("anew", ["open to others", "a symbolic link"])
+def test_a_directory_that_was_made_anew_wrongly_keeps_no_memory_from_production(
+    node: NodeDir, engine: tuple[Any, Any], anew: str
+) -> None:
+    lease, rank = engine
+    peers = Peers(node, Trouble())
+    assert peers.any_alive()
+    shutil.rmtree(node.path)
+    if anew == "open to others":
+        node.path.mkdir(mode=0o755)
+        node.path.chmod(0o755)
+    else:
+        node.path.symlink_to(node.path.parent)
+    lease.close()  # its core is dead, its worker not yet
+    assert not peers.any_alive()
+    assert peers.pages() == HELD, "who was met before is read on"
+    rank.close()
+    assert peers.pages() == 0
