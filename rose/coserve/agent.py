@@ -27,7 +27,7 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from rose.auth import Tokens
@@ -58,6 +58,8 @@ DECISIONS_EVERY_S = 1.0
 STATUS_EVERY_S = 2.0
 """The engine's own status costs it a call to its workers."""
 HURRIED_PERIOD_S = 0.005
+AGAIN_S = 1.0
+"""A job of the agent that broke begins anew after so long."""
 RELEASE_AFTER_S = 5.0
 """How long nobody wants the device before its engine gives its memory back: a scheduler that was restarted has no job for a moment."""
 
@@ -102,7 +104,6 @@ class NodeAgent(Node):
 
     async def run(self) -> None:
         """Until SIGTERM, SIGINT or :meth:`stop`."""
-        config = self.config
         self.take_over()
         self._state = self.dir.node_writer()  # first: it proves that we are the only one
         try:
@@ -138,15 +139,10 @@ class NodeAgent(Node):
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
-        jobs: list[Coroutine[Any, Any, None]] = [self._govern(), self._keep_engine(), self._watch_status()]
-        jobs += [
-            self.engine.watch_segments(),
-            self._watch_books(),
-            self._end_unwanted_engine(),
-            control.keep(),
-        ]
-        jobs += [link.run() for link in (self.uplink, self.weights, self.latency) if link is not None]
-        tasks = [asyncio.create_task(job) for job in jobs]
+        jobs = [self._govern, self._keep_engine, self._watch_status, self.engine.watch_segments]
+        jobs += [self._watch_books, self._end_unwanted_engine, control.keep]
+        jobs += [link.run for link in (self.uplink, self.weights, self.latency) if link is not None]
+        tasks = [asyncio.create_task(self._outlast(job)) for job in jobs]
         stopped = asyncio.create_task(self._stop.wait())
         try:
             done, _ = await asyncio.wait([*tasks, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -157,6 +153,24 @@ class NodeAgent(Node):
             await self._leave(tasks, control)
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
+
+    async def _outlast(self, job: Callable[[], Awaitable[None]]) -> None:
+        """Run a job until it is cancelled.  What nobody has foreseen is logged, and the job begins anew: the engine is not ended for it.
+
+        Raises:
+            RoseError: The job's: the settings cannot be carried out, or another agent has our place.
+        """
+        said = ""
+        while True:
+            try:
+                return await job()
+            except RoseError:
+                raise
+            except Exception as error:
+                if said != repr(error):  # one traceback, not one a second
+                    said = repr(error)
+                    logger.exception("%s broke, and begins anew", getattr(job, "__qualname__", job))
+            await asyncio.sleep(AGAIN_S)
 
     async def _leave(self, tasks: list[asyncio.Task[None]], control: ControlServer) -> None:
         """Take the loan back, then end the engine; in that order, so that requests end with their tokens."""
@@ -169,11 +183,15 @@ class NodeAgent(Node):
                 await self.wait_given_back(self.policy.reclaim_deadline_s)
         except RoseError as error:
             logger.warning("while stopping: %s", error)
+        except Exception:
+            logger.exception("while stopping")
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await control.stop()
-        await self.engine.stop()
+        try:
+            await control.stop()
+        finally:
+            await self.engine.stop()
 
     def stop(self) -> None:
         """Ask :meth:`run` to end."""
@@ -201,6 +219,9 @@ class NodeAgent(Node):
                 logger.error("rollout engine: %s", error)
             except RoseError as error:
                 logger.error("rollout engine: %s", error)
+            except Exception as error:
+                engine.error = repr(error)
+                logger.exception("rollout engine")
             await engine.stop(grace_s=0.0)
             if self.wants_engine:
                 engine.restarts.ended(time.monotonic())

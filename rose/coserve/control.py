@@ -22,8 +22,9 @@ import asyncio
 import json
 import logging
 import os
+import socket
+import stat
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -32,6 +33,7 @@ from pydantic import Field
 
 from rose.auth import Tokens
 from rose.config import Section, validate
+from rose.coserve.record_layout import MODE
 from rose.coserve.records import Mode
 from rose.errors import ConfigError, RequestError, RoseError, TooLarge
 from rose.node_client import by_descriptor
@@ -118,7 +120,7 @@ class ControlServer:
         self._agent, self._path, self._tokens = agent, path, tokens
         self._directory = private_dir(path.parent)
         self._runner: web.AppRunner | None = None
-        self._site: web.UnixSite | None = None
+        self._site: web.SockSite | None = None
         self._identity = (0, 0)
 
     async def start(self) -> None:
@@ -138,17 +140,24 @@ class ControlServer:
         await self._runner.setup()
         self._site = await self._listen(self._runner)
 
-    async def _listen(self, runner: web.AppRunner) -> web.UnixSite:
-        self._unlink()
+    async def _listen(self, runner: web.AppRunner) -> web.SockSite:
         folder = self._directory.make()
-        site = web.UnixSite(runner, by_descriptor(folder, self._path.name))
-        mask = os.umask(0o177)
+        self._unlink()
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            # Nobody else reaches into a private directory, and until it listens nobody is let in: the umask is the process's, and stays.
+            listener.bind(by_descriptor(folder, self._path.name))
+            os.chmod(self._path.name, stat.S_IMODE(MODE), dir_fd=folder)
+        except OSError as error:
+            listener.close()
+            raise ConfigError(f"{self._path}: {error.strerror}", field="dir") from error
+        site = web.SockSite(runner, listener)
         try:
             await site.start()
         except OSError as error:
+            await site.stop()
+            listener.close()
             raise ConfigError(f"{self._path}: {error.strerror}", field="dir") from error
-        finally:
-            os.umask(mask)
         self._identity = self._there()
         return site
 
@@ -164,9 +173,9 @@ class ControlServer:
         said = ""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            if self._runner is None or self._there() == self._identity:
-                continue
             try:
+                if self._runner is None or self._there() == self._identity:
+                    continue
                 if self._site is not None:
                     await self._site.stop()
                     self._site = None
@@ -182,11 +191,20 @@ class ControlServer:
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
-        self._unlink()
+        try:
+            self._unlink()
+        except RoseError as error:
+            logger.warning("%s", error)
 
     def _unlink(self) -> None:
-        with suppress(FileNotFoundError):
-            os.unlink(self._path.name, dir_fd=self._directory.make())
+        try:
+            os.unlink(self._path.name, dir_fd=self._directory.fd())
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise ConfigError(
+                f"{self._path} cannot be removed: {error.strerror}", field="dir", fix="remove it"
+            ) from error
 
     async def _status(self, request: web.Request) -> dict[str, Any]:
         return self._agent.status()
@@ -247,7 +265,7 @@ async def _body(request: web.Request, kind: type[Any]) -> Any:
     raw = await request.read()
     try:
         table = json.loads(raw or b"{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         raise RequestError("is not JSON", field="body") from None
     if not isinstance(table, dict):
         raise RequestError("is not a JSON object", field="body")

@@ -418,9 +418,9 @@ class RolloutEngine:
         Raises:
             EngineError: Something of it still lives.
         """
-        if self._client is not None:
-            await self._client.aclose()
-            self._client = None
+        client, self._client = self._client, None  # first: who asks meanwhile is told that it does not run
+        if client is not None:
+            await client.aclose()
         self.lineage = None
         if self._child is not None:
             if self.running:
@@ -488,7 +488,7 @@ class RolloutEngine:
         )
         try:
             answer = json.loads(found.body)
-        except ValueError:
+        except (ValueError, RecursionError):
             answer = None
         if found.status >= 400:
             raise _refusal(path, found.status, answer)

@@ -1,0 +1,101 @@
+"""What an agent outlasts: a job of it that breaks, an engine that answers nonsense, a worker's figure below nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from rose.auth import Tokens
+from rose.config import validate
+from rose.coserve import agent as agents
+from rose.coserve.agent import NodeAgent
+from rose.coserve.engine import RolloutEngine
+from rose.coserve.node_config import NodeConfig
+from rose.coserve.node_dir import NodeDir
+from rose.coserve.records import RankState
+from rose.errors import EngineError, RequestError
+from rose.wire.http_client import open_client
+
+
+def settings(path: Path, port: int = 8100, **more: Any) -> NodeConfig:
+    engine = {"model": "policy", "max_model_len": 64, "port": port}
+    table = {"node_id": "n0", "dir": str(path / "n"), "serving": {}, "engine": engine, **more}
+    return validate(NodeConfig, table)
+
+
+async def test_a_job_that_breaks_begins_anew_and_one_that_is_refused_ends_the_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(agents, "AGAIN_S", 0.0)
+    agent = NodeAgent(settings(tmp_path), Tokens.generate())
+    errors: list[Exception] = [RecursionError("deep"), RecursionError("deep"), RequestError("no", field="x")]
+
+    async def job() -> None:
+        raise errors.pop(0)
+
+    with pytest.raises(RequestError):
+        await agent._outlast(job)
+    assert not errors
+    assert caplog.text.count("begins anew") == 1
+
+
+async def test_an_answer_nested_too_deep_is_no_json_object(tmp_path: Path) -> None:
+    async def nested(request: web.Request) -> web.Response:
+        return web.Response(body=b"[" * 200_000, content_type="application/json")
+
+    app = web.Application()
+    app.router.add_get("/rose/status", nested)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    listener = socket.create_server(("127.0.0.1", 0))
+    await web.SockSite(runner, listener).start()
+    engine = RolloutEngine(settings(tmp_path, listener.getsockname()[1]))
+    engine._client = open_client()
+    try:
+        with pytest.raises(EngineError, match="without a JSON object"):
+            await engine.refresh_status()
+    finally:
+        await engine._client.aclose()
+        await runner.cleanup()
+
+
+async def test_who_asks_an_engine_that_is_being_stopped_is_told_that_it_does_not_run(tmp_path: Path) -> None:
+    engine = RolloutEngine(settings(tmp_path))
+    engine._client = client = open_client()
+    closing = client.aclose
+
+    async def slow() -> None:
+        await closing()
+        await asyncio.sleep(0)
+
+    client.aclose = slow  # type: ignore[method-assign]
+    stopping = asyncio.create_task(engine.stop())
+    await asyncio.sleep(0)
+    assert client.is_closed
+    with pytest.raises(EngineError, match="is not running"):
+        await engine.call("GET", "/rose/status")
+    await stopping
+
+
+def test_a_workers_figure_below_nothing_counts_as_nothing(tmp_path: Path) -> None:
+    agent: Any = NodeAgent(settings(tmp_path), Tokens.generate())
+    with NodeDir(tmp_path / "n").rank_writer("rollout", 0, 4) as worker:
+        worker.write(RankState(resident_pages=-5))
+        assert agent.device.rollout_event().reserved_pages == 0
+        assert agent.device.held_pages() == 0
+
+
+@pytest.mark.parametrize(("max_bytes", "logs"), [(4096, True), (0, False)])
+def test_the_engines_decision_log_has_the_nodes_name_and_bounds(
+    tmp_path: Path, max_bytes: int, logs: bool
+) -> None:
+    decisions = {"directory": str(tmp_path / "d"), "max_bytes": max_bytes, "max_files": 3}
+    env = RolloutEngine(settings(tmp_path, decisions=decisions)).planned(None).env
+    assert env["ROSE_DECISIONS"] == (str(tmp_path / "d") if logs else None)
+    assert (env["ROSE_DECISIONS_NAME"], env["ROSE_DECISIONS_MAX_FILES"]) == ("n0", "3")
+    assert env["ROSE_DECISIONS_MAX_BYTES"] == str(max_bytes)
