@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 PUBLIC = """wire/workers wire/samples wire/turns wire/errors auth errors
     weights/publisher weights/params weights/ranks weights/source weights/store weights/stores weights/subscriber lineage
-    train/envs/* train/rewards train/client train/batch train/rollout train/trainer train/loss"""
+    train/envs/* train/rewards train/client train/batch train/rollout train/protocol train/trainer train/loss"""
 FILES = [path for glob in PUBLIC.split() for path in sorted((ROOT / "rose").glob(f"{glob}.py"))]
 """What users import; globs below ``rose``."""
 STYLE = """body{font:16px/1.5 sans-serif;margin:0;display:flex}nav{flex:0 0 18em;height:100vh;overflow:auto;position:sticky;top:0}
