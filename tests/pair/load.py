@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import aiohttp
 
@@ -49,7 +50,7 @@ class Load:
         self._busy = 0
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def __aenter__(self) -> Load:
+    async def __aenter__(self) -> Self:
         self._http = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=ANSWER_S), connector=aiohttp.TCPConnector(limit=0)
         )
