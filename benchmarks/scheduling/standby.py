@@ -43,6 +43,8 @@ SEED = 11
 JOB = "standby"
 MAX_TOKENS = 32
 TOKEN_S = 0.2
+RETRY_S = 600.0
+"""A client gives up when its connection broke again and again for this long: with 500 agents a turn takes longer than from one kill to the next."""
 GROUPS = 16
 """Of a batch."""
 
@@ -172,7 +174,10 @@ async def measure(
     rng = random.Random(SEED)
     kills: list[dict[str, float]] = []
     async with SchedulerClient(
-        pair.urls, environment_token=tokens.environment, trainer_token=tokens.trainer
+        pair.urls,
+        environment_token=tokens.environment,
+        trainer_token=tokens.trainer,
+        retry_s=RETRY_S,
     ) as client:
         load = Load(client, report)
         agents = [asyncio.create_task(load.agent(number, args.turns)) for number in range(args.trajectories)]
