@@ -187,9 +187,10 @@ def _run_all(
 
 
 def _order(table: dict[str, stages.Stage], record: Record) -> list[str]:
-    """Stages that are left: those that were never tried, then those that were tried in vain."""
+    """Stages that are left: those that were never tried, then those that were tried in vain, then those that this machine lacked something for."""
+    states = {name: one["state"] for name, one in record.best().items()}
     left = [name for name in table if record.is_left(name)]
-    return sorted(left, key=lambda name: record.tries(name) > 0)
+    return sorted(left, key=lambda name: (name in states, states.get(name) == "skipped"))
 
 
 def _limit_s(stage: stages.Stage, rehearse: bool) -> float:

@@ -176,7 +176,7 @@ def place() -> Place:
     """Where the stages run.
 
     Raises:
-        Skip: torch sees no device, and this is no rehearsal.
+        LedgerError: torch sees no device, and this is no rehearsal.
     """
     if not rehearsing():
         return Place(torch_on_gpu(), "cuda", GIB, 500)
@@ -190,23 +190,17 @@ def torch_on_gpu() -> Any:
     import torch
 
     if not torch.cuda.is_available():
-        raise Skip("torch sees no CUDA device")
+        raise LedgerError("torch sees no CUDA device")
     torch.cuda.init()
     return torch
 
 
 def pool(**settings: Any) -> CudaPagePool:
-    try:
-        return CudaPagePool(0, **settings)
-    except LedgerError as error:
-        raise Skip(str(error)) from error
+    return CudaPagePool(0, **settings)
 
 
 def driver() -> CudaDriver:
-    try:
-        return CudaDriver(0)
-    except LedgerError as error:
-        raise Skip(str(error)) from error
+    return CudaDriver(0)
 
 
 def us(call: Callable[[], Any]) -> float:

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from benchmarks.gpu import figures, models
-from benchmarks.gpu.common import GIB, Background, Figures, Skip, keep, place, rehearsing, torch_on_gpu
+from benchmarks.gpu.common import GIB, Background, Figures, keep, place, rehearsing, torch_on_gpu
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.records import NodeState
 from rose.demo.parts import ENGINE_ENV
@@ -214,7 +214,9 @@ def _lend(**settings: Any) -> Figures:
         record = lease.read()
         if record is None or record.support != Support.ELASTIC:
             because = row_of_number(record.row) if record is not None else None
-            raise Skip(f"the engine does not share: {because.feature if because else 'no plugin was loaded'}")
+            raise LedgerError(
+                f"the engine does not share: {because.feature if because else 'no plugin was loaded'}"
+            )
         num_chunks = len(rank.extra)
         chunk_pages = record.total_pages // num_chunks
         pages = int(num_chunks * LENT_SHARE) * chunk_pages

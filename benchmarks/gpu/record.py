@@ -25,7 +25,7 @@ LOG_BYTES = 2 << 20
 """Of one stage, most of it from the end: the reason is there.  Of each program that it starts, an eighth."""
 TAIL_CHARS = 3000
 MOST_TRIES = 2
-"""Of a stage that failed or was cut off; named with ``--stage`` it runs once more."""
+"""Of a stage that failed or used up its time; one that was skipped, or ended together with its call, has not had its try."""
 Attempt = dict[str, Any]
 
 
@@ -59,13 +59,18 @@ class Record:
     def start(self, stage: str) -> Path:
         """The folder of a stage that is about to run."""
         self.running.mkdir()
-        (self.running / "stage.json").write_text(json.dumps({"stage": stage, "began": _now()}))
+        put(self.running / "stage.json", {"stage": stage, "began": _now("microseconds")})
         return self.running
 
     def end(self, attempt: Attempt) -> None:
         """Write down what became of it; its log goes behind those of this call."""
         self.attempts.append(
-            {**attempt, "call": self.calls[-1]["number"] if self.calls else 0, "ended": _now()}
+            {
+                "began": self._told().get("began"),
+                **attempt,
+                "call": self.calls[-1]["number"] if self.calls else 0,
+                "ended": _now(),
+            }
         )
         self._keep_log(attempt)
         self.save()
@@ -91,12 +96,14 @@ class Record:
         return found
 
     def tries(self, stage: str) -> int:
-        return sum(one["stage"] == stage for one in self.attempts)
+        """How often it had its time and did not use it: neither skipped nor ended together with its call."""
+        mine = [one for one in self.attempts if one["stage"] == stage]
+        return sum(one["state"] != "skipped" and not one.get("interrupted") for one in mine)
 
     def is_left(self, stage: str) -> bool:
-        """Is it worth a run: never tried, or tried in vain less than ``MOST_TRIES`` times?"""
+        """Is it worth a run: not done, and tried in vain less than ``MOST_TRIES`` times?"""
         best = self.best().get(stage)
-        return best is None or (best["state"] not in ("done", "skipped") and self.tries(stage) < MOST_TRIES)
+        return best is None or (best["state"] != "done" and self.tries(stage) < MOST_TRIES)
 
     def summary(self) -> dict[str, Any]:
         """Everything flat, ``stage.figure``; the repeats of the table also put together, as ``table.figure``."""
@@ -123,9 +130,20 @@ class Record:
 
     def _take_over(self) -> None:
         """A call was cut off in the middle of a stage."""
-        told = _read(self.running / "stage.json") or {"stage": "unknown"}
-        attempt = read_answer(self.running) or cut_off(self.running, "the call was cut off")
-        self.end({"stage": told["stage"], "began": told.get("began"), **attempt})
+        told = self._told()
+        began = told.get("began")
+        if began is not None and began in [one.get("began") for one in self.attempts]:
+            shutil.rmtree(self.running)  # copied back: it is written down already
+            return
+        attempt = read_answer(self.running)
+        if attempt is None:
+            attempt = {**cut_off(self.running, "the call was cut off"), "interrupted": True}
+        self.end({"stage": str(told.get("stage", "unknown")), **attempt})
+
+    def _told(self) -> dict[str, Any]:
+        """What ``start`` said of the stage under way; nothing where that is gone."""
+        told = _read(self.running / "stage.json")
+        return told if isinstance(told, dict) else {}
 
     def _keep_log(self, attempt: Attempt) -> None:
         texts = [_shortened(read_log(self.running), LOG_BYTES)]
@@ -192,5 +210,5 @@ def _rank(attempt: Attempt) -> int:
     return 2 if attempt["state"] == "done" else 1 if attempt.get("figures") else 0
 
 
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+def _now(timespec: str = "seconds") -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec=timespec)

@@ -66,6 +66,7 @@ class Runner:
         if answer is None:
             reason = f"not done after {limit_s:.0f} s" if ended is None else ended
             answer = cut_off(running, "the call was ended" if self.stopping else reason)
+            answer["interrupted"] = self.stopping
         seconds = round(time.monotonic() - began_s, 1)
         return {**answer, "seconds": seconds, "limit_s": limit_s, "process": ended or "was ended by us"}
 

@@ -213,9 +213,30 @@ def recorded(folder: Path, *attempts: dict[str, Any]) -> Record:
 def test_what_is_done_is_not_done_again_and_what_was_tried_in_vain_comes_last(tmp_path: Path) -> None:
     recorded(tmp_path, attempt("machine"), attempt("vmm", "failed"), attempt("kill", "skipped"))
     order = gpu_check._order(stages.STAGES, Record(tmp_path, rehearsal=False))
-    assert {"machine", "kill"}.isdisjoint(order)
-    assert order[-1] == "vmm"
-    assert set(order) | {"machine", "kill"} == set(stages.STAGES)
+    assert "machine" not in order
+    assert order[-2:] == ["vmm", "kill"]
+    assert {*order, "machine"} == set(stages.STAGES)
+
+
+def test_what_was_skipped_or_ended_with_its_call_has_not_used_up_a_try(tmp_path: Path) -> None:
+    ended = attempt("vmm", "partial", x=1) | {"interrupted": True}
+    record = recorded(tmp_path, *[attempt("kill", "skipped")] * 3, *[ended] * 3, attempt("vmm", "failed"))
+    assert record.is_left("kill")
+    assert record.is_left("vmm")
+
+
+def test_a_driver_that_refuses_fails_its_stage_and_is_not_a_machine_that_lacks_something(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise LedgerError("cuDevicePrimaryCtxRetain: OUT_OF_MEMORY")
+
+    monkeypatch.setattr(common, "CudaPagePool", refuse)
+    monkeypatch.setattr(common, "CudaDriver", refuse)
+    for ask in (common.pool, common.driver):
+        monkeypatch.setattr(common, "place", ask)
+        found = gpu_check._answer(stages.Stage("common", "place", "", (), 1, 1))
+        assert (found["state"], "OUT_OF_MEMORY" in found["reason"]) == ("failed", True)
 
 
 def test_a_stage_is_not_tried_for_ever(tmp_path: Path) -> None:
@@ -240,7 +261,19 @@ def test_what_a_call_that_was_killed_left_is_taken_over_with_its_log(tmp_path: P
     (one,) = found.attempts
     assert (one["stage"], one["state"], one["figures"]) == ("engine", "partial", {"start_s": 61.5})
     assert one["reason"] == "the call was cut off"
+    assert found.tries("engine") == 0
     assert "INFO engine is up" in (tmp_path / "log-01.txt").read_text()
+    assert not running.exists()
+
+
+def test_what_is_left_of_a_stage_that_is_written_down_already_is_no_second_attempt(tmp_path: Path) -> None:
+    record = recorded(tmp_path)
+    running = record.start("engine")
+    shutil.copytree(running, tmp_path / "copied")
+    record.end(attempt("engine", "failed"))
+    shutil.move(tmp_path / "copied", running)
+    found = Record(tmp_path, rehearsal=False)
+    assert [one["state"] for one in found.attempts] == ["failed"]
     assert not running.exists()
 
 
