@@ -1,7 +1,7 @@
 """The control path alone: 2,000 environments at once, engines that answer at once or are not the point.
 
 Real are the scheduler (its own process, journal and all) and the environment manager (its own process, one
-:class:`~rose.train.workers.EnvManager`); the engines are the scheduler's fake ones, many in one process.  Episodes have a few
+:class:`~rose.train.env_manager.EnvManager`); the engines are the scheduler's fake ones, many in one process.  Episodes have a few
 turns each; the observation of each turn is 200 tokens and its answer about 24.
 
 - *saturated*: environments take no time, so that a turn waits only for other turns: turns per CPU second of each side.

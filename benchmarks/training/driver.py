@@ -26,7 +26,7 @@ import uvloop
 from benchmarks.training.probe import Probe
 from rose.auth import Tokens
 from rose.train.batch import TrainingSequence
-from rose.train.checkpoint import Checkpoint
+from rose.train.checkpoint import Checkpoint, save
 from rose.train.loop import train_with
 from rose.train.protocol import TrainReport
 from rose.train.train_config import TrainConfig
@@ -81,17 +81,25 @@ class PacedTrainer:
             seconds=time.monotonic() - started_s,
         )
 
-    def capture(self, *, attempt: int, version: int, consumed: Mapping[int, tuple[str, ...]]) -> Checkpoint:
+    def save(
+        self,
+        directory: Path,
+        *,
+        attempt: int,
+        version: int,
+        consumed: Mapping[int, tuple[str, ...]],
+        keep: int,
+    ) -> None:
         weights = {name: value.detach() for name, value in self.module.named_parameters()}
-        return Checkpoint(
+        made = Checkpoint(
             step=self._step_index,
             attempt=attempt,
             version=version,
             consumed=dict(consumed),
             shuffle_state=(),
             weights=weights,
-            optimizer={},
         )
+        save(made, directory, keep=keep)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         self._step_index = checkpoint.step

@@ -42,8 +42,8 @@ from rose.config import apply_override
 from rose.demo.models import POLICY, ensure_model
 from rose.evaluation.statistics import mean_interval
 from rose.testing.toy_recipe import TOY_RECIPE
+from rose.train.env_manager import family_of
 from rose.train.train_config import JobTask, TrainConfig
-from rose.train.workers import family_of
 
 FLEETS = {"dedicated": (1, False), "harvested": (2, True), "uncut": (2, False)}
 """Engines, the first of which is dedicated, and whether the other's requests are cut.  The last is a control, run if asked for."""

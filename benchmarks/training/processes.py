@@ -3,7 +3,7 @@
 ``python -m benchmarks.training.processes KIND SPEC.json``:
 
 - ``scheduler``: rose-scheduler as its own command runs it, on uvloop.
-- ``manager``: one :class:`rose.train.workers.EnvManager` with all its episodes at once, on uvloop as in a Ray actor.
+- ``manager``: one :class:`rose.train.env_manager.EnvManager` with all its episodes at once, on uvloop as in a Ray actor.
 - ``client``: the least that an environment manager could do: the same chat requests from as many coroutines, each reading its
   answer and doing nothing with it.  The limit that ``manager`` is compared with.
 """
@@ -26,9 +26,9 @@ from rose.auth import Tokens, bearer
 from rose.scheduler.app import Scheduler
 from rose.scheduler.cli import YOUNG_OBJECTS
 from rose.scheduler.scheduler_config import SchedulerConfig
+from rose.train.env_manager import EnvManager
 from rose.train.plan import GroupPlan
 from rose.train.train_config import TrainConfig
-from rose.train.workers import EnvManager
 
 
 async def scheduler(spec: dict[str, Any]) -> None:

@@ -17,13 +17,15 @@ from typing import Any
 
 from rose.auth import Tokens
 from rose.errors import RoseError, TrainError
+from rose.train.build import torch_trainer
+from rose.train.env_manager import EnvManager, eval_job, family_of
 from rose.train.envs.base import Task
 from rose.train.mix import TaskMix, TaskShapes
 from rose.train.plan import GroupPlan, GroupState
 from rose.train.rollout import RolloutReport, Score
 from rose.train.room import LOOK_EVERY_S, Room
 from rose.train.train_config import RewardSettings, TrainConfig
-from rose.train.workers import EnvManager, Parts, TrainWorker, eval_job, family_of, torch_trainer
+from rose.train.workers import Parts, TrainWorker
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +132,8 @@ class Actors:
             await answer_of(self._trainer.release.remote())
         else:
             started = await answer_of(self._trainer.start.remote())
-            if self.step and not started["step"] and not started["passed_over"]:
+            durable = self.step >= self.config.trainer.checkpoint_every
+            if durable and not started["step"] and not started["passed_over"]:
                 raise TrainError(
                     f"the trainer came back and found no checkpoint, where {self.step} steps had been taken",
                     field="output_dir",
@@ -228,7 +231,7 @@ class Actors:
         return await answer_of(self._managers[0].num_ready.remote())
 
     async def leave_stale(self) -> None:
-        """See :meth:`rose.train.workers.EnvManager.leave_stale`."""
+        """See :meth:`rose.train.env_manager.EnvManager.leave_stale`."""
         await asyncio.gather(*(answer_of(one.leave_stale.remote()) for one in self._managers))
 
     async def run(self, plans: list[list[GroupPlan]]) -> list[RolloutReport]:

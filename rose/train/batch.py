@@ -16,7 +16,7 @@ Shapes: ``B`` sequences, ``T`` positions (right-padded), ``N`` sampled tokens of
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -77,6 +77,15 @@ class Minibatch:
     """What each token counts in the loss (``rose.train.loss.token_shares``)."""
     allowed_KV: Tensor | None
     allowed_index_N: Tensor
+
+    def to(self, device: torch.device) -> Minibatch:
+        """The same on ``device``."""
+        moved = {
+            one.name: value.to(device)
+            for one in fields(self)
+            if isinstance(value := getattr(self, one.name), Tensor)
+        }
+        return replace(self, **moved)
 
     @property
     def num_tokens(self) -> int:

@@ -64,6 +64,8 @@ def trainer_params(config: TrainConfig) -> TrainerParams:
         policy_dtype=settings.policy_dtype,
         compute_dtype=settings.compute_dtype,
         activation_checkpointing=settings.activation_checkpointing,
+        device=settings.device,
+        offload=settings.offload,
         seed=config.seed,
     )
 
@@ -79,13 +81,15 @@ def torch_trainer(config: TrainConfig) -> Any:
 
 
 def make_publisher(config: TrainConfig, tokens: Tokens, module: Any, attempt: int) -> Any:
-    """A publisher of ``module`` into the configured store."""
+    """A publisher of ``module`` into the configured store; on several ranks, of this rank's part of it."""
     from rose.weights.params import WeightsParams
     from rose.weights.publisher import WeightPublisher
+    from rose.weights.ranks import TorchRanks
 
     # What the engines hold: the same as the trainer computes with.
     params = WeightsParams(cast={"bfloat16": "BF16", "float32": "F32"}[config.trainer.policy_dtype])
-    return WeightPublisher(module, weight_store(config, tokens), config.run_id, attempt, params)
+    ranks = TorchRanks() if config.trainer.num_ranks > 1 else None
+    return WeightPublisher(module, weight_store(config, tokens), config.run_id, attempt, params, ranks=ranks)
 
 
 def weight_store(config: TrainConfig, tokens: Tokens) -> Store:

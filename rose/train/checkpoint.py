@@ -1,8 +1,9 @@
-"""Checkpoints of the trainer: complete or absent, and no pickle.
+"""Checkpoints of the trainer: complete or absent, sharded, and no pickle.
 
-A checkpoint is a folder ``step-000012.2`` (step, attempt) with two files: ``state.safetensors`` (fp32 masters as
-``weights/NAME``, AdamW moments as ``optimizer/NAME/KEY``, random states as ``rng/NAME``) and ``state.json`` (everything else, and the hash of the
-first and of itself).  It is written beside its place, synced, and renamed, so a reader sees all of it or nothing;
+A checkpoint is a folder ``step-000012.2`` (step, attempt): ``shard-*.safetensors`` (each rank its own part of the fp32 masters as
+``weights/NAME`` and of AdamW's moments as ``optimizer/NAME/KEY``, written and read by ``torch.distributed.checkpoint``: nothing is
+gathered, and another number of ranks may go on with it) and ``state.json`` (everything else, and the hashes of the others and of itself).
+It is written beside its place, synced, and renamed, so a reader sees all of it or nothing;
 :func:`load_latest` takes the newest that verifies and says which it had to pass over.
 
 ``consumed`` is why a killed trainer neither loses nor repeats a trajectory: the ids that the last steps
@@ -19,20 +20,20 @@ import math
 import os
 import re
 import shutil
-import tempfile
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import xxhash
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from rose.errors import TrainError
 
-SCHEMA = 1
+SCHEMA = 2
 CONSUMED_STEPS = 64
 """Steps whose ids a checkpoint keeps.  One would do while every step is acknowledged before the next begins; the
 rest lets a run that had to pass over damaged checkpoints still name what it used."""
@@ -52,12 +53,20 @@ class Checkpoint:
     consumed: Mapping[int, tuple[str, ...]]
     """Trajectory ids by the step that was trained on them; the last :data:`CONSUMED_STEPS` steps."""
     shuffle_state: tuple[Any, ...]
-    rng: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """States of random generators that the shuffle's is not, by name; uint8."""
-    weights: Mapping[str, torch.Tensor]
-    optimizer: Mapping[str, torch.Tensor]
+    rng: Mapping[str, bytes] = field(default_factory=dict)
+    """States of random generators that the shuffle's is not, by name."""
+    weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """This rank's part: sharded tensors, or whole ones.  Of a checkpoint that was loaded: none; :func:`read_into` reads them from ``path``."""
+    optimizer: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """By ``NAME/KEY``; as ``weights``."""
+    optimizer_steps: Mapping[str, float] = field(default_factory=dict)
+    """Updates that each weight has had."""
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Of the whole weights; filled in when it is loaded."""
     grad_norms: tuple[float, ...] = ()
     """Of the last updates: what the step guard holds for usual."""
+    path: Path | None = None
+    """Where it was loaded from."""
 
     @property
     def consumed_ids(self) -> list[str]:
@@ -65,51 +74,67 @@ class Checkpoint:
 
 
 def save(checkpoint: Checkpoint, directory: Path, *, keep: int = 3) -> Path:
-    """Write ``checkpoint`` below ``directory`` and drop all but the ``keep`` newest and the best.
+    """Write ``checkpoint`` below ``directory`` and drop all but the ``keep`` newest and the best.  All ranks, each with its own part.
 
     Raises:
         TrainError: The disk refused; older checkpoints are untouched.
     """
-    target = directory / name_of(checkpoint.step, checkpoint.attempt)
-    staging: Path | None = None
-    try:
+    name = name_of(checkpoint.step, checkpoint.attempt)
+    target, staging = directory / name, directory / f"{_STAGING}{name}"
+
+    def prepare() -> None:
         directory.mkdir(parents=True, exist_ok=True)
         for torn in directory.glob(f"{_STAGING}*"):  # of a writer that was killed: one model in size each
             shutil.rmtree(torn, ignore_errors=True)
-        staging = Path(tempfile.mkdtemp(prefix=_STAGING, dir=directory))
-        tensors = {f"weights/{name}": tensor.contiguous() for name, tensor in checkpoint.weights.items()}
-        tensors |= {f"optimizer/{name}": tensor.contiguous() for name, tensor in checkpoint.optimizer.items()}
-        tensors |= {f"rng/{name}": tensor for name, tensor in checkpoint.rng.items()}
-        save_file(tensors, staging / "state.safetensors")
-        oldest = checkpoint.step - CONSUMED_STEPS
-        described = {
-            "schema": SCHEMA,
-            "step": checkpoint.step,
-            "attempt": checkpoint.attempt,
-            "version": checkpoint.version,
-            "consumed": {str(step): list(ids) for step, ids in checkpoint.consumed.items() if step >= oldest},
-            "shuffle_state": checkpoint.shuffle_state,
-            "grad_norms": checkpoint.grad_norms,
-            "tensors_xxh3": _digest(staging / "state.safetensors"),
-        }
-        described["xxh3"] = _digest_of_description(described)
-        (staging / "state.json").write_text(json.dumps(described))
-        for path in (staging / "state.safetensors", staging / "state.json", staging):
+        staging.mkdir()
+
+    def finish() -> None:
+        (staging / "state.json").write_text(json.dumps(_described(checkpoint, staging)))
+        for path in (*staging.iterdir(), staging):
             _sync(path)
         if target.exists():  # the same step of the same attempt: only a retry after a failed answer writes it
             shutil.rmtree(target)
         staging.rename(target)
         _sync(directory)
+
+    try:
+        _on_first_rank(prepare)
+        _write_tensors(
+            {f"weights/{name}": tensor for name, tensor in checkpoint.weights.items()}
+            | {f"optimizer/{name}": tensor for name, tensor in checkpoint.optimizer.items()},
+            staging,
+        )
+        _on_first_rank(finish)
     except OSError as error:
         raise TrainError(f"{target} cannot be written: {error}", field="checkpoint") from error
     finally:
-        if staging is not None:
+        if _rank() == 0:
             shutil.rmtree(staging, ignore_errors=True)
-    best = best_of(directory)
-    for path in _newest_first(directory)[max(1, keep) :]:
-        if best is None or path.name != best[0]:
-            shutil.rmtree(path, ignore_errors=True)
+    if _rank() == 0:
+        best = best_of(directory)
+        for path in _newest_first(directory)[max(1, keep) :]:
+            if best is None or path.name != best[0]:
+                shutil.rmtree(path, ignore_errors=True)
     return target
+
+
+def _described(checkpoint: Checkpoint, staging: Path) -> dict[str, Any]:
+    oldest = checkpoint.step - CONSUMED_STEPS
+    described = {
+        "schema": SCHEMA,
+        "step": checkpoint.step,
+        "attempt": checkpoint.attempt,
+        "version": checkpoint.version,
+        "consumed": {str(step): list(ids) for step, ids in checkpoint.consumed.items() if step >= oldest},
+        "shuffle_state": checkpoint.shuffle_state,
+        "rng": {name: state.hex() for name, state in checkpoint.rng.items()},
+        "optimizer_steps": dict(checkpoint.optimizer_steps),
+        "shapes": {name: list(tensor.shape) for name, tensor in checkpoint.weights.items()},
+        "grad_norms": checkpoint.grad_norms,
+        "files": {path.name: _digest(path) for path in sorted(staging.glob("*.safetensors"))},
+    }
+    described["xxh3"] = _digest_of_description(described)
+    return described
 
 
 def name_of(step: int, attempt: int) -> str:
@@ -147,7 +172,7 @@ def best_of(directory: Path) -> tuple[str, float] | None:
 
 
 def load(path: Path) -> Checkpoint:
-    """Read one checkpoint and verify it.
+    """Read one checkpoint's description and verify all of its files; :func:`read_into` reads the tensors.
 
     Raises:
         TrainError: Missing, damaged, or of another schema.
@@ -158,12 +183,14 @@ def load(path: Path) -> Checkpoint:
         described = json.loads((path / "state.json").read_text())
         if described.get("schema") != SCHEMA:
             raise TrainError(f"schema {described.get('schema')!r} is not {SCHEMA}", field=str(path))
-        # The first versions of this schema wrote none.
-        if described.get("xxh3") not in (None, _digest_of_description(described)):
+        if described.get("xxh3") != _digest_of_description(described):
             raise TrainError("state.json does not match its hash", field=str(path))
-        if _digest(path / "state.safetensors") != described["tensors_xxh3"]:
-            raise TrainError("state.safetensors does not match its hash", field=str(path))
-        tensors = load_file(path / "state.safetensors")
+        found = {file.name for file in path.glob("*.safetensors")}
+        if found != set(described["files"]):
+            raise TrainError("does not hold the files that it names", field=str(path))
+        for name, digest in described["files"].items():
+            if _digest(path / name) != digest:
+                raise TrainError(f"{name} does not match its hash", field=str(path))
         version, internal, gauss = described["shuffle_state"]
         return Checkpoint(
             step=int(described["step"]),
@@ -171,17 +198,96 @@ def load(path: Path) -> Checkpoint:
             version=int(described["version"]),
             consumed={int(step): tuple(ids) for step, ids in described["consumed"].items()},
             shuffle_state=(version, tuple(internal), gauss),
-            grad_norms=_finite(described.get("grad_norms", ())),
-            rng={
-                name.removeprefix("rng/"): tensor
-                for name, tensor in tensors.items()
-                if name.startswith("rng/")
-            },
-            weights=_under("weights/", tensors),
-            optimizer=_under("optimizer/", tensors),
+            rng={name: bytes.fromhex(state) for name, state in described["rng"].items()},
+            optimizer_steps={name: float(step) for name, step in described["optimizer_steps"].items()},
+            shapes={name: tuple(map(int, shape)) for name, shape in described["shapes"].items()},
+            grad_norms=_finite(described["grad_norms"]),
+            path=path,
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise TrainError(f"is damaged: {error}", field=str(path)) from error
+
+
+def read_into(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Fill ``tensors`` from the safetensors files in ``path``, each rank its own part.  All ranks.
+
+    Args:
+        tensors: By their names in the files; whole ones, or sharded ones in any way.
+
+    Raises:
+        TrainError: A file lacks a tensor, or has it in another shape, or a number in it is not finite.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
+
+    try:
+        with _alone_without_warning():
+            load_tensors(
+                dict(tensors),
+                storage_reader=HuggingFaceStorageReader(str(path)),
+                no_dist=not _is_distributed(),
+            )
+    # A rank's failure is no Exception but a class of the library's own; what its readers raise has many.
+    except (CheckpointException, Exception) as error:
+        raise TrainError(f"{path} cannot be read: {_first_of(error)}", field="checkpoint") from error
+    for name, tensor in tensors.items():
+        local: Any = tensor
+        local = local.to_local() if hasattr(local, "to_local") else local
+        if not bool(torch.isfinite(local).all()):
+            raise TrainError(f"tensor {name} is not finite", field="checkpoint")
+
+
+def _write_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    try:
+        with _alone_without_warning():
+            save_tensors(dict(tensors), storage_writer=writer, no_dist=not _is_distributed())
+    except CheckpointException as error:
+        raise OSError(_first_of(error)) from error
+
+
+def _first_of(error: Any) -> str:
+    """What the first rank that failed said."""
+    said = [str(failure[0]) for failure in getattr(error, "failures", {}).values()] or [str(error)]
+    return said[0].splitlines()[0][:200]
+
+
+@contextmanager
+def _alone_without_warning() -> Iterator[None]:
+    """That a trainer of one process has no process group is no news."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _rank() -> int:
+    return dist.get_rank() if _is_distributed() else 0
+
+
+def _on_first_rank(work: Callable[[], None]) -> None:
+    """Rank 0 works, the others wait for it; its failure is everybody's."""
+    failure: OSError | None = None
+    if _rank() == 0:
+        try:
+            work()
+        except OSError as error:
+            failure = error
+    if _is_distributed():
+        failed = torch.tensor([failure is not None])
+        dist.broadcast(failed, src=0)
+        if bool(failed) and failure is None:
+            failure = OSError("rank 0 could not write")
+    if failure is not None:
+        raise failure
 
 
 def load_latest(directory: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -217,14 +323,6 @@ def _finite(values: Any) -> tuple[float, ...]:
     found = tuple(float(value) for value in values)
     if not all(map(math.isfinite, found)):
         raise ValueError("a gradient norm is not finite")
-    return found
-
-
-def _under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    found = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    for name, tensor in found.items():
-        if not math.isfinite(float(tensor.float().abs().sum())):
-            raise TrainError(f"tensor {name} is not finite", field="checkpoint")
     return found
 
 

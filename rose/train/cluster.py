@@ -217,7 +217,7 @@ def _private(config: TrainConfig) -> Iterator[None]:
                     num_cpus=max(
                         settings.num_cpus, (config.env.num_managers or 1) + config.trainer.num_ranks
                     ),
-                    num_gpus=0,
+                    num_gpus=config.trainer.num_ranks if config.trainer.device == "cuda" else 0,
                     include_dashboard=False,
                     object_store_memory=settings.object_store_bytes,
                     logging_level=logging.ERROR,

@@ -38,12 +38,13 @@ from rose.train.actors import ActorDied, Actors, EvaluationFailed
 from rose.train.async_loop import AsyncLoop
 from rose.train.cluster import ray_died, ray_for
 from rose.train.device_loan import DeviceLoan
+from rose.train.env_manager import family_of
 from rose.train.logs import open_logs
 from rose.train.plan import plan_groups, split_plans
 from rose.train.rewards import make_reward
 from rose.train.rollout import single_token_ids
 from rose.train.train_config import TrainConfig
-from rose.train.workers import Parts, family_of
+from rose.train.workers import Parts
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ def run_training(
         TrainError: The run cannot go on.
         RoseError: Scheduler or relay refuse.
     """
-    check_job(config, parts)
+    check_job(config)
     loan = DeviceLoan(config.lend, tokens)
     loan.check()
     loan.close()
@@ -98,16 +99,8 @@ def run_training(
         return asyncio.run(_until_signal(train_with(Actors(config, tokens, parts), report, watch_s=watch_s)))
 
 
-def check_job(config: TrainConfig, parts: Parts | None = None) -> None:
+def check_job(config: TrainConfig) -> None:
     """Find what is wrong with a job without starting anything."""
-    own_trainer = parts is None or parts.make_trainer is None
-    if own_trainer and config.trainer.backend != "gloo":
-        # Its batches are CPU tensors, and its actors ask Ray for no GPU: it would end in the first forward pass.
-        raise ConfigError(
-            "the trainer that comes with ROSE computes on CPUs",
-            field="trainer.backend",
-            fix="use gloo, or bring your own trainer (rose.train.workers.Parts)",
-        )
     if config.lend.node_dir is not None and config.rollout.mode != "synchronous":
         raise ConfigError(
             "is for synchronous runs: the trainer of another hardly waits, and lending its device there has not been tried",

@@ -5,9 +5,10 @@ engine holds them, so that trainer and engine compute the same policy; gradients
 Products are computed in ``compute_dtype``: fp32 unless told otherwise (on CPUs as near to the engine as bf16 products are,
 and faster).
 
-On more than one rank both copies are sharded by torch's FSDP2.  Gradients are reduced by SUM, in fp32, and the loss
-divides by the tokens of all ranks: an average over ranks would be another gradient where ranks hold unequal numbers of
-tokens, and AVG is not among gloo's reductions.
+On more than one rank both copies are sharded, the computing one by torch's FSDP2; no rank ever holds a whole model.  Each reads
+its own part of the checkpoint (``rose.train.loading``), and publishing and checkpoints go by shards too.  Gradients are reduced by SUM, in
+fp32, and the loss divides by the tokens of all ranks: an average over ranks would be another gradient where ranks hold unequal
+numbers of tokens, and AVG is not among gloo's reductions.
 
 Every method with "all ranks" in its docstring is a collective: each rank calls it, in the same order.
 """
@@ -15,8 +16,6 @@ Every method with "all ranks" in its docstring is a collective: each rank calls 
 from __future__ import annotations
 
 import copy
-import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,9 +25,15 @@ from torch import Tensor
 
 from rose.errors import ConfigError, TrainError
 from rose.train.batch import Minibatch
+from rose.train.checkpoint import Checkpoint, read_into
+from rose.train.loading import empty_modules, export_module, export_shards, load_module, sharded_masters
 from rose.train.logprobs import token_log_probs
 
 Dtype = Literal["bfloat16", "float32"]
+Device = Literal["cpu", "cuda"]
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Of AdamW."""
 
 
 class PolicyModel:
@@ -39,6 +44,8 @@ class PolicyModel:
         policy_dtype: What the engine holds.
         compute_dtype: What matrices are multiplied in.
         activation_checkpointing: Recompute each layer in the backward pass instead of keeping its activations.
+        device: Where it computes; ``cuda`` is the process's current device.
+        offload: Masters, and with them the optimiser's moments, stay in host memory.
 
     Raises:
         ConfigError: The folder holds no model that can be loaded, or one that does more with its logits than its output layer.
@@ -51,19 +58,28 @@ class PolicyModel:
         policy_dtype: Dtype = "bfloat16",
         compute_dtype: Dtype = "float32",
         activation_checkpointing: bool = False,
+        device: Device = "cpu",
+        offload: bool = False,
     ) -> None:
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.device = torch.device(device)
         self._path = model_path
         self._policy_dtype = getattr(torch, policy_dtype)
         self._compute_dtype = getattr(torch, compute_dtype)
-        self.module: Any = load_module(model_path)
-        """Whole fp32 masters under the checkpoint's names: what a publisher reads.  On several ranks a copy,
-        as new as the last :meth:`gather`."""
-        config = self.module.config
+        masters_on = torch.device("cpu") if offload else self.device
+        if self.world_size > 1:
+            skeleton, computing = empty_modules(model_path, self._compute_dtype)
+            self._policy: Any = shard(_Policy(computing), computing, self.device)
+            self.module: Any = sharded_masters(skeleton, computing, model_path, masters_on)
+        else:
+            self.module = load_module(model_path).to(masters_on)
+            computing = _in_dtype(copy.deepcopy(self.module), self._compute_dtype).to(self.device)
+            self._policy = _Policy(computing)
+        """fp32 masters under the checkpoint's names: what a publisher reads.  On several ranks the tensors are sharded."""
+        config = computing.config
         self.vocab_size: int = config.vocab_size
         self.max_tokens: int = config.max_position_embeddings
-        computing = copy.deepcopy(self.module).to(self._compute_dtype)
         # No dropout: proximal and current must be the same function.
         computing.eval()
         if activation_checkpointing:
@@ -72,18 +88,12 @@ class PolicyModel:
             computing.gradient_checkpointing_enable({"use_reentrant": False})
         self.computing: Any = computing
         """The model as the engine holds it."""
-        self._policy: Any = _Policy(computing)
-        _check_output_layer(computing, model_path)
-        masters: Any = self.module
-        if self.world_size > 1:
-            masters = copy.deepcopy(self.module)
-            self._policy = _shard(self._policy, computing)
-            _shard(masters, masters)
-        self._named = list(masters.named_parameters())
+        self._named = list(self.module.named_parameters())
         """Tied tensors come once."""
         self.masters: list[Any] = [tensor for _, tensor in self._named]
         self._pairs = list(zip(self.masters, computing.parameters(), strict=True))
         self.round_weights()
+        _check_output_layer(self._policy, model_path, self.device)
 
     # --- computing -------------------------------------------------------------------------------------
 
@@ -96,73 +106,62 @@ class PolicyModel:
         for master, tensor in self._pairs:
             if tensor.grad is None:
                 continue
+            gradient = _local(tensor.grad).to(_local(master.detach()).device, torch.float32)
             if master.grad is None:
-                master.grad = tensor.grad.to(torch.float32)
+                master.grad = _sharded_as(gradient, master)
             else:
-                master.grad += tensor.grad
+                _local(master.grad).add_(gradient)
             tensor.grad = None
 
     @torch.no_grad()
     def round_weights(self) -> None:
         for master, tensor in self._pairs:
-            tensor.copy_(master.to(self._policy_dtype))
+            _local(tensor).copy_(_local(master).to(self._policy_dtype))
 
-    # --- whole tensors ---------------------------------------------------------------------------------
-
-    def gather(self) -> None:
-        """Bring :attr:`module` up to date.  All ranks."""
-        if self.world_size == 1:
-            return
-        with torch.no_grad():
-            for (_, master), whole in zip(self._named, self.module.parameters(), strict=True):
-                whole.copy_(master.full_tensor())
+    # --- state -----------------------------------------------------------------------------------------
 
     def weights(self) -> dict[str, Tensor]:
-        """Whole masters by name.  All ranks."""
-        return {name: whole_of(tensor.detach()) for name, tensor in self._named}
+        """Masters by name: this rank's part of them."""
+        return {name: tensor.detach() for name, tensor in self._named}
 
     def gradients(self) -> dict[str, Tensor]:
         """Whole gradients of the masters by name; those without one are left out.  All ranks."""
         return {name: whole_of(tensor.grad) for name, tensor in self._named if tensor.grad is not None}
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """Whole optimiser tensors by ``NAME/KEY``.  All ranks."""
-        return {
-            f"{name}/{key}": whole_of(value)
-            for name, tensor in self._named
-            for key, value in optimizer.state.get(tensor, {}).items()
-        }
-
-    def check_names(self, weights: Mapping[str, Tensor]) -> None:
-        """Raises TrainError: ``weights`` are of another model."""
-        for name, tensor in self._named:
-            saved = weights.get(name)
-            if saved is None or saved.shape != tensor.shape:
-                raise TrainError(f"tensor {name} is not the model's", field="checkpoint")
-        if unknown := set(weights) - {name for name, _ in self._named}:
-            raise TrainError(f"tensor {min(unknown)} is not in the model", field="checkpoint")
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """This rank's part of AdamW's moments by ``NAME/KEY``, and each weight's number of updates."""
+        states = {name: optimizer.state.get(tensor, {}) for name, tensor in self._named}
+        moments = {f"{name}/{key}": one[key] for name, one in states.items() for key in MOMENTS if key in one}
+        return moments, {name: float(one["step"]) for name, one in states.items() if "step" in one}
 
     @torch.no_grad()
-    def restore(
-        self, weights: Mapping[str, Tensor], state: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
-    ) -> None:
-        """Take whole tensors back, each rank its share.  Call :meth:`check_names` first.  All ranks."""
-        optimizer.state.clear()
+    def restore(self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) -> None:
+        """Take what a checkpoint holds, each rank its part.  All ranks.
+
+        Raises:
+            TrainError: It is of another model, and nothing was changed; or it cannot be read.
+        """
+        assert checkpoint.path is not None
         for name, tensor in self._named:
-            tensor.copy_(_share_of(weights[name], tensor))
-            slots = {
-                key: (whole.clone() if whole.ndim == 0 else _share_of(whole, tensor))
-                for key in ("step", "exp_avg", "exp_avg_sq")
-                if (whole := state.get(f"{name}/{key}")) is not None
-            }
-            if slots:
-                optimizer.state[tensor] = slots
-        self.gather()
+            if checkpoint.shapes.get(name) != tuple(tensor.shape):
+                raise TrainError(f"tensor {name} is not the model's", field="checkpoint")
+        if unknown := set(checkpoint.shapes) - {name for name, _ in self._named}:
+            raise TrainError(f"tensor {min(unknown)} is not in the model", field="checkpoint")
+        optimizer.state.clear()
+        targets: dict[str, Tensor] = {}
+        for name, tensor in self._named:
+            targets[f"weights/{name}"] = tensor.detach()
+            if name in checkpoint.optimizer_steps:
+                moments = {key: torch.zeros_like(tensor.detach()) for key in MOMENTS}
+                targets |= {f"optimizer/{name}/{key}": moment for key, moment in moments.items()}
+                optimizer.state[tensor] = {"step": torch.tensor(checkpoint.optimizer_steps[name]), **moments}
+        read_into(targets, checkpoint.path)
         self.round_weights()
 
     def export(self, target: Path) -> None:
-        """Write :attr:`module` as a Hugging Face checkpoint in ``policy_dtype``, with the tokenizer it came with."""
-        export_module(self.module, self._path, target, self._policy_dtype)
+        """Write a Hugging Face checkpoint in ``policy_dtype``, with the tokenizer it came with.  All ranks."""
+        write = export_module if self.world_size == 1 else export_shards
+        write(self.module, self._path, target, self._policy_dtype)
 
 
 class _Policy(torch.nn.Module):
@@ -172,9 +171,14 @@ class _Policy(torch.nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, batch: Minibatch) -> tuple[Tensor, Tensor]:
-        hidden_BTD = self.model.base_model(input_ids=batch.input_ids_BT, use_cache=False).last_hidden_state
+    def forward(self, batch: Minibatch | Tensor) -> tuple[Tensor, Tensor]:
+        """Of mere ids ``[1, T]``: the logits that log-probs are taken of, and the model's own, ``[T, V]`` each."""
+        ids_BT = batch if isinstance(batch, Tensor) else batch.input_ids_BT
+        hidden_BTD = self.model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
         output = self.model.get_output_embeddings()
+        if isinstance(batch, Tensor):
+            ours_TV = torch.nn.functional.linear(hidden_BTD[0], output.weight, output.bias)
+            return ours_TV.float(), self.model(input_ids=batch, use_cache=False).logits[0].float()
         return token_log_probs(
             hidden_BTD[batch.rows_N, batch.columns_N],
             output.weight,
@@ -187,18 +191,16 @@ class _Policy(torch.nn.Module):
 
 
 @torch.no_grad()
-def _check_output_layer(model: Any, model_path: Path) -> None:
+def _check_output_layer(policy: Any, model_path: Path, device: torch.device) -> None:
     """Some families scale or cap what the output layer gives (Gemma 2, Granite, Cohere); without it we would train another policy
-    than the engines sample from.
+    than the engines sample from.  All ranks.
 
     Raises:
         ConfigError: ``model_path`` is of such a family.
     """
-    ids_BT = torch.arange(2, 6).unsqueeze(0) % model.config.vocab_size
-    hidden_TD = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state[0]
-    output = model.get_output_embeddings()
-    ours_NV = torch.nn.functional.linear(hidden_TD, output.weight, output.bias).float()
-    whole_NV = model(input_ids=ids_BT, use_cache=False).logits[0].float()
+    model: Any = policy.model
+    ids_BT = torch.arange(2, 6, device=device).unsqueeze(0) % model.config.vocab_size
+    ours_NV, whole_NV = policy(ids_BT)
     if not torch.allclose(ours_NV, whole_NV, rtol=1e-3, atol=1e-3 * float(whole_NV.abs().max())):
         raise ConfigError(
             f"{model_path} ({model.config.model_type}) scales or caps its logits, which ROSE's trainer does not",
@@ -207,67 +209,41 @@ def _check_output_layer(model: Any, model_path: Path) -> None:
         )
 
 
-def load_module(model_path: Path) -> Any:
-    """A causal language model in fp32.
-
-    Raises:
-        ConfigError: No model, or none that can be loaded.
-    """
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    if not (model_path / "config.json").is_file():
-        raise ConfigError(f"{model_path} is not a model folder", field="model")
-    try:
-        return AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{model_path} cannot be loaded: {error}", field="model") from error
-
-
-def export_module(module: Any, source: Path, target: Path, dtype: torch.dtype) -> None:
-    """Write ``module`` to ``target`` so that it is there whole or not at all; replaces what was there.
-
-    Raises:
-        TrainError: The disk refused.
-    """
-    staging = target.with_name(f".{target.name}.writing")
-    try:
-        shutil.rmtree(staging, ignore_errors=True)
-        copy.deepcopy(module).to(dtype).save_pretrained(staging)
-        for path in source.iterdir():
-            # Tokenizer, chat template, generation settings: all but what the model itself has just written.
-            beside = path.is_file() and path.suffix in (".json", ".jinja", ".txt", ".model")
-            if beside and "safetensors" not in path.name and not (staging / path.name).exists():
-                shutil.copy2(path, staging / path.name)
-        shutil.rmtree(target, ignore_errors=True)
-        staging.rename(target)
-    except OSError as error:
-        raise TrainError(f"{target} cannot be written: {error}", field="export") from error
-
-
 def whole_of(tensor: Any) -> Tensor:
     """A sharded tensor put together (a collective); any other as it is."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def _share_of(whole: Tensor, like: Any) -> Any:
-    if not hasattr(like, "full_tensor"):
-        return whole.clone()
-    from torch.distributed.tensor import distribute_tensor
-
-    # Every rank has read the same file, so nothing needs to be sent.
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+def _local(tensor: Any) -> Any:
+    """This rank's part of it."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _shard(root: Any, model: Any) -> Any:
+def _sharded_as(local: Tensor, like: Any) -> Any:
+    if not hasattr(like, "to_local"):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def _in_dtype(module: Any, dtype: torch.dtype) -> Any:
+    """Parameters alone: what a model computes its positions from stays in fp32, as in the engine."""
+    for tensor in module.parameters():
+        tensor.data = tensor.data.to(dtype)
+    return module
+
+
+def shard(root: Any, model: Any, device: torch.device) -> Any:
+    """Share the layers of ``model``, and what else there is in ``root``, among all ranks."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     # Else bf16 products would be summed in bf16, where every rank beyond the second adds a rounding.
     precision = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for layer in model.base_model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     # Resharding the root too: its parameters are read between a forward and the next.

@@ -73,7 +73,7 @@ class Trainer(Protocol):
 
     @property
     def module(self) -> torch.nn.Module:
-        """The masters, under the checkpoint's tensor names: what a publisher reads."""
+        """The masters, under the checkpoint's tensor names: what a publisher reads, on several ranks each its own part."""
         ...
 
     def step(
@@ -91,12 +91,20 @@ class Trainer(Protocol):
         """
         ...
 
-    def capture(self, *, attempt: int, version: int, consumed: Mapping[int, tuple[str, ...]]) -> Checkpoint:
-        """Everything needed to go on from here."""
+    def save(
+        self,
+        directory: Path,
+        *,
+        attempt: int,
+        version: int,
+        consumed: Mapping[int, tuple[str, ...]],
+        keep: int,
+    ) -> None:
+        """Write everything needed to go on from here, as :func:`rose.train.checkpoint.save` does."""
         ...
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Go on from ``checkpoint``."""
+        """Go on from ``checkpoint``, as :func:`rose.train.checkpoint.load` gave it."""
         ...
 
     def export(self, target: Path) -> None:

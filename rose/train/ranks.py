@@ -18,6 +18,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from rose.auth import Tokens
+from rose.errors import WeightsError
 from rose.train.batch import TrainingSequence
 from rose.train.checkpoint import Checkpoint
 from rose.train.protocol import Trainer, TrainReport
@@ -28,7 +30,11 @@ logger = logging.getLogger(__name__)
 JOIN_TIMEOUT_S = 300.0
 """For a rank to start, and for a collective to end: longer than any step between two collectives."""
 
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+"""By device.  What is counted lies in host memory on either."""
+
 MakeTrainer = Callable[[TrainConfig], Any]
+MakePublisher = Callable[[TrainConfig, Tokens, Any, int], Any]
 
 
 class TrainRank:
@@ -39,6 +45,7 @@ class TrainRank:
         self._make_trainer = make_trainer
         self._rank = rank
         self._trainer: Any = None
+        self._publisher: Any = None
 
     def pid(self) -> int:
         return os.getpid()
@@ -48,9 +55,14 @@ class TrainRank:
         _join(self._config, self._rank, host, port)
         self._trainer = self._make_trainer(self._config)
 
-    def call(self, name: str, *arguments: Any, **named: Any) -> None:
+    def open_publisher(self, make: MakePublisher, tokens: Tokens, attempt: int) -> None:
+        """Build the publisher of this rank's part."""
+        self._publisher = make(self._config, tokens, self._trainer.module, attempt)
+
+    def call(self, name: str, *arguments: Any, of: str = "trainer", **named: Any) -> None:
         """Take the call that every rank takes; the answer is rank 0's to give."""
-        getattr(self._trainer, name)(*arguments, **named)
+        owner = self._trainer if of == "trainer" else self._publisher
+        getattr(owner, name)(*arguments, **named)
 
 
 class RankedTrainer:
@@ -66,6 +78,8 @@ class RankedTrainer:
         joining = [rank.join.remote(host, port) for rank in ranks]
         _join(config, 0, host, port)
         self._trainer: Trainer = make_trainer(config)
+        self._publisher: Any = None
+        self._config = config
         self._wait(joining)
         self.vocab_size = self._trainer.vocab_size
         self.max_tokens = self._trainer.max_tokens
@@ -87,20 +101,42 @@ class RankedTrainer:
     ) -> TrainReport:
         return self._all("step", list(samples), learning_rate=learning_rate, single_update=single_update)
 
-    def capture(self, *, attempt: int, version: int, consumed: Mapping[int, tuple[str, ...]]) -> Checkpoint:
-        return self._all("capture", attempt=attempt, version=version, consumed=dict(consumed))
+    def save(
+        self,
+        directory: Path,
+        *,
+        attempt: int,
+        version: int,
+        consumed: Mapping[int, tuple[str, ...]],
+        keep: int,
+    ) -> None:
+        self._all("save", directory, attempt=attempt, version=version, consumed=dict(consumed), keep=keep)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         self._all("restore", checkpoint)
 
     def export(self, target: Path) -> None:
-        self._trainer.export(target)
+        self._all("export", target)
 
-    def _all(self, name: str, *arguments: Any, **named: Any) -> Any:
-        calls = [rank.call.remote(name, *arguments, **named) for rank in self._ranks]
+    def open_publisher(self, make: MakePublisher, tokens: Tokens, attempt: int) -> RankedPublisher:
+        """Publishers of all ranks, each of its own part."""
+        opening = [rank.open_publisher.remote(make, tokens, attempt) for rank in self._ranks]
+        self._publisher = make(self._config, tokens, self._trainer.module, attempt)
+        self._wait(opening)
+        return RankedPublisher(self)
+
+    def publish(self, version: int, **told: Any) -> Any:
+        """With every rank's publisher; rank 0's report."""
+        return self._all("publish", version, **told, of="publisher")
+
+    def _all(self, name: str, *arguments: Any, of: str = "trainer", **named: Any) -> Any:
+        calls = [rank.call.remote(name, *arguments, of=of, **named) for rank in self._ranks]
         try:
-            answer = getattr(self._trainer, name)(*arguments, **named)
-        except RuntimeError:
+            owner = self._trainer if of == "trainer" else self._publisher
+            answer = getattr(owner, name)(*arguments, **named)
+        except (RuntimeError, WeightsError) as error:
+            if isinstance(error, WeightsError) and error.field != "ranks":
+                raise
             # A collective failed.  What this rank holds now is not to be trusted.
             logger.exception("a rank is gone; ending, to go on from the checkpoint")
             os._exit(1)
@@ -118,13 +154,25 @@ class RankedTrainer:
             os._exit(1)
 
 
+class RankedPublisher:
+    """A :class:`rose.train.workers.Publisher`."""
+
+    def __init__(self, trainer: RankedTrainer) -> None:
+        self._trainer = trainer
+
+    def publish(self, version: int, *, step: int | None = None, lr: float | None = None) -> Any:
+        return self._trainer.publish(version, step=step, lr=lr)
+
+
 def _join(config: TrainConfig, rank: int, host: str, port: int) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(config.trainer.num_threads)
+    if config.trainer.device == "cuda":
+        torch.cuda.set_device(0)  # Ray shows each rank its own device alone
     dist.init_process_group(
-        config.trainer.backend,
+        BACKENDS[config.trainer.device],
         init_method=f"tcp://{host}:{port}",
         rank=rank,
         world_size=config.trainer.num_ranks,

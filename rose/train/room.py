@@ -2,7 +2,7 @@
 
 Ray lets an actor that does not fit wait, and says nothing.  A placement group says whether it has its room, and an autoscaler grows the
 cluster for one that waits.  Ours has room for the trainer and the environment managers; the trainer's ranks are on one node if one is
-large enough.  When a node dies, Ray looks for another place for its part of the group.
+large enough, each with a GPU where it computes on one.  When a node dies, Ray looks for another place for its part of the group.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class Room:
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
         self.num_ranks = config.trainer.num_ranks
+        self._gpus_per_rank = int(config.trainer.device == "cuda")
         self.num_managers = config.env.num_managers or 1
         self._follows = config.env.num_managers is None
         self._group: Any = None
@@ -69,7 +70,7 @@ class Room:
 
     def of_rank(self, rank: int) -> dict[str, Any]:
         """Options of the actor of a trainer's rank."""
-        return self._at(0 if self._together else rank)
+        return {**self._at(0 if self._together else rank), "num_gpus": self._gpus_per_rank}
 
     def of_manager(self, index: int) -> dict[str, Any]:
         """Options of the actor of an environment manager."""
@@ -86,11 +87,16 @@ class Room:
 
         if self._group is not None:
             remove_placement_group(self._group)
-        ranks, nodes = self.num_ranks, [cpus for cpus in _cpus_of_nodes() if cpus]
+        ranks, nodes = self.num_ranks, [cpus for cpus in _of_nodes("CPU") if cpus]
         if self._follows:
             self.num_managers = max(1, min(len(nodes), sum(nodes) - ranks, max_managers))
-        self._together = ranks <= max([1, *nodes])
-        bundles = [{"CPU": float(ranks)}] if self._together else [{"CPU": 1.0}] * ranks
+        fits = [
+            cpus >= ranks and gpus >= ranks * self._gpus_per_rank
+            for cpus, gpus in zip(_of_nodes("CPU"), _of_nodes("GPU"), strict=True)
+        ]
+        self._together = ranks == 1 or any(fits)
+        one = {"CPU": 1.0} | ({"GPU": 1.0} if self._gpus_per_rank else {})
+        bundles = [{name: ranks * count for name, count in one.items()}] if self._together else [one] * ranks
         # Several nodes of ranks are better neighbours; managers are better spread.
         strategy = "SPREAD" if self._together else "PACK"
         self._group = placement_group(bundles + [{"CPU": 1.0}] * self.num_managers, strategy=strategy)
@@ -98,7 +104,12 @@ class Room:
     def _lack(self) -> str:
         import ray
 
-        nodes, free = _cpus_of_nodes(), int(ray.available_resources().get("CPU", 0))
+        nodes, free = _of_nodes("CPU"), int(ray.available_resources().get("CPU", 0))
+        if self.num_ranks * self._gpus_per_rank > sum(_of_nodes("GPU")):
+            return (
+                f"the cluster has {sum(_of_nodes('GPU'))} GPUs; the job's {self.num_ranks} trainer ranks want one each "
+                '(trainer.device = "cuda")'
+            )
         left_out = {"trainer rank": self.num_ranks, "environment manager": self.num_managers}
         wanted, places = sum(left_out.values()), free
         for name, count in left_out.items():
@@ -112,8 +123,8 @@ class Room:
         )
 
 
-def _cpus_of_nodes() -> list[int]:
-    """Of every living node, free or not."""
+def _of_nodes(resource: str) -> list[int]:
+    """CPUs or GPUs of every living node, free or not."""
     import ray
 
-    return [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
+    return [int(node["Resources"].get(resource, 0)) for node in ray.nodes() if node["Alive"]]

@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rose.errors import TrainError
+from rose.train import checkpoint as checkpoints
 from rose.train.advantages import OverlongParams, group_advantages, overlong_penalty
 from rose.train.batch import MAX_PART_TOKENS, Minibatch, TrainingSequence, make_minibatch, split_by_length
 from rose.train.checkpoint import Checkpoint
@@ -47,7 +48,7 @@ from rose.train.loss import (
     policy_loss,
     token_shares,
 )
-from rose.train.model import Dtype, PolicyModel, whole_of
+from rose.train.model import Device, Dtype, PolicyModel, whole_of
 from rose.train.protocol import TrainReport
 from rose.train.recipes import AdvantageScale, Baseline
 
@@ -75,6 +76,9 @@ class TrainerParams:
     policy_dtype: Dtype = "bfloat16"
     compute_dtype: Dtype = "float32"
     activation_checkpointing: bool = False
+    device: Device = "cpu"
+    offload: bool = False
+    """Masters and moments in host memory."""
     seed: int = 0
 
 
@@ -93,11 +97,17 @@ class TorchTrainer:
             policy_dtype=params.policy_dtype,
             compute_dtype=params.compute_dtype,
             activation_checkpointing=params.activation_checkpointing,
+            device=params.device,
+            offload=params.offload,
         )
         self._reference: PolicyModel | None = None
         if params.loss.kl_weight > 0.0:
             self._reference = PolicyModel(
-                model_path, policy_dtype=params.policy_dtype, compute_dtype=params.compute_dtype
+                model_path,
+                policy_dtype=params.policy_dtype,
+                compute_dtype=params.compute_dtype,
+                device=params.device,
+                offload=params.offload,
             )
         self.vocab_size = self._policy.vocab_size
         self.max_tokens = self._policy.max_tokens
@@ -165,7 +175,6 @@ class TorchTrainer:
                     totals.num_skipped = len(minibatches) - done
                     break
         self._step_index += 1
-        self._policy.gather()
         behaviour_N = torch.tensor([value for sample in samples for value in sample.logprobs])
         proximal_N = torch.cat(proximal)
         sequence_N = torch.repeat_interleave(torch.tensor([len(sample.positions) for sample in samples]))
@@ -202,7 +211,8 @@ class TorchTrainer:
         return self._forward(self._policy, samples)[0]
 
     def capture(self, *, attempt: int, version: int, consumed: Mapping[int, tuple[str, ...]]) -> Checkpoint:
-        """See :class:`rose.train.protocol.Trainer`.  All ranks; each gets the whole."""
+        """Everything needed to go on from here: this rank's part of it."""
+        moments, steps = self._policy.optimizer_state(self._optimizer)
         return Checkpoint(
             step=self._step_index,
             attempt=attempt,
@@ -210,10 +220,24 @@ class TorchTrainer:
             consumed=dict(consumed),
             shuffle_state=self._shuffle.getstate(),
             grad_norms=self._guard.norms,
-            rng={"torch": torch.get_rng_state()},
+            rng={"torch": torch.get_rng_state().numpy().tobytes()},
             weights=self._policy.weights(),
-            optimizer=self._policy.optimizer_state(self._optimizer),
+            optimizer=moments,
+            optimizer_steps=steps,
         )
+
+    def save(
+        self,
+        directory: Path,
+        *,
+        attempt: int,
+        version: int,
+        consumed: Mapping[int, tuple[str, ...]],
+        keep: int,
+    ) -> None:
+        """See :class:`rose.train.protocol.Trainer`.  All ranks."""
+        captured = self.capture(attempt=attempt, version=version, consumed=consumed)
+        checkpoints.save(captured, directory, keep=keep)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue from ``checkpoint``.  All ranks.
@@ -221,11 +245,10 @@ class TorchTrainer:
         Raises:
             TrainError: The checkpoint is of another model; nothing was changed.
         """
-        self._policy.check_names(checkpoint.weights)
-        self._policy.restore(checkpoint.weights, checkpoint.optimizer, self._optimizer)
+        self._policy.restore(checkpoint, self._optimizer)
         self._shuffle.setstate(checkpoint.shuffle_state)
         if "torch" in checkpoint.rng:
-            torch.set_rng_state(checkpoint.rng["torch"])
+            torch.set_rng_state(torch.frombuffer(bytearray(checkpoint.rng["torch"]), dtype=torch.uint8))
         self._guard.restore(checkpoint.grad_norms)
         self._step_index = checkpoint.step
 
@@ -314,7 +337,7 @@ class TorchTrainer:
         for part in split_by_length(computed, lengths, self.params.max_part_tokens):
             mine = part[self._policy.rank :: self._policy.world_size]
             if not mine:
-                log_probs_N, _ = self._policy.log_probs(_stand_in())
+                log_probs_N, _ = self._policy.log_probs(_stand_in().to(self._policy.device))
                 (0.0 * log_probs_N.sum()).backward()
                 self._policy.collect_gradients()
                 continue
@@ -323,9 +346,13 @@ class TorchTrainer:
                 vocab_size=self.vocab_size,
                 advantages=advantages,
                 shares=[shares[index] for index in mine],
-            )
+            ).to(self._policy.device)
             current_N, entropy_N = self._policy.log_probs(batch)
-            proximal_N = torch.cat([proximal[index] for index in mine])
+            proximal_N, reference_N = (
+                None if one is None else torch.cat([one[index] for index in mine]).to(self._policy.device)
+                for one in (proximal, reference)
+            )
+            assert proximal_N is not None
             loss, num_held = policy_loss(
                 current_N=current_N,
                 proximal_N=proximal_N,
@@ -334,7 +361,7 @@ class TorchTrainer:
                 share_N=batch.share_N,
                 sequence_N=batch.rows_N,
                 params=loss_params,
-                reference_N=None if reference is None else torch.cat([reference[index] for index in mine]),
+                reference_N=reference_N,
             )
             if loss_params.entropy_weight > 0.0:
                 loss = loss - loss_params.entropy_weight * (batch.share_N * entropy_N).sum()
@@ -386,10 +413,10 @@ class TorchTrainer:
         for part in split_by_length(range(len(samples)), lengths, self.params.max_part_tokens):
             mine = part[model.rank :: model.world_size]
             if not mine:
-                model.log_probs(_stand_in())
+                model.log_probs(_stand_in().to(model.device))
                 continue
             batch = make_minibatch([samples[index] for index in mine], vocab_size=self.vocab_size)
-            log_probs_N, entropy_N = model.log_probs(batch)
+            log_probs_N, entropy_N = (one.cpu() for one in model.log_probs(batch.to(model.device)))
             entropy_sum += entropy_N.double().sum()
             sizes = [len(samples[index].positions) for index in mine]
             for index, values_N in zip(mine, log_probs_N.split(sizes), strict=True):

@@ -142,11 +142,15 @@ class TrainerSettings(Section):
     """Tokens of one forward pass; gradients of a minibatch add up over as many as it takes."""
     num_ranks: int = Field(default=1, ge=1, le=4096)
     """Processes that share the model (FSDP2)."""
-    backend: Literal["gloo", "nccl"] = "gloo"
-    """Of the ranks' process group.  ``nccl`` is for a trainer of your own: ROSE's computes on CPUs."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """What each rank computes on: ``cuda`` asks Ray for a GPU for each.  Ranks speak through gloo, and through NCCL on GPUs."""
+    offload: bool = False
+    """Keep fp32 masters and AdamW's moments in host memory, where GPUs compute."""
     num_threads: int = Field(default=1, ge=1, le=1024)
     """Threads of torch, per rank."""
     keep_checkpoints: int = Field(default=3, ge=1)
+    checkpoint_every: int = Field(default=1, ge=1, le=32)
+    """Steps.  What was trained since the last checkpoint is trained again after a death; ``scheduler.lease_ttl_s`` has to be longer than all of them take."""
 
     @model_validator(mode="after")
     def _fine_tuning_has_a_rate(self) -> Self:

@@ -1,15 +1,16 @@
-"""The two workers of a train loop, as plain async classes; ``rose.train.actors`` makes Ray actors of them.
+"""The worker of a train loop that owns the weights, as a plain async class; ``rose.train.actors`` makes a Ray actor of it.
 
-- :class:`EnvManager` surveys what the scheduler holds and brings groups to completion.
-- :class:`TrainWorker` owns the weights.  :meth:`TrainWorker.start` opens a new attempt: it takes the newest
-  checkpoint, claims the attempt's number on disk, tells the scheduler what was consumed, and publishes
-  its first version as an anchor.  :meth:`TrainWorker.train` takes one step.
+:meth:`TrainWorker.start` opens a new attempt: it takes the newest checkpoint, claims the attempt's number on disk, tells the
+scheduler what was consumed, and publishes its first version as an anchor.  :meth:`TrainWorker.train` takes one step.
 
 Order inside a step, and why nothing is lost or applied twice::
 
     lease -> train -> checkpoint -> acknowledge -> publish -> require the version
            ^ death: the lease returns           ^ death: ids are in the checkpoint, `resume` drops them
                      ^ death: as before                        ^ death: a new attempt publishes its own
+
+A checkpoint is written every ``checkpoint_every`` steps.  Leases of the steps between are acknowledged with it: after a death they are leased
+again, in their order, and the versions that were made of them end with the attempt.
 
 Version = number of steps behind the weights.  Blocking work (torch, disk, relay) runs in a thread, so that the
 worker goes on answering.  A worker does one thing at a time; its caller sees to that.
@@ -24,45 +25,33 @@ import logging
 import os
 import secrets
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from rose.auth import Tokens
-from rose.errors import CapacityError, ConfigError, Gone, RoseError, TrainError
+from rose.errors import CapacityError, Gone, RoseError, TrainError
 from rose.train.build import make_publisher, torch_trainer, weight_store
 from rose.train.client import SchedulerClient
 from rose.train.collect import Acceptance, Collected, CollectParams
-from rose.train.envs.base import Family, Task
-from rose.train.envs.delayed import Latency
-from rose.train.envs.registry import make_family
 from rose.train.metrics import lengths_by_quantile, success_rate, trajectory_metrics
-from rose.train.plan import GroupPlan, GroupState
-from rose.train.rewards import PoolParams, RewardPool
-from rose.train.rollout import EpisodeParams, EpisodeRunner, RolloutReport, Score, single_token_ids
-from rose.train.train_config import JobTask, RewardSettings, TrainConfig
+from rose.train.train_config import TrainConfig
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 LEASE_WAIT_S = 5.0
 """The groups are complete when a lease is asked for; waiting longer would hide that one was lost."""
-
-
 PUBLISH_PAUSE_S = 1.0
 """Before a publish that failed is tried again."""
 RESUMED_STEPS = 4
-"""Whose ids a resume names.  One would do: a step is acknowledged before the next begins."""
+"""Whose ids a resume names, beside those between two checkpoints.  One would do: what a checkpoint has is acknowledged before the next step begins."""
 BEST_OVER_STEPS = 5
 """Steps over which sampled success is averaged where there is no evaluation: of one batch it is noise, and a batch is older than its checkpoint."""
 MAX_NAMED = 8
 """Trajectories of a step that are named in its metrics for being malformed."""
-
-RewardPoolWorker = Any
-"""A :class:`rose.train.rewards.Worker`."""
 
 
 class Publisher(Protocol):
@@ -77,7 +66,7 @@ MakeTrainer = Callable[[TrainConfig], Any]
 """Builds a :class:`rose.train.protocol.Trainer`."""
 
 MakePublisher = Callable[[TrainConfig, Tokens, Any, int], Publisher]
-"""Builds a publisher of ``module`` for ``attempt``: ``(config, tokens, module, attempt)``."""
+"""Builds a publisher of ``module`` for ``attempt``: ``(config, tokens, module, attempt)``; on several ranks one on each, which publish together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,199 +76,6 @@ class Parts:
 
     make_trainer: MakeTrainer | None = None
     make_publisher: MakePublisher | None = None
-
-
-class EnvManager:
-    """Runs episodes of one job.
-
-    Args:
-        spawn_reward_worker: Makes a worker of a reward pool; needed where a ``reward.kind`` is not ``environment``.
-    """
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        tokens: Tokens,
-        spawn_reward_worker: Callable[[RewardSettings], RewardPoolWorker] | None = None,
-    ) -> None:
-        self._config = config
-        self._client = SchedulerClient(
-            config.scheduler.url,
-            environment_token=tokens.environment,
-            turn_timeout_s=config.scheduler.turn_timeout_s,
-            retry_s=config.scheduler.retry_s,
-        )
-        self._tasks = {task.name: task for task in config.all_tasks}
-        self._families = {name: family_of(task) for name, task in self._tasks.items()}
-        self._spawn = spawn_reward_worker
-        self._pools: dict[str, RewardPool] = {}
-        self._slots = asyncio.Semaphore(config.env.concurrency)
-        # Of their own: the trainer waits for an evaluation, and in line behind every episode begun it would wait for steps.
-        self._held_out_slots = asyncio.Semaphore(config.env.concurrency)
-        self._runners: dict[str, EpisodeRunner] = {}
-        self._evaluators: dict[str, EpisodeRunner] = {}
-
-    async def pid(self) -> int:
-        return os.getpid()
-
-    async def survey(self, group_ids: Sequence[str] | None = None) -> list[GroupState]:
-        """Groups that no trainer has taken; episodes that nobody runs any more are cancelled.
-
-        Args:
-            group_ids: Only these; call it when none of their episodes is running.  None = all of the job.
-
-        In an undisturbed run it finds nothing.
-        """
-        job = self._config.job
-        for orphan in await self._client.list_trajectories(job=job, state="running"):
-            if group_ids is None or orphan.get("group_id") in group_ids:
-                await self._client.cancel(orphan["id"])
-        members: dict[str, list[str]] = {}
-        for trajectory in await self._client.list_trajectories(job=job, state="finished"):
-            if group_ids is None or trajectory.get("group_id") in group_ids:
-                members.setdefault(str(trajectory.get("group_id")), []).append(trajectory["id"])
-        groups: list[GroupState] = []
-        for group_id, ids in members.items():
-            one = await self._client.get_trajectory(ids[0])
-            size, task, name = one.get("group_size"), one.get("task"), one.get("task_kind") or ""
-            # Else no group that we could complete, or of a task that the job no longer has.
-            if isinstance(size, int) and isinstance(task, dict) and name in self._tasks:
-                groups.append(
-                    GroupState(
-                        group_id=group_id, group_size=size, task=task, num_finished=len(ids), task_kind=name
-                    )
-                )
-        return groups
-
-    async def num_ready(self) -> int:
-        """Complete groups that no trainer has taken."""
-        finished = await self._client.list_trajectories(job=self._config.job, state="finished")
-        counts = Counter(str(trajectory.get("group_id")) for trajectory in finished)
-        return sum(count >= self._config.rollout.group_size for count in counts.values())
-
-    async def leave_stale(self) -> None:
-        """Play on in no group that the scheduler has given up as too old."""
-        stale = await self._client.list_trajectories(job=self._config.job, state="stale")
-        for runner in self._runners.values():
-            runner.leave({one["id"] for one in stale})
-
-    async def run(self, plans: Sequence[GroupPlan]) -> RolloutReport:
-        by_task: dict[str, list[GroupPlan]] = {}
-        for plan in plans:
-            by_task.setdefault(plan.task_kind, []).append(plan)
-        runners = {name: self._runner(name) for name in by_task}
-        found = await _all(runners[name].run(part) for name, part in by_task.items())
-        return sum(found, RolloutReport(num_episodes=0, num_turns=0, num_retries=0))
-
-    async def evaluate(self, tasks: Sequence[tuple[str, Task]]) -> list[Score]:
-        """Play held-out episodes, ``(name of the task, task)``, under a job of their own."""
-        job, count = eval_job(self._config), self._config.eval.episodes_per_task
-        by_task: dict[str, list[Task]] = {}
-        for name, task in tasks:
-            by_task.setdefault(name, []).append(task)
-        for name in by_task:
-            if name not in self._evaluators:
-                temperature = self._config.eval.temperature
-                self._evaluators[name] = self._make_runner(name, temperature, self._held_out_slots)
-        found = await _all(
-            self._evaluators[name].evaluate(part, job=job, episodes_per_task=count)
-            for name, part in by_task.items()
-        )
-        return [score for part in found for score in part]
-
-    async def progress(self) -> tuple[int, int]:
-        """Episodes started and ended so far."""
-        runners = [*self._runners.values(), *self._evaluators.values()]
-        return sum(one.num_started for one in runners), sum(one.num_ended for one in runners)
-
-    async def stop(self) -> None:
-        """End every episode that runs, see :meth:`rose.train.rollout.EpisodeRunner.close`."""
-        runners = [*self._runners.values(), *self._evaluators.values()]
-        await asyncio.gather(*(runner.close() for runner in runners))
-
-    async def close(self) -> None:
-        await self.stop()
-        for pool in self._pools.values():
-            await pool.close()
-        await self._client.close()
-
-    def _runner(self, name: str) -> EpisodeRunner:
-        if name not in self._runners:
-            self._runners[name] = self._make_runner(name, self._config.rollout.temperature, self._slots)
-        return self._runners[name]
-
-    def _make_runner(self, name: str, temperature: float, slots: asyncio.Semaphore) -> EpisodeRunner:
-        config, task, family = self._config, self._tasks[name], self._families[name]
-        allowed = family.allowed_texts
-        return EpisodeRunner(
-            self._client,
-            family,
-            EpisodeParams(
-                job=config.job,
-                model=config.scheduler.model,
-                temperature=temperature,
-                max_tokens=task.max_tokens,
-                concurrency=config.env.concurrency,
-                step_timeout_s=task.step_timeout_s,
-                max_retries=config.env.max_retries,
-                retry_pause_s=config.env.retry_pause_s,
-                reward_range=task.reward_range,
-                task_kind=name,
-            ),
-            None if allowed is None else single_token_ids(config.model, allowed),
-            self._rewarder(task),
-            slots,
-        )
-
-    def _rewarder(self, task: JobTask) -> RewardPool | None:
-        """The pool that scores a task's episodes; None = their environments do."""
-        reward = task.reward
-        if reward.kind == "environment":
-            return None
-        if task.name not in self._pools:
-            if self._spawn is None:
-                raise ConfigError("needs reward workers, and nobody makes them here", field="reward.kind")
-            spawn = self._spawn
-            params = PoolParams(
-                min_workers=reward.min_workers,
-                max_workers=reward.max_workers,
-                timeout_s=reward.timeout_s,
-                max_retries=reward.max_retries,
-                idle_s=reward.idle_s,
-            )
-            self._pools[task.name] = RewardPool(lambda: spawn(reward), params)
-        return self._pools[task.name]
-
-
-async def _all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results in order; the first error cancels the rest."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            running = [group.create_task(work) for work in works]
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from failures
-    return [one.result() for one in running]
-
-
-def family_of(task: JobTask) -> Family:
-    """The environments of a task.
-
-    Raises:
-        ConfigError: Unknown kind or settings; names the task where there are several.
-    """
-    latency = Latency(median_s=task.latency.median_s, sigma=task.latency.sigma)
-    try:
-        return make_family(task.kind, task.settings, latency)
-    except ConfigError as error:
-        if not task.name:
-            raise
-        field = (error.field or "").removeprefix("env.")
-        raise ConfigError(error.message, field=f"tasks.{task.name}.{field}", fix=error.fix) from error
-
-
-def eval_job(config: TrainConfig) -> str:
-    """Name under which held-out episodes run, so that no trainer leases them."""
-    return f"{config.job}-eval"
 
 
 class TrainWorker:
@@ -324,6 +120,8 @@ class TrainWorker:
         """Of what is leased, by trajectory."""
         self._name = secrets.token_hex(8)
         """Begins the names of this worker's batches, as no other's."""
+        self._unacknowledged: list[tuple[str, int]] = []
+        """Leases that were trained on since the last checkpoint, and the steps that were."""
         self._num_leases = 0
         self._busy = asyncio.Lock()
         """Held by a step.  A driver that lost touch with one in progress begins another while the first still runs."""
@@ -370,9 +168,12 @@ class TrainWorker:
         # Claims the number before anyone hears it: a death right after this leaves the attempt used up.
         await self._save()
         await self._resume()
-        self._publisher = await asyncio.to_thread(
-            self._make_publisher, self._config, self._tokens, self._trainer.module, self._attempt
-        )
+        if self._ranks:
+            open_publisher = partial(self._trainer.open_publisher, self._make_publisher, self._tokens)
+        else:
+            module = self._trainer.module
+            open_publisher = partial(self._make_publisher, self._config, self._tokens, module)
+        self._publisher = await asyncio.to_thread(open_publisher, self._attempt)
         update = await self._publish(None)
         return {
             "attempt": self._attempt,
@@ -416,19 +217,15 @@ class TrainWorker:
         sampled_success = success_rate([*trajectories, *(one for group in filtered for one in group)])
         num_starving = self._collected.num_leases_starved
         self._forget()
-        await self._save()
-        if not self._config.eval.every_steps:
-            self._successes.append(sampled_success)
-            if len(self._successes) == BEST_OVER_STEPS:
+        self._unacknowledged += [(batch_id, step) for batch_id in batch_ids]
+        self._successes.append(sampled_success)
+        if self._is_saved_after(step):
+            await self._save()
+            if not self._config.eval.every_steps and len(self._successes) == BEST_OVER_STEPS:
                 await self.note_success(sum(self._successes) / BEST_OVER_STEPS)
         saved_s = time.monotonic()
-        try:
-            for batch_id in batch_ids:
-                await self._client.ack(batch_id, step=step, attempt=self._attempt)
-        except Gone:
-            # A lease ran out on the way, and what it held may be ready again.  It is applied and in the checkpoint: say so.
-            logger.warning("a lease of step %d ran out: raise scheduler.lease_ttl_s", step)
-            await self._resume()
+        if self._is_saved_after(step):
+            await self._acknowledge()
         publish_started_s = time.monotonic()
         update = await self._publish(learning_rate)
         return {
@@ -452,6 +249,20 @@ class TrainWorker:
             "publish_s": time.monotonic() - publish_started_s,
             "update": update,
         }
+
+    def _is_saved_after(self, step: int) -> bool:
+        return (step + 1) % self._config.trainer.checkpoint_every == 0 or step + 1 >= self._config.num_steps
+
+    async def _acknowledge(self) -> None:
+        """What the newest checkpoint has been trained on is nobody else's any more."""
+        done, self._unacknowledged = self._unacknowledged, []
+        try:
+            for batch_id, step in done:
+                await self._client.ack(batch_id, step=step, attempt=self._attempt)
+        except Gone:
+            # A lease ran out on the way, and what it held may be ready again.  It is applied and in the checkpoint: say so.
+            logger.warning("a lease of step %d ran out: raise scheduler.lease_ttl_s", done[-1][1])
+            await self._resume()
 
     @property
     def _staleness(self) -> dict[str, Any]:
@@ -478,9 +289,10 @@ class TrainWorker:
                 await self._resume()
 
     async def note_success(self, success: float) -> None:
-        """How well the weights of the newest checkpoint do: the best is kept for as long as none is better."""
+        """How well the present weights do: the best checkpoint is kept for as long as none is better."""
         from rose.train import checkpoint as checkpoints
 
+        # Without a checkpoint of these weights there is nothing to keep, which `note_best` sees.
         if self._config.trainer.guard.keep_best:
             name = checkpoints.name_of(self._trainer.step_index, self._attempt)
             await asyncio.to_thread(checkpoints.note_best, self._directory, name, success)
@@ -550,8 +362,12 @@ class TrainWorker:
         self._samples.clear()
 
     async def _resume(self) -> None:
+        if self._unacknowledged:
+            # Every lease goes back, those that were trained on since the last checkpoint too: make them durable first.
+            self._unacknowledged = []
+            await self._save()
         self._num_leases += 1  # what is open under the last name goes back with the others
-        newest = sorted(self._consumed)[-RESUMED_STEPS:]
+        newest = sorted(self._consumed)[-(RESUMED_STEPS + self._config.trainer.checkpoint_every) :]
         consumed = [name for step in newest for name in self._consumed[step]]
         await self._client.resume(
             job=self._config.job, attempt=self._attempt, consumed=consumed, run=self._run
@@ -565,14 +381,14 @@ class TrainWorker:
 
         oldest = self._trainer.step_index - checkpoints.CONSUMED_STEPS
         self._consumed = {step: ids for step, ids in self._consumed.items() if step >= oldest}
-        captured = await asyncio.to_thread(
-            self._trainer.capture,
+        await asyncio.to_thread(
+            self._trainer.save,
+            self._directory,
             attempt=self._attempt,
             version=self._trainer.step_index,
             consumed=self._consumed,
+            keep=self._config.trainer.keep_checkpoints,
         )
-        keep = self._config.trainer.keep_checkpoints
-        await asyncio.to_thread(checkpoints.save, captured, self._directory, keep=keep)
 
     async def _publish(self, learning_rate: float | None) -> dict[str, Any]:
         """Publish the weights as they are, then let no worker below them take a turn."""

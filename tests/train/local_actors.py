@@ -12,9 +12,10 @@ from typing import Any
 from ray.exceptions import RayActorError
 
 from rose.train.actors import Actors
+from rose.train.env_manager import EnvManager
 from rose.train.rewards import RewardWorker
 from rose.train.train_config import RewardSettings
-from rose.train.workers import EnvManager, TrainWorker
+from rose.train.workers import TrainWorker
 
 
 class LocalActor:

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,8 +15,19 @@ from safetensors.torch import save_file
 from rose.train import checkpoint as checkpoints
 from rose.train.batch import samples_of
 from rose.train.loss import LossParams
+from rose.train.model import whole_of
 from rose.train.trainer import TorchTrainer, TrainerParams
+from rose.weights.params import WeightsParams
+from rose.weights.publisher import WeightPublisher
+from rose.weights.ranks import TorchRanks
+from rose.weights.stores import open_store
 from tests.train.traces import random_batch
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of it."""
+    sharded: Any = tensor.detach()
+    return sharded.to_local() if hasattr(sharded, "to_local") else sharded
 
 
 class RecordingTrainer(TorchTrainer):
@@ -31,7 +43,7 @@ class RecordingTrainer(TorchTrainer):
         return super()._update(limit)
 
 
-def run_steps(model_path: Path, out: Path, *, resume: Path | None = None) -> None:
+def run_steps(model_path: Path, out: Path, *, resume: Path | None = None, num_steps: int = 2) -> None:
     # Minibatches of 5 over ranks: unequal shares, one of them empty in the smallest part; masters are compared, so the
     # rounding to bf16 is left out: it turns a last bit into a whole step.
     params = TrainerParams(
@@ -48,32 +60,50 @@ def run_steps(model_path: Path, out: Path, *, resume: Path | None = None) -> Non
         assert found is not None
         trainer.restore(found)
     reports = []
-    for seed in (1, 2):
+    for seed in range(1, 1 + num_steps):
         batch = [
             sample
             for one in random_batch(seed, num_groups=2, group_size=4)
             for sample in samples_of(one, vocab_size=trainer.vocab_size, max_tokens=trainer.max_tokens)
         ]
         reports.append(trainer.step(batch).to_dict())
-    captured = trainer.capture(attempt=1, version=trainer.step_index, consumed={})
+    consumed = {0: ("t1", "t2")}
+    trainer.save(out / "checkpoints", attempt=1, version=trainer.step_index, consumed=consumed, keep=3)
+    trainer.export(out / "model")
+    publisher = WeightPublisher(
+        trainer.module,
+        open_store(str(out / "store")),
+        "run",
+        1,
+        WeightsParams(cast="F32"),
+        ranks=TorchRanks() if dist.is_initialized() else None,
+    )
+    published = publisher.publish(trainer.step_index)
+    local = sum(local_part(tensor).numel() for tensor in trainer.module.parameters())
+    weights = {
+        name: whole_of(tensor.detach()).contiguous() for name, tensor in trainer.module.named_parameters()
+    }
     if not dist.is_initialized() or dist.get_rank() == 0:
-        out.mkdir(parents=True, exist_ok=True)
-        checkpoints.save(captured, out / "checkpoints")
         save_file(trainer.gradients, out / "gradients.safetensors")
-        save_file(
-            {name: tensor.contiguous() for name, tensor in captured.weights.items()},
-            out / "weights.safetensors",
-        )
-        published = dict(trainer.module.named_parameters())
-        assert all(torch.equal(published[name], tensor) for name, tensor in captured.weights.items())
+        save_file(weights, out / "weights.safetensors")
         (out / "reports.json").write_text(json.dumps(reports))
+        (out / "published.json").write_text(json.dumps(dict(published.state)))
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    (out / f"held-{rank}.json").write_text(json.dumps(local))
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    run_steps(Path(sys.argv[1]), Path(sys.argv[2]), resume=Path(sys.argv[3]) if len(sys.argv) > 3 else None)
-    dist.destroy_process_group()
+    if int(os.environ["WORLD_SIZE"]) > 1:
+        dist.init_process_group("gloo")
+    run_steps(
+        Path(sys.argv[1]),
+        Path(sys.argv[2]),
+        resume=Path(sys.argv[3]) if len(sys.argv) > 3 else None,
+        num_steps=int(sys.argv[4]) if len(sys.argv) > 4 else 2,
+    )
+    if dist.is_initialized():
+        dist.destroy_process_group()
     # Gloo's own threads may still hold tensors, and freeing one while the interpreter ends aborts the process
     # (pytorch pull request 179291): everything is in files, so leave without that ending.
     os._exit(0)

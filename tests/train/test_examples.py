@@ -13,8 +13,8 @@ import pytest
 from rose.config import load_config
 from rose.train.batch import samples_of
 from rose.train.client import SchedulerClient
+from rose.train.env_manager import family_of
 from rose.train.train_config import TrainConfig
-from rose.train.workers import family_of
 from tests.train.world import running_world
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

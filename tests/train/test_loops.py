@@ -19,12 +19,13 @@ from rose.lineage import parse_version
 from rose.policy.staleness import lag
 from rose.testing.toy_recipe import UNGUARDED
 from rose.train import checkpoint as checkpoints
+from rose.train.build import make_publisher
 from rose.train.cli import _line
 from rose.train.client import SchedulerClient
 from rose.train.device_loan import DeviceLoan
 from rose.train.loop import check_job, train_with
 from rose.train.train_config import LendSettings, TrainConfig
-from rose.train.workers import Parts, TrainWorker, make_publisher
+from rose.train.workers import Parts, TrainWorker
 from tests.coserve.conftest import Device, until
 from tests.train.local_actors import LocalActors
 from tests.train.local_run import SMALL, Script, assert_applied_once, consumed_of, run
@@ -340,7 +341,8 @@ async def test_checkpoints_that_cannot_be_read_end_the_run_and_stay(world: World
     folders = sorted((config.output_dir / "checkpoints").iterdir())
     for folder in folders:
         (folder / "state.json").chmod(0)
-        (folder / "state.safetensors").write_bytes(b"")
+        for file in folder.glob("*.safetensors"):
+            file.write_bytes(b"")
     with pytest.raises(TrainError, match=r"none of 3 checkpoints can be read.*step-000002\.1") as caught:
         await run(world, {}, num_steps=4)
     assert caught.value.fix is not None
@@ -403,7 +405,8 @@ async def test_a_store_that_is_away_for_a_while_does_not_end_the_run(
 async def test_a_damaged_checkpoint_is_passed_over_aloud(world: World) -> None:
     _, config, _ = await run(world, {}, num_steps=2)
     newest = config.output_dir / "checkpoints" / "step-000002.1"
-    (newest / "state.safetensors").write_bytes(b"")
+    for file in newest.glob("*.safetensors"):
+        file.write_bytes(b"")
     script, _, result = await run(world, {}, num_steps=2)
     assert [record["step"] for record in script.records] == [1]
     assert (result.num_steps, result.attempt) == (2, 2)
@@ -527,3 +530,23 @@ async def test_what_cannot_be_lent_is_said_before_anything_starts(world: World, 
     table = job_table(world, rollout={**SMALL, "mode": "asynchronous"}, lend={"node_dir": str(lender.dir)})
     with pytest.raises(ConfigError, match="is for synchronous runs"):
         check_job(TrainConfig.model_validate(table))
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
+@pytest.mark.parametrize("dies_after", [1, 3, 4])
+async def test_what_was_trained_since_the_last_checkpoint_is_trained_again_after_a_death(
+    world: World, mode: str, dies_after: int
+) -> None:
+    """A checkpoint every three steps.  Nothing is lost, and in the surviving line nothing is applied twice."""
+    rollout = {**SMALL, "mode": mode, "alpha": 4}
+    script, config, result = await run(
+        world, {dies_after: "kill_trainer"}, num_steps=7, rollout=rollout, trainer={"checkpoint_every": 3}
+    )
+
+    goes_on_at = (dies_after + 1) // 3 * 3
+    taken = [record["step"] for record in script.records]
+    assert taken == [*range(dies_after + 1), *range(goes_on_at, 7)]
+    assert (result.num_steps, result.attempt) == (7, 2)
+    folders = sorted(path.name for path in (config.output_dir / "checkpoints").glob("step-*"))
+    assert all(int(name[5:11]) in (0, 3, 6, 7, goes_on_at) for name in folders)
+    assert_applied_once(world, config)

@@ -9,11 +9,11 @@ import pytest
 
 from rose.config import validate
 from rose.errors import ConfigError
+from rose.train.env_manager import family_of
 from rose.train.loop import check_job
 from rose.train.metrics import prefill_per_decode, trajectory_metrics
 from rose.train.mix import TaskMix, TaskShapes
 from rose.train.train_config import TrainConfig
-from rose.train.workers import family_of
 
 TASKS = {"a": [{"n": 0}, {"n": 1}], "b": [{"n": 2}], "c": [{"n": 3}, {"n": 4}, {"n": 5}]}
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from rose.auth import Tokens
 from rose.train.batch import samples_of
+from rose.train.build import make_publisher
 from rose.train.train_config import TrainConfig
 from rose.train.trainer import TorchTrainer, TrainerParams
-from rose.train.workers import make_publisher
 from tests.train.traces import random_batch
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from rose.auth import Tokens
 from rose.errors import ConfigError, TrainError
 from rose.train import checkpoint as checkpoints
 from rose.train.batch import TrainingSequence, samples_of
+from rose.train.build import make_publisher, torch_trainer
+from rose.train.loading import empty_modules, load_module
 from rose.train.train_config import TrainConfig
 from rose.train.trainer import TorchTrainer, TrainerParams
-from rose.train.workers import make_publisher, torch_trainer
 from tests.train.traces import random_batch
 
 
@@ -153,9 +155,10 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     checkpoints.save(trainer.capture(attempt=1, version=0, consumed={}), tmp_path)
     trainer.step(samples(9))
     newest = checkpoints.save(trainer.capture(attempt=1, version=1, consumed={}), tmp_path)
-    data = bytearray((newest / "state.safetensors").read_bytes())
+    (file,) = newest.glob("*.safetensors")
+    data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
-    (newest / "state.safetensors").write_bytes(data)
+    file.write_bytes(data)
 
     found, passed_over = checkpoints.load_latest(tmp_path)
 
@@ -173,7 +176,7 @@ def test_a_checkpoint_that_was_cut_short_does_not_exist(
     def disk_full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoints, "save_file", disk_full)
+    monkeypatch.setattr(checkpoints, "_write_tensors", disk_full)
     with pytest.raises(TrainError, match="cannot be written"):
         checkpoints.save(trainer.capture(attempt=1, version=1, consumed={}), tmp_path)
 
@@ -183,7 +186,7 @@ def test_a_checkpoint_that_was_cut_short_does_not_exist(
 def test_what_a_killed_writer_left_is_removed_by_the_next(trainer: TorchTrainer, tmp_path: Path) -> None:
     torn = tmp_path / ".writing-abc"
     torn.mkdir()
-    (torn / "state.safetensors").write_bytes(b"half")
+    (torn / "shard.safetensors").write_bytes(b"half")
     checkpoints.save(trainer.capture(attempt=1, version=0, consumed={}), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000000.1"]
 
@@ -208,16 +211,7 @@ def test_only_the_newest_checkpoints_are_kept_and_a_later_attempt_is_newer(
 ) -> None:
     captured = trainer.capture(attempt=1, version=0, consumed={})
     for attempt, step in [(1, 5), (1, 6), (2, 3), (2, 4)]:
-        one = checkpoints.Checkpoint(
-            **{
-                name: getattr(captured, name)
-                for name in ("shuffle_state", "weights", "optimizer", "consumed")
-            },
-            version=step,
-            attempt=attempt,
-            step=step,
-        )
-        checkpoints.save(one, tmp_path, keep=3)
+        checkpoints.save(replace(captured, version=step, attempt=attempt, step=step), tmp_path, keep=3)
 
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["step-000003.2", "step-000004.2", "step-000006.1"]
@@ -230,18 +224,7 @@ def test_only_the_newest_checkpoints_are_kept_and_a_later_attempt_is_newer(
 def test_consumed_ids_are_kept_for_a_bounded_number_of_steps(trainer: TorchTrainer, tmp_path: Path) -> None:
     consumed = {step: (f"t{step}",) for step in range(100)}
     captured = trainer.capture(attempt=1, version=100, consumed=consumed)
-    path = checkpoints.save(
-        checkpoints.Checkpoint(
-            **{
-                name: getattr(captured, name)
-                for name in ("shuffle_state", "weights", "optimizer", "consumed")
-            },
-            version=100,
-            attempt=1,
-            step=100,
-        ),
-        tmp_path,
-    )
+    path = checkpoints.save(replace(captured, version=100, step=100), tmp_path)
     assert sorted(checkpoints.load(path).consumed) == list(range(36, 100))
 
 
@@ -250,23 +233,16 @@ def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(
 ) -> None:
     path = checkpoints.save(trainer.capture(attempt=1, version=0, consumed={}), tmp_path)
     loaded = checkpoints.load(path)
-    foreign = {name: torch.zeros(3) if "q_proj" in name else t for name, t in loaded.weights.items()}
     before = weights(trainer)
-
-    other = checkpoints.Checkpoint(
-        **{
-            name: getattr(loaded, name)
-            for name in ("step", "attempt", "version", "consumed", "shuffle_state")
-        },
-        weights=foreign,
-        optimizer={},
-    )
+    foreign = {name: (3,) if "q_proj" in name else shape for name, shape in loaded.shapes.items()}
     with pytest.raises(TrainError, match="is not the model's"):
-        trainer.restore(other)
+        trainer.restore(replace(loaded, shapes=foreign))
+    with pytest.raises(TrainError, match="tensor extra is not in the model"):
+        trainer.restore(replace(loaded, shapes={**loaded.shapes, "extra": (3,)}))
     assert equal(before, weights(trainer))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 2}', '{"schema": 1, "tensors_xxh3": "00"}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 1}', '{"schema": 2, "files": {}}'])
 def test_nonsense_in_a_checkpoint_is_a_clear_error(trainer: TorchTrainer, tmp_path: Path, text: str) -> None:
     path = checkpoints.save(trainer.capture(attempt=1, version=0, consumed={}), tmp_path)
     (path / "state.json").write_text(text)
@@ -278,7 +254,7 @@ def test_nonsense_in_a_checkpoint_is_a_clear_error(trainer: TorchTrainer, tmp_pa
 def test_a_checkpoint_holds_no_pickle(trainer: TorchTrainer, tmp_path: Path) -> None:
     trainer.step(samples(10))
     path = checkpoints.save(trainer.capture(attempt=1, version=1, consumed={}), tmp_path)
-    assert sorted(file.name for file in path.iterdir()) == ["state.json", "state.safetensors"]
+    assert {file.suffix for file in path.iterdir()} == {".json", ".safetensors"}
     assert json.loads((path / "state.json").read_text())["step"] == 1
 
 
@@ -304,6 +280,7 @@ def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
         ("policy_dtype", "float32", "policy_dtype"),
         ("compute_dtype", "bfloat16", "compute_dtype"),
         ("activation_checkpointing", True, "activation_checkpointing"),
+        ("offload", True, "offload"),
         ("clip_low", 0.5, "loss.clip_low"),
         ("clip_high", 0.5, "loss.clip_high"),
         ("objective", "cispo", "loss.objective"),
@@ -375,3 +352,40 @@ def test_weights_are_published_as_the_trainer_computes_with_them(
     module = TorchTrainer(policy_model, TrainerParams(learning_rate=1e-3)).module
     report = make_publisher(config, Tokens.generate(), module, 1).publish(0)
     assert report.bytes_dense == size * sum(tensor.numel() for tensor in module.parameters())
+
+
+def test_several_files_of_a_folder_are_read_by_shards_as_one_process_reads_them(
+    policy_model: Path, tmp_path: Path
+) -> None:
+    """And the parameters of an empty model take no memory until they are filled."""
+    whole = load_module(policy_model)
+    whole.save_pretrained(tmp_path, max_shard_size="200KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    skeleton, empty = empty_modules(tmp_path, torch.float32)
+    assert all(tensor.is_meta for tensor in skeleton.parameters())
+    assert [name for name, _ in empty.named_parameters()] == [name for name, _ in whole.named_parameters()]
+    for (name, ours), (_, theirs) in zip(empty.named_buffers(), whole.named_buffers(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+    checkpoints.read_into({name: tensor.detach() for name, tensor in empty.named_parameters()}, tmp_path)
+
+    for ours, theirs in zip(empty.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    ids_BT = torch.arange(5).unsqueeze(0)
+    with torch.no_grad():
+        assert torch.equal(empty.eval()(ids_BT).logits, whole.eval()(ids_BT).logits)
+
+
+def test_a_folder_that_lacks_a_tensor_is_refused(policy_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(TrainError, match="cannot be read"):
+        checkpoints.read_into({"nowhere": torch.zeros(3)}, policy_model)
+
+
+def test_masters_in_host_memory_change_nothing(policy_model: Path) -> None:
+    """Here everything is in host memory: the path is the one of a GPU, and so are its sums."""
+    found = []
+    for offload in (False, True):
+        made = TorchTrainer(policy_model, TrainerParams(learning_rate=1e-3, num_epochs=1, offload=offload))
+        made.step(samples(3))
+        found.append(weights(made))
+    assert equal(*found)

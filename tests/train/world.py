@@ -18,6 +18,7 @@ from typing import Any
 
 import aiohttp
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
@@ -26,6 +27,7 @@ from rose.scheduler.app import Scheduler
 from rose.scheduler.scheduler_config import SchedulerConfig
 from rose.testing.fake_engine import FakeEngine, FakeNode, serve_engine
 from rose.testing.toy_tokenizer import HFTokenizer
+from rose.train.model import whole_of
 from rose.train.train_config import TrainConfig
 
 RUN = "loop"
@@ -83,7 +85,12 @@ class FilePublisher:
         self._module, self._directory, self._attempt = module, directory, attempt
 
     def publish(self, version: int, *, step: int | None = None, lr: float | None = None) -> Any:
-        tensors = {name: tensor.detach().bfloat16() for name, tensor in self._module.named_parameters()}
+        # On several ranks the others have their part in putting each tensor together, and no more.
+        tensors = {
+            name: whole_of(tensor.detach()).bfloat16() for name, tensor in self._module.named_parameters()
+        }
+        if dist.is_initialized() and dist.get_rank():
+            return None
         target = self._directory / f"{self._attempt}.{version}.safetensors"
         assert not target.exists(), "one version was published twice"
         save_file(tensors, f"{target}.part")

@@ -1,0 +1,213 @@
+"""A Hugging Face folder in, a Hugging Face folder out: whole for a trainer of one process, by shards for one of several.
+
+By shards means that no rank ever holds a whole model: parameters are made as memory that is never touched (:func:`empty_modules`), FSDP2 takes
+each rank's part of it, and each rank reads that part of the folder's safetensors files (:func:`sharded_masters`).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rose.errors import ConfigError, TrainError
+from rose.train.checkpoint import read_into
+
+FILE_BYTES = 4 * 2**30
+"""Of one file of an export: what the first rank holds of a model when it is written by shards."""
+
+
+def load_module(model_path: Path) -> Any:
+    """A causal language model in fp32.
+
+    Raises:
+        ConfigError: No model, or none that can be loaded.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    _check_folder(model_path)
+    try:
+        return AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{model_path} cannot be loaded: {error}", field="model") from error
+
+
+def empty_modules(model_path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
+    """The same model twice: its skeleton (parameters on ``meta``), and one whose parameters, in ``dtype``, hold nothing yet.
+
+    Memory that nobody has written to is not taken from the system.  Buffers are there.
+
+    Raises:
+        ConfigError: No model.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    _check_folder(model_path)
+    try:
+        config = AutoConfig.from_pretrained(model_path, local_files_only=True)
+        with _parameters_on_meta():
+            skeleton: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{model_path} cannot be loaded: {error}", field="model") from error
+    skeleton.tie_weights()
+    module = copy.deepcopy(skeleton)
+    empty = {
+        name: torch.nn.Parameter(torch.empty(tensor.shape, dtype=dtype))
+        for name, tensor in module.named_parameters()
+    }
+    _replace(module, empty)
+    return skeleton, module
+
+
+def sharded_masters(skeleton: Any, computing: Any, model_path: Path, device: torch.device) -> Any:
+    """``skeleton`` with fp32 masters, sharded as ``computing`` is, read from ``model_path``.  All ranks.
+
+    Args:
+        device: Where the masters are.
+
+    Raises:
+        ConfigError: The folder's safetensors files lack a tensor, or have it in another shape.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    masters: dict[str, torch.nn.Parameter] = {}
+    like: Any
+    for name, like in computing.named_parameters():
+        local = torch.empty(like.to_local().shape, dtype=torch.float32, device=device)
+        whole: Any = DTensor.from_local(
+            local, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+        masters[name] = torch.nn.Parameter(whole)
+    _replace(skeleton, masters)
+    try:
+        read_into({name: tensor.detach() for name, tensor in masters.items()}, model_path)
+    except TrainError as error:
+        raise ConfigError(
+            error.message,
+            field="model",
+            fix="several ranks read safetensors files with the model's own names: save it anew with transformers",
+        ) from error
+    return skeleton
+
+
+def export_module(module: Any, source: Path, target: Path, dtype: torch.dtype) -> None:
+    """Write ``module`` to ``target`` so that it is there whole or not at all; replaces what was there.
+
+    Raises:
+        TrainError: The disk refused.
+    """
+
+    def write(staging: Path) -> None:
+        copy.deepcopy(module).to(dtype).save_pretrained(staging)
+
+    _export(source, target, write)
+
+
+def export_shards(module: Any, source: Path, target: Path, dtype: torch.dtype) -> None:
+    """The same for sharded tensors.  All ranks; the first holds :data:`FILE_BYTES` at most, the others a tensor at a time.
+
+    Raises:
+        TrainError: The disk refused.  The other ranks do not hear of it.
+    """
+    from transformers import AutoConfig
+
+    named = dict(module.named_parameters())
+    files: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in named.items():
+        num_bytes = tensor.numel() * dtype.itemsize
+        if files[-1] and size + num_bytes > FILE_BYTES:
+            files.append([])
+            size = 0
+        files[-1].append(name)
+        size += num_bytes
+
+    def wholes(names: list[str]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for name in names:
+            whole = named[name].detach().full_tensor().to(dtype).cpu()
+            if dist.get_rank() == 0:
+                found[name] = whole.contiguous()
+        return found
+
+    def write(staging: Path) -> None:
+        staging.mkdir(parents=True)
+        where: dict[str, str] = {}
+        for number, names in enumerate(files, start=1):
+            single = len(files) == 1
+            file = "model.safetensors" if single else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            save_file(wholes(names), staging / file, metadata={"format": "pt"})
+            where |= dict.fromkeys(names, file)
+        if len(files) > 1:
+            total = sum(tensor.numel() for tensor in named.values()) * dtype.itemsize
+            index = {"metadata": {"total_size": total}, "weight_map": where}
+            (staging / "model.safetensors.index.json").write_text(json.dumps(index))
+        config = AutoConfig.from_pretrained(source, local_files_only=True)
+        config.dtype = dtype
+        config.save_pretrained(staging)
+
+    if dist.get_rank() == 0:
+        _export(source, target, write)
+    else:
+        for names in files:
+            wholes(names)
+
+
+def _export(source: Path, target: Path, write: Callable[[Path], None]) -> None:
+    staging = target.with_name(f".{target.name}.writing")
+    try:
+        shutil.rmtree(staging, ignore_errors=True)
+        write(staging)
+        for path in source.iterdir():
+            # Tokenizer, chat template, generation settings: all but what the model itself has just written.
+            beside = path.is_file() and path.suffix in (".json", ".jinja", ".txt", ".model")
+            if beside and "safetensors" not in path.name and not (staging / path.name).exists():
+                shutil.copy2(path, staging / path.name)
+        shutil.rmtree(target, ignore_errors=True)
+        staging.rename(target)
+    except OSError as error:
+        raise TrainError(f"{target} cannot be written: {error}", field="export") from error
+
+
+def _check_folder(model_path: Path) -> None:
+    if not (model_path / "config.json").is_file():
+        raise ConfigError(f"{model_path} is not a model folder", field="model")
+
+
+def _replace(module: Any, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    """Give ``module`` other parameters, by name; what was one tensor under two names stays one."""
+    new = {id(tensor): parameters[name] for name, tensor in module.named_parameters()}
+    for owner in module.modules():
+        for key, tensor in owner._parameters.items():
+            if tensor is not None:
+                owner._parameters[key] = new[id(tensor)]
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Parameters that are made inside take no memory.  Buffers do: they are small, and nothing would fill them later."""
+    original = torch.nn.Module.register_parameter
+
+    def register(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = torch.nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        original(self, name, param)
+
+    torch.nn.Module.register_parameter = register
+    try:
+        yield
+    finally:
+        torch.nn.Module.register_parameter = original
