@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from rose.errors import TrainError
+from rose.train.build import trainer_params
 from rose.train.train_config import TrainConfig
 from rose.train.trainer import TorchTrainer
 from rose.train.workers import Parts
@@ -91,7 +92,7 @@ class SlowTrainer(TorchTrainer):
 
 
 def slow_trainer(config: TrainConfig) -> SlowTrainer:
-    return SlowTrainer(config.model)
+    return SlowTrainer(config.model, trainer_params(config))
 
 
 async def test_a_step_that_its_driver_lost_touch_with_ends_before_the_next_begins(world: World) -> None:

@@ -61,7 +61,7 @@ def group(family: Any, *, size: int = 4) -> GroupPlan:
 
 async def test_a_group_becomes_a_batch_whose_log_probs_are_the_engines(world: World) -> None:
     """The whole way of a token: engine -> gateway -> trace -> tensors, compared with the model that sampled it."""
-    from rose.train.trainer import TorchTrainer
+    from rose.train.trainer import TorchTrainer, TrainerParams
 
     family = FrozenLakeFamily(FrozenLakeParams())
     async with client_of(world) as client:
@@ -74,7 +74,8 @@ async def test_a_group_becomes_a_batch_whose_log_probs_are_the_engines(world: Wo
     assert report.num_turns == sum(len(one["turns"]) for one in trajectories)
     samples = [s for one in trajectories for s in samples_of(one, vocab_size=320, max_tokens=1024)]
     assert len(samples) == 4  # no conversation forked
-    for sample, found in zip(samples, TorchTrainer(world.model_path).log_probs(samples), strict=True):
+    trainer = TorchTrainer(world.model_path, TrainerParams(learning_rate=1e-3))
+    for sample, found in zip(samples, trainer.log_probs(samples), strict=True):
         assert sample.temperatures[0] == 0.9
         assert found.tolist() == pytest.approx(list(sample.logprobs), abs=1e-4)
 
