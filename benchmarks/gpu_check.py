@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.gpu import stages
 from benchmarks.gpu.common import (
     ALLOW_MPS,
+    MEMORY,
     PARTIAL,
     RATE,
     REHEARSE,
@@ -42,7 +43,7 @@ from benchmarks.gpu.common import (
     be_peer,
     missing,
 )
-from benchmarks.gpu.record import FILE, Record, put
+from benchmarks.gpu.record import FILE, Record, only_user, put
 from benchmarks.gpu.rehearsal import StandIn
 from benchmarks.gpu.runner import Runner
 
@@ -80,6 +81,14 @@ def main() -> int:
     unknown = [name for name in args.stage or [] if name not in table]
     if unknown:
         raise SystemExit(f"no stage '{unknown[0]}'; --list names them")
+    with only_user(args.out):
+        return _measure(args, table, blocked, began_s)
+
+
+def _measure(
+    args: argparse.Namespace, table: dict[str, stages.Stage], blocked: dict[str, str], began_s: float
+) -> int:
+    """One call on its folder; its exit status."""
     record = Record(args.out, rehearsal=args.rehearse)
     record.begin(args.until, blocked)
     runner = Runner()
@@ -165,7 +174,12 @@ def _run_all(
             str(running / "answer.json"),
             *flags,
         ]
-        env = {**os.environ, PARTIAL: str(running / "partial.json"), "PYTHONUNBUFFERED": "1"}
+        env = {
+            **os.environ,
+            PARTIAL: str(running / "partial.json"),
+            MEMORY: record.memory,
+            "PYTHONUNBUFFERED": "1",
+        }
         env |= stand_in.env() if stand_in is not None and "driver" in table[name].needs else {}
         found = runner.run(command, running, env, min(_limit_s(table[name], args.rehearse), left_s))
         broken = stand_in.broken_rules() if stand_in is not None else []

@@ -34,6 +34,8 @@ ALLOW_MPS = "ROSE_GPU_CHECK_ALLOW_MPS"
 TRACE = "ROSE_GPU_CHECK_TRACE"
 RATE = "ROSE_GPU_CHECK_RATE"
 REHEARSE = "ROSE_GPU_CHECK_REHEARSE"
+MEMORY = "ROSE_GPU_CHECK_MEMORY"
+SHARED_MEMORY = Path("/dev/shm")
 MPS_CONTROL = "nvidia-cuda-mps-control"
 Figures = dict[str, Any]
 START_S = 30.0
@@ -129,6 +131,16 @@ def logs_folder() -> Path:
     path = os.environ.get(PARTIAL)
     folder = Path(path).parent / "logs" if path else Path(tempfile.mkdtemp(prefix="rose-gpu-check-"))
     folder.mkdir(exist_ok=True)
+    return folder
+
+
+def memory_folder() -> Path | None:
+    """In memory, and gone with the stage however it ends; None: this machine has no such folder, or this is no stage."""
+    name = os.environ.get(MEMORY)
+    if not name or not SHARED_MEMORY.is_dir():
+        return None
+    folder = SHARED_MEMORY / name
+    folder.mkdir(mode=0o700, exist_ok=True)
     return folder
 
 

@@ -2,6 +2,7 @@
 
 ``gpu_check.json``  every attempt of every call, and the figures of the best of each stage; replaced whole after every stage
 ``log-NN.txt``      all that the stages of call NN printed, in the order of their ends
+``.lock``           held by the call that uses the folder
 ``running/``        the stage under way: its log and those of what it started, its figures so far, its answer.  What a call that was cut off left there is
                     taken over by the next one as a partial attempt.
 """
@@ -9,14 +10,19 @@
 from __future__ import annotations
 
 import datetime
+import fcntl
 import json
 import os
+import re
 import shutil
-from collections.abc import Mapping
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import figures
+from benchmarks.gpu.common import SHARED_MEMORY
 from benchmarks.gpu.stages import REPEATS
 from benchmarks.lib.report import machine, write
 
@@ -27,6 +33,27 @@ TAIL_CHARS = 3000
 MOST_TRIES = 2
 """Of a stage that failed or used up its time; one that was skipped, or ended together with its call, has not had its try."""
 Attempt = dict[str, Any]
+_MEMORY_NAME = "rose-gpu-check-"
+
+
+@contextmanager
+def only_user(folder: Path) -> Iterator[None]:
+    """Hold ``folder`` (made where it is missing) against other calls.
+
+    Raises:
+        SystemExit: Another call has it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise SystemExit(f"another call (pid {file.read(20).strip()}) uses {folder}") from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
 
 
 class Record:
@@ -42,6 +69,8 @@ class Record:
         self.attempts: list[Attempt] = []
         self.calls: list[dict[str, Any]] = []
         self.rehearsal = rehearsal
+        self.memory = ""
+        """Name of the shared-memory folder of the stage under way."""
         path = folder / FILE
         if path.exists():
             self._load(path)
@@ -59,7 +88,11 @@ class Record:
     def start(self, stage: str) -> Path:
         """The folder of a stage that is about to run."""
         self.running.mkdir()
-        put(self.running / "stage.json", {"stage": stage, "began": _now("microseconds")})
+        self.memory = _MEMORY_NAME + uuid.uuid4().hex
+        put(
+            self.running / "stage.json",
+            {"stage": stage, "began": _now("microseconds"), "memory": self.memory},
+        )
         return self.running
 
     def end(self, attempt: Attempt) -> None:
@@ -74,7 +107,7 @@ class Record:
         )
         self._keep_log(attempt)
         self.save()
-        shutil.rmtree(self.running)
+        self._clear()
 
     def save(self) -> None:
         write(
@@ -133,12 +166,18 @@ class Record:
         told = self._told()
         began = told.get("began")
         if began is not None and began in [one.get("began") for one in self.attempts]:
-            shutil.rmtree(self.running)  # copied back: it is written down already
+            self._clear()  # copied back: it is written down already
             return
         attempt = read_answer(self.running)
         if attempt is None:
             attempt = {**cut_off(self.running, "the call was cut off"), "interrupted": True}
         self.end({"stage": str(told.get("stage", "unknown")), **attempt})
+
+    def _clear(self) -> None:
+        name = str(self._told().get("memory"))
+        if re.fullmatch(_MEMORY_NAME + "[0-9a-f]{32}", name):
+            shutil.rmtree(SHARED_MEMORY / name, ignore_errors=True)
+        shutil.rmtree(self.running)
 
     def _told(self) -> dict[str, Any]:
         """What ``start`` said of the stage under way; nothing where that is gone."""

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu import figures, models
-from benchmarks.gpu.common import GIB, Figures, keep, logs_folder, place, rehearsing
+from benchmarks.gpu.common import GIB, Figures, keep, logs_folder, memory_folder, place, rehearsing
 from rose.auth import Tokens
 from rose.config import validate
 from rose.coserve.agent import NodeAgent
@@ -46,7 +46,7 @@ def updates() -> tuple[Figures, dict[str, Any]]:
     """A small seeded checkpoint is loaded, replaced whole, then brought up to date by deltas: seconds of each phase, and the proof."""
     here = place()
     shape = models.TINY if rehearsing() else models.SMALL
-    with tempfile.TemporaryDirectory(dir=_memory()) as name, tempfile.TemporaryDirectory() as copies:
+    with tempfile.TemporaryDirectory(dir=memory_folder()) as name, tempfile.TemporaryDirectory() as copies:
         folder = Path(name)
         weights = models.write_checkpoint(shape, folder / "model", seed=1)
         return asyncio.run(_follow(here.device, folder, Path(copies), weights))
@@ -165,11 +165,6 @@ def node_settings(device: str, folder: Path, copies: Path) -> dict[str, Any]:
             "directory": str(copies),
         },
     }
-
-
-def _memory() -> str | None:
-    shared = Path("/dev/shm")
-    return str(shared) if shared.is_dir() else None
 
 
 # --- the kernels alone

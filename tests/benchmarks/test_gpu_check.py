@@ -18,8 +18,9 @@ import pytest
 
 from benchmarks import gpu_check
 from benchmarks.gpu import common, device, figures, stages
-from benchmarks.gpu.record import Record
+from benchmarks.gpu.record import Record, only_user
 from benchmarks.gpu.rehearsal import StandIn
+from benchmarks.lib.report import machine
 from rose.config import validate
 from rose.coserve.cuda_pages import CudaPagePool
 from rose.coserve.node_config import NodeConfig
@@ -163,17 +164,58 @@ def test_a_stage_that_does_not_fit_is_not_started(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / gpu_check.FILE).read_text())["details"]["attempts"] == []
 
 
-def test_a_call_that_is_ended_from_outside_ends_its_stage_and_writes_it_down(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_call_that_is_ended_from_outside_ends_its_stage_and_writes_it_down(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     command = [sys.executable, str(SCRIPT), "--rehearse", "--out", str(tmp_path / "out"), "--stage", "prints"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         answer = tmp_path / "out" / "running" / "answer.json"
         until_s = time.monotonic() + 60
         while not answer.exists() and time.monotonic() < until_s:
             time.sleep(0.01)
-        process.terminate()
+        process.send_signal(number)
         assert process.wait(60) == 130
     (found,) = json.loads((tmp_path / "out" / gpu_check.FILE).read_text())["details"]["attempts"]
     assert (found["stage"], found["figures"]) == ("prints", {"answer": 42})
+
+
+def test_a_call_that_is_killed_leaves_nothing_of_its_stage_whatever_its_session(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--rehearse", "--out", str(tmp_path / "out"), "--stage", "hangs"]
+    partial = tmp_path / "out" / "running" / "partial.json"
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        until_s = time.monotonic() + 60
+        while not partial.exists() and time.monotonic() < until_s:
+            time.sleep(0.01)
+        below = psutil.Process(process.pid).children(recursive=True)
+        assert json.loads(partial.read_text())["child"] in [one.pid for one in below]
+        process.kill()
+    _, left = psutil.wait_procs(below, timeout=20)
+    for one in left:
+        one.kill()
+    assert left == []
+
+
+def test_two_calls_with_one_folder_are_refused_with_the_first_ones_number(tmp_path: Path) -> None:
+    with only_user(tmp_path):
+        done = run("--rehearse", "--stage", "dies", "--out", str(tmp_path))
+    assert done.returncode == 1
+    assert f"another call (pid {os.getpid()}) uses {tmp_path}" in done.stderr
+    assert not (tmp_path / gpu_check.FILE).exists()
+    with only_user(tmp_path):
+        pass
+
+
+def test_what_a_stage_put_into_shared_memory_goes_with_it_also_after_a_call_that_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = recorded(tmp_path)
+    record.start("weights")
+    monkeypatch.setenv(common.MEMORY, record.memory)
+    folder = common.memory_folder()
+    (folder / "checkpoint").write_text("1.5 GB")
+    Record(tmp_path, rehearsal=False)
+    assert not folder.exists()
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc here")
@@ -311,6 +353,14 @@ def test_the_logs_of_what_a_stage_started_go_behind_its_own_however_it_ended(
 def test_folders_stay_few_files(tmp_path: Path) -> None:
     recorded(tmp_path, *(attempt(name) for name in stages.STAGES))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu_check.json", "log-01.txt"]
+
+
+def test_a_tree_without_git_has_the_commit_that_its_user_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # no git there
+    monkeypatch.setenv("ROSE_COMMIT", "abc1234")
+    assert machine()["commit"] == "abc1234"
 
 
 def test_another_programs_file_is_not_written_over(tmp_path: Path) -> None:
