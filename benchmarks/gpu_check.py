@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -90,6 +91,7 @@ def _measure(
 ) -> int:
     """One call on its folder; its exit status."""
     record = Record(args.out, rehearsal=args.rehearse)
+    print(record.beginning(), flush=True)
     record.begin(args.until, blocked)
     runner = Runner()
     with tempfile.TemporaryDirectory() as folder:
@@ -162,7 +164,11 @@ def _run_all(
             print(f"{name}: not now: it needs {needs_s:.0f} s, {max(0.0, left_s):.0f} s are left", flush=True)
             continue
         print(f"{name} ...", flush=True)
-        running = record.start(name)
+        try:
+            running = record.start(name)
+        except OSError as error:
+            print(f"{name}: could not be started: {error}", flush=True)
+            continue
         flags = ["--rehearse"] if args.rehearse else []
         flags += ["--allow-mps"] if args.allow_mps else []
         command = [
@@ -189,12 +195,12 @@ def _run_all(
                 "reason": f"rules of the driver were broken: {broken[0]}",
                 "broken": broken[:50],
             }
-        record.end({"stage": name, **found})
         tried.append(name)
         print(
             f"  {found['state']} after {found['seconds']} s: {found.get('reason') or found['figures']}",
             flush=True,
         )
+        record.end({"stage": name, **found})
         if runner.stopping:
             break
     return tried
@@ -230,9 +236,16 @@ def _what_next(
         print("Nothing is left to run here.")
         return
     print("left: " + ", ".join(f"{name} ({_needs_s(table[name], args.rehearse):.0f} s)" for name in left))
-    flags = " --rehearse" if args.rehearse else ""
-    flags += " --allow-mps" if args.allow_mps else ""
-    print(f"Next: python benchmarks/gpu_check.py{flags} --until {args.until:.0f} --out {args.out}")
+    print(f"Next: {_next(args)}")
+
+
+def _next(args: argparse.Namespace) -> str:
+    """The same call again, for a shell."""
+    words = ["python3", "benchmarks/gpu_check.py"]
+    words += [flag for flag, on in (("--rehearse", args.rehearse), ("--allow-mps", args.allow_mps)) if on]
+    words += [] if args.trace is None else ["--trace", str(args.trace)]
+    words += [] if args.rate is None else ["--rate", f"{args.rate:g}"]
+    return shlex.join([*words, "--until", f"{args.until:g}", "--out", str(args.out)])
 
 
 def _inside(stage: stages.Stage, answer: Path) -> int:

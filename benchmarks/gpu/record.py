@@ -60,7 +60,7 @@ class Record:
     """One ``--out`` folder.
 
     Raises:
-        SystemExit: It holds something else, or a rehearsal where a measurement is wanted, or the other way round.
+        SystemExit: It holds a rehearsal where a measurement is wanted, or the other way round.
     """
 
     def __init__(self, folder: Path, *, rehearsal: bool) -> None:
@@ -83,10 +83,18 @@ class Record:
         self.calls.append(
             {"number": self._number(), "began": _now(), "until_s": until_s, "blocked": dict(blocked), "machine": machine()}
         )  # fmt: skip
-        self.save()
+        try:
+            self.save()
+        except OSError as error:
+            print(f"not written down: {error}", flush=True)
 
     def start(self, stage: str) -> Path:
-        """The folder of a stage that is about to run."""
+        """The folder of a stage that is about to run.
+
+        Raises:
+            OSError: It could not be made.
+        """
+        shutil.rmtree(self.running, ignore_errors=True)
         self.running.mkdir()
         self.memory = _MEMORY_NAME + uuid.uuid4().hex
         put(
@@ -105,9 +113,12 @@ class Record:
                 "ended": _now(),
             }
         )
-        self._keep_log(attempt)
-        self.save()
-        self._clear()
+        # The figures before the log, and a disk that is full costs no later stage: the next one writes these down too.
+        for write_down in (self.save, lambda: self._keep_log(attempt), self._clear):
+            try:
+                write_down()
+            except OSError as error:
+                print(f"  not written down: {error}", flush=True)
 
     def save(self) -> None:
         write(
@@ -145,18 +156,38 @@ class Record:
             f"{n}.{key}": value for n, one in best.items() for key, value in one.get("figures", {}).items()
         }
         flat |= {f"{n}.state": one["state"] for n, one in best.items()}
-        repeats = [best[n]["figures"] for n in REPEATS if best.get(n, {}).get("state") == "done"]
-        return flat | {f"table.{key}": value for key, value in figures.table_1(repeats).items()}
+        repeats = {n: best[n] for n in REPEATS if best.get(n, {}).get("state") == "done"}
+        kinds = {n: _traffic(one) for n, one in repeats.items()}
+        if len(set(kinds.values())) > 1:
+            told = ", ".join(f"{n}: {workload} at {rate}/s" for n, (workload, rate) in kinds.items())
+            return flat | {"table.not_pooled": f"the repeats differ in workload or rate: {told}"}
+        table = figures.table_1([one["figures"] for one in repeats.values()])
+        return flat | {f"table.{key}": value for key, value in table.items()}
+
+    def beginning(self) -> str:
+        """What a call has before it begins."""
+        done = sum(one["state"] == "done" for one in self.best().values())
+        if not self.calls and not self.attempts:
+            return "an empty folder: begins at the beginning"
+        return f"{done} stages done in {len(self.calls)} earlier calls"
 
     # -- files
 
     def _load(self, path: Path) -> None:
         try:
             details = json.loads(path.read_text())["details"]
-            self.attempts, self.calls = list(details["attempts"]), list(details["calls"])
-            rehearsal = bool(details["rehearsal"])
+            attempts, calls, rehearsal = details["attempts"], details["calls"], details["rehearsal"]
+            if not (
+                isinstance(rehearsal, bool)
+                and all(_is_attempt(one) for one in attempts)
+                and all(isinstance(one["number"], int) for one in calls)
+            ):
+                raise ValueError("not what is written here")
         except (ValueError, KeyError, TypeError):
-            raise SystemExit(f"{path} is no result of this program; move it away") from None
+            aside = _aside(path)
+            print(f"{path} is damaged: set aside as {aside.name}", flush=True)
+            return
+        self.attempts, self.calls = attempts, calls
         if rehearsal != self.rehearsal:
             what = "a rehearsal" if rehearsal else "measurements"
             raise SystemExit(f"{path} holds {what}; take another --out")
@@ -243,6 +274,29 @@ def _read(path: Path) -> Any:
         return json.loads(path.read_text())
     except (OSError, ValueError):
         return None
+
+
+def _aside(path: Path) -> Path:
+    """Move ``path`` away, over nothing."""
+    names = (path.with_name(path.name + end) for end in (".bad", *(f".bad-{n}" for n in range(2, 1000))))
+    aside = next(name for name in names if not name.exists())
+    os.replace(path, aside)
+    return aside
+
+
+def _is_attempt(one: Any) -> bool:
+    return (
+        isinstance(one, dict)
+        and isinstance(one.get("stage"), str)
+        and isinstance(one.get("state"), str)
+        and isinstance(one.get("figures", {}), dict)
+    )
+
+
+def _traffic(attempt: Attempt) -> tuple[Any, Any]:
+    """Workload and rate of a repeat."""
+    details = attempt.get("details") or {}
+    return details.get("workload"), details.get("rate_hz")
 
 
 def _rank(attempt: Attempt) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -139,7 +140,7 @@ def test_a_rehearsal_whose_bad_stages_ended_as_they_should_is_a_success(rehearsa
 
 def test_what_to_run_next_is_said(rehearsal: Rehearsal) -> None:
     assert rehearsal.first.stdout.splitlines()[-1] == (
-        f"Next: python benchmarks/gpu_check.py --rehearse --until 90 --out {rehearsal.folder}"
+        f"Next: python3 benchmarks/gpu_check.py --rehearse --until 90 --out {rehearsal.folder}"
     )
 
 
@@ -213,6 +214,7 @@ def test_what_a_stage_put_into_shared_memory_goes_with_it_also_after_a_call_that
     record.start("weights")
     monkeypatch.setenv(common.MEMORY, record.memory)
     folder = common.memory_folder()
+    assert folder is not None
     (folder / "checkpoint").write_text("1.5 GB")
     Record(tmp_path, rehearsal=False)
     assert not folder.exists()
@@ -363,10 +365,74 @@ def test_a_tree_without_git_has_the_commit_that_its_user_names(
     assert machine()["commit"] == "abc1234"
 
 
-def test_another_programs_file_is_not_written_over(tmp_path: Path) -> None:
-    (tmp_path / gpu_check.FILE).write_text('{"summary": {}}')
-    with pytest.raises(SystemExit, match="no result of this program"):
-        Record(tmp_path, rehearsal=False)
+def document(attempts: str, calls: str = "[]") -> str:
+    return f'{{"details": {{"rehearsal": false, "attempts": {attempts}, "calls": {calls}}}}}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"summary": {}}',
+        '{"details": {"rehea',
+        "[]",
+        "\udcff",
+        document("[{}]"),
+        document("[7]"),
+        document('[{"stage": "vmm", "state": "done", "figures": 3}]'),
+        document('[{"stage": "vmm", "state": 1}]'),
+        document("[]", "[{}]"),
+        document("null"),
+    ],
+)
+def test_a_damaged_file_is_set_aside_and_the_call_goes_on(tmp_path: Path, text: str) -> None:
+    path, raw = tmp_path / gpu_check.FILE, text.encode(errors="surrogateescape")
+    for name in ("gpu_check.json.bad", "gpu_check.json.bad-2"):
+        path.write_bytes(raw)
+        assert Record(tmp_path, rehearsal=False).attempts == []
+        assert (tmp_path / name).read_bytes() == raw
+        assert not path.exists()
+
+
+def test_a_full_disk_costs_the_log_before_the_figures_and_no_later_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = recorded(tmp_path)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Record, "_keep_log", full)
+        record.start("vmm")
+        record.end(attempt("vmm", x=1))
+        assert "No space left on device" in capsys.readouterr().out
+        assert Record(tmp_path, rehearsal=False).best()["vmm"]["figures"] == {"x": 1}
+        patch.setattr("benchmarks.gpu.record.write", full)
+        record.start("kill")
+        record.end(attempt("kill", y=2))
+    record.start("fence")
+    record.end(attempt("fence", z=3))
+    assert set(Record(tmp_path, rehearsal=False).best()) == {"vmm", "kill", "fence"}
+
+
+def test_a_call_says_what_it_goes_on_from(tmp_path: Path) -> None:
+    assert Record(tmp_path, rehearsal=False).beginning() == "an empty folder: begins at the beginning"
+    recorded(tmp_path, attempt("vmm"), attempt("kill", "failed"))
+    assert Record(tmp_path, rehearsal=False).beginning() == "1 stages done in 1 earlier calls"
+
+
+def test_the_next_command_is_the_same_call_again_whatever_its_folder_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = "gpu_check.py --allow-mps --trace /a/my trace.csv --rate 0.25 --until 540.0 --out"
+    monkeypatch.setattr(
+        sys, "argv", [*line.replace("my trace", "my-trace").split(), str(tmp_path / "my out")]
+    )
+    args = gpu_check._arguments()
+    words = shlex.split(gpu_check._next(args))
+    assert words[:2] == ["python3", "benchmarks/gpu_check.py"]
+    monkeypatch.setattr(sys, "argv", words[1:])
+    assert gpu_check._arguments() == args
 
 
 @pytest.mark.parametrize(
@@ -402,7 +468,20 @@ def test_the_summary_holds_every_figure_flat_and_the_table_of_whole_repeats_only
     flat = record.summary()
     assert (flat["vmm.x"], flat["vmm.state"], flat["table_2.p99_ttft_ratio"]) == (1.0, "partial", 9.0)
     assert (flat["table.repeats"], flat["table.p99_ttft_ratio"]) == (1, 1.0)
+    assert "table.not_pooled" not in flat
     assert json.loads((tmp_path / gpu_check.FILE).read_text())["summary"] == flat
+
+
+@pytest.mark.parametrize(
+    "other", [{"workload": "burst", "rate_hz": 1.0}, {"workload": "generated", "rate_hz": 2.0}]
+)
+def test_repeats_of_another_workload_or_rate_are_not_pooled(tmp_path: Path, other: dict[str, Any]) -> None:
+    one = attempt("table_1", **repeat(1.0, 1.0)) | {"details": {"workload": "generated", "rate_hz": 1.0}}
+    two = attempt("table_2", **repeat(9.0, 9.0)) | {"details": other}
+    flat = recorded(tmp_path, one, two).summary()
+    assert "table.p99_ttft_ratio" not in flat
+    assert "differ in workload or rate" in flat["table.not_pooled"]
+    assert flat["table_2.p99_ttft_ratio"] == 9.0
 
 
 # --- the tests marked gpu, on a machine that lacks what pyproject.toml configures
