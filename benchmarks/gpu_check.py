@@ -210,7 +210,15 @@ def _order(table: dict[str, stages.Stage], record: Record) -> list[str]:
     """Stages that are left: those that were never tried, then those that were tried in vain, then those that this machine lacked something for."""
     states = {name: one["state"] for name, one in record.best().items()}
     left = [name for name in table if record.is_left(name)]
-    return sorted(left, key=lambda name: (name in states, states.get(name) == "skipped"))
+    first, behind = stages.FIRST
+    return sorted(
+        left,
+        key=lambda name: (
+            name in states,
+            states.get(name) == "skipped",
+            name != first or states.get(behind) != "done",
+        ),
+    )
 
 
 def _limit_s(stage: stages.Stage, rehearse: bool) -> float:

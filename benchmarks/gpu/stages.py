@@ -1,6 +1,7 @@
 """The stages of ``benchmarks/gpu_check.py``: what each asks, what it needs, how many seconds, and in which order they are worth them.
 
 The order is by what a minute of a GPU tells: what everything else rests on, then what decides whether ROSE works there, then repeats.
+``lend`` is in the first call of ten minutes however slow its stages are, since a call that has it done begins with the first table (``FIRST``).
 A stage is a function by module and name, so a machine without a GPU imports none of them.
 """
 
@@ -55,11 +56,11 @@ STAGES: dict[str, Stage] = {
     "vmm": Stage("device", "vmm", "map and unmap by size of handle: single, ranged, retained", _DEVICE, 30, 60, 20),
     "handover": Stage("device", "handover", "memory from a peer to us, per GiB", _DEVICE, 40, 80, 25),
     "step_self": Stage("device", "step_self", "P99 of a step while this process moves 1 GiB/s", _DEVICE, 40, 80, 15),
-    "step_peer": Stage("device", "step_peer", "P99 of a step while another process moves 1 GiB/s", _DEVICE, 45, 90, 20),
-    "kill": Stage("device", "kill", "until the memory of a killed process is free", _DEVICE, 40, 80, 25),
     "kernels": Stage("engines", "kernels", "the kernels a dense bf16 model needs", (*_ENGINE, "kernels"), 30, 60),
     "engine": Stage("engines", "eager", "one engine of the 8B shape, eager", _ENGINE, 100, 150, 80),
     "lend": Stage("engines", "lend", "an engine lends a quarter of its cache and takes it back, eager", _ROSE, 150, 220, 110),
+    "step_peer": Stage("device", "step_peer", "P99 of a step while another process moves 1 GiB/s", _DEVICE, 45, 90, 20),
+    "kill": Stage("device", "kill", "until the memory of a killed process is free", _DEVICE, 40, 80, 25),
     "table_1": Stage("coserve", "repeat", "two engines on the busiest 20 s, repeat 1", _ROSE, 420, 540, 190, 1),
     "weights": Stage("weights", "updates", "a seeded checkpoint is loaded, replaced whole, then updated by deltas", _WEIGHTS, 120, 200, 100),
     "codec": Stage("weights", "kernels", "the codec's kernels: the CPU codec's bytes, GB/s, a payload over 2^31 bits", ("gpu", "torch", "triton", "zstandard"), 60, 120, 25),
@@ -77,6 +78,8 @@ STAGES: dict[str, Stage] = {
     "table_3": Stage("coserve", "repeat", "two engines on the busiest 20 s, repeat 3", _ROSE, 420, 540, None, 3),
 }  # fmt: skip
 REPEATS = ("table_1", "table_2", "table_3")
+FIRST = ("table_1", "lend")
+"""The longest stage, which has no room behind others: a call begins with it as soon as the second one is done."""
 
 BAD: dict[str, Stage] = {
     "hangs": Stage("rehearsal", "hangs", "hangs, and so does what it started", (), 3, 3, 3, None, "partial"),

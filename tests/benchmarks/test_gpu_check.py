@@ -262,6 +262,27 @@ def test_what_is_done_is_not_done_again_and_what_was_tried_in_vain_comes_last(tm
     assert {*order, "machine"} == set(stages.STAGES)
 
 
+def a_call(folder: Path, share: float) -> list[str]:
+    """The stages of a call of 540 s in which each takes ``share`` of the seconds that it asks for, and one more to begin and end."""
+    record, left_s = Record(folder, rehearsal=False), 540.0 - gpu_check.CLOSE_S
+    record.begin(540.0, {})
+    began: list[str] = []
+    for name in gpu_check._order(stages.STAGES, record):
+        if name != "mps" and gpu_check._needs_s(stages.STAGES[name], False) <= left_s:
+            record.start(name)
+            record.end(attempt(name))
+            left_s -= share * stages.STAGES[name].needs_s + 1.0
+            began.append(name)
+    return began
+
+
+@pytest.mark.parametrize("percent", range(85, 101, 3))
+def test_the_first_table_is_in_the_second_of_three_calls(tmp_path: Path, percent: int) -> None:
+    first, second = a_call(tmp_path, percent / 100), a_call(tmp_path, percent / 100)
+    assert {"machine", "contract", "engine", "lend"} <= set(first)
+    assert second[0] == "table_1"
+
+
 def test_what_was_skipped_or_ended_with_its_call_has_not_used_up_a_try(tmp_path: Path) -> None:
     ended = attempt("vmm", "partial", x=1) | {"interrupted": True}
     record = recorded(tmp_path, *[attempt("kill", "skipped")] * 3, *[ended] * 3, attempt("vmm", "failed"))
