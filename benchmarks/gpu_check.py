@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import math
 import os
 import shlex
 import signal
@@ -31,7 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.gpu import stages
+from benchmarks.gpu import ready, stages
 from benchmarks.gpu.common import (
     ALLOW_MPS,
     MEMORY,
@@ -71,17 +72,12 @@ def main() -> int:
         return _inside(table[args.inside], args.answer)
     blocked = {name: reason for name in table if (reason := _why_not(table[name], args.rehearse)) is not None}
     if args.list or args.dry_run:
-        for name, stage in table.items():
-            told = blocked.get(name, "would run") if args.dry_run else stage.what
-            print(f"{name:14} {stage.needs_s:4.0f} s  {told}")
-        return 0
+        chosen = {name: stage for name, stage in table.items() if not args.stage or name in args.stage}
+        return _dry_run(args, chosen) if args.dry_run else _list(chosen)
     no_gpu = None if args.rehearse else missing(("gpu",))
     if no_gpu is not None:
         print(f"Nothing was measured and nothing was written: {no_gpu}.")
         return 3
-    unknown = [name for name in args.stage or [] if name not in table]
-    if unknown:
-        raise SystemExit(f"no stage '{unknown[0]}'; --list names them")
     with only_user(args.out):
         return _measure(args, table, blocked, began_s)
 
@@ -132,9 +128,66 @@ def _arguments() -> argparse.Namespace:
     )
     add("--trace", type=Path, help="Azure LLM inference trace (CSV); without it bursts are generated")
     add("--rate", type=float, help="production requests per second of the stages with two engines")
-    for name, extra in (("--inside", {}), ("--answer", {"type": Path}), ("--peer", {"nargs": 2})):
-        add(name, help=argparse.SUPPRESS, **extra)
-    return parser.parse_args()
+    add("--inside", help=argparse.SUPPRESS)
+    add("--answer", type=Path, help=argparse.SUPPRESS)
+    add("--peer", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    table = stages.table(args.rehearse)
+    unknown = [name for name in args.stage or [] if name not in table]
+    if unknown:
+        parser.error(f"--stage: no stage '{unknown[0]}'; --list names them")
+    for name, value in (("--until", args.until), ("--rate", args.rate)):
+        if value is not None and not 0 < value < math.inf:
+            parser.error(f"{name}: {value:g} is not a number over 0")
+    if args.trace is not None and not args.trace.is_file():
+        parser.error(f"--trace: no file {args.trace}")
+    return args
+
+
+def _list(table: dict[str, stages.Stage]) -> int:
+    for name, stage in table.items():
+        print(f"{name:14} {stage.needs_s:4.0f} s  {stage.what}")
+    return 0
+
+
+def _dry_run(args: argparse.Namespace, table: dict[str, stages.Stage]) -> int:
+    """Say of each stage what would become of it in a call with these arguments; 1: one with an engine cannot run."""
+    lacks = ready.lacking(table)
+    for name, stage in table.items():
+        if args.rehearse and stage.rehearse_s is None:
+            lacks[name] = ["only a real device can be asked"]
+    record = Record(args.out, rehearsal=args.rehearse, look=True)
+    for name, told in _outlook(table, record, lacks, args.until - CLOSE_S, args.rehearse).items():
+        print(f"{name:14} {_needs_s(table[name], args.rehearse):4.0f} s  {told}")
+    return int(
+        any(
+            lacks[name] and "vllm" in stage.needs and not (args.rehearse and stage.rehearse_s is None)
+            for name, stage in table.items()
+        )
+    )
+
+
+def _outlook(
+    table: dict[str, stages.Stage], record: Record, lacks: dict[str, list[str]], left_s: float, rehearse: bool
+) -> dict[str, str]:
+    """Of each stage: what it lacks, that it is done, or whether a call of ``left_s`` gets to it."""
+    told = {name: f"{one['state']}: not tried again" for name, one in record.best().items() if name in table}
+    told |= {name: "done" for name, one in record.best().items() if name in table and one["state"] == "done"}
+    for name in _order(table, record):
+        needs_s = _needs_s(table[name], rehearse)
+        if lacks.get(name):
+            continue
+        fits = needs_s <= left_s
+        told[name] = (
+            "would run" if fits else f"not in this call: it needs {needs_s:.0f} s, {left_s:.0f} s are left"
+        )
+        left_s -= needs_s if fits else 0.0
+    told |= {
+        name: "; ".join(why)
+        for name, why in lacks.items()
+        if why and told.get(name) != "done" and name in table
+    }
+    return {name: told[name] for name in table}
 
 
 def _why_not(stage: stages.Stage, rehearse: bool) -> str | None:

@@ -57,13 +57,13 @@ def only_user(folder: Path) -> Iterator[None]:
 
 
 class Record:
-    """One ``--out`` folder.
+    """One ``--out`` folder; with ``look`` it is only read.
 
     Raises:
         SystemExit: It holds a rehearsal where a measurement is wanted, or the other way round.
     """
 
-    def __init__(self, folder: Path, *, rehearsal: bool) -> None:
+    def __init__(self, folder: Path, *, rehearsal: bool, look: bool = False) -> None:
         folder = folder.resolve()
         self.folder, self.running = folder, folder / "running"
         self.attempts: list[Attempt] = []
@@ -73,7 +73,9 @@ class Record:
         """Name of the shared-memory folder of the stage under way."""
         path = folder / FILE
         if path.exists():
-            self._load(path)
+            self._load(path, look)
+        if look:
+            return
         folder.mkdir(parents=True, exist_ok=True)
         if self.running.exists():
             self._take_over()
@@ -173,7 +175,7 @@ class Record:
 
     # -- files
 
-    def _load(self, path: Path) -> None:
+    def _load(self, path: Path, look: bool) -> None:
         try:
             details = json.loads(path.read_text())["details"]
             attempts, calls, rehearsal = details["attempts"], details["calls"], details["rehearsal"]
@@ -184,6 +186,9 @@ class Record:
             ):
                 raise ValueError("not what is written here")
         except (ValueError, KeyError, TypeError):
+            if look:
+                print(f"{path} is damaged: a call sets it aside", flush=True)
+                return
             aside = _aside(path)
             print(f"{path} is damaged: set aside as {aside.name}", flush=True)
             return

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from benchmarks import gpu_check
-from benchmarks.gpu import common, device, figures, stages
+from benchmarks.gpu import common, device, figures, ready, stages
 from benchmarks.gpu.record import Record, only_user
 from benchmarks.gpu.rehearsal import StandIn
 from benchmarks.lib.report import machine
@@ -46,8 +46,65 @@ def test_a_dry_run_says_of_every_stage_why_it_would_not_run_and_writes_nothing(t
     done = run("--dry-run", "--out", str(tmp_path / "out"))
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines] == list(stages.STAGES)
-    assert all(line.endswith("no NVIDIA GPU here") for line in lines)
-    assert (done.returncode, list(tmp_path.iterdir())) == (0, [])
+    assert all("no NVIDIA GPU here" in line for line in lines)
+    assert (done.returncode, list(tmp_path.iterdir())) == (1, [])
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--stage", "vnm"], "no stage 'vnm'"),
+        (["--trace", "/no/such/trace.csv"], "/no/such/trace.csv"),
+        *((["--until", value], "--until") for value in ("nan", "0", "inf")),
+        *((["--rate", value], "--rate") for value in ("nan", "-1")),
+    ],
+)
+@pytest.mark.parametrize("mode", ["--dry-run", "--list", "--rehearse"])
+def test_what_was_mistyped_is_a_usage_error_in_every_mode(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    mode: str,
+    words: list[str],
+    reason: str,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", mode, *words])
+    with pytest.raises(SystemExit) as ended:
+        gpu_check._arguments()
+    assert ended.value.code == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_all_that_is_missing_is_told_also_what_only_a_stages_process_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in (
+        ("xxhash", "raise ModuleNotFoundError(name='xxhash')"),
+        ("httpx", "import os; os._exit(3)"),
+        ("uvloop", "1 / 0"),
+    ):
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = ready._import(["xxhash", "json", "httpx", "uvloop", "no_such_package"])
+    assert found == {
+        "xxhash": "xxhash is not installed",
+        "httpx": "importing httpx ended its process with 3",
+        "uvloop": "uvloop cannot be imported: ZeroDivisionError: division by zero",
+        "no_such_package": "no_such_package is not installed",
+    }
+
+
+def test_a_dry_run_tells_what_is_done_and_what_fits_and_leaves_the_folder_alone(tmp_path: Path) -> None:
+    record = recorded(tmp_path, attempt("machine"))
+    record.start("contract")
+    look = Record(tmp_path, rehearsal=False, look=True)
+    told = gpu_check._outlook(
+        stages.STAGES, look, {name: ["no NVIDIA GPU here"] for name in ("machine", "vmm")}, 95.0, False
+    )
+    assert told["machine"] == "done"
+    assert told["contract"] == "would run"
+    assert told["vmm"] == "no NVIDIA GPU here"
+    assert told["handover"] == "not in this call: it needs 40 s, 35 s are left"
+    assert (tmp_path / "running").exists()
 
 
 @WITHOUT_GPU
@@ -445,10 +502,10 @@ def test_a_call_says_what_it_goes_on_from(tmp_path: Path) -> None:
 def test_the_next_command_is_the_same_call_again_whatever_its_folder_is_called(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line = "gpu_check.py --allow-mps --trace /a/my trace.csv --rate 0.25 --until 540.0 --out"
-    monkeypatch.setattr(
-        sys, "argv", [*line.replace("my trace", "my-trace").split(), str(tmp_path / "my out")]
-    )
+    trace = tmp_path / "my trace.csv"
+    trace.touch()
+    flags = ["--allow-mps", "--trace", str(trace), "--rate", "0.25", "--until", "540"]
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", *flags, "--out", str(tmp_path / "my out")])
     args = gpu_check._arguments()
     words = shlex.split(gpu_check._next(args))
     assert words[:2] == ["python3", "benchmarks/gpu_check.py"]

@@ -1,0 +1,82 @@
+"""What ``gpu_check.py --dry-run`` tells of each stage: done, would fit, or all that is missing, found by importing it in a child."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+
+from benchmarks.gpu.common import NEEDS, ROOT
+from benchmarks.gpu.stages import Stage
+
+_AGENT = (
+    "aiohttp",
+    "httpx",
+    "msgspec",
+    "numba",
+    "prometheus_client",
+    "pydantic",
+    "safetensors",
+    "uvloop",
+    "xxhash",
+    "zstandard",
+)
+"""Of what runs beside an engine."""
+PACKAGES: Mapping[str, tuple[str, ...]] = {
+    "device": ("numpy", "torch", "pytest"),
+    "engines": ("numpy", "torch", "safetensors", "transformers", "vllm", "msgspec", "xxhash", "numba"),
+    "coserve": ("torch", "transformers", "vllm", "rich", "typer", *_AGENT),
+    "weights": ("torch", "transformers", "vllm", "fsspec", *_AGENT),
+}  # fmt: skip
+"""By module of stages: what it, or a process that it starts, imports when it runs."""
+IMPORT_S = 150.0
+_TRY = """
+import importlib, json, sys
+found = {}
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        found[name] = f"{error.name} is not installed"
+    except BaseException as error:
+        found[name] = f"{name} cannot be imported: {type(error).__name__}: {error}"[:300]
+    with open(1, "w", closefd=False) as out:
+        print("\\n" + json.dumps({"done": name, "found": found}), file=out)
+"""
+
+
+def lacking(table: Mapping[str, Stage]) -> dict[str, list[str]]:
+    """All that each stage of ``table`` lacks here; asks no driver, and says it also where there is no GPU."""
+    modules = {stage.module for stage in table.values()}
+    broken = _import(
+        [f"benchmarks.gpu.{name}" for name in modules] + [p for m in modules for p in PACKAGES.get(m, ())]
+    )
+    found: dict[str, list[str]] = {}
+    for name, stage in table.items():
+        told = [reason for need in stage.needs if (reason := NEEDS[need]()) is not None]
+        wanted = (f"benchmarks.gpu.{stage.module}", *PACKAGES.get(stage.module, ()))
+        told += [broken[package] for package in wanted if package in broken]
+        found[name] = list(dict.fromkeys(told))
+    return found  # fmt: skip
+
+
+def _import(names: Iterable[str]) -> dict[str, str]:
+    """Which of ``names`` cannot be imported, and why; one that takes its process along is named and left out."""
+    left, found = list(dict.fromkeys(names)), dict[str, str]()
+    while left:
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", _TRY, *left], cwd=ROOT, capture_output=True, text=True,
+                timeout=IMPORT_S, check=False, stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return found | {name: f"{name} was not imported within {IMPORT_S:.0f} s" for name in left}
+        lines = [line for line in done.stdout.splitlines() if line.startswith('{"done"')]
+        said = json.loads(lines[-1]) if lines else {"done": None, "found": {}}
+        found |= said["found"]
+        left = left[left.index(said["done"]) + 1 if lines else 0 :]
+        if left:
+            found[left[0]] = f"importing {left[0]} ended its process with {done.returncode}"
+            left = left[1:]
+    return found
