@@ -7,7 +7,7 @@
     python benchmarks/gpu_check.py --stage vmm --out out/gpu_check    # this one, also if the folder has it
     python benchmarks/gpu_check.py --rehearse --until 900 --out out/gpu_rehearsal    # without a GPU (docs/gpu.md)
 
-A stage is not started when the seconds that it needs are not left.  It runs in a session of its own and ends as ``done`` (with figures), ``skipped`` (what
+A stage is not started when the seconds that it needs are not left.  It runs below a guard and ends as ``done`` (with figures), ``skipped`` (what
 it needs is not there), ``partial`` (cut off; the figures so far) or ``failed`` (with the reason and the end of its log); the next one
 runs all the same.  The folder keeps the attempts of all calls and all that they printed: take it along, and the next call goes on.
 Nothing changes a setting of the device, and nothing asks a network.  ``--allow-mps`` starts an MPS daemon of our own for the stage ``mps``;

@@ -181,6 +181,8 @@ class Record:
             attempts, calls, rehearsal = details["attempts"], details["calls"], details["rehearsal"]
             if not (
                 isinstance(rehearsal, bool)
+                and isinstance(attempts, list)
+                and isinstance(calls, list)
                 and all(_is_attempt(one) for one in attempts)
                 and all(isinstance(one["number"], int) for one in calls)
             ):
@@ -295,6 +297,7 @@ def _is_attempt(one: Any) -> bool:
         and isinstance(one.get("stage"), str)
         and isinstance(one.get("state"), str)
         and isinstance(one.get("figures", {}), dict)
+        and isinstance(one.get("details") or {}, dict)
     )
 
 

@@ -460,6 +460,9 @@ def document(attempts: str, calls: str = "[]") -> str:
         document('[{"stage": "vmm", "state": 1}]'),
         document("[]", "[{}]"),
         document("null"),
+        document("{}"),
+        document("[]", "{}"),
+        document('[{"stage": "table_1", "state": "done", "details": [1]}]'),
     ],
 )
 def test_a_damaged_file_is_set_aside_and_the_call_goes_on(tmp_path: Path, text: str) -> None:
