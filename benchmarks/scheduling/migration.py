@@ -7,6 +7,10 @@ Written down before C and D were run: seeds 0 to 19, three rates of failure, the
 trajectories, production and failures; the setting is the one that ``--tune`` (seeds 100 to 104) has at the shortest makespan with a
 mean no longer than without.  It becomes the default if, of the ratios with over without, paired by seed (geometric mean over the six
 cases, 95 % interval over seeds): makespan's upper end is below 1, and mean's and p90's upper ends are at most 1.01.
+
+That was met by a first form, which took every delay for one that goes on; in the demo it moved turns that lacked two tokens.  The form of today
+(what a turn lost token by token it loses on those that are left) is judged by the same bar, with the same setting, on seeds 20 to 39
+(``--first-seed 20``), which nothing had run on; it replaces the first form if it meets the bar.
 """
 
 from __future__ import annotations
@@ -79,6 +83,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--tune", action="store_true", help="settings, on A and B")
     parser.add_argument("--quick", action="store_true", help="2 seeds")
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--ratio", type=float, default=TurnParams().migrate_ratio or 1.5)
     parser.add_argument("--margin-s", type=float, default=TurnParams().migrate_margin_s)
     arguments = parser.parse_args()
@@ -90,10 +95,10 @@ def main() -> None:
     cases = [(load, churn) for load in JUDGED_ON for churn in CHURN_PER_MIN]
     mine: list[list[Outcome]] = []
     without: list[list[Outcome]] = []
-    for seed in range(seeds):
+    for seed in range(arguments.first_seed, arguments.first_seed + seeds):
         without.append([run(*case, seed, 0.0) for case in cases])
         mine.append([run(*case, seed, arguments.ratio, arguments.margin_s) for case in cases])
-        report.progress(f"seed {seed}", seed + 1, seeds)
+        report.progress(f"seed {seed}", len(mine), seeds)
     overall = gains(mine, without)
     rows: list[tuple[Any, ...]] = []
     for at, (load, churn) in enumerate(cases):
@@ -106,7 +111,11 @@ def main() -> None:
     for metric, (value, low, high) in overall.items():
         name = metric.removesuffix("_s")
         summary |= {f"{name}": round(value, 4), f"{name}_low": round(low, 4), f"{name}_high": round(high, 4)}
-    details = {"cases": [list(map(str, row)) for row in rows], "seeds": seeds}
+    details = {
+        "cases": [list(map(str, row)) for row in rows],
+        "seeds": seeds,
+        "first_seed": arguments.first_seed,
+    }
     report.finish(summary, details, arguments.json)
 
 
