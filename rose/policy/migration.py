@@ -6,14 +6,13 @@ migration costs is known: the prompt and the tokens so far are read again there;
 
 A turn is moved when ``here > ratio * there + margin``, with ::
 
-    here  = left * (token + crowd * beside) + min(lost, stalled + (lost - stalled) * left / made)
+    here  = left * (token + crowd * beside) + lost
     there = tokens * prefill * (1 + social_read * beside) + left * (token + (1 + social) * crowd * beside)
 
 each with what was learned of that engine's speed (:mod:`rose.policy.speed`) and the turns that run there.  ``left``: tokens that it is
 expected to make yet.  ``lost``: how much longer it has taken so far than that speed says; nobody knows how long a burst lasts, and
-what has lasted so long is expected to last as long again (Lindy's law), but not longer than the turn: what it lost token by token it
-loses on as many as are left.  ``stalled`` is that part of it in which no token came at all.  So a turn with much to read again is moved late, a
-short one soon, and one that is nearly done only from an engine that stands still.  Turns go from engines that can be taken back to dedicated ones only, so none goes to and fro.
+what has lasted so long is expected to last as long again (Lindy's law).  So a turn with much to read again is moved late, and a
+short one soon.  Turns go from engines that can be taken back to dedicated ones only, so none goes to and fro.
 
 Pure; caller: ``rose.policy.turns``.
 """
@@ -32,8 +31,6 @@ from rose.policy.worker import Worker
 COST = CostParams()
 LEAST_LEFT = 0.25
 """Of what was expected of a turn: what one that has made more is still expected to make."""
-STALL_S = 1.0
-"""Without a token for no longer than this is no stall: two heartbeats."""
 MIN_OBSERVED = 8
 """Attempts of an engine that have to have ended before anything can be said to take longer there than it should."""
 
@@ -82,15 +79,12 @@ def to_move(
         made = made_tokens(turn)
         if made is None or worker.speed.num_observed < MIN_OBSERVED:
             continue
-        most = turn.spec.max_tokens - turn.attempt_start - made
-        left = max(min(max(turn.expected_tokens - made, LEAST_LEFT * turn.expected_tokens), most), 1.0)
+        left = max(turn.expected_tokens - made, LEAST_LEFT * turn.expected_tokens, 1.0)
         here = worker.speed
         token_s = here.token_s + (worker.inflight - 1) * here.crowd_s
         fresh = turn.num_tokens - turn.attempt_resident
         lost_s = max(0.0, at_s - turn.attempt_at_s - made * token_s - fresh * here.prefill_s)
-        still_s = at_s - max(worker.pace.moved_at_s, turn.progress_at_s)
-        stalled_s = min(lost_s, still_s) if still_s > STALL_S else 0.0
-        here_s = left * token_s + min(lost_s, stalled_s + (lost_s - stalled_s) * left / max(made, 1.0))
+        here_s = left * token_s + lost_s
         if here_s <= params.migrate_margin_s:
             continue
         best: tuple[float, Worker] | None = None

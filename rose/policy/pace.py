@@ -9,7 +9,6 @@ Pure; callers: ``rose.policy.fleet``, ``rose.policy.migration``.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -20,11 +19,9 @@ _MAX_POINTS = 64
 class Pace:
     """Attributes:
     made: Tokens that a turn in flight here all the time would have made since the engine was registered.
-    moved_at_s: When it was last heard that there were new ones.
     """
 
     made: float = 0.0
-    moved_at_s: float = -math.inf
     _decoded: int | None = None
     _load_s: float = 0.0
     _points: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_MAX_POINTS))
@@ -43,8 +40,6 @@ class Pace:
             self._points.clear()
         elif turn_s > 0:
             self.made += (decoded - before) / turn_s * (at_s - self._points[-1][0])
-            if decoded > before:
-                self.moved_at_s = at_s
         self._points.append((at_s, self.made))
 
     def since(self, at_s: float, made: float) -> float | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from rose.policy import turn_events as te
@@ -62,24 +60,17 @@ def test_an_idle_engine_makes_nobody_faster() -> None:
 
 
 def burst(
-    book: TurnBook,
-    *,
-    decoded_a_s: float = 0.0,
-    decoded: Callable[[float], int] | None = None,
-    turns: int = 1,
-    until_s: float = 3.0,
-    max_tokens: int = 100,
+    book: TurnBook, *, decoded_a_s: float = 0.0, turns: int = 1, until_s: float = 3.0
 ) -> list[te.Action]:
     """Turns go to the harvested worker; then the dedicated one has room, and the harvested one makes this many tokens a second."""
     book.handle(te.WorkerDuty(at_s=0.0, worker_id="d", duty=Duty.CORDONED))
     for index in range(turns):
-        submit(book, f"a{index}", at_s=0.0, max_tokens=max_tokens)
+        submit(book, f"a{index}", at_s=0.0, max_tokens=100)
     book.handle(te.WorkerDuty(at_s=0.0, worker_id="d", duty=Duty.ACTIVE))
     actions: list[te.Action] = []
     for beat in range(1, round(until_s / HALF_S) + 1):
         at_s = beat * HALF_S
-        made = round(decoded_a_s * at_s) if decoded is None else decoded(at_s)
-        hear(book, "h", at_s, decoded_tokens=made, running=turns)
+        hear(book, "h", at_s, decoded_tokens=round(decoded_a_s * at_s), running=turns)
         hear(book, "d", at_s)
         actions += book.handle(te.ClockTicked(at_s=at_s))
         book.check()
@@ -140,19 +131,6 @@ def test_a_slow_engine_is_known_to_be_slow_though_its_turns_are_moved() -> None:
 def test_an_engine_that_goes_on_as_it_should_keeps_its_turns() -> None:
     book = fleet()
     assert not any(isinstance(action, te.StopAttempt) for action in burst(book, decoded_a_s=60.0))
-
-
-@pytest.mark.parametrize(("made", "stays"), [(12, False), (48, True)])
-def test_a_turn_that_is_nearly_done_ends_where_it_is(made: int, stays: bool) -> None:
-    """The engine makes so many of its fifty tokens as fast as it should, then one in half a second."""
-    book = fleet()
-    actions = burst(book, decoded=lambda at_s: made + round(2 * at_s), until_s=2.0, max_tokens=50)
-    assert stays != any(isinstance(action, te.StopAttempt) for action in actions)
-
-
-def test_a_turn_that_is_nearly_done_leaves_an_engine_that_stands_still() -> None:
-    actions = burst(fleet(), decoded=lambda at_s: 48, until_s=3.0, max_tokens=50)
-    assert any(isinstance(action, te.StopAttempt) for action in actions)
 
 
 @pytest.mark.parametrize("params", [{"migrate_ratio": 0.0}, {"migrate_margin_s": 1e6}])
