@@ -57,8 +57,8 @@ class Claim:
 
 CLAIMS = (
     Claim(
-        text="routing: time to the last trajectory where running turns may move, over that where they stay, and the ends of its 95 % interval", benchmark="migration",
-        keys=("makespan", "makespan_low", "makespan_high"), form="{:.3f}x", bar=(2, "<=", 1.0),
+        text="routing: time to the last trajectory where running turns may move, over that where they stay, and the ends of its 95 % interval (73d8ed0: of a form that missed on the mean and is gone)", benchmark="migration",
+        keys=("makespan", "makespan_low", "makespan_high"), form="{:.3f}x", bar=(2, "<=", 1.0), every=True,
     ),
     Claim(
         text="steps that stop at a layer for a prompt, on a CPU: late prompts beyond those of production alone, without and with stops", benchmark="coserve",
