@@ -79,7 +79,7 @@ WORKER = {
         ("POST", "/rose/v1/versions", {"job": "j", "attempt": 1, "version": -1}, "trainer", 400, "version"),
         ("POST", "/workers", {**WORKER, "url": "file:///etc/passwd"}, "node", 400, "url"),
         ("POST", "/workers", {"worker_id": "x"}, "node", 400, "url"),
-        ("POST", "/workers", {**WORKER, "tier": "borrowed"}, "node", 400, "tier"),
+        ("POST", "/workers", {**WORKER, "tier": "spot"}, "node", 400, "tier"),
         ("POST", "/workers", {**WORKER, "rank": 3}, "node", 400, "rank"),
         ("DELETE", "/workers/none", None, "node", 404, "worker_id"),
         ("POST", "/workers/a/explode", None, "node", 404, "path"),
