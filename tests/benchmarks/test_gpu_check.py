@@ -227,7 +227,9 @@ def test_a_call_that_is_ended_from_outside_ends_its_stage_and_writes_it_down(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     command = [sys.executable, str(SCRIPT), "--rehearse", "--out", str(tmp_path / "out"), "--stage", "prints"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    # As from a terminal: a suite that nohup started ignores it, and so would the program, on purpose.
+    default = ["env", "--default-signal=HUP", *command]
+    with subprocess.Popen(default, stdout=subprocess.PIPE, text=True) as process:
         answer = tmp_path / "out" / "running" / "answer.json"
         until_s = time.monotonic() + 60
         while not answer.exists() and time.monotonic() < until_s:
