@@ -24,7 +24,7 @@ def churned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Churned]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROSE_DIR", str(folder / "node"))
         patch.setenv("ROSE_DECISIONS", str(folder / "logs"))
-        yield Churned(churn(folder, changes=300, kills=1, seed=7), folder / "logs")
+        yield Churned(churn(folder, changes=400, kills=1, seed=7), folder / "logs")
 
 
 def test_no_page_is_there_twice_under_churn_and_a_kill(churned: Churned) -> None:

@@ -81,6 +81,7 @@ class Machine:
             "output_dir": str(self.root / "out"),
             "scheduler": {"url": "http://127.0.0.1:1"},
             "weights": {"directory": str(self.root / "versions")},
+            "trainer": {"learning_rate": 1e-6},
             "ray": ray_settings,
         }
 
