@@ -104,6 +104,8 @@ class Assigner:
                 left_s = max(0.0, spec.deadline_at_s - at_s)
                 deadlines[spec.job] = min(left_s, deadlines.get(spec.job, math.inf))
         for job, num_turns in list(book.num_running.items()):
+            if not job:
+                continue  # requests of no trajectory: no trainer waits for them, and nobody says when they end
             if job not in self._busy_s:
                 if len(self._busy_s) >= MAX_JOBS:
                     continue

@@ -280,10 +280,11 @@ class WorkerTable:
         return self.run[: len(self.workers)] == self._numbers.get(run, -2)
 
     def serves(self, model: str, job: str) -> Mask:
-        """Rows with this model that work for this job, open or not."""
+        """Rows with this model that work for this job, open or not.  A turn of no job runs where nobody was assigned: the empty name on a
+        worker says that it is parked."""
         count = len(self.workers)
         mine = self.job[:count]
-        mask = (mine == -1) | (mine == self._numbers.get(job, -2))
+        mask = (mine == -1) | (mine == (self._numbers.get(job, -2) if job else -2))
         return mask & (self.model[:count] == self._numbers.get(model, -2))
 
     def _number(self, name: str) -> int:

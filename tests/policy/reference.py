@@ -28,7 +28,7 @@ def eligible(book: TurnBook, turn: Turn, worker: Worker, at_s: float) -> bool:
         worker.may_take_turns
         and worker.inflight < worker.slots
         and worker.model == spec.model
-        and worker.job in (None, spec.job)
+        and (worker.job is None or worker.job == spec.job != "")
         and num_tokens < worker.max_model_len
         and not ((spec.dedicated_only or pinned) and worker.tier is not Tier.DEDICATED)
         and all(worker.version is not None and worker.version >= floor for floor in floors)

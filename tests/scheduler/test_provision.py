@@ -32,6 +32,22 @@ async def test_a_job_gets_workers_within_its_caps_and_its_turns_run(world: World
     assert [workers[name].job for name in ran] == ["job"]
 
 
+async def test_a_request_of_no_trajectory_takes_no_device_from_jobs(world: World) -> None:
+    """Its job has no name, which is how a parked worker says that it works for none."""
+    await world.start(provisioning=QUICK)
+    await world.add("a")
+    workers = world.scheduler.book.fleet.workers
+    await world.until(lambda: workers["a"].job == "")
+    body = {"model": "policy", "messages": [user("x")], "max_tokens": 4}
+    asked = asyncio.create_task(world.call("POST", "/v1/chat/completions", body, role="agent"))
+    await world.until(lambda: world.scheduler.book.num_running[""])
+    await world.chat(await world.trajectory(), [user("y")], max_tokens=4)
+    assert workers["a"].job == "job"
+    assert "" not in world.scheduler.provisioner.assigner.policy.jobs
+    assert world.scheduler.book.queue  # and it does not run on a worker that is parked or another's
+    asked.cancel()
+
+
 async def test_a_parked_workers_node_is_told(world: World) -> None:
     await world.start(provisioning=QUICK)
     await world.add("a")
