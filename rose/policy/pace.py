@@ -9,7 +9,8 @@ Pure; callers: ``rose.policy.fleet``, ``rose.policy.migration``.
 
 from __future__ import annotations
 
-from collections import deque
+import math
+from bisect import bisect_right
 from dataclasses import dataclass, field
 
 _MAX_POINTS = 64
@@ -24,7 +25,7 @@ class Pace:
     made: float = 0.0
     _decoded: int | None = None
     _load_s: float = 0.0
-    _points: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_MAX_POINTS))
+    _points: list[tuple[float, float]] = field(default_factory=lambda: list[tuple[float, float]]())
     """(when, ``made``) of the latest heartbeats."""
 
     def heard(self, *, at_s: float, decoded: int | None, load_s: float) -> None:
@@ -41,6 +42,7 @@ class Pace:
         elif turn_s > 0:
             self.made += (decoded - before) / turn_s * (at_s - self._points[-1][0])
         self._points.append((at_s, self.made))
+        del self._points[:-_MAX_POINTS]
 
     def since(self, at_s: float, made: float) -> float | None:
         """Tokens that a turn dispatched at ``at_s``, when :attr:`made` was ``made``, has made by the latest heartbeat; None where nobody
@@ -49,8 +51,7 @@ class Pace:
         if len(points) < 2 or points[-1][0] <= at_s:
             return None
         if points[0][0] < at_s:
-            for (from_s, low), (to_s, high) in zip(points, list(points)[1:], strict=False):
-                if from_s <= at_s < to_s:
-                    made = low + (high - low) * (at_s - from_s) / (to_s - from_s)
-                    break
+            after = bisect_right(points, (at_s, math.inf))  # asked for each turn at each tick
+            (from_s, low), (to_s, high) = points[after - 1], points[after]
+            made = low + (high - low) * (at_s - from_s) / (to_s - from_s)
         return max(0.0, self.made - made)
