@@ -19,6 +19,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENT = ROOT / "docs" / "evidence.md"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- generated from here -->\n", "<!-- to here -->\n"
+RUNS = "commit_of_the_runs"
+"""Names the code that was measured, where another summed up what it had left."""
 LOST = {"68ea845", "f1892d8", "9673aeb", "99bbd4f", "3f19aa1"}
 """Commits that committed result files name and the repository does not have.  No others may join them."""
 
@@ -266,7 +268,9 @@ def commits_of(path: Path) -> set[str]:
     document = json.loads(path.read_text())
     where = document.get("machine") or document.get("details", {}).get("where", {})
     parts = document.get("benchmarks", {}).values()
-    return {str(one["commit"]) for one in (where, *parts) if one.get("commit")}
+    named = {str(one["commit"]) for one in (where, *parts) if one.get("commit")}
+    measured = document.get("details", {}).get(RUNS)
+    return named | {str(measured)} if measured else named
 
 
 def all_runs(paths: list[Path]) -> list[Run]:
@@ -278,7 +282,7 @@ def all_runs(paths: list[Path]) -> list[Run]:
         where = document.get("machine") or document.get("details", {}).get("where", {})
         parts = document.get("benchmarks") or {document.get("benchmark", path.parent.name): document}
         for name, part in parts.items():
-            commit = part.get("commit") or where["commit"]
+            commit = part.get("details", {}).get(RUNS) or part.get("commit") or where["commit"]
             runs.append(
                 Run(
                     benchmark=name,

@@ -272,3 +272,10 @@ def test_a_plan_says_worth_headroom_and_risk_on_one_page(tmp_path: Path) -> None
     assert "min_headroom_fraction = 0.1" in page
     assert "worth 8.0 to 8.0" in page
     assert json.loads((tmp_path / "plan.json").read_text())["summary"]["worth_mean"] == pytest.approx(8.0)
+
+
+def test_a_run_that_was_summed_up_later_is_of_the_code_that_was_measured() -> None:
+    path = evidence.RESULTS / "training" / "demo-moving-turns" / "2026-11-22.json"
+    (run,) = evidence.all_runs([path])
+    assert run.commit == "3e8a912"
+    assert evidence.commits_of(path) == {"3e8a912", "ca4222d"}
