@@ -53,9 +53,9 @@ SHAPE_ROWS = {
     "moe": "decoder",
     "gemma3": "kv_groups",
     "gpt_oss": "kv_groups",
-    "chunked": "kv_groups",
+    "chunked": "kv_kind",
     "sliding": "kv_kind",
-    "mla": "kv_kind",
+    "mla": "mla",
     "hybrid": "hybrid",
     "mamba": "hybrid",
     "encoder_decoder": "encoder_decoder",
@@ -63,7 +63,7 @@ SHAPE_ROWS = {
     "pooling": "pooling",
 }
 PLAIN = "plain"
-FEATURES: dict[str, tuple[str, tuple[str, ...]]] = {
+FEATURES: dict[str, tuple[str, tuple[str, ...]]] = {  # MODEL: the shape's own folder
     PLAIN: ("decoder", ()),
     "kv_events": ("decoder", ('--kv-events-config={"enable_kv_cache_events":true,"publisher":"null"}',)),
     "logits_processors": (
@@ -88,9 +88,12 @@ FEATURES: dict[str, tuple[str, tuple[str, ...]]] = {
         "speculative",
         ('--speculative-config={"method":"ngram","num_speculative_tokens":2,"prompt_lookup_max":3}',),
     ),
+    "draft_model": (
+        "speculative",
+        ('--speculative-config={"method":"draft_model","model":"MODEL","num_speculative_tokens":2}',),
+    ),
     "fp8_kv": ("fp8_kv", ("--kv-cache-dtype=fp8",)),
     "priority": ("priority", ("--scheduling-policy=priority",)),
-    "data_parallel": ("data_parallel", ("--data-parallel-size=2",)),
     "expert_parallel": ("expert_parallel", ("--enable-expert-parallel",)),
     "pipeline_parallel": ("pipeline_parallel", ("--pipeline-parallel-size=2",)),
     "other_scheduler": (
@@ -124,10 +127,10 @@ class Cell:
     def expected(self) -> Support:
         return min(one.serving for one in self.rows)
 
-    @property
-    def args(self) -> list[str]:
+    def args(self, model: Path) -> list[str]:
         length = SHORT.get(self.shape)
-        return [*ARGS, *FEATURES[self.feature][1], *([f"--max-model-len={length}"] if length else [])]
+        feature = [one.replace("MODEL", str(model)) for one in FEATURES[self.feature][1]]
+        return [*ARGS, *feature, *([f"--max-model-len={length}"] if length else [])]
 
 
 @dataclass(kw_only=True)
@@ -164,7 +167,7 @@ class Matrix:
         model = write_shape(pair.folder / "models" / cell.shape, cell.shape)
         try:
             await pair.until(lambda: pair.set_mode("off", max_lend_pages=TOTAL_PAGES), "the agent listens")
-            await pair.become(model, cell.args)
+            await pair.become(model, cell.args(model))
         except EngineStartError as error:
             await self._explain(model, cell, outcome, error)
         else:
@@ -179,7 +182,7 @@ class Matrix:
         """Whose fault is it that it does not start?"""
 
         def start_stock() -> str:
-            args = [*PRODUCTION_ARGS, *cell.args]
+            args = [*PRODUCTION_ARGS, *cell.args(model)]
             try:
                 with EngineServer(model, env={"VLLM_PLUGINS": ""}, args=args):
                     return ""

@@ -15,7 +15,7 @@ four minutes; a long measurement is several runs, pooled::
 Latencies count from the scheduled moment of each request.  Ratios are to production alone in the same run, with
 95 % bootstrap intervals over requests; ``aa_ratio`` is alone against itself, the noise.  ``harvested_share`` is
 rollout tokens/s over (rollout tokens/s alone on that core x (1 - busy fraction of serving alone)), busy
-time from step times.  The sleep that replaces vLLM's spinning CPU workers is on in every arm.
+time from step times; ``idle_used_share``, which cannot exceed 1, is the share of the core's idle seconds alone that are idle no longer.  The sleep that replaces vLLM's spinning CPU workers is on in every arm.
 """
 
 from __future__ import annotations
@@ -112,7 +112,12 @@ def _arguments() -> argparse.Namespace:
     add("--slo-tpot-ms", type=float, default=150.0)
     add("--seed", type=int, default=0)
     add("--minutes", type=float, help="start no further block after this long (--quick: 3.5)")
-    add("--run", type=int, default=0, help="number of this run in a pool: other traffic, other pairs")
+    add(
+        "--run",
+        type=int,
+        default=0,
+        help="number of this run in a pool: other traffic (of a trace: its run-th busiest stretch), other pairs",
+    )
     add("--base-port", type=int, default=18570)
     add("--keep", action="store_true", help="keep the run's private directory")
     add("--pool", type=Path, nargs="+", help="do not measure: put results of several runs together")
@@ -152,7 +157,7 @@ async def _measure(args: argparse.Namespace, stages: Stages) -> dict[str, Any]:
     timing = Timing(traffic_s=BURST_TRAFFIC_S) if args.workload == "burst" else Timing()
     rows = load_trace(args.trace) if args.trace else None
     shape = config.shape()
-    segments = make_segments(args.workload, shape, timing, args.segments, traffic_seed, rows)
+    segments = make_segments(args.workload, shape, timing, args.segments, traffic_seed, rows, args.run)
     schedule = make_schedule(segments, args.arms, timing, args.run)
     first = [a for segment in segments for a, _ in segment]
     if len(first) < 2:
@@ -347,7 +352,7 @@ def _notes(result: dict[str, Any]) -> list[str]:
     notes = _tight_notes(result)
     return [
         f"Workload {result['workload']}, busiest second {plot.cell(burst, 1)}x the mean; {s['num_pairs']} pairs. "
-        f"Serving alone is {plot.cell(s['serving_busy_fraction'], 0, 100)} % busy, its mean step "
+        f"Serving alone is {plot.cell(s['serving_busy_fraction'], 0, 100)} % busy and the core {plot.cell(s['serving_idle_fraction'], 0, 100)} % idle, its mean step "
         f"{plot.cell(s['serving_step_ms'], 1)} ms; violations alone {plot.cell(s['violations_alone'], 1)}; rollouts "
         f"alone {plot.cell(s['solo_rollout_tokens_per_s'], 0)} tokens/s.",
         f"Bar: P99 ratios' upper bounds within the noise or 1.05, no added violation, 85 % harvested: "

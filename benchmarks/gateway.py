@@ -10,6 +10,7 @@ machine does not enter.  Arms are interleaved and repeated; medians.
   runs on uvloop; ``bare_uvloop`` is the same proxy on it.
 - ``chat_proxy``: an aiohttp proxy that makes the same render, generate and derender calls, decodes and journals the same
   record; what chat is compared with (bar: 0.5).
+- ``rose:NAME``: the same scheduler of another tree, ``--tree NAME=FOLDER``, such as ``out/compiled`` (``scripts/compiled.py``).
 - ``litellm``, ``vllm_router``, ``sglang_router``: from ``--rivals``, an environment that has them; null where they do not start.
 
 Latency: open loop at half of what the bare proxy could do in this run, or of what rose can, whichever is less; ``added`` is
@@ -34,7 +35,7 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.lib.arms import Arm, closed_loop, end_all, ok, open_loop, run_load, streams
+from benchmarks.lib.arms import ROOT, Arm, closed_loop, end_all, ok, open_loop, run_load, streams
 from benchmarks.lib.report import Report
 from benchmarks.lib.wire import connect, request
 from benchmarks.scheduling.gateway_fakes import MODEL, NUM_NEW, NUM_PROMPT, TEXT, new_ids
@@ -54,18 +55,22 @@ def check_answers(arm: str, kind: str, answers: list[bytes]) -> None:
             good = answer["choices"][0]["message"]["content"] == TEXT
             good = good and answer["usage"]["completion_tokens"] == NUM_NEW
         else:
-            source = answer if arm == "rose" else answer["choices"][0]
+            source = answer if is_rose(arm) else answer["choices"][0]
             good = source["token_ids"] == new_ids(NUM_NEW) and source["finish_reason"] == "length"
         if not good:
             raise RuntimeError(f"{arm} answers something else: {body[:300]!r}")
 
 
+def is_rose(arm: str) -> bool:
+    return arm == "rose" or arm.startswith("rose:")
+
+
 class Bench:
-    def __init__(self, folder: Path, rivals: Path | None, num_chunks: int) -> None:
-        self.folder, self.rivals, self.num_chunks = folder, rivals, num_chunks
+    def __init__(self, folder: Path, rivals: Path | None, num_chunks: int, trees: dict[str, Path]) -> None:
+        self.folder, self.rivals, self.num_chunks, self.trees = folder, rivals, num_chunks, trees
         self.tokens = Tokens.generate()
         self.tokens.save(folder / "tokens.toml")
-        self.auth = f"Authorization: Bearer {self.tokens.agent}"
+        self.auth = f"Authorization: Bearer {self.tokens.environment}"
         self.arms: dict[str, Arm] = {}
         self.counter = 0
 
@@ -82,21 +87,22 @@ class Bench:
             "port = 0\ncap_dedicated = 4096\n[timeouts]\nstall_s = 120.0\n"
             f'[[workers]]\nworker_id = "w"\nurl = "{self.up.url}"\nmodel = "{MODEL}"\nmax_model_len = 100000\n'
         )
-        self.arms["rose"] = Arm(
-            "rose",
-            [
-                *(
-                    sys.executable,
-                    "-m",
-                    "rose.scheduler.cli",
-                    "--config",
-                    str(config),
-                    "--log-level",
-                    "warning",
-                ),
-                *("--token-file", str(self.folder / "tokens.toml"), "--journal", str(self.folder / "rose")),
-            ],
-        )
+        for name, tree in {
+            "rose": ROOT,
+            **{f"rose:{name}": tree for name, tree in self.trees.items()},
+        }.items():
+            command = [
+                sys.executable,
+                "-m",
+                "rose.scheduler.cli",
+                "--config",
+                str(config),
+                "--log-level",
+                "warning",
+            ]
+            command += ["--token-file", str(self.folder / "tokens.toml")]
+            command += ["--journal", str(self.folder / name.replace(":", "-"))]
+            self.arms[name] = Arm(name, command, folder=tree)
         if self.rivals is not None:
             self._start_rivals(self.rivals)
 
@@ -145,7 +151,7 @@ class Bench:
     def generate_body(self, arm: str, *, stream: bool = False) -> bytes:
         ids = [7 + at % 300 for at in range(NUM_PROMPT)]
         params = {"max_tokens": 2 * self.num_chunks if stream else NUM_NEW, "temperature": 1.0}
-        if arm == "rose":
+        if is_rose(arm):
             body = {"token_ids": ids, "sampling_params": params, **({"stream": True} if stream else {})}
             return request("/rose/v1/generate", json.dumps(body).encode(), self.auth)
         body = {"request_id": "r", "token_ids": ids, "sampling_params": params, "stream": stream}
@@ -158,11 +164,11 @@ class Bench:
         body: dict[str, Any] = {"model": MODEL, "messages": messages, "max_tokens": NUM_NEW}
         if stream:
             body |= {"stream": True, "max_tokens": 2 * self.num_chunks}
-        headers = [self.auth, *([f"X-Session-ID: {session}"] if session else [])] if arm == "rose" else []
+        headers = [self.auth, *([f"X-Session-ID: {session}"] if session else [])] if is_rose(arm) else []
         return request("/v1/chat/completions", json.dumps(body, separators=(",", ":")).encode(), *headers)
 
-    async def trajectories(self, count: int) -> list[str]:
-        client = await connect(self.arms["rose"].port)
+    async def trajectories(self, arm: str, count: int) -> list[str]:
+        client = await connect(self.arms[arm].port)
         body = json.dumps({"job": "bench"}).encode()
         names = []
         for _ in range(count):
@@ -175,12 +181,12 @@ class Bench:
         """``(turns per CPU-second of the arm, turns per second)``."""
         if kind == "generate":
             requests = [self.generate_body(arm)] * count
-        elif arm == "rose":
-            requests = [self.chat_body(arm, name) for name in await self.trajectories(count)]
+        elif is_rose(arm):
+            requests = [self.chat_body(arm, name) for name in await self.trajectories(arm, count)]
         else:
             requests = [self.chat_body(arm) for _ in range(count)]
         target = self.arms[arm]
-        await closed_loop(target.port, requests[:20], 4) if kind == "generate" or arm != "rose" else None
+        await closed_loop(target.port, requests[:20], 4) if kind == "generate" or not is_rose(arm) else None
         before, begun_s = target.cpu_s(), time.monotonic()
         answers = await closed_loop(target.port, requests, 64)
         cpu_s, seconds = target.cpu_s() - before, time.monotonic() - begun_s
@@ -194,7 +200,7 @@ class Bench:
 
 def measure(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     with tempfile.TemporaryDirectory() as name:
-        bench = Bench(Path(name), args.rivals, num_chunks=args.chunks)
+        bench = Bench(Path(name), args.rivals, num_chunks=args.chunks, trees=dict(args.tree))
         try:
             bench.start()
             return _measure(bench, args)
@@ -204,7 +210,8 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _measure(bench: Bench, args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     chat_arms = [arm for arm in bench.arms if not arm.startswith("bare")]
-    plan = [("generate", arm) for arm in ("bare", "bare_uvloop", "rose")]
+    ours = [arm for arm in bench.arms if is_rose(arm)]
+    plan = [("generate", arm) for arm in ("bare", "bare_uvloop", *ours)]
     plan += [("chat", arm) for arm in chat_arms]
     per_cpu: dict[tuple[str, str], list[float]] = {each: [] for each in plan}
     per_s: dict[tuple[str, str], list[float]] = {each: [] for each in plan}
@@ -226,7 +233,7 @@ def _measure(bench: Bench, args: argparse.Namespace) -> tuple[dict[str, Any], di
         return round(mid[(kind, arm)] / mid[(kind, to)], 3) if (kind, to) in mid else None
 
     half = 0.5 * min(rates[("generate", "bare")], rates[("generate", "rose")])
-    p99s: dict[str, list[float]] = {"direct": [], "bare": [], "rose": []}
+    p99s: dict[str, list[float]] = {arm: [] for arm in ("direct", "bare", *ours)}
     for _ in range(args.repeats):
         for arm in p99s:
             port = bench.up.port if arm == "direct" else bench.arms[arm].port
@@ -237,7 +244,7 @@ def _measure(bench: Bench, args: argparse.Namespace) -> tuple[dict[str, Any], di
             )
             p99s[arm].append(percentile(latencies, 0.99) * 1e3)
     at99 = {arm: statistics.median(values) for arm, values in p99s.items()}
-    added = {arm: at99[arm] - at99["direct"] for arm in ("bare", "rose")}
+    added = {arm: at99[arm] - at99["direct"] for arm in ("bare", *ours)}
     print(
         f"p99 at {half:.0f}/s: " + ", ".join(f"{arm} {value:.2f} ms" for arm, value in at99.items()),
         flush=True,
@@ -273,6 +280,16 @@ def _measure(bench: Bench, args: argparse.Namespace) -> tuple[dict[str, Any], di
         "streams_stalled": found["generate"]["stalled_over_1s"],
         "chat_streams_gap_max_s": found["chat"]["gap_max_s"],
         "chat_streams_stalled": found["chat"]["stalled_over_1s"],
+        **{
+            f"{what}_ratio:{arm.removeprefix('rose:')}": ratio(what, arm, to)
+            for arm in ours[1:]
+            for what, to in (("generate", "bare"), ("chat", "chat_proxy"))
+        },
+        **{
+            f"added_p99_ratio:{arm.removeprefix('rose:')}": round(added[arm] / added["bare"], 2)
+            for arm in ours[1:]
+            if added["bare"] > 0
+        },
         "rose_memory_mb": round(bench.arms["rose"].memory_mb(), 1),
     }
     details = {
@@ -289,12 +306,23 @@ def _measure(bench: Bench, args: argparse.Namespace) -> tuple[dict[str, Any], di
     return summary, details
 
 
+def _tree(text: str) -> tuple[str, Path]:
+    name, _, folder = text.partition("=")
+    path = Path(folder).resolve()
+    if not name or not (path / "rose").is_dir():
+        raise argparse.ArgumentTypeError("must be NAME=FOLDER, of a folder with rose in it")
+    return name, path
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, help="where the result goes")
     parser.add_argument("--rivals", type=Path, help="an environment with litellm, vllm-router, sglang-router")
+    parser.add_argument(
+        "--tree", action="append", default=[], type=_tree, metavar="NAME=FOLDER", help="measure this one too"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--turns", type=int, default=1500, help="per arm and repeat")
     parser.add_argument("--seconds", type=float, default=4.0, help="of open-loop load per arm and repeat")

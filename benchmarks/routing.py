@@ -38,7 +38,8 @@ from rose.policy.samples import SampleParams
 from rose.policy.turns import TurnBook
 from rose.policy.worker import Tier
 from rose.scheduler.cli import restrain_collector
-from rose.scheduler.journal import CreateRecord, Journal, TurnRecord
+from rose.scheduler.journal import Journal
+from rose.scheduler.records import CreateRecord, TurnRecord
 from rose.scheduler.store import Store
 from tests.policy import reference
 

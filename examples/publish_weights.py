@@ -1,10 +1,13 @@
 """Publish weights from any trainer, and follow them: the whole of what a training script needs.
 
-    rose tokens tokens.json
-    ROSE_TOKEN_FILE=tokens.json rose relay --directory /dev/shm/weights --no-fsync &
-    ROSE_TOKEN_FILE=tokens.json python examples/publish_weights.py http://127.0.0.1:8470
+    rose tokens tokens.toml
+    export ROSE_TOKEN_FILE=$PWD/tokens.toml
+    rose relay --directory /dev/shm/weights --no-fsync &
+    python examples/publish_weights.py http://127.0.0.1:8470
 
-Any store will do: a folder, ``s3://bucket/path``, a relay.  Started with ``torchrun --nproc-per-node N``, the model is
+Any store will do: a folder, ``s3://bucket/path``, a relay.  Versions are signed with ``tokens.key``, which ``rose tokens`` made
+beside the token file, and the reader takes nothing that its ``public_key`` did not sign; ``--unsigned`` goes without both, where nobody
+else can write to the store.  Started with ``torchrun --nproc-per-node N``, the model is
 cut by FSDP2 and every rank publishes its own shard; nothing else changes.
 """
 
@@ -18,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from rose.auth import Tokens
+from rose.signatures import PublicKeys, SigningKey
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import PublishReport, WeightPublisher
 from rose.weights.ranks import TorchRanks
@@ -33,14 +37,20 @@ def main() -> None:
     parser.add_argument("--run-id", default="example", help="name of this lineage of weights")
     parser.add_argument("--attempt", type=int, default=1, help="one more at every restart of the trainer")
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--unsigned", action="store_true", help="for a store that nobody else can write to")
     args = parser.parse_args()
-    token = Tokens.load(None, ["relay"]).relay if args.store.startswith("http") else ""
+    distributed = "RANK" in os.environ
+    needs = ["publish"] if args.store.startswith("http") else []
+    signs = not args.unsigned and int(os.environ.get("RANK", "0")) == 0  # the others need no key
+    needs += ["public_key", "publish_key"] if signs else []
+    known = Tokens.load(None, needs) if needs else None
+    token = "" if known is None else known.publish
+    key = SigningKey.parse(known.publish_key) if known is not None and signs else None
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Embedding(512, 64), torch.nn.Linear(64, 256), torch.nn.Linear(256, 512)
     )
-    distributed = "RANK" in os.environ
     if distributed:
         from torch.distributed.fsdp import fully_shard
 
@@ -49,7 +59,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-6)
     publisher = WeightPublisher(  # masters in fp32, engines in bf16: `cast` is what engines compute in
         model,
-        open_store(args.store, token),
+        open_store(args.store, token, key=key),
         args.run_id,
         args.attempt,
         WeightsParams(cast="BF16", anchor_every=20),
@@ -72,7 +82,8 @@ def main() -> None:
 
     if not distributed or dist.get_rank() == 0:  # what a node does with it
         with tempfile.TemporaryDirectory() as folder:
-            subscriber = WeightSubscriber(open_store(args.store, token), args.run_id, folder)
+            trusted = PublicKeys.parse(known.public_key) if known is not None and signs else None
+            subscriber = WeightSubscriber(open_store(args.store, token, trusted=trusted), args.run_id, folder)
             version = subscriber.poll(timeout_s=10)
             same = subscriber.state() == dict(report.state)
             print(f"a reader is at {version}; its weights are {'bit-identical' if same else 'DIFFERENT'}")

@@ -37,6 +37,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from rose.auth import Tokens
 from rose.errors import ConfigError, TrainError
+from rose.signatures import SigningKey
 from rose.train.batch import samples_of
 from rose.train.client import SchedulerClient
 from rose.train.envs.base import Family, Message
@@ -198,13 +199,21 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128, help="per turn")
     parser.add_argument("--learning-rate", type=float, default=1e-6)
     parser.add_argument("--token-file", default=None, help="default: the file named by ROSE_TOKEN_FILE")
+    parser.add_argument(
+        "--unsigned",
+        action="store_true",
+        help="publish without tokens.key: nodes need weights.signed = false",
+    )
     parser.add_argument("--output-dir", default="out/trl")
     args = parser.parse_args()
-    needs = ["environment", "trainer", *(["relay"] if args.store.startswith("http") else [])]
+    needs = ["environment", "trainer"]
+    needs += ["publish"] if args.store.startswith("http") else []
+    needs += [] if args.unsigned else ["publish_key"]
     tokens = Tokens.load(args.token_file, needs)
+    key = None if args.unsigned else SigningKey.parse(tokens.publish_key)
     family = make_family(args.env, {})
     known = asyncio.run(first_prompts(family, 1024))
-    store = open_store(args.store, tokens.relay if args.store.startswith("http") else "")
+    store = open_store(args.store, tokens.publish, key=key)
     trainer = GRPOTrainer(
         model=str(args.model),
         processing_class=AutoTokenizer.from_pretrained(args.model, padding_side="left"),

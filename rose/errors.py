@@ -15,7 +15,9 @@
     +-- LedgerError                a shared file is missing, torn, of another version, or of another writer
     +-- WeightsError               a weight object or version
     |   +-- SectionCorrupt         checksum or stream is wrong; safe to fetch again
+    |   |   +-- NotAuthentic       not signed by a key that is pinned, or not what was signed
     |   +-- WrongBase              the delta is not for the state we hold; take the anchor
+    |   |   +-- RolledBack         older than what is known to be published
     |   +-- VersionRefused         published twice, older attempt, or of another model
     +-- PolicyError                an event that the state does not allow; nothing was changed
     +-- TrainError                 a trainer, environment or reward failure that the run cannot absorb
@@ -179,10 +181,22 @@ class SectionCorrupt(WeightsError):
     code = "section_corrupt"
 
 
+class NotAuthentic(SectionCorrupt):
+    """It does not bear, or is not what bears, the signature of a key that is pinned here."""
+
+    code = "not_authentic"
+
+
 class WrongBase(WeightsError):
     """A delta does not start from the state that is there; the anchor helps."""
 
     code = "wrong_base"
+
+
+class RolledBack(WrongBase):
+    """A store names an older version than one that is known to be published."""
+
+    code = "rolled_back"
 
 
 class VersionRefused(WeightsError):

@@ -104,6 +104,43 @@ def write_tiny_model(
     return weights
 
 
+def write_tiny_adapter(
+    folder: Path,
+    *,
+    seed: int,
+    num_layers: int = 2,
+    hidden_size: int = 96,
+    num_heads: int = 4,
+    head_size: int = 32,
+    rank: int = 4,
+) -> None:
+    """Write a LoRA adapter, as PEFT does, for the query and output projections of a tiny model; the same arguments give the same bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    inner = num_heads * head_size
+    shapes = {"q_proj": (hidden_size, inner), "o_proj": (inner, hidden_size)}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "target_modules": sorted(shapes),
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=1))
+    generator = torch.Generator().manual_seed(seed)
+    weights: dict[str, torch.Tensor] = {}
+    for layer in range(num_layers):
+        for name, (inputs, outputs) in shapes.items():
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            down = torch.randn(rank, inputs, generator=generator) * 0.15
+            up = torch.randn(outputs, rank, generator=generator) * 0.15
+            weights |= {
+                f"{prefix}.lora_A.weight": down.to(torch.bfloat16),
+                f"{prefix}.lora_B.weight": up.to(torch.bfloat16),
+            }
+    save_file(weights, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
+
+
 def write_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
     """Replace the weights of a checkpoint folder."""
     save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})

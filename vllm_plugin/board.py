@@ -162,7 +162,7 @@ class Board:
         ttft_deadline = tpot_deadline = 0
         waiting_tokens = 0
         if running and slo_tpot_ns:
-            decode_ns = int(model.predict(0, running) * NS_PER_S)
+            decode_ns = int(model.predict(*steps.expects(running)) * NS_PER_S)
             tpot_deadline = max(1, (steps.last_token_ns or now_ns) + slo_tpot_ns - decode_ns)
         if num_waiting and slo_ttft_ns:
             oldest = internals.waiting_requests(scheduler, 1)
@@ -213,10 +213,11 @@ class Board:
     def _prompt_ns(self, tokens: int, num_decodes: int) -> int:
         """How long a prompt takes that is read beside ``num_decodes`` requests."""
         model = self._model
+        drafts, num_decodes = self._steps.expects(num_decodes)
         seconds = prompt_work_s(
             tokens,
-            chunk_tokens=max(1, self._scheduler.max_num_scheduled_tokens - num_decodes),
-            decode_step_s=model.predict(0, num_decodes),
+            chunk_tokens=max(1, self._scheduler.max_num_scheduled_tokens - num_decodes - drafts),
+            decode_step_s=model.predict(drafts, num_decodes),
             prefill_token_s=model.prefill_token_s,
         )
         return int(seconds * NS_PER_S)

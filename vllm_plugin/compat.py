@@ -12,6 +12,7 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
@@ -20,10 +21,11 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rose.coserve.ledger import RecordWriter
-from rose.coserve.node_dir import NodeDir
+from rose.coserve.node_dir import NodeDir, core_dir
 from rose.coserve.record_layout import pack_found
 from rose.coserve.records import Phase, ServingLease
 from rose.errors import ConfigError, RoseError
@@ -31,7 +33,7 @@ from rose.policy.compat import UNLISTED, Row, Support, judge, row
 from rose.units import PAGE_BYTES
 from vllm_plugin.features import Device, Findings, findings, kv_findings
 from vllm_plugin.kv_layout import CountedCache
-from vllm_plugin.roles import ENV_ENGINE
+from vllm_plugin.roles import ENV_CORES, ENV_DIR, ENV_ENGINE
 from vllm_plugin.selfcheck import problems
 
 logger = logging.getLogger("vllm.rose")
@@ -118,7 +120,9 @@ def touched(config: Any, kv_cache_config: Any = None) -> Findings:
     kind = device()
     worker, stock_worker = _WORKERS.get(kind, ("", ""))
     found = findings(config, device=kind, stock_worker=stock_worker, ours=(SCHEDULER_FACTORY, worker))
-    return found if kv_cache_config is None else found | kv_findings(kv_cache_config, piece_bytes(config))
+    if kv_cache_config is None:
+        return found
+    return found | kv_findings(kv_cache_config, piece_bytes(config), drafts=has_drafts(config))
 
 
 def standing_of(config: Any, role: str, kv_cache_config: Any = None) -> Standing:
@@ -142,14 +146,19 @@ def take_places(config: Any, standing: Standing) -> None:
         config.parallel_config.worker_cls = _WORKERS[device()][0]
 
 
-def require_elastic(kv_cache_config: Any, piece_bytes: int) -> None:
+def has_drafts(config: Any) -> bool:
+    """Is there speculative decoding, of whatever kind?"""
+    return config.speculative_config is not None
+
+
+def require_elastic(kv_cache_config: Any, piece_bytes: int, role: str, *, drafts: bool) -> None:
     """In a worker: raise where the memory of such a cache must not be taken away.
 
     Raises:
-        ConfigError: Of several groups, of another kind, or of a geometry that does not add up.
+        ConfigError: Of a kind that nobody tried, or of a geometry that does not add up.
     """
-    found = kv_findings(kv_cache_config, piece_bytes)
-    support, because = judge("serving", found)
+    found = kv_findings(kv_cache_config, piece_bytes, drafts=drafts)
+    support, because = judge(role, found)
     if support is not Support.ELASTIC:
         raise ConfigError(str(Standing(support=support, row=because, found=found[because.name])))
 
@@ -191,7 +200,7 @@ def switch_on(role: str) -> None:
             ``serving`` never raises: production stays stock and one line says why.
     """
     global _refused
-    from vllm_plugin.roles import ENV_DIR, ENV_ROLE, ROLES
+    from vllm_plugin.roles import ENV_ROLE, ROLES
 
     if role not in ROLES:  # a typo in production's environment must not stop production
         _give_up("serving", f"{ENV_ROLE}='{role}' is not a role; known: {', '.join(ROLES)}")
@@ -225,6 +234,9 @@ def _wrap_executor(original: Callable[..., Any], role: str) -> Callable[..., Any
         # The engine core is about to start its workers, and production's will size their memory by what is free.
         if vllm_config.scheduler_config.scheduler_cls == SCHEDULER_FACTORY:
             os.environ[ENV_ENGINE] = str(secrets.randbits(62) | 1)
+            if os.environ.pop(ENV_CORES, None) is not None:  # else the next would be a directory further down
+                core = vllm_config.parallel_config.data_parallel_index
+                os.environ[ENV_DIR] = str(core_dir(os.environ[ENV_DIR], core))
             if role == "serving":
                 _take_everything_back()
         return original(self, vllm_config, *args, **kwargs)
@@ -259,8 +271,8 @@ def starting_lease() -> RecordWriter[ServingLease] | None:
     return writer
 
 
-_refusal: Any = None
-"""Writer of ``serving.lease`` while production runs without us: it is how ``rose node status`` knows why."""
+_refusal: contextlib.ExitStack | None = None
+"""Writers of ``serving.lease`` while production runs without us: they are how ``rose node status`` knows why."""
 
 
 def stay_stock(error: Exception | Standing) -> None:
@@ -279,24 +291,42 @@ def _give_up(role: str, reason: str, because: Row = UNLISTED, found: str | None 
     if role == "rollout":
         raise ConfigError(reason, field="ROSE_ROLE=rollout")
     logger.error("ROSE is off, serving goes on as without it: %s", reason)
-    if _refusal is None and os.environ.get("ROSE_DIR"):
-        try:
-            _refusal = starting_lease() or NodeDir(os.environ["ROSE_DIR"]).serving_lease_writer()
-            _refusal.extra[:] = pack_found(reason if found is None else found)
-            _refusal.write(
-                ServingLease(phase=Phase.OFF, row=because.number, heartbeat_ns=time.monotonic_ns())
-            )
-        except (
-            RoseError,
-            OSError,
-        ) as error:  # another process of this server was first, or there is no directory
-            logger.debug("ROSE: the refusal is not in the node directory: %s", error)
+    if _refusal is None and os.environ.get(ENV_DIR):
+        _refusal = contextlib.ExitStack()
+        started = starting_lease()
+        for node_dir in _node_dirs():
+            try:
+                writer = _refusal.enter_context(started or NodeDir(node_dir).serving_lease_writer())
+                writer.extra[:] = pack_found(reason if found is None else found)
+                writer.write(
+                    ServingLease(phase=Phase.OFF, row=because.number, heartbeat_ns=time.monotonic_ns())
+                )
+            except (
+                RoseError,
+                OSError,
+            ) as error:  # another process of this server was first, or there is no directory
+                logger.debug("ROSE: the refusal is not in the node directory: %s", error)
+
+
+def _node_dirs() -> list[Path]:
+    """Of the engine cores that this process starts, or of the one that it is."""
+    base = Path(os.environ[ENV_DIR])
+    return [core_dir(base, core) for core in range(int(os.environ.get(ENV_CORES) or 0))] or [base]
+
+
+def _name_directories(config: Any, role: str) -> None:
+    """In an API server: tell the engine cores that it will start whether each has a directory of its own."""
+    parallel = config.parallel_config
+    os.environ.pop(ENV_CORES, None)
+    if role == "serving" and parallel.data_parallel_size > 1 and not parallel.data_parallel_external_lb:
+        os.environ[ENV_CORES] = str(parallel.data_parallel_size)
 
 
 def _wrap_config(original: Callable[..., Any], role: str) -> Callable[..., Any]:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = original(self, *args, **kwargs)
         try:
+            _name_directories(config, role)
             standing = standing_of(config, role)
         except Exception as error:  # noqa: BLE001  # an attribute that moved must not stop production
             _give_up(role, f"the configuration could not be read: {error!r}", row("unknown_version"))

@@ -177,7 +177,7 @@ def _words(error: Exception) -> str:
 def predicted_cache(config: Any) -> tuple[Any, bool] | None:
     """The ``KVCacheConfig`` that vLLM would make of the layers that the model's configuration names; and whether its size is the real one.
 
-    None: of layers whose specs it does not tell (state-space, cross-attention, latent).
+    None: of layers whose specs it does not tell (state-space, cross-attention, a drafter's, sparse attention's).
 
     Raises:
         Exception: vLLM makes no cache of them, for want of memory or otherwise.
@@ -185,19 +185,35 @@ def predicted_cache(config: Any) -> tuple[Any, bool] | None:
     from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
     from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
     from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
-    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
+        FullAttentionSpec,
+        MLAAttentionSpec,
+        SlidingWindowSpec,
+        get_kv_quant_mode,
+    )
 
     model, cache = config.model_config, config.cache_config
-    odd = ("is_hybrid", "is_attention_free", "is_encoder_decoder", "use_mla", "has_inner_state")
+    odd = ("is_hybrid", "is_attention_free", "is_encoder_decoder", "has_inner_state")
     if model.runner_type != "generate" or any(getattr(model, name) for name in odd):
         return None
+    speculative = config.speculative_config
+    if speculative is not None and speculative.method != "ngram":
+        return None
+    told = model.hf_text_config.to_dict()
+    full: type[FullAttentionSpec] = FullAttentionSpec
     common = {
         "block_size": cache.block_size or 16,
         "num_kv_heads": model.get_num_kv_heads(config.parallel_config),
         "head_size": model.get_head_size(),
         "dtype": kv_cache_dtype_str_to_dtype(cache.cache_dtype, model),
+        "kv_quant_mode": get_kv_quant_mode(cache.cache_dtype),
     }
-    told = model.hf_text_config.to_dict()
+    if model.use_mla:
+        if "index_topk" in told:
+            return None
+        full = MLAAttentionSpec
+        common |= {"num_kv_heads": 1, "max_tp_shards": 1, "cache_dtype_str": cache.cache_dtype}
     window, chunk = model.get_sliding_window(), told.get("attention_chunk_size")
     num_layers = model.get_num_layers(config.parallel_config)
     kinds = told.get("layer_types")
@@ -207,7 +223,7 @@ def predicted_cache(config: Any) -> tuple[Any, bool] | None:
     for index, kind in enumerate(kinds[:num_layers]):
         name = f"model.layers.{index}.self_attn.attn"
         if kind == "full_attention" or (kind == "sliding_attention" and window is None):
-            layers[name] = FullAttentionSpec(**common)
+            layers[name] = full(**common)
         elif kind == "sliding_attention":
             layers[name] = SlidingWindowSpec(**common, sliding_window=window)
         elif kind == "chunked_attention" and chunk is not None:
@@ -295,17 +311,17 @@ def _predict(config: Any) -> tuple[Mapping[str, str], tuple[int, int] | None, tu
             return {}, None, ("only the engine's start tells the kinds of its KV cache",)
         cache, known = made
         piece_bytes = compat.piece_bytes(config)
-        found = kv_findings(cache, piece_bytes)
+        found = kv_findings(cache, piece_bytes, drafts=compat.has_drafts(config))
         if not known:
             return found, None, ()
-        if found:
+        if judge("serving", found)[0] is not Support.ELASTIC:
             return found, (ChunkPlan.of(compat.counted(cache)).total_pages, 0), ()
         try:
             plan = ChunkPlan.of(cache, piece_bytes)
         except ConfigError as error:
-            return {"small_cache": str(error)}, None, ()
+            return {**found, "small_cache": str(error)}, None, ()
         # The first chunk has vLLM's null block and is never lent.
-        return {}, (plan.total_pages, plan.total_pages - plan.chunk_pages), ()
+        return found, (plan.total_pages, plan.total_pages - plan.chunk_pages), ()
     except Exception as error:  # noqa: BLE001  # a prediction: the start decides
         return {}, None, (f"its KV cache cannot be predicted: {_words(error)}",)
 

@@ -40,6 +40,10 @@ class ElasticKv:
     rose_layers: LayerStop | None = None
     """Of a rollout engine whose steps can stop between two layers."""
     rank: int
+    rose_drafts = False
+    """A drafter with keys and values of its own follows each step, when vLLM samples."""
+    rose_unsampled = 0
+    """The step whose drafter has not run yet."""
 
     def rose_kv_memory(self) -> KvMemory:
         """The memory of this worker's device."""
@@ -58,6 +62,8 @@ class ElasticKv:
         with internals.kv_allocation(pager.plan.size_bytes, lambda _: buffer) as seen:
             super().initialize_from_config(paged_config)  # type: ignore[misc]
         if len(seen) == 1:
+            config = getattr(self, "vllm_config", None)
+            self.rose_drafts = config is not None and internals.drafts_with_keys(config)
             self.rose_pager = pager
             self._make_layer_stop(kv_cache_config)
             return
@@ -98,7 +104,9 @@ class ElasticKv:
         """
         try:
             memory = self.rose_kv_memory()
-            compat.require_elastic(kv_cache_config, memory.piece_bytes)
+            config = getattr(self, "vllm_config", None)
+            drafts = config is not None and compat.has_drafts(config)
+            compat.require_elastic(kv_cache_config, memory.piece_bytes, str(role()), drafts=drafts)
             pager = Pager(
                 NodeDir(os.environ[ENV_DIR]),
                 str(role()),
@@ -128,16 +136,37 @@ class ElasticKv:
         pager.fence.begin()
         try:
             output = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
-            try:
-                pager.fence.launched(internals.stamp_of(scheduler_output), self.rose_stream())
-            except (
-                Exception
-            ) as error:  # fail-open: a step that is not noted only keeps memory from being taken away
-                logger.exception("ROSE: a step could not be noted; nothing is lent from now on: %r", error)
-                pager.fence.stop()
+            number = internals.stamp_of(scheduler_output)
+            if self.rose_drafts and output is None:
+                self.rose_unsampled = number
+            else:
+                self._launched(pager, number)
         finally:
             pager.fence.end()
         return output
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        pager, number = self.rose_pager, self.rose_unsampled
+        if pager is None or not number:
+            return super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        pager.fence.begin()
+        try:
+            output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+            self.rose_unsampled = 0
+            self._launched(pager, number)
+        finally:
+            pager.fence.end()
+        return output
+
+    def _launched(self, pager: Pager, number: int) -> None:
+        """Nothing more of step ``number`` will be launched."""
+        try:
+            pager.fence.launched(number, self.rose_stream())
+        except (
+            Exception
+        ) as error:  # fail-open: a step that is not noted only keeps memory from being taken away
+            logger.exception("ROSE: a step could not be noted; nothing is lent from now on: %r", error)
+            pager.fence.stop()
 
     def rose_memory(self) -> dict[str, int]:
         """Truth about this rank's KV memory; collective call."""

@@ -16,8 +16,8 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 from rose.errors import ConfigError
-from rose.policy.compat import row
-from rose.policy.engine_fields import KV_KINDS, Value, is_section, row_of_field
+from rose.policy.compat import Support, judge, row
+from rose.policy.engine_fields import KV_KINDS, Value, is_restricted, is_section, row_of_field
 from vllm_plugin.kv_layout import kv_entries
 
 Device = Literal["cpu", "cuda", "other"]
@@ -48,6 +48,8 @@ def findings(
         env: Environment of the process; None = ours.
     """
     env = os.environ if env is None else env
+    parallel = config.parallel_config
+    cores, local = parallel.data_parallel_size, parallel.data_parallel_size_local
     found: list[tuple[str, str]] = [
         (name, says)
         for name, says, present in (
@@ -57,6 +59,16 @@ def findings(
                 "cuda_graphs",
                 "model_config.enforce_eager = False",
                 device == "cuda" and not config.model_config.enforce_eager,
+            ),
+            (
+                "data_parallel_moe",
+                f"parallel_config.data_parallel_size = {cores}",
+                cores > 1 and config.model_config.is_moe,
+            ),
+            (
+                "data_parallel_hosts",
+                f"parallel_config.data_parallel_size_local = {local}",
+                cores > 1 and not parallel.data_parallel_external_lb and local != cores,
             ),
             ("mig", "CUDA_VISIBLE_DEVICES", "MIG-" in env.get("CUDA_VISIBLE_DEVICES", "")),
             ("sleep_mode", "PYTORCH_ALLOC_CONF", _expandable_segments(env)),
@@ -73,10 +85,11 @@ def findings(
     return _ordered(found)
 
 
-def kv_findings(kv_cache_config: Any, piece_bytes: int) -> Findings:
-    """The same of a ``KVCacheConfig``: rows that only the real cache can answer for; none for one group that fills its allocation.
+def kv_findings(kv_cache_config: Any, piece_bytes: int, *, drafts: bool = False) -> Findings:
+    """The same of a ``KVCacheConfig``: rows that only the real cache can answer for; none for one group of full attention that
+    fills its allocation.
 
-    ``piece_bytes``: in which pieces its memory would come and go.
+    ``piece_bytes``: in which pieces its memory would come and go.  ``drafts``: with speculative decoding.
     """
     groups = kv_cache_config.kv_cache_groups
     found = list(_look(kv_cache_config, "kv_cache_config", {}))
@@ -91,11 +104,23 @@ def kv_findings(kv_cache_config: Any, piece_bytes: int) -> Findings:
             found.append((because, f"a group of {kind}"))
         else:
             found += _look(spec, "kv_cache_spec", {})
+    kinds = {type(group.kv_cache_spec).__name__ for group in groups}
+    windows = [
+        group.kv_cache_spec for group in groups if getattr(group.kv_cache_spec, "sliding_window", None)
+    ]
+    if windows and (len(kinds) == 1 or any(type(one).__name__ != "SlidingWindowSpec" for one in windows)):
+        found.append(
+            ("kv_kind", f"a window of {windows[0].sliding_window} tokens, without a group of full attention")
+        )
     if len(groups) != 1:
         found.append(("kv_groups", f"{len(groups)} groups: {_kinds(groups)}"))
-    elif not found:
+        if "MLAAttentionSpec" in kinds:
+            found.append(("kv_kind", "latents beside other groups"))
+        if drafts:
+            found.append(("grouped_drafts", f"speculative_config, with {len(groups)} groups"))
+    if judge("serving", (name for name, _ in found))[0] is Support.ELASTIC:
         hashed = kv_cache_config.hash_block_size
-        if hashed is not None and hashed != groups[0].kv_cache_spec.block_size:
+        if hashed is not None and any(hashed != group.kv_cache_spec.block_size for group in groups):
             found.append(("kv_option", f"kv_cache_config.hash_block_size = {hashed}"))
         try:
             kv_entries(kv_cache_config, piece_bytes)
@@ -122,7 +147,8 @@ def _look(
         value = getattr(config, field.name)
         if is_section(path) and value is not None and not isinstance(value, list):
             yield from _look(value, path, also_allowed)
-            continue
+            if not is_restricted(path):
+                continue
         because = row_of_field(path, plain(value), also_allowed.get(path, ()))
         if because is not None:
             yield because, f"{path} = {shown(value, secret=because == 'unlisted' and _may_be_secret(path))}"

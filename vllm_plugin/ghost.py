@@ -7,22 +7,22 @@ blocks than the device has.  vLLM evicts the least recently used first, so that 
 exactly, while only vLLM evicts; nearly, where chunks are taken out of turn (on random conversations 0.79 to 1.0 of what vLLM's own
 counters of two engines differ by).
 
-A prompt *loses* the blocks of its prefix that are in the ghost and no longer in the cache, and those behind the first of them that are in the
-cache: vLLM looks no further than to the first that it misses.  Each lost block counts once: the prompt
-computes it, and then it is in the cache again.
+A prompt *loses* what it would have found in cache and ghost together (:func:`~rose.policy.coserving.hits.longest_hit`) and does not
+find in the cache.  Each lost block counts once: the prompt computes it, and then it is in the cache again.
 
 Invariant, asserted by :meth:`check`: cache and ghost together are at most the device's blocks.
 
 Engine thread only (others read the counters).  No wait and no system call; a look at a prompt costs one set operation in C, and
-0.3 us more for each block where it does lose something.  Nothing raises into vLLM: an error goes to ``fail``.
+a microsecond more for each block where it does lose something.  Nothing raises into vLLM: an error goes to ``fail``.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from rose.policy.coserving.hits import longest_hit
 from vllm_plugin import internals
 
 LOOKED_AT = 4096
@@ -40,6 +40,8 @@ class GhostCache:
         pool: vLLM's ``BlockPool``.
         block_tokens: Of one block.
         fail: Told of an error, once; then nothing is counted any more.
+        windows: Of each KV group the blocks that it needs of a prefix, None: all.
+        drops_last: vLLM computes the last block of a prefix that it finds anew (for its drafter).
 
     Attributes:
         queried_tokens: Of all prompts that looked for a prefix, as vLLM counts them.
@@ -47,9 +49,20 @@ class GhostCache:
         num_forgotten: Keys that were here, so far: asked for again, or gone from that cache as well.
     """
 
-    def __init__(self, pool: Any, block_tokens: int, fail: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self,
+        pool: Any,
+        block_tokens: int,
+        fail: Callable[[BaseException], None],
+        windows: Sequence[int | None] = (None,),
+        *,
+        drops_last: bool = False,
+    ) -> None:
         self._pool, self._block_tokens, self._fail = pool, block_tokens, fail
+        self._windows, self._drops_last = tuple(windows), drops_last
+        self._suffixes = [internals.key_suffix(group) for group in range(len(self._windows))]
         self._keys: OrderedDict[bytes, None] = OrderedDict()
+        """Of one group the hashes of blocks, which a request has at hand; of several the keys."""
         self._unwatch: Callable[[], None] | None = None
         self.queried_tokens = 0
         self.lost_tokens = 0
@@ -100,19 +113,35 @@ class GhostCache:
         most = min(LOOKED_AT, (num_tokens - 1) // self._block_tokens)
         if len(hashes) > most:
             hashes = hashes[:most]
-        if keys.keys().isdisjoint(hashes):
+        if len(self._windows) == 1 and keys.keys().isdisjoint(hashes):
             return
         self._forget()
-        lost = 0
-        for key in hashes:
-            cached = internals.is_cached(self._pool, key)
-            if key in keys:
-                del keys[key]
-                self.num_forgotten += 1
-            elif not cached:
-                break
-            lost += bool(lost) or not cached
-        self.lost_tokens += lost * self._block_tokens
+        self.lost_tokens += self._lost_of(hashes) * self._block_tokens
+
+    def _lost_of(self, hashes: Sequence[bytes]) -> int:
+        """Blocks of this prefix that the cache would have had; they are forgotten here."""
+        keys, pool, suffixes, windows = self._keys, self._pool, self._suffixes, self._windows
+        alone = len(windows) == 1
+
+        def cached(group: int, index: int) -> bool:
+            return internals.is_cached(pool, hashes[index] + suffixes[group])
+
+        def would_be(group: int, index: int) -> bool:
+            return (hashes[index] if alone else hashes[index] + suffixes[group]) in keys or cached(
+                group, index
+            )
+
+        whole = longest_hit(len(hashes), windows, would_be)
+        found = longest_hit(whole, windows, cached)
+        lost = whole - found
+        if lost and not found and self._drops_last:
+            lost -= 1  # of nothing that was found there is no last block
+        before = len(keys)
+        for hashed in hashes[:whole]:
+            for suffix in suffixes:
+                keys.pop(hashed if alone else hashed + suffix, None)
+        self.num_forgotten += before - len(keys)
+        return lost
 
     def check(self) -> None:
         """Assert the invariant; for tests."""
@@ -123,6 +152,8 @@ class GhostCache:
         """vLLM has dropped ``key``, for its own sake or for ours."""
         try:
             keys = self._keys
+            if len(self._windows) == 1:
+                key = key[: -len(self._suffixes[0])]
             keys[key] = None
             keys.move_to_end(key)
             self._forget()

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from rose.policy.coserving.hits import window_blocks
 from vllm_plugin.selfcheck import GROUP_BYTES
 
 logger = logging.getLogger("vllm.rose")
@@ -71,6 +72,11 @@ def runs_python_between_layers(config: Any) -> bool:
     return config.model_config.enforce_eager and config.parallel_config.pipeline_parallel_size == 1
 
 
+def drafts_with_keys(config: Any) -> bool:
+    """Does each step end with a drafter that has layers, and keys and values, of its own?"""
+    return config.num_lookahead_tokens > 0
+
+
 def compute_stream() -> int:
     """CUDA: the stream that the calling thread launches steps on, as the driver knows it.
 
@@ -105,7 +111,7 @@ def drop_prefixes(pool: Any, block_ids: Iterable[int]) -> None:
 
 
 def watch_evictions(pool: Any, told: Callable[[bytes], None]) -> Callable[[], None]:
-    """Tell the hash of every block that ``pool`` drops from its prefix cache and has nowhere else; the answer ends it.
+    """Tell the key of every block that ``pool`` drops from its prefix cache and has nowhere else; the answer ends it.
 
     ``told`` must not raise: it runs inside vLLM's allocation.
     """
@@ -115,7 +121,7 @@ def watch_evictions(pool: Any, told: Callable[[bytes], None]) -> Callable[[], No
         key = block.block_hash
         evicted = original(block)
         if key is not None and pool.cached_block_hash_to_block.get_one_block(key) is None:
-            told(key[:-GROUP_BYTES])
+            told(key)
         return evicted
 
     def unwatch() -> None:
@@ -126,13 +132,27 @@ def watch_evictions(pool: Any, told: Callable[[bytes], None]) -> Callable[[], No
     return unwatch
 
 
-_GROUP = (0).to_bytes(GROUP_BYTES, "big")
-"""Behind a block's hash in a key of the prefix cache: the number of its KV group, of which there is one."""
+def key_suffix(group: int) -> bytes:
+    """What follows a block's hash in a key of the prefix cache: the number of its KV group."""
+    return group.to_bytes(GROUP_BYTES, "big")
 
 
-def is_cached(pool: Any, block_hash: bytes) -> bool:
-    """Does the prefix cache hold this block?"""
-    return pool.cached_block_hash_to_block.get_one_block(block_hash + _GROUP) is not None
+def is_cached(pool: Any, key: bytes) -> bool:
+    """Does the prefix cache hold this block of this KV group?"""
+    return pool.cached_block_hash_to_block.get_one_block(key) is not None
+
+
+def group_windows(scheduler: Any) -> list[int | None]:
+    """Of each KV group the blocks that it needs of a prefix (:mod:`rose.policy.coserving.hits`)."""
+    specs = [group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups]
+    windows = [(getattr(spec, "sliding_window", None), spec) for spec in specs]
+    # Full attention may be told of a window, too, and keeps all blocks nevertheless.
+    return [
+        window_blocks(tokens, spec.block_size)
+        if tokens and type(spec).__name__ == "SlidingWindowSpec"
+        else None
+        for tokens, spec in windows
+    ]
 
 
 def num_cached(pool: Any) -> int:
@@ -145,15 +165,23 @@ def looks_for_prefix(pool: Any, request: Any) -> bool:
     return pool.enable_caching and not request.skip_reading_prefix_cache
 
 
-def new_prompts(scheduler_output: Any) -> Iterable[tuple[int, Sequence[int], int]]:
-    """Of each request that starts with this step: tokens of its prompt, its blocks, and how many tokens are computed already."""
+def new_prompts(scheduler_output: Any, block_tokens: int) -> Iterable[tuple[int, Sequence[int], int]]:
+    """Of each request that starts with this step: tokens of its prompt, its blocks in all KV groups, and how many of these it found
+    in the cache; they come first."""
     for new in scheduler_output.scheduled_new_reqs:
-        yield len(new.prompt_token_ids or ()), new.block_ids[0], new.num_computed_tokens
+        num_tokens, num_found = len(new.prompt_token_ids or ()), new.num_computed_tokens // block_tokens
+        if len(new.block_ids) == 1:
+            yield num_tokens, new.block_ids[0], num_found
+            continue
+        # Behind a window there is the null block, which is nobody's.
+        found = [block for blocks in new.block_ids for block in blocks[:num_found] if block]
+        rest = [block for blocks in new.block_ids for block in blocks[num_found:] if block]
+        yield num_tokens, found + rest, len(found)
 
 
 def grown_by(scheduler_output: Any) -> Iterable[Sequence[int]]:
-    """Of each request that goes on with this step the blocks that it was given for it."""
-    return [blocks[0] for blocks in scheduler_output.scheduled_cached_reqs.new_block_ids if blocks]
+    """Of each request that goes on with this step the blocks that it was given for it, of one KV group after the other."""
+    return itertools.chain.from_iterable(filter(None, scheduler_output.scheduled_cached_reqs.new_block_ids))
 
 
 def next_to_go(pool: Any, limit: int) -> list[int]:
@@ -179,6 +207,18 @@ def block_ids_of(scheduler: Any, request_id: str) -> Sequence[Sequence[int]]:
         return ()
 
 
+def drafts_in(scheduler_output: Any) -> tuple[int, int]:
+    """With speculative decoding: how many requests of this step have drafts that it verifies, beside a token of their own, and how
+    many drafts."""
+    drafts = scheduler_output.scheduled_spec_decode_tokens
+    return len(drafts), sum(map(len, drafts.values()))
+
+
+def looks_past_last_hit(scheduler: Any) -> bool:
+    """Does vLLM leave out the last block of a prefix that it finds, so that its drafter has what it begins with?"""
+    return scheduler.use_eagle_block_drop
+
+
 def waiting_requests(scheduler: Any, limit: int) -> list[Any]:
     """At most ``limit`` requests that wait for memory or a slot, oldest first.  Any thread."""
     # In one go inside the interpreter: a loop here could be interrupted by the engine thread, and a queue that
@@ -198,8 +238,8 @@ def is_blocked(scheduler: Any, request: Any) -> bool:
 
 def wait_for_blocks(scheduler: Any, limit: int) -> list[Any]:
     """The first ``limit`` requests that blocks alone could set running: there is a seat for each, and none of them waits for a grammar, for
-    keys and values from elsewhere, or for its client.  vLLM puts those back in front of the queue, so they are looked past, not counted.
-    Engine thread, between two steps.
+    keys and values from elsewhere, for its client, or for a slot for its adapter.  vLLM puts those back in front of the queue, so they are
+    looked past, not counted.  Engine thread, between two steps.
     """
     from vllm.v1.core.sched.interface import PauseState
 
@@ -215,7 +255,35 @@ def wait_for_blocks(scheduler: Any, limit: int) -> list[Any]:
     blocked = scheduler._is_blocked_waiting_status
     looked_at = itertools.islice(queues, LOOKED_PAST)
     ready = (request for request in looked_at if not blocked(request.status))
-    return list(itertools.islice(ready, min(limit, seats)))
+    return list(itertools.islice(_with_adapter_slots(scheduler, ready), min(limit, seats)))
+
+
+def _with_adapter_slots(scheduler: Any, requests: Iterable[Any]) -> Iterable[Any]:
+    """Those of ``requests``, in their order, whose adapter is in a slot already or gets one that is free."""
+    config = scheduler.lora_config
+    if config is None:
+        return requests
+    held = {_adapter_of(request) for request in scheduler.running} - {0}
+
+    def has_slot(request: Any) -> bool:
+        adapter = _adapter_of(request)
+        if adapter and adapter not in held:
+            if len(held) >= config.max_loras:
+                return False
+            held.add(adapter)
+        return True
+
+    return filter(has_slot, requests)
+
+
+def _adapter_of(request: Any) -> int:
+    """0: none."""
+    return request.lora_request.lora_int_id if request.lora_request is not None else 0
+
+
+def blocks_missing(scheduler: Any, request: Any) -> int:
+    """Blocks of all KV groups that a waiting request lacks, found prefixes not counted: what vLLM itself will ask its pool for."""
+    return scheduler._request_remaining_blocks(request)
 
 
 def let_past(scheduler: Any, fits: Callable[[Any], bool], limit: int) -> None:

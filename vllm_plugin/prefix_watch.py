@@ -106,7 +106,7 @@ class PrefixWatch:
         if output is None:
             book.clear()
             return
-        for num_tokens, blocks, num_computed in internals.new_prompts(output):
-            book.ask(num_tokens, blocks, num_computed // self._block_tokens)
+        for num_tokens, blocks, num_found in internals.new_prompts(output, self._block_tokens):
+            book.ask(num_tokens, blocks, num_found)
         for blocks in internals.grown_by(output):
             book.use(blocks)

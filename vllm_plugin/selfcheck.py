@@ -104,12 +104,14 @@ CORE: tuple[Owner, ...] = (
         where="vllm.v1.core.sched.scheduler:Scheduler",
         names="""
             waiting kv_holding_waiting running requests kv_cache_manager block_size max_num_scheduled_tokens pause_state
-            max_num_active_reqs num_waiting_for_streaming_input _is_blocked_waiting_status""",
+            max_num_active_reqs num_waiting_for_streaming_input _is_blocked_waiting_status lora_config use_eagle_block_drop
+            kv_cache_config""",
         calls={
             "schedule": "self throttle_prefills",
             "update_from_output": "self scheduler_output model_runner_output",
             "finish_requests": "self request_ids finished_status",
             "add_request": "self request",
+            "_request_remaining_blocks": "self request",
             "get_num_unfinished_requests": "self",
             "reset_prefix_cache": "self reset_running_requests reset_connector",
             "get_kv_cache_usage": "self",
@@ -121,7 +123,7 @@ CORE: tuple[Owner, ...] = (
         where="vllm.v1.core.sched.output:SchedulerOutput",
         names="""
             num_scheduled_tokens total_num_scheduled_tokens preempted_req_ids scheduled_new_reqs
-            scheduled_cached_reqs""",
+            scheduled_cached_reqs scheduled_spec_decode_tokens""",
     ),
     Owner(
         where="vllm.v1.core.sched.output:NewRequestData",
@@ -160,9 +162,11 @@ CORE: tuple[Owner, ...] = (
         where="vllm.v1.request:Request",
         names="""
             request_id num_tokens num_computed_tokens num_output_tokens arrival_time block_hashes cache_salt client_index
-            trace_headers skip_reading_prefix_cache status sampling_params""",
+            trace_headers skip_reading_prefix_cache status sampling_params lora_request""",
         calls={"take_events": "self", "update_block_hashes": "self"},
     ),
+    Owner(where="vllm.lora.request:LoRARequest", names="lora_int_id"),
+    Owner(where="vllm.config.lora:LoRAConfig", names="max_loras"),
     Owner(where="vllm.v1.request:RequestStatus", names="FINISHED_ABORTED"),
 )  # fmt: skip
 """What every process of an engine looks at when the plugin is switched on.  Without it nothing is patched."""
@@ -235,6 +239,7 @@ WORKER: tuple[Owner, ...] = (
         calls={
             "init_device": "self",
             "execute_model": "self scheduler_output",
+            "sample_tokens": "self grammar_output",
             "get_model": "self",
             "load_model": "self",
             "shutdown": "self",
@@ -266,6 +271,7 @@ WORKER: tuple[Owner, ...] = (
         where="vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory", names="register_engine"
     ),
     Owner(where="vllm.config", names="set_current_vllm_config"),
+    Owner(where="vllm.config.vllm:VllmConfig", names="num_lookahead_tokens"),
     Owner(where="vllm.config.weight_transfer:WeightTransferConfig", names="backend"),
     Owner(where="vllm.utils.torch_utils", names="current_stream"),
     Owner(where="torch._dynamo", names="config"),
@@ -329,7 +335,7 @@ DOCTOR: tuple[Owner, ...] = (
     Owner(where="vllm.utils.torch_utils", names="kv_cache_dtype_str_to_dtype"),
     Owner(
         where="vllm.v1.kv_cache_interface",
-        names="FullAttentionSpec SlidingWindowSpec ChunkedLocalAttentionSpec",
+        names="FullAttentionSpec SlidingWindowSpec ChunkedLocalAttentionSpec MLAAttentionSpec get_kv_quant_mode",
     ),
     Owner(
         where="vllm.v1.core.kv_cache_utils",

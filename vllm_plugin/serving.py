@@ -29,6 +29,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from rose.coserve.node_dir import NodeDir
@@ -101,7 +102,13 @@ class ServingSide:
         self._dir = NodeDir(os.environ[ENV_DIR])
         self.balloon = Balloon(internals.block_pool(scheduler), self.plan.chunk_blocks)
         self._block_tokens = scheduler.block_size
-        self.ghost = GhostCache(internals.block_pool(scheduler), self._block_tokens, self.fail)
+        self.ghost = GhostCache(
+            internals.block_pool(scheduler),
+            self._block_tokens,
+            self.fail,
+            internals.group_windows(scheduler) if elastic else (None,),
+            drops_last=internals.looks_past_last_hit(scheduler),
+        )
         self.prefixes = PrefixWatch(
             internals.block_pool(scheduler), self.plan, self._block_tokens, self.ghost, learns=elastic
         )
@@ -123,6 +130,7 @@ class ServingSide:
         self._looks_on = False
         """The last look for chunks to lend ran out of its time."""
         self._claim_told = 0
+        self._missing: dict[tuple[str, int, int], int] = {}
         self._fixed = False
         self._max_loss = 0.0
         self._rests = False
@@ -219,7 +227,7 @@ class ServingSide:
         usable = self.balloon.num_usable_chunks * self.plan.chunk_blocks - 1
         internals.let_past(
             self._scheduler,
-            lambda request: -(-(request.num_tokens + 1) // self._block_tokens) <= usable,
+            lambda request: internals.blocks_missing(self._scheduler, request) < usable,
             WAITING_LOOKED_AT,
         )
 
@@ -229,23 +237,34 @@ class ServingSide:
         waiting = 0
         if lent and internals.num_waiting(self._scheduler):
             requests = internals.wait_for_blocks(self._scheduler, WAITING_LOOKED_AT)
-            missing = sum(request.num_tokens - request.num_computed_tokens for request in requests)
-            waiting = -(-missing // self._block_tokens)
+            waiting = self._blocks_missing(requests)
         free = internals.block_pool(self._scheduler).get_num_free_blocks() if lent else 0
         if self.steps.claim(lent_chunks=lent, free_blocks=free, waiting_blocks=waiting):
             self._notifier.notify()
+
+    def _blocks_missing(self, requests: Sequence[Any]) -> int:
+        """Blocks that these lack.  Asking vLLM takes microseconds a group, so of those that waited at the last look too the answer is kept."""
+        known = self._missing
+        self._missing = {
+            key: known[key] if key in known else internals.blocks_missing(self._scheduler, request)
+            for request in requests
+            for key in ((request.request_id, request.num_tokens, request.num_computed_tokens),)
+        }
+        return sum(self._missing.values())
 
     def after_schedule(self, output: Any) -> None:
         """A step starts: publish deadlines.  Nobody needs that between steps unless a rollout engine lives."""
         # Numbered before it counts: nobody may wait for a step that carries no number.
         internals.stamp(output, self.steps.step + 1)
         scheduled, total = output.num_scheduled_tokens, output.total_num_scheduled_tokens
-        decode = len(scheduled)
+        decode, drafts = len(scheduled), 0
         if (
             total != decode
         ):  # somebody has more than one; counted in C: a loop over 256 requests took 50 us here
             decode = list(scheduled.values()).count(1)
-        if self.steps.scheduled(total - decode, decode, time.monotonic_ns()):
+            verifying, drafts = internals.drafts_in(output)
+            decode += verifying
+        if self.steps.scheduled(total - decode - drafts, decode, time.monotonic_ns(), drafts):
             self._forecast()
         self.prefixes.note(output)
         # No wake: a rollout engine looks before each of its steps, and gets no new slack from a step that starts.

@@ -15,6 +15,7 @@ BAR_RATIO = 1.05
 BAR_SHARE = 0.85
 NOISE_MARGIN = 0.02
 RESAMPLES = 2000
+RIVALS = {"rose": "paper", "rose_serial": "paper_serial"}
 TIGHT = 0.8
 """Of its limit: a prompt that takes more of it alone has nothing left for a rollout step."""
 SERIAL, STOPPED = "rose_serial", "rose_serial_layers"
@@ -64,6 +65,12 @@ def _share(
     """Rollout tokens/s over those that the idle part of the core could make."""
     rate, busy, most = _rate(mine, "decoded"), _rate(alone, "serving_busy_s"), _rate(solo, "decoded")
     return None if rate is None or busy is None or not most or busy >= 1.0 else rate / (most * (1.0 - busy))
+
+
+def _idle_used(mine: Sequence[BlockRecord], alone: Sequence[BlockRecord]) -> float | None:
+    """Share of the core's idle time alone that is idle no longer, whoever works then; at most 1."""
+    left, before = _rate(mine, "idle_s"), _rate(alone, "idle_s")
+    return None if left is None or not before else 1.0 - left / before
 
 
 def _interval(*groups: Sequence[BlockRecord]) -> list[float] | None:
@@ -171,14 +178,19 @@ def analyse(
         row["extra_violations"] = row["num_violations"] - violations_alone
         row["harvested_share"] = _share(blocks_of[arm], alone_blocks, blocks_of[SOLO])
         row["harvested_interval"] = _interval(blocks_of[arm], alone_blocks, blocks_of[SOLO])
+        row["idle_used_share"] = _idle_used(blocks_of[arm], alone_blocks)
         row["hit_rate"] = hits
         row["hit_rate_delta"] = hits - alone_hits if hits is not None and alone_hits is not None else None
         row["cut_requests"] = _total(blocks_of[arm], "cut_requests")
         row["engine_kills"] = _total(blocks_of[arm], "kills")
         rows[arm] = row
+    for ours, theirs in RIVALS.items():
+        if ours in rows and theirs in rows:
+            rows[ours]["against_paper"] = against(rows[ours], rows[theirs], by_arm[ours], by_arm[theirs])
     summary = _summary(rows)
     summary |= {
         "serving_busy_fraction": busy,
+        "serving_idle_fraction": _rate(alone_blocks, "idle_s"),
         "serving_step_ms": step_ms,
         "solo_rollout_tokens_per_s": solo_rate,
         "violations_alone": violations_alone,
@@ -201,12 +213,17 @@ def _summary(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
             found = row[f"{metric}_p99_ratio"]
             summary[f"p99_{metric}_ratio{suffix}"] = _value(found)
             summary[f"p99_{metric}_ratio_high{suffix}"] = found["high"] if found else None
-        for name in ("extra_violations", "harvested_share", "hit_rate_delta"):
+        for name in ("extra_violations", "harvested_share", "idle_used_share", "hit_rate_delta"):
             summary[f"{name}{suffix}"] = row[name]
         low, high = row["harvested_interval"] or (None, None)
         summary[f"harvested_share_low{suffix}"], summary[f"harvested_share_high{suffix}"] = low, high
     if "rose" in rows:
         summary["bar_met"] = verdict(rows["rose"], noise)
+    for arm in RIVALS:
+        if "against_paper" in rows.get(arm, {}):
+            suffix = "" if arm == "rose" else f"_{arm}"
+            summary |= {f"{name}{suffix}": value for name, value in rows[arm]["against_paper"].items()}
+            summary[f"judged_met{suffix}"] = judged(rows[arm], noise)
     if SERIAL in rows and STOPPED in rows:
         summary |= _stop_summary(rows)
     return summary
@@ -242,6 +259,43 @@ def stop_verdict(found: Mapping[str, Any], kills: float) -> bool | None:
         and quick >= BAR_QUICK
         and kills == 0
     )
+
+
+def against(
+    ours: Mapping[str, Any],
+    theirs: Mapping[str, Any],
+    our_samples: Sequence[RequestLatency],
+    their_samples: Sequence[RequestLatency],
+) -> dict[str, Any]:
+    """Ours beside the paper's way: P99 ratios over the same requests, and the figures in which one of both is ahead.
+
+    Ahead is who has the interval of a ratio wholly on his side of 1, the intervals of harvested shares wholly above the other's, or
+    fewer violations.
+    """
+    ahead, behind, found = 0, 0, {}
+    for metric in ("ttft", "itl"):
+        row = _ratio(ratio(our_samples, their_samples, metric, 0.99))
+        if row is not None:
+            ahead, behind = ahead + (row["high"] < 1.0), behind + (row["low"] > 1.0)
+        found[f"p99_{metric}_over_paper"] = _value(row)
+        found[f"p99_{metric}_over_paper_low"] = row["low"] if row else None
+        found[f"p99_{metric}_over_paper_high"] = row["high"] if row else None
+    mine, its = ours["harvested_interval"], theirs["harvested_interval"]
+    if mine and its:
+        ahead, behind = ahead + (mine[0] > its[1]), behind + (mine[1] < its[0])
+    fewer = theirs["num_violations"] - ours["num_violations"]
+    ahead, behind = ahead + (fewer > 0), behind + (fewer < 0)
+    return {**found, "ahead_of_paper_in": ahead, "behind_paper_in": behind}
+
+
+def judged(row: Mapping[str, Any], noise: Mapping[str, Mapping[str, float] | None]) -> bool:
+    """What docs/evidence.md says that co-serving is judged by: no margin on the noise."""
+    for metric in ("ttft", "itl"):
+        found, limit = row[f"{metric}_p99_ratio"], noise[metric]
+        if found is None or limit is None or found["high"] > max(BAR_RATIO, limit["high"]):
+            return False
+    paper = row["against_paper"]
+    return row["extra_violations"] <= 0 and paper["ahead_of_paper_in"] > 0 and paper["behind_paper_in"] == 0
 
 
 def verdict(row: Mapping[str, Any], noise: Mapping[str, Mapping[str, float] | None]) -> bool:

@@ -172,8 +172,13 @@ def make_segments(
     num_segments: int,
     seed: int,
     rows: list[TraceRow] | None,
+    stretch: int = 0,
 ) -> list[Segment]:
     """Traffic of each segment, times from the start of its traffic.
+
+    Args:
+        stretch: Of the trace, for ``trace``: another number, other requests (:func:`rose.evaluation.arrivals.fit_trace`).  A seed does not
+            change a trace.
 
     ``generated`` and ``trace`` are stretches of one long excerpt, so bursts fall where they fall; ``burst`` has the trace's busiest
     second in every segment, each time with other requests of it; ``multiturn`` is made for the segment, because its sessions must end in it.
@@ -192,7 +197,7 @@ def make_segments(
         ]
     # A little longer than what is replayed: the generator keeps its last seconds quiet.
     whole = replace(shape, period_s=num_segments * timing.traffic_s + 4.0)
-    arrivals = fit_trace(rows, whole) if rows is not None else generate_arrivals(whole, seed)
+    arrivals = fit_trace(rows, whole, stretch) if rows is not None else generate_arrivals(whole, seed)
     segments: list[list[tuple[Arrival, Prefix]]] = [[] for _ in range(num_segments)]
     for one in arrivals:
         number = int(one.at_s // timing.traffic_s)

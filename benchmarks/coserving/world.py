@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 
 from benchmarks.coserving.plan import HALF, WHOLE, Arm, Schedule
 from benchmarks.coserving.rollouts import Registry
@@ -96,6 +97,8 @@ class Reading:
     prefix_queries: int
     prefix_hits: int
     rollout_pages: int
+    idle_s: float
+    """Of the engines' core, by the kernel's own count (hundredths of a second)."""
     kills: int
     stops: int
     """Of rollout steps between two layers; with how many were quick, how late all were, how long they lasted and how many gave up."""
@@ -192,6 +195,7 @@ class World:
             prefix_queries=metrics.get("vllm:prefix_cache_queries_total", 0),
             prefix_hits=metrics.get("vllm:prefix_cache_hits_total", 0),
             rollout_pages=lease.reserved_pages if lease else 0,
+            idle_s=psutil.cpu_times(percpu=True)[self.plan.cores[0]].idle,
             kills=kills,
             stops=layers.stops if layers else 0,
             quick_stops=layers.quick_stops if layers else 0,

@@ -27,6 +27,7 @@ from rose.coserve.node_config import NodeConfig
 from rose.demo.parts import ENGINE_ENV
 from rose.errors import EngineError, WeightsError
 from rose.proc import free_port
+from rose.signatures import SigningKey
 from rose.weights import codec as reference
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
@@ -55,9 +56,10 @@ def updates() -> tuple[Figures, dict[str, Any]]:
 async def _follow(
     device: str, folder: Path, copies: Path, weights: dict[str, Any]
 ) -> tuple[Figures, dict[str, Any]]:
-    store = open_store(f"file://{folder / 'store'}")
+    tokens = Tokens.generate()
+    store = open_store(f"file://{folder / 'store'}", key=SigningKey.parse(tokens.publish_key))
     publisher = WeightPublisher(lambda: weights, store, RUN, ATTEMPT, WeightsParams())
-    agent = NodeAgent(validate(NodeConfig, node_settings(device, folder, copies)), Tokens.generate())
+    agent = NodeAgent(validate(NodeConfig, node_settings(device, folder, copies)), tokens)
     running = asyncio.create_task(agent.run())
     found: Figures = {}
     rows: list[dict[str, Any]] = []

@@ -42,7 +42,9 @@ class Arm:
 
     running: ClassVar[list[Arm]] = []
 
-    def __init__(self, name: str, command: list[str], *, ready: str = "ready", url: str = "") -> None:
+    def __init__(
+        self, name: str, command: list[str], *, ready: str = "ready", url: str = "", folder: Path = ROOT
+    ) -> None:
         self.name = name
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by end()
         self.process = subprocess.Popen(
@@ -50,7 +52,7 @@ class Arm:
             stdout=self.log if url else subprocess.PIPE,
             stderr=self.log,
             text=True,
-            cwd=ROOT,
+            cwd=folder,
             # LiteLLM would look for prices on the network.
             env={
                 **os.environ,

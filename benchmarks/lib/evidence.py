@@ -59,7 +59,7 @@ class Claim:
 
 CLAIMS = (
     Claim(
-        text="provisioning (off), two jobs in virtual time: tokens over the best fixed split of the harvested engines, and the ends of its 95 % interval", benchmark="provisioning",
+        text="provisioning, two jobs in virtual time: tokens over the best fixed split of the harvested engines, and the ends of its 95 % interval", benchmark="provisioning",
         keys=("gain_over_static", "gain_over_static_low", "gain_over_static_high"), form="{:.3f}x", bar=(1, ">=", 1.0),
     ),
     Claim(

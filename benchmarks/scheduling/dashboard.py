@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import math
 import random
 import signal
@@ -94,6 +95,8 @@ class Load:
             self.nodes.append(node)
             self.tasks.append(asyncio.create_task(self._beat(node)))
         self.tasks.extend(asyncio.create_task(self._agent(n)) for n in range(self.args.trajectories))
+        if self.args.learning_png is not None:
+            self.tasks.extend(asyncio.create_task(self._pupil(n)) for n in range(8))
         self.tasks.append(asyncio.create_task(self._train()))
         self.tasks.append(asyncio.create_task(self._reclaim()))
 
@@ -145,6 +148,30 @@ class Load:
                 if "trajectory_" not in str(error):  # cancelled as stale
                     raise
 
+    async def _pupil(self, number: int) -> None:
+        """Groups of four whose rewards rise as if they learned: for the page of jobs."""
+        rng, encode = random.Random(number), self.engines[0].tokenizer.encode
+        begun_s, job = time.monotonic(), ("maze", "sums")[number % 2]
+        for group in itertools.count():
+            body = {"job": job, "group_id": f"{job}-{number}-{group}", "group_size": 4}
+            body["metadata"] = {"split": "train", "level": str(rng.randrange(3))}
+            learned = 1.0 - math.exp((begun_s - time.monotonic()) / (80.0 if job == "maze" else 200.0))
+
+            async def play(body: dict[str, Any] = body, learned: float = learned) -> None:
+                name = (await self.call("POST", "/rose/v1/trajectories", "environment", body))["id"]
+                ids = encode("You stand in a maze. Where do you go? ")
+                for _ in range(rng.randrange(2, 4)):
+                    ask = {"token_ids": ids, "sampling_params": {"max_tokens": 16}}
+                    answer = await self.call(
+                        "POST", "/rose/v1/generate", "agent", ask, **{"X-Session-ID": name}
+                    )
+                    ids = [*ids, *answer["token_ids"], *encode(" A wall. ")]
+                won = rng.random() < 0.15 + 0.75 * learned
+                body = {"reward": round((0.7 + 0.3 * rng.random()) * won, 2), "success": won}
+                await self.call("POST", f"/rose/v1/trajectories/{name}/finish", "environment", body)
+
+            await asyncio.gather(*(play() for _ in range(4)))
+
     async def _train(self) -> None:
         version = 0
         while True:
@@ -193,6 +220,20 @@ async def watch(page: Browser, load: Load, args: argparse.Namespace) -> dict[str
     viewer_ms = (time.monotonic() - begun_s) * 1e3
     if args.viewer_png is not None:
         await page.picture(args.viewer_png)
+    lanes, spans = await page.run("[+document.body.dataset.lanes, +document.body.dataset.spans]")
+    if args.learning_png is not None:
+        await page.open(f"{load.url}/learning")
+        await page.until("document.body.dataset.jobs > 1 && document.body.dataset.found > 0")
+        await page.run(
+            "f = document.getElementById('search'), f.job.value = 'maze', f.state.value = 'finished', "
+            "f.meta.value = 'split=train', document.body.dataset.found = '', f.requestSubmit()"
+        )
+        await page.until("document.body.dataset.found > 0")
+        await page.picture(args.learning_png)
+        await page.run("document.querySelector('#trajectories a').click()")
+        await page.until("document.body.dataset.siblings > 1")
+        await page.run("scrollTo(0, 0)")
+        await page.picture(args.learning_png.with_stem(args.learning_png.stem + "-siblings"))
     return {
         "draw_p50_ms": round(statistics.median(draws), 1),
         "draw_max_ms": round(max(draws), 1),
@@ -202,8 +243,8 @@ async def watch(page: Browser, load: Load, args: argparse.Namespace) -> dict[str
         "lag_max_ms": round(max(lags), 1),
         "viewer_ms": round(viewer_ms),
         "kb_per_update": round(received / 1024 / max(1, len(draws)), 1),
-        "lanes": int(await page.run("document.body.dataset.lanes")),
-        "spans": int(await page.run("document.body.dataset.spans")),
+        "lanes": lanes,
+        "spans": spans,
         "page_errors": len(page.errors),
         "foreign_requests": sum(
             not url.startswith((load.url, "about:", "data:", "chrome")) for url in page.requests
@@ -263,6 +304,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="where the result goes")
     parser.add_argument("--png", type=Path, help="where a picture of the page goes")
     parser.add_argument("--viewer-png", type=Path, help="where a picture of the trajectory viewer goes")
+    parser.add_argument("--learning-png", type=Path, help="where pictures of the page of jobs go")
     parser.add_argument("--workers", type=int, default=200)
     parser.add_argument("--trajectories", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=30.0)

@@ -84,6 +84,9 @@ async def upstream(num_chunks: int, period_s: float) -> None:
         },
     }
     Upstream.answers = {path: answer(json.dumps(body).encode()) for path, body in answers.items()}
+    # No plug-in of ours: texts are asked for by vLLM's own route, as the plain proxy does.
+    missing = b"HTTP/1.1 404 Not Found\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
+    Upstream.answers |= dict.fromkeys(("/rose/parse", "/rose/parse/whole", "/rose/parse/close"), missing)
     Upstream.chunks = [_event({"request_id": "g", "choices": [_choice(2, None)]})] * (num_chunks - 1)
     last = _choice(2, "length")
     last["weight_versions"] = [{"version": "0.1", "start": 0, "end": 2 * num_chunks}]
@@ -104,7 +107,8 @@ async def proxy(target: str, journal: Path | None) -> None:
     from aiohttp import web
 
     from rose.scheduler.ids import pack_ids, pack_logprobs
-    from rose.scheduler.journal import Journal, TurnRecord
+    from rose.scheduler.journal import Journal
+    from rose.scheduler.records import TurnRecord
 
     session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
     headers = {"Content-Type": "application/json"}

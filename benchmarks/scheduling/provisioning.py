@@ -21,7 +21,10 @@ written (those were 0 to 5).  Provisioning is on by default only where the lower
 ``gain_over_static`` are above 1 and that of ``gain_over_always`` is, too.  Phases are heeded by default only where the lower end
 of ``phases_over_policy`` is above 1 (written before that arm was run on any seed).
 
-It says nothing of real engines or of the time of a real switch (``switch_s`` in a node's heartbeat is measured there).
+That was met (2026-11-22).  Since then costs fade, copies on a host count, hosts are adopted, and those without weights are released:
+judged anew by the same bar on 14 other seeds, 200 to 213, written before any run with them; those are the default here.
+
+It says nothing of real engines or of the time of a real switch (``pull_s`` and ``commit_s`` in a node's heartbeat are measured there).
 """
 
 from __future__ import annotations
@@ -50,8 +53,9 @@ from benchmarks.scheduling.fluid_world import (
     trajectories,
 )
 from rose.policy import turn_events as te
-from rose.policy.assigning import Assigner, Share
-from rose.policy.provisioning import Activate, Provisioning, ProvisioningParams
+from rose.policy.assigning import NOTHING_SAID, Assigner, Share, Switching
+from rose.policy.provisioning import Provisioning, ProvisioningParams
+from rose.policy.provisioning_events import Activate
 from rose.policy.routing import make_policy
 from rose.policy.stop_reasons import OTHER_RUN
 from rose.policy.worker import Tier
@@ -60,7 +64,7 @@ JOBS = ("a", "b")
 NUM_HARVESTED = 4
 SWITCH_S = 3.0
 DURATION_S = 1800.0
-SEEDS = tuple(range(100, 114))
+SEEDS = tuple(range(200, 214))
 BUSY_USE, QUIET_USE = 0.85, 0.3
 DEDICATED = EngineSpec(tier=Tier.DEDICATED)
 HARVESTED = EngineSpec(
@@ -135,7 +139,7 @@ class SharedFleet(World):
             self.fixed |= dict(zip(harvested, owners + [""] * NUM_HARVESTED, strict=False))
         self.has |= {name: owner for name, owner in self.fixed.items() if owner}
         self.switches = 0
-        self.switch_s: dict[str, float] = {}
+        self.switching: dict[str, Switching] = {}
         self.held_s: dict[str, float] = dict.fromkeys(JOBS, 0.0)
         self.assigner = Assigner(
             book=self.book,
@@ -224,7 +228,7 @@ class SharedFleet(World):
             if worker.job and worker.tier is Tier.HARVESTED:
                 self.held_s[worker.job] += 1.0
         if self.arm.split is None:
-            for action in self.assigner.step(self.now_s, self.switch_s):
+            for action in self.assigner.step(self.now_s, self.switching):
                 self.switches += isinstance(action, Activate) and self.has.get(action.host) != action.job
             for event in self.assigner.assignments(self.now_s):
                 if event.worker_id not in self.fixed:
@@ -245,7 +249,13 @@ class SharedFleet(World):
     def _switched(self, engine: Engine, job: str, epoch: int) -> None:
         if epoch != engine.incarnation or self.book.fleet.workers[engine.name].job != job:
             return
-        self.has[engine.name], self.switch_s[engine.name] = job, SWITCH_S
+        before = self.switching.get(engine.name, NOTHING_SAID)
+        had, self.has[engine.name] = self.has.get(engine.name, job), job
+        self.switching[engine.name] = Switching(
+            commit_s=SWITCH_S,
+            num_switches=before.num_switches + 1,
+            copies=tuple(sorted({*before.copies, had, job})),
+        )
         engine.advance(self.now_s)
         leaving = [(run, engine.num_made(run)) for run in engine.runs()]
         engine.reading.clear()
@@ -349,7 +359,7 @@ def summary(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def main(
     seeds: Annotated[
-        str, typer.Option(help="FIRST-LAST; the bar is on 100-113.")
+        str, typer.Option(help="FIRST-LAST; the bar is on 200-213.")
     ] = f"{SEEDS[0]}-{SEEDS[-1]}",
     workers: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,

@@ -26,7 +26,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.lib.report import machine  # noqa: E402
-from benchmarks.sim_paper import quarter  # noqa: E402
 from rose.evaluation.statistics import mean_interval  # noqa: E402
 from rose.sim.arrivals import make_arrivals  # noqa: E402
 from rose.sim.scenario import Scenario  # noqa: E402
@@ -75,6 +74,16 @@ def points(quick: bool) -> list[tuple[str, tuple[str, ...], str]]:
         changes = (f"job.model='{model}'",)
         found.extend((f"map.model.{model}", changes, name) for name in ("fixed_sync", "rose"))
     return found
+
+
+def quarter(scenario: Scenario) -> Scenario:
+    """A quarter of the cell: same ratios, one step."""
+    fleet = scenario.fleet
+    change = {
+        name: max(1, getattr(fleet, name) // 4) for name in ("dedicated", "serving", "trainers", "spot")
+    }
+    job = scenario.job.model_copy(update={"num_groups": max(1, scenario.job.num_groups // 4)})
+    return scenario.model_copy(update={"fleet": fleet.model_copy(update=change), "job": job, "num_steps": 1})
 
 
 def scenario_of(changes: tuple[str, ...], seed: int) -> Scenario:

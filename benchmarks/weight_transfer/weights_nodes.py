@@ -31,11 +31,13 @@ from rose.coserve.engine import RolloutEngine
 from rose.coserve.links import WeightLoop, WeightSource, open_weight_source
 from rose.coserve.node_config import EngineConfig, NodeConfig, WeightsLink
 from rose.lineage import WeightVersion
+from rose.signatures import SigningKey
 from rose.train.batch import TrainingSequence
 from rose.weights import retention
 from rose.weights.http_store import HttpStore
 from rose.weights.manifest import Head
 from rose.weights.publisher import PublishReport
+from rose.weights.sealed import SealedStore
 from rose.wire.http_client import open_client
 from tests.engine_launcher import EngineServer
 from tests.plugin.weights_server import dedicated
@@ -114,6 +116,9 @@ class TimedSource:
     def __init__(self, source: WeightSource, marks: dict[str, Marks]) -> None:
         self._source, self._marks = source, marks
 
+    def busy(self) -> bool:
+        return self._source.busy()
+
     def poll(self, timeout_s: float) -> WeightVersion | None:
         began_s = time.thread_time()
         found = self._source.poll(timeout_s)
@@ -129,6 +134,9 @@ class TimedSource:
         mark |= {"written_at": time.monotonic(), "write_cpu_s": time.thread_time() - began_s}
         mark["update_bytes"] = path.stat().st_size
         return path
+
+    def require(self, version: WeightVersion) -> None:
+        self._source.require(version)
 
     def close(self) -> None:
         self._source.close()
@@ -220,8 +228,10 @@ class Run:
         self._stack = contextlib.ExitStack()
         self.loop = LoopThread()
         self._stack.callback(self.loop.close)
-        self.relay = self._stack.enter_context(RelayProcess(folder))
-        self.store = TimedStore(self.relay.url, self.relay.tokens.relay)
+        self.relay = self._stack.enter_context(RelayProcess(folder, signed=True))
+        tokens = self.relay.tokens
+        self.timed = TimedStore(self.relay.url, tokens.publish)
+        self.store = SealedStore(self.timed, key=SigningKey.parse(tokens.publish_key))
         self._stack.callback(self.store.close)
         # Where a deployment keeps them: host copies and update files are memory.
         shared = Path("/dev/shm")
@@ -289,7 +299,7 @@ def row_of(run: Run, published: Timed, marks: list[Marks]) -> dict[str, Any]:
     """One version: bytes, and seconds by phase at the slower engine."""
     report = published.report
     last = max(marks, key=lambda mark: mark["acknowledged_at"])
-    moments = {**last, "began_at": published.began_at, "head_at": run.store.head_at[str(report.version)]}
+    moments = {**last, "began_at": published.began_at, "head_at": run.timed.head_at[str(report.version)]}
     return {
         "version": str(report.version),
         "kind": report.kind,

@@ -152,7 +152,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as scratch:
         folder = Path(scratch)
         with RelayProcess(folder) as relay:
-            store = HttpStore(relay.url, relay.tokens.relay)
+            store = HttpStore(relay.url, relay.tokens.publish)
             summary: dict[str, Any] = relay_terms(store, relay.process.pid)
             publisher = WeightPublisher(
                 lambda: {name: RawBits(bits, "BF16") for name, bits in held.items()}, store, RUN, 1,

@@ -44,6 +44,7 @@ from rose.coserve.records import Mode, NodeState
 from rose.decisions.event_format import LENDING
 from rose.decisions.log import DecisionLog
 from rose.errors import ConfigError, LedgerError, RequestError, RoseError
+from rose.lineage import WeightVersion
 from rose.policy.admission import Rule
 from rose.policy.baselines import POLICIES, make_lending
 from rose.policy.lending_events import ALL_PAGES, Action, Event, KillRollout, ModeSet, RlStepStarted, SetLend
@@ -439,6 +440,8 @@ class NodeAgent(Node):
         elif self._unwanted_s is None:
             self._unwanted_s = time.monotonic()
         self.errors.pop("assignment", None)
+        if self.weights is not None and answer.floor_run is not None and answer.floor is not None:
+            self.weights.require(answer.floor_run, WeightVersion.parse(answer.floor))
         if answer.run is None:
             return
         if self.weights is not None:
@@ -463,11 +466,17 @@ class NodeAgent(Node):
 
     def _heed_assignment(self) -> None:
         unwanted = self._unwanted_s is not None and time.monotonic() - self._unwanted_s >= RELEASE_AFTER_S
-        owned = self.lent_s == 0.0
-        if (unwanted or owned) != self.released:
-            self.released = unwanted or owned
+        owned, held = self.lent_s == 0.0, self.assignment.held
+        if (unwanted or owned or held) != self.released:
+            self.released = unwanted or owned or held
             if self.released:
-                who = "its owner has this device" if owned else "no job wants this device"
+                who = (
+                    "its owner has this device"
+                    if owned
+                    else "the fleet is switched off here"
+                    if held
+                    else "no job wants this device"
+                )
                 logger.info("%s: its engine gives back what it holds", who)
             else:
                 logger.info("this device is the engine's, for job %s", self.assignment.job or "any")

@@ -63,6 +63,8 @@ async def _run(agent_type: Any, settings: NodeConfig) -> None:
         ("http://", "https://")
     )
     needs = ["node", *(["relay"] if asks_relay else [])]
+    if settings.weights is not None and settings.weights.signed and settings.weights.public_key is None:
+        needs.append("public_key")
     await agent_type(settings, Tokens.load(settings.token_file, needs)).run()
 
 

@@ -46,6 +46,7 @@ from rose.coserve.host_checks import (
     of_error,
 )
 from rose.coserve.node_config import DeviceConfig, NodeConfig
+from rose.coserve.node_dir import core_dir, is_core_dir
 from rose.errors import ConfigError, LedgerError
 from rose.policy.engine_start import EngineSize, kv_pages, memory_share
 from rose.proc import find_program
@@ -287,16 +288,36 @@ def examine(config_path: Path | None, words: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def _has_cores(command: Command | None) -> bool:
+    """Does one command start several engine cores?"""
+    names = ("--data-parallel-size", "-dp")
+    words = command.args if command is not None else ()
+    external = ("--data-parallel-rank", "-dpn", "--data-parallel-external-lb", "-dpe")
+    return any(word.partition("=")[0] in names for word in words) and not any(
+        word.partition("=")[0] in external for word in words
+    )
+
+
 def _host(config: NodeConfig | None, command: Command | None) -> Iterator[Check]:
     told = (command.env.get("ROSE_DIR") if command is not None else None) or os.environ.get("ROSE_DIR")
     directory = config.dir if config is not None else Path(told) if told else None
     mine = command.env.get("ROSE_DIR") if command is not None else None
-    if config is not None and mine and os.path.abspath(mine) != os.path.abspath(config.dir):
+    one_of_several = config is not None and mine and _has_cores(command) and is_core_dir(config.dir, mine)
+    if (
+        config is not None
+        and mine
+        and not one_of_several
+        and os.path.abspath(mine) != os.path.abspath(config.dir)
+    ):
         yield Check(
             level=Level.FAIL,
             name="node directory",
             says=f"production's ROSE_DIR is {mine}, dir of node.toml is {config.dir}: neither would see the other",
-            fix="name one directory in both",
+            fix=(
+                f'dir = "{core_dir(mine, 0)}" for the first engine core, dp1 for the second, and so on'
+                if _has_cores(command)
+                else "name one directory in both"
+            ),
         )
     scratch = directory.parent if directory is not None and directory.parent.is_dir() else SHARED_MEMORY
     yield check_kernel(scratch if os.access(scratch, os.W_OK) else SHARED_MEMORY)

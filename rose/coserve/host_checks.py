@@ -27,6 +27,7 @@ from rose.coserve.device import DeviceView
 from rose.coserve.engine import require_files
 from rose.coserve.engine_args import weights_bytes
 from rose.coserve.free_memory import GpuMemory, HostMemory
+from rose.coserve.links import trusted_keys
 from rose.coserve.node_config import DeviceConfig, NodeConfig, SchedulerLink, WeightsLink
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.records import NodeState
@@ -404,15 +405,22 @@ def check_scheduler(link: SchedulerLink, tokens: Tokens) -> Check:
 
 
 def check_relay(link: WeightsLink, tokens: Tokens) -> Check:
-    """It answers, and knows the token; of another store only that it is not asked."""
-    if urlsplit(link.relay_url).scheme not in ("http", "https"):
+    """It answers, and knows the token; so do the others that would be asked for it; and it is known whose weights to take.  Of another store
+    only that it is not asked."""
+    if link.signed:
+        try:
+            trusted_keys(link, tokens)
+        except ConfigError as error:
+            return of_error("relay", error)
+    urls = Addresses(link.relay_url).all
+    if urlsplit(urls[0]).scheme not in ("http", "https"):
         return Check(
             level=Level.OK, name="relay", says="a store of another kind: not asked before the node runs"
         )
     path = f"/leases?run_id={link.run_id}"
-    return _ask(
-        "relay", link.relay_url, path, tokens.relay, "start it: rose relay, or mend weights.relay_url"
-    )
+    fix = "start it: rose relay, or mend weights.relay_url"
+    found = [_ask("relay", url, path, tokens.relay, fix) for url in urls]
+    return next((check for check in found if check.level is not Level.OK), found[0])
 
 
 def _ask(name: str, url: str, path: str, token: str, fix: str) -> Check:

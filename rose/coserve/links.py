@@ -35,6 +35,7 @@ from rose.errors import (
 )
 from rose.lineage import Lineage, WeightVersion
 from rose.private_dir import private_dir
+from rose.signatures import PublicKeys
 from rose.wire.addresses import Addresses
 from rose.wire.errors import NOT_ACTIVE, read_refusal
 from rose.wire.http_client import Answer, ask, open_client
@@ -45,6 +46,7 @@ A = TypeVar("A", bound=msgspec.Struct)
 logger = logging.getLogger("rose.node")
 
 _MAX_ANSWER_BYTES = 1 << 16
+_MAX_KEYS_CHARS = 1 << 16
 _BACK_OFF_S = (0.5, 1.0, 2.0, 5.0)
 _NO_ENGINE_S = 0.1
 _MOVED_S = 0.1
@@ -194,7 +196,8 @@ class WeightLoop:
 
     Attributes:
         serves: The run whose policy the engine is to have; the configured one until the scheduler says otherwise (:meth:`follow`).
-        switch_s: What the last change of the run took, from the order to the first step on the new weights; None = none yet.
+        commit_s: What the last change of the run took once its policy was on the host: bringing the copy into the engine; None = none yet.
+        pull_s: What the last policy took to arrive of which nothing was on the host; None = there was none yet, or it had to be waited for.
     """
 
     def __init__(
@@ -209,26 +212,35 @@ class WeightLoop:
         self.serves = link.run_id
         self.num_commits = 0
         self.num_switches = 0
-        self.switch_s: float | None = None
+        self.commit_s: float | None = None
+        self.pull_s: float | None = None
         self.error = ""
         self.last: dict[str, Any] = {}
         self._newest: dict[str, WeightVersion] = {}
-        self._polls: dict[str, asyncio.Task[WeightVersion | None]] = {}
+        self._polls: dict[str, asyncio.Task[tuple[WeightVersion | None, float | None]]] = {}
         """In progress, of runs that are not served any more too: a long poll ends when it ends."""
         self._ordered = asyncio.Event()
-        self._ordered_at_s: float | None = None
 
     @property
     def newest(self) -> WeightVersion | None:
         """Of the run that is served."""
         return self._newest.get(self.serves)
 
+    def copies(self) -> list[str]:
+        """Runs whose policy is on this host: the one that is served first, then the others by name."""
+        there = self._newest.keys() & self._copies.opened()
+        return sorted(there, key=lambda run: (run != self.serves, run))
+
     def follow(self, run: str) -> None:
         """Serve another run from now on."""
         if run != self.serves:
             logger.info("the engine is to serve run %s, after %s", run, self.serves)
-            self.serves, self._ordered_at_s = run, time.monotonic()
+            self.serves = run
             self._ordered.set()
+
+    def require(self, run: str, version: WeightVersion) -> None:
+        """What the trainer of ``run`` has published."""
+        self._copies.require(run, version)
 
     async def run(self) -> None:
         """Until cancelled; closes the sources on the way out."""
@@ -273,10 +285,10 @@ class WeightLoop:
         """Look for news, until there are some or another run is ordered; why that was not possible."""
         poll = self._polls.get(run)
         if poll is None:
+            if run not in self._copies.opened():
+                self._newest.pop(run, None)  # the copy that this was of is gone
             timeout_s = 0.0 if at_once else self._poll_s()
-            poll = asyncio.create_task(
-                asyncio.to_thread(lambda: self._copies.source(run).poll(timeout_s)), name=f"poll {run}"
-            )
+            poll = asyncio.create_task(asyncio.to_thread(self._polled, run, timeout_s), name=f"poll {run}")
             self._polls[run] = poll
         elif at_once and run in self._newest and not poll.done():
             return None  # what the node holds is good, and a long poll of it is still under way
@@ -289,12 +301,22 @@ class WeightLoop:
             return None
         del self._polls[run]
         try:
-            newest = poll.result()
+            newest, pull_s = poll.result()
         except Exception as error:  # noqa: BLE001 - raised later, by our caller
             return error
         if newest is not None:
             self._newest[run] = newest
+            self.pull_s = self.pull_s if pull_s is None else pull_s
         return None
+
+    def _polled(self, run: str, timeout_s: float) -> tuple[WeightVersion | None, float | None]:
+        """The news of a run, if there are any; and what they took to arrive, where that was a whole policy and nothing was waited for.
+        Called in a thread."""
+        was_here = run in self._copies.runs()
+        began_s = time.monotonic()
+        newest = self._copies.source(run).poll(timeout_s)
+        is_measured = newest is not None and timeout_s == 0 and not was_here
+        return newest, time.monotonic() - began_s if is_measured else None
 
     async def _made_room(self, error: Exception, run: str) -> bool:
         """Room on the disk, where that was short and another policy's copy is there."""
@@ -316,6 +338,7 @@ class WeightLoop:
             return False
         # Of another run's weights no delta starts; of a checkpoint's, the run's own first version may.
         base = has.version if has is not None and has.run in ("", target.run) else None
+        began_s = time.monotonic()
         try:
             await self._update(target, base)
         except (WeightsError, RequestError) as error:
@@ -328,6 +351,9 @@ class WeightLoop:
             logger.warning("update to %s refused (%s), taking the whole version", target, error)
             await engine.refresh_status()
             await self._update(target, None)
+        if has is not None and has.run not in ("", target.run):
+            self.commit_s = time.monotonic() - began_s
+            self.num_switches += 1
         return True
 
     async def _update(self, target: Lineage, base: WeightVersion | None) -> None:
@@ -347,9 +373,6 @@ class WeightLoop:
             raise EngineError(f"staging {target} took over {self._link.timeout_s:.0f} s") from None
         done = await engine.call("POST", "/rose/weights/commit", name, timeout_s=120.0)
         engine.lineage = target
-        if self._ordered_at_s is not None and target.run == self.serves:
-            self.switch_s, self._ordered_at_s = time.monotonic() - self._ordered_at_s, None
-            self.num_switches += 1
         self.last = {
             key: value
             for key, value in {**staged, **done}.items()
@@ -378,6 +401,29 @@ def open_copies(config: NodeConfig, link: WeightsLink, tokens: Tokens) -> Policy
     return copies
 
 
+def trusted_keys(link: WeightsLink, tokens: Tokens) -> PublicKeys:
+    """Whose weights the engine may have.
+
+    Raises:
+        ConfigError: No key is pinned, or what is pinned is none.
+    """
+    text, name = link.public_key or tokens.public_key, "weights.public_key"
+    if not text:
+        raise ConfigError(
+            "is needed: whose weights are these to be?",
+            field=name,
+            fix="the line public_key of the trainer's token file (rose tokens --upgrade), here or in this node's; for a store that nobody "
+            "else can write to: weights.signed = false",
+        )
+    if text.startswith(("/", "./", "../", "~")):
+        try:
+            with Path(text).expanduser().open() as file:
+                text = file.read(_MAX_KEYS_CHARS)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{text} cannot be read: {error}", field=name) from error
+    return PublicKeys.parse(text, what=name)
+
+
 def open_weight_source(
     config: NodeConfig,
     link: WeightsLink,
@@ -385,12 +431,13 @@ def open_weight_source(
     run: str | None = None,
     directory: Path | None = None,
 ) -> WeightSource:
-    """The subscriber of this node, of its own run where no other is named.
+    """The copy of this node's own run, or of the one that is named; shared with every node that names the same directory.
 
     Raises:
         ConfigError: ``rose.weights`` cannot be used with these settings.
     """
     from rose.weights.params import WeightsParams
+    from rose.weights.shared_copy import SharedCopy
     from rose.weights.stores import open_store
     from rose.weights.subscriber import WeightSubscriber
 
@@ -402,8 +449,16 @@ def open_weight_source(
             field="weights.directory",
             fix=error.fix or "name one of your own",
         ) from error
-    store = open_store(link.relay_url, tokens.relay)
+    run, directory = run or link.run_id, directory or config.weights_dir
+    trusted = trusted_keys(link, tokens) if link.signed else None
     params = WeightsParams(num_threads=link.threads)
-    return WeightSubscriber(
-        store, run or link.run_id, directory or config.weights_dir, params, owns_store=True
-    )
+
+    def subscribe() -> WeightSubscriber:
+        store = open_store(link.relay_url, tokens.relay, trusted=trusted)
+        try:
+            return WeightSubscriber(store, run, directory, params, owns_store=True)
+        except BaseException:
+            store.close()
+            raise
+
+    return SharedCopy(run, directory, subscribe)

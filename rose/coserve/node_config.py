@@ -170,22 +170,31 @@ class SchedulerLink(Section):
     """Of the scheduler; or several with commas between them, its stand-by's too."""
     heartbeat_s: Positive = 0.5
     timeout_s: Positive = 5.0
+    group: str | None = Field(default=None, min_length=1, max_length=128, pattern=r"^[A-Za-z0-9._-]+$")
+    """Which part of the fleet this node is of, for ``rose fleet on --canary`` and the like; None = ``default``."""
 
 
 class WeightsLink(Section):
     """Where new weights come from; left out, the engine keeps those it started with."""
 
     relay_url: StoreUrl
-    """A relay, or any store that ``rose.weights.stores`` opens."""
+    """A relay, or several with commas between them, the nearest first, for when one does not answer; or any store that
+    ``rose.weights.stores`` opens."""
     run_id: str = Field(pattern=f"^{RUN_PATTERN}$")
     """Whose policy the engine has until rose-scheduler gives the device to a job of another run."""
+    public_key: str | None = Field(default=None, min_length=1, max_length=8192)
+    """Whose signed weights are taken: ``ed25519:KEY``, several with spaces between them, or the path of a file of such lines.  None =
+    the ``public_key`` of the token file."""
+    signed: bool = True
+    """False: take what the store names, whoever wrote it.  For a store that nobody but the trainer can write to."""
     max_policies: int = Field(default=4, ge=1, le=1024)
     """Host copies that are kept, of this run and of others that the device served: as many as the disk holds, least recently used
     out."""
     directory: Path | None = None
-    """Host copy and update files, on a disk: 2.2 times the model, and once more for each update that takes it whole.  None =
-    ``/var/cache/rose/NODE_ID`` as root, ``rose/NODE_ID`` in $XDG_CACHE_HOME (or ``~/.cache``) as another user, and below a systemd
-    unit's CacheDirectory; never in the node directory, which is memory."""
+    """Host copy and update files, on a disk: 2.2 times the model, and once more for each update that takes it whole.  Nodes of one machine that
+    name the same directory, and the same run, share the copy.  None = ``/var/cache/rose/weights/RUN_ID`` as root,
+    ``rose/weights/RUN_ID`` in $XDG_CACHE_HOME (or ``~/.cache``) as another user, and below a systemd unit's CacheDirectory;
+    never in the node directory, which is memory."""
     poll_s: Positive = 2.0
     """Longest wait of one long poll; the node ends no sooner than the poll in progress."""
     timeout_s: Positive = 300.0
@@ -262,7 +271,8 @@ class NodeConfig(Section):
     def weights_dir(self) -> Path:
         if self.weights is not None and self.weights.directory is not None:
             return self.weights.directory
-        return cache_directory() / self.node_id
+        run_id = self.node_id if self.weights is None else self.weights.run_id
+        return cache_directory() / "weights" / run_id
 
 
 def _is_here(url: str) -> bool:

@@ -25,6 +25,19 @@ from rose.private_dir import private_dir
 Role = Literal["serving", "rollout"]
 ROLES: tuple[Role, ...] = ("serving", "rollout")
 MAX_RANKS = 64
+_CORE = "dp"
+
+
+def core_dir(path: Path | str, core: int) -> Path:
+    """Node directory of one of the engine cores that an API server has started (``--data-parallel-size``); ``path``: its ``ROSE_DIR``."""
+    return Path(path) / f"{_CORE}{core}"
+
+
+def is_core_dir(path: Path | str, of: Path | str) -> bool:
+    """Is ``path`` the directory of a core of the server whose ``ROSE_DIR`` is ``of``?"""
+    own, base = os.path.abspath(path), os.path.abspath(of)
+    name = os.path.basename(own)
+    return os.path.dirname(own) == base and name.startswith(_CORE) and name.removeprefix(_CORE).isdigit()
 
 
 class NodeDir:

@@ -2,7 +2,8 @@
 
 The scheduler says whom a device serves (``rose.wire.workers.HeartbeatAnswer``), and that changes within minutes.  A copy that is
 still here costs a switch nothing but the engine's own update; one that is not is a full pull.  So copies of runs that were
-served before stay, up to ``weights.max_policies`` and as long as the disk holds them; ``weights.run_id``, the node's own, is the
+served before stay, up to ``weights.max_policies`` and as long as the disk holds them (what another node of the machine uses
+stays too); ``weights.run_id``, the node's own, is the
 one that is never removed.
 
 Blocking; any thread may call.  Caller: ``rose.coserve.links``.
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Protocol
 
 from rose.errors import RequestError
 from rose.lineage import WeightVersion, check_run
+from rose.weights.host_copy import remove
 
 logger = logging.getLogger("rose.node")
 
@@ -36,6 +37,14 @@ class WeightSource(Protocol):
 
     def fetch(self, version: WeightVersion, engine_version: WeightVersion | None) -> Path:
         """Update file that leads from ``engine_version`` (None: from anything) to ``version``."""
+        ...
+
+    def busy(self) -> bool:
+        """Whether another node of the machine uses the same copy."""
+        ...
+
+    def require(self, version: WeightVersion) -> None:
+        """The trainer has published this: what is older is not the newest, whatever the store says.  Does not block."""
         ...
 
     def close(self) -> None:
@@ -59,6 +68,7 @@ class PolicyCopies:
         self._own, self._directory, self._open, self._most = own, directory, open_source, most
         self._sources: dict[str, WeightSource] = {}
         """Open ones, least recently used first."""
+        self._required: dict[str, WeightVersion] = {}
         self._stuck: set[str] = set()
         """Runs whose copies could not be removed: somebody else's files, a disk that is read-only."""
         self._lock = threading.RLock()
@@ -79,8 +89,18 @@ class PolicyCopies:
                 while len(self.runs() - {run} - self._stuck) >= max(1, self._most) and self.make_room(run):
                     pass
                 source = self._open(run, self.folder(run))
+                if run in self._required:
+                    source.require(self._required[run])
             self._sources[run] = source
             return source
+
+    def require(self, run: str, version: WeightVersion) -> None:
+        """What the trainer of ``run`` has published, by the scheduler's word.  Does not block."""
+        if self._required.get(run) != version:
+            self._required[run] = version
+            source = self._sources.get(run)
+            if source is not None:
+                source.require(version)
 
     def folder(self, run: str) -> Path:
         """Where the copy of ``run`` is, or would be."""
@@ -92,6 +112,10 @@ class PolicyCopies:
         found = {name for name in os.listdir(folder) if _is_run(name)} if folder.is_dir() else set[str]()
         return found | set(self._sources) | {self._own}
 
+    def opened(self) -> set[str]:
+        """Runs whose copies are in use here."""
+        return set(self._sources)
+
     def make_room(self, run: str) -> bool:
         """Remove the least recently used copy besides those of ``run`` and the node's own; False: there is none that goes."""
         with self._lock:
@@ -99,14 +123,18 @@ class PolicyCopies:
             spare = self.runs() - {run, self._own} - self._stuck
             # One that nobody opened is the oldest.
             for name in sorted(spare, key=lambda each: (order.get(each, -1), each)):
+                source = self._sources.get(name)
+                if source is not None and source.busy():
+                    continue
                 logger.info("the copy of run %s is removed: another policy needs the room", name)
-                source = self._sources.pop(name, None)
                 if source is not None:
+                    del self._sources[name]
                     source.close()
                 folder = self.folder(name)
-                shutil.rmtree(folder, ignore_errors=True)
-                if not os.path.lexists(folder):
+                if remove(folder):
                     return True
+                if source is None and not folder.is_symlink() and os.access(folder, os.W_OK):
+                    continue  # another node's
                 self._stuck.add(name)
                 logger.error("%s could not be removed; it is left out of the count from now on", folder)
             return False

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 from rose.coserve.links import WeightLoop
 from rose.coserve.node import Node
@@ -18,7 +18,13 @@ from rose.policy.compat import Support, row_of_number
 from rose.policy.lending import Lending
 from rose.policy.lending_policy import LendingPolicy
 from rose.units import PAGE_BYTES
-from rose.wire.workers import Heartbeat
+from rose.wire.workers import MAX_COPIES, Heartbeat
+
+_MODES: dict[Mode, Literal["off", "observe", "on"]] = {
+    Mode.OFF: "off",
+    Mode.OBSERVE: "observe",
+    Mode.ON: "on",
+}
 
 
 def heartbeat(
@@ -35,7 +41,8 @@ def heartbeat(
         seq=seq,
         version=node.engine.version,
         run=node.engine.run,
-        switch_s=node.weights.switch_s if node.weights is not None else None,
+        follows=node.weights.serves if node.weights is not None else None,
+        **_switching(node.weights),
         state="ready" if ready else "stopping" if stopping else "starting",
         kv_budget_tokens=budget,
         kv_used_tokens=used,
@@ -53,6 +60,10 @@ def heartbeat(
         serving_tpot_p99_s=p99_s.get("tpot"),
         slo_ttft_s=node.slo_ttft_ms / 1e3 if "ttft" in p99_s else None,
         slo_tpot_s=node.slo_tpot_ms / 1e3 if "tpot" in p99_s else None,
+        group=None if node.config.scheduler is None else node.config.scheduler.group,
+        mode=_MODES[node.mode],
+        held=node.assignment.held,
+        held_pages=rollout.reserved_pages if rollout is not None else 0,
     )
 
 
@@ -105,6 +116,7 @@ def status(node: Node) -> dict[str, Any]:
             "job": node.assignment.job,
             "run": node.assignment.run,
             "active": not node.released,
+            "held": node.assignment.held,
         },
         "lent_s": node.lent_s,
         "weights": None if node.weights is None else _weights(node.weights),
@@ -180,11 +192,25 @@ def _serving(node: Node) -> dict[str, Any]:
     }
 
 
+def _switching(weights: WeightLoop | None) -> dict[str, Any]:
+    """What a heartbeat says of changes of the run."""
+    if weights is None:
+        return {}
+    return {
+        "commit_s": weights.commit_s,
+        "pull_s": weights.pull_s,
+        "num_switches": weights.num_switches,
+        "copies": weights.copies()[:MAX_COPIES],
+    }
+
+
 def _weights(weights: WeightLoop) -> dict[str, Any]:
     return {
         "serves": weights.serves,
         "switches": weights.num_switches,
-        "switch_s": weights.switch_s,
+        "commit_s": weights.commit_s,
+        "pull_s": weights.pull_s,
+        "copies": weights.copies(),
         "newest": str(weights.newest) if weights.newest is not None else None,
         "commits": weights.num_commits,
         "error": weights.error,

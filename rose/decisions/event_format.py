@@ -14,10 +14,12 @@ import msgspec
 
 from rose.errors import LedgerError
 from rose.policy import lending, lending_events
+from rose.policy import provisioning_events as pe
 from rose.policy import turn_events as te
 from rose.policy.coserving import events as ce
 from rose.policy.coserving.rollout import RolloutBook
 from rose.policy.coserving.serving import ServingBook
+from rose.policy.provisioning import Provisioning
 from rose.policy.turns import TurnBook
 
 _COUNTED = ("token_ids", "logprobs")
@@ -113,4 +115,8 @@ ROLLOUT = EventFormat(
     "rollout", RolloutBook, get_args(ce.RolloutEvent), get_args(ce.RolloutAction), always_check=True
 )
 """The same of the rollout engine beside it."""
-FORMATS = {format_.name: format_ for format_ in (TURNS, LENDING, SERVING, ROLLOUT)}
+PROVISIONING = EventFormat(
+    "provisioning", Provisioning, get_args(pe.Event), get_args(pe.Action), always_check=True
+)
+"""Which device works for which job: the scheduler's."""
+FORMATS = {format_.name: format_ for format_ in (TURNS, LENDING, SERVING, ROLLOUT, PROVISIONING)}

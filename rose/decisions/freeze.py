@@ -30,7 +30,12 @@ from rose.policy import (
     lending_policy,
     pace,
     packed,
+    pairing,
+    phases,
     placing,
+    provisioning,
+    provisioning_events,
+    provisioning_hosts,
     remaining,
     routing,
     speed,
@@ -56,6 +61,7 @@ _MODULES = (
         pace,
         packed,
     ),
+    *(pairing, phases, provisioning, provisioning_events, provisioning_hosts),
     *(placing, remaining, routing, speed, turn, turn_events, turns, worker),
 )
 _CLASSES: dict[str, type] = {

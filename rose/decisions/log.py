@@ -4,8 +4,8 @@
 on with ``[event, actions]`` (``rose.decisions.event_format``); so each file replays by itself, and old ones can be
 dropped.  A file is closed at ``max_bytes``, and the newest ``max_files`` are kept.
 
-Two shells keep one: rose-scheduler beside its journal (``decisions-N.rose``: where each turn goes), and the node
-agent where its configuration says (``lending-NODE-N.rose``: what the device lends).
+Two shells keep one: rose-scheduler beside its journal (``decisions-N.rose``: where each turn goes; ``provisioning-N.rose``: which
+device works for which job), and the node agent where its configuration says (``lending-NODE-N.rose``: what the device lends).
 
 No shell's memory (the scheduler's is ``rose.scheduler.journal``): nothing waits for this log, it is written when
 the clock ticks, and a full disk ends it with one line in the log.  It holds no token and no log-prob, only how
@@ -223,15 +223,21 @@ def _says_too(now: Any, then: Any) -> bool:
     return now == then
 
 
-def logs(path: Path) -> list[Path]:
+def logs(path: Path, prefix: str = "") -> list[Path]:
     """The decision logs that ``path`` names: a file, or all under a directory, each shell's oldest first.
+
+    Args:
+        prefix: Of the names of those that are wanted; empty: all.
 
     Raises:
         LedgerError: There is none.
     """
     if path.is_file():
         return [path]
-    found = sorted((p for p in path.glob("**/*-*.rose")), key=lambda p: (str(p.parent), *_name(p)))
+    found = sorted(
+        (p for p in path.glob("**/*-*.rose") if p.name.startswith(prefix)),
+        key=lambda p: (str(p.parent), *_name(p)),
+    )
     if not found:
         raise LedgerError(f"{path} holds no decision log", field="journal")
     return found

@@ -195,8 +195,12 @@ def load_trace(path: Path | str) -> list[TraceRow]:
     return rows
 
 
-def fit_trace(rows: list[TraceRow], shape: TrafficShape) -> list[Arrival]:
-    """A window of the trace around its busiest second, scaled to ``shape``.
+def fit_trace(rows: list[TraceRow], shape: TrafficShape, stretch: int = 0) -> list[Arrival]:
+    """A window of the trace, scaled to ``shape``: that around its busiest second, or another.
+
+    Args:
+        stretch: 0 for the window around the busiest second; ``k`` for the ``k``-th busiest of those that lie end to end before and after it,
+            so that no two share a request.
 
     Time is scaled by the *whole* trace's mean rate, so the window keeps its burstiness: a busy window
     has more than ``mean_rate_hz``.  Lengths are scaled median to median and cut at the maximum.
@@ -206,6 +210,8 @@ def fit_trace(rows: list[TraceRow], shape: TrafficShape) -> list[Arrival]:
     window_s = shape.period_s * scale
     second = np.bincount(at_s.astype(np.int64)).argmax()
     start_s = float(np.clip(second + 0.5 - PEAK_POSITION * window_s, 0, max(0.0, at_s[-1] - window_s)))
+    if stretch:
+        start_s = _other_window(at_s, start_s, window_s, stretch)
     low, high = np.searchsorted(at_s, [start_s, start_s + window_s])
     if not 2 <= high - low <= MAX_ARRIVALS:
         raise ConfigError(
@@ -221,6 +227,21 @@ def fit_trace(rows: list[TraceRow], shape: TrafficShape) -> list[Arrival]:
         )
         for row in rows[low:high]
     ]
+
+
+def _other_window(at_s: np.ndarray, first_s: float, window_s: float, number: int) -> float:
+    """Where the ``number``-th busiest window begins (seconds of the trace), of those beside the one at ``first_s``."""
+    before = np.arange(first_s - window_s, 0.0, -window_s)
+    after = np.arange(first_s + window_s, at_s[-1] - window_s, window_s)
+    starts = np.concatenate([before, after])
+    if number > len(starts):
+        raise ConfigError(
+            f"the trace has {len(starts)} windows of {window_s:.0f} s beside the busiest",
+            field="--run",
+            fix="a lower number, or fewer segments",
+        )
+    counts = np.searchsorted(at_s, starts + window_s) - np.searchsorted(at_s, starts)
+    return float(starts[np.argsort(-counts, kind="stable")[number - 1]])
 
 
 def thin_burst(rows: list[TraceRow], shape: TrafficShape, seed: int) -> list[Arrival]:

@@ -302,6 +302,64 @@ def timeline(
     return _svg(width, height, title, body)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Range:
+    """One bar of a tornado: what a result becomes at the low and the high end of one assumption; None = nothing can be said."""
+
+    label: str
+    low_label: str
+    high_label: str
+    low: float | None
+    high: float | None
+
+
+def tornado(
+    rows: Sequence[Range], base: float, x: Axis, *, title: str, width: int = 1080, row_height: int = 38
+) -> str:
+    """Bars from ``base`` to each end, one row per assumption, in the order given; the ends carry what they stand for."""
+    left, right, top = 400, width - 120, 8
+    bottom = top + len(rows) * row_height
+
+    def at(value: float) -> float:
+        return left + 90 + x.fraction(value) * (right - left - 90)
+
+    body: list[str] = []
+    for tick in x.ticks:
+        body.append(f'<path class="grid" d="M{at(tick):.1f} {top}V{bottom}"/>')
+        body.append(
+            f'<text class="tick" x="{at(tick):.1f}" y="{bottom + 16}" text-anchor="middle">'
+            f"{escape(x.format(tick))}</text>"
+        )
+    for number, row in enumerate(rows):
+        middle = top + (number + 0.5) * row_height
+        body.append(f'<text x="0" y="{middle + 4:.1f}">{escape(row.label)}</text>')
+        ends = [(row.low, row.low_label, "dedicated"), (row.high, row.high_label, "harvested")]
+        known = sorted(
+            ((value, label, css) for value, label, css in ends if value is not None), key=lambda e: e[0]
+        )
+        for value, label, css in known:
+            begin, end = sorted((at(base), at(value)))
+            tip = f"{row.label}, {label}: {x.format(value)}"
+            body.append(
+                f'<rect class="bar s-{css}" x="{begin:.1f}" y="{middle - 8:.1f}" width="{max(1.0, end - begin):.1f}" '
+                f'height="16" rx="2"><title>{escape(tip)}</title></rect>'
+            )
+        for index, (value, label, _) in enumerate(known):
+            outer = index == len(known) - 1 and (len(known) > 1 or value >= base)
+            px = max(at(value), at(base)) + 6 if outer else min(at(value), at(base)) - 6
+            body.append(
+                f'<text class="tick" x="{px:.1f}" y="{middle + 4:.1f}" text-anchor="{"start" if outer else "end"}">'
+                f"{escape(label)}</text>"
+            )
+        if len(known) < 2:
+            lost = ", ".join(label for value, label, _ in ends if value is None)
+            body.append(
+                f'<text class="tick" x="{width}" y="{middle + 4:.1f}" text-anchor="end">cannot run at {escape(lost)}</text>'
+            )
+    body.append(f'<path class="mark s-event" d="M{at(base):.1f} {top}V{bottom}"/>')
+    return _svg(width, bottom + 24, title, body)
+
+
 def legend(entries: Sequence[tuple[str, str]]) -> str:
     """HTML legend of ``(css, name)``."""
     items = "".join(f'<span><i class="key s-{css}"></i>{escape(name)}</span>' for css, name in entries)

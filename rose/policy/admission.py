@@ -45,7 +45,7 @@ class StepModel:
 
     Args:
         base_s: A step with nothing in it.
-        prefill_token_s: Each prompt token.
+        prefill_token_s: Each prompt token, and each draft that is verified.
         decode_s: Each request that gets one token.
         context_token_s: Each token that attention reads, summed over the batch.
 
@@ -98,7 +98,7 @@ class StepModel:
     def context_token_s(self) -> float:
         return self._coefficients[3]
 
-    def predict(self, prefill_tokens: int = 0, num_decodes: int = 0, context_tokens: int = 0) -> float:
+    def predict(self, prefill_tokens: float = 0, num_decodes: int = 0, context_tokens: int = 0) -> float:
         """Seconds."""
         base_s, prefill_s, decode_s, context_s = self._coefficients
         return base_s + prefill_tokens * prefill_s + num_decodes * decode_s + context_tokens * context_s

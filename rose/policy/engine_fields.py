@@ -2,7 +2,8 @@
 
 A field is *harmless* (any value: by reading vLLM, it changes nothing that ROSE counts or moves), or it is *restricted*: the values
 that are allowed are listed, those that a real engine ran with (*tried*) apart from those that are allowed by reading vLLM (*read*).
-With another one the engine gets what the named row of the table allows (:mod:`rose.policy.compat`).  **A field that is not here is
+With another one the engine gets what the named row of the table allows (:mod:`rose.policy.compat`); so it does with a value that has a
+row of its own.  **A field that is not here is
 a new one: the engine is refused, and the field is named.**
 
 Paths are attribute names from vLLM 0.32's ``VllmConfig`` and ``KVCacheConfig`` on, joined by dots.  ``vllm_plugin.features`` walks
@@ -22,12 +23,14 @@ class Field:
     """A restricted field.  ``row`` is what decides where its value is none of ``tried`` and ``read``.
 
     ``tried``: what the engines of the tests run with, on the CPU.  ``read``: not tried; vLLM's source treats it the same.
+    ``own``: those of these values that have a row of their own, and that.
     """
 
     path: str
     tried: tuple[Value, ...]
     read: tuple[Value, ...]
     row: str
+    own: tuple[tuple[Value, str], ...] = ()
 
 
 HARMLESS: dict[str, str] = {
@@ -52,7 +55,7 @@ HARMLESS: dict[str, str] = {
         swa_bounded_replay kv_cache_memory_bytes kv_offloading_backend _block_size_resolved""",
     "parallel_config": """
         data_parallel_rank data_parallel_rank_local data_parallel_master_ip data_parallel_rpc_port
-        dp_sync_interval data_parallel_master_port data_parallel_backend is_moe_model enable_ep_weight_filter eplb_config
+        dp_sync_interval data_parallel_master_port is_moe_model enable_ep_weight_filter eplb_config
         expert_placement_strategy all2all_backend max_parallel_loading_workers disable_custom_all_reduce elastic_ep_max_dp_size
         dbo_decode_token_threshold dbo_prefill_token_threshold disable_nccl_for_dp_synchronization ray_workers_use_nsight
         ray_runtime_env worker_extension_cls master_addr master_port numa_bind numa_bind_nodes numa_bind_cpus assigned_physical_gpu_ids
@@ -121,6 +124,16 @@ HARMLESS: dict[str, str] = {
         reasoning_parser reasoning_start_str reasoning_end_str _reasoning_start_token_ids _reasoning_end_token_ids
         _natural_reasoning_end_token_ids _enabled""",
     "weight_transfer_config": "backend",
+    "lora_config": """
+        max_lora_rank max_loras fully_sharded_loras max_cpu_loras lora_dtype target_modules default_mm_loras
+        specialize_active_lora max_lora_cls_labels""",
+    "speculative_config": """
+        enforce_eager num_speculative_tokens model draft_tensor_parallel_size tensor_parallel_size moe_backend max_model_len
+        revision code_revision index_share_for_mtp_iteration disable_padded_drafter_batch disable_eagle_block_drop
+        use_local_argmax_reduction prompt_lookup_max prompt_lookup_min target_model_config target_parallel_config
+        num_speculative_tokens_per_batch_size draft_model_config draft_parallel_config suffix_decoding_max_tree_depth
+        suffix_decoding_max_cached_requests suffix_decoding_max_spec_factor suffix_decoding_min_token_prob draft_load_config
+        synthetic_acceptance_rates synthetic_acceptance_length draft_sample_method dspark_draft_topk""",
     # What a model says of itself: properties of ModelConfig.  The fields above are what an operator says.
     "model": """
         uses_alibi uses_mrope is_moe is_quantized is_pp_supported is_chunked_prefill_supported is_prefix_caching_supported
@@ -130,7 +143,7 @@ HARMLESS: dict[str, str] = {
         cache_hit_alignment_tokens kv_tp_replicas""",
     "kv_cache_tensor": "size layers layer_stride block_stride offset",
     "kv_cache_group": "layer_names kv_cache_spec enable_kv_transfer",
-    "kv_cache_spec": "block_size max_tp_shards num_kv_heads head_size head_size_v dcp_sharded",
+    "kv_cache_spec": "block_size max_tp_shards num_kv_heads head_size head_size_v dcp_sharded cache_dtype_str",
 }  # fmt: skip
 """Section -> names of the fields that may have any value.  A name that is a section of its own is looked into."""
 
@@ -138,10 +151,15 @@ HARMLESS: dict[str, str] = {
 _Values = tuple[Value, ...]
 
 
-def _restricted(row: str, *fields: tuple[str, _Values] | tuple[str, _Values, _Values]) -> tuple[Field, ...]:
-    """Rows of ``(path, tried)`` or ``(path, tried, read)``."""
+def _restricted(
+    row: str,
+    *fields: tuple[str, _Values] | tuple[str, _Values, _Values],
+    own: tuple[tuple[Value, str], ...] = (),
+) -> tuple[Field, ...]:
+    """Rows of ``(path, tried)`` or ``(path, tried, read)``; ``own``: as :class:`Field` has it, of each."""
     return tuple(
-        Field(path=one[0], tried=one[1], read=one[2] if len(one) == 3 else (), row=row) for one in fields
+        Field(path=one[0], tried=one[1], read=one[2] if len(one) == 3 else (), row=row, own=own)
+        for one in fields
     )
 
 
@@ -157,10 +175,9 @@ RESTRICTED: tuple[Field, ...] = (
         "data_parallel",
         ("parallel_config.data_parallel_size", _ONE),
         ("parallel_config.data_parallel_size_local", _ONE),
-        ("parallel_config.data_parallel_external_lb", *_OFF),
-        ("parallel_config.data_parallel_hybrid_lb", *_OFF),
-        ("scheduler_config.prefill_schedule_interval", _ONE),
     ),
+    *_restricted("data_parallel_moe", ("parallel_config.data_parallel_external_lb", *_OFF)),
+    *_restricted("data_parallel_hosts", ("parallel_config.data_parallel_hybrid_lb", *_OFF)),
     *_restricted(
         "expert_parallel",
         ("parallel_config.enable_expert_parallel", *_OFF),
@@ -175,7 +192,25 @@ RESTRICTED: tuple[Field, ...] = (
         ("parallel_config.decode_context_parallel_size", _ONE),
     ),
     *_restricted("lora", ("lora_config", _UNSET)),
-    *_restricted("speculative", ("speculative_config", _UNSET), ("kv_cache_group.is_eagle_group", *_OFF)),
+    *_restricted(
+        "other_option",
+        ("lora_config.enable_tower_connector_lora", *_OFF),
+        ("lora_config.enable_mixed_moe_lora_format", *_OFF),
+        ("lora_config.enable_moe_shared_loras", *_OFF),
+    ),
+    *_restricted("speculative", ("speculative_config", _UNSET)),
+    *_restricted(
+        "drafts",
+        ("speculative_config.method", ("ngram", "draft_model", "eagle")),
+        ("speculative_config.quantization", _UNSET),
+        ("speculative_config.attention_backend", _UNSET),
+        ("speculative_config.kv_cache_dtype", _UNSET),
+        ("speculative_config.parallel_drafting", *_OFF),
+        ("speculative_config.use_heterogeneous_vocab", *_OFF),
+        ("speculative_config.rejection_sample_method", ("standard",)),
+        ("speculative_config.enable_adaptive_verification", *_OFF),
+        ("kv_cache_group.is_eagle_group", *_OFF),
+    ),
     *_restricted(
         "hybrid",
         ("model.is_hybrid", *_OFF),
@@ -204,10 +239,19 @@ RESTRICTED: tuple[Field, ...] = (
         ("scheduler_config.runner_type", ("generate",)),
     ),
     *_restricted(
-        "fp8_kv",
-        ("cache_config.cache_dtype", ("auto",), ("bfloat16", "float16", "half", "float32")),
-        ("kv_cache_spec.dtype", ("bfloat16",), ("float16", "float32")),
-        ("kv_cache_spec.kv_quant_mode", ("NONE",)),
+        "kv_quant",
+        (
+            "cache_config.cache_dtype",
+            ("auto", "fp8"),
+            ("bfloat16", "float16", "half", "float32", "fp8_e4m3", "fp8_e5m2"),
+        ),
+        own=(("fp8", "fp8_kv"), ("fp8_e4m3", "fp8_kv"), ("fp8_e5m2", "fp8_kv")),
+    ),
+    *_restricted("kv_quant", ("kv_cache_spec.dtype", ("bfloat16", "uint8"), ("float16", "float32"))),
+    *_restricted(
+        "kv_quant",
+        ("kv_cache_spec.kv_quant_mode", ("NONE", "FP8_PER_TENSOR")),
+        own=(("FP8_PER_TENSOR", "fp8_kv"),),
     ),
     *_restricted("api_servers", ("parallel_config._api_process_count", _ONE)),
     *_restricted(
@@ -227,22 +271,34 @@ RESTRICTED: tuple[Field, ...] = (
         ("parallel_config.nnodes", _ONE),
         ("parallel_config.node_rank", (0,)),
         ("parallel_config.distributed_executor_backend", ("mp",), ("uni", None)),
+        ("parallel_config.data_parallel_backend", ("mp",)),
         ("parallel_config.placement_group", _UNSET),
     ),
     *_restricted(
+        "mla",
+        ("model.use_mla", (False, True), (None,)),
+        ("model.is_deepseek_mla", (False, True), (None,)),
+        own=((True, "mla"),),
+    ),
+    *_restricted(
         "kv_kind",
-        ("model.use_mla", *_OFF),
-        ("model.is_deepseek_mla", *_OFF),
         ("model.rswa_window", _UNSET),
-        ("kv_cache_spec.sliding_window", _UNSET),
         ("kv_cache_spec.attention_chunk_size", _UNSET),
         ("kv_cache_spec.non_causal", *_OFF),
         ("kv_cache_spec.tokens_per_state", _ONE),
+        ("kv_cache_spec.alignment", _UNSET),
+        ("kv_cache_spec.model_version", _UNSET),
+        ("kv_cache_spec.cache_role", ("SPARSE",)),
+        ("kv_cache_spec.is_index_group_leader", *_OFF),
+        ("kv_cache_spec.non_causal_multi_token_decode", *_OFF),
+        ("kv_cache_spec.extra_retained_tokens", (0,)),
     ),
+    *_restricted("sliding_window", ("kv_cache_spec.sliding_window", _UNSET)),
     *_restricted(
         "kv_layout",
         ("kv_cache_spec.page_size_padded", _UNSET),
-        ("kv_cache_spec.block_stride_alignment", _UNSET),
+        # In kernel blocks: whether any padding comes of it, the geometry tells.
+        ("kv_cache_spec.block_stride_alignment", (None, "<MultipleOf>")),
         ("kv_cache_spec.num_head_slots", _UNSET),
         ("kv_cache_spec.state_content_bytes", _UNSET),
     ),
@@ -281,6 +337,7 @@ RESTRICTED: tuple[Field, ...] = (
         ("parallel_config.enable_dbo", *_OFF),
         ("parallel_config.ubatch_size", (0,)),
         ("parallel_config.enable_fault_tolerance", *_OFF),
+        ("scheduler_config.prefill_schedule_interval", _ONE),
         ("engram_config", _UNSET),
         ("watermark_config", _UNSET),
         ("diffusion_config", _UNSET),
@@ -297,11 +354,11 @@ RESTRICTED: tuple[Field, ...] = (
 
 KV_KINDS: dict[str, str | None] = {
     "FullAttentionSpec": None,
-    "MLAAttentionSpec": "kv_kind",
+    "MLAAttentionSpec": None,
     "HiddenStateCacheSpec": "kv_kind",
     "RSWASpec": "kv_kind",
     "ChunkedLocalAttentionSpec": "kv_kind",
-    "SlidingWindowSpec": "kv_kind",
+    "SlidingWindowSpec": None,
     "SlidingWindowMLASpec": "kv_kind",
     "CircularBufferSpec": "kv_kind",
     "SinkFullAttentionSpec": "kv_kind",
@@ -323,10 +380,18 @@ def is_section(path: str) -> bool:
     return path in HARMLESS
 
 
+def is_restricted(path: str) -> bool:
+    """Does a value of this field decide?  Of a section: that there is one."""
+    return path in _RESTRICTED
+
+
 def row_of_field(path: str, value: Value, also_allowed: tuple[Value, ...] = ()) -> str | None:
     """The row that decides where ``path`` has ``value``; None: it changes nothing, ``unlisted``: nobody knows the field."""
     field = _RESTRICTED.get(path)
     if field is not None:
+        for one, row in field.own:
+            if _same(value, one):
+                return row
         allowed = (*field.tried, *field.read, *also_allowed)
         return None if any(_same(value, one) for one in allowed) else field.row
     section, _, name = path.rpartition(".")
@@ -337,11 +402,18 @@ def _same(value: Value, allowed: Value) -> bool:
     return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
 
 
+def _shown(value: Value, field: Field) -> str:
+    row = next((row for one, row in field.own if _same(value, one)), "")
+    return f"`{value}` ({row})" if row else f"`{value}`"
+
+
 def markdown() -> str:
     """The allowlist as ``docs/compatibility.md`` shows it."""
     lines = ["| field | tried | read, not tried | with another value |", "|---|---|---|---|"]
     for field in RESTRICTED:
-        tried, read = (", ".join(f"`{value}`" for value in values) for values in (field.tried, field.read))
+        tried, read = (
+            ", ".join(_shown(value, field) for value in values) for values in (field.tried, field.read)
+        )
         lines.append(f"| `{field.path}` | {tried or 'of vLLM itself'} | {read} | {field.row} |")
     lines += [
         "",

@@ -10,20 +10,25 @@ host alone, or its owner to leave it, or the job to sample, whichever is shorter
 few long turns nothing: where engines have room for every turn, no harvested one is taken in.  A job that is expected to end its
 work later than its deadline counts for more, by how much it is late, up to ``most_urgent`` times.
 
-- **Activate** where the gain is above ``gain_factor`` times what the switch costs: as long as the host measured its last one, or
-  ``least_s`` where it has the job's weights already.
-- **Which host**: dedicated first, then borrowed; then one that has the job's weights, the lowest recent KV use of production (the paper's rule),
-  the fewest reclaims.  A serving GPU that is nearly full, or will be before the switch has paid, is no candidate.
+- **Activate** where the gain is above ``gain_factor`` times what the switch costs: what the host measured of its last commit and, where it has
+  no copy of the job's policy, of its last pull; a figure of some minutes ago counts for less, so that one slow switch does not bind a
+  host for good.  ``least_s`` where it has the job's weights already, or the job asks for none.
+- **Adopt**: a host that is new here and has a job's weights works for it at once.  So a scheduler that starts again finds its fleet as
+  it was.  One that has the weights of a job that is not known is left alone for ``rest_s``: that job may be about to come back.
+- **Which host**: dedicated first, then borrowed; then one that has the job's weights, or a copy of them, the lowest recent KV use of production
+  (the paper's rule), the fewest reclaims.  A serving GPU that is nearly full, or will be before the switch has paid, is no candidate.
 - **Which job** first: the one with the fewest device-seconds per weight.  Nobody's fair share is kept idle: who needs more borrows.
 - **Phases.**  Jobs that roll out and train in turn are known by what they do (``rose.policy.phases``).  One that has been away for much
   longer than ever before holds nothing, and is waited for by nobody.  With ``phases``, one that is about to sample again gets idle
   hosts in time for the switch, and two that fit take turns on their hosts (``rose.policy.pairing``).
 - **Move** a host from one job to another where the one gains more than the other loses, the switch included; or where the
   other has had more than its share by ``unfair_s``.
-- **Release** a host that has gained next to nothing for ``idle_s``, whose production or owner needs it, or whose job is gone or
-  was given a lower cap.
+- **Release** a host that has gained next to nothing for ``idle_s``, whose production or owner needs it, whose job's weights have not
+  come in ``arrive_s`` (it is not ordered to that run again for a while, longer each time), or whose job is gone or was given a lower
+  cap.
 - **Hysteresis**: a host works for a job ``min_active_s`` at least, one that was released rests for ``rest_s``; to be kept takes
-  much less gain than to be taken.  A job keeps its last dedicated host.
+  much less gain than to be taken.  A job keeps its last dedicated host, unless it has no turn, or had more than its share, and another
+  has none.
 
 Invariants, checked by :meth:`Provisioning.check`: a host works for at most one job, of its own model, and while it is lent; no job
 holds more of a tier than its cap; what is held is known.
@@ -42,149 +47,21 @@ from typing import assert_never
 from rose.errors import PolicyError
 from rose.policy.pairing import Pairing
 from rose.policy.phases import Phases
+from rose.policy.provisioning_events import (
+    Action,
+    Activate,
+    Adopt,
+    Event,
+    HostGone,
+    HostSeen,
+    JobGone,
+    JobSeen,
+    LoadSeen,
+    Release,
+    Tick,
+)
+from rose.policy.provisioning_hosts import MAX_REFUSED, Host, ProvisioningParams
 from rose.policy.worker import Tier
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProvisioningParams:
-    gain_factor: float = 1.5
-    """Expected gain over switch cost that an activation must have."""
-    hold_s: float = 60.0
-    """How long the demand of now is believed to last."""
-    switch_s: float = 5.0
-    """Activation and weight pull, where a host has not measured its own."""
-    least_s: float = 1.0
-    """What any activation costs."""
-    idle_s: float = 30.0
-    min_active_s: float = 20.0
-    rest_s: float = 10.0
-    num_loads: int = 3
-    """Reports whose mean counts, so that one spike does nothing."""
-    full_fraction: float = 0.8
-    """Serving KV use at which a GPU is no longer taken; and released from, if it stays there."""
-    trend_s: float = 30.0
-    """Over which the growth of production's use is smoothed."""
-    most_urgent: float = 4.0
-    phases: bool = False
-    """Heed what was learned of a job's phases: look ahead, and take turns where two jobs fit."""
-    unfair_s: float = 60.0
-    """Device-seconds per weight by which a job must be ahead before a device is taken from it."""
-
-
-# --- events ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostSeen:
-    """A host reports.
-
-    ``model``: the base model of its engine.  ``run``: whose weights it has; empty: nobody's.  ``speed``: of a dedicated host of
-    the same kind.  ``serving_use``: recent share of KV memory that production uses, 0 where none runs.  ``switch_s``: what its
-    last change of weights took.  ``left_s``: how much longer its owner leaves it.
-    """
-
-    at_s: float
-    host: str
-    tier: Tier
-    serving_use: float = 0.0
-    reclaim_rate: float = 0.0
-    switch_s: float | None = None
-    model: str = ""
-    run: str = ""
-    speed: float = 1.0
-    left_s: float = math.inf
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostGone:
-    at_s: float
-    host: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobSeen:
-    """A new job, or new facts of a known one.  ``model``: empty where it is not known yet, and then no host is of it."""
-
-    at_s: float
-    job: str
-    n_dedicated: int
-    n_harvested: int
-    weight: float = 1.0
-    model: str = ""
-    run: str = ""
-    n_borrowed: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobGone:
-    at_s: float
-    job: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadSeen:
-    """``num_turns``: under way or waiting.  ``token_s``, ``crowd_s``: of a dedicated engine, alone and per turn beside
-    (``rose.policy.speed``); ``slots``: turns that one takes at once.  ``deadline_s``: until its work of now has to be done."""
-
-    at_s: float
-    job: str
-    num_turns: int
-    token_s: float = 0.02
-    crowd_s: float = 0.0005
-    slots: int = 64
-    deadline_s: float = math.inf
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tick:
-    """Decide now."""
-
-    at_s: float
-
-
-Event = HostSeen | HostGone | JobSeen | JobGone | LoadSeen | Tick
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Activate:
-    host: str
-    job: str
-    gain_s: float
-    """Expected, less what it costs."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Release:
-    """``reason``: idle, pressure, cap, job_gone, returned (to its owner), turn (its partner's), value, fair_share; after the last three another job has it at once."""
-
-    host: str
-    job: str
-    reason: str
-
-
-Action = Activate | Release
-
-
-@dataclass(kw_only=True, slots=True)
-class Host:
-    host: str
-    tier: Tier
-    model: str = ""
-    run: str = ""
-    speed: float = 1.0
-    serving_use: float = 0.0
-    left_s: float = math.inf
-    use_per_s: float = 0.0
-    """How fast production's use grows."""
-    seen_s: float = 0.0
-    reclaim_rate: float = 0.0
-    switch_s: float | None = None
-    job: str | None = None
-    since_s: float = -math.inf
-    """Of the last activation or release."""
-    worth_s: float = 0.0
-    """When it last gained its job something."""
-    full_since_s: float | None = None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -196,6 +73,12 @@ class Job:
     run: str = ""
     used_s: float = 0.0
     """Device-seconds held so far."""
+    hosts: dict[str, Host] = field(default_factory=lambda: dict[str, Host]())
+    """That work for it."""
+    num: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(Tier, 0))
+    """Of these by tier."""
+    speed: float = 0.0
+    """Of these together."""
     loads: deque[LoadSeen] = field(default_factory=lambda: deque[LoadSeen]())
     phases: Phases = field(default_factory=Phases)
     is_next: bool = False
@@ -207,12 +90,17 @@ class Job:
         seen = sum(load.num_turns for load in self.loads) / len(self.loads) if self.loads else 0.0
         return max(seen, self.phases.num_turns) if self.is_next else seen
 
-    def rate(self, num_engines: int, speed: float) -> float:
+    @property
+    def open_engines(self) -> tuple[float, float]:
+        """Its part of what is everybody's: how many, and their speed."""
+        return (self.loads[-1].num_open, self.loads[-1].open_speed) if self.loads else (0.0, 0.0)
+
+    def rate(self, num_engines: float, speed: float) -> float:
         """Tokens a second that its turns make on so many engines with this speed together."""
         turns = self.num_turns
         if not turns or not num_engines:
             return 0.0
-        last, used = self.loads[-1], min(float(num_engines), turns)
+        last, used = self.loads[-1], min(num_engines, turns)
         each = min(turns / used, float(last.slots))
         return speed * (used / num_engines) * each / (last.token_s + each * last.crowd_s)
 
@@ -238,7 +126,9 @@ class Provisioning:
             case HostSeen():
                 return self._seen(event)
             case HostGone():
-                self.hosts.pop(event.host, None)
+                gone = self.hosts.pop(event.host, None)
+                if gone is not None and gone.job is not None:
+                    self._part(gone)
                 return []
             case JobSeen():
                 return self._job(event)
@@ -256,8 +146,11 @@ class Provisioning:
                 job.phases.saw(event.at_s, event.num_turns, self._speed_of(event.job))
                 return []
             case Tick():
+                for job in self.jobs.values():  # sums of floats drift
+                    job.speed = math.fsum(host.speed for host in job.hosts.values())
+                adopted = self._adopt(event.at_s)
                 self._look_ahead(event.at_s)
-                return [*self._shrink(event.at_s), *self._grow(event.at_s)]
+                return [*adopted, *self._shrink(event.at_s), *self._grow(event.at_s)]
             case _:
                 assert_never(event)
 
@@ -270,8 +163,8 @@ class Provisioning:
         found, facts = 0, self.jobs[job]
         least = self.params.gain_factor * self.params.switch_s / self.params.hold_s
         while found < facts.num_turns:
-            more = facts.rate(found + 1, found + 1.0)
-            if (more - facts.rate(found, float(found))) / more * facts.weight <= least:
+            more = facts.rate(found + 1.0, found + 1.0)
+            if (more - facts.rate(float(found), float(found))) / more * facts.weight <= least:
                 break
             found += 1
         return found
@@ -285,16 +178,24 @@ class Provisioning:
             actions.append(self._release(host, event.at_s, "cap"))
         if host is None or host.tier is not event.tier:
             host = self.hosts[event.host] = Host(
-                host=event.host, tier=event.tier, serving_use=event.serving_use, seen_s=event.at_s
+                host=event.host,
+                tier=event.tier,
+                serving_use=event.serving_use,
+                first_s=event.at_s,
+                seen_s=event.at_s,
             )
         spent_s = event.at_s - host.seen_s
         if spent_s > 0:
             slope = (event.serving_use - host.serving_use) / spent_s
             host.use_per_s += (1.0 - math.exp(-spent_s / self.params.trend_s)) * (slope - host.use_per_s)
         host.seen_s = event.at_s
+        if host.job is not None:
+            self.jobs[host.job].speed += event.speed - host.speed
         host.model, host.run, host.speed = event.model, event.run, event.speed
         host.serving_use, host.reclaim_rate = event.serving_use, event.reclaim_rate
-        host.switch_s, host.left_s = event.switch_s, event.left_s
+        host.left_s = event.left_s
+        host.measured(event)
+        host.refused.pop(event.run, None)
         if host.left_s <= 0 and host.job is not None:
             actions.append(self._release(host, event.at_s, "returned"))
             host.since_s = -math.inf  # lent again, it may be taken at once
@@ -335,7 +236,8 @@ class Provisioning:
     # --- what is expected ------------------------------------------------------------------------------
 
     def _speed_of(self, job: str) -> float:
-        return sum(host.speed for host in self._held(job))
+        facts = self.jobs[job]
+        return facts.speed + facts.open_engines[1]
 
     def _phases(self) -> Mapping[str, Phases]:
         return {name: job.phases for name, job in self.jobs.items()}
@@ -385,6 +287,10 @@ class Provisioning:
             if host.job is None:
                 continue
             job = self.jobs[host.job]
+            if self._is_without(job, host, at_s):
+                host.refuse(job.run, at_s, params)
+                actions.append(self._release(host, at_s, "no_weights"))
+                continue
             if self._loss_s(job, host) > params.gain_factor * params.least_s:
                 host.worth_s = at_s
             if at_s - host.since_s < params.min_active_s:
@@ -398,8 +304,40 @@ class Provisioning:
                 actions.append(self._release(host, at_s, "idle"))
         return actions
 
+    def _is_without(self, job: Job, host: Host, at_s: float) -> bool:
+        """It has waited for its job's weights too long to count on them."""
+        if not job.run or host.run == job.run:
+            host.without_s = None
+            return False
+        if host.without_s is None:
+            host.without_s = at_s
+        grace_s = max(self.params.arrive_s, 2.0 * host.cost_s(job.run, at_s, self.params))
+        return at_s - host.without_s >= grace_s
+
+    def _adopt(self, at_s: float) -> list[Action]:
+        """Hosts that nobody has ever had here work for the job whose weights they have."""
+        actions: list[Action] = []
+        for host in self.hosts.values():
+            if host.job is not None or host.since_s > -math.inf or not host.run or host.left_s <= 0:
+                continue
+            found = [
+                job
+                for job in self.jobs.values()
+                if job.run == host.run
+                and host.model == job.model
+                and job.num[host.tier] < job.caps[host.tier]
+            ]
+            if found:
+                job = min(found, key=_share)
+                # Another may have it at once, if that is worth it.
+                self._join(job, host, at_s - self.params.min_active_s)
+                host.worth_s = at_s
+                actions.append(Adopt(host=host.host, job=job.job))
+        return actions
+
     def _grow(self, at_s: float) -> list[Action]:
         actions: list[Action] = []
+        runs = {job.run for job in self.jobs.values()} | {""}
         for job in sorted(self.jobs.values(), key=_share):
             # One host a tick and job: the next report already counts on it.
             free = [
@@ -407,12 +345,13 @@ class Provisioning:
                 for host in self.hosts.values()
                 if host.job is None
                 and at_s - host.since_s >= self.params.rest_s
+                and (host.run in runs or at_s - host.first_s >= self.params.rest_s)
                 and self._may_take(job, host)
                 and self._has_turn(job, host)
             ]
             free.sort(
                 key=lambda h, run=job.run: (
-                    _FIRST.index(h.tier), not run or h.run != run, h.serving_use, h.reclaim_rate, h.host,
+                    _FIRST.index(h.tier), h.warmth(run), h.serving_use, h.reclaim_rate, h.host,
                 )
             )  # fmt: skip
             found = next((host for host in free if self._net_s(job, host) > 0), None)
@@ -422,7 +361,7 @@ class Provisioning:
                     continue
                 actions.append(self._release(found, at_s, reason))
             actions.append(Activate(host=found.host, job=job.job, gain_s=self._net_s(job, found)))
-            found.job, found.since_s = job.job, at_s
+            self._join(job, found, at_s)
         return actions
 
     def _other_s_host(self, job: Job, at_s: float) -> tuple[Host | None, str]:
@@ -431,18 +370,22 @@ class Provisioning:
         for host in self.hosts.values():
             if host.job in (None, job.job) or at_s - host.since_s < self.params.min_active_s:
                 continue
-            if not self._may_spare(host) or not self._may_take(job, host):
+            if not self._may_take(job, host):
                 continue
             net_s = self._net_s(job, host)
             if net_s <= 0 or not self._has_turn(job, host):
                 continue
             other = self.jobs[host.job]
-            value_s, reason = net_s - self._loss_s(other, host), "value"
+            loss_s = self._loss_s(other, host)
+            is_ahead = _share(other)[0] - _share(job)[0] > self.params.unfair_s
+            if not self._may_spare(host) and (job.num[Tier.DEDICATED] or (loss_s > 0 and not is_ahead)):
+                continue
+            value_s, reason = net_s - loss_s, "value"
             if self.pairing.partner_of.get(job.job) == other.job:
                 # It is this one's turn: the other's comes when this one trains.
                 value_s, reason = net_s, "turn" if value_s <= 0 else "value"
             if value_s <= 0:
-                if _share(other)[0] - _share(job)[0] <= self.params.unfair_s:
+                if not is_ahead:
                     continue
                 reason = "fair_share"
             if best is None or (value_s, host.host) > best[:2]:
@@ -462,7 +405,8 @@ class Provisioning:
         return (
             host.model == job.model
             and host.serving_use < self.params.full_fraction
-            and len(self.held(job.job, host.tier)) < job.caps[host.tier]
+            and job.num[host.tier] < job.caps[host.tier]
+            and not host.is_refused(job.run, self._now_s)
         )
 
     def _net_s(self, job: Job, host: Host) -> float:
@@ -473,10 +417,7 @@ class Provisioning:
         params = self.params
         growth = max(host.use_per_s, 1e-9)
         left_s = max(0.0, (params.full_fraction - host.serving_use) / growth)
-        has_weights = bool(job.run) and host.run == job.run
-        cost_s = params.least_s
-        if not has_weights:
-            cost_s = max(cost_s, params.switch_s if host.switch_s is None else host.switch_s)
+        cost_s = host.cost_s(job.run, self._now_s, params)
         lasts_s = self._lasts_s(job, self._now_s)
         gain_s = job.weight * job.urgency * max(0.0, min(lasts_s, left_s, host.left_s) - cost_s)
         gain_s *= 1.0 - before / after
@@ -491,23 +432,42 @@ class Provisioning:
 
     def _rates(self, job: Job, host: Host) -> tuple[float, float]:
         """Of a job without and with a host."""
-        others = [each for each in self._held(job.job) if each is not host]
-        speed = sum(each.speed for each in others)
-        return job.rate(len(others), speed), job.rate(len(others) + 1, speed + host.speed)
+        count, speed = job.open_engines
+        count, speed = count + len(job.hosts), speed + job.speed
+        if host.host in job.hosts:
+            count, speed = count - 1, max(0.0, speed - host.speed)
+        return job.rate(count, speed), job.rate(count + 1, speed + host.speed)
 
     def _may_spare(self, host: Host) -> bool:
         """A job's last dedicated device stays: it is what finishes the work when every GPU is taken back."""
         if host.tier is not Tier.DEDICATED or host.job is None:
             return True
-        return len(self.held(host.job, Tier.DEDICATED)) > 1
+        return self.jobs[host.job].num[Tier.DEDICATED] > 1
 
     def _held(self, job: str) -> list[Host]:
-        return sorted((h for h in self.hosts.values() if h.job == job), key=lambda h: (h.since_s, h.host))
+        facts = self.jobs.get(job)
+        return [] if facts is None else sorted(facts.hosts.values(), key=lambda h: (h.since_s, h.host))
+
+    def _join(self, job: Job, host: Host, since_s: float) -> None:
+        host.job, host.since_s = job.job, since_s
+        host.without_s = since_s if job.run and host.run != job.run else None
+        job.hosts[host.host] = host
+        job.num[host.tier] += 1
+        job.speed += host.speed
+
+    def _part(self, host: Host) -> None:
+        assert host.job is not None
+        job = self.jobs[host.job]
+        del job.hosts[host.host]
+        job.num[host.tier] -= 1
+        job.speed -= host.speed
+        host.job, host.without_s = None, None
 
     def _release(self, host: Host, at_s: float, reason: str) -> Release:
         assert host.job is not None
         action = Release(host=host.host, job=host.job, reason=reason)
-        host.job, host.since_s = None, at_s
+        self._part(host)
+        host.since_s = at_s
         return action
 
     def check(self) -> None:
@@ -515,10 +475,16 @@ class Provisioning:
         for host in self.hosts.values():
             assert host.job is None or self.jobs[host.job].model == host.model
             assert host.job is None or host.left_s > 0
+            assert host.job is None or self.jobs[host.job].hosts.get(host.host) is host
+            assert len(host.refused) <= MAX_REFUSED
         for job in self.jobs.values():
             for tier, cap in job.caps.items():
-                assert len(self.held(job.job, tier)) <= cap
+                assert len(self.held(job.job, tier)) == job.num[tier] <= cap
             assert job.used_s >= 0
+            assert all(
+                self.hosts.get(name) is host and host.job == job.job for name, host in job.hosts.items()
+            )
+            assert abs(job.speed - sum(host.speed for host in job.hosts.values())) < 1e-6
         self.pairing.check(self.jobs)
 
 

@@ -107,7 +107,7 @@ class Turn:
         self.token_ids += array("I", token_ids)  # half the time of extend(token_ids)
         if logprobs:
             self.has_logprobs = True
-            self.logprobs.extend(logprobs)
+            self.logprobs += array("d", logprobs)
         else:
             self.logprobs.frombytes(bytes(self.logprobs.itemsize * count))
         last = self.segments[-1] if self.segments else None

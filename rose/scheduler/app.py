@@ -28,6 +28,8 @@ from rose.scheduler.control_api import ControlRoutes
 from rose.scheduler.count_api import CountRoutes
 from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.engine import Endpoint, EngineClient
+from rose.scheduler.fleet_api import FleetRoutes
+from rose.scheduler.front import Front, Run
 from rose.scheduler.guard import Guard
 from rose.scheduler.http import BY_KEY, Handler, errors_middleware, json_response, requires
 from rose.scheduler.inflight import InflightRequests
@@ -107,6 +109,7 @@ class Scheduler:
         self.deposed = asyncio.Event()
         """Another has taken over: nothing here is promised any more."""
         self._listener = listener
+        self._journal_dir = journal_dir
         self.book = TurnBook(config.routing_policy(), config.turn_params(), config.fleet_params())
         self.decisions = DecisionLog(
             journal_dir,
@@ -122,6 +125,7 @@ class Scheduler:
         self._sampled_at_s = float("-inf")
         self._tasks: list[asyncio.Task[None]] = []
         self._runner: web.AppRunner | None = None
+        self._listening: asyncio.Server | None = None
 
     async def start(self) -> None:
         """Listen and serve.
@@ -141,12 +145,12 @@ class Scheduler:
             max_running=config.limits.max_running,
             stream_upstream=config.stream_upstream,
             seed=config.seed,
-            parks_newcomers=config.provisioning.mode == "on",
             on_action=self._on_action,
             decisions=self.decisions,
         )
         self.decisions.roll()
-        self.provisioner = Provisioner.make(config.provisioning, self.dispatcher)
+        self.provisioner = Provisioner.make(config, self.dispatcher, self._journal_dir)
+        self.provisioner.decisions.roll()
         self.timeline = Timeline(
             self.clock.now_s,
             self.book.fleet,
@@ -175,7 +179,10 @@ class Scheduler:
         )
         self.guard = Guard(config.limits, read_s=times.read_s, on_refused=self.status.on_refused)
         self.settings = SettingsRoutes(config, self.dispatcher)
-        self.control = ControlRoutes(config, self.tokens, self.store, self.dispatcher, self.timeline)
+        self.fleet_routes = FleetRoutes(self.journal, self.dispatcher)
+        self.control = ControlRoutes(
+            config, self.tokens, self.store, self.dispatcher, self.timeline, self.fleet_routes
+        )
         self.watch = WatchRoutes(
             self.store,
             self.timeline,
@@ -193,18 +200,17 @@ class Scheduler:
         # Cancelling a handler whose client has gone is how a turn learns that nobody waits for it.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         await self._runner.setup()
-        self._shorten_hot_routes(openai)
-        site = (
-            web.TCPSite(self._runner, config.host, config.port, backlog=1024)
-            if self._listener is None
-            else web.SockSite(self._runner, self._listener, backlog=1024)
-        )
+        self.front = Front(self._runner_server, self._hot_routes(openai), read_s=times.read_s)
+        loop = asyncio.get_running_loop()
         try:
-            await site.start()
+            if self._listener is None:
+                self._listening = await loop.create_server(self.front, config.host, config.port, backlog=1024)
+            else:
+                self._listening = await loop.create_server(self.front, sock=self._listener, backlog=1024)
         except OSError as error:
             await self.stop(drain_s=0)
             raise not_listening(config, error) from error
-        self.url = url_of(self._runner.addresses[0])
+        self.url = url_of(self._listening.sockets[0].getsockname())
         assert self.journal.claim is not None
         self.journal.claim.announce(self.url)
         self._tasks.append(asyncio.create_task(self._tick()))
@@ -215,7 +221,10 @@ class Scheduler:
         drain_s = self.config.timeouts.drain_s if drain_s is None else drain_s
         if self._runner is not None and self.url:
             self.dispatcher.draining = True
+            until_s = asyncio.get_running_loop().time() + drain_s
             num_left = await self.inflight.drain(drain_s)
+            left_s = max(0.0, until_s - asyncio.get_running_loop().time())
+            num_left = max(num_left, await self.front.drain(left_s))
             if num_left:
                 log.warning("%d requests still ran and were stopped", num_left)
         for task in self._tasks:
@@ -225,6 +234,10 @@ class Scheduler:
             if self.url:
                 await self.inflight.close()
                 await self.dispatcher.close()
+                self.provisioner.close()
+            if self._listening is not None:
+                self._listening.close()
+                await self.front.close()
             await self._runner.cleanup()
             await self.renderer.close()
             self.engines.close()
@@ -277,6 +290,9 @@ class Scheduler:
         add("DELETE", "/workers/{id}", control.remove, "node")
         add("GET", "/workers", control.workers, *MAY_WATCH)
         add("GET", "/status", self._status, *MAY_WATCH)
+        add("GET", "/fleet", self.fleet_routes.get, *MAY_WATCH)
+        add("POST", "/fleet/off", self.fleet_routes.off, "admin")
+        add("POST", "/fleet/on", self.fleet_routes.on, "admin")
         add("GET", "/admin/settings", self.settings.get, "admin")
         add("POST", "/admin/settings", self.settings.change, "admin")
         add("GET", "/openapi.json", self._openapi)
@@ -288,17 +304,23 @@ class Scheduler:
         add("GET", "/rose/v1/trajectories/{id}/tokens", watch.tokens, "environment", "trainer")
         add("GET", "/events", watch.events, *MAY_WATCH)
         add("GET", "/debug/trace", watch.trace, *MAY_WATCH)
+        add("GET", "/rose/v1/history", watch.history, *MAY_WATCH)
         add("GET", "/", watch.page)
+        add("GET", "/learning", watch.learning)
 
-    def _shorten_hot_routes(self, openai: OpenAIRoutes) -> None:
-        """Serve the routes of turns without the router and its bookkeeping; everything else goes the usual way.
-
-        The same handlers behind the same checks in the same order; a request that asks for ``100-continue`` is left to
-        the router, which knows what that means.
-        """
+    @property
+    def _runner_server(self) -> web.Server:
         assert self._runner is not None
-        server = self._runner.server
-        assert server is not None
+        assert self._runner.server is not None
+        return self._runner.server
+
+    def _hot_routes(self, openai: OpenAIRoutes) -> dict[str, Run]:
+        """The routes of turns, served without the router and its bookkeeping; everything else goes the usual way.
+
+        The same handlers behind the same checks in the same order.  What is no plain request for a plain answer comes by aiohttp's
+        server; one that asks for ``100-continue`` is left to the router, which knows what that means.
+        """
+        server = self._runner_server
         routed = server.request_handler
 
         def behind(handler: Handler) -> Handler:
@@ -320,13 +342,14 @@ class Scheduler:
             "/v1/messages": behind(openai.messages),
         }
 
-        async def front(request: web.BaseRequest) -> web.StreamResponse:
+        async def long_way(request: web.BaseRequest) -> web.StreamResponse:
             handler = hot.get(request.rel_url.raw_path) if request.method == "POST" else None
             if handler is None or "Expect" in request.headers:
                 return await routed(request)
             return await handler(cast("web.Request", request))
 
-        server.request_handler = front
+        server.request_handler = long_way
+        return cast("dict[str, Run]", hot)
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -406,11 +429,12 @@ class Scheduler:
                 self.dispatcher.tick()
                 self.provisioner.step()
                 self.control.housekeep()
+                self.fleet_routes.tick()
                 if self.clock.now_s() >= self._sampled_at_s + PERIOD_S:
                     self._sampled_at_s = self.clock.now_s()
                     self.timeline.sample(self._recent_snapshot())
                 if self._runner is not None and self._runner.server is not None:
-                    self.guard.sweep(self._runner.server.connections)
+                    self.guard.sweep([*self._runner.server.connections, *self.front.connections])
             except RoseError as error:
                 log.error("tick: %s", error)
             except Exception:

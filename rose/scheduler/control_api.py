@@ -18,11 +18,13 @@ from rose.errors import NotFound, RequestError
 from rose.lineage import format_version, parse_version
 from rose.policy import samples as sp
 from rose.policy import turn_events as te
+from rose.policy.assigning import Switching
 from rose.policy.worker import Duty, Tier, Worker
 from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.engine import Endpoint
+from rose.scheduler.fleet_api import FleetRoutes
 from rose.scheduler.http import bounded_json, encode, json_response, read_wire
-from rose.scheduler.journal import FinishRecord, ScoreRecord, packed
+from rose.scheduler.records import FinishRecord, ScoreRecord, packed
 from rose.scheduler.scheduler_config import SchedulerConfig
 from rose.scheduler.search import Search
 from rose.scheduler.store import Store
@@ -65,8 +67,10 @@ class ControlRoutes:
         store: Store,
         dispatcher: Dispatcher,
         timeline: Timeline,
+        fleet: FleetRoutes,
     ) -> None:
         self._tokens = tokens
+        self._fleet = fleet
         self._timeline = timeline
         self._config = config
         self._store = store
@@ -124,7 +128,10 @@ class ControlRoutes:
                     "state": state,
                     "reason": reason,
                     "reward": None if trajectory.finish is None else trajectory.finish.reward,
+                    "success": None if trajectory.finish is None else trajectory.finish.success,
+                    "created_at": trajectory.created.created_at,
                     "num_turns": len(trajectory.turns),
+                    "num_tokens": trajectory.num_tokens,
                     "metadata": trajectory.created.metadata,
                 }
             )
@@ -205,7 +212,10 @@ class ControlRoutes:
 
     async def _scored(self, name: str, actions: list[sp.Action], *, fresh: bool) -> web.Response:
         trajectory = self._store.get(name)
-        self._timeline.num_finished += fresh and trajectory.finish is not None
+        if fresh and trajectory.finish is not None:
+            self._timeline.on_finished(
+                trajectory.created.job, trajectory.finish.reward, trajectory.finish.success
+            )
         self._carry_out(actions)
         if trajectory.closed or trajectory.finish is not None:
             self._dispatcher.cancel_trajectory(name, "finished")
@@ -372,16 +382,27 @@ class ControlRoutes:
             )
         )
         if known:
-            if body.switch_s is not None:
-                self._dispatcher.switch_s[worker_id] = body.switch_s
+            # All of it, also what is not measured any more: the node may have started again.
+            self._dispatcher.switching[worker_id] = Switching(
+                pull_s=body.pull_s,
+                commit_s=body.commit_s,
+                num_switches=body.num_switches,
+                copies=tuple(body.copies),
+            )
             self._timeline.on_breaches(worker_id, body.slo_breaches)
             self._timeline.on_promises(worker_id, _promises(body))
         worker = self._dispatcher.book.fleet.workers.get(worker_id)
         answer = HeartbeatAnswer(known=known)
+        if known:
+            answer.held = self._fleet.heard(worker_id, body)
         if worker is not None and worker.job is not None:
             answer.active = worker.job != ""
             answer.job = worker.job or None
             answer.run = self._store.runs.get(worker.job) or None
+        if body.follows is not None:
+            published = self._store.published(body.follows)
+            if published is not None:
+                answer.floor_run, answer.floor = body.follows, format_version(published)
         return json_response(encode(answer))
 
     async def remove(self, request: web.Request) -> web.Response:

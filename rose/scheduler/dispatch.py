@@ -4,7 +4,7 @@
 carries out what it answers: start an attempt, abort one, hand a result to whoever waits.  It decides
 nothing about *where* or *whether*; that is ``rose.policy.turns``.
 
-One attempt is one task and one engine request.  All books live in the event loop's thread, so an event and
+One attempt is one engine request; it has a task of its own where it streams, or a connection has to be opened first.  All books live in the event loop's thread, so an event and
 its actions are never interleaved with another's.
 """
 
@@ -24,6 +24,7 @@ from rose.decisions.log import DecisionLog
 from rose.errors import CapacityError, EngineError, Gone, NotFound, PolicyError, RequestError, RoseError
 from rose.lineage import Version
 from rose.policy import turn_events as te
+from rose.policy.assigning import Switching
 from rose.policy.routing import RoutingPolicy
 from rose.policy.turns import TurnBook
 from rose.policy.worker import Duty, Health, Tier, Worker
@@ -35,6 +36,7 @@ from rose.scheduler.engine import (
     Output,
     TokenLogprob,
 )
+from rose.wire.pool import Asked
 from rose.wire.turns import ASKED_RUN
 
 log = logging.getLogger("rose.scheduler")
@@ -90,7 +92,6 @@ class Dispatcher:
     engines: To reach workers.
     clock: Monotonic.
     max_running: Bound on turns that have not ended.
-    parks_newcomers: A new worker works for no job until it is given to one.
     on_action: Told of every action, for metrics; must not raise.
     decisions: Told of every event with its actions; None records nothing.
     """
@@ -104,7 +105,6 @@ class Dispatcher:
         max_running: int,
         stream_upstream: bool = False,
         seed: int = 0,
-        parks_newcomers: bool = False,
         on_action: Callable[[te.Action], None] = lambda action: None,
         decisions: DecisionLog | None = None,
     ) -> None:
@@ -112,16 +112,15 @@ class Dispatcher:
         self.engines = engines
         self.endpoints: dict[str, Endpoint] = {}
         self.handles: dict[str, TurnHandle] = {}
-        self.switch_s: dict[str, float] = {}
-        """By worker: what it measured when it last went over to another run."""
+        self.switching: dict[str, Switching] = {}
+        """By worker: what its node last said of its changes of run."""
         self._clock = clock
         self.max_running = max_running
         self._stream_upstream = stream_upstream
         self._rng = random.Random(seed)
-        self._parks_newcomers = parks_newcomers
         self._on_action = on_action
         self._decisions = decisions
-        self._attempts: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._attempts: dict[tuple[str, int], asyncio.Task[None] | Asked] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._ready = asyncio.Event()
         self._models: dict[str, ServedModel] = {}
@@ -222,8 +221,6 @@ class Dispatcher:
         self.endpoints[event.worker_id] = endpoint
         self._models_as_of = self._helpers_as_of = -1  # the same worker may have come with another endpoint
         self.feed(event)
-        if self._parks_newcomers and self.book.fleet.workers[event.worker_id].job is None:
-            self.assign(event.worker_id, "")  # before its first heartbeat makes it fit for turns
 
     def heartbeat(self, event: te.WorkerHeartbeat) -> bool:
         worker = self.book.fleet.workers.get(event.worker_id)
@@ -237,7 +234,7 @@ class Dispatcher:
             raise NotFound(f"worker '{worker_id[:64]}' is not registered", field="worker_id")
         self.feed(te.WorkerLost(at_s=self.now_s(), worker_id=worker_id, reason="lost", forget=True))
         self.endpoints.pop(worker_id, None)
-        self.switch_s.pop(worker_id, None)
+        self.switching.pop(worker_id, None)
 
     def set_duty(self, worker_id: str, duty: Duty) -> None:
         if worker_id not in self.book.fleet.workers:
@@ -313,7 +310,7 @@ class Dispatcher:
         workers = self.book.fleet.workers
         if len(self.endpoints) > len(workers):
             self.endpoints = {name: item for name, item in self.endpoints.items() if name in workers}
-            self.switch_s = {name: item for name, item in self.switch_s.items() if name in workers}
+            self.switching = {name: item for name, item in self.switching.items() if name in workers}
 
     def feed(self, event: te.Event, output: Output | None = None) -> list[te.Action]:
         """Give the book an event and carry out its actions.  ``output``: the engine's answer, for an event that carries tokens."""
@@ -335,14 +332,13 @@ class Dispatcher:
                 handle.worker_id, handle.tier = worker.worker_id, worker.tier.value
                 if action.attempt == 1:
                     handle.queued_s = action.queued_s
-                task = asyncio.create_task(self._attempt(action, handle, self.endpoints[action.worker_id]))
-                key = (action.turn_id, action.attempt)
-                self._attempts[key] = task
-                task.add_done_callback(functools.partial(self._forget_attempt, key))
+                self._begin(action, handle, self.endpoints[action.worker_id])
             case te.AbortAttempt():
-                task = self._attempts.get((action.turn_id, action.attempt))
-                if task is not None:
-                    task.cancel()
+                running = self._attempts.get((action.turn_id, action.attempt))
+                if isinstance(running, Asked):
+                    del self._attempts[action.turn_id, action.attempt]
+                if running is not None:
+                    running.cancel()
                 endpoint = self.endpoints.get(action.worker_id)
                 if endpoint is not None:
                     self._spawn(self.engines.abort(endpoint, f"{action.turn_id}-{action.attempt}"))
@@ -381,11 +377,37 @@ class Dispatcher:
     def _forget_attempt(self, key: tuple[str, int], task: asyncio.Task[None]) -> None:
         del self._attempts[key]
 
-    async def _attempt(self, action: te.Dispatch, handle: TurnHandle, engine: Endpoint) -> None:
-        """Run one attempt and report how it went; never raises but for cancellation."""
-        turn_id, attempt = action.turn_id, action.attempt
-        turn = self.book.turns[turn_id]
-        streamed = turn.spec.streamed or self._stream_upstream
+    def _begin(self, action: te.Dispatch, handle: TurnHandle, engine: Endpoint) -> None:
+        """Run one attempt and report how it went: without a task where its answer comes at once, over a connection that is open."""
+        key = (action.turn_id, action.attempt)
+        streamed = self.book.turns[action.turn_id].spec.streamed or self._stream_upstream
+        body = self._request(action, handle, streamed=streamed)
+        if not streamed:
+
+            def done(found: Output | EngineFailure) -> None:
+                del self._attempts[key]
+                if isinstance(found, EngineFailure):
+                    self._spawn(self._attempt_failed(*key, engine, found))
+                    return
+                try:
+                    self._accept(handle, key[1], found, engine)
+                except EngineFailure as failure:
+                    self._spawn(self._attempt_failed(*key, engine, failure))
+                except RoseError as error:
+                    self._attempt_refused(*key, error)
+
+            asked = self.engines.ask(
+                engine, body, handle.trace_headers, done=done, entries=handle.keep_entries
+            )
+            if asked is not None:
+                self._attempts[key] = asked
+                return
+        task = asyncio.create_task(self._attempt(*key, handle, engine, body, streamed=streamed))
+        self._attempts[key] = task
+        task.add_done_callback(functools.partial(self._forget_attempt, key))
+
+    def _request(self, action: te.Dispatch, handle: TurnHandle, *, streamed: bool) -> dict[str, Any]:
+        turn = self.book.turns[action.turn_id]
         params = {**handle.sampling_params, "max_tokens": action.max_tokens}
         kept = tuple(turn.token_ids[: action.num_kept_tokens])
         if turn.dispatch_run:
@@ -395,13 +417,26 @@ class Dispatcher:
         if handle.routed_from is not None:
             params["routed_experts_prompt_start"] = handle.routed_from
         body = {
-            "request_id": f"{turn_id}-{attempt}",
+            "request_id": f"{action.turn_id}-{action.attempt}",
             "token_ids": [*handle.prompt_ids, *kept] if kept else handle.prompt_ids,
             "sampling_params": params,
             "stream": streamed,
         }
         if streamed:
             body["stream_options"] = {"include_usage": True}
+        return body
+
+    async def _attempt(
+        self,
+        turn_id: str,
+        attempt: int,
+        handle: TurnHandle,
+        engine: Endpoint,
+        body: dict[str, Any],
+        *,
+        streamed: bool,
+    ) -> None:
+        """Run one attempt and report how it went; never raises but for cancellation."""
         try:
             if not streamed:
                 output = await self.engines.generate(
@@ -419,8 +454,11 @@ class Dispatcher:
         except EngineFailure as failure:
             await self._attempt_failed(turn_id, attempt, engine, failure)
         except RoseError as error:
-            log.error("attempt %s-%d: %s", turn_id, attempt, error)
-            self._report_failure(turn_id, attempt, "bad", str(error))
+            self._attempt_refused(turn_id, attempt, error)
+
+    def _attempt_refused(self, turn_id: str, attempt: int, error: RoseError) -> None:
+        log.error("attempt %s-%d: %s", turn_id, attempt, error)
+        self._report_failure(turn_id, attempt, "bad", str(error))
 
     def _accept(self, handle: TurnHandle, attempt: int, output: Output, engine: Endpoint) -> None:
         if handle.routed_from is not None:
@@ -474,9 +512,9 @@ class Dispatcher:
 
     async def close(self) -> None:
         """Abort what still runs and wait for the tasks."""
-        tasks = [*self._attempts.values()]
-        for task in tasks:
-            task.cancel()
+        tasks = [running for running in self._attempts.values() if isinstance(running, asyncio.Task)]
+        for running in self._attempts.values():
+            running.cancel()
         await asyncio.gather(*tasks, *self._background, return_exceptions=True)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, cast
@@ -21,7 +21,7 @@ from rose.errors import EngineError, RequestError
 from rose.lineage import Lineage
 from rose.policy.turn_events import Span
 from rose.scheduler.ids import MAX_TOKEN_ID
-from rose.wire.pool import AnswerTooLarge, Exchange, PeerLost, Pool, Target, encode_headers
+from rose.wire.pool import AnswerTooLarge, Asked, Exchange, PeerLost, Pool, Target, encode_headers
 
 NO_HEADERS: Mapping[str, str] = {}
 PROBE_S = 1.0
@@ -57,12 +57,20 @@ class _VersionSpan(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     token_ids: list[int] | None = None
-    logprobs: msgspec.Raw = msgspec.Raw()
-    """Read in a second step: their details are wanted by few turns, and cost as much as all the rest."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     weight_versions: list[_VersionSpan] | None = None
     routed_experts: str | None = None
+
+
+class _PlainChoice(_Choice):
+    logprobs: _Logprobs | None = None
+
+
+class _DetailedChoice(_Choice):
+    """Details of log-probs are wanted by few turns, and cost as much as all the rest."""
+
+    logprobs: _Entries | None = None
 
 
 class _PromptDetails(msgspec.Struct):
@@ -83,14 +91,20 @@ class _KvParams(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    choices: list[_Choice]
     usage: _Usage | None = None
     kv_transfer_params: _KvParams | None = None
 
 
-_decode_answer = msgspec.json.Decoder(_Answer).decode
-_decode_entries = msgspec.json.Decoder(_Entries | None).decode
-_decode_logprobs = msgspec.json.Decoder(_Logprobs | None).decode
+class _PlainAnswer(_Answer, kw_only=True):
+    choices: list[_PlainChoice]
+
+
+class _DetailedAnswer(_Answer, kw_only=True):
+    choices: list[_DetailedChoice]
+
+
+_decode_plain = msgspec.json.Decoder(_PlainAnswer).decode
+_decode_detailed = msgspec.json.Decoder(_DetailedAnswer).decode
 _encode = msgspec.json.Encoder().encode
 
 
@@ -178,12 +192,47 @@ class EngineClient:
         with _failures(engine):
             async with self._generation(engine, body, headers) as connection:
                 data = await connection.whole()
-                if connection.status != 200:
-                    raise _refusal(engine, connection.status, data)
-        output = _parse(engine, data, entries)
-        if output is None or output.finish_reason is None:
-            raise EngineFailure(f"worker {engine.worker_id} sent no choice", kind="bad")
-        return output
+        return _whole(engine, connection.status, data, entries)
+
+    def ask(
+        self,
+        engine: Endpoint,
+        body: dict[str, Any],
+        headers: Mapping[str, str] = NO_HEADERS,
+        *,
+        done: Callable[[Output | EngineFailure], None],
+        entries: bool = False,
+    ) -> Asked | None:
+        """The same over a connection that is open already, without a task that waits: ``done`` is called once, from the event loop.
+
+        Returns:
+            None where no connection is free, or the engine cannot be asked: :meth:`generate` says why.
+        """
+
+        def ended(status: int, data: bytes, error: Exception | None) -> None:
+            try:
+                with _failures(engine):
+                    if error is not None:
+                        raise error
+                found: Output | EngineFailure = _whole(engine, status, data, entries)
+            except EngineFailure as failure:
+                found = failure
+            done(found)
+
+        try:
+            target, more = engine.target, encode_headers(headers) if headers else b""
+        except ValueError:
+            return None
+        return self._pool.ask(
+            target,
+            "POST",
+            "/inference/v1/generate",
+            _encode(body),
+            timeout_s=self._attempt_s,
+            max_bytes=MAX_ANSWER_BYTES,
+            done=ended,
+            headers=more,
+        )
 
     async def stream(
         self,
@@ -361,7 +410,7 @@ def _parse(engine: Endpoint, payload: bytes, want_entries: bool) -> Output | Non
     """Decode and check one answer or chunk; None for one that says nothing."""
     entries: Sequence[TokenLogprob | _Logprob] = ()
     try:
-        answer = _decode_answer(payload)
+        answer = _decode_detailed(payload) if want_entries else _decode_plain(payload)
         num_cached = None
         if answer.usage is not None and answer.usage.prompt_tokens_details is not None:
             num_cached = answer.usage.prompt_tokens_details.cached_tokens
@@ -372,9 +421,8 @@ def _parse(engine: Endpoint, payload: bytes, want_entries: bool) -> Output | Non
         if len(answer.choices) != 1:
             raise EngineFailure(f"worker {engine.worker_id} sent {len(answer.choices)} choices", kind="bad")
         choice = answer.choices[0]
-        if choice.logprobs:
-            found = (_decode_entries if want_entries else _decode_logprobs)(choice.logprobs)
-            entries = () if found is None else found.content or ()
+        if choice.logprobs is not None:
+            entries = choice.logprobs.content or ()
     except (msgspec.DecodeError, RecursionError) as error:
         text = payload[:200].decode("utf-8", "replace")
         kind = "lost" if '"error"' in text else "bad"
@@ -405,6 +453,20 @@ def _parse(engine: Endpoint, payload: bytes, want_entries: bool) -> Output | Non
         kv_mixed=None if context is None else context.kv_mixed,
         routed_experts=_unpacked(engine, choice.routed_experts) if choice.routed_experts else None,
     )
+
+
+def _whole(engine: Endpoint, status: int, data: bytes, entries: bool) -> Output:
+    """An answer that came at once.
+
+    Raises:
+        EngineFailure: It is a refusal, or none.
+    """
+    if status != 200:
+        raise _refusal(engine, status, data)
+    output = _parse(engine, data, entries)
+    if output is None or output.finish_reason is None:
+        raise EngineFailure(f"worker {engine.worker_id} sent no choice", kind="bad")
+    return output
 
 
 def _unpacked(engine: Endpoint, text: str) -> bytes:

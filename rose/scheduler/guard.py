@@ -17,6 +17,7 @@ import asyncio
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from aiohttp import web
 
@@ -30,6 +31,14 @@ _MAX_PEERS = 4096
 _SMALL_BYTES = 64 * 1024
 """Bodies this small are not worth counting when they say their size."""
 _UNCOUNTED = ("/workers", "/healthz", "/readyz", "/metrics")
+
+
+class Connection(Protocol):
+    """aiohttp's, or one that came the short way."""
+
+    def force_close(self) -> bool | None:
+        """False: it stays."""
+        ...
 
 
 class Guard:
@@ -106,7 +115,7 @@ class Guard:
         finally:
             self._intake_bytes -= reserved
 
-    def sweep(self, connections: Sequence[web.RequestHandler]) -> int:
+    def sweep(self, connections: Sequence[Connection]) -> int:
         """Close connections that only hold a place; returns how many."""
         now_s = asyncio.get_running_loop().time()
         here = set(connections)
@@ -121,8 +130,7 @@ class Guard:
         for served, since_s, connection in quiet:
             too_many = len(connections) - num_closed > self._limits.max_connections
             if too_many or now_s - since_s > (IDLE_S if served else self._read_s):
-                connection.force_close()
-                num_closed += 1
+                num_closed += connection.force_close() is not False
         return num_closed
 
     def _take_token(self, request: web.Request) -> None:

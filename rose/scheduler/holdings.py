@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from rose.errors import CapacityError
-from rose.scheduler.journal import CreateRecord, FinishRecord, ScoreRecord, TurnRecord
+from rose.scheduler.records import CreateRecord, FinishRecord, ScoreRecord, TurnRecord
 
 _TRAJECTORY_BYTES = 3000
 _TURN_BYTES = 3500

@@ -10,13 +10,14 @@ import logging
 import re
 import secrets
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 from aiohttp import web
 
 from rose.auth import Tokens
 from rose.errors import PolicyError, RequestError, RoseError, TooLarge
+from rose.scheduler.front import SENT, NotHere, ShortRequest
 from rose.wire.errors import anthropic_error_body, error_body, error_headers
 from rose.wire.reading import read, read_struct
 
@@ -48,12 +49,26 @@ async def send_json(
     Raises:
         ConnectionError: The client has gone.
     """
+    if isinstance(request, ShortRequest):
+        said = {"Content-Type": "application/json", **(headers or {}), "X-Request-Id": request[REQUEST_ID]}
+        await cast("ShortRequest", request).protocol.send(200, said, body)
+        return cast("web.Response", SENT)
     response = json_response(body, headers=headers)
     response.headers["X-Request-Id"] = request[REQUEST_ID]
     await response.prepare(request)
     await response.write_eof()
     response.body = None  # aiohttp holds an answer until its connection's next request
     return response
+
+
+def needs_server(request: web.Request) -> None:
+    """Its answer is no plain one, and nothing has begun: let aiohttp have it, if it has not.
+
+    Raises:
+        NotHere: It goes there, from its first byte.
+    """
+    if isinstance(request, ShortRequest):
+        raise NotHere
 
 
 def error_response(request: web.Request, error: RoseError) -> web.Response:
@@ -83,7 +98,7 @@ async def errors_middleware(request: web.Request, handler: Handler) -> web.Strea
         response = error_response(request, error)
     except RoseError as error:
         response = error_response(request, error)
-    except ConnectionError:
+    except (ConnectionError, NotHere):
         raise
     except Exception:
         log.exception("request %s: %s %s", request_id, request.method, request.path)

@@ -142,9 +142,9 @@ class InflightRequests:
         return Replay(trajectory=asked.trajectory, turn=turn)
 
     def _asked_before(self, asked: TurnRequest, key: str) -> Inflight | Replay | None:
-        running = [inflight for inflight in self._alike.get(key, ()) if inflight.is_joinable]
-        for inflight in running:
-            if inflight.num_attached == 0:
+        alike = self._alike.get(key, ())
+        for inflight in alike:
+            if inflight.num_attached == 0 and inflight.is_joinable:
                 return inflight
         trajectory, retry = asked.trajectory, asked.retry
         if trajectory is None or not retry:
@@ -158,8 +158,8 @@ class InflightRequests:
             if not self._refused[key]:
                 del self._refused[key]
             return None
-        for inflight in running:
-            if inflight.retry < retry:
+        for inflight in alike:
+            if inflight.retry < retry and inflight.is_joinable:
                 return inflight
         lost = [
             turn

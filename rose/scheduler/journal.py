@@ -34,6 +34,7 @@ import msgspec
 from rose.errors import CapacityError, ConfigError, LedgerError
 from rose.frames import FRAME, MAX_RECORD_BYTES, frame
 from rose.scheduler.claim import Claim
+from rose.scheduler.records import Record
 from rose.wire.errors import NOT_ACTIVE
 
 MAGIC = b"ROSEJRN1"
@@ -43,235 +44,6 @@ _SLICE_S = 0.002
 _READ_BYTES = 4 * 2**20
 """Of a file that another writes, at a time."""
 _NAME = re.compile(r"journal(?:\.([0-9]{1,18}))?\.rose\Z")
-
-
-# ``gc=False``: plain data refers to nothing that refers back, and there are as many of them as there were turns; a
-# full collection that looked at each would hold up every stream meanwhile.
-
-
-class TurnRecord(msgspec.Struct, tag="turn", frozen=True, gc=False, omit_defaults=True):
-    """A finished turn.  What its answer said is not in it: that follows from the ids.
-
-    ``suffix_ids`` are the prompt ids after the parent's prompt and output (the whole prompt when ``parent``
-    is None); all ids are little-endian u32, log-probs little-endian f64.  ``tip`` names the message lists
-    that end with this turn's answer, ``thoughts`` its reasoning, 16 bytes for each form in which it was delivered;
-    ``digest`` the request, for a client that asks again.
-    """
-
-    trajectory_id: str
-    turn: int
-    kind: str
-    suffix_ids: bytes
-    token_ids: bytes
-    logprobs: bytes
-    finish_reason: str
-    versions: list[tuple[str, int, int]]
-    segments: list[dict[str, Any]]
-    usage: dict[str, int]
-    timing: dict[str, float]
-    sampling: dict[str, Any]
-    parent: int | None = None
-    fork: str | None = None
-    stop_reason: str | int | None = None
-    tip: bytes = b""
-    context: bytes = b""
-    digest: str = ""
-    turn_key: str = ""
-    kv_mixed: bool | None = None
-    """Its context held keys and values of other weights than its newest tokens; None: an engine did not say."""
-    id: str = ""
-    """Of this answer alone, on the wire."""
-    choice: int = 0
-    num_choices: int = 1
-    """Of its request: turns one after the other."""
-    thoughts: bytes = b""
-    prompt_of: int | None = None
-    """An earlier choice of its request that began with the same prompt: ``suffix_ids`` are in that record alone."""
-    created: int = 0
-    """Of its answer, in Unix seconds."""
-    attempts: int = 1
-    """Engine requests that it took."""
-    key: str = ""
-    """``Idempotency-Key`` of its request."""
-    retry: int = 0
-    """How often its client said to have asked before."""
-    messages: bytes = b""
-    """Messages that it added to those of turn ``messages_of`` (all, where that is None), and its answer, as msgpack: for a client that
-    names an earlier answer and does not send it again.  Empty: its client does not."""
-    messages_of: int | None = None
-    routed_experts: list[tuple[int, bytes]] = []
-    """``(first position, .npy bytes)``: see :class:`~rose.scheduler.dispatch.TurnHandle`."""
-
-
-def packed(value: Any) -> msgspec.Raw:
-    """A client's value as bytes: as objects it could take sixty times as much.  Equal values give equal bytes."""
-    return msgspec.Raw(msgspec.msgpack.encode(value, order="deterministic"))
-
-
-def unpacked(value: msgspec.Raw) -> Any:
-    return msgspec.msgpack.decode(value)
-
-
-NOTHING = packed(None)
-
-
-class FormRecord(msgspec.Struct, tag="form", frozen=True, gc=False):
-    """A turn's answer was delivered in another form, too: a stream's."""
-
-    trajectory_id: str
-    turn: int
-    tip: bytes
-    thoughts: bytes = b""
-
-
-class DeliveredRecord(msgspec.Struct, tag="delivered", frozen=True, gc=False):
-    """Answers that left whole: ``(first turn, retry that it was sent to)``."""
-
-    trajectory_id: str
-    answers: list[tuple[int, int]]
-
-
-class CreateRecord(msgspec.Struct, tag="create", frozen=True, gc=False, omit_defaults=True):
-    id: str
-    job: str
-    group_id: str
-    group_size: int
-    created_at: float
-    task: msgspec.Raw = NOTHING
-    """See :func:`packed`."""
-    sampling: dict[str, Any] = {}
-    key: str = ""
-    """``Idempotency-Key`` of the creation."""
-    task_kind: str = ""
-    prefill_per_decode: float | None = None
-    floor: str = ""
-    """Version that its job required then; empty where none."""
-    deadline_at: float | None = None
-    """Seconds since 1970; None: none."""
-    metadata: dict[str, str] = {}
-    record: list[str] = []
-    """Side channels of its turns."""
-
-
-class ScoreRecord(msgspec.Struct, tag="score", frozen=True, gc=False, omit_defaults=True):
-    """Rewards before the end: of turns, of branches by their last turn, and what the whole is to be finished with."""
-
-    id: str
-    reward: float | None = None
-    success: bool | None = None
-    info: msgspec.Raw = NOTHING
-    turns: list[tuple[int, float]] = []
-    branches: list[tuple[int, float]] = []
-
-
-class CloseRecord(msgspec.Struct, tag="close", frozen=True, gc=False):
-    """It takes no more turns, and waits for its reward."""
-
-    id: str
-
-
-class FinishRecord(msgspec.Struct, tag="finish", frozen=True, gc=False, omit_defaults=True):
-    id: str
-    reward: float
-    success: bool | None = None
-    info: msgspec.Raw = NOTHING
-    filter_equal: bool = False
-    """The job filtered groups without a difference in reward when this one finished."""
-
-
-class CancelRecord(msgspec.Struct, tag="cancel", frozen=True, gc=False):
-    id: str
-    reason: str
-
-
-class LeaseRecord(msgspec.Struct, tag="lease", frozen=True, gc=False):
-    batch_id: str
-    job: str
-    group_ids: list[str]
-    stale_group_ids: list[str]
-    ttl_s: float
-    consumer: str = ""
-    stale_ids: list[str] = []
-    """Trajectories that were handed out marked."""
-
-
-class ExpireRecord(msgspec.Struct, tag="expire", frozen=True, gc=False):
-    batch_id: str
-
-
-class ReturnRecord(msgspec.Struct, tag="return", frozen=True, gc=False):
-    """A batch that its trainer gave back."""
-
-    batch_id: str
-
-
-class ReturnedRecord(msgspec.Struct, tag="returned", frozen=True, gc=False):
-    """Names of batches given back before a compaction: nothing is leased under them again."""
-
-    batch_ids: list[str]
-
-
-class AckRecord(msgspec.Struct, tag="ack", frozen=True, gc=False):
-    batch_id: str
-    step: int
-    attempt: int
-
-
-class AckedRecord(msgspec.Struct, tag="acked", frozen=True, gc=False):
-    """Batches acknowledged before a compaction: the answer to a repeated acknowledgement."""
-
-    batches: list[tuple[str, int, int]]
-
-
-class ExpiredRecord(msgspec.Struct, tag="expired", frozen=True, gc=False):
-    """Batches whose time ran out before a compaction, ``(batch_id, job, group_ids, ttl_s)``: they may still be acknowledged."""
-
-    batches: list[tuple[str, str, list[str], float]]
-    consumers: dict[str, str] = {}
-    """Of batches that have one."""
-
-
-class ResumeRecord(msgspec.Struct, tag="resume", frozen=True, gc=False):
-    job: str
-    attempt: int
-    consumed: list[str]
-    consumer: str = ""
-
-
-class EpochRecord(msgspec.Struct, tag="epoch", frozen=True, gc=False):
-    """Who wrote what follows."""
-
-    epoch: int
-
-
-class VersionRecord(msgspec.Struct, tag="version", frozen=True, gc=False):
-    job: str
-    attempt: int
-    version: int
-    run: str = ""
-    """Under which name its trainer publishes weights."""
-
-
-Record = (
-    TurnRecord
-    | FormRecord
-    | DeliveredRecord
-    | CreateRecord
-    | ScoreRecord
-    | CloseRecord
-    | FinishRecord
-    | CancelRecord
-    | LeaseRecord
-    | ExpireRecord
-    | ReturnRecord
-    | ReturnedRecord
-    | AckRecord
-    | AckedRecord
-    | ExpiredRecord
-    | ResumeRecord
-    | VersionRecord
-    | EpochRecord
-)
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode: Callable[[bytes], Record] = msgspec.msgpack.Decoder(Record).decode
@@ -298,6 +70,8 @@ class Journal:
         self._size = 0
         self._broken: str | None = None
         self._fenced: CapacityError | None = None
+        self._unsafe: CapacityError | None = None
+        """The disk failed: nothing that it had not by then can be promised, however well it does later."""
         self._written = 0
         self._synced = 0
         self._syncing: asyncio.Task[Any] | None = None
@@ -482,6 +256,12 @@ class Journal:
             ) from error
         if self._tail is not None:
             self._tail.append(data)
+        self.check_ours()
+
+    def check_ours(self) -> None:
+        """Raises:
+        CapacityError: Another has taken over.
+        """
         if not self.is_ours():
             assert self._fenced is not None
             raise self._fenced
@@ -499,9 +279,15 @@ class Journal:
         self.claim.beat()
 
     async def commit(self) -> None:
-        """Return when everything appended so far is on disk."""
+        """Return when everything appended so far is on disk.
+
+        Raises:
+            CapacityError: It is not, and nobody can say what a power loss would leave of it.
+        """
         goal = self._written
         while self._synced < goal:
+            if self._unsafe is not None:
+                raise self._unsafe
             if self._syncing is None:
                 self._syncing = asyncio.create_task(self._sync())
             await asyncio.shield(self._syncing)
@@ -511,15 +297,18 @@ class Journal:
         try:
             await asyncio.to_thread(os.fdatasync, self._file)
         except OSError as error:
-            # After a failed fsync the kernel may have dropped the pages: nothing later can be promised.
-            self._broken = error.strerror or "fsync failed"
-            raise CapacityError(
-                f"the journal cannot be written: {self._broken}", retry_after_s=None
-            ) from error
+            # The kernel may have dropped the pages, and the next fsync then says that all is well.
+            self._disk_failed(error)
+            assert self._unsafe is not None
+            raise self._unsafe from error
         finally:
             if self._syncing is asyncio.current_task():  # else a compaction waits for us, and commits for it
                 self._syncing = None
         self._synced = max(self._synced, goal)
+
+    def _disk_failed(self, error: OSError) -> None:
+        self._broken = self._broken or error.strerror or "fsync failed"
+        self._unsafe = CapacityError(f"the journal cannot be written: {self._broken}", retry_after_s=None)
 
     def compact(self, records: Iterable[Record]) -> None:
         """Replace the file by ``records``, atomically.  Blocks; for a process that does not serve yet.
@@ -600,15 +389,34 @@ class Journal:
             raise
 
     def _swap(self, fresh: BinaryIO) -> None:
-        """From now on ``fresh`` is the file."""
-        os.replace(fresh.name, self.path)
-        directory = os.open(self.path.parent, os.O_RDONLY)
-        os.fsync(directory)
-        os.close(directory)
-        if self._file >= 0:
-            os.close(self._file)
-        self._file = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
-        self._size = os.lseek(self._file, 0, os.SEEK_END)
+        """From now on ``fresh`` is the file.
+
+        Raises:
+            OSError: The file is as it was; or it is ``fresh``, but a power loss may bring the old one back, and nothing is written any more.
+        """
+        # Whatever may fail comes before the name changes: what is written afterwards must go where a restart looks.
+        directory = os.open(self.path.parent, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            file = os.open(fresh.name, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                size = os.lseek(file, 0, os.SEEK_END)
+                os.replace(fresh.name, self.path)
+            except BaseException:
+                os.close(file)
+                raise
+            earlier, self._file, self._size = self._file, file, size
+            if earlier >= 0:
+                with contextlib.suppress(
+                    OSError
+                ):  # its number is free all the same, and nobody reads it again
+                    os.close(earlier)
+            try:
+                os.fsync(directory)
+            except OSError as error:
+                self._disk_failed(error)
+                raise
+        finally:
+            os.close(directory)
 
     def close(self) -> None:
         if self._file >= 0:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rose.scheduler.http import check_storable
-from rose.scheduler.journal import packed
 from rose.scheduler.prompts import Prompt
 from rose.scheduler.protocols import ProtocolRequest
+from rose.scheduler.records import packed
 from rose.scheduler.trajectory import Trajectory
 
 

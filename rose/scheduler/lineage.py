@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rose.scheduler.journal import TurnRecord
 from rose.scheduler.messages import call_id, loose, thought
+from rose.scheduler.records import TurnRecord
 from rose.scheduler.trajectory import Trajectory
 
 

@@ -27,6 +27,7 @@ from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.http import (
     check_token_ids,
     encode,
+    needs_server,
     read_body,
     read_object,
     send_json,
@@ -197,6 +198,8 @@ class OpenAIRoutes:
             raise RequestError("must be 1", field="sampling_params.n")
         params = self._requests.params(given, given, len(token_ids), model, prefix="sampling_params.")
         asked = self._requests.turn_request(request, data, trajectory)
+        if body.stream:
+            needs_server(request)
 
         async def work(inflight: Inflight) -> bytes:
             prompt = self._raw_prompt(trajectory, token_ids, params)
@@ -230,6 +233,8 @@ class OpenAIRoutes:
         *,
         chat: bool,
     ) -> web.StreamResponse:
+        if sent.body.get("stream"):
+            needs_server(request)
         found = self._inflight.start(asked, work)
         with self._inflight.delivering(asked, found) as left_whole:
             if isinstance(found, Replay):

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from rose.wire.fleet import FleetOff, FleetOn
 from rose.wire.samples import Ack, Finish, Lease, NewTrajectory, NewVersion, Resume, Score, Settings
 from rose.wire.schema import Schema, reference, schemas
 from rose.wire.turns import Generate
@@ -157,6 +158,7 @@ ROUTES: list[tuple[str, str, tuple[str, ...], str, Body, tuple[int, ...]]] = [
         (200, 404),
     ),
     ("get", "/events", _WATCH, "Live events of the dashboard", None, (200,)),
+    ("get", "/rose/v1/history", _WATCH, "A day of the dashboard's samples, and rewards by job", None, (200,)),
     ("get", "/debug/trace", _WATCH, "Chrome trace of the last turns", None, (200,)),
     (
         "post",
@@ -209,6 +211,9 @@ ROUTES: list[tuple[str, str, tuple[str, ...], str, Body, tuple[int, ...]]] = [
     ("delete", "/workers/{id}", ("node",), "It is gone", None, (200, 404)),
     ("get", "/workers", _WATCH, "All engines", None, (200,)),
     ("get", "/status", _WATCH, "What runs, and where", None, (200,)),
+    ("get", "/fleet", _WATCH, "Who harvests, by group", None, (200,)),
+    ("post", "/fleet/off", ("admin",), "Nodes lend nothing", FleetOff, (200,)),
+    ("post", "/fleet/on", ("admin",), "They may again, canaries first", FleetOn, (200,)),
     ("get", "/admin/settings", ("admin",), "Caps and policy", None, (200,)),
     ("post", "/admin/settings", ("admin",), "Change them", Settings, (200,)),
     ("get", "/openapi.json", (), "This", None, (200,)),
@@ -217,6 +222,7 @@ ROUTES: list[tuple[str, str, tuple[str, ...], str, Body, tuple[int, ...]]] = [
     ("get", "/health", (), "It runs", None, (200,)),
     ("get", "/readyz", (), "It takes turns", None, (200, 503)),
     ("get", "/", (), "The dashboard", None, (200,)),
+    ("get", "/learning", (), "The dashboard's page of jobs, groups and trajectories", None, (200,)),
 ]
 _REFUSED: dict[str, Schema] = {
     "message": {"type": "string"},

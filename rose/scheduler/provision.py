@@ -1,7 +1,8 @@
 """Carry out provisioning: ask it now and then, and give workers to jobs as it says.
 
-A worker that no job wants is parked: it takes no turn, and its node is told (``active: false`` in the heartbeat's answer).  In mode
-``observe`` nothing is given or taken; what would have been is logged, counted and in ``/metrics``.
+Where jobs compete, a worker that no job wants is parked: it takes no turn, and its node is told (``active: false`` in the heartbeat's
+answer).  In mode ``observe`` nothing is given or taken; what would have been is logged, counted and in ``/metrics``.  What the policy was
+told and answered goes to ``provisioning-N.rose`` beside the journal, for ``rose replay``.
 
 Decides nothing; that is ``rose.policy.provisioning``.
 """
@@ -12,12 +13,15 @@ import logging
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
-from rose.policy import provisioning as pv
+from rose.decisions.event_format import PROVISIONING
+from rose.decisions.log import DecisionLog
+from rose.policy import provisioning_events as pe
 from rose.policy.assigning import Assigner
 from rose.scheduler.dispatch import Dispatcher
-from rose.scheduler.scheduler_config import ProvisioningConfig
+from rose.scheduler.scheduler_config import ProvisioningConfig, SchedulerConfig
 
 log = logging.getLogger("rose.scheduler")
 
@@ -29,13 +33,26 @@ class Provisioner:
     config: ProvisioningConfig
     dispatcher: Dispatcher
     assigner: Assigner
+    decisions: DecisionLog
     decided: Counter[str] = field(default_factory=lambda: Counter[str]())
-    """Decisions by reason; activations as ``activate``."""
+    """Decisions by reason; activations as ``activate``, adoptions as ``adopt``."""
     _stepped_s: float = -math.inf
 
     @classmethod
-    def make(cls, config: ProvisioningConfig, dispatcher: Dispatcher) -> Provisioner:
-        return cls(config=config, dispatcher=dispatcher, assigner=config.assigner(dispatcher.book))
+    def make(cls, config: SchedulerConfig, dispatcher: Dispatcher, directory: Path) -> Provisioner:
+        """``directory``: of the log."""
+        provisioning, logged = config.provisioning, config.decisions
+        assigner = provisioning.assigner(dispatcher.book)
+        decisions = DecisionLog(
+            directory,
+            "provisioning",
+            PROVISIONING,
+            assigner.policy,
+            max_bytes=0 if provisioning.mode == "off" else logged.max_bytes,
+            max_files=logged.max_files,
+        )
+        assigner.on_event = decisions.record
+        return cls(config=provisioning, dispatcher=dispatcher, assigner=assigner, decisions=decisions)
 
     @property
     def mode(self) -> Literal["off", "observe", "on"]:
@@ -55,9 +72,9 @@ class Provisioner:
             return
         self._stepped_s = at_s
         would = "would " if self.mode == "observe" else ""
-        for action in self.assigner.step(at_s, self.dispatcher.switch_s):
+        for action in self.assigner.step(at_s, self.dispatcher.switching):
             match action:
-                case pv.Activate():
+                case pe.Activate():
                     self.decided["activate"] += 1
                     log.info(
                         "worker %s %swork for job %s (gain %.0f s)",
@@ -66,9 +83,16 @@ class Provisioner:
                         action.job,
                         action.gain_s,
                     )
-                case pv.Release():
+                case pe.Release():
                     self.decided[action.reason] += 1
                     log.info("worker %s %sleave job %s (%s)", action.host, would, action.job, action.reason)
+                case pe.Adopt():
+                    self.decided["adopt"] += 1
+                    log.info("worker %s %sgo on for job %s", action.host, would, action.job)
+        self.decisions.flush()
         if self.mode == "on":
             for event in self.assigner.assignments(at_s):
                 self.dispatcher.feed(event)
+
+    def close(self) -> None:
+        self.decisions.close()

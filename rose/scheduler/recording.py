@@ -10,8 +10,8 @@ from rose.policy import turn_events as te
 from rose.scheduler.dispatch import TurnHandle
 from rose.scheduler.ids import pack_ids, pack_logprobs
 from rose.scheduler.inflight_request import Finished, Inflight
-from rose.scheduler.journal import TurnRecord
 from rose.scheduler.prompts import Prompt
+from rose.scheduler.records import TurnRecord
 from rose.scheduler.trajectory import Trajectory
 
 RECORDED_SAMPLING = (

@@ -11,8 +11,8 @@ from rose.scheduler.dispatch import TurnHandle
 from rose.scheduler.engine import TokenLogprob
 from rose.scheduler.ids import unpack_ids, unpack_logprobs
 from rose.scheduler.inflight_request import Finished, Replay
-from rose.scheduler.journal import TurnRecord
 from rose.scheduler.prompts import Prompt
+from rose.scheduler.records import TurnRecord
 from rose.scheduler.trajectory import Trajectory
 
 

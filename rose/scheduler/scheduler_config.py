@@ -147,8 +147,9 @@ class JobShare(Section):
 class ProvisioningConfig(Section):
     """Which worker works for which job; see ``rose.policy.provisioning``."""
 
-    mode: Literal["off", "observe", "on"] = "off"
-    """``off``: every worker takes turns of every job whose run it follows.  ``observe``: the same, and says what ``on`` would do."""
+    mode: Literal["off", "observe", "on"] = "on"
+    """``off``: every worker takes turns of every job whose run it follows.  ``observe``: the same, and says what ``on`` would do.
+    ``on``: so it is as long as jobs do not compete; where they do, a worker works for one of them at a time."""
     default: JobShare = JobShare()
     jobs: dict[str, JobShare] = Field(default_factory=dict)
     period_s: float = Field(default=1.0, gt=0)
@@ -156,6 +157,9 @@ class ProvisioningConfig(Section):
     hold_s: float = Field(default=60.0, gt=0)
     """How long the demand of now is believed to last."""
     switch_s: float = Field(default=5.0, ge=0)
+    """To bring another policy in, where a device has not measured it."""
+    arrive_s: float = Field(default=120.0, gt=0)
+    """A device that has not got a job's weights after this long does not work for it."""
     idle_s: float = Field(default=30.0, gt=0)
     min_active_s: float = Field(default=20.0, ge=0)
     rest_s: float = Field(default=10.0, ge=0)
@@ -174,13 +178,20 @@ class ProvisioningConfig(Section):
             gain_factor=self.gain_factor,
             hold_s=self.hold_s,
             switch_s=self.switch_s,
+            arrive_s=self.arrive_s,
             idle_s=self.idle_s,
             min_active_s=self.min_active_s,
             rest_s=self.rest_s,
             phases=self.phases,
         )
         policy = Provisioning(params=params)
-        return Assigner(book=book, policy=policy, share_of=self.share_of, job_idle_s=self.job_idle_s)
+        return Assigner(
+            book=book,
+            policy=policy,
+            share_of=self.share_of,
+            job_idle_s=self.job_idle_s,
+            is_carried_out=self.mode == "on",
+        )
 
 
 class CostConfig(Section):

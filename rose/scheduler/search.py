@@ -8,7 +8,7 @@ from aiohttp import web
 
 from rose.errors import RequestError
 from rose.policy import samples as sp
-from rose.scheduler.journal import CreateRecord
+from rose.scheduler.records import CreateRecord
 from rose.scheduler.store import UNSCORED
 
 MAX_FOUND = 10_000

@@ -10,7 +10,7 @@ import msgspec
 
 from rose.lineage import Version
 from rose.policy import samples as sp
-from rose.scheduler.journal import (
+from rose.scheduler.records import (
     AckedRecord,
     CloseRecord,
     DeliveredRecord,

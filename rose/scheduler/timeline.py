@@ -17,10 +17,14 @@ from rose.evaluation.statistics import percentile
 from rose.policy import turn_events as te
 from rose.policy.fleet import Fleet
 from rose.policy.worker import Health, LendingState, Tier
+from rose.scheduler.learning import Learning
 
 MAX_SPANS = 20_000
 MAX_MARKS = 2_000
 MAX_SAMPLES = 900
+HOURS_EVERY_S = 30.0
+MAX_HOURS = 24 * 120
+"""A day of every thirtieth sample."""
 _WINDOW = 512
 """Latest waits and moves that percentiles are taken over."""
 
@@ -72,6 +76,8 @@ class Timeline:
         self._num_changes = 0
         self.marks: deque[list[Any]] = deque(maxlen=MAX_MARKS)
         self.samples: deque[dict[str, Any]] = deque(maxlen=MAX_SAMPLES)
+        self.hours: deque[dict[str, Any]] = deque(maxlen=MAX_HOURS)
+        """The same, one for each ``HOURS_EVERY_S``."""
         self._queue_s: deque[float] = deque(maxlen=_WINDOW)
         self._reroute_s: deque[float] = deque(maxlen=_WINDOW)
         self._moved_at_s: dict[str, float] = {}
@@ -84,6 +90,7 @@ class Timeline:
         self.steps: deque[list[Any]] = deque(maxlen=200)
         """``[at_s, job, version, trajectories finished by then]``."""
         self.num_finished = 0
+        self._learning = Learning()
         self.num_broken = 0
         """Promises of production's SLO that were broken, by all engines, since this process began."""
         self._broken: dict[str, int] = {}
@@ -111,6 +118,11 @@ class Timeline:
 
     def on_step(self, job: str, version: str) -> None:
         self.steps.append([self._now_s(), job, version, self.num_finished])
+
+    def on_finished(self, job: str, reward: float, success: bool | None) -> None:
+        """A trajectory has its reward."""
+        self.num_finished += 1
+        self._learning.finished(job, self._now_s(), reward, success)
 
     def on_leased(self, lags: Iterable[int]) -> None:
         self.staleness.update(lags)
@@ -187,7 +199,14 @@ class Timeline:
             }
         )
 
+        if not self.hours or now_s >= self.hours[-1]["t"] + HOURS_EVERY_S:
+            self.hours.append(self.samples[-1])
+
     # --- read by people --------------------------------------------------------------------------------
+
+    def history(self) -> dict[str, Any]:
+        """``now`` on the scheduler's clock, ``hours``: samples of a day, ``jobs``: see :meth:`~rose.scheduler.learning.Learning.curves`."""
+        return {"now": round(self._now_s(), 3), "hours": list(self.hours), "jobs": self._learning.curves()}
 
     @property
     def num_changes(self) -> int:

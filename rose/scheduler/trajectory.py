@@ -18,14 +18,8 @@ from rose.lineage import Version, parse_version
 from rose.scheduler.deliveries import Deliveries
 from rose.scheduler.holdings import SCORE_BYTES, created_bytes, score_bytes, turn_bytes
 from rose.scheduler.ids import split, unpack_ids, unpack_logprobs
-from rose.scheduler.journal import (
-    CreateRecord,
-    FinishRecord,
-    ScoreRecord,
-    TurnRecord,
-    unpacked,
-)
 from rose.scheduler.messages import TIP_BYTES
+from rose.scheduler.records import CreateRecord, FinishRecord, ScoreRecord, TurnRecord, unpacked
 
 
 class Trajectory:

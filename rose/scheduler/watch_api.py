@@ -49,8 +49,13 @@ class WatchRoutes:
         self._stopping = stopping
 
     async def page(self, request: web.Request) -> web.Response:
-        text = files("rose.scheduler").joinpath("page.html").read_text()
-        return web.Response(text=text, content_type="text/html", headers=_SECURITY)
+        return _html("page.html")
+
+    async def learning(self, request: web.Request) -> web.Response:
+        return _html("learning.html")
+
+    async def history(self, request: web.Request) -> web.Response:
+        return json_response(self._timeline.history())
 
     async def events(self, request: web.Request) -> web.StreamResponse:
         """Server-sent events: first ``history``, then ``now`` once a second."""
@@ -120,6 +125,11 @@ class WatchRoutes:
             return list(await self._renderer.token_texts(token_ids))
         except (CapacityError, EngineError, RequestError):
             return [None] * len(token_ids)
+
+
+def _html(name: str) -> web.Response:
+    text = files("rose.scheduler").joinpath(name).read_text()
+    return web.Response(text=text, content_type="text/html", headers=_SECURITY)
 
 
 def branch_tokens(trajectory: Trajectory, turn: int) -> list[dict[str, Any]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -116,14 +115,11 @@ def make_arrivals(config: ServingSection, num_engines: int, duration_s: float, s
 def _from_trace(
     config: ServingSection, num_engines: int, duration_s: float, rng: np.random.Generator
 ) -> tuple[Floats, Ints, Ints]:
-    """The trace on its own clock, repeated over the run, thinned or multiplied to the wanted mean rate.
-
-    Each row comes 0, 1 or more times at random; copies fall within half a second, so bursts stay bursts.
-    """
+    """The trace on its own clock, repeated over the run, thinned or multiplied to the wanted mean rate."""
     assert config.trace is not None
     rows = load_trace(config.trace)
     times = np.array([row.at_s for row in rows])
-    span_s = _span_s(times)
+    span_s = trace_span_s(times)
     if config.trace_start_s:
         times = (times - config.trace_start_s) % span_s
         order = np.argsort(times, kind="stable")
@@ -135,7 +131,7 @@ def _from_trace(
     for loop in range(math.ceil(duration_s / span_s)):
         # Rows after the run's end are left out first (jitter only delays): they may be many.
         within = times + loop * span_s < duration_s
-        count = (math.floor(copies) + (rng.random(len(rows)) < copies % 1.0)) * within
+        count = num_copies(rng, copies, len(rows)) * within
         total += int(count.sum())
         if total > MAX_REQUESTS:
             raise ConfigError(
@@ -143,9 +139,7 @@ def _from_trace(
                 field=str(config.trace),
                 fix="a trace with more rows, a lower serving.requests_per_s, a shorter run or a smaller fleet",
             )
-        index = np.repeat(np.arange(len(rows)), count)
-        first = np.concatenate([[True], index[1:] != index[:-1]]) if len(index) else np.zeros(0, dtype=bool)
-        jitter = np.where(first, 0.0, rng.uniform(0.0, 0.5, len(index)))
+        index, jitter = spread_copies(rng, count)
         chosen.append(index)
         at.append(times[index] + loop * span_s + jitter)
     at_s, index = np.concatenate(at), np.concatenate(chosen)
@@ -158,25 +152,20 @@ def _from_trace(
     return at_s[order], prompt.astype(np.int64), output.astype(np.int64)
 
 
-def trace_windows(path: Path, length_s: float) -> dict[str, float]:
-    """Where in a trace its quietest, an average and its busiest stretch of ``length_s`` begin, in seconds.
-
-    Raises:
-        ConfigError: The trace is wrong (with its line).
-    """
-    times = np.array([row.at_s for row in load_trace(path)])
-    span_s = _span_s(times)
-    starts = np.arange(0.0, span_s, max(1.0, span_s / 1e6))
-    twice = np.concatenate([times, times + span_s])
-    counts = np.searchsorted(twice, starts + min(length_s, span_s)) - np.searchsorted(twice, starts)
-    return {
-        "quiet": float(starts[np.argmin(counts)]),
-        "mean": float(starts[np.argmin(np.abs(counts - counts.mean()))]),
-        "busy": float(starts[np.argmax(counts)]),
-    }
+def num_copies(rng: np.random.Generator, copies: float, num_rows: int) -> Ints:
+    """How often each row of a trace comes: 0, 1 or more times at random, ``copies`` on average."""
+    return math.floor(copies) + (rng.random(num_rows) < copies % 1.0).astype(np.int64)
 
 
-def _span_s(times: Floats) -> float:
+def spread_copies(rng: np.random.Generator, count: Ints) -> tuple[Ints, Floats]:
+    """Row of each request, and how many seconds after its row it comes: a row's further copies fall within half a
+    second, so bursts stay bursts."""
+    index = np.repeat(np.arange(len(count)), count)
+    first = np.concatenate([[True], index[1:] != index[:-1]]) if len(index) else np.zeros(0, dtype=bool)
+    return index, np.where(first, 0.0, rng.uniform(0.0, 0.5, len(index)))
+
+
+def trace_span_s(times: Floats) -> float:
     """Of a whole trace, the gap to its repetition included."""
     return float(times[-1]) * (1.0 + 1.0 / len(times))
 

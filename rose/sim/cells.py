@@ -6,11 +6,12 @@ are *capacities*: tokens per second that a serving or dedicated engine samples a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from rose.sim.arrivals import make_arrivals
+from rose.sim.arrivals import Arrivals, Floats, make_arrivals
 from rose.sim.scenario import Scenario
 from rose.sim.world import RunResult, simulate
 
@@ -20,6 +21,8 @@ class CellResult:
     """Rates are per engine; ``load`` is requests per second and serving engine."""
 
     load: float
+    num_dedicated: int
+    num_serving: int
     dedicated_tokens_s: float
     harvested_tokens_s: float
     missed: int
@@ -28,6 +31,12 @@ class CellResult:
     tpot_s: tuple[float, ...]
     cuts_per_min: float
     lent_share: float
+    late: Mapping[int, float]
+    """See :class:`rose.sim.world.RunResult`; likewise the next."""
+    arrived_s: Floats
+    duration_s: float
+    serving_busy: float
+    """Share of the time in which an engine's own steps ran, with no rollouts beside it."""
 
     @property
     def slo_missed(self) -> float:
@@ -63,14 +72,35 @@ def cell_scenario(
 
 
 def run_cell(
-    scenario: Scenario, system: str, load: float, seed: int, *, serving: int = 0, dedicated: int = 0
+    scenario: Scenario,
+    system: str,
+    load: float,
+    seed: int,
+    *,
+    serving: int = 0,
+    dedicated: int = 0,
+    arrivals: Arrivals | None = None,
 ) -> CellResult:
-    """One cell; ``system`` keeps its mechanisms but trains asynchronously."""
+    """One cell; ``system`` keeps its mechanisms but trains asynchronously.
+
+    Args:
+        arrivals: Production's requests; None = the scenario's trace or generator at ``load``.
+    """
     config = cell_scenario(scenario, load, seed, serving=serving, dedicated=dedicated)
     warm_s = scenario.cells.warm_s
-    arrivals = make_arrivals(config.serving, config.fleet.serving, config.duration_s, seed)
+    if arrivals is None:
+        arrivals = make_arrivals(config.serving, config.fleet.serving, config.duration_s, seed)
     run = simulate(config, system, arrivals=arrivals, asynchronous=True)
     return measure(run, load, warm_s)
+
+
+def run_dedicated(scenario: Scenario, seed: int) -> CellResult:
+    """The cell's job on as many engines, all of them dedicated."""
+    config = cell_scenario(scenario, 1e-3, seed)
+    fleet = config.fleet
+    fleet = fleet.model_copy(update={"serving": 0, "dedicated": fleet.serving + fleet.dedicated})
+    config = config.model_copy(update={"fleet": fleet})
+    return measure(simulate(config, "rose", asynchronous=True), 0.0, scenario.cells.warm_s)
 
 
 def measure(run: RunResult, load: float, warm_s: float) -> CellResult:
@@ -86,6 +116,8 @@ def measure(run: RunResult, load: float, warm_s: float) -> CellResult:
     slow |= {at for at, value in tpot if value * 1e3 > serving.slo_tpot_ms}
     return CellResult(
         load=load,
+        num_dedicated=fleet.dedicated,
+        num_serving=fleet.serving,
         dedicated_tokens_s=(last[0] - first[0]) / (run.duration_s - begin_s) / max(1, fleet.dedicated),
         harvested_tokens_s=(last[1] - first[1]) / (run.duration_s - begin_s) / max(1, fleet.serving),
         missed=len(slow),
@@ -94,4 +126,8 @@ def measure(run: RunResult, load: float, warm_s: float) -> CellResult:
         tpot_s=tuple(value for _, value in tpot),
         cuts_per_min=run.counters.cuts / run.duration_s * 60.0 / max(1, fleet.serving),
         lent_share=float(np.mean([sample.lent_share for sample in run.samples])) if run.samples else 0.0,
+        late=run.late,
+        arrived_s=run.arrived_s,
+        duration_s=run.duration_s,
+        serving_busy=run.busy["serving"] / run.duration_s / max(1, fleet.serving),
     )

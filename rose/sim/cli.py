@@ -1,4 +1,4 @@
-"""``rose sim`` and ``rose plan``: compare systems on a scenario; how much can be harvested from a fleet."""
+"""``rose sim``: compare systems on a scenario."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from rich.table import Table
 from rose.errors import ConfigError
 from rose.sim.arrivals import make_arrivals
 from rose.sim.fleet import simulate_fleet, write_fleet_report
-from rose.sim.plan import make_plan, write_plan
 from rose.sim.report import document, write_reports
 from rose.sim.scenario import Scenario
 from rose.sim.scenario_file import load_scenario
@@ -124,30 +123,6 @@ def print_runs(runs: list[RunResult]) -> None:
     ended = [run.system.name for run in runs if not run.steps]
     if ended:
         Console(stderr=True).print(f"no RL step ended within the duration: {', '.join(ended)}")
-
-
-def plan(
-    scenario: Annotated[
-        Path, typer.Option(help="Your fleet, job and traffic, as TOML; see examples/scenarios/plan.toml.")
-    ],
-    trace: Annotated[Path | None, typer.Option(help="Your production trace: Azure-format CSV.")] = None,
-    out: Annotated[Path, typer.Option(help="Where plan.html and plan.json go.")] = Path("out/plan"),
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="Change a setting: a.b=value; repeatable.")
-    ] = None,
-) -> None:
-    """How many GPUs' worth of rollouts a serving fleet can lend, with which headroom, at what risk; one page."""
-    config = load_scenario(scenario, list(overrides or []))
-    if trace is not None:
-        serving = config.serving.model_copy(update={"trace": trace})
-        config = config.model_copy(update={"serving": serving})
-    columns = (TextColumn("{task.description:20}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("cells", total=1.0)
-        result = make_plan(config, lambda share: progress.update(task, completed=share))
-    paths = write_plan(result, out)
-    Console().print(result.text)
-    Console().print("wrote " + ", ".join(str(path) for path in paths), soft_wrap=True)
 
 
 def _fleet(config: Scenario, names: tuple[str, ...], out: Path) -> None:

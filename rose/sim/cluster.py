@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from rose.coserve.node_config import NodeConfig
 from rose.lineage import Version
 from rose.policy import turn_events as te
+from rose.policy.assigning import NOTHING_SAID, Switching
 from rose.policy.lending import Lending
 from rose.policy.lending_events import (
     KillRollout,
@@ -131,7 +132,7 @@ class Cluster:
         self.assigner = config.provisioning.assigner(self.book)
         self._assigned_s = -math.inf
         self.num_switches = 0
-        self._switch_s: dict[str, float] = {}
+        self._switching: dict[str, Switching] = {}
         self._targets: dict[str, tuple[int, int, str, str]] = {}
         """Turn -> (tokens it will sample, prompt, trajectory, group): what the engine knows and no policy does."""
         self._actions: deque[te.Action] = deque()
@@ -194,8 +195,6 @@ class Cluster:
                 cap=node.cap,
             )
         )
-        if self.provisioning.mode == "on" and self.book.fleet.workers[name].job is None:
-            self._assign(te.WorkerAssigned(at_s=now_s, worker_id=name, job=""))
         self.report(name, node, now_s)
         self.heartbeat(name, node, now_s)
 
@@ -261,7 +260,7 @@ class Cluster:
         if self.provisioning.mode == "off" or now_s < self._assigned_s + self.provisioning.period_s:
             return
         self._assigned_s = now_s
-        for action in self.assigner.step(now_s, self._switch_s):
+        for action in self.assigner.step(now_s, self._switching):
             job = (action.job,) if self.scenario.num_jobs > 1 else ()
             self.journal.write(now_s, "provision", action.host, type(action).__name__.lower(), *job)
         if self.provisioning.mode == "on":
@@ -294,10 +293,15 @@ class Cluster:
                 self.queue.at(now_s + SWITCH_LOOK_S, self._switch, word)
                 return
         node.is_switching = False
-        node.run, node.version = job, self.book.required.get(job, (0, 0))
+        left, node.run, node.version = node.run, job, self.book.required.get(job, (0, 0))
         rollout.drop_cache()
         self.num_switches += 1
-        self._switch_s[name] = self.scenario.fleet.switch_s
+        before = self._switching.get(name, NOTHING_SAID)
+        self._switching[name] = Switching(
+            commit_s=self.scenario.fleet.switch_s,
+            num_switches=before.num_switches + 1,
+            copies=tuple(sorted({*before.copies, left, job})),
+        )
         self.journal.write(now_s, "switch", name, job)
         self.heartbeat(name, node, now_s)
 

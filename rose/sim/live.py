@@ -72,6 +72,7 @@ NOT_SIMULATED: dict[str, str] = {
         )),
         _ENGINE,
     ),
+    "node.scheduler.group": "nobody switches the fleet off and on while it is simulated",
     "node.borrowed": "[fleet] trainers says how many devices are borrowed, and the job when",
     "node.engine.warm": "activation: a node's mode does not change while a run lasts",
     "node.engine.profile": "job.profile says how long steps are, and admission knows it; a live engine learns it",
@@ -87,7 +88,7 @@ NOT_SIMULATED: dict[str, str] = {
         ("node.lending.max_slo_breaches", "node.lending.slo_window_s"), "no node switches itself off after broken promises"
     ),
     **dict.fromkeys(
-        (f"node.weights.{name}" for name in ("relay_url", "run_id", "max_policies", "directory", "poll_s", "timeout_s", "threads")), _WEIGHTS
+        (f"node.weights.{name}" for name in ("relay_url", "run_id", "public_key", "signed", "max_policies", "directory", "poll_s", "timeout_s", "threads")), _WEIGHTS
     ),
     **dict.fromkeys(
         ("node.decisions.max_bytes", "node.decisions.max_files", "node.decisions.directory"), _STORE
@@ -135,7 +136,8 @@ def configs_of(scenario: Scenario, system: System, serving_pages: int) -> Config
     if system.plain_queue:
         names = ("oldest_first_s", "affine_wait_s", "longest_first_s", "tail_fraction", "migrate_ratio")
         plain: dict[str, float] = dict.fromkeys(names, 0.0)
-        scheduler = scheduler.model_copy(update=plain)
+        keep = scheduler.provisioning.model_copy(update={"mode": "off"})  # each job its part, for good
+        scheduler = scheduler.model_copy(update={**plain, "provisioning": keep})
     lending, gate = scenario.lending, scenario.gate
     if system.lending is not None:
         lending = lending.model_copy(update={"policy": system.lending})

@@ -10,19 +10,21 @@ from rose.sim.hardware import Hardware
 from rose.sim.scenario import Scenario
 
 
-def load_scenario(path: Path, overrides: list[str] | tuple[str, ...] = ()) -> Scenario:
-    """Read and check a scenario, names of devices and models included.
+def load_scenario(path: Path | None, overrides: list[str] | tuple[str, ...] = ()) -> Scenario:
+    """Read and check a scenario, names of devices and models included; without a file all is as by default.
 
     Raises:
         ConfigError: Names the file, and the line or the field.
     """
     try:
-        scenario = _beside(path, load_config(Scenario, path, overrides))
+        named = overrides if path is not None else ["name=fleet", *overrides]
+        scenario = load_config(Scenario, path, named)
+        scenario = scenario if path is None else _beside(path, scenario)
         Hardware(scenario).check(scenario.systems)
     except ConfigError as error:
         changed = {text.partition("=")[0].strip() for text in overrides}
-        line = _line_of(path, error.field)
-        where = "--set" if error.field in changed else f"{path}:{line}" if line else str(path)
+        line = None if path is None else _line_of(path, error.field)
+        where = "--set" if error.field in changed or path is None else f"{path}:{line}" if line else str(path)
         field = f"{where}: {error.field}" if error.field and error.field != "config" else where
         raise ConfigError(error.message, field=field, fix=error.fix) from error
     return scenario

@@ -119,9 +119,26 @@ class Misses:
         """Late beside rollouts less late alone, of all; None without a request."""
         return (self.added - self.mended) / self.num if self.num else None
 
+    @property
+    def high(self) -> float | None:
+        """Upper 95 % end of :attr:`share`: requests are taken for independent, and of none seen at most 3 can be meant."""
+        if not self.num:
+            return None
+        more = 1.96 * math.sqrt(self.added + self.mended)
+        return (self.added - self.mended + max(3.0, more)) / self.num
+
+    def __add__(self, other: Misses) -> Misses:
+        return Misses(
+            num=self.num + other.num, added=self.added + other.added, mended=self.mended + other.mended
+        )
+
 
 def compare_misses(
-    late: Mapping[int, float], alone: Mapping[int, float], arrived_s: Sequence[float] | Floats, end_s: float
+    late: Mapping[int, float],
+    alone: Mapping[int, float],
+    arrived_s: Sequence[float] | Floats,
+    end_s: float,
+    begin_s: float = 0.0,
 ) -> Misses:
     """Request by request, over one window.
 
@@ -129,12 +146,14 @@ def compare_misses(
         late, alone: Number -> arrival of the requests that missed a limit (``RunResult.late``), with and without rollouts.
         arrived_s: Of all requests.
         end_s: Of the shorter of the two runs.
+        begin_s: Requests before it are not judged.
     """
     until_s = end_s - SETTLE_S
-    with_rollouts = {number for number, at_s in late.items() if at_s < until_s}
-    without = {number for number, at_s in alone.items() if at_s < until_s}
+    with_rollouts = {number for number, at_s in late.items() if begin_s <= at_s < until_s}
+    without = {number for number, at_s in alone.items() if begin_s <= at_s < until_s}
+    first, last = np.searchsorted(np.asarray(arrived_s, dtype=float), [begin_s, max(begin_s, until_s)])
     return Misses(
-        num=int(np.searchsorted(np.asarray(arrived_s, dtype=float), until_s)),
+        num=int(last - first),
         added=len(with_rollouts - without),
         mended=len(without - with_rollouts),
     )

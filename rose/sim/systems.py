@@ -56,6 +56,7 @@ SYSTEMS: dict[str, System] = {
             training="async",
             slots="trajectory",
         ),
+        System(name="fixed_ours", label="fixed, ROSE's scheduler", routing=None, plain_queue=False),
         System(
             name="spot",
             label="spot-elastic (after RLBoost)",

@@ -11,6 +11,7 @@ from typing import Self
 from aiohttp import web
 
 from rose.auth import Tokens
+from rose.signatures import PublicKeys
 from rose.weights.relay import Relay, serve
 from rose.weights.store import FileStore
 
@@ -21,8 +22,17 @@ class RelayThread:
     For tests and for programs that hold trainer and engine in one process; a deployment runs ``rose relay``.
     """
 
-    def __init__(self, store: FileStore, tokens: Tokens, *, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self,
+        store: FileStore,
+        tokens: Tokens,
+        *,
+        trusted: PublicKeys | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+    ) -> None:
         self._store, self._tokens, self._host, self._port = store, tokens, host, port
+        self._trusted = trusted
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rose-relay", daemon=True)
         self._runner: web.AppRunner | None = None
@@ -32,7 +42,7 @@ class RelayThread:
         self._thread.start()
 
         async def begin() -> tuple[web.AppRunner, int]:
-            return await serve(Relay(self._store, self._tokens), self._host, self._port)
+            return await serve(Relay(self._store, self._tokens, self._trusted), self._host, self._port)
 
         try:
             self._runner, port = asyncio.run_coroutine_threadsafe(begin(), self._loop).result(30)

@@ -132,7 +132,9 @@ class Actors:
             await answer_of(self._trainer.release.remote())
         else:
             started = await answer_of(self._trainer.start.remote())
-            durable = self.step >= self.config.trainer.checkpoint_every
+            settings = self.config.trainer
+            # The first one is durable when the second begins.
+            durable = self.step >= settings.checkpoint_every * (1 + settings.background_checkpoints)
             if durable and not started["step"] and not started["passed_over"]:
                 raise TrainError(
                     f"the trainer came back and found no checkpoint, where {self.step} steps had been taken",
@@ -198,7 +200,8 @@ class Actors:
         num_calls = 1000 + 4 * (config.alpha + 1) * config.rollout.num_groups
         options: Any = {**self._room.of_manager(index), "max_concurrency": num_calls}
         make: Any = ray.remote(**options)(EnvManager)
-        return make.remote(self.config, self.tokens, spawn_reward_worker)
+        # Whose code plays there is not asked: it gets no token that publishes, and no key.
+        return make.remote(self.config, self.tokens.only(["environment"]), spawn_reward_worker)
 
     def _kill(self, actor: Any) -> None:
         import ray

@@ -60,6 +60,13 @@ class TrainingSequence:
     """Not to be trained on (too stale); its reward still counts in its group."""
     truncated: bool = False
     """Cut at a limit: of its turns, of its context, or of the tokens of its last turn."""
+    num_tokens: int = 0
+    """Of an outline: tokens and log-probs are another rank's to know (:func:`share_of`)."""
+
+    @property
+    def length(self) -> int:
+        """Tokens, prompts included."""
+        return self.num_tokens or len(self.token_ids)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,6 +214,35 @@ def make_minibatch(
         allowed_KV=allowed_KV,
         allowed_index_N=torch.tensor(allowed_index, dtype=torch.long),
     )
+
+
+def in_order(samples: Iterable[TrainingSequence]) -> list[TrainingSequence]:
+    """The order of a step, whatever order they came in."""
+    return sorted(samples, key=lambda sample: (sample.trajectory_id, sample.positions))
+
+
+def owners_of(samples: Sequence[TrainingSequence], world_size: int) -> list[int]:
+    """The rank that computes each sequence: dealt by length, back and forth, so that all have about as much to do."""
+    owners = [0] * len(samples)
+    by_length = sorted(range(len(samples)), key=lambda index: (samples[index].length, index))
+    for place, index in enumerate(by_length):
+        lap, seat = divmod(place, world_size)
+        owners[index] = world_size - 1 - seat if lap % 2 else seat
+    return owners
+
+
+def share_of(samples: Sequence[TrainingSequence], rank: int, world_size: int) -> list[TrainingSequence]:
+    """What ``rank`` is told of a batch: its own sequences, and of the others who they are, what they earned and how long they are.
+
+    Args:
+        samples: As :func:`in_order` gives them.
+    """
+    return [
+        sample
+        if owner == rank
+        else replace(sample, token_ids=(), logprobs=(), temperatures=(), allowed=(), num_tokens=sample.length)
+        for sample, owner in zip(samples, owners_of(samples, world_size), strict=True)
+    ]
 
 
 def split_by_length(

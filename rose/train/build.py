@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from rose.auth import Tokens
 from rose.errors import ConfigError
+from rose.signatures import PublicKeys, SigningKey
 from rose.train.train_config import TrainConfig
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 def trainer_params(config: TrainConfig) -> TrainerParams:
     """How the job's steps are taken."""
+    from rose.train.adapter import LoraParams
     from rose.train.advantages import OverlongParams
     from rose.train.guard import GuardParams
     from rose.train.loss import LossParams
@@ -57,6 +59,7 @@ def trainer_params(config: TrainConfig) -> TrainerParams:
         ),
         guard=GuardParams(
             kl_target=guard.kl_target,
+            adapt_rate=guard.adapt_rate,
             min_informative=config.min_informative_groups,
             grad_quantile=guard.grad_quantile,
             grad_window=guard.grad_window,
@@ -66,6 +69,16 @@ def trainer_params(config: TrainConfig) -> TrainerParams:
         activation_checkpointing=settings.activation_checkpointing,
         device=settings.device,
         offload=settings.offload,
+        lora=(
+            LoraParams(
+                rank=settings.lora.rank,
+                alpha=settings.lora.alpha or 2.0 * settings.lora.rank,
+                targets=settings.lora.targets,
+                seed=config.seed,
+            )
+            if settings.lora.rank
+            else None
+        ),
         seed=config.seed,
     )
 
@@ -81,7 +94,7 @@ def torch_trainer(config: TrainConfig) -> Any:
 
 
 def make_publisher(config: TrainConfig, tokens: Tokens, module: Any, attempt: int) -> Any:
-    """A publisher of ``module`` into the configured store; on several ranks, of this rank's part of it."""
+    """A publisher of ``module`` into the configured store; on several ranks, of this rank's part of it.  Rank 0 signs."""
     from rose.weights.params import WeightsParams
     from rose.weights.publisher import WeightPublisher
     from rose.weights.ranks import TorchRanks
@@ -89,16 +102,54 @@ def make_publisher(config: TrainConfig, tokens: Tokens, module: Any, attempt: in
     # What the engines hold: the same as the trainer computes with.
     params = WeightsParams(cast={"bfloat16": "BF16", "float32": "F32"}[config.trainer.policy_dtype])
     ranks = TorchRanks() if config.trainer.num_ranks > 1 else None
-    return WeightPublisher(module, weight_store(config, tokens), config.run_id, attempt, params, ranks=ranks)
+    store = weight_store(config, tokens, signs=ranks is None or ranks.rank == 0)
+    return WeightPublisher(module, store, config.run_id, attempt, params, ranks=ranks)
 
 
-def weight_store(config: TrainConfig, tokens: Tokens) -> Store:
-    """Where the job's weights go."""
+def weight_store(config: TrainConfig, tokens: Tokens, *, signs: bool = True) -> Store:
+    """Where the job's weights go, signed unless the job says otherwise.
+
+    Args:
+        signs: False: of a rank that signs nothing, and has no key.
+
+    Raises:
+        ConfigError: There is no key to sign with, or no place.
+    """
     from rose.weights.stores import open_store
 
     settings = config.weights
+    key = signing_key(tokens) if settings.signed and signs else None
+    # Several while a new key takes over: the attempts that were published under the old one count.
+    trusted = None if key is None or not tokens.public_key else PublicKeys.parse(tokens.public_key)
     if settings.relay_url is not None:
-        return open_store(settings.relay_url, tokens.relay)
+        return open_store(settings.relay_url, tokens.publish, trusted=trusted, key=key)
     if settings.directory is not None:
-        return open_store(str(settings.directory))
+        return open_store(str(settings.directory), trusted=trusted, key=key)
     raise ConfigError("needs relay_url or directory", field="weights")
+
+
+def signing_key(tokens: Tokens) -> SigningKey:
+    """The key that nodes pin.
+
+    Raises:
+        ConfigError: There is none, or it may sign anchors only, or it is not that of the token file's ``public_key``.
+    """
+    if not tokens.publish_key:
+        raise ConfigError(
+            "there is no key to sign weights with",
+            field="weights.publish_key",
+            fix="rose tokens --upgrade FILE makes one; for a store that nobody else can write to: weights.signed = false",
+        )
+    key = SigningKey.parse(tokens.publish_key)
+    if not key.may_all:
+        raise ConfigError("may sign anchors only", field="weights.publish_key", fix="use the trainer's own")
+    if (
+        tokens.public_key
+        and not PublicKeys.parse(key.public).keys <= PublicKeys.parse(tokens.public_key).keys
+    ):
+        raise ConfigError(
+            f"belongs to {key.public}, the token file names another",
+            field="weights.publish_key",
+            fix="nodes would refuse what it signs: correct public_key, here and in their token files",
+        )
+    return key

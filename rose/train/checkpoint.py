@@ -22,8 +22,10 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,9 @@ SCHEMA = 2
 CONSUMED_STEPS = 64
 """Steps whose ids a checkpoint keeps.  One would do while every step is acknowledged before the next begins; the
 rest lets a run that had to pass over damaged checkpoints still name what it used."""
+
+WRITE_TIMEOUT = timedelta(hours=1)
+"""Of a rank for the slowest to write its part, in the background."""
 
 _STAGING = ".writing-"
 _NAME = re.compile(r"step-(\d{6,})\.(\d+)")
@@ -65,6 +70,8 @@ class Checkpoint:
     """Of the whole weights; filled in when it is loaded."""
     grad_norms: tuple[float, ...] = ()
     """Of the last updates: what the step guard holds for usual."""
+    rate_factor: float = 1.0
+    """The step guard's, of the learning rate."""
     path: Path | None = None
     """Where it was loaded from."""
 
@@ -79,48 +86,132 @@ def save(checkpoint: Checkpoint, directory: Path, *, keep: int = 3) -> Path:
     Raises:
         TrainError: The disk refused; older checkpoints are untouched.
     """
-    name = name_of(checkpoint.step, checkpoint.attempt)
-    target, staging = directory / name, directory / f"{_STAGING}{name}"
+    place = _Place(checkpoint, directory, keep)
+    with place.written():
+        _on_first_rank(place.prepare)
+        _write_tensors(_tensors_of(checkpoint), place.staging)
+        _on_first_rank(place.finish)
+    return place.target
 
-    def prepare() -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        for torn in directory.glob(f"{_STAGING}*"):  # of a writer that was killed: one model in size each
-            shutil.rmtree(torn, ignore_errors=True)
-        staging.mkdir()
 
-    def finish() -> None:
-        (staging / "state.json").write_text(json.dumps(_described(checkpoint, staging)))
-        for path in (*staging.iterdir(), staging):
-            _sync(path)
-        if target.exists():  # the same step of the same attempt: only a retry after a failed answer writes it
-            shutil.rmtree(target)
-        staging.rename(target)
-        _sync(directory)
+class BackgroundWriter:
+    """Writes checkpoints while training goes on, one at a time.
 
-    try:
-        _on_first_rank(prepare)
-        _write_tensors(
-            {f"weights/{name}": tensor for name, tensor in checkpoint.weights.items()}
-            | {f"optimizer/{name}": tensor for name, tensor in checkpoint.optimizer.items()},
-            staging,
+    :meth:`begin` copies what this rank holds into host memory; a thread of each rank writes that, with collectives of a group of their own, and the
+    first rank's then makes it a checkpoint.  Killed in the middle, it leaves what a torn :func:`save` leaves.
+    """
+
+    def __init__(self) -> None:
+        self._group: Any = None
+        self._finisher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._begun: Future[None] | None = None
+
+    def begin(self, checkpoint: Checkpoint, directory: Path, *, keep: int = 3) -> None:
+        """As :func:`save`, but returns when the tensors may change again.  All ranks.
+
+        Raises:
+            TrainError: The disk refused, this one or the one before.
+        """
+        from torch.distributed.checkpoint.state_dict_saver import async_save
+
+        self.finish()
+        if self._group is None and _is_distributed():
+            # Collectives of two threads in one group would be taken for each other's.
+            self._group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
+        place = _Place(checkpoint, directory, keep)
+        with place.written():
+            _on_first_rank(place.prepare)
+        # The library's own thread warns, at some later time: that a trainer of one process has no group is no news.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        writing: Any = async_save(
+            _tensors_of(checkpoint),
+            storage_writer=_writer(place.staging),
+            process_group=self._group,
+            no_dist=not _is_distributed(),
         )
-        _on_first_rank(finish)
-    except OSError as error:
-        raise TrainError(f"{target} cannot be written: {error}", field="checkpoint") from error
-    finally:
+        self._begun = self._finisher.submit(_completed, place, writing)
+
+    def finish(self) -> None:
+        """Wait until what was begun last is durable.  On the first rank; on another: until its own part is written.
+
+        Raises:
+            TrainError: The disk refused; older checkpoints are untouched.
+        """
+        begun = self._begun
+        if begun is not None:
+            try:
+                begun.result()
+            finally:
+                self._begun = None
+
+
+def _completed(place: _Place, writing: Future[Any]) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    with place.written():
+        try:
+            writing.result()
+        except CheckpointException as error:
+            raise OSError(_first_of(error)) from error
         if _rank() == 0:
-            shutil.rmtree(staging, ignore_errors=True)
-    if _rank() == 0:
-        best = best_of(directory)
-        for path in _newest_first(directory)[max(1, keep) :]:
+            place.finish()
+
+
+class _Place:
+    """Where one checkpoint goes, and the first rank's part in writing it."""
+
+    def __init__(self, checkpoint: Checkpoint, directory: Path, keep: int) -> None:
+        name = name_of(checkpoint.step, checkpoint.attempt)
+        self.target, self.staging = directory / name, directory / f"{_STAGING}{name}"
+        self._directory = directory
+        self._keep = keep
+        self._described = _described(checkpoint)
+
+    def prepare(self) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        # Of a writer that was killed: one model in size each.
+        for torn in self._directory.glob(f"{_STAGING}*"):
+            shutil.rmtree(torn, ignore_errors=True)
+        self.staging.mkdir()
+
+    def finish(self) -> None:
+        """Of tensors in files to a checkpoint; then older ones go."""
+        described = dict(self._described)
+        described["files"] = {path.name: _digest(path) for path in sorted(self.staging.glob("*.safetensors"))}
+        described["xxh3"] = _digest_of_description(described)
+        (self.staging / "state.json").write_text(json.dumps(described))
+        for path in (*self.staging.iterdir(), self.staging):
+            _sync(path)
+        # The same step of the same attempt: only a retry after a failed answer writes it.
+        if self.target.exists():
+            shutil.rmtree(self.target)
+        self.staging.rename(self.target)
+        _sync(self._directory)
+        best = best_of(self._directory)
+        for path in _newest_first(self._directory)[max(1, self._keep) :]:
             if best is None or path.name != best[0]:
                 shutil.rmtree(path, ignore_errors=True)
-    return target
+
+    @contextmanager
+    def written(self) -> Iterator[None]:
+        """A failure inside is the disk's, and leaves nothing half done."""
+        try:
+            yield
+        except OSError as error:
+            if _rank() == 0:
+                shutil.rmtree(self.staging, ignore_errors=True)
+            raise TrainError(f"{self.target} cannot be written: {error}", field="checkpoint") from error
 
 
-def _described(checkpoint: Checkpoint, staging: Path) -> dict[str, Any]:
+def _tensors_of(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    weights = {f"weights/{name}": tensor for name, tensor in checkpoint.weights.items()}
+    return weights | {f"optimizer/{name}": tensor for name, tensor in checkpoint.optimizer.items()}
+
+
+def _described(checkpoint: Checkpoint) -> dict[str, Any]:
+    """All of it but its files."""
     oldest = checkpoint.step - CONSUMED_STEPS
-    described = {
+    return {
         "schema": SCHEMA,
         "step": checkpoint.step,
         "attempt": checkpoint.attempt,
@@ -131,10 +222,8 @@ def _described(checkpoint: Checkpoint, staging: Path) -> dict[str, Any]:
         "optimizer_steps": dict(checkpoint.optimizer_steps),
         "shapes": {name: list(tensor.shape) for name, tensor in checkpoint.weights.items()},
         "grad_norms": checkpoint.grad_norms,
-        "files": {path.name: _digest(path) for path in sorted(staging.glob("*.safetensors"))},
+        "rate_factor": checkpoint.rate_factor,
     }
-    described["xxh3"] = _digest_of_description(described)
-    return described
 
 
 def name_of(step: int, attempt: int) -> str:
@@ -202,6 +291,7 @@ def load(path: Path) -> Checkpoint:
             optimizer_steps={name: float(step) for name, step in described["optimizer_steps"].items()},
             shapes={name: tuple(map(int, shape)) for name, shape in described["shapes"].items()},
             grad_norms=_finite(described["grad_norms"]),
+            rate_factor=_finite([described.get("rate_factor", 1.0)])[0],
             path=path,
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -240,15 +330,19 @@ def read_into(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
 
 def _write_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
     from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
-    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
         with _alone_without_warning():
-            save_tensors(dict(tensors), storage_writer=writer, no_dist=not _is_distributed())
+            save_tensors(dict(tensors), storage_writer=_writer(folder), no_dist=not _is_distributed())
     except CheckpointException as error:
         raise OSError(_first_of(error)) from error
+
+
+def _writer(folder: Path) -> Any:
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+    return HuggingFaceStorageWriter(str(folder), save_distributed=True)
 
 
 def _first_of(error: Any) -> str:
@@ -322,7 +416,7 @@ def _order(path: Path) -> tuple[int, int]:
 def _finite(values: Any) -> tuple[float, ...]:
     found = tuple(float(value) for value in values)
     if not all(map(math.isfinite, found)):
-        raise ValueError("a gradient norm is not finite")
+        raise ValueError("a number of the guard is not finite")
     return found
 
 

@@ -34,7 +34,10 @@ def train_main(config: Path | str | None, overrides: Sequence[str] = ()) -> int:
     """
     job = load_config(TrainConfig, config, overrides)
     asks_relay = (job.weights.relay_url or "").startswith(("http://", "https://"))
-    tokens = Tokens.load(job.token_file, ["environment", "trainer", *(["relay"] if asks_relay else [])])
+    needs = ["environment", "trainer"]
+    needs += ["publish"] if asks_relay else []
+    needs += ["publish_key"] if job.weights.signed else []
+    tokens = Tokens.load(job.token_file, needs, key_file=job.weights.publish_key)
     from rose.train.loop import run_training
 
     console = Console()

@@ -1,24 +1,40 @@
 """What keeps one step of training from doing harm.
 
 A policy that has learned its tasks collapses like this: nearly all groups have equal rewards, so a batch teaches through one or two
-failures; one failure among sixteen episodes has an advantage of -3.9; its minibatch has several times the gradient that the
-optimiser has become used to, AdamW's step follows it, and with more epochs the policy runs on in that direction, far from the
-weights that sampled the batch.  Each part of the guard stops one link of it:
+failures; one failure among sixteen episodes has an advantage of -3.9; AdamW divides by the size that gradients have *lately* had, so it
+makes a full step of however little is left, and every weight goes the same way, because nothing in the batch speaks against it.  What the
+policy loses by that are the tasks that it had learned, which are not in the loss at all.  Clipping does not help: AdamW's step does not depend on a
+gradient's scale.  So each part of the guard bounds something else:
 
 - a batch of too few groups with unequal rewards changes nothing (:meth:`StepGuard.is_starved`);
 - a gradient is clipped at what is usual for the job (:meth:`StepGuard.grad_limit`);
-- a step ends when the policy has moved ``kl_target`` away from where the step began (:meth:`StepGuard.has_gone_far`).
+- a step moves the policy no further than ``kl_target`` from where it began, and of its ``n`` updates the first ``i`` no further than ``i / n`` of that
+  (:meth:`StepGuard.allowed`), judged *after* each update, the first and the last included, on sequences of every group, those that taught nothing too.
+  An update that goes beyond is taken back by halves (:meth:`StepGuard.smaller`).  It is the line search of TRPO (Schulman et al. 2015) around the
+  optimiser's step, with a share for each minibatch: else the first ones would use all of it up, and a step would be the noise of one;
+- a job whose updates keep going too far takes smaller ones, and larger ones again as there is room (:attr:`StepGuard.rate_factor`).
 
-(The fourth, the bound of the loss of tokens with negative advantage, is ``LossParams.dual_clip``.)
+(The fifth, the bound of the loss of tokens with negative advantage, is ``LossParams.dual_clip``.)
 
-Pure.  Its state, the last gradient norms, is part of the checkpoint.
+Pure.  Its state, the last gradient norms and the factor of the rate, is part of the checkpoint.
 """
 
 from __future__ import annotations
 
+import random
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+MAX_HALVINGS = 4
+"""Of one update; one that is too large even then is taken back whole."""
+RATE_DOWN = 1.5
+"""Divides the rate after an update that went too far."""
+RATE_UP = 1.1
+"""Multiplies it after one that left room."""
+ROOM = 0.5
+"""Part of what is allowed below which there is room."""
+MIN_RATE_FACTOR = 1.0 / 256.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +43,8 @@ class GuardParams:
 
     kl_target: float = 0.0
     """Nats a token; 0 = off."""
+    adapt_rate: bool = False
+    """Only where there is a ``kl_target``."""
     min_informative: int = 0
     """Groups with unequal rewards that a batch needs; 0 = off."""
     grad_quantile: float = 0.0
@@ -40,23 +58,54 @@ class StepGuard:
     def __init__(self, params: GuardParams) -> None:
         self.params = params
         self._norms: deque[float] = deque(maxlen=params.grad_window)
+        self._rate_factor = 1.0
 
     @property
     def norms(self) -> tuple[float, ...]:
         """Gradient norms of the last updates, before clipping; the oldest first."""
         return tuple(self._norms)
 
-    def restore(self, norms: Iterable[float]) -> None:
+    @property
+    def rate_factor(self) -> float:
+        """Of the learning rate, for the next update; at most 1."""
+        return self._rate_factor if self.params.adapt_rate and self.params.kl_target else 1.0
+
+    def restore(self, norms: Iterable[float], rate_factor: float = 1.0) -> None:
         self._norms.clear()
         self._norms.extend(norms)
+        self._rate_factor = min(1.0, max(MIN_RATE_FACTOR, rate_factor))
 
     def is_starved(self, num_informative: int) -> bool:
         """Whether too few groups of a batch have unequal rewards to be learned from."""
         return num_informative < self.params.min_informative
 
-    def has_gone_far(self, kl: float) -> bool:
-        """Whether the step has moved the policy too far: no further update."""
-        return 0.0 < self.params.kl_target < kl
+    @property
+    def measures(self) -> bool:
+        """Whether it wants to know how far a step has moved the policy."""
+        return self.params.kl_target > 0.0
+
+    def allowed(self, done: int, total: int) -> float:
+        """How far, in nats a token, ``done`` of a step's ``total`` updates may have moved the policy."""
+        return self.params.kl_target * done / total
+
+    def smaller(self, kept: float, kl: float, allowed: float) -> float:
+        """What part of the last update is to be kept, of which ``kept`` is in the weights now: the same where the policy is near enough.
+
+        Args:
+            kl: Between the weights that the step began with and those of now.
+        """
+        if kl <= allowed:  # what is no number is too far
+            return kept
+        return 0.5 * kept if kept > 0.5**MAX_HALVINGS else 0.0
+
+    def updated(self, kl: float, allowed: float, *, shortened: bool) -> None:
+        """An update has ended at ``kl`` from where the step began; ``shortened``: it would have gone too far."""
+        factor = self._rate_factor
+        if shortened:
+            factor /= RATE_DOWN
+        elif kl < ROOM * allowed:
+            factor *= RATE_UP
+        self._rate_factor = min(1.0, max(MIN_RATE_FACTOR, factor))
 
     def grad_limit(self, max_norm: float) -> float:
         """What the next gradient is clipped at."""
@@ -68,3 +117,21 @@ class StepGuard:
     def saw(self, norm: float) -> None:
         """An update was made of a gradient of this norm."""
         self._norms.append(norm)
+
+
+def probe_of(groups: Sequence[str], size: int, seed: int) -> list[int]:
+    """Which sequences of a batch tell how far the policy has moved: ``size`` of them, one of every group before a second of any.
+
+    Args:
+        groups: The group of each sequence.
+        seed: Another step draws others.
+    """
+    order = list(range(len(groups)))
+    random.Random(seed).shuffle(order)
+    nth: dict[str, int] = {}
+    rounds: list[tuple[int, int]] = []
+    for place, index in enumerate(order):
+        nth[groups[index]] = nth.get(groups[index], -1) + 1
+        rounds.append((nth[groups[index]], place))
+    chosen = sorted(range(len(order)), key=lambda place: rounds[place])[:size]
+    return sorted(order[place] for place in chosen)

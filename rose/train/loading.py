@@ -70,27 +70,17 @@ def empty_modules(model_path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     return skeleton, module
 
 
-def sharded_masters(skeleton: Any, computing: Any, model_path: Path, device: torch.device) -> Any:
-    """``skeleton`` with fp32 masters, sharded as ``computing`` is, read from ``model_path``.  All ranks.
+def sharded_masters(skeleton: Any, like: Mapping[str, Any], model_path: Path, device: torch.device) -> Any:
+    """``skeleton`` with fp32 masters, sharded as ``like`` is, read from ``model_path``.  All ranks.
 
     Args:
+        like: Sharded tensors by the names of the skeleton's parameters.
         device: Where the masters are.
 
     Raises:
         ConfigError: The folder's safetensors files lack a tensor, or have it in another shape.
     """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor
-
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    masters: dict[str, torch.nn.Parameter] = {}
-    like: Any
-    for name, like in computing.named_parameters():
-        local = torch.empty(like.to_local().shape, dtype=torch.float32, device=device)
-        whole: Any = DTensor.from_local(
-            local, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-        )
-        masters[name] = torch.nn.Parameter(whole)
+    masters = {name: _empty_master(tensor, device) for name, tensor in like.items()}
     _replace(skeleton, masters)
     try:
         read_into({name: tensor.detach() for name, tensor in masters.items()}, model_path)
@@ -101,6 +91,40 @@ def sharded_masters(skeleton: Any, computing: Any, model_path: Path, device: tor
             fix="several ranks read safetensors files with the model's own names: save it anew with transformers",
         ) from error
     return skeleton
+
+
+@torch.no_grad()
+def master_of(tensor: Any, device: torch.device) -> torch.nn.Parameter:
+    """An fp32 copy of ``tensor``, sharded as it is."""
+    master: Any = _empty_master(tensor, device)
+    local = master.to_local() if hasattr(master, "to_local") else master
+    local.copy_(tensor.to_local() if hasattr(tensor, "to_local") else tensor)
+    return master
+
+
+def _empty_master(like: Any, device: torch.device) -> torch.nn.Parameter:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+
+    if not hasattr(like, "to_local"):
+        return torch.nn.Parameter(torch.empty(like.shape, dtype=torch.float32, device=device))
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    local = torch.empty(like.to_local().shape, dtype=torch.float32, device=device)
+    whole: Any = DTensor.from_local(
+        local, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    return torch.nn.Parameter(whole)
+
+
+def frozen_in(module: Any, dtype: torch.dtype) -> None:
+    """Hold ``module`` in ``dtype``, for nobody to train."""
+    _replace(
+        module,
+        {
+            name: torch.nn.Parameter(tensor.detach().to(dtype), requires_grad=False)
+            for name, tensor in module.named_parameters()
+        },
+    )
 
 
 def export_module(module: Any, source: Path, target: Path, dtype: torch.dtype) -> None:

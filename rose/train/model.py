@@ -24,9 +24,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rose.errors import ConfigError, TrainError
+from rose.train.adapter import LoraParams, inject, merge_into, parameters_of, write_adapter
 from rose.train.batch import Minibatch
 from rose.train.checkpoint import Checkpoint, read_into
-from rose.train.loading import empty_modules, export_module, export_shards, load_module, sharded_masters
+from rose.train.loading import (
+    empty_modules,
+    export_module,
+    export_shards,
+    frozen_in,
+    load_module,
+    master_of,
+    sharded_masters,
+)
 from rose.train.logprobs import token_log_probs
 
 Dtype = Literal["bfloat16", "float32"]
@@ -46,6 +55,7 @@ class PolicyModel:
         activation_checkpointing: Recompute each layer in the backward pass instead of keeping its activations.
         device: Where it computes; ``cuda`` is the process's current device.
         offload: Masters, and with them the optimiser's moments, stay in host memory.
+        lora: Train adapters (:mod:`rose.train.adapter`); masters are these alone, and :attr:`module` is merged of them.
 
     Raises:
         ConfigError: The folder holds no model that can be loaded, or one that does more with its logits than its output layer.
@@ -60,6 +70,7 @@ class PolicyModel:
         activation_checkpointing: bool = False,
         device: Device = "cpu",
         offload: bool = False,
+        lora: LoraParams | None = None,
     ) -> None:
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
@@ -68,15 +79,25 @@ class PolicyModel:
         self._policy_dtype = getattr(torch, policy_dtype)
         self._compute_dtype = getattr(torch, compute_dtype)
         masters_on = torch.device("cpu") if offload else self.device
+        self._lora = lora
         if self.world_size > 1:
             skeleton, computing = empty_modules(model_path, self._compute_dtype)
+            if lora is not None:
+                inject(computing, lora)
             self._policy: Any = shard(_Policy(computing), computing, self.device)
-            self.module: Any = sharded_masters(skeleton, computing, model_path, masters_on)
+            base, adapters = parameters_of(computing)
+            self.module: Any = sharded_masters(skeleton, base, model_path, masters_on)
         else:
             self.module = load_module(model_path).to(masters_on)
-            computing = _in_dtype(copy.deepcopy(self.module), self._compute_dtype).to(self.device)
+            computing = copy.deepcopy(self.module)
+            if lora is not None:  # what the engine holds is what adapters are added to
+                _in_dtype(computing, self._policy_dtype)
+            computing = _in_dtype(computing, self._compute_dtype).to(self.device)
+            if lora is not None:
+                inject(computing, lora)
             self._policy = _Policy(computing)
-        """fp32 masters under the checkpoint's names: what a publisher reads.  On several ranks the tensors are sharded."""
+            base, adapters = parameters_of(computing)
+        """Under the checkpoint's names: fp32 masters, or what adapters are merged to.  What a publisher reads; on several ranks the tensors are sharded."""
         config = computing.config
         self.vocab_size: int = config.vocab_size
         self.max_tokens: int = config.max_position_embeddings
@@ -88,11 +109,18 @@ class PolicyModel:
             computing.gradient_checkpointing_enable({"use_reentrant": False})
         self.computing: Any = computing
         """The model as the engine holds it."""
-        self._named = list(self.module.named_parameters())
-        """Tied tensors come once."""
+        self._named: list[tuple[str, Any]] = list(self.module.named_parameters())
+        """What is trained.  Tied tensors come once."""
+        if lora is not None:
+            for (_, whole), tensor in zip(self._named, base.values(), strict=True):
+                local_of(tensor).detach().copy_(local_of(whole.detach()).to(self._policy_dtype))
+            frozen_in(self.module, self._policy_dtype)
+            self._named = [(name, master_of(tensor, masters_on)) for name, tensor in adapters.items()]
+        trained = base if lora is None else adapters
         self.masters: list[Any] = [tensor for _, tensor in self._named]
-        self._pairs = list(zip(self.masters, computing.parameters(), strict=True))
+        self._pairs = list(zip(self.masters, trained.values(), strict=True))
         self.round_weights()
+        self.merge()
         _check_output_layer(self._policy, model_path, self.device)
 
     # --- computing -------------------------------------------------------------------------------------
@@ -106,17 +134,24 @@ class PolicyModel:
         for master, tensor in self._pairs:
             if tensor.grad is None:
                 continue
-            gradient = _local(tensor.grad).to(_local(master.detach()).device, torch.float32)
+            gradient = local_of(tensor.grad).to(local_of(master.detach()).device, torch.float32)
             if master.grad is None:
                 master.grad = _sharded_as(gradient, master)
             else:
-                _local(master.grad).add_(gradient)
+                local_of(master.grad).add_(gradient)
             tensor.grad = None
 
     @torch.no_grad()
     def round_weights(self) -> None:
+        """Compute with the masters as they are now.  Engines never hold an adapter: it is not rounded to their type."""
+        rounding = self._policy_dtype if self._lora is None else self._compute_dtype
         for master, tensor in self._pairs:
-            _local(tensor).copy_(_local(master).to(self._policy_dtype))
+            local_of(tensor).copy_(local_of(master).to(rounding))
+
+    def merge(self) -> None:
+        """Bring :attr:`module` up to the adapters, where there are any.  All ranks."""
+        if self._lora is not None:
+            merge_into(dict(self.module.named_parameters()), self.computing, dict(self._named))
 
     # --- state -----------------------------------------------------------------------------------------
 
@@ -157,11 +192,16 @@ class PolicyModel:
                 optimizer.state[tensor] = {"step": torch.tensor(checkpoint.optimizer_steps[name]), **moments}
         read_into(targets, checkpoint.path)
         self.round_weights()
+        self.merge()
 
     def export(self, target: Path) -> None:
-        """Write a Hugging Face checkpoint in ``policy_dtype``, with the tokenizer it came with.  All ranks."""
+        """Write a Hugging Face checkpoint in ``policy_dtype``, with the tokenizer it came with; an adapter beside it, as ``TARGET-adapter``.  All ranks."""
         write = export_module if self.world_size == 1 else export_shards
         write(self.module, self._path, target, self._policy_dtype)
+        if self._lora is not None:
+            wholes = {name: whole_of(tensor.detach()).cpu() for name, tensor in self._named}
+            if self.rank == 0:
+                write_adapter(wholes, self._lora, self._path, target.with_name(f"{target.name}-adapter"))
 
 
 class _Policy(torch.nn.Module):
@@ -214,8 +254,8 @@ def whole_of(tensor: Any) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def _local(tensor: Any) -> Any:
-    """This rank's part of it."""
+def local_of(tensor: Any) -> Any:
+    """This rank's part of a sharded tensor; any other as it is."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 

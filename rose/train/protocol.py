@@ -23,6 +23,7 @@ class TrainReport:
     """Sequences that took part in the updates."""
     num_updates: int
     learning_rate: float
+    """Mean over the updates; the guard may have lowered it."""
     loss: float
     entropy: float
     clip_fraction: float
@@ -42,13 +43,13 @@ class TrainReport:
     informative_fraction: float = 1.0
     """Of the groups: those with unequal rewards."""
     update_kl: float = 0.0
-    """Nats a token between the weights that the step began with and those before its last update, on the tokens of that; the
-    largest of all updates."""
+    """Nats a token between the weights that the step began with and those that it ended with, on sequences of all groups; 0 where the guard does not
+    measure it."""
     grad_limit: float = 0.0
     """What the last gradient was clipped at."""
     num_clipped_updates: int = 0
-    num_skipped_updates: int = 0
-    """Left out because the policy had moved far enough."""
+    num_shortened_updates: int = 0
+    """Taken back in part or whole, because the policy had moved too far."""
     num_starved: int = 0
     """1 for a step that changed nothing because too few groups had unequal rewards."""
     num_overlong: int = 0
@@ -86,6 +87,7 @@ class Trainer(Protocol):
         """Take one RL step on ``samples``.
 
         Args:
+            samples: Of one batch.  Of several ranks the first is given all of it, the others their share (:func:`rose.train.batch.share_of`).
             learning_rate: None: the configured one.
             single_update: One update on all samples, whatever the configured minibatches and epochs are.
         """
@@ -101,6 +103,22 @@ class Trainer(Protocol):
         keep: int,
     ) -> None:
         """Write everything needed to go on from here, as :func:`rose.train.checkpoint.save` does."""
+        ...
+
+    def begin_save(
+        self,
+        directory: Path,
+        *,
+        attempt: int,
+        version: int,
+        consumed: Mapping[int, tuple[str, ...]],
+        keep: int,
+    ) -> None:
+        """The same, but return when the next step may be taken.  Only with ``trainer.background_checkpoints``."""
+        ...
+
+    def finish_save(self) -> None:
+        """Wait until what was begun is durable.  While a step is being taken, too."""
         ...
 
     def restore(self, checkpoint: Checkpoint) -> None:

@@ -14,13 +14,14 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from rose.auth import Tokens
 from rose.errors import WeightsError
-from rose.train.batch import TrainingSequence
+from rose.train.batch import TrainingSequence, in_order, share_of
 from rose.train.checkpoint import Checkpoint
 from rose.train.protocol import Trainer, TrainReport
 from rose.train.train_config import TrainConfig
@@ -99,7 +100,15 @@ class RankedTrainer:
         learning_rate: float | None = None,
         single_update: bool = False,
     ) -> TrainReport:
-        return self._all("step", list(samples), learning_rate=learning_rate, single_update=single_update)
+        told = {"learning_rate": learning_rate, "single_update": single_update}
+        ordered, world_size = in_order(samples), 1 + len(self._ranks)
+        calls = [
+            rank.call.remote("step", share_of(ordered, number, world_size), **told)
+            for number, rank in enumerate(self._ranks, start=1)
+        ]
+        answer = self._own(self._trainer, "step", ordered, **told)
+        self._wait(calls)
+        return answer
 
     def save(
         self,
@@ -112,6 +121,23 @@ class RankedTrainer:
     ) -> None:
         self._all("save", directory, attempt=attempt, version=version, consumed=dict(consumed), keep=keep)
 
+    def begin_save(
+        self,
+        directory: Path,
+        *,
+        attempt: int,
+        version: int,
+        consumed: Mapping[int, tuple[str, ...]],
+        keep: int,
+    ) -> None:
+        self._all(
+            "begin_save", directory, attempt=attempt, version=version, consumed=dict(consumed), keep=keep
+        )
+
+    def finish_save(self) -> None:
+        """Of all ranks' parts: the first completes what the others have written."""
+        self._own(self._trainer, "finish_save")
+
     def restore(self, checkpoint: Checkpoint) -> None:
         self._all("restore", checkpoint)
 
@@ -120,7 +146,8 @@ class RankedTrainer:
 
     def open_publisher(self, make: MakePublisher, tokens: Tokens, attempt: int) -> RankedPublisher:
         """Publishers of all ranks, each of its own part."""
-        opening = [rank.open_publisher.remote(make, tokens, attempt) for rank in self._ranks]
+        theirs = replace(tokens, publish_key="")  # rank 0, this one, signs
+        opening = [rank.open_publisher.remote(make, theirs, attempt) for rank in self._ranks]
         self._publisher = make(self._config, tokens, self._trainer.module, attempt)
         self._wait(opening)
         return RankedPublisher(self)
@@ -131,17 +158,20 @@ class RankedTrainer:
 
     def _all(self, name: str, *arguments: Any, of: str = "trainer", **named: Any) -> Any:
         calls = [rank.call.remote(name, *arguments, of=of, **named) for rank in self._ranks]
+        answer = self._own(self._trainer if of == "trainer" else self._publisher, name, *arguments, **named)
+        self._wait(calls)
+        return answer
+
+    def _own(self, owner: Any, name: str, *arguments: Any, **named: Any) -> Any:
+        """The first rank's part of a call."""
         try:
-            owner = self._trainer if of == "trainer" else self._publisher
-            answer = getattr(owner, name)(*arguments, **named)
+            return getattr(owner, name)(*arguments, **named)
         except (RuntimeError, WeightsError) as error:
             if isinstance(error, WeightsError) and error.field != "ranks":
                 raise
             # A collective failed.  What this rank holds now is not to be trusted.
             logger.exception("a rank is gone; ending, to go on from the checkpoint")
             os._exit(1)
-        self._wait(calls)
-        return answer
 
     def _wait(self, calls: Sequence[Any]) -> None:
         import ray

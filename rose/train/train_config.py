@@ -44,6 +44,11 @@ class WeightSettings(Section):
     directory: AbsolutePath | None = None
     run_id: str | None = Field(default=None, pattern=NAME)
     """Name of the lineage in the relay; None = the job's name."""
+    signed: bool = True
+    """Sign what is published, with the key beside the token file: nodes take nothing else.  False: for a store that nobody else can
+    write to; the nodes need ``weights.signed = false`` too."""
+    publish_key: AbsolutePath | None = None
+    """File of the private key; None = beside the token file, with its name and the ending ``.key``."""
     patience_s: float = Field(default=600.0, ge=0)
     """How long to go on publishing while the store cannot be reached.  Episodes wait meanwhile, and nothing is lost."""
 

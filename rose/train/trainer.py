@@ -8,9 +8,9 @@ Hugging Face causal language model (``rose.train.model``) in one process, or on 
   each.  A minibatch is computed in parts of bounded size whose gradients add up.  Masked trajectories, and those that were cut
   where these are filtered, are measured and count in their group, but are left out of the updates.  Idle ones, which could teach nothing (advantage 0, no entropy
   bonus, no KL penalty), are not computed, but keep their places in minibatches and in the divisor (``count_idle``).
-- **The guard** (``rose.train.guard``) clips, ends a step, or leaves it out.
-- **Ranks.**  Every rank is given the whole batch and takes each part's samples in turn.  One that has none left
-  computes a stand-in of weight 0, because the collectives of a sharded model need everybody.
+- **The guard** (``rose.train.guard``) clips, takes back what goes too far, or leaves the step out.
+- **Ranks.**  Every rank knows of the whole batch who is in it and how long, and of its own share the tokens (``rose.train.batch.share_of``).  One that has
+  nothing of a part computes a stand-in of weight 0, because the collectives of a sharded model need everybody.
 - **Determinism.**  The same state and the same trajectories, in any order, give the same weights: samples
   are sorted by id and shuffled by a generator that is part of the checkpoint.
 - **Identity.**  Who made the weights is ``(attempt, version)``.  Restoring a checkpoint starts a new attempt:
@@ -34,10 +34,20 @@ from torch import Tensor
 
 from rose.errors import TrainError
 from rose.train import checkpoint as checkpoints
+from rose.train.adapter import LoraParams
 from rose.train.advantages import OverlongParams, group_advantages, overlong_penalty
-from rose.train.batch import MAX_PART_TOKENS, Minibatch, TrainingSequence, make_minibatch, split_by_length
+from rose.train.batch import (
+    MAX_PART_TOKENS,
+    Minibatch,
+    TrainingSequence,
+    in_order,
+    make_minibatch,
+    owners_of,
+    split_by_length,
+)
 from rose.train.checkpoint import Checkpoint
-from rose.train.guard import GuardParams, StepGuard
+from rose.train.guard import GuardParams, StepGuard, probe_of
+from rose.train.last_update import keep_of_last
 from rose.train.loss import (
     LossParams,
     correction,
@@ -79,6 +89,8 @@ class TrainerParams:
     device: Device = "cpu"
     offload: bool = False
     """Masters and moments in host memory."""
+    lora: LoraParams | None = None
+    """Train adapters instead of the whole model."""
     seed: int = 0
 
 
@@ -99,6 +111,7 @@ class TorchTrainer:
             activation_checkpointing=params.activation_checkpointing,
             device=params.device,
             offload=params.offload,
+            lora=params.lora,
         )
         self._reference: PolicyModel | None = None
         if params.loss.kl_weight > 0.0:
@@ -121,6 +134,11 @@ class TorchTrainer:
         )
         self._shuffle = random.Random(params.seed)
         self._guard = StepGuard(params.guard)
+        self._moved: list[Tensor] = []
+        """By the last update."""
+        self._owners: list[int] = []
+        """Rank that computes each of the step's sequences."""
+        self._writer = checkpoints.BackgroundWriter()
         self._step_index = 0
 
     @property
@@ -130,6 +148,11 @@ class TorchTrainer:
     @property
     def module(self) -> torch.nn.Module:
         return self._policy.module
+
+    @property
+    def masters(self) -> Sequence[Any]:
+        """What the optimiser moves: this rank's part."""
+        return self._policy.masters
 
     @property
     def rounded_model(self) -> Any:
@@ -143,10 +166,10 @@ class TorchTrainer:
         learning_rate: float | None = None,
         single_update: bool = False,
     ) -> TrainReport:
-        """Take one RL step.  All ranks, with the same arguments.
+        """Take one RL step.  All ranks.
 
         Args:
-            samples: Of one batch, whole groups.
+            samples: Of one batch, whole groups; on each rank its share of it, or all.
             learning_rate: None = the params'.
             single_update: One update on the whole batch instead of epochs of minibatches.
 
@@ -155,14 +178,15 @@ class TorchTrainer:
         """
         started_s = time.monotonic()
         params = self.params
-        samples = sorted(samples, key=lambda sample: (sample.trajectory_id, sample.positions))
+        samples = in_order(samples)
         if not samples:
             raise TrainError("a step needs at least one sampled token", field="samples")
         rate = params.learning_rate if learning_rate is None else learning_rate
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        proximal, entropy_mean = self._forward(self._policy, samples)
-        reference = None if self._reference is None else self._forward(self._reference, samples)[0]
+        self._owners = owners_of(samples, self._policy.world_size)
+        proximal, entropy_mean = self._forward(self._policy, samples, self._owners)
+        reference = None
+        if self._reference is not None:
+            reference = self._forward(self._reference, samples, self._owners)[0]
         advantages = self._advantages(samples, proximal, reference)
         chosen = self._chosen(samples, advantages)
         starved = self._guard.is_starved(chosen.num_informative)
@@ -170,13 +194,20 @@ class TorchTrainer:
         if not starved:
             size = max(1, len(chosen.taken)) if single_update else params.minibatch_sequences
             minibatches = self._minibatches(chosen, size, 1 if single_update else params.num_epochs)
-            for done, part in enumerate(minibatches):
-                if not self._minibatch(part, chosen.active, samples, advantages, proximal, reference, totals):
-                    totals.num_skipped = len(minibatches) - done
-                    break
+            probe = self._probe(samples)
+            for done, part in enumerate(minibatches, start=1):
+                self._set_rate(rate * self._guard.rate_factor, totals)
+                self._minibatch(part, chosen.active, samples, advantages, proximal, reference, totals)
+                if probe:
+                    self._hold_back(
+                        probe, samples, proximal, self._guard.allowed(done, len(minibatches)), totals
+                    )
+            self._policy.merge()
         self._step_index += 1
-        behaviour_N = torch.tensor([value for sample in samples for value in sample.logprobs])
         proximal_N = torch.cat(proximal)
+        behaviour_N = torch.tensor([value for sample in samples for value in sample.logprobs])
+        if behaviour_N.numel() < proximal_N.numel():
+            behaviour_N = proximal_N  # on a rank with a share of the batch, whose report is nobody's
         sequence_N = torch.repeat_interleave(torch.tensor([len(sample.positions) for sample in samples]))
         weight_N = correction(behaviour_N, proximal_N, sequence_N, params.loss)
         kl = 0.0
@@ -184,10 +215,10 @@ class TorchTrainer:
             kl = float(kl_estimate(proximal_N, torch.cat(reference), "k3").mean())
         return TrainReport(
             num_sequences=len(samples),
-            num_tokens=behaviour_N.numel(),
+            num_tokens=proximal_N.numel(),
             num_trained_sequences=0 if starved else len(chosen.active),
             num_updates=totals.num_updates,
-            learning_rate=rate,
+            learning_rate=totals.rate / totals.num_updates if totals.num_updates else rate,
             loss=totals.loss / max(1, totals.num_updates),
             entropy=entropy_mean,
             clip_fraction=totals.num_held / max(1, totals.num_tokens),
@@ -200,7 +231,7 @@ class TorchTrainer:
             update_kl=totals.update_kl,
             grad_limit=totals.grad_limit,
             num_clipped_updates=totals.num_clipped,
-            num_skipped_updates=totals.num_skipped,
+            num_shortened_updates=totals.num_shortened,
             num_starved=int(starved),
             num_overlong=chosen.num_overlong,
             **mismatch(behaviour_N, proximal_N),
@@ -208,7 +239,7 @@ class TorchTrainer:
 
     def log_probs(self, samples: Sequence[TrainingSequence]) -> list[Tensor]:
         """Log-probs of the sampled tokens under the weights as they are now, one tensor per sample.  All ranks."""
-        return self._forward(self._policy, samples)[0]
+        return self._forward(self._policy, samples, owners_of(samples, self._policy.world_size))[0]
 
     def capture(self, *, attempt: int, version: int, consumed: Mapping[int, tuple[str, ...]]) -> Checkpoint:
         """Everything needed to go on from here: this rank's part of it."""
@@ -220,6 +251,7 @@ class TorchTrainer:
             consumed=dict(consumed),
             shuffle_state=self._shuffle.getstate(),
             grad_norms=self._guard.norms,
+            rate_factor=self._guard.rate_factor,
             rng={"torch": torch.get_rng_state().numpy().tobytes()},
             weights=self._policy.weights(),
             optimizer=moments,
@@ -236,8 +268,26 @@ class TorchTrainer:
         keep: int,
     ) -> None:
         """See :class:`rose.train.protocol.Trainer`.  All ranks."""
+        self._writer.finish()
         captured = self.capture(attempt=attempt, version=version, consumed=consumed)
         checkpoints.save(captured, directory, keep=keep)
+
+    def begin_save(
+        self,
+        directory: Path,
+        *,
+        attempt: int,
+        version: int,
+        consumed: Mapping[int, tuple[str, ...]],
+        keep: int,
+    ) -> None:
+        """See :class:`rose.train.protocol.Trainer`.  All ranks."""
+        captured = self.capture(attempt=attempt, version=version, consumed=consumed)
+        self._writer.begin(captured, directory, keep=keep)
+
+    def finish_save(self) -> None:
+        """See :class:`rose.train.protocol.Trainer`."""
+        self._writer.finish()
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue from ``checkpoint``.  All ranks.
@@ -249,7 +299,7 @@ class TorchTrainer:
         self._shuffle.setstate(checkpoint.shuffle_state)
         if "torch" in checkpoint.rng:
             torch.set_rng_state(torch.frombuffer(bytearray(checkpoint.rng["torch"]), dtype=torch.uint8))
-        self._guard.restore(checkpoint.grad_norms)
+        self._guard.restore(checkpoint.grad_norms, checkpoint.rate_factor)
         self._step_index = checkpoint.step
 
     def export(self, target: Path) -> None:
@@ -324,18 +374,18 @@ class TorchTrainer:
         proximal: list[Tensor],
         reference: list[Tensor] | None,
         totals: _Totals,
-    ) -> bool:
-        """One update on ``samples[chosen]``; False where the guard says that the step has gone far enough, and nothing was changed."""
+    ) -> None:
+        """One update on ``samples[chosen]``."""
         loss_params = self.params.loss
         sizes = [len(samples[index].positions) for index in chosen]
         shares = dict(
             zip(chosen, token_shares(sizes, loss_params.aggregation, loss_params.sum_tokens), strict=True)
         )
-        lengths = [len(sample.token_ids) for sample in samples]
+        lengths = [sample.length for sample in samples]
         found = _Totals()
         computed = [index for index in chosen if index in active]
         for part in split_by_length(computed, lengths, self.params.max_part_tokens):
-            mine = part[self._policy.rank :: self._policy.world_size]
+            mine = [index for index in part if self._owners[index] == self._policy.rank]
             if not mine:
                 log_probs_N, _ = self._policy.log_probs(_stand_in().to(self._policy.device))
                 (0.0 * log_probs_N.sum()).backward()
@@ -370,14 +420,7 @@ class TorchTrainer:
             found.loss += float(loss.detach())
             found.num_held += int(num_held)
             found.num_tokens += batch.num_tokens
-            # E over proximal of ratio - 1 - log ratio: the tokens were sampled there, or near it.
-            found.kl_sum += float(kl_estimate(proximal_N, current_N.detach(), "k3").sum())
         found.add_ranks(self._policy.world_size)
-        kl = found.kl_sum / max(1, found.num_tokens)
-        totals.update_kl = max(totals.update_kl, kl)
-        if self._guard.has_gone_far(kl):
-            self._optimizer.zero_grad(set_to_none=True)
-            return False
         totals.loss += found.loss
         totals.num_held += found.num_held
         totals.num_tokens += found.num_tokens
@@ -387,7 +430,44 @@ class TorchTrainer:
         totals.grad_norm += norm
         totals.num_clipped += norm > totals.grad_limit
         totals.num_updates += 1
-        return True
+
+    def _probe(self, samples: Sequence[TrainingSequence]) -> list[int]:
+        """Indices of the sequences on which the guard measures; none where it does not.  A third of an update's work at most, unless groups are many."""
+        if not self._guard.measures:
+            return []
+        groups = [sample.group_id for sample in samples]
+        return probe_of(groups, self.params.minibatch_sequences, self._step_index)
+
+    def _set_rate(self, rate: float, totals: _Totals) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        totals.rate += rate
+
+    def _hold_back(
+        self,
+        probe: Sequence[int],
+        samples: Sequence[TrainingSequence],
+        proximal: list[Tensor],
+        allowed: float,
+        totals: _Totals,
+    ) -> None:
+        """Leave as much of the last update in the weights as the guard does."""
+        seen = [samples[index] for index in probe]
+        owners = [self._owners[index] for index in probe]
+        started_N = torch.cat([proximal[index] for index in probe])
+        kept = 1.0
+        while True:
+            current_N = torch.cat(self._forward(self._policy, seen, owners)[0])
+            # Half the square of the log-ratio: one rare token that became likely is one token, not a hundred.
+            totals.update_kl = float(kl_estimate(current_N, started_N, "k2").mean())
+            smaller = self._guard.smaller(kept, totals.update_kl, allowed)
+            if smaller == kept:
+                break
+            keep_of_last(self._optimizer, self._moved, before=kept, now=smaller)
+            self._policy.round_weights()
+            kept = smaller
+        totals.num_shortened += kept < 1.0
+        self._guard.updated(totals.update_kl, allowed, shortened=kept < 1.0)
 
     def _update(self, limit: float) -> float:
         """Clip, step, round; returns the gradient norm before clipping."""
@@ -396,22 +476,25 @@ class TorchTrainer:
         if not norm < float("inf"):
             self._optimizer.zero_grad(set_to_none=True)
             raise TrainError(f"gradient norm is {norm}", field="grad_norm", fix="lower trainer.learning_rate")
+        self._moved = [tensor for tensor in self._policy.masters if tensor.grad is not None]
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._policy.round_weights()
         return norm
 
     @torch.no_grad()
-    def _forward(self, model: PolicyModel, samples: Sequence[TrainingSequence]) -> tuple[list[Tensor], float]:
-        """Log-probs of each sample, and the mean entropy; the same on all ranks."""
+    def _forward(
+        self, model: PolicyModel, samples: Sequence[TrainingSequence], owners: Sequence[int]
+    ) -> tuple[list[Tensor], float]:
+        """Log-probs of each sample, and the mean entropy; the same on all ranks.  ``owners``: who computes which."""
         offsets = [0]
         for sample in samples:
             offsets.append(offsets[-1] + len(sample.positions))
         found_N = torch.zeros(offsets[-1])
         entropy_sum = torch.zeros((), dtype=torch.float64)
-        lengths = [len(sample.token_ids) for sample in samples]
+        lengths = [sample.length for sample in samples]
         for part in split_by_length(range(len(samples)), lengths, self.params.max_part_tokens):
-            mine = part[model.rank :: model.world_size]
+            mine = [index for index in part if owners[index] == model.rank]
             if not mine:
                 model.log_probs(_stand_in().to(model.device))
                 continue
@@ -452,19 +535,18 @@ class _Totals:
     num_tokens: int = 0
     num_updates: int = 0
     grad_norm: float = 0.0
-    kl_sum: float = 0.0
+    rate: float = 0.0
     update_kl: float = 0.0
     grad_limit: float = 0.0
     num_clipped: int = 0
-    num_skipped: int = 0
+    num_shortened: int = 0
 
     def add_ranks(self, world_size: int) -> None:
         """Sum what each rank computed of a minibatch."""
         if world_size > 1:
-            sums = torch.tensor([self.loss, self.kl_sum, self.num_held, self.num_tokens], dtype=torch.float64)
+            sums = torch.tensor([self.loss, self.num_held, self.num_tokens], dtype=torch.float64)
             dist.all_reduce(sums)
-            self.loss, self.kl_sum = float(sums[0]), float(sums[1])
-            self.num_held, self.num_tokens = int(sums[2]), int(sums[3])
+            self.loss, self.num_held, self.num_tokens = float(sums[0]), int(sums[1]), int(sums[2])
 
 
 def _stand_in() -> Minibatch:

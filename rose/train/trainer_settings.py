@@ -57,8 +57,10 @@ class GuardSettings(Section):
     """What keeps a step from doing harm.  On by default; each part is switched off by itself, and what it does is counted in the step's metrics."""
 
     kl_target: float = Field(default=0.05, ge=0)
-    """Nats a token that a step may move the policy away from its weights at the start of it, measured before each update on the tokens of
-    that update: beyond it the step ends.  0 = off."""
+    """Nats a token that a step may move the policy away from its weights at the start of it, and each update its share of that, measured after the
+    update on sequences of all groups: one that goes beyond is taken back by halves.  0 = off."""
+    adapt_rate: bool = True
+    """Take smaller updates after one that went too far, and larger ones again, up to the job's rate, where there is room.  Not without ``kl_target``."""
     starved: Literal["wait", "skip", "train"] = "wait"
     """What becomes of a batch in which too few groups have unequal rewards: ``wait`` samples more groups, for ``max_rounds`` leases at most, and then
     changes nothing; ``skip`` changes nothing at once; ``train`` switches this off."""
@@ -79,6 +81,17 @@ class GuardSettings(Section):
         if 0.0 < self.dual_clip <= 1.0:
             raise ValueError("dual_clip needs to be above 1, or 0 for none")
         return self
+
+
+class LoraSettings(Section):
+    """Train adapters of small rank (PEFT), and leave the model as it is.  Versions are published merged: engines need nothing for it."""
+
+    rank: int = Field(default=0, ge=0, le=1024)
+    """0 = train the whole model."""
+    alpha: float | None = Field(default=None, gt=0)
+    """Of the adapter's factor, ``alpha / rank``.  None = twice the rank."""
+    targets: tuple[str, ...] = ()
+    """Last parts of the names of linear layers (``q_proj``).  Empty = all but the output layer."""
 
 
 class TrainerSettings(Section):
@@ -133,6 +146,7 @@ class TrainerSettings(Section):
     overlong: Overlong = Overlong()
     dynamic_sampling: DynamicSampling = DynamicSampling()
     guard: GuardSettings = GuardSettings()
+    lora: LoraSettings = LoraSettings()
 
     policy_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """In which the engines hold the weights; the fp32 masters are rounded to it."""
@@ -151,6 +165,9 @@ class TrainerSettings(Section):
     keep_checkpoints: int = Field(default=3, ge=1)
     checkpoint_every: int = Field(default=1, ge=1, le=32)
     """Steps.  What was trained since the last checkpoint is trained again after a death; ``scheduler.lease_ttl_s`` has to be longer than all of them take."""
+    background_checkpoints: bool = False
+    """Train on while a checkpoint is written; its tensors are copied to host memory first.  It counts when it is durable, so that leases wait for
+    twice ``checkpoint_every`` steps at most.  The last one of a run is waited for."""
 
     @model_validator(mode="after")
     def _fine_tuning_has_a_rate(self) -> Self:

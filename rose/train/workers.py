@@ -9,8 +9,8 @@ Order inside a step, and why nothing is lost or applied twice::
            ^ death: the lease returns           ^ death: ids are in the checkpoint, `resume` drops them
                      ^ death: as before                        ^ death: a new attempt publishes its own
 
-A checkpoint is written every ``checkpoint_every`` steps.  Leases of the steps between are acknowledged with it: after a death they are leased
-again, in their order, and the versions that were made of them end with the attempt.
+A checkpoint is written every ``checkpoint_every`` steps, in the background where the job says so.  Leases are acknowledged when one is durable that was
+trained on them: after a death the others are leased again, in their order, and the versions that were made of them end with the attempt.
 
 Version = number of steps behind the weights.  Blocking work (torch, disk, relay) runs in a thread, so that the
 worker goes on answering.  A worker does one thing at a time; its caller sees to that.
@@ -47,7 +47,7 @@ LEASE_WAIT_S = 5.0
 PUBLISH_PAUSE_S = 1.0
 """Before a publish that failed is tried again."""
 RESUMED_STEPS = 4
-"""Whose ids a resume names, beside those between two checkpoints.  One would do: what a checkpoint has is acknowledged before the next step begins."""
+"""Whose ids a resume names, beside those whose leases may wait for a checkpoint.  One would do."""
 BEST_OVER_STEPS = 5
 """Steps over which sampled success is averaged where there is no evaluation: of one batch it is noise, and a batch is older than its checkpoint."""
 MAX_NAMED = 8
@@ -121,7 +121,12 @@ class TrainWorker:
         self._name = secrets.token_hex(8)
         """Begins the names of this worker's batches, as no other's."""
         self._unacknowledged: list[tuple[str, int]] = []
-        """Leases that were trained on since the last checkpoint, and the steps that were."""
+        """Leases that were trained on since the last checkpoint was begun, and the steps that were."""
+        self._written: list[tuple[str, int]] = []
+        """The same of the checkpoint that is being written."""
+        self._writing: asyncio.Task[None] | None = None
+        self._success: tuple[int, float] | None = None
+        """Step and sampled success of the checkpoint that is being written."""
         self._num_leases = 0
         self._busy = asyncio.Lock()
         """Held by a step.  A driver that lost touch with one in progress begins another while the first still runs."""
@@ -197,6 +202,7 @@ class TrainWorker:
             return await self._train(learning_rate, single_update)
 
     async def _train(self, learning_rate: float, single_update: bool) -> dict[str, Any]:
+        await self._settle(wait=False)
         await self._lease()
         if missing := self._collected.num_missing:
             # What a synchronous step with alpha = 0 has too much of, no step may use.
@@ -219,13 +225,11 @@ class TrainWorker:
         self._forget()
         self._unacknowledged += [(batch_id, step) for batch_id in batch_ids]
         self._successes.append(sampled_success)
-        if self._is_saved_after(step):
-            await self._save()
-            if not self._config.eval.every_steps and len(self._successes) == BEST_OVER_STEPS:
-                await self.note_success(sum(self._successes) / BEST_OVER_STEPS)
+        await self._settle(wait=self._is_saved_after(step))
+        # A lease that was found gone has made it durable already.
+        if self._is_saved_after(step) and self._unacknowledged:
+            await self._checkpoint(step)
         saved_s = time.monotonic()
-        if self._is_saved_after(step):
-            await self._acknowledge()
         publish_started_s = time.monotonic()
         update = await self._publish(learning_rate)
         return {
@@ -250,12 +254,48 @@ class TrainWorker:
             "update": update,
         }
 
+    async def _checkpoint(self, step: int) -> None:
+        """Write one, or begin to: of the last step always the former."""
+        self._written, self._unacknowledged = self._unacknowledged, []
+        if not self._config.eval.every_steps and len(self._successes) == BEST_OVER_STEPS:
+            self._success = (self._trainer.step_index, sum(self._successes) / BEST_OVER_STEPS)
+        is_last = step + 1 >= self._config.num_steps
+        if self._config.trainer.background_checkpoints and not is_last:
+            await asyncio.to_thread(self._trainer.begin_save, self._directory, **self._told())
+            self._writing = asyncio.create_task(asyncio.to_thread(self._trainer.finish_save))
+        else:
+            self._writing = asyncio.create_task(self._save())
+            await self._settle(wait=True)
+
+    async def _settle(self, *, wait: bool) -> None:
+        """Acknowledge what a checkpoint that has become durable was trained on.
+
+        Raises:
+            TrainError: It could not be written.
+        """
+        if self._writing is None or not (wait or self._writing.done()):
+            return
+        writing, self._writing = self._writing, None
+        await writing
+        done, self._written = self._written, []
+        success, self._success = self._success, None
+        if success is not None:
+            await self._note(*success)
+        await self._acknowledge(done)
+
+    async def _note(self, step: int, success: float) -> None:
+        from rose.train import checkpoint as checkpoints
+
+        # Without a checkpoint of these weights there is nothing to keep, which `note_best` sees.
+        if self._config.trainer.guard.keep_best:
+            name = checkpoints.name_of(step, self._attempt)
+            await asyncio.to_thread(checkpoints.note_best, self._directory, name, success)
+
     def _is_saved_after(self, step: int) -> bool:
         return (step + 1) % self._config.trainer.checkpoint_every == 0 or step + 1 >= self._config.num_steps
 
-    async def _acknowledge(self) -> None:
+    async def _acknowledge(self, done: Sequence[tuple[str, int]]) -> None:
         """What the newest checkpoint has been trained on is nobody else's any more."""
-        done, self._unacknowledged = self._unacknowledged, []
         try:
             for batch_id, step in done:
                 await self._client.ack(batch_id, step=step, attempt=self._attempt)
@@ -290,12 +330,8 @@ class TrainWorker:
 
     async def note_success(self, success: float) -> None:
         """How well the present weights do: the best checkpoint is kept for as long as none is better."""
-        from rose.train import checkpoint as checkpoints
-
-        # Without a checkpoint of these weights there is nothing to keep, which `note_best` sees.
-        if self._config.trainer.guard.keep_best:
-            name = checkpoints.name_of(self._trainer.step_index, self._attempt)
-            await asyncio.to_thread(checkpoints.note_best, self._directory, name, success)
+        await self._settle(wait=True)
+        await self._note(self._trainer.step_index, success)
 
     async def export(self, target: Path) -> None:
         """Write the weights as a Hugging Face checkpoint."""
@@ -362,33 +398,44 @@ class TrainWorker:
         self._samples.clear()
 
     async def _resume(self) -> None:
+        if self._writing is not None:
+            writing, self._writing, self._written = self._writing, None, []
+            await writing
         if self._unacknowledged:
             # Every lease goes back, those that were trained on since the last checkpoint too: make them durable first.
             self._unacknowledged = []
             await self._save()
         self._num_leases += 1  # what is open under the last name goes back with the others
-        newest = sorted(self._consumed)[-(RESUMED_STEPS + self._config.trainer.checkpoint_every) :]
+        settings = self._config.trainer
+        unacknowledged = settings.checkpoint_every * (1 + settings.background_checkpoints)
+        newest = sorted(self._consumed)[-(RESUMED_STEPS + unacknowledged) :]
         consumed = [name for step in newest for name in self._consumed[step]]
         await self._client.resume(
             job=self._config.job, attempt=self._attempt, consumed=consumed, run=self._run
         )
 
     async def close(self) -> None:
+        if self._writing is not None:
+            await asyncio.wait({self._writing})
         await self._client.close()
 
     async def _save(self) -> None:
+        await asyncio.to_thread(self._trainer.save, self._directory, **self._told())
+
+    def _told(self) -> dict[str, Any]:
+        """What a checkpoint of now is told."""
         from rose.train import checkpoint as checkpoints
 
-        oldest = self._trainer.step_index - checkpoints.CONSUMED_STEPS
-        self._consumed = {step: ids for step, ids in self._consumed.items() if step >= oldest}
-        await asyncio.to_thread(
-            self._trainer.save,
-            self._directory,
-            attempt=self._attempt,
-            version=self._trainer.step_index,
-            consumed=self._consumed,
-            keep=self._config.trainer.keep_checkpoints,
-        )
+        step = self._trainer.step_index
+        self._consumed = {
+            one: ids for one, ids in self._consumed.items() if one >= step - checkpoints.CONSUMED_STEPS
+        }
+        return {
+            "attempt": self._attempt,
+            "version": step,
+            "consumed": dict(self._consumed),
+            "keep": self._config.trainer.keep_checkpoints,
+        }
 
     async def _publish(self, learning_rate: float | None) -> dict[str, Any]:
         """Publish the weights as they are, then let no worker below them take a turn."""

@@ -11,6 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
+import msgspec
+
 from rose.errors import Conflict, RoseError, WeightsError
 from rose.lineage import WeightVersion
 from rose.weights import manifest
@@ -19,17 +21,28 @@ from rose.weights.store import Buffer, Store
 
 
 class Buckets:
-    """One writer's objects of one version on their way to the store; a context manager, used by one thread."""
+    """One writer's objects of one version on their way to the store; a context manager, used by one thread.
+
+    Args:
+        bound: Name each object with its BLAKE3 digest, for a manifest that is signed.
+    """
 
     def __init__(
-        self, store: Store, run_id: str, identity: WeightVersion, writer: int | str, bucket_bytes: int
+        self,
+        store: Store,
+        run_id: str,
+        identity: WeightVersion,
+        writer: int | str,
+        bucket_bytes: int,
+        *,
+        bound: bool,
     ) -> None:
         self._store, self._run_id, self._identity, self._writer = store, run_id, identity, writer
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes, self._bound = bucket_bytes, bound
         self._buffer = bytearray()
         self._objects: list[ObjectRef] = []
         self._uploader = ThreadPoolExecutor(1, thread_name_prefix="rose-upload")
-        self._upload: Future[None] | None = None
+        self._upload: Future[str | None] | None = None
         self._created: list[str] = []
 
     def add(self, payload: Buffer) -> tuple[int, int]:
@@ -60,16 +73,19 @@ class Buckets:
         data, self._buffer = self._buffer, bytearray()
         xxh3 = manifest.digest(data)
         key = manifest.object_key(self._run_id, self._identity, self._writer, len(self._objects), xxh3)
-        self._objects.append(ObjectRef(key=key, nbytes=len(data), xxh3=xxh3))
         self._wait()  # one upload at a time: memory stays at two buckets
+        self._objects.append(ObjectRef(key=key, nbytes=len(data), xxh3=xxh3))
         self._upload = self._uploader.submit(self._put, key, data)
 
-    def _put(self, key: str, data: bytearray) -> None:
+    def _put(self, key: str, data: bytearray) -> str | None:
+        """Returns the digest, which is made here: the next bucket fills meanwhile."""
+        strong = manifest.strong_digest(data) if self._bound else None
         try:
             self._created.append(key)
             self._store.put_new(key, data)
         except Conflict:  # an earlier try of the same version: the name says it is the same content
             self._created.pop()
+        return strong
 
     def discard(self) -> None:
         """Delete what was uploaded here, as far as the store can be reached.  Nothing refers to it."""
@@ -82,7 +98,7 @@ class Buckets:
     def _wait(self) -> None:
         upload, self._upload = self._upload, None
         if upload is not None:
-            upload.result()
+            self._objects[-1] = msgspec.structs.replace(self._objects[-1], blake3=upload.result())
 
     def __enter__(self) -> Self:
         return self

@@ -1,26 +1,35 @@
-"""``rose relay`` and ``rose weights ls | verify | diff | gc``; mounted by :mod:`rose.cli`."""
+"""``rose relay`` and ``rose weights ls | verify | diff | compose | gc``; mounted by :mod:`rose.cli`."""
 
 from __future__ import annotations
 
 import logging
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
-from rose.auth import PARTS, Tokens
-from rose.errors import ConfigError, NotFound, RoseError, SectionCorrupt
+from rose.auth import Tokens, read_key
+from rose.errors import ConfigError, NotAuthentic, NotFound, RoseError, SectionCorrupt
 from rose.lineage import WeightVersion
+from rose.signatures import PublicKeys, SigningKey
 from rose.units import format_bytes
-from rose.weights import manifest, retention
+from rose.weights import composer, manifest, retention, sealed, upkeep
 from rose.weights.manifest import Kind, Manifest
+from rose.weights.params import WeightsParams
 from rose.weights.spec import TensorSpec
 from rose.weights.store import FileStore, Store
+from rose.weights.stores import open_store
 from rose.wire.hosts import in_url
 
 app = typer.Typer(help="Look at published weight versions.", no_args_is_help=True, add_completion=False)
 relay_app = typer.Typer(add_completion=False)
+_ABOVE_TIMEOUT_S, _ABOVE_PATIENCE_S = 10.0, 3.0  # readers here have other addresses to go to
+_log = logging.getLogger(__name__)
+UNCHECKED = "none"
+_WAIT_S = 30.0
 
 TokenFile = Annotated[
     Path | None, typer.Option(help="Tokens by role (rose tokens PATH); default: $ROSE_TOKEN_FILE.")
@@ -31,6 +40,12 @@ Relay = Annotated[
 Folder = Annotated[
     Path | None, typer.Option("--directory", help="Folder of a relay or file store, read in place.")
 ]
+PublicKey = Annotated[
+    str | None,
+    typer.Option(
+        help="Whose signatures count, as ed25519:KEY; none: nobody's, nothing is checked; default: public_key of the token file, where there is one."
+    ),
+]
 RunId = Annotated[str, typer.Argument(help="The run's name.")]
 
 
@@ -40,26 +55,72 @@ def relay(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks one.")] = 8470,
     token_file: TokenFile = None,
+    public_key: PublicKey = None,
     max_object_mib: Annotated[int, typer.Option(min=1, max=1024, help="Largest object.")] = 1024,
     max_total_gib: Annotated[
         float | None, typer.Option(min=0.001, help="All objects together; default: what the disk holds.")
     ] = None,
     fsync: Annotated[bool, typer.Option(help="Survive a restart of the machine; off for tmpfs.")] = True,
+    upstream: Annotated[
+        str | None,
+        typer.Option(
+            help="Keep copies of another store's objects: the relay above, or several with commas between them, the nearest first."
+            " The folder is a cache then; default size: half of what its disk has free."
+        ),
+    ] = None,
 ) -> None:
-    """The weight relay: versioned objects over HTTP, from the trainer to the nodes."""
-    from rose.weights.relay import run_relay
+    """The weight relay: versioned objects over HTTP, from the trainer to the nodes.
+
+    One relay serves a cluster.  For more, or over a slow link, run a tree: each further relay names the one above it with --upstream,
+    pulls every object once and serves it to its own readers.
+
+    The token of role [bold]relay[/bold] reads, that of role [bold]publish[/bold] writes. Heads that no pinned key signed are refused; without a
+    public key all are taken, and only the nodes check. A relay with --upstream passes on what it is given.
+    """
+    from rose.weights import relay as relays
+    from rose.weights.pull_through import PullThroughRelay
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    run_relay(
+    tokens = Tokens.load(token_file, ["relay", "publish"] if upstream is None else ["relay"])
+    trusted = None if upstream is not None else _pinned(tokens, public_key)
+    total_bytes = None if max_total_gib is None else int(max_total_gib * (1 << 30))
+
+    def make() -> relays.Relay:
+        files = FileStore(
+            directory,
+            max_object_bytes=max_object_mib << 20,
+            max_total_bytes=None if upstream else total_bytes,
+            durable=fsync and upstream is None,
+        )
+        if upstream is None:
+            return relays.Relay(files, tokens, trusted)
+        limit = total_bytes or files.total_bytes + shutil.disk_usage(directory).free // 2
+        above = open_store(upstream, tokens.relay, timeout_s=_ABOVE_TIMEOUT_S, patience_s=_ABOVE_PATIENCE_S)
+        return PullThroughRelay(files, tokens, above, limit, name=upstream)
+
+    source = "" if upstream is None else f", copies of {upstream}"
+    relays.run_relay(
+        make,
         host=host,
         port=port,
-        directory=directory,
-        tokens=Tokens.load(token_file, PARTS["relay"]),
-        max_object_bytes=max_object_mib << 20,
-        max_total_bytes=None if max_total_gib is None else int(max_total_gib * (1 << 30)),
-        durable=fsync,
-        started=lambda taken: typer.echo(f"relay at http://{in_url(host)}:{taken}, objects in {directory}"),
+        started=lambda taken: typer.echo(
+            f"relay at http://{in_url(host)}:{taken}, objects in {directory}{source}"
+        ),
     )
+
+
+def _pinned(tokens: Tokens, public_key: str | None) -> PublicKeys | None:
+    """Whose heads a relay takes; None: anybody's.  Says what the token file leaves open."""
+    if not tokens.has_publish:
+        _log.warning("whoever may read may write: the token file has no publish (rose tokens FILE --upgrade)")
+    if public_key == UNCHECKED:
+        return None
+    if public_key is None and not tokens.public_key:
+        _log.warning(
+            "heads are not checked here: the token file has no public_key (rose tokens FILE --upgrade)"
+        )
+        return None
+    return PublicKeys.parse(public_key or tokens.public_key)
 
 
 def relay_main() -> None:
@@ -69,10 +130,14 @@ def relay_main() -> None:
 
 @app.command("ls")
 def list_versions(
-    run_id: RunId, relay: Relay = None, directory: Folder = None, token_file: TokenFile = None
+    run_id: RunId,
+    relay: Relay = None,
+    directory: Folder = None,
+    token_file: TokenFile = None,
+    public_key: PublicKey = None,
 ) -> None:
     """List the versions of a run, oldest first; the head is marked."""
-    store = _open(relay, directory, token_file)
+    store = _open(relay, directory, token_file, public_key)
     head = store.get_head(run_id)
     head_version = None if head is None else head.identity
     typer.echo(f"{'version':>12}  {'kind':<7} {'from':>10}  {'sent':>10} {'dense':>10}  {'changed':>8}  step")
@@ -95,12 +160,16 @@ def list_versions(
 
 @app.command()
 def verify(
-    run_id: RunId, relay: Relay = None, directory: Folder = None, token_file: TokenFile = None
+    run_id: RunId,
+    relay: Relay = None,
+    directory: Folder = None,
+    token_file: TokenFile = None,
+    public_key: PublicKey = None,
 ) -> None:
     """Check every object of every version, then rebuild the head from its anchor and prove its state hashes."""
     from rose.weights.subscriber import WeightSubscriber
 
-    store = _open(relay, directory, token_file)
+    store = _open(relay, directory, token_file, public_key)
     num_bad = 0
     for identity in manifest.versions_in(store.list(f"{run_id}/"), run_id):
         damage: list[str] = []
@@ -139,6 +208,7 @@ def diff(
     relay: Relay = None,
     directory: Folder = None,
     token_file: TokenFile = None,
+    public_key: PublicKey = None,
     limit: Annotated[int, typer.Option(min=1, help="Tensors shown, most changed first.")] = 30,
 ) -> None:
     """What changed between two versions, tensor by tensor: from their manifests, without fetching weights.
@@ -146,7 +216,7 @@ def diff(
     A weight that changed in several of the versions between is counted once for each, so counts over more than
     one version are upper bounds.
     """
-    store = _open(relay, directory, token_file)
+    store = _open(relay, directory, token_file, public_key)
     begin = WeightVersion.parse(first, field="first")
     head = store.get_head(run_id)
     if head is None:
@@ -209,33 +279,90 @@ def _specs_of(store: Store, run_id: str, identity: WeightVersion) -> dict[str, T
 
 
 @app.command()
+def compose(
+    run_id: RunId,
+    key: Annotated[
+        Path,
+        typer.Option(
+            help="The key that signs: rose tokens TOKENS --anchor-key FILE makes one that may sign anchors only."
+        ),
+    ],
+    relay: Relay = None,
+    directory: Folder = None,
+    token_file: TokenFile = None,
+    every: Annotated[
+        int, typer.Option(min=1, help="Once the head is so many versions past its anchor.")
+    ] = 20,
+    follow: Annotated[bool, typer.Option(help="Go on, until Ctrl-C.")] = False,
+) -> None:
+    """Compose an anchor of the head from the one before and the deltas since, beside a trainer that leaves it to others.
+
+    For a trainer with [bold]WeightsParams(compose=False)[/bold]: it takes what it finds here, and engines that join start there.
+    """
+    store = _open(relay, directory, token_file, role="publish", key=read_key(key))
+    console = Console(stderr=True)
+    at: WeightVersion | None = None
+    while True:
+        head = store.wait_head(run_id, at, _WAIT_S if follow else 0.0)
+        if head is not None:
+            at = head.identity
+            record = retention.read_manifest(store, run_id, at, head.kind)
+            num_since = at.version - record.anchor[1]
+            if num_since >= every:
+                with console.status(f"composing {at}"), upkeep.holding(store, run_id, at) as still_held:
+                    anchor = composer.compose(store, run_id, at, WeightsParams(), still_held)
+                typer.echo(f"composed {at}, {format_bytes(anchor.bytes_sent)}")
+            elif not follow:
+                typer.echo(
+                    f"{at} is {num_since} versions past its anchor, and nothing is to do (--every {every})"
+                )
+        elif not follow:
+            typer.echo("no version is published")
+        if not follow:
+            return
+
+
+@app.command()
 def gc(
     run_id: RunId,
     relay: Relay = None,
     directory: Folder = None,
     token_file: TokenFile = None,
+    public_key: PublicKey = None,
     ignore_leases: Annotated[
         bool, typer.Option(help="Also what only readers' leases keep; they start over from the head.")
     ] = False,
 ) -> None:
     """Delete versions that no reader can need, and what failed publishes left; leased versions stay."""
     need = retention.Need.OVER if ignore_leases else retention.Need.TIDY
-    deleted = retention.collect(_open(relay, directory, token_file), run_id, need)
+    deleted = retention.collect(_open(relay, directory, token_file, public_key, "publish"), run_id, need)
     typer.echo(f"deleted {len(deleted)} versions" + (f", up to {deleted[-1]}" if deleted else ""))
 
 
-def _open(url: str | None, directory: Path | None, token_file: Path | None) -> Store:
+def _open(
+    url: str | None,
+    directory: Path | None,
+    token_file: Path | None,
+    public_key: str | None = None,
+    role: str = "relay",
+    key: SigningKey | None = None,
+) -> Store:
+    """The store that was named; what is read of it is checked where a public key is known."""
     if (url is None) == (directory is None):
         raise ConfigError("give one of --relay URL and --directory PATH", field="rose weights")
+    token, pinned = "", "" if public_key == UNCHECKED else public_key or (key.public if key else "")
     if directory is not None:
         if not (directory / "objects").is_dir():
             raise ConfigError(f"{directory} is not the folder of a store", field="directory")
-        return FileStore(directory)
-    from rose.weights.stores import open_store
-
+        url = str(directory)
     assert url is not None
-    needs_token = url.startswith(("http://", "https://"))
-    return open_store(url, Tokens.load(token_file, ["relay"]).relay if needs_token else "")
+    if url.startswith(("http://", "https://")):
+        tokens = Tokens.load(token_file, [role])
+        token = getattr(tokens, role)
+        pinned = pinned or (tokens.public_key if public_key is None else "")
+    elif token_file is not None and public_key is None:
+        pinned = pinned or Tokens.load(token_file, []).public_key
+    return open_store(url, token, trusted=PublicKeys.parse(pinned) if pinned else None, key=key)
 
 
 def _manifests(
@@ -263,8 +390,12 @@ def _check_objects(store: Store, record: Manifest) -> str | None:
             data = memoryview(store.get(reference.key, max_bytes=reference.nbytes))
         except RoseError as error:
             return str(error)
-        if len(data) != reference.nbytes or manifest.digest(data) != reference.xxh3:
-            return f"{reference.key}: checksum is wrong"
+        try:
+            sealed.require_bound(store, reference)
+            if not sealed.check_content(reference, data):
+                return f"{reference.key}: checksum is wrong"
+        except NotAuthentic as error:
+            return str(error)
         for section in record.sections:
             piece = data[section.offset : section.offset + section.nbytes]
             if record.objects[section.object] is reference and manifest.digest(piece) != section.xxh3:

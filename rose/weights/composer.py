@@ -3,8 +3,8 @@
 :func:`compose` reads both from the store, tensor by tensor, and writes the same state as one anchor of a version that is
 published already.  Any process that reaches the store may do it; nothing of the trainer's is needed, so a slow store
 delays the anchor and nobody else.  What comes out is proved before it counts: every section by its checksum, every
-tensor by the state hash that the version's own delta claims, bit for bit.  Only then is the manifest written; a failure
-before that deletes what it had uploaded.
+tensor by the state hash that the version's own delta claims, bit for bit, and where versions are signed every object by its digest.
+Only then is the manifest written; a failure before that deletes what it had uploaded.
 
 Memory: the largest tensor, two buckets, and a window of each object that is being read.
 """
@@ -12,14 +12,18 @@ Memory: the largest tensor, two buckets, and a window of each object that is bei
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
+from blake3 import blake3
 
-from rose.errors import NotFound, RequestError, SectionCorrupt, WeightsError
+from rose.errors import Conflict, NotAuthentic, NotFound, RequestError, SectionCorrupt, WeightsError
 from rose.lineage import WeightVersion
-from rose.weights import boxes, codec, manifest, retention, statehash
+from rose.weights import boxes, codec, manifest, retention, sealed, statehash
 from rose.weights.buckets import Buckets
 from rose.weights.manifest import ObjectRef, Section, TensorState
 from rose.weights.params import WeightsParams
@@ -65,7 +69,8 @@ def compose(
     sources = [_Source(store, step) for step in steps]
     anchor = steps[0]
     sections: list[Section] = []
-    with Buckets(store, run_id, target, manifest.COMPOSED, params.bucket_bytes) as buckets:
+    bound = sealed.is_sealed(store)
+    with Buckets(store, run_id, target, manifest.COMPOSED, params.bucket_bytes, bound=bound) as buckets:
         try:
             for tensor in newest.tensors:
                 if stopped():
@@ -78,12 +83,45 @@ def compose(
                         field=spec.name,
                     )
                 sections += _written(spec, bits, sources[0].of(spec.name), buckets)
+            for source in sources:
+                source.close()
             record = _described(newest, buckets.close(), sections)
-            store.put_new(manifest.manifest_key(run_id, target, "anchor"), manifest.encode_manifest(record))
+            _put(store, manifest.manifest_key(run_id, target, "anchor"), record)
         except BaseException:
             buckets.discard()
             raise
     return record
+
+
+def _put(store: Store, key: str, record: manifest.Manifest) -> None:
+    data = sealed.stored_manifest(store, record)
+    try:
+        store.put_new(key, data)
+    except Conflict:
+        try:
+            retention.read_manifest(store, record.run_id, record.identity, "anchor")
+        except SectionCorrupt as error:
+            if not sealed.remove_forged(store, key, error):
+                raise
+            store.put_new(key, data)
+        else:
+            raise
+
+
+@dataclass(slots=True)
+class _Reading:
+    """How far an object has been read: once, from its beginning, so that what is used is what its digest is of."""
+
+    num_left: int
+    """Sections that nobody has asked for."""
+    hasher: Any
+    """None: no digest binds it."""
+    begin: int = 0
+    window: Content = b""
+
+    @property
+    def end(self) -> int:
+        return self.begin + len(self.window)
 
 
 class _Source:
@@ -92,27 +130,69 @@ class _Source:
     def __init__(self, store: Store, record: manifest.Manifest) -> None:
         self._store, self.record = store, record
         self._by_tensor = record.sections_by_tensor()
-        self._windows: dict[int, tuple[int, Content]] = {}
+        for reference in record.objects:
+            sealed.require_bound(store, reference)
+        counts = Counter(section.object for section in record.sections)
+        self._readings = {
+            number: _Reading(counts[number], blake3() if reference.blake3 else None)
+            for number, reference in enumerate(record.objects)
+        }
 
     def of(self, tensor: str) -> list[Section]:
         return self._by_tensor.get(tensor, [])
 
     def payload(self, section: Section) -> memoryview:
-        """Raises WeightsError when it is damaged or gone."""
-        begin, window = self._windows.get(section.object, (0, b""))
-        if not (begin <= section.offset and section.offset + section.nbytes <= begin + len(window)):
-            reference = self.record.objects[section.object]
-            begin = section.offset
-            count = min(max(section.nbytes, WINDOW_BYTES), reference.nbytes - begin)
-            window = self._read(reference, begin, count)
-            if begin + count < reference.nbytes:
-                self._windows[section.object] = begin, window
-            else:
-                self._windows.pop(section.object, None)
-        found = memoryview(window)[section.offset - begin : section.offset - begin + section.nbytes]
+        """Raises WeightsError when it is damaged, replaced or gone; of what was replaced, :meth:`close` at the latest."""
+        reference, reading = self.record.objects[section.object], self._readings[section.object]
+        if section.offset < reading.begin:  # not in the order of its object
+            whole = self._read(reference, 0, reference.nbytes)
+            if not sealed.check_content(reference, whole):
+                raise SectionCorrupt("is damaged", field=reference.key)
+            found = memoryview(whole)[section.offset : section.offset + section.nbytes]
+        else:
+            if section.offset + section.nbytes > reading.end:
+                self._read_on(reference, reading, section)
+            offset = section.offset - reading.begin
+            found = memoryview(reading.window)[offset : offset + section.nbytes]
         if manifest.digest(found) != section.xxh3:
-            raise SectionCorrupt("checksum is wrong", field=self.record.objects[section.object].key)
+            raise SectionCorrupt("checksum is wrong", field=reference.key)
+        reading.num_left -= 1
+        if not reading.num_left:
+            self._finish(reference, reading)
         return found
+
+    def close(self) -> None:
+        """Raises WeightsError where something that was used is not what its manifest binds."""
+        for number, reading in self._readings.items():
+            if reading.end:
+                self._finish(self.record.objects[number], reading)
+
+    def _read_on(self, reference: ObjectRef, reading: _Reading, section: Section) -> None:
+        """Move the window to the section."""
+        kept = bytes(reading.window[section.offset - reading.begin :])
+        if reading.hasher is not None:
+            self._hash_up_to(reference, reading, section.offset)
+        at = max(reading.end, section.offset)
+        count = min(max(section.offset + section.nbytes - at, WINDOW_BYTES), reference.nbytes - at)
+        fresh = self._read(reference, at, count)
+        if reading.hasher is not None:
+            reading.hasher.update(fresh)
+        reading.begin, reading.window = section.offset, kept + fresh
+
+    def _hash_up_to(self, reference: ObjectRef, reading: _Reading, stop: int) -> None:
+        """Bytes that no section has."""
+        while reading.end < stop:
+            piece = self._read(reference, reading.end, min(WINDOW_BYTES, stop - reading.end))
+            reading.hasher.update(piece)
+            reading.begin, reading.window = reading.end, piece
+
+    def _finish(self, reference: ObjectRef, reading: _Reading) -> None:
+        if reading.hasher is not None:
+            self._hash_up_to(reference, reading, reference.nbytes)
+            if reading.hasher.hexdigest() != reference.blake3:
+                raise NotAuthentic("is not what was signed", field=reference.key)
+            reading.hasher = None
+        reading.begin, reading.window = reference.nbytes, b""
 
     def _read(self, reference: ObjectRef, offset: int, nbytes: int) -> Content:
         try:

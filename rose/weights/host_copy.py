@@ -34,6 +34,10 @@ _log = logging.getLogger(__name__)
 SCHEMA = 1
 
 
+class InUse(ConfigError):
+    """Another process has the directory."""
+
+
 class _TensorRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     dtype: str
@@ -55,7 +59,8 @@ class HostCopy:
         directory: Created if missing; ``/dev/shm`` for speed, a disk to survive a restart of the machine.
 
     Raises:
-        ConfigError: Another process uses the directory, or it cannot be written.
+        InUse: Another process uses the directory.
+        ConfigError: It cannot be written.
     """
 
     def __init__(self, directory: Path | str, run_id: str) -> None:
@@ -76,7 +81,7 @@ class HostCopy:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._lock.close()
-            raise ConfigError(f"{directory} is in use by another process", field="directory") from None
+            raise InUse(f"{directory} is in use by another process", field="directory") from None
         self._load()
 
     @property
@@ -226,6 +231,33 @@ class HostCopy:
                 mapping.close()
             except BufferError:
                 pass  # a caller still looks at it; it goes with the last view
+
+
+def in_use(directory: Path) -> bool:
+    """Whether some process has the copy open."""
+    try:
+        with (directory / "lock").open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def remove(directory: Path) -> bool:
+    """Remove a copy that no process has open, with all that lies there; False where one has, or it cannot be removed."""
+    if directory.is_symlink():
+        return False
+    try:
+        with (directory / "lock").open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(directory, ignore_errors=True)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return not os.path.lexists(directory)
 
 
 def _offsets(specs: list[TensorSpec]) -> dict[str, int]:

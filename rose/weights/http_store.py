@@ -1,6 +1,7 @@
 """The client side of the relay: a :class:`~rose.weights.store.Store` over HTTP.
 
 A read that breaks goes on by Range from the byte where it broke; a relay that restarts in between is not noticed.
+Of several relays the first that answers is asked (:mod:`rose.weights.addresses`): a transfer that one of them breaks off goes on at another.
 A write is repeated whole; when the answer to an earlier try was lost, a Conflict is checked against the bytes that
 are there before it is reported.  Only transport faults and 5xx are retried, with growing pauses, until
 ``patience_s`` has passed without progress; then CapacityError says that the relay cannot be reached.
@@ -16,7 +17,8 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -35,6 +37,7 @@ from rose.errors import (
 )
 from rose.lineage import WeightVersion
 from rose.weights import manifest
+from rose.weights.addresses import Preference
 from rose.weights.manifest import MAX_OBJECT_BYTES, Head, check_key, check_run_id
 from rose.weights.store import (
     MAX_HEAD_BYTES,
@@ -50,6 +53,9 @@ from rose.wire.errors import read_refusal
 MAX_LIST_BYTES = 64 << 20
 _MAX_ERROR_BYTES = 64 << 10
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 1.0
+_CONNECT_S = 5.0
+_PIECE_BYTES = 256 << 10
+_MAX_DISTRUSTED = 1000
 _BROKEN = (OSError, http.client.HTTPException)
 _ERRORS: dict[int, type[RequestError]] = {
     401: Unauthorized,
@@ -65,23 +71,42 @@ class _Retry(Exception):
     """A fault that another try may cure."""
 
 
+class _Stale(_Retry):
+    """A kept connection that the relay had closed meanwhile: it says nothing of how the relay is."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Address:
+    host: str
+    port: int | None
+    path: str
+    tls: bool
+
+    @classmethod
+    def parse(cls, url: str) -> _Address:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
+            raise ConfigError(f"{url!r} is not of the form http://HOST:PORT", field="relay.url")
+        return cls(parts.hostname, parts.port, parts.path.rstrip("/"), parts.scheme == "https")
+
+
 class HttpStore:
     """See the module's docstring.
 
     Args:
-        url: ``http://host:port`` or ``https://...`` of a relay, with an optional path prefix.
-        token: Bearer token of role relay.
+        url: ``http://host:port`` or ``https://...`` of a relay, with an optional path prefix; or several with commas between them,
+            the preferred first: the nearest relay, its parent, the root.
+        token: Bearer token of role relay to read, of role publish to write too.
         timeout_s: Of one socket operation, not of a transfer.
         patience_s: How long to go on trying without progress.
     """
 
     def __init__(self, url: str, token: str, *, timeout_s: float = 30.0, patience_s: float = 20.0) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
-            raise ConfigError(f"{url!r} is not of the form http://HOST:PORT", field="relay.url")
-        self.url = url.rstrip("/")
-        self._path = parts.path.rstrip("/")
-        self._host, self._port, self._tls = parts.hostname, parts.port, parts.scheme == "https"
+        urls = [each.strip().rstrip("/") for each in url.split(",") if each.strip()] or [url]
+        self.url = ",".join(urls)
+        self._preference = Preference([_Address.parse(each) for each in urls])
+        self._preference_lock = threading.Lock()
+        self._distrusted: set[str] = set()
         self._token = token
         self._timeout_s = timeout_s
         self._patience_s = patience_s
@@ -110,7 +135,7 @@ class HttpStore:
         body = memoryview(data).cast("B")
         headers = {"X-Rose-Xxh3": manifest.digest(body), "Content-Type": "application/octet-stream"}
         lost_answer = False
-        patience = _Patience(self._patience_s, self._closed)
+        patience = self._patience()
         while True:
             try:
                 self._send("PUT", path, body=body, headers=headers)
@@ -140,9 +165,9 @@ class HttpStore:
         path = f"/objects/{check_key(key)}"
         buffer: bytearray | None = None if nbytes is None else bytearray(nbytes)
         done = 0
-        patience = _Patience(self._patience_s, self._closed)
+        patience = self._patience()
         while buffer is None or done < len(buffer):
-            headers = {}
+            headers = self._past_caches(key) if offset + done == 0 else {}
             if buffer is not None:
                 headers["Range"] = f"bytes={offset + done}-{offset + len(buffer) - 1}"
             try:
@@ -168,6 +193,50 @@ class HttpStore:
             except (_Retry, *_BROKEN) as error:
                 patience.pause(self.url, error)
         return buffer
+
+    def stream(self, key: str, begin: Callable[[int], None], write: Callable[[memoryview], None]) -> None:
+        """Read a whole object in pieces, as they arrive; what ``begin`` and ``write`` raise ends it.
+
+        Args:
+            begin: Told the object's size before the first piece.
+            write: Given the pieces in order; the memory is used again.
+        """
+        path = f"/objects/{check_key(key)}"
+        piece = memoryview(bytearray(_PIECE_BYTES))
+        total: int | None = None
+        done = 0
+        patience = self._patience()
+        while total is None or done < total:
+            headers = {"Range": f"bytes={done}-{total - 1}"} if total is not None else self._past_caches(key)
+            try:
+                with self._request("GET", path, headers=headers) as response:
+                    if response.length is None:
+                        raise _Retry("answer without a length")
+                    if total is None:
+                        total = response.length
+                        begin(total)
+                    elif response.status != 206 or response.length != total - done:
+                        raise RequestError("is of another size now", field=key, status=416)
+                    while done < total:
+                        count = response.readinto(piece[: total - done])
+                        if not count:
+                            raise _Retry(f"connection ended {total - done} bytes early")
+                        write(piece[:count])
+                        done += count
+                        patience.progress()
+            except (_Retry, *_BROKEN) as error:
+                patience.pause(self.url, error)
+
+    def distrust(self, key: str) -> None:
+        """What was read of ``key`` is damaged: the next read from its start asks relays not to answer from what they keep."""
+        if len(self._distrusted) < _MAX_DISTRUSTED:
+            self._distrusted.add(check_key(key))
+
+    def _past_caches(self, key: str) -> dict[str, str]:
+        if key not in self._distrusted:
+            return {}
+        self._distrusted.discard(key)
+        return {"Cache-Control": "no-cache"}
 
     def stat(self, key: str) -> ObjectStat:
         _, headers = self._call("HEAD", f"/objects/{check_key(key)}", 0)
@@ -230,11 +299,14 @@ class HttpStore:
 
     # -- transport
 
+    def _patience(self) -> _Patience:
+        return _Patience(self._patience_s, self._closed, len(self._preference.all))
+
     def _call(
         self, method: str, path: str, max_bytes: int, body: Buffer | None = None
     ) -> tuple[bytes, Mapping[str, str]]:
         """A request that may simply be repeated, with a small answer."""
-        patience = _Patience(self._patience_s, self._closed)
+        patience = self._patience()
         while True:
             try:
                 return self._send(method, path, body=body, max_bytes=max_bytes)
@@ -267,27 +339,64 @@ class HttpStore:
         """Send, and raise the error that the status means.  Raises _Retry or a transport error when broken."""
         if self._closed.is_set():
             raise CapacityError("store is closed", retry_after_s=None)
-        connection = self._connection()
-        response = _Response(connection)
-        with response.on_error_close():
-            all_headers = {"Authorization": f"Bearer {self._token}", **headers}
-            try:
-                connection.request(method, quote(self._path) + path, body=body, headers=all_headers)
-            except (BrokenPipeError, ConnectionResetError):
-                # A relay may refuse an upload before its end; the answer is then waiting to be read.
-                if body is None:
-                    raise
-            response.start()
-            if response.status >= 300:
-                raise response.error(path)
+        with self._preference_lock:
+            number = self._preference.current(time.monotonic())
+        try:
+            response = self._ask(number, method, path, body, headers)
+        except _Stale:
+            raise
+        except (_Retry, *_BROKEN):
+            self._heard(number, False)
+            raise
+        self._heard(number, True)
+        response.broke = lambda: self._heard(number, False)
         return response
 
-    def _connection(self) -> http.client.HTTPConnection:
-        connection = getattr(self._local, "connection", None)
+    def _heard(self, number: int, well: bool) -> None:
+        with self._preference_lock:
+            if well:
+                self._preference.answered(number)
+            else:
+                self._preference.failed(number, time.monotonic())
+
+    def _ask(
+        self, number: int, method: str, path: str, body: Buffer | None, headers: Mapping[str, str]
+    ) -> _Response:
+        address = self._preference.all[number]
+        connection = self._connection(number)
+        response = _Response(connection)
+        with response.on_error_close():
+            is_kept = connection.sock is not None
+            if not is_kept:
+                # A host that is gone is told from one that is slow: there may be another.
+                connection.timeout = min(_CONNECT_S, self._timeout_s)
+                connection.connect()
+                connection.sock.settimeout(self._timeout_s)
+            all_headers = {"Authorization": f"Bearer {self._token}", **headers}
+            try:
+                try:
+                    connection.request(method, quote(address.path) + path, body=body, headers=all_headers)
+                except (BrokenPipeError, ConnectionResetError):
+                    # A relay may refuse an upload before its end; the answer is then waiting to be read.
+                    if body is None:
+                        raise
+                response.start()
+            except ConnectionError as error:
+                raise _Stale(str(error)) if is_kept else error from error
+            if response.status >= 300:
+                raise response.error(path, method)
+        return response
+
+    def _connection(self, number: int) -> http.client.HTTPConnection:
+        """This thread's, to that address."""
+        connections = getattr(self._local, "connections", None)
+        if connections is None:
+            connections = self._local.connections = {}
+        connection = connections.get(number)
         if connection is None:
-            kind = http.client.HTTPSConnection if self._tls else http.client.HTTPConnection
-            connection = kind(self._host, self._port, timeout=self._timeout_s)
-            self._local.connection = connection
+            address = self._preference.all[number]
+            kind = http.client.HTTPSConnection if address.tls else http.client.HTTPConnection
+            connection = connections[number] = kind(address.host, address.port)
             self._open.add(connection)
         return connection
 
@@ -298,6 +407,7 @@ class _Response:
     def __init__(self, connection: http.client.HTTPConnection) -> None:
         self._connection = connection
         self._response: Any = None
+        self.broke: Callable[[], None] = lambda: None
 
     def start(self) -> None:
         self._response = self._connection.getresponse()
@@ -315,13 +425,15 @@ class _Response:
     def readinto(self, view: memoryview) -> int:
         return self._response.readinto(view)
 
-    def error(self, path: str) -> Exception:
+    def error(self, path: str, method: str) -> Exception:
         """What this failure means, in our words; the relay's message is kept, bounded."""
         text = self.read(_MAX_ERROR_BYTES)
         said = read_refusal(text)
         message = said.message or f"relay answered {self.status}"
         field, code = said.field or path.partition("?")[0], said.code
-        if self.status == 507:
+        if (
+            self.status == 507 and method != "GET"
+        ):  # one whose cache is too small is no obstacle at its parent
             return CapacityError(message, status=507, field=field)
         if self.status >= 500:
             return _Retry(message)
@@ -341,6 +453,8 @@ class _Response:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if isinstance(error, (_Retry, *_BROKEN)):
+            self.broke()
         if error is not None or not self._response.isclosed():
             self._connection.close()
 
@@ -358,20 +472,24 @@ class _CloseOnError:
 
 
 class _Patience:
-    """Pauses between tries, and the end of them."""
+    """Pauses between tries, and the end of them; each address is tried before the first."""
 
-    def __init__(self, patience_s: float, closed: threading.Event) -> None:
-        self._patience_s, self._closed = patience_s, closed
+    def __init__(self, patience_s: float, closed: threading.Event, num_addresses: int) -> None:
+        self._patience_s, self._closed, self._num_addresses = patience_s, closed, num_addresses
         self.progress()
 
     def progress(self) -> None:
         self._until_s = time.monotonic() + self._patience_s
         self._pause_s = _FIRST_PAUSE_S
+        self._num_tries = 0
 
     def pause(self, url: str, error: Exception) -> None:
         """Wait before the next try, or give up."""
         if self._closed.is_set():
             raise CapacityError("store is closed", retry_after_s=None) from error
+        self._num_tries += 1
+        if self._num_tries < self._num_addresses:
+            return
         if time.monotonic() + self._pause_s > self._until_s:
             raise CapacityError(
                 f"relay {url} cannot be reached: {str(error) or type(error).__name__}"

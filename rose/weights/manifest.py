@@ -17,19 +17,24 @@ outside their object or tensor, overlaps, a base of another attempt, hashes that
 What it lets pass can be trusted in shape; contents are checked against ``xxh3`` (transport) and ``dh`` (meaning).
 
 Lineages cannot mix: a delta's base has the delta's own attempt.
+
+**Signed** (:mod:`rose.weights.sealed`), a manifest is a line ``rose-seal SEAL`` before the JSON, a head has its seal in itself, and
+every object is named with its BLAKE3 digest.  Here seals are carried and not judged.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 import xxhash
+from blake3 import blake3
 
 from rose.errors import RequestError, SectionCorrupt, WeightsError
 from rose.lineage import WeightVersion, check_run
+from rose.signatures import MAX_SEAL_CHARS
 from rose.weights import boxes, statehash
 from rose.weights.boxes import Box
 from rose.weights.spec import MAX_TENSORS, TensorSpec, model_digest
@@ -48,13 +53,20 @@ Kind = Literal["delta", "anchor"]
 Encoding = Literal["planes", "raw"]
 _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}(/[A-Za-z0-9][A-Za-z0-9._-]{0,127}){0,7}")
 _XXH3 = re.compile(r"[0-9a-f]{32}")
+_BLAKE3 = re.compile(r"[0-9a-f]{64}")
+_SEAL_LINE = b"rose-seal "
+_MAX_SEAL_BYTES = len(_SEAL_LINE) + MAX_SEAL_CHARS + 1
+MAX_STORED_BYTES = MAX_MANIFEST_BYTES + _MAX_SEAL_BYTES
+"""Of a manifest with its seal."""
 
 
-class ObjectRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ObjectRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     key: str
     nbytes: int
     xxh3: str
     """xxh3_128 over the object's bytes, in hex."""
+    blake3: str | None = None
+    """BLAKE3 over the same, in hex; None where nothing is signed."""
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -141,7 +153,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return found
 
 
-class Head(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Head(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The newest version of a run, and the manifest to read first."""
 
     schema: int
@@ -150,6 +162,8 @@ class Head(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     version: int
     kind: Kind
     manifest: ObjectRef
+    seal: Annotated[str, msgspec.Meta(max_length=MAX_SEAL_CHARS)] | None = None
+    """Over the head without it."""
 
     @property
     def identity(self) -> WeightVersion:
@@ -205,6 +219,32 @@ def encode(record: Manifest | Head) -> bytes:
     return msgspec.json.encode(record)
 
 
+def strong_digest(data: bytes | bytearray | memoryview) -> str:
+    """BLAKE3 in hex: nobody can make other bytes of the same digest."""
+    return blake3(data).hexdigest()
+
+
+def is_manifest(key: str) -> bool:
+    """Whether an object key is a manifest's."""
+    return key.endswith(("/delta.json", "/anchor.json"))
+
+
+def with_seal(body: bytes, seal: str) -> bytes:
+    """The manifest as it is stored."""
+    return b"".join((_SEAL_LINE, seal.encode(), b"\n", body))
+
+
+def split_seal(data: bytes | bytearray | memoryview) -> tuple[str | None, memoryview]:
+    """The seal of a stored manifest, None where it has none, and the JSON."""
+    view = memoryview(data)
+    if bytes(view[: len(_SEAL_LINE)]) != _SEAL_LINE:
+        return None, view
+    line, end, _ = bytes(view[:_MAX_SEAL_BYTES]).partition(b"\n")
+    return (
+        (line[len(_SEAL_LINE) :].decode("ascii", "replace"), view[len(line) + 1 :]) if end else (None, view)
+    )
+
+
 def encode_manifest(record: Manifest) -> bytes:
     """The manifest's bytes.
 
@@ -239,7 +279,7 @@ def decode_head(data: bytes | bytearray | memoryview, run_id: str) -> Head:
     with _Refuse("head"):
         _expect(head.schema == SCHEMA, f"schema {head.schema}, this reader knows {SCHEMA}")
         _expect(head.run_id == run_id, "names another run")
-        _check_object(head.manifest, MAX_MANIFEST_BYTES)
+        _check_object(head.manifest, MAX_STORED_BYTES)
         _expect(head.manifest.key == manifest_key(run_id, head.identity, head.kind), "names another manifest")
     return head
 
@@ -253,10 +293,11 @@ def decode_manifest(
         SectionCorrupt: The text is malformed or contradicts itself.
     """
     name = f"manifest {identity}"
-    if len(data) > MAX_MANIFEST_BYTES:
-        raise SectionCorrupt(f"{len(data)} bytes, at most {MAX_MANIFEST_BYTES}", field=name)
+    _, body = split_seal(data)
+    if len(body) > MAX_MANIFEST_BYTES:
+        raise SectionCorrupt(f"{len(body)} bytes, at most {MAX_MANIFEST_BYTES}", field=name)
     try:
-        manifest = msgspec.json.decode(data, type=Manifest)
+        manifest = msgspec.json.decode(body, type=Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise SectionCorrupt(f"is malformed: {error}", field=name) from None
     with _Refuse(name):
@@ -323,6 +364,8 @@ def _check_object(reference: ObjectRef, limit: int) -> None:
     check_key(reference.key)
     _expect(0 <= reference.nbytes <= limit, f"'{reference.key}' has {reference.nbytes} bytes, limit {limit}")
     _expect(_XXH3.fullmatch(reference.xxh3) is not None, f"'{reference.key}' has no xxh3_128")
+    bound = reference.blake3 is None or _BLAKE3.fullmatch(reference.blake3) is not None
+    _expect(bound, f"'{reference.key}' has a BLAKE3 digest that is none")
 
 
 def _check_section(section: Section, manifest: Manifest, specs: dict[str, TensorSpec]) -> None:

@@ -19,6 +19,8 @@ class WeightsParams:
         keep: Name patterns of tensors that keep their own type (router corrections, scales).
         anchor_every: A full copy is composed every so many versions, beside the deltas and the trainer; more often
             where room is short.
+        compose: False: somebody else composes them (``rose weights compose``, with a key that may sign anchors alone), and the
+            publisher takes those that it finds.
         raw_density: A fragment goes raw above this share of changed elements: the encoder's cost grows with
             changes, and from here on raw is cheaper to make (measured break-even 15-25 %).
         anchor_density: The whole version is published as an anchor above this share.
@@ -34,6 +36,7 @@ class WeightsParams:
     cast: str = "BF16"
     keep: tuple[str, ...] = ()
     anchor_every: int = 20
+    compose: bool = True
     raw_density: float = 0.20
     anchor_density: float = 0.25
     chain_fraction: float = 0.8

@@ -10,6 +10,7 @@ run's head; then every rank advances its baseline).  A trainer of one process ru
 * A version is final.  Publishing it again with the same weights succeeds and sends nothing; with others it is
   refused.  An attempt that another process has used, or an older one, is refused: a restarted trainer takes the
   next attempt.  Of two trainers with one run id, one is refused at its next publish.
+* Through a :class:`~rose.weights.sealed.SealedStore` what is published is **signed**; rank 0 alone has the key.
 * First an **anchor** (everything raw), then deltas; above ``anchor_density`` the version is an anchor instead.  Later
   anchors are composed from the one before and the deltas, by a thread of rank 0 that no publish and no training step
   waits for (:mod:`rose.weights.upkeep`); the next version after one is there starts from it.
@@ -33,7 +34,7 @@ from typing import Any, TypeVar
 
 from rose.errors import Conflict, NotFound, SectionCorrupt, VersionRefused, WeightsError
 from rose.lineage import WeightVersion
-from rose.weights import layout, manifest, retention, statehash
+from rose.weights import layout, manifest, retention, sealed, statehash
 from rose.weights.baseline import Baseline, Change, state_after
 from rose.weights.buckets import Buckets
 from rose.weights.layout import Claim
@@ -242,8 +243,9 @@ class WeightPublisher:
     ) -> V:
         return agree(self._ranks, work, decide, part_type, verdict_type)
 
-    def _buckets(self, identity: WeightVersion) -> Buckets:
-        return Buckets(self._store, self._run_id, identity, self._ranks.rank, self._params.bucket_bytes)
+    def _buckets(self, identity: WeightVersion, bound: bool) -> Buckets:
+        most, rank = self._params.bucket_bytes, self._ranks.rank
+        return Buckets(self._store, self._run_id, identity, rank, most, bound=bound)
 
     def _publish(
         self,
@@ -273,8 +275,9 @@ class WeightPublisher:
         if head is not None and head.identity == identity:
             return self._again(head, mine, started_s)
 
-        whole = self._published is None or head is None or opened.damaged
-        with self._buckets(identity) as buckets:
+        moved_back = head is not None and head.identity != self._published
+        whole = self._published is None or head is None or moved_back or opened.damaged
+        with self._buckets(identity, opened.bound) as buckets:
             changes: list[Change] = []
 
             def diff() -> Counted:
@@ -363,7 +366,8 @@ class WeightPublisher:
             division = layout.assign(claims)
             owned, self._specs = division.owned, division.specs
             self._model = model_digest(self._specs.values())
-        return Opened(head=head, damaged=any(each.damaged for each in openings), owned=owned)
+        damaged = any(each.damaged for each in openings)
+        return Opened(head=head, damaged=damaged, bound=sealed.is_sealed(self._store), owned=owned)
 
     def _resolve_pending(self, head: Head | None) -> None:
         """An earlier publish whose head's fate was unknown: it landed, or it never will."""
@@ -376,7 +380,13 @@ class WeightPublisher:
         if self._published is not None:
             if identity < self._published:
                 raise VersionRefused(f"{self._published} is published, {identity} goes back", field="version")
-            if head is not None and head.identity != self._published:
+            if head is not None and head.identity < self._published:  # no trainer moves a head back
+                _log.warning(
+                    "the store went back from %s to %s; the next version is whole",
+                    self._published,
+                    head.identity,
+                )
+            elif head is not None and head.identity != self._published:
                 raise VersionRefused(
                     f"head is at {head.identity}, this trainer published {self._published}",
                     field="run_id",
@@ -493,19 +503,25 @@ class WeightPublisher:
         for kind in ("delta", "anchor"):
             self._check_same(record, kind)
         key = manifest.manifest_key(self._run_id, record.identity, record.kind)
-        data = manifest.encode_manifest(record)
+        data = sealed.stored_manifest(self._store, record)
         try:
             self._store.put_new(key, data)
         except Conflict:
             self._check_same(record, record.kind)
-            data = self._store.get(key, max_bytes=manifest.MAX_MANIFEST_BYTES)
-        return ObjectRef(key=key, nbytes=len(data), xxh3=manifest.digest(data))
+            data = self._store.get(key, max_bytes=manifest.MAX_STORED_BYTES)
+        return sealed.reference_of(self._store, key, data)
 
     def _check_same(self, record: Manifest, kind: Kind) -> None:
         try:
             existing = retention.read_manifest(self._store, self._run_id, record.identity, kind)
         except NotFound:
             return
+        except SectionCorrupt as error:
+            if sealed.remove_forged(
+                self._store, manifest.manifest_key(self._run_id, record.identity, kind), error
+            ):
+                return
+            raise
         same_base = existing.base == record.base or kind != record.kind
         if existing.model != record.model or existing.state() != record.state() or not same_base:
             raise VersionRefused(

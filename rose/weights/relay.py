@@ -1,10 +1,10 @@
 """The embedded relay: a folder of weight objects behind HTTP, one process per cluster.
 
-It moves bytes: uploads stream to a temporary file and appear whole, downloads go out by ``sendfile`` with Range, a
-reader may wait for a newer head (long poll).  It understands no manifest and decides nothing about versions beyond
+It moves bytes: uploads stream to a temporary file and appear whole, downloads go out by ``sendfile`` with Range
+(:mod:`rose.weights.sending`), a reader may wait for a newer head (long poll).  It understands no manifest and decides nothing about versions beyond
 the store's rules (:mod:`rose.weights.store`), which it inherits from :class:`FileStore`.
 
-Routes, all behind a bearer token of role ``relay`` but the last two::
+Routes, all behind a bearer token but the last two: of role ``relay`` or ``publish`` to read and to lease, of role ``publish`` to write::
 
     PUT GET HEAD DELETE /objects/{key}      201, 409 exists; Range; X-Rose-Xxh3 is checked on the way in
     GET    /objects?prefix=RUN/             {"keys": [...]}
@@ -14,7 +14,8 @@ Routes, all behind a bearer token of role ``relay`` but the last two::
     GET    /healthz, /metrics
 
 Errors are JSON in OpenAI's shape.  State is the folder: a relay may be killed at any moment and started again, and
-readers and writers go on where they were.  One relay owns a folder (``flock``).
+readers and writers go on where they were.  One relay owns a folder (``flock``).  A relay that keeps copies of another's
+objects is :mod:`rose.weights.pull_through`.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import logging
+import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
@@ -43,13 +44,17 @@ from rose.errors import (
     TooLarge,
 )
 from rose.lineage import WeightVersion
+from rose.open_files import raise_limit
+from rose.signatures import PublicKeys
 from rose.weights import manifest
-from rose.weights.manifest import MAX_OBJECT_BYTES, check_key, check_run_id
-from rose.weights.store import MAX_HEAD_BYTES, FileStore, check_prefix
+from rose.weights.manifest import Head, check_key, check_run_id
+from rose.weights.sealed import believer, check_head
+from rose.weights.sending import OBJECT_TYPE, Sender, Source
+from rose.weights.store import MAX_HEAD_BYTES, FileStore, ObjectStat, check_lease, check_prefix
 from rose.wire.errors import error_body
 
 MAX_WAIT_S = 60.0
-MAX_WAITERS = 4096
+MAX_WAITERS = 1 << 16
 _WRITE_BYTES = 4 << 20  # of an upload, gathered before a thread writes them
 _STALL_S = 60.0  # an upload that brings nothing for this long is dropped
 _SHUTDOWN_S = 2.0  # transfers resume elsewhere or later; nothing is worth a slow stop
@@ -70,15 +75,20 @@ class Relay:
 
     Args:
         store: Owned by this relay from :meth:`open` to :meth:`close`.
-        tokens: Who may; role ``relay``.
+        tokens: Who may read (role ``relay``) and write (role ``publish``).
+        trusted: Take only heads that one of these keys signed, and show no others.  Readers check for themselves; this keeps a
+            stranger with the token from standing in the trainer's way.
     """
 
-    def __init__(self, store: FileStore, tokens: Tokens) -> None:
+    def __init__(self, store: FileStore, tokens: Tokens, trusted: PublicKeys | None = None) -> None:
         self.store = store
-        self._tokens = tokens
+        self._tokens, self._trusted = tokens, trusted
+        if trusted is not None:
+            store.believes = believer(trusted)
         self._moved = asyncio.Event()  # set and replaced whenever some head moves
         self._stopping = asyncio.Event()
         self._num_waiters = 0
+        self._sender = Sender()
         self._lock_file: BinaryIO | None = None
         self._registry = CollectorRegistry()
         self._requests = Counter(
@@ -132,8 +142,21 @@ class Relay:
         return web.Response(status=201)
 
     async def _get_object(self, request: web.Request) -> web.StreamResponse:
-        path = self.store.path_of(request.match_info["key"])
-        return web.FileResponse(path, headers={"Content-Type": "application/octet-stream"})
+        key = check_key(request.match_info["key"])
+        if request.method == "HEAD":
+            response = web.StreamResponse(headers={"Content-Type": OBJECT_TYPE, "Accept-Ranges": "bytes"})
+            response.content_length = (await self._stat(key)).nbytes
+            await response.prepare(request)
+            return response
+        return await self._sender.send(request, await self._source(key, request))
+
+    async def _stat(self, key: str) -> ObjectStat:
+        return self.store.stat(key)
+
+    async def _source(self, key: str, request: web.Request) -> Source:
+        """Where the bytes of an object come from; raises NotFound."""
+        file = self.store.open(key)
+        return Source(file, os.fstat(file.fileno()).st_size)
 
     async def _delete_object(self, request: web.Request) -> web.StreamResponse:
         key = request.match_info["key"]
@@ -143,8 +166,10 @@ class Relay:
 
     async def _list_objects(self, request: web.Request) -> web.StreamResponse:
         prefix = check_prefix(request.query.get("prefix", ""))
-        keys = await asyncio.to_thread(self.store.list, prefix)
-        return _json({"keys": keys})
+        return _json({"keys": await self._keys(prefix)})
+
+    async def _keys(self, prefix: str) -> list[str]:
+        return await asyncio.to_thread(self.store.list, prefix)
 
     # -- heads
 
@@ -153,6 +178,8 @@ class Relay:
         text = request.query.get("expected", "")
         expected = None if text == "none" else WeightVersion.parse(text, field="expected")
         head = manifest.decode_head(await request.read(), run_id)
+        if self._trusted is not None:
+            check_head(head, self._trusted)
         await asyncio.to_thread(self.store.set_head, head, expected=expected)
         self._wake_waiters()
         _log.info("run %s is at %s", run_id, head.identity)
@@ -165,7 +192,7 @@ class Relay:
         deadline_s = asyncio.get_running_loop().time() + _number(request, "wait_s", MAX_WAIT_S)
         while True:
             moved = self._moved  # taken before the read: no wake-up is lost
-            head = self.store.get_head(run_id)
+            head = await self._head_of(run_id)
             if head is not None and (newer_than is None or head.identity > newer_than):
                 return web.Response(body=manifest.encode(head), content_type="application/json")
             left_s = deadline_s - asyncio.get_running_loop().time()
@@ -182,6 +209,9 @@ class Relay:
             finally:
                 self._num_waiters -= 1
 
+    async def _head_of(self, run_id: str) -> Head | None:
+        return self.store.believed_head(run_id)
+
     # -- leases
 
     async def _post_lease(self, request: web.Request) -> web.StreamResponse:
@@ -190,13 +220,20 @@ class Relay:
         except msgspec.DecodeError as error:
             raise RequestError(str(error), field="body") from None
         version = None if lease.version is None else WeightVersion.parse(lease.version)
-        await asyncio.to_thread(self.store.lease, lease.run_id, lease.holder, version, lease.ttl_s)
+        check_lease(lease.run_id, lease.holder, lease.ttl_s)
+        await self._hold(lease.run_id, lease.holder, version, lease.ttl_s)
         return web.Response(status=204)
+
+    async def _hold(self, run_id: str, holder: str, version: WeightVersion | None, ttl_s: float) -> None:
+        await asyncio.to_thread(self.store.lease, run_id, holder, version, ttl_s)
 
     async def _get_leases(self, request: web.Request) -> web.StreamResponse:
         run_id = check_run_id(request.query.get("run_id", ""))
-        held = await asyncio.to_thread(self.store.leases, run_id)
+        held = await self._held(run_id)
         return _json({"versions": [str(version) for version in held]})
+
+    async def _held(self, run_id: str) -> list[WeightVersion]:
+        return await asyncio.to_thread(self.store.leases, run_id)
 
     # -- the rest
 
@@ -211,7 +248,7 @@ class Relay:
         """The one place where requests are let in and errors become answers."""
         try:
             if request.path not in ("/healthz", "/metrics"):
-                self._tokens.check(request.headers.get("Authorization"), "relay")
+                self._tokens.check(request.headers.get("Authorization"), *_roles_for(request))
             response = await handler(request)
         except RoseError as error:
             response = _error(error.status if isinstance(error, RequestError) else 400, error)
@@ -229,7 +266,7 @@ class Relay:
             request.method if request.method in _METHODS else "other"
         )  # a caller must not name our series
         self._requests.labels(method, str(response.status)).inc()
-        if isinstance(response, web.FileResponse) and request.method == "GET" and response.status < 300:
+        if response.content_type == OBJECT_TYPE and request.method == "GET" and response.status < 300:
             self._bytes.labels("out").inc(response.content_length or 0)
 
     async def _own_folder(self, app: web.Application) -> AsyncIterator[None]:
@@ -242,6 +279,7 @@ class Relay:
                 ) from None
             self.store.remove_temporaries()
             yield
+            self._sender.close()
 
     async def _stop_waiters(self, app: web.Application) -> None:
         self._stopping.set()
@@ -250,6 +288,12 @@ class Relay:
     def _wake_waiters(self) -> None:
         self._moved.set()
         self._moved = asyncio.Event()
+
+
+def _roles_for(request: web.Request) -> tuple[str, ...]:
+    """Reading and holding what one reads takes less than writing."""
+    reads = request.method in ("GET", "HEAD") or request.path == "/leases"
+    return ("relay", "publish") if reads else ("publish",)
 
 
 async def _gathered(request: web.Request, nbytes: int) -> AsyncIterator[bytes]:
@@ -311,30 +355,24 @@ async def serve(relay: Relay, host: str, port: int) -> tuple[web.AppRunner, int]
 
 
 def run_relay(
-    *,
-    host: str,
-    port: int,
-    directory: Path,
-    tokens: Tokens,
-    max_object_bytes: int = MAX_OBJECT_BYTES,
-    max_total_bytes: int | None = None,
-    durable: bool = True,
-    started: Callable[[int], None] = lambda port: None,
+    make: Callable[[], Relay], *, host: str, port: int, started: Callable[[int], None] = lambda port: None
 ) -> None:
-    """Serve until SIGTERM or SIGINT; waiting readers are answered, open transfers get two seconds."""
+    """Serve until SIGTERM or SIGINT; waiting readers are answered, open transfers get two seconds.
+
+    Args:
+        make: The relay, made where its event loop runs.
+    """
 
     async def main() -> None:
-        store = FileStore(
-            directory, max_object_bytes=max_object_bytes, max_total_bytes=max_total_bytes, durable=durable
-        )
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        runner, taken = await serve(Relay(store, tokens), host, port)
+        runner, taken = await serve(make(), host, port)
         try:
             started(taken)
             await stop.wait()
         finally:
             await runner.cleanup()
 
+    raise_limit(MAX_WAITERS // 16)
     asyncio.run(main())

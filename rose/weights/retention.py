@@ -19,7 +19,7 @@ from enum import IntEnum
 from rose.errors import NotFound, SectionCorrupt
 from rose.lineage import WeightVersion
 from rose.weights import manifest
-from rose.weights.manifest import MAX_MANIFEST_BYTES, Head, Kind, Manifest
+from rose.weights.manifest import MAX_STORED_BYTES, Head, Kind, Manifest
 from rose.weights.store import Store
 
 
@@ -151,7 +151,7 @@ def read_manifest(store: Store, run_id: str, version: WeightVersion, kind: Kind)
 
     Raises:
         NotFound: There is none of this kind.
-        SectionCorrupt: It contradicts itself.
+        SectionCorrupt: It contradicts itself, or is not signed where it has to be.
     """
-    data = store.get(manifest.manifest_key(run_id, version, kind), max_bytes=MAX_MANIFEST_BYTES)
+    data = store.get(manifest.manifest_key(run_id, version, kind), max_bytes=MAX_STORED_BYTES)
     return manifest.decode_manifest(data, run_id, version, kind)

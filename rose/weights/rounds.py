@@ -27,6 +27,8 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
 class Opened(msgspec.Struct, frozen=True, kw_only=True):
     head: Head | None
     damaged: bool
+    bound: bool
+    """Objects are named with their BLAKE3 digests."""
     owned: list[list[int]] | None
 
 

@@ -8,8 +8,8 @@ suite in ``tests/weights/test_stores.py``):
   id, one is refused.
 * A lease says "do not delete what this version needs" for a while; :mod:`rose.weights.retention` honours it.
 * Keys are checked against a narrow grammar before anything else happens; no key leaves the store's folder.
-* Nothing here checks contents: readers verify every byte by the manifest.  That finds damage; against a store that lies
-  it does not help, for manifest and head come from it too (``docs/weights.md``).
+* Nothing here checks contents: readers verify every byte by the manifest, and manifest and head by their signatures
+  (:mod:`rose.weights.sealed`).
 
 Methods block and may be called from any thread.  :class:`rose.weights.http_store.HttpStore` is the same over HTTP.
 """
@@ -22,24 +22,21 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-import msgspec
-
-from rose.errors import CapacityError, Conflict, NotFound, RequestError, TooLarge
+from rose.errors import CapacityError, Conflict, NotFound, RequestError, SectionCorrupt, TooLarge
 from rose.lineage import WeightVersion
 from rose.weights import manifest
+from rose.weights.leases import MAX_LEASE_S, LeaseBook, LeaseLog
 from rose.weights.manifest import MAX_MANIFEST_BYTES, MAX_OBJECT_BYTES, Head, check_key, check_run_id
 
 Buffer = bytes | bytearray | memoryview
 Content = bytes | bytearray
 """What a read returns; equal to, and used like, bytes.  Not copied for the sake of its type."""
 
-MAX_LEASE_S = 3600.0
-MAX_LEASES = 1024
 MAX_HEAD_BYTES = 64 << 10
 _HEAD_POLL_S = 0.05  # for heads set by another process; one in this process wakes us at once
 
@@ -68,6 +65,10 @@ class Store(Protocol):
 
     def stat(self, key: str) -> ObjectStat:
         """Raises NotFound."""
+        ...
+
+    def distrust(self, key: str) -> None:
+        """What was read of ``key`` is damaged: where there are copies on the way, the next read goes past them."""
         ...
 
     def list(self, prefix: str) -> list[str]:
@@ -104,6 +105,17 @@ class Store(Protocol):
     def close(self) -> None:
         """End waiting calls and free connections; the store is not used afterwards."""
         ...
+
+
+class MovesHeads:
+    """What stores with heads of their own have in common."""
+
+    believes: Callable[[Head], bool] | None = None
+    """Set by who knows signatures: a head for which it is False does not keep another from being set."""
+
+    def believed(self, head: Head | None) -> Head | None:
+        """The head, None where there is none or it is not believed."""
+        return head if head is None or self.believes is None or self.believes(head) else None
 
 
 def check_move(current: Head | None, head: Head, expected: WeightVersion | None) -> bool:
@@ -147,14 +159,14 @@ def check_prefix(prefix: str) -> str:
     return prefix
 
 
-class MemoryStore:
+class MemoryStore(MovesHeads):
     """A store inside one process: tests, and trainer and engine in one program."""
 
     def __init__(self, *, max_object_bytes: int = MAX_OBJECT_BYTES) -> None:
         self._max_object_bytes = max_object_bytes
         self._objects: dict[str, bytes] = {}
         self._heads: dict[str, Head] = {}
-        self._leases: dict[tuple[str, str], tuple[WeightVersion, float]] = {}
+        self._leases = LeaseBook()
         self._changed = threading.Condition()
 
     def put_new(self, key: str, data: Buffer) -> None:
@@ -180,6 +192,9 @@ class MemoryStore:
     def stat(self, key: str) -> ObjectStat:
         return ObjectStat(nbytes=len(self._find(key)))
 
+    def distrust(self, key: str) -> None:
+        check_key(key)  # there is one copy
+
     def _find(self, key: str) -> bytes:
         data = self._objects.get(check_key(key))
         if data is None:
@@ -198,7 +213,7 @@ class MemoryStore:
     def set_head(self, head: Head, *, expected: WeightVersion | None) -> None:
         check_run_id(head.run_id)
         with self._changed:
-            if check_move(self._heads.get(head.run_id), head, expected):
+            if check_move(self.believed(self._heads.get(head.run_id)), head, expected):
                 self._heads[head.run_id] = head
                 self._changed.notify_all()
 
@@ -215,28 +230,17 @@ class MemoryStore:
 
     def lease(self, run_id: str, holder: str, version: WeightVersion | None, ttl_s: float) -> None:
         check_lease(run_id, holder, ttl_s)
+        now_s = time.monotonic()
         with self._changed:
-            if version is None:
-                self._leases.pop((run_id, holder), None)
-                return
-            if len(self._leases) >= MAX_LEASES and (run_id, holder) not in self._leases:
-                raise CapacityError(f"{MAX_LEASES} leases are held", field="holder")
-            self._leases[run_id, holder] = (version, time.monotonic() + ttl_s)
+            self._leases.hold(run_id, holder, version, now_s + ttl_s, now_s)
 
     def leases(self, run_id: str) -> list[WeightVersion]:
         check_run_id(run_id)
-        now_s = time.monotonic()
         with self._changed:
-            self._leases = {k: v for k, v in self._leases.items() if v[1] > now_s}
-            return sorted({v for (run, _), (v, _) in self._leases.items() if run == run_id})
+            return self._leases.held(run_id, time.monotonic())
 
     def close(self) -> None:
         """Nothing to free."""
-
-
-class _LeaseFile(msgspec.Struct, forbid_unknown_fields=True):
-    version: str
-    until_s: float  # wall clock: other processes and later boots must read it
 
 
 class Upload:
@@ -249,23 +253,24 @@ class Upload:
         self, store: FileStore, key: str, target: Path, temporary: Path, nbytes: int, durable: bool
     ) -> None:
         self._store, self._key, self._target, self._temporary = store, key, target, temporary
+        self.path = temporary
         self._nbytes, self._durable = nbytes, durable
         self._committed = self._discarded = False
         self._file: BinaryIO | None = None
 
     def write(self, data: Buffer) -> None:
-        """Append a piece; raises CapacityError when the disk is full."""
+        """Append a piece, which readers of ``path`` see at once; raises CapacityError when the disk is full."""
         with self._disk():
             if self._file is None:
                 self._file = self._temporary.open("xb")
             self._file.write(data)
+            self._file.flush()
 
     def commit(self) -> None:
         """Raises Conflict when the key exists by now, RequestError when the size is not the announced one."""
         self.write(b"")
         assert self._file is not None
         with self._disk():
-            self._file.flush()
             written = self._file.tell()
             if written != self._nbytes:
                 raise RequestError(f"{written} bytes came, {self._nbytes} were announced", field=self._key)
@@ -301,11 +306,12 @@ class Upload:
             ) from error
 
 
-class FileStore:
+class FileStore(MovesHeads):
     """A store in a folder, safe for several processes on one machine or one POSIX file system.
 
     Args:
-        directory: Created if missing.  ``objects/`` mirrors the keys, ``runs/R/`` holds head and leases.
+        directory: Created if missing.  ``objects/`` mirrors the keys, ``runs/R/`` holds head and leases
+            (:mod:`rose.weights.leases`).
         max_object_bytes: Limit of one object.
         max_total_bytes: Limit of all objects together; None for the disk's own.
         durable: fsync files and folders.  False only where a restart of the machine may lose them (tmpfs).
@@ -329,7 +335,9 @@ class FileStore:
         for folder in (self._objects, self._runs, self._temporary):
             folder.mkdir(parents=True, exist_ok=True)
         self._changed = threading.Condition()
-        self._total_bytes = sum(p.stat().st_size for p in self._objects.rglob("*") if p.is_file())
+        self._leases: dict[str, LeaseLog] = {}
+        self._lease_lock = threading.Lock()
+        self._total_bytes = sum(path.stat().st_size for path in self.paths())
 
     @property
     def total_bytes(self) -> int:
@@ -342,6 +350,14 @@ class FileStore:
             path.unlink(missing_ok=True)
 
     # -- objects
+
+    def paths(self) -> Iterator[Path]:
+        """Of all objects."""
+        return (path for path in self._objects.rglob("*") if path.is_file())
+
+    def key_of(self, path: Path) -> str:
+        """Of the object at ``path``; the other way round of :meth:`path_of`."""
+        return path.relative_to(self._objects).as_posix()
 
     def path_of(self, key: str) -> Path:
         """Where ``key`` lives; raises NotFound unless it is a plain file there."""
@@ -380,19 +396,20 @@ class FileStore:
             self._total_bytes -= nbytes
 
     def get(self, key: str, *, max_bytes: int = MAX_OBJECT_BYTES) -> bytes:
-        with self._open(key) as file:
+        with self.open(key) as file:
             nbytes = os.fstat(file.fileno()).st_size
             if nbytes > max_bytes:
                 raise TooLarge(f"{nbytes} bytes, at most {max_bytes}", field=key)
             return file.read()
 
     def get_range(self, key: str, offset: int, nbytes: int) -> bytes:
-        with self._open(key) as file:
+        with self.open(key) as file:
             check_range(key, offset, nbytes, os.fstat(file.fileno()).st_size)
             file.seek(offset)
             return file.read(nbytes)
 
-    def _open(self, key: str) -> BinaryIO:
+    def open(self, key: str) -> BinaryIO:
+        """For reading, for as long as the caller likes; raises NotFound."""
         try:
             return self.path_of(key).open("rb")
         except FileNotFoundError:  # deleted in between
@@ -400,6 +417,9 @@ class FileStore:
 
     def stat(self, key: str) -> ObjectStat:
         return ObjectStat(nbytes=self.path_of(key).stat().st_size)
+
+    def distrust(self, key: str) -> None:
+        check_key(key)  # there is one copy
 
     def list(self, prefix: str) -> list[str]:
         root = self._objects / check_prefix(prefix)[:-1]
@@ -423,17 +443,27 @@ class FileStore:
     def set_head(self, head: Head, *, expected: WeightVersion | None) -> None:
         folder = self._run_folder(head.run_id)
         with self._changed, _locked(folder / "lock"):
-            if check_move(self.get_head(head.run_id), head, expected):
+            if check_move(self.believed_head(head.run_id), head, expected):
                 self._replace(folder / "head.json", manifest.encode(head))
                 self._changed.notify_all()
 
     def get_head(self, run_id: str) -> Head | None:
         path = self._runs / check_run_id(run_id) / "head.json"
         try:
-            data = path.read_bytes()
+            with path.open("rb") as file:
+                data = file.read(MAX_HEAD_BYTES + 1)
         except (FileNotFoundError, NotADirectoryError):
             return None
         return manifest.decode_head(data, run_id)
+
+    def believed_head(self, run_id: str) -> Head | None:
+        """:meth:`get_head`, and None for one that is not believed or, by who knows signatures, cannot be read."""
+        try:
+            return self.believed(self.get_head(run_id))
+        except SectionCorrupt:
+            if self.believes is None:
+                raise
+            return None
 
     def wait_head(self, run_id: str, after: WeightVersion | None, timeout_s: float) -> Head | None:
         deadline_s = time.monotonic() + timeout_s
@@ -451,34 +481,21 @@ class FileStore:
 
     def lease(self, run_id: str, holder: str, version: WeightVersion | None, ttl_s: float) -> None:
         check_lease(run_id, holder, ttl_s)
-        folder = self._run_folder(run_id) / "leases"
-        folder.mkdir(exist_ok=True)
-        if version is None:
-            (folder / holder).unlink(missing_ok=True)
-            return
-        if len(list(folder.iterdir())) >= MAX_LEASES and not (folder / holder).exists():
-            self.leases(run_id)  # drops the expired
-            if len(list(folder.iterdir())) >= MAX_LEASES:
-                raise CapacityError(f"{MAX_LEASES} leases are held", field="holder")
-        record = _LeaseFile(version=str(version), until_s=time.time() + ttl_s)
-        self._replace(folder / holder, msgspec.json.encode(record))
+        now_s = time.time()
+        with self._lease_lock:
+            self._lease_log(run_id).hold(holder, version, now_s + ttl_s, now_s)
 
     def leases(self, run_id: str) -> list[WeightVersion]:
-        folder = self._runs / check_run_id(run_id) / "leases"
-        held: set[WeightVersion] = set()
-        now_s = time.time()
-        for path in folder.iterdir() if folder.is_dir() else ():
-            try:
-                record = msgspec.json.decode(path.read_bytes(), type=_LeaseFile)
-                version = WeightVersion.parse(record.version)
-            except (FileNotFoundError, msgspec.DecodeError, RequestError):
-                continue
-            # A lease from the far future is a clock that went back; it must not hold objects for ever.
-            if now_s < record.until_s <= now_s + 2 * MAX_LEASE_S:
-                held.add(version)
-            else:
-                path.unlink(missing_ok=True)
-        return sorted(held)
+        if not (self._runs / check_run_id(run_id)).is_dir():
+            return []
+        with self._lease_lock:
+            return self._lease_log(run_id).held(time.time())
+
+    def _lease_log(self, run_id: str) -> LeaseLog:
+        log = self._leases.get(run_id)
+        if log is None:
+            log = self._leases[run_id] = LeaseLog(self._run_folder(run_id))
+        return log
 
     def close(self) -> None:
         """Nothing to free."""

@@ -1,7 +1,8 @@
 """Open a store by its URL: one spelling for publishers, node agents and the command line.
 
 ======================  ===========================================================================================
-``http(s)://HOST:PORT``  an embedded relay (``rose relay``), the default
+``http(s)://HOST:PORT``  an embedded relay (``rose relay``), the default; several with commas between them: the nearest first, then
+                         its parent, for when it does not answer
 ``/path``, ``file://``   a folder on this machine or a shared file system
 ``mooncake://HOST:PORT`` Mooncake Store (optional extra ``relay-mooncake``); the master's address
 anything else            fsspec: ``s3://``, ``gs://``, ``abfs://``, ``memory://``, ...
@@ -13,18 +14,39 @@ from __future__ import annotations
 from pathlib import Path
 
 from rose.errors import ConfigError
+from rose.signatures import PublicKeys, SigningKey
+from rose.weights.sealed import SealedStore
 from rose.weights.store import FileStore, Store
 
+PATIENCE_S = 20.0
 
-def open_store(url: str, token: str = "") -> Store:
+
+def open_store(
+    url: str,
+    token: str = "",
+    *,
+    trusted: PublicKeys | None = None,
+    key: SigningKey | None = None,
+    timeout_s: float = 30.0,
+    patience_s: float = PATIENCE_S,
+) -> Store:
     """The store at ``url``.
 
     Args:
-        token: For a relay: bearer token of role relay.
+        token: For a relay: bearer token of role relay to read, of role publish to publish.
+        trusted: Believe only what one of these keys signed.
+        key: Sign what is published; believe only what this key signed, where ``trusted`` names no others.  With neither nothing
+            is signed and nothing checked: for a store that nobody else can write to.
+        timeout_s, patience_s: For a relay: see :class:`rose.weights.http_store.HttpStore`.
 
     Raises:
-        ConfigError: No such kind of store, or it cannot be opened.
+        ConfigError: No such kind of store, or it cannot be opened, or ``key`` is not among ``trusted``.
     """
+    store = _open(url, token, timeout_s, patience_s)
+    return store if trusted is None and key is None else SealedStore(store, trusted=trusted, key=key)
+
+
+def _open(url: str, token: str, timeout_s: float, patience_s: float) -> Store:
     scheme, separator, rest = url.partition("://")
     if not separator:
         scheme, rest = "file", url
@@ -34,7 +56,7 @@ def open_store(url: str, token: str = "") -> Store:
         case "http" | "https":
             from rose.weights.http_store import HttpStore
 
-            return HttpStore(url, token)
+            return HttpStore(url, token, timeout_s=timeout_s, patience_s=patience_s)
         case "file":
             return FileStore(Path(rest))
         case "mooncake":

@@ -11,6 +11,8 @@ What it guarantees:
 * The host copy is always one published version, proven by state hashes, or nothing.  A corrupt, truncated or
   missing piece changes nothing; it is fetched again, and where the anchor leads past it, the anchor is taken.
 * A delta that does not fit what we hold (a state hash comes out wrong) means that the copy is damaged: the anchor.
+* Through a :class:`~rose.weights.sealed.SealedStore` it takes what a pinned key signed, objects by their BLAKE3 digests, and no head
+  older than one that it saw before (:mod:`rose.weights.freshness`).
 * A broken transfer goes on where it stopped, also after a restart of this process or of the relay.
 * A new attempt leads to its own anchor; a delta is applied only to its base.
 
@@ -22,13 +24,10 @@ Blocking; any thread may call.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import mmap
 import os
-import secrets
 import shutil
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,10 +41,11 @@ from numpy.typing import NDArray
 
 from rose.errors import (
     CapacityError,
-    ConfigError,
     Gone,
+    NotAuthentic,
     NotFound,
     RequestError,
+    RolledBack,
     RoseError,
     SectionCorrupt,
     WeightsError,
@@ -53,9 +53,11 @@ from rose.errors import (
 )
 from rose.lineage import WeightVersion
 from rose.units import format_bytes
-from rose.weights import boxes, codec, manifest, retention, statehash
+from rose.weights import boxes, codec, manifest, retention, sealed, statehash
+from rose.weights.freshness import Freshness
 from rose.weights.host_copy import HostCopy
-from rose.weights.manifest import MAX_MANIFEST_BYTES, Head, Kind, Manifest, ObjectRef, Section
+from rose.weights.leases import holder_name
+from rose.weights.manifest import MAX_STORED_BYTES, Head, Kind, Manifest, ObjectRef, Section
 from rose.weights.params import WeightsParams
 from rose.weights.routes import route
 from rose.weights.spec import TensorSpec
@@ -114,11 +116,12 @@ class WeightSubscriber:
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.RLock()
         self._host = HostCopy(directory, run_id)
-        self._holder = f"sub-{_name_of(self._host.directory)}"
+        self._holder = f"sub-{holder_name(self._host.directory)}"
         self._spool = self._host.directory / "spool"
         self._updates = self._host.directory / "updates"
         for folder in (self._spool, self._updates):
             folder.mkdir(exist_ok=True)
+        self._fresh = Freshness(self._host.directory / "seen", run_id, counts=sealed.is_sealed(store))
         for path in self._updates.iterdir():  # of an engine that an earlier process fed
             path.unlink()
         self._steps: list[Manifest] = []  # deltas in the spool, contiguous, ending at the copy's version
@@ -127,6 +130,7 @@ class WeightSubscriber:
         self._given_up: WeightVersion | None = None  # the version whose anchor did not help
         self._handed_out: list[Path] = []
         """Update files, the newest last."""
+        self._refused = ""
         self._leased_once = False
         self._leased: WeightVersion | None = None
         self._leased_at_s = 0.0
@@ -136,6 +140,10 @@ class WeightSubscriber:
         """What the host copy is."""
         return self._host.version
 
+    def require(self, version: WeightVersion) -> None:
+        """The trainer has published ``version``: an older head is refused from now on, where signatures count.  Does not block."""
+        self._fresh.require(version)
+
     def poll(self, timeout_s: float) -> WeightVersion | None:
         """Bring the host copy to the run's head.
 
@@ -144,7 +152,7 @@ class WeightSubscriber:
 
         Raises:
             SectionCorrupt, WrongBase: The newest version cannot be had intact, or lies behind the copy; the copy is
-                what it was (or an intermediate version).  Worth another call after a pause.
+                what it was (or an intermediate version).  Worth another call after a pause.  NotAuthentic and RolledBack are among them.
             CapacityError: The store cannot be reached, or the directory has less room than the version takes.
         """
         held = self.version
@@ -155,12 +163,15 @@ class WeightSubscriber:
                 self._check_not_behind(held)
                 if not self._leased_once:  # what an earlier process of this directory held, and died with
                     self._lease(None)
-        except CapacityError:
-            if not fresh:
+        except (CapacityError, WeightsError) as error:
+            said, self._refused = self._refused, str(error)
+            # The copy is good without the relay; that a relay is away is no news, that it lies is said before.
+            if not fresh or not (isinstance(error, CapacityError) or said == str(error)):
                 raise
-            head = None  # the copy is good without the relay
+            head = None
         with self._lock:
             if head is not None:
+                self._fresh.see(head.identity)
                 self._advance(head)
             if self.version is None or self.version == self._told:
                 return None
@@ -245,8 +256,9 @@ class WeightSubscriber:
 
     def _check_not_behind(self, held: WeightVersion | None) -> None:
         head = self._store.get_head(self._run_id)
+        self._fresh.check(None if head is None else head.identity)
         if head is not None and held is not None and head.identity < held:
-            raise WrongBase(
+            raise RolledBack(
                 f"head is at {head.identity}, the host copy at {held}",
                 field="run_id",
                 fix=f"another run used this name; remove {self._host.directory}",
@@ -293,8 +305,9 @@ class WeightSubscriber:
         return route(held, newest, read, chain_fraction=self._params.chain_fraction)
 
     def _read_head(self, head: Head) -> Manifest:
-        data = self._store.get(head.manifest.key, max_bytes=MAX_MANIFEST_BYTES)
-        if len(data) != head.manifest.nbytes or manifest.digest(data) != head.manifest.xxh3:
+        data = self._store.get(head.manifest.key, max_bytes=MAX_STORED_BYTES)
+        if not sealed.check_content(head.manifest, data):
+            self._store.distrust(head.manifest.key)
             raise SectionCorrupt("is not what the head names", field=head.manifest.key)
         return manifest.decode_manifest(data, self._run_id, head.identity, head.kind)
 
@@ -417,14 +430,18 @@ class WeightSubscriber:
         folder = self._spool / str(step.identity)
         folder.mkdir(exist_ok=True)
         path = folder / Path(reference.key).name
+        sealed.require_bound(self._store, reference)
         for attempt in range(_TRIES):
             if not path.exists():
                 self._download(reference, path)
             content = _mapped(path)
-            if len(content) == reference.nbytes and manifest.digest(memoryview(content)) == reference.xxh3:
+            if sealed.check_content(reference, memoryview(content)):
                 return content
             _log.warning("object %s arrived damaged (try %d)", reference.key, attempt + 1)
+            self._store.distrust(reference.key)
             path.unlink()
+        if reference.blake3:
+            raise NotAuthentic("is not what was signed: damaged at rest, or replaced", field=reference.key)
         raise SectionCorrupt("checksum is wrong", field=reference.key)
 
     def _download(self, reference: ObjectRef, path: Path) -> None:
@@ -572,22 +589,6 @@ class WeightSubscriber:
         for path in files[:-_KEPT_UPDATES]:
             path.unlink(missing_ok=True)
         self._handed_out = self._handed_out[-_KEPT_UPDATES:]
-
-
-def _name_of(directory: Path) -> str:
-    """What a directory's subscribers are called, all of them: a restarted one replaces the lease of the one before.
-
-    Drawn once and kept in the directory, with its place: neither another machine's nor a copied directory has it.
-    """
-    path = directory / "holder"
-    try:
-        if not path.exists():
-            path.write_text(secrets.token_hex(16))
-        text = path.read_text()[:64]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be used: {error}", field="directory") from error
-    place = f"{text} {socket.gethostname()} {directory}"
-    return hashlib.blake2b(place.encode(), digest_size=16).hexdigest()
 
 
 def _contains(steps: list[Manifest], wanted: Manifest | None) -> bool:

@@ -13,14 +13,17 @@ A publish that finds the store full calls :meth:`Upkeep.make_room`, the one thin
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from rose.errors import CapacityError, RoseError, WeightsError
+from rose.errors import CapacityError, NotFound, RoseError, SectionCorrupt, WeightsError
 from rose.lineage import WeightVersion
-from rose.weights import composer, retention
+from rose.weights import composer, manifest, retention
+from rose.weights.manifest import Kind
 from rose.weights.params import WeightsParams
 from rose.weights.retention import Need
 from rose.weights.store import Store
@@ -31,6 +34,7 @@ HOLDER = "rose-composer"
 _LEASE_S = 600.0
 FULL = 507
 _NO_LIMIT = 1 << 62
+_KINDS: tuple[Kind, Kind] = ("anchor", "delta")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,7 +172,9 @@ class Upkeep:
             assert chain is not None
             try:
                 self._tidy(chain)
-                if self._due(chain):
+                if not self._params.compose:
+                    self._take_found(chain)
+                elif self._due(chain):
                     self._compose(chain)
             except RoseError as error:
                 _log.warning("upkeep of %s: %s", self._run_id, error)
@@ -193,22 +199,34 @@ class Upkeep:
         short = spare is not None and 2 * chain.bytes_deltas >= spare
         return short or len(chain.deltas) >= self._params.anchor_every
 
+    def _take_found(self, chain: Chain) -> None:
+        """The newest anchor of the chain that somebody else composed, where it is of what was published."""
+        keys = set(self._store.list(f"{self._run_id}/"))
+        for version, _ in reversed(chain.deltas):
+            if version == self._composed:
+                return
+            if manifest.manifest_key(self._run_id, version, "anchor") not in keys:
+                continue
+            try:
+                record, delta = (
+                    retention.read_manifest(self._store, self._run_id, version, k) for k in _KINDS
+                )
+            except (NotFound, SectionCorrupt) as error:
+                _log.warning("no anchor of %s: %s", version, error)
+                continue
+            if record.state() != delta.state():
+                _log.warning("no anchor of %s: what was composed is not what was published", version)
+                continue
+            with self._changed:
+                self._composed = version
+                self._news = News(anchor=version, bytes_anchor=record.bytes_sent, broken=self._news.broken)
+            return
+
     def _compose(self, chain: Chain) -> None:
         target = chain.head
-        self._hold(target)
-        held_at_s = time.monotonic()
-
-        def stopped() -> bool:
-            nonlocal held_at_s
-            if (
-                time.monotonic() - held_at_s > _LEASE_S / 3
-            ):  # a large model behind a slow store takes longer than a lease
-                self._hold(target)
-                held_at_s = time.monotonic()
-            return self._stop.is_set()
-
         try:
-            record = composer.compose(self._store, self._run_id, target, self._params, stopped)
+            with holding(self._store, self._run_id, target, self._stop.is_set) as stopped:
+                record = composer.compose(self._store, self._run_id, target, self._params, stopped)
         except composer.Stopped:
             return
         except CapacityError as error:
@@ -227,17 +245,41 @@ class Upkeep:
                     )
                 self._composed = target
                 self._news = News(anchor=target, bytes_anchor=record.bytes_sent, broken=self._news.broken)
-        finally:
-            self._hold(None)
-
-    def _hold(self, version: WeightVersion | None) -> None:
-        """Keep the chain that is being read; a store that cannot is no reason to stop."""
-        try:
-            self._store.lease(self._run_id, HOLDER, version, _LEASE_S)
-        except RoseError as error:
-            _log.info("no lease on %s: %s", version, error)
 
     def _learn(self, room_bytes: int) -> None:
         """More than this the store does not hold of this run."""
         with self._changed:
             self._room_bytes = min(room_bytes, self._room_bytes or room_bytes)
+
+
+@contextlib.contextmanager
+def holding(
+    store: Store, run_id: str, target: WeightVersion, stopped: Callable[[], bool] = lambda: False
+) -> Iterator[Callable[[], bool]]:
+    """Keep the chain of ``target`` from being deleted while an anchor of it is composed.
+
+    Gives what :func:`rose.weights.composer.compose` asks before every tensor: ``stopped``, and the lease is renewed.
+    """
+
+    def hold(version: WeightVersion | None) -> None:
+        # A store that cannot is no reason to stop.
+        try:
+            store.lease(run_id, HOLDER, version, _LEASE_S)
+        except RoseError as error:
+            _log.info("no lease on %s: %s", version, error)
+
+    held_at_s = time.monotonic()
+
+    def asked() -> bool:
+        nonlocal held_at_s
+        # A large model behind a slow store takes longer than a lease.
+        if time.monotonic() - held_at_s > _LEASE_S / 3:
+            hold(target)
+            held_at_s = time.monotonic()
+        return stopped()
+
+    hold(target)
+    try:
+        yield asked
+    finally:
+        hold(None)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 from urllib.parse import quote, urlsplit
@@ -90,6 +90,7 @@ class Connection(asyncio.Protocol):
         "_unread_bytes",
         "_waiter",
         "complete",
+        "ended",
         "error",
         "given_back",
         "idle_since_s",
@@ -111,6 +112,8 @@ class Connection(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
         self._parser: Any = None
         self.complete = True
+        self.ended: Callable[[Connection], None] | None = None
+        """Told, once, that the whole answer is here or that nothing more will come; then nobody waits."""
         self.given_back = False
         """Its request is over, but the end of the answer is still to come."""
 
@@ -138,6 +141,10 @@ class Connection(asyncio.Protocol):
         """
         while not self.complete:
             await self._wait()
+        return self.taken()
+
+    def taken(self) -> bytes:
+        """All that has come of the body."""
         parts = self._parts
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
@@ -197,6 +204,7 @@ class Connection(asyncio.Protocol):
         self.error = self.error or error
         self._wake()
         self.transport.abort()
+        self._tell()
 
     def give_up(self) -> None:
         """The end of an answer that was left did not come."""
@@ -205,6 +213,11 @@ class Connection(asyncio.Protocol):
 
     def run_out(self) -> None:
         self.fail(TimeoutError())
+
+    def _tell(self) -> None:
+        ended, self.ended = self.ended, None
+        if ended is not None:
+            ended(self)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -233,6 +246,8 @@ class Connection(asyncio.Protocol):
             self.fail(AnswerTooLarge("the head of an answer"))
         elif self.error is not None:
             self.fail(self.error)
+        elif self.complete:
+            self._tell()  # not from inside the parser
         elif self._streamed and self._parts:
             self._wake()
             if self._unread_bytes > _PAUSE_BYTES and not self._paused and not self.complete:
@@ -244,6 +259,7 @@ class Connection(asyncio.Protocol):
         if self.status and not self._framed and not self.complete:
             self.reusable = False
             self._end()
+            self._tell()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.reusable = False
@@ -251,6 +267,7 @@ class Connection(asyncio.Protocol):
         self.error = self.error or PeerLost("closed the connection")
         if not self.complete:
             self._wake()
+            self._tell()
         self._parser = None  # each refers to the other
 
     # --- from the parser -------------------------------------------------------------------------------
@@ -330,6 +347,45 @@ class Pool:
             self, target.key, b"".join((line, target.head, headers, b"\r\n")), body, timeout_s, max_bytes
         )
 
+    def ask(
+        self,
+        target: Target,
+        method: str,
+        path: str,
+        body: bytes,
+        *,
+        timeout_s: float,
+        max_bytes: int,
+        done: Callable[[int, bytes, Exception | None], None],
+        headers: bytes = b"",
+    ) -> Asked | None:
+        """One request over a connection that is open already, without a task that waits for it.
+
+        Args:
+            done: Called once, from the event loop, with status and whole body, or with what went wrong
+                (:class:`PeerLost`, :class:`AnswerTooLarge`, ``TimeoutError``).
+
+        Returns:
+            None where no connection is free: ask by :meth:`request`.
+        """
+        connection = None if self._is_closed else self._take_free(target.key)
+        if connection is None:
+            return None
+        line = f"{method} {target.prefix}{path} HTTP/1.1\r\nContent-Length: {len(body)}\r\n".encode()
+        connection.ask(b"".join((line, target.head, headers, b"\r\n")), body, max_bytes)
+        return Asked(self, connection, timeout_s, done)
+
+    def _take_free(self, key: tuple[str, int, bool]) -> Connection | None:
+        free = self._free.get(key)
+        if free:
+            limit_s = asyncio.get_running_loop().time() - IDLE_S
+            while free:
+                connection = free.pop()
+                if connection.idle_since_s > limit_s and not connection.transport.is_closing():
+                    return connection
+                connection.transport.abort()
+        return None
+
     async def take(self, key: tuple[str, int, bool]) -> Connection:
         """A connection that nobody else uses.
 
@@ -339,14 +395,9 @@ class Pool:
         """
         if self._is_closed:
             raise PeerLost("its pool is closed")
-        free = self._free.get(key)
-        if free:
-            limit_s = asyncio.get_running_loop().time() - IDLE_S
-            while free:
-                connection = free.pop()
-                if connection.idle_since_s > limit_s and not connection.transport.is_closing():
-                    return connection
-                connection.transport.abort()
+        connection = self._take_free(key)
+        if connection is not None:
+            return connection
         host, port, tls = key
         if tls and self._tls is None:
             self._tls = ssl.create_default_context()
@@ -400,6 +451,39 @@ class Pool:
         self._is_closed = True
         for connection in list(self._all):
             connection.transport.abort()
+
+
+class Asked:
+    """A request under way; see :meth:`Pool.ask`."""
+
+    __slots__ = ("_connection", "_done", "_pool", "_timer")
+
+    def __init__(
+        self,
+        pool: Pool,
+        connection: Connection,
+        timeout_s: float,
+        done: Callable[[int, bytes, Exception | None], None],
+    ) -> None:
+        self._pool = pool
+        self._connection = connection
+        self._done = done
+        connection.ended = self._ended
+        self._timer = asyncio.get_running_loop().call_later(timeout_s, connection.run_out)
+
+    def _ended(self, connection: Connection) -> None:
+        self._timer.cancel()
+        error = None if connection.complete else connection.error
+        status, body = connection.status, b"" if error is not None else connection.taken()
+        self._pool.give_back(connection)  # before anybody asks for another
+        self._done(status, body, error)
+
+    def cancel(self) -> None:
+        """Nobody wants the answer: the connection is closed, and nothing is called."""
+        self._timer.cancel()
+        if self._connection.ended is not None:
+            self._connection.ended = None
+            self._pool.give_back(self._connection)
 
 
 class Exchange:

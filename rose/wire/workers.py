@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from rose.wire.types import (
     Count,
@@ -19,6 +19,9 @@ from rose.wire.types import (
     SomeSeconds,
     VersionText,
 )
+
+MAX_COPIES = 64
+"""More than these a node does not name."""
 
 
 class Registration(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -56,6 +59,8 @@ class Heartbeat(Struct, kw_only=True, omit_defaults=True):
     """Of the weights in force; None: none yet."""
     run: RunName | None = None
     """Whose they are, by the engine's own word; None: nobody has said, and it serves only jobs that do not name a run."""
+    follows: RunName | None = None
+    """Whose weights the node fetches; before the first of them arrived, too."""
     kv_budget_tokens: Count | None = None
     kv_used_tokens: Count | None = None
     running: Count = 0
@@ -65,8 +70,14 @@ class Heartbeat(Struct, kw_only=True, omit_defaults=True):
     """Sampled by the engine since it started; tells how far turns have come that are not streamed."""
     gated: bool = False
     """No step runs now, for production's sake."""
-    switch_s: Seconds | None = None
-    """What the last change of the run took here, measured; None: there was none since the node started."""
+    commit_s: Seconds | None = None
+    """What the last change of the run took here, measured, besides the pull; None: there was none since the node started."""
+    pull_s: Seconds | None = None
+    """What the last policy took to arrive of which this host had no copy."""
+    num_switches: Count = 0
+    """Changes of the run since the node started."""
+    copies: Annotated[list[RunName], Meta(max_length=MAX_COPIES)] = field(default_factory=list)
+    """Runs whose policy lies on this host: to go over to one of them takes no pull."""
     lent_s: Seconds | None = None
     """Of a borrowed device: how much longer its owner leaves it, from now.  Seconds and no time of day: two machines have two clocks.
     None: it is not lent."""
@@ -80,6 +91,14 @@ class Heartbeat(Struct, kw_only=True, omit_defaults=True):
     serving_tpot_p99_s: Seconds | None = None
     slo_ttft_s: SomeSeconds | None = None
     slo_tpot_s: SomeSeconds | None = None
+    group: ShortName | None = None
+    """Of the fleet's switch (:mod:`rose.policy.fleet_switch`)."""
+    mode: Literal["off", "observe", "on"] | None = None
+    """As the node's own operator has it."""
+    held: bool | None = None
+    """Does it lend nothing for the fleet's sake?  None: a node that knows no such order."""
+    held_pages: Count | None = None
+    """That its rollout engine holds."""
 
 
 class HeartbeatAnswer(Struct, kw_only=True):
@@ -93,3 +112,8 @@ class HeartbeatAnswer(Struct, kw_only=True):
     """Which job it works for; None: any, or none."""
     run: RunName | None = None
     """Whose policy it is to have; None: as it is."""
+    floor_run: RunName | None = None
+    floor: VersionText | None = None
+    """What the trainer of ``floor_run`` has published, by its own word: a store that names an older version has gone back."""
+    held: bool = False
+    """The fleet is switched off here: the node lends nothing, whatever its mode."""

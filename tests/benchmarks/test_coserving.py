@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -123,6 +124,52 @@ def test_noise_above_the_bar_raises_it() -> None:
     }
 
     assert verdict(row, noise)
+
+
+# --- beside the paper's way
+
+BOTH = (*ARMS, "paper")
+
+
+def beside_paper(ttft_s: float, paper_ttft_s: float, decoded: float, paper_decoded: float) -> dict[str, Any]:
+    samples = [sample(arm, i, 0.1) for arm in ARMS[:2] for i in range(40)]
+    samples += [sample("rose", i, ttft_s) for i in range(40)] + [
+        sample("paper", i, paper_ttft_s) for i in range(40)
+    ]
+    blocks = [block(arm, n, busy_s=4.0) for arm in ARMS[:2] for n in range(2)]
+    blocks += [block("rose", 4 + n, decoded=decoded) for n in range(2)]
+    blocks += [block("paper", 6 + n, decoded=paper_decoded) for n in range(2)]
+    blocks += [block(SOLO, 8 + n, decoded=10000.0) for n in range(2)]
+    return analyse(samples, blocks, Slo(ttft_s=1.0, tpot_s=0.15), BOTH)["summary"]
+
+
+@pytest.mark.parametrize(
+    ("figures", "met"),
+    [
+        ((0.1, 0.12, 5000.0, 5000.0), True),  # sooner, the rest alike
+        ((0.1, 0.1, 5000.0, 4000.0), True),  # more harvested, the rest alike
+        ((0.1, 0.1, 5000.0, 5000.0), False),  # ahead in nothing
+        ((0.1, 0.12, 5000.0, 6000.0), False),  # ahead in one, behind in one
+        ((0.12, 0.2, 5000.0, 4000.0), False),  # ahead in two, but later than alone
+    ],
+)
+def test_ours_is_judged_by_alone_and_by_the_papers_way(
+    figures: tuple[float, float, float, float], met: bool
+) -> None:
+    assert beside_paper(*figures)["judged_met"] is met
+
+
+def test_idle_time_that_is_used_is_a_share_of_what_there_was_alone() -> None:
+    samples = [sample(arm, i, 0.1) for arm in ARMS for i in range(4)]
+    idle = {"alone_1": 6.0, "alone_2": 6.0, "rose": 1.5}
+    blocks = [
+        replace(block(arm, n), counters={**block(arm, n).counters, "idle_s": s})
+        for n, (arm, s) in enumerate(idle.items())
+    ]
+
+    rows = analyse(samples, blocks, Slo(ttft_s=1.0, tpot_s=0.15), ARMS)["arms"]
+
+    assert rows["rose"]["idle_used_share"] == pytest.approx(0.75)
 
 
 # --- steps that stop at layers

@@ -81,8 +81,9 @@ def test_a_cell_is_expected_to_get_what_the_stricter_of_its_rows_allows() -> Non
     assert all(one is not UNLISTED for cell in every for one in cell.rows)
     expected = {cell.name: cell.expected.label for cell in every}
     assert expected["qwen3 x plain"] == expected["moe x tensor_parallel"] == "elastic"
-    assert expected["gemma3 x plain"] == expected["qwen3 x offload"] == "compute-only"
-    assert expected["gemma3 x lora"] == expected["pooling x kv_events"] == "refused"
+    assert expected["mla x speculative"] == expected["qwen3 x lora"] == expected["gemma3 x lora"] == "elastic"
+    assert expected["qwen3 x offload"] == expected["gemma3 x offload"] == "compute-only"
+    assert expected["gemma3 x priority"] == expected["pooling x kv_events"] == "refused"
     assert every[0].name == "qwen3 x plain"
     assert row("decoder").serving == max(one.serving for cell in every for one in cell.rows)
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +215,7 @@ def test_a_file_of_another_version_is_found(scratch: Path) -> None:
 def test_a_good_token_file_is_used_and_never_shown(scratch: Path) -> None:
     tokens = saved_tokens(scratch / "t")
     check, found = host_checks.check_tokens(scratch / "t")
-    assert (check.level, found) == (Level.OK, tokens)
+    assert (check.level, found) == (Level.OK, replace(tokens, publish_key=""))
     assert tokens.admin not in repr(check)
 
 
@@ -341,7 +342,15 @@ def test_the_relay_is_asked_with_its_token(scratch: Path, tmp_path: Path) -> Non
         link = WeightsLink(relay_url=relay.url, run_id="r")
         assert host_checks.check_relay(link, tokens).level is Level.OK
         stranger = host_checks.check_relay(link, Tokens.generate())
+        nobodys = host_checks.check_relay(link, replace(tokens, public_key=""))
+        assert (nobodys.level, "weights.public_key" in nobodys.says) == (Level.FAIL, True)
+        assert "--upgrade" in nobodys.fix
+        trusted = link.model_copy(update={"signed": False})
+        assert host_checks.check_relay(trusted, replace(tokens, public_key="")).level is Level.OK
+        dead = f"http://127.0.0.1:{free_port()}"
+        second = host_checks.check_relay(WeightsLink(relay_url=f"{relay.url},{dead}", run_id="r"), tokens)
     assert (stranger.level, "does not know our token" in stranger.says) == (Level.FAIL, True)
+    assert (second.level, dead in second.says) == (Level.FAIL, True)
     gone = host_checks.check_relay(link, tokens)
     assert (gone.level, "no answer" in gone.says) == (Level.FAIL, True)
 

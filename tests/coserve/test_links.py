@@ -239,7 +239,11 @@ class Source:
         self.claimed_base: str | None = None
         self.outside = False
         self.fault = ""
+        self.required: WeightVersion | None = None
         self.closed = False
+
+    def busy(self) -> bool:
+        return False
 
     def poll(self, timeout_s: float) -> WeightVersion | None:
         if self.away is not None:
@@ -248,6 +252,9 @@ class Source:
             return self.published.get(timeout=timeout_s)
         except queue.Empty:
             return None
+
+    def require(self, version: WeightVersion) -> None:
+        self.required = version
 
     def close(self) -> None:
         self.closed = True
@@ -306,7 +313,9 @@ async def test_a_node_serves_the_run_that_the_scheduler_assigns(device: Device, 
     }
     agent = linked(device, registry, source=copies, weights=weights)
     await until(lambda: bool(registry.beats) and registry.beats[-1].run == "r")
-    assert registry.beats[-1].switch_s is None
+    first = registry.beats[-1]
+    assert (first.pull_s, first.commit_s, first.num_switches, first.copies) == (None, None, 0, ["r"])
+    assert first.follows == "r"
 
     registry.assignment = {"active": True, "job": "b", "run": "s"}
     await until(lambda: registry.beats[-1].run == "s")
@@ -314,9 +323,17 @@ async def test_a_node_serves_the_run_that_the_scheduler_assigns(device: Device, 
     # An older number of another run, and no delta from what was there.
     assert registry.beats[-1].version == "1.3"
     assert sources["s"].fetched == [("1.3", None)]
-    await until(lambda: registry.beats[-1].switch_s is not None)
+    await until(lambda: registry.beats[-1].num_switches == 1)
+    there = registry.beats[-1]
+    assert there.pull_s is not None
+    assert there.commit_s is not None
+    assert there.copies == ["s", "r"]
+    assert (sources["r"].required, sources["s"].required) == (None, None)
+    registry.assignment |= {"floor_run": "s", "floor": "1.4"}
+    await until(lambda: sources["s"].required == WeightVersion(1, 4))
+    assert sources["r"].required is None
     assert (agent.status()["assignment"], agent.status()["weights"]["switches"]) == (
-        {"job": "b", "run": "s", "active": True},
+        {"job": "b", "run": "s", "active": True, "held": False},
         1,
     )
 
@@ -324,6 +341,38 @@ async def test_a_node_serves_the_run_that_the_scheduler_assigns(device: Device, 
     await until(lambda: registry.beats[-1].run == "r")
     assert registry.beats[-1].version == "1.5"
     assert agent.engine.num_starts == 1
+    await until(lambda: registry.beats[-1].num_switches == 2)
+    back = registry.beats[-1]
+    assert back.copies == ["r", "s"]
+    assert back.pull_s == there.pull_s, "nothing had to be pulled"
+    assert back.commit_s != there.commit_s
+
+
+async def test_an_order_that_is_taken_back_before_its_weights_came_is_no_switch(
+    device: Device, registry: Registry
+) -> None:
+    """The next version of the own run, however much later, was taken for the end of it."""
+    sources = {run: Source(device.path / "w") for run in ("r", "s")}
+    sources["r"].published.put(WeightVersion(1, 5))
+    copies = PolicyCopies("r", device.path / "w", lambda run, folder: sources[run], most=2)
+    weights = {
+        "relay_url": "http://127.0.0.1:9",
+        "run_id": "r",
+        "directory": str(device.path / "w"),
+        "poll_s": 0.05,
+    }
+    agent = linked(device, registry, source=copies, weights=weights)
+    await until(lambda: bool(registry.beats) and registry.beats[-1].run == "r")
+
+    registry.assignment = {"active": True, "job": "b", "run": "s"}
+    await until(lambda: agent.status()["weights"]["serves"] == "s")
+    registry.assignment = {"active": True, "job": "a", "run": "r"}
+    await until(lambda: agent.status()["weights"]["serves"] == "r")
+    sources["r"].published.put(WeightVersion(1, 6))
+    await until(lambda: registry.beats[-1].version == "1.6")
+
+    last = registry.beats[-1]
+    assert (last.commit_s, last.pull_s, last.num_switches, last.copies) == (None, None, 0, ["r"])
 
 
 async def test_a_device_that_no_job_wants_gives_its_memory_back_and_keeps_its_engine(
@@ -344,6 +393,24 @@ async def test_a_device_that_no_job_wants_gives_its_memory_back_and_keeps_its_en
     assert agent.engine.num_kills == 0
     assert device.production is not None
     assert device.production.overdrawn == 0
+
+
+async def test_a_node_whose_fleet_is_switched_off_gives_its_memory_back_at_once_and_keeps_its_mode(
+    device: Device, registry: Registry
+) -> None:
+    agent = linked(device, registry)
+    await until(lambda: agent.engine.state == "ready" and device.resident_pages() > 0)
+
+    registry.assignment = {"active": True, "held": True}
+    await until(lambda: device.resident_pages() == 0)
+    await until(lambda: registry.beats[-1].held_pages == 0)
+
+    assert (registry.beats[-1].held, registry.beats[-1].mode) == (True, "on")
+    agent.change(mode=Mode.ON)  # its own operator's word is not the fleet's
+    assert agent.policy.lend_pages == 0
+    registry.assignment = {"active": True}
+    await until(lambda: device.resident_pages() > 0)
+    assert agent.engine.num_kills == 0
 
 
 async def test_a_scheduler_that_has_no_job_for_a_moment_costs_no_memory(

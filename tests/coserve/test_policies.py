@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from rose.lineage import WeightVersion
 
 class Copy:
     def __init__(self, folder: Path) -> None:
-        self.closed = False
+        self.closed = self.is_busy = False
+        self.required: WeightVersion | None = None
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "weights.safetensors").touch()
 
@@ -22,6 +24,12 @@ class Copy:
 
     def fetch(self, version: WeightVersion, engine_version: WeightVersion | None) -> Path:
         raise NotImplementedError
+
+    def busy(self) -> bool:
+        return self.is_busy
+
+    def require(self, version: WeightVersion) -> None:
+        self.required = version
 
     def close(self) -> None:
         self.closed = True
@@ -35,6 +43,18 @@ class Node:
     def _open(self, run: str, folder: Path) -> Copy:
         self.opened.append((run, Copy(folder)))
         return self.opened[-1][1]
+
+
+def test_what_a_trainer_has_published_is_told_to_its_copy_now_and_when_it_is_opened(tmp_path: Path) -> None:
+    node = Node(tmp_path, most=3)
+    node.copies.source("own")
+    node.copies.require("own", WeightVersion(1, 2))
+    node.copies.require("a", WeightVersion(3, 0))
+    node.copies.source("a")
+    assert [(run, copy.required) for run, copy in node.opened] == [
+        ("own", WeightVersion(1, 2)),
+        ("a", WeightVersion(3, 0)),
+    ]
 
 
 def test_the_least_recently_used_copy_goes_and_the_own_one_never(tmp_path: Path) -> None:
@@ -67,6 +87,23 @@ def test_no_room_on_the_disk_removes_another_policy_and_at_last_none(tmp_path: P
     assert node.copies.make_room("b")
     assert node.copies.runs() == {"own", "b"}
     assert not node.copies.make_room("b")
+
+
+def test_a_copy_that_another_node_uses_stays(tmp_path: Path) -> None:
+    node = Node(tmp_path, most=9)
+    for run in ("a", "b"):
+        node.copies.source(run)
+    node.opened[0][1].is_busy = True
+    (tmp_path / "runs" / "c").mkdir()
+
+    with (tmp_path / "runs" / "c" / "lock").open("wb") as theirs:
+        fcntl.flock(theirs, fcntl.LOCK_EX)
+        assert node.copies.make_room("own")
+        assert node.copies.runs() == {"own", "a", "c"}
+        assert not node.copies.make_room("own")
+    assert not node.opened[0][1].closed
+    assert node.copies.make_room("own")
+    assert node.copies.runs() == {"own", "a"}
 
 
 @pytest.mark.parametrize("run", ["..", "../x", "a/b", ".hidden", ""])

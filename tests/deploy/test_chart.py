@@ -277,8 +277,9 @@ def test_every_program_reads_a_token_file_of_its_own_user(
         for pod in pods_of(manifest):
             (copy,) = [each for each in pod["spec"]["initContainers"] if each["name"] == "tokens"]
             assert copy["command"][:3] == ["install", "-m", "0600"]
+            assert copy["command"][3:6] == ["-t", "/tokens", "/secret/tokens.toml"]
             for container in pod["spec"]["containers"]:
-                assert environment_of(container)["ROSE_TOKEN_FILE"] == copy["command"][-1]
+                assert environment_of(container)["ROSE_TOKEN_FILE"] == "/tokens/tokens.toml"
 
 
 def test_a_pod_has_no_token_that_its_program_does_not_need(
@@ -289,13 +290,14 @@ def test_a_pod_has_no_token_that_its_program_does_not_need(
         for pod in pods_of(manifest):
             volumes = {each["name"]: each for each in pod["spec"]["volumes"]}
             (copy,) = [each for each in pod["spec"]["initContainers"] if each["name"] == "tokens"]
-            (source,) = [
-                each for each in copy["volumeMounts"] if copy["command"][3].startswith(each["mountPath"])
-            ]
-            for item in volumes[source["name"]]["secret"]["items"]:
-                assert copy["command"][3] == f"{source['mountPath']}/{item['path']}"
-                taken.setdefault(name, set()).add(item["key"])
-    assert taken == {f"rose-{part}": {f"{part}.toml"} for part in PARTS}
+            copied = copy["command"][5:]
+            (source,) = [each for each in copy["volumeMounts"] if copied[0].startswith(each["mountPath"])]
+            items = volumes[source["name"]]["secret"]["items"]
+            assert copied == [f"{source['mountPath']}/{item['path']}" for item in items]
+            taken.setdefault(name, set()).update(item["key"] for item in items)
+    expected = {f"rose-{part}": {f"{part}.toml"} for part in PARTS}
+    expected["rose-train"].add("train.key")  # which signs weights: nobody else's
+    assert taken == expected
 
 
 @pytest.fixture(scope="module")

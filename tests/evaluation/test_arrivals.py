@@ -200,3 +200,17 @@ def test_trace_window_contains_the_busiest_second() -> None:
     counts = np.bincount([int(arrival.at_s) for arrival in arrivals], minlength=60)
     assert counts.argmax() in range(22, 27)  # 40 % of the window
     assert counts.max() >= 18
+
+
+def test_another_stretch_of_a_trace_has_none_of_the_busiest_ones_requests() -> None:
+    rows = [replace(row, context_tokens=1 + i) for i, row in enumerate(even_trace(4000, 0.25, burst_at=400))]
+    shape = replace(SHAPE, prompt_median_tokens=100_000, prompt_max_tokens=10**9)  # no two are rounded alike
+
+    stretches = [{a.prompt_tokens for a in fit_trace(rows, shape, number)} for number in range(4)]
+
+    assert all(not one & other for i, one in enumerate(stretches) for other in stretches[:i])
+
+
+def test_a_stretch_that_a_trace_does_not_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match="windows"):
+        fit_trace(even_trace(4000, 0.25), SHAPE, 1000)

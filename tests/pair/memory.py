@@ -12,7 +12,8 @@ from pathlib import Path
 from rose.units import PAGE_BYTES
 
 OS_PAGE = 4096
-KV_BYTES = 64 << 20
+KV_BYTES = 72 << 20
+"""Four chunks of a cache of latents, whose blocks of 18 KiB a layer are whole pages nine at a time."""
 TOTAL_PAGES = KV_BYTES // PAGE_BYTES
 
 

@@ -20,10 +20,14 @@ ANY = 1 << 62
 """Generation of a report that stands whatever the marks say."""
 
 
-def engine_config(model: Path) -> Any:
-    """``VllmConfig`` of the CPU build for a tiny model."""
+def engine_config(model: Path, **more: Any) -> Any:
+    """``VllmConfig`` of the CPU build for a tiny model; ``more``: other arguments of the engine's."""
+    import vllm.plugins
     from vllm.engine.arg_utils import EngineArgs
 
+    # The first configuration of a process loads the plugins: ours would patch this process, for every later test, by the role that
+    # the environment has just now.
+    vllm.plugins.plugins_loaded = True
     config = EngineArgs(
         model=str(model),
         max_model_len=512,
@@ -31,6 +35,7 @@ def engine_config(model: Path) -> Any:
         enforce_eager=True,
         kv_cache_memory_bytes=32 << 20,
         dtype="bfloat16",
+        **more,
     ).create_engine_config()
     config.cache_config.num_gpu_blocks = NUM_BLOCKS
     config.parallel_config.worker_cls = compat.CPU_WORKER  # as the plugin leaves an elastic configuration
@@ -84,7 +89,9 @@ def build(cls: Any, config: Any, cache: Any = None) -> Any:
     )
 
 
-def request(request_id: str, num_tokens: int = 20, max_tokens: int = 4) -> Any:
+def request(request_id: str, num_tokens: int = 20, max_tokens: int = 4, adapter: int = 0) -> Any:
+    """``adapter``: number of its LoRA adapter."""
+    from vllm.lora.request import LoRARequest
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
 
@@ -93,6 +100,7 @@ def request(request_id: str, num_tokens: int = 20, max_tokens: int = 4) -> Any:
         prompt_token_ids=[7] * num_tokens,
         sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
         pooling_params=None,
+        lora_request=LoRARequest(f"adapter {adapter}", adapter, "nowhere") if adapter else None,
     )
 
 

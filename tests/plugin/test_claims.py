@@ -20,19 +20,25 @@ SEATS = 4
 
 
 @pytest.fixture
-def scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def options() -> dict[str, Any]:
+    """Arguments of the engine's."""
+    return {}
+
+
+@pytest.fixture
+def scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> Iterator[Any]:
     """Four seats, and 12 of 16 pages lent, which nobody gives back."""
     node = tmp_path / "node"
     node.mkdir(mode=0o700)
+    write_tiny_model(tmp_path / "model")
+    config = harness.engine_config(tmp_path / "model", **options)  # before there is a role
     monkeypatch.setenv("ROSE_DIR", str(node))
     monkeypatch.setenv("ROSE_ROLE", "serving")
-    write_tiny_model(tmp_path / "model")
     from vllm_plugin.scheduler import ServingScheduler
 
     rank, agent = harness.write_rank(node, "serving", mapped=False), NodeDir(node).node_writer()
     far_ns = time.monotonic_ns() + 10**12
     agent.write(NodeState(mode=Mode.ON, lend_pages=LENT_PAGES, has_serving=1, heartbeat_ns=far_ns))
-    config = harness.engine_config(tmp_path / "model")
     config.scheduler_config.max_num_seqs = SEATS
     scheduler = harness.build(ServingScheduler, config)
     scheduler.rose_attach(harness.engine())
@@ -113,12 +119,52 @@ def test_those_that_vllm_puts_back_in_front_hide_nobody(scheduler: Any) -> None:
     for request in scheduler.waiting:
         request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
     add_many(scheduler)
-    assert claim(scheduler) == 2
+    assert claim(scheduler) == 3
 
 
-@pytest.mark.parametrize(("seats", "chunks"), [(SEATS, 0), (64, 2)])
+@pytest.mark.parametrize(("seats", "chunks"), [(SEATS, 0), (64, 3)])
 def test_those_count_that_have_a_seat(scheduler: Any, seats: int, chunks: int) -> None:
-    """64 prompts of 300 tokens are 150 blocks; with a watermark of 25 that is 48 more than the 127 that are usable, two chunks."""
+    """64 prompts of 300 tokens are 192 blocks, three each; with a watermark of 25 that is 90 more than the 127 that are usable: three
+    chunks."""
     scheduler.max_num_active_reqs = seats
+    add_many(scheduler)
+    assert claim(scheduler) == chunks
+
+
+@pytest.mark.parametrize("options", [{"enable_lora": True, "max_loras": 2}])
+def test_what_waits_for_a_slot_for_its_adapter_claims_nothing(scheduler: Any) -> None:
+    """Two slots, held by the adapters of those that run: of 300 that wait, those of other adapters lack a slot, not blocks."""
+    scheduler.max_num_active_reqs = 64
+    for adapter in (1, 2):
+        scheduler.add_request(harness.request(f"runs{adapter}", 5, 50, adapter))
+    harness.step(scheduler)
+    for number in range(300):
+        scheduler.add_request(harness.request(f"waits{number}", 300, adapter=3 + number % 7))
+    assert claim(scheduler) == 0
+
+    # 30 of an adapter that has a slot, and 30 without one: 180 blocks, behind those that lack something else.
+    for number in range(30):
+        scheduler.add_request(harness.request(f"held{number}", 300, adapter=2))
+        scheduler.add_request(harness.request(f"none{number}", 300))
+    assert claim(scheduler) == 3
+
+
+@pytest.mark.parametrize("options", [{"enable_lora": True, "max_loras": 2}])
+def test_a_free_slot_is_one_adapters(scheduler: Any) -> None:
+    """Of ten adapters that wait, two get the slots: four requests of three blocks each, well within what is free."""
+    scheduler.max_num_active_reqs = 64
+    for number in range(400):
+        scheduler.add_request(harness.request(f"waits{number}", 300, adapter=1 + number // 2))
+    assert claim(scheduler) == 0
+
+
+@pytest.mark.parametrize(("drafts", "chunks"), [(0, 0), (90, 1)])
+def test_slots_for_a_drafters_keys_are_claimed_with_the_prompts(
+    scheduler: Any, drafts: int, chunks: int
+) -> None:
+    """30 prompts of 300 tokens are 90 blocks; with a watermark of 25 they fit in 127. With slots for 90 drafts, and as many for their
+    keys, they are 120."""
+    scheduler.max_num_active_reqs = 30
+    scheduler.num_spec_tokens = scheduler.num_lookahead_tokens = drafts
     add_many(scheduler)
     assert claim(scheduler) == chunks

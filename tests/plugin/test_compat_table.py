@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -82,7 +83,40 @@ def says(name: str, value: Any) -> Change:
     return change
 
 
+def cores(size: int, *, local: int, external: bool = False, moe: bool = False) -> Change:
+    """So many engine cores, of which the command starts ``local``."""
+
+    def change(config: Any) -> None:
+        put("parallel_config.data_parallel_size", size)(config)
+        put("parallel_config.data_parallel_size_local", local)(config)
+        put("parallel_config.data_parallel_external_lb", external)(config)
+        says("is_moe", moe)(config)
+
+    return change
+
+
 THING = SimpleNamespace()
+
+
+def adapters(config: Any, **options: Any) -> None:
+    from vllm.config.lora import LoRAConfig
+
+    config.lora_config = LoRAConfig(**options)
+
+
+def speculative(config: Any, method: str) -> None:
+    from vllm.config.speculative import SpeculativeConfig
+
+    made = SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=2,
+        prompt_lookup_max=3,
+        target_model_config=config.model_config,
+        target_parallel_config=config.parallel_config,
+    )
+    made.method = method  # vLLM would look for the drafter's files
+    config.speculative_config = made
+
 
 ROWS: list[tuple[str, Change, str]] = [
     ("decoder", lambda config: None, "elastic"),
@@ -90,20 +124,30 @@ ROWS: list[tuple[str, Change, str]] = [
     ("kv_connector", put("kv_transfer_config", THING), "compute-only"),
     ("kv_connector", put("cache_config.kv_offloading_size", 4.0), "compute-only"),
     ("encoder_connector", put("ec_transfer_config", THING), "refused"),
-    ("data_parallel", put("parallel_config.data_parallel_size", 2), "refused"),
+    ("data_parallel", cores(2, local=2), "elastic"),
+    ("data_parallel_moe", cores(2, local=1, external=True), "refused"),
+    ("data_parallel_hosts", cores(4, local=2), "refused"),
+    ("data_parallel_hosts", put("parallel_config.data_parallel_hybrid_lb", True), "refused"),
+    ("data_parallel_moe", cores(2, local=2, moe=True), "refused"),
     ("expert_parallel", put("parallel_config.enable_expert_parallel", True), "refused"),
     ("expert_parallel", put("parallel_config.enable_eplb", True), "refused"),
+    ("multi_host", put("parallel_config.data_parallel_backend", "ray"), "refused"),
+    ("other_option", put("scheduler_config.prefill_schedule_interval", 2), "refused"),
     ("pipeline_parallel", put("parallel_config.pipeline_parallel_size", 2), "refused"),
     ("context_parallel", put("parallel_config.decode_context_parallel_size", 2), "refused"),
     ("context_parallel", put("parallel_config.prefill_context_parallel_size", 2), "refused"),
-    ("lora", put("lora_config", THING), "refused"),
-    ("speculative", put("speculative_config", THING), "refused"),
+    ("lora", lambda config: adapters(config), "elastic"),
+    ("other_option", lambda config: adapters(config, enable_moe_shared_loras=True), "refused"),
+    ("speculative", lambda config: speculative(config, "ngram"), "elastic"),
+    ("speculative", lambda config: speculative(config, "eagle"), "elastic"),
+    ("drafts", lambda config: speculative(config, "medusa"), "refused"),
     ("hybrid", says("is_hybrid", True), "refused"),
     ("hybrid", says("is_attention_free", True), "refused"),
     ("encoder_decoder", says("is_encoder_decoder", True), "refused"),
     ("multimodal", says("is_multimodal_model", True), "refused"),
     ("pooling", put("model_config.runner", "pooling"), "refused"),
-    ("fp8_kv", put("cache_config.cache_dtype", "fp8"), "refused"),
+    ("fp8_kv", put("cache_config.cache_dtype", "fp8"), "elastic"),
+    ("kv_quant", put("cache_config.cache_dtype", "int8_per_token_head"), "refused"),
     ("api_servers", put("parallel_config._api_process_count", 2), "elastic"),
     ("sleep_mode", put("model_config.enable_sleep_mode", True), "refused"),
     ("sleep_mode", put("model_config.enable_cumem_allocator", True), "refused"),
@@ -111,7 +155,8 @@ ROWS: list[tuple[str, Change, str]] = [
     ("other_scheduler", put("parallel_config.worker_cls", "mine.Worker"), "refused"),
     ("multi_host", put("parallel_config.nnodes", 2), "refused"),
     ("multi_host", put("parallel_config.distributed_executor_backend", "ray"), "refused"),
-    ("kv_kind", says("use_mla", True), "compute-only"),
+    ("mla", says("use_mla", True), "elastic"),
+    ("kv_kind", says("rswa_window", 128), "compute-only"),
     ("kv_option", put("cache_config.kv_sharing_fast_prefill", True), "compute-only"),
     ("kv_option", put("scheduler_config.watermark", 0.3), "compute-only"),
     ("kv_option", put("offload_config.uva.cpu_offload_gb", 4.0), "compute-only"),
@@ -158,7 +203,7 @@ def test_what_the_machine_says_counts_like_the_configuration(
 def test_what_nobody_has_measured_is_shared_only_where_the_operator_says_so(role: str) -> None:
     assert judge(role, ["gpu"]) == (Support.REFUSED, row("gpu"))
     assert judge(role, ["gpu"], allow_unmeasured=True)[0] is Support.ELASTIC
-    assert judge(role, ["gpu", "lora"], allow_unmeasured=True) == (Support.REFUSED, row("lora"))
+    assert judge(role, ["gpu", "priority"], allow_unmeasured=True) == (Support.REFUSED, row("priority"))
 
 
 @pytest.mark.parametrize(
@@ -212,13 +257,13 @@ def test_a_rollout_engine_is_refused_where_its_own_routes_would_not_work(config:
 
 def test_the_least_that_any_feature_allows_counts(config: Any) -> None:
     config.kv_transfer_config = THING
-    config.lora_config = THING
-    assert answer(config) == ("refused", "lora")
+    config.ec_transfer_config = THING
+    assert answer(config) == ("refused", "encoder_connector")
 
 
 def test_every_row_has_a_test_here() -> None:
     elsewhere = {"gpu", "other_device", "mig", "rust_frontend", "unknown_version", "small_cache"}
-    elsewhere |= {"kv_groups", "kv_layout"}  # test_kv_cache_table.py
+    elsewhere |= {"kv_groups", "kv_layout", "sliding_window", "grouped_drafts"}  # test_kv_cache_table.py
     elsewhere |= {"cuda_graphs"}
     assert {name for name, _, _ in ROWS} | elsewhere == {one.name for one in TABLE}
 
@@ -247,6 +292,8 @@ def lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The node directory's serving.lease, with the plugin's module state put back afterwards."""
     node_dir = tmp_path / "n"
     monkeypatch.setenv("ROSE_DIR", str(node_dir))
+    for name in ("ROSE_CORES", "ROSE_ENGINE"):  # what becomes of them is undone with them
+        monkeypatch.setenv(name, "")
     monkeypatch.setattr(compat, "_refused", None)
     monkeypatch.setattr(compat, "_refusal", None)
     yield NodeDir(node_dir).serving_lease()
@@ -260,13 +307,54 @@ def wrapped(config: Any) -> Any:
 
 
 def test_a_refused_engine_stays_stock_and_says_why_in_its_lease(config: Any, lease: Any) -> None:
-    config.lora_config = THING
+    config.ec_transfer_config = THING
     assert wrapped(config).scheduler_config.scheduler_cls is None
     assert config.parallel_config.worker_cls == compat.STOCK_CPU_WORKER
     record = lease.read()
     assert (record.phase, record.support) == (Phase.OFF, Support.REFUSED)
-    assert row_of_number(record.row) == row("lora")
+    assert row_of_number(record.row) == row("encoder_connector")
     assert lease.alive()
+
+
+def test_each_engine_core_of_a_refused_server_says_why_in_its_own_directory(
+    config: Any, lease: Any, tmp_path: Path
+) -> None:
+    cores(2, local=2, moe=True)(config)
+    wrapped(config)
+    assert lease.read() is None
+    for core in range(2):
+        record = NodeDir(tmp_path / "n" / f"dp{core}").serving_lease().read()
+        assert record is not None
+        assert (record.phase, row_of_number(record.row)) == (Phase.OFF, row("data_parallel_moe"))
+
+
+@pytest.mark.parametrize(
+    ("change", "core", "directory"),
+    [
+        (cores(3, local=3), 2, "n/dp2"),
+        (lambda config: None, 0, "n"),
+    ],
+    ids=["several", "one"],
+)
+def test_an_engine_core_has_a_directory_of_its_own_where_its_server_has_several(
+    config: Any, lease: Any, tmp_path: Path, change: Change, core: int, directory: str
+) -> None:
+    change(config)
+    wrapped(config)
+    config.parallel_config.data_parallel_index = core
+    config.parallel_config.reconfigure_for_independent_dp_rank()
+    made: list[Any] = []
+    compat._wrap_executor(lambda self, config: made.append(os.environ["ROSE_DIR"]), "serving")(None, config)
+    try:
+        assert made == [str(tmp_path / directory)]
+        record = NodeDir(tmp_path / directory).serving_lease().read()
+        assert record is not None
+        assert record.phase == Phase.STARTING
+        assert "ROSE_CORES" not in os.environ
+    finally:
+        writer = compat.starting_lease()
+        assert writer is not None
+        writer.close()
 
 
 def test_a_configuration_that_cannot_be_read_is_refused(config: Any, lease: Any) -> None:

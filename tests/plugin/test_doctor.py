@@ -31,6 +31,10 @@ BASE = (
     f"--kv-cache-memory-bytes={48 << 20}",
 )
 NGRAM = '--speculative-config={"method":"ngram","num_speculative_tokens":2,"prompt_lookup_max":3}'
+ENOUGH = (f"--kv-cache-memory-bytes={128 << 20}",)
+"""For four chunks of latents."""
+DRAFT_MODEL = '--speculative-config={"method":"draft_model","model":"MODEL","num_speculative_tokens":2}'
+"""``MODEL``: the model itself is its draft."""
 OFFLOAD = '--kv-transfer-config={"kv_connector":"OffloadingConnector","kv_role":"kv_both"}'
 SECRET = "hunter2-and-more"
 
@@ -50,23 +54,27 @@ class Case:
 CASES = [
     Case("dense", "qwen3", (), ("elastic", "decoder"), cache="dense"),
     Case("moe", "moe", (), ("elastic", "decoder"), cache="dense"),
-    Case("sliding and full", "gemma3", (), ("compute-only", "kv_groups"), cache="gemma3"),
-    Case("gpt-oss", "gpt_oss", (), ("compute-only", "kv_groups"), cache="gpt_oss"),
-    Case("chunked", "chunked", (), ("compute-only", "kv_groups"), cache="chunked"),
+    Case("sliding and full", "gemma3", (), ("elastic", "kv_groups"), cache="gemma3"),
+    Case("gpt-oss", "gpt_oss", (), ("elastic", "kv_groups"), cache="gpt_oss"),
+    Case("chunked", "chunked", (), ("compute-only", "kv_kind"), cache="chunked"),
     Case("sliding", "sliding", (), ("compute-only", "kv_kind"), cache="sliding"),
     Case("window off", "sliding", ("--disable-sliding-window",), ("elastic", "decoder"), cache="dense"),
-    Case("latent", "mla", (), ("compute-only", "kv_kind"), cache="mla"),
+    Case("latent", "mla", ENOUGH, ("elastic", "mla"), cache="mla"),
     Case("state", "mamba", (), ("refused", "hybrid")),
     Case("hybrid", "hybrid", (), ("refused", "hybrid")),
     Case("encoder", "encoder_decoder", (), ("refused", "encoder_decoder")),
     Case("audio", "multimodal", (), ("refused", "multimodal")),
     Case("pooling", "pooling", (), ("refused", "pooling")),
-    Case("lora", "qwen3", ("--enable-lora",), ("refused", "lora")),
-    Case("n-gram", "qwen3", (NGRAM,), ("refused", "speculative")),
-    Case("fp8 cache", "qwen3", ("--kv-cache-dtype=fp8",), ("refused", "fp8_kv")),
+    Case("lora", "qwen3", ("--enable-lora",), ("elastic", "lora"), cache="dense"),
+    Case("n-gram", "qwen3", (NGRAM,), ("elastic", "speculative"), cache="dense"),
+    Case("draft model", "qwen3", (DRAFT_MODEL,), ("elastic", "speculative"), cache="dense"),
+    Case("medusa", "qwen3", (DRAFT_MODEL.replace("draft_model", "medusa"),), ("refused", "drafts")),
+    Case("fp8 cache", "qwen3", ("--kv-cache-dtype=fp8",), ("elastic", "fp8_kv"), cache="fp8"),
+    Case("int8 cache", "qwen3", ("--kv-cache-dtype=int8_per_token_head",), ("refused", "kv_quant")),
     Case("fp8 weights", "qwen3", ("--quantization=fp8",), ("compute-only", "quantized_weights")),
     Case("priority", "qwen3", ("--scheduling-policy=priority",), ("refused", "priority")),
-    Case("data parallel", "qwen3", ("--data-parallel-size=2",), ("refused", "data_parallel")),
+    Case("data parallel", "qwen3", ("--data-parallel-size=2",), ("elastic", "data_parallel")),
+    Case("experts' ranks", "moe", ("--data-parallel-size=2",), ("refused", "data_parallel_moe")),
     Case("tensor parallel", "qwen3", ("--tensor-parallel-size=2",), ("elastic", "tensor_parallel")),
     Case("api servers", "qwen3", ("--api-server-count=2",), ("elastic", "api_servers"), cache="dense"),
     Case("offload", "qwen3", (OFFLOAD,), ("compute-only", "kv_connector")),
@@ -74,14 +82,21 @@ CASES = [
     Case("policy", "qwen3", (), ("elastic", "decoder"), "rollout", "dense"),
     Case("policy, sliding", "gemma3", (), ("refused", "kv_groups"), "rollout", "gemma3"),
     Case("policy, api servers", "qwen3", ("--api-server-count=2",), ("refused", "api_servers"), "rollout"),
+    Case("policy, lora", "qwen3", ("--enable-lora",), ("refused", "lora"), "rollout"),
+    Case("policy, n-gram", "qwen3", (NGRAM,), ("refused", "speculative"), "rollout"),
+    Case("policy, latent", "mla", ENOUGH, ("refused", "mla"), "rollout"),
+    Case("policy, fp8 cache", "qwen3", ("--kv-cache-dtype=fp8",), ("refused", "fp8_kv"), "rollout"),
 ]
 BY_NAME = {case.name: case for case in CASES}
 MORE = {
-    "two reasons": ("gemma3", ("--enable-lora", "--scheduling-policy=priority", f"--api-key={SECRET}")),
+    "two reasons": (
+        "chunked",
+        ("--scheduling-policy=priority", "--model-impl=transformers", f"--api-key={SECRET}"),
+    ),
     "no such option": ("qwen3", ("--api-keys", SECRET, f"--hf-token={SECRET}", "--no-such-option")),
     "small": ("qwen3", (f"--kv-cache-memory-bytes={2 << 20}", "--max-num-seqs=1")),
     "no model": ("nothing-here", ()),
-    "no size": ("gemma3", ()),
+    "no size": ("chunked", ()),
 }
 
 
@@ -104,7 +119,8 @@ def answers(models: Path) -> dict[str, dict[str, Any]]:
 
 
 def command(models: Path, case: Case) -> list[str]:
-    return [str(models / case.shape), *BASE, *case.args]
+    model = str(models / case.shape)
+    return [model, *BASE, *(one.replace("MODEL", model) for one in case.args)]
 
 
 def decided_by_the_plugin(models: Path, case: Case, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
@@ -123,7 +139,8 @@ def decided_by_the_plugin(models: Path, case: Case, monkeypatch: pytest.MonkeyPa
     except ConfigError as error:  # of the plugin: a rollout engine does not start, and names the row
         return "refused", next(one.name for one in TABLE if one.feature in error.message)
     if config.scheduler_config.scheduler_cls is None:
-        record = NodeDir(Path(compat.os.environ["ROSE_DIR"])).serving_lease().read()
+        (first, *_) = compat._node_dirs()
+        record = NodeDir(first).serving_lease().read()
         assert record is not None
         return "refused", row_of_number(record.row).name
     assert config.scheduler_config.scheduler_cls == compat.SCHEDULER_FACTORY
@@ -139,6 +156,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.M
     """The plugin's module state, put back afterwards."""
     monkeypatch.setenv("ROSE_DIR", str(tmp_path / "n"))
     monkeypatch.delenv("ROSE_ALLOW_UNMEASURED", raising=False)
+    monkeypatch.setenv("ROSE_CORES", "")  # what becomes of it is undone with it
     monkeypatch.setattr(compat, "_refused", None)
     monkeypatch.setattr(compat, "_refusal", None)
     yield monkeypatch
@@ -161,7 +179,7 @@ def test_the_doctor_says_what_the_plugin_decides(
 def test_every_row_that_decides_says_what_to_do(answers: dict[str, dict[str, Any]]) -> None:
     rows = [one for name in BY_NAME for one in answers[name]["rows"]]
     assert all(one["fix"] for one in rows if one["support"] != "elastic")
-    assert {one["fix"] for one in answers["lora"]["rows"]} == {"leave out --enable-lora"}
+    assert {one["fix"] for one in answers["policy, lora"]["rows"]} == {"leave out --enable-lora"}
 
 
 @pytest.mark.parametrize("role", ["serving", "rollout"])
@@ -173,9 +191,9 @@ def test_the_table_has_advice_for_each_row_that_allows_less(role: str) -> None:
 
 def test_all_rows_are_named_the_deciding_one_first(answers: dict[str, dict[str, Any]]) -> None:
     rows = answers["two reasons"]["rows"]
-    assert [one["row"] for one in rows] == ["lora", "priority", "kv_groups", "kv_kind"]
-    assert rows[1]["found"] == "scheduler_config.policy = 'priority'"
-    assert [one["support"] for one in rows] == ["refused", "refused", "compute-only", "compute-only"]
+    assert [one["row"] for one in rows] == ["priority", "other_option", "kv_kind", "kv_groups"]
+    assert rows[0]["found"] == "scheduler_config.policy = 'priority'"
+    assert [one["support"] for one in rows] == ["refused", "refused", "compute-only", "elastic"]
 
 
 def test_what_only_the_cache_tells_is_marked_as_predicted(answers: dict[str, dict[str, Any]]) -> None:
@@ -200,7 +218,8 @@ def test_the_memory_that_could_be_lent_is_what_the_plan_of_the_chunks_says(
     answers: dict[str, dict[str, Any]],
 ) -> None:
     assert (answers["dense"]["total_pages"], answers["dense"]["lendable_pages"]) == (24, 23)
-    assert (answers["sliding and full"]["total_pages"], answers["sliding and full"]["lendable_pages"]) == (24, 0)  # fmt: skip
+    assert (answers["sliding and full"]["total_pages"], answers["sliding and full"]["lendable_pages"]) == (24, 23)  # fmt: skip
+    assert (answers["chunked"]["total_pages"], answers["chunked"]["lendable_pages"]) == (24, 0)
     assert (answers["small"]["support"], answers["small"]["rows"][0]["row"]) == ("refused", "small_cache")
 
 
@@ -208,7 +227,7 @@ def test_without_a_size_the_kinds_of_the_cache_are_predicted_all_the_same(
     answers: dict[str, dict[str, Any]],
 ) -> None:
     answer = answers["no size"]
-    assert (answer["support"], answer["rows"][0]["row"]) == ("compute-only", "kv_groups")
+    assert (answer["support"], answer["rows"][0]["row"]) == ("compute-only", "kv_kind")
     assert (answer["total_pages"], answer["lendable_pages"]) == (None, None)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 from collections.abc import Iterator
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,28 @@ from tests.tiny_shapes import write_shape
 from vllm_plugin import compat
 from vllm_plugin.features import findings, plain
 
+FILLED_IN: dict[str, tuple[Any, ...]] = {"worker_cls": ("auto",), "method": (None,)}
+"""What vLLM puts something else in the place of before anybody looks."""
 KV = {"kv_cache_memory_bytes": 48 << 20}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+ENGINES: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("qwen3", "dense", {}),
+    ("qwen3", "dense", {"enable_lora": True, "speculative_config": NGRAM}),
+    (
+        "qwen3",
+        "dense",
+        {"speculative_config": {"method": "draft_model", "model": "SELF", "num_speculative_tokens": 2}},
+    ),
+    (
+        "llama",
+        "dense",
+        {"speculative_config": {"method": "eagle", "model": "SELF", "num_speculative_tokens": 2}},
+    ),
+    ("qwen3", "fp8", {"kv_cache_dtype": "fp8"}),
+    ("mla", "mla", {}),
+    ("gemma3", "gemma3", {}),
+)
+"""``SELF``: the model is its own drafter.  Shape, kind of cache and options of what the engines of the tests run with, as far as fields with a row of their own are concerned."""
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +85,7 @@ def answer(config: Any, role: str = "serving") -> tuple[str, str]:
         ("gpt_oss", ("elastic", "decoder")),
         ("sliding", ("elastic", "decoder")),
         ("chunked", ("elastic", "decoder")),
-        ("mla", ("compute-only", "kv_kind")),
+        ("mla", ("elastic", "decoder")),
         ("hybrid", ("refused", "hybrid")),
         ("mamba", ("refused", "hybrid")),
         ("encoder_decoder", ("refused", "encoder_decoder")),
@@ -109,6 +130,13 @@ def test_a_model_of_every_shape_gets_its_row(shapes: Path, shape: str, expected:
         {"worker_extension_cls": "tests.plugin.pager_faults.HeldPager"},
         {"enable_prompt_embeds": True},
         {"logits_processors": ["tests.plugin.test_engine_fields.Processor"]},
+        {"enable_lora": True, "max_loras": 4, "max_lora_rank": 64, "max_cpu_loras": 16},
+        {"speculative_config": NGRAM},
+        {
+            "speculative_config": NGRAM | {"prompt_lookup_min": 2},
+            "enable_lora": True,
+            "kv_cache_dtype": "fp8",
+        },
     ],
     ids=lambda args: ",".join(args) or "defaults",
 )
@@ -120,9 +148,10 @@ def test_what_operators_really_set_stays_elastic(shapes: Path, args: dict[str, A
     ("args", "expected"),
     [
         ({"scheduling_policy": "priority"}, ("refused", "priority")),
-        ({"kv_cache_dtype": "fp8"}, ("refused", "fp8_kv")),
+        ({"kv_cache_dtype": "int8_per_token_head"}, ("refused", "kv_quant")),
         ({"quantization": "fp8"}, ("compute-only", "quantized_weights")),
-        ({"enable_lora": True}, ("refused", "lora")),
+        ({"enable_lora": True, "enable_moe_shared_loras": True}, ("refused", "other_option")),
+        ({"speculative_config": NGRAM | {"method": "ngram_gpu"}}, ("refused", "drafts")),
         ({"watermark": 0.2}, ("compute-only", "kv_option")),
         ({"model_impl": "transformers"}, ("refused", "other_option")),
         ({"additional_config": {"mine": 1}}, ("refused", "other_option")),
@@ -135,8 +164,19 @@ def test_an_option_that_was_not_tried_gets_its_row(
     assert answer(config_of(shapes, **args)) == expected
 
 
-@pytest.mark.parametrize("args", [{"enable_prompt_embeds": True}, {"logits_processors": ["mine.Processor"]}])
-def test_what_a_rollouts_trace_cannot_tell_is_refused_to_it(shapes: Path, args: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"enable_prompt_embeds": True},
+        {"logits_processors": ["mine.Processor"]},
+        {"enable_lora": True},
+        {"speculative_config": NGRAM},
+        {"kv_cache_dtype": "fp8"},
+    ],
+)
+def test_what_a_rollouts_trace_or_weights_cannot_tell_is_refused_to_it(
+    shapes: Path, args: dict[str, Any]
+) -> None:
     assert answer(config_of(shapes, **args), role="rollout")[0] == "refused"
 
 
@@ -168,10 +208,23 @@ def full(shapes: Path) -> Any:
     )
 
 
-def test_every_field_of_vllm_is_placed_and_every_placed_field_is_vllms(full: Any) -> None:
+@pytest.fixture(scope="module")
+def complete(shapes: Path) -> Any:
+    """One with every optional section that the allowlist looks into."""
+    return config_of(
+        shapes,
+        kv_events_config={"enable_kv_cache_events": True, "publisher": "zmq"},
+        reasoning_parser="deepseek_r1",
+        weight_transfer_config={"backend": "nccl"},
+        enable_lora=True,
+        speculative_config=NGRAM,
+    )
+
+
+def test_every_field_of_vllm_is_placed_and_every_placed_field_is_vllms(complete: Any) -> None:
     theirs = {
         f"{path}.{field.name}".lstrip(".")
-        for path, one in sections(full)
+        for path, one in sections(complete)
         for field in dataclasses.fields(one)
     }
     ours = {f"{path}.{name}".lstrip(".") for path, names in HARMLESS.items() for name in names.split()}
@@ -188,9 +241,10 @@ def test_every_cache_field_of_vllm_is_placed() -> None:
         ("kv_cache_config", theirs.KVCacheConfig),
         ("kv_cache_tensor", theirs.KVCacheTensor),
         ("kv_cache_group", theirs.KVCacheGroupSpec),
-        ("kv_cache_spec", theirs.FullAttentionSpec),
+        ("kv_cache_spec", theirs.MLAAttentionSpec),
     ]:
-        names = {field.name for field in dataclasses.fields(kind)}
+        kinds = (kind, theirs.SlidingWindowSpec) if path == "kv_cache_spec" else (kind,)
+        names = {field.name for one in kinds for field in dataclasses.fields(one)}
         placed = set(HARMLESS[path].split())
         placed |= {f.path.rpartition(".")[2] for f in RESTRICTED if f.path.startswith(f"{path}.")}
         assert placed == names, path
@@ -206,10 +260,10 @@ def test_every_kind_of_cache_is_placed() -> None:
     assert kinds(theirs.KVCacheSpec) - abstract <= KV_KINDS.keys()
 
 
-def test_what_a_dataclass_of_vllm_has_by_default_is_allowed(full: Any) -> None:
+def test_what_a_dataclass_of_vllm_has_by_default_is_allowed(complete: Any) -> None:
     """Also where this platform never shows it: CUDA's commands start from the same defaults."""
     wrong = []
-    for path, one in sections(full):
+    for path, one in sections(complete):
         for field in dataclasses.fields(one):
             default = field.default
             if hasattr(default, "default"):  # pydantic's own description of the field
@@ -218,7 +272,7 @@ def test_what_a_dataclass_of_vllm_has_by_default_is_allowed(full: Any) -> None:
             if isinstance(made, str) and made.startswith("<"):
                 continue  # no default, or one that is made anew each time: those are in the configurations above
             where = f"{path}.{field.name}".lstrip(".")
-            because = row_of_field(where, made, ("auto",) if field.name == "worker_cls" else ())
+            because = row_of_field(where, made, FILLED_IN.get(field.name, ()))
             if because is not None:
                 wrong.append((where, made, because))
     assert wrong == []
@@ -230,25 +284,41 @@ def test_tried_is_what_the_engines_of_the_tests_run_with(shapes: Path) -> None:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    config_of(shapes)  # writes the model
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args(
-        ["--model", str(shapes / "qwen3"), *BASE_ARGS]
-    )
-    config = EngineArgs.from_cli_args(args).create_engine_config()
-    cache = cache_of(copy.deepcopy(config), "dense")
-    places = {
-        "model": config.model_config,
-        "kv_cache_config": cache,
-        "kv_cache_tensor": cache.kv_cache_tensors[0],
-        "kv_cache_group": cache.kv_cache_groups[0],
-        "kv_cache_spec": cache.kv_cache_groups[0].kv_cache_spec,
-    }
-    wrong = []
-    for field in RESTRICTED:
-        first, _, rest = field.path.partition(".")
-        one = attrgetter(rest)(places[first]) if first in places else attrgetter(field.path)(config)
-        if field.tried != ((plain(one),) if field.path != "parallel_config.worker_cls" else ()):
-            wrong.append((field.path, plain(one), field.tried))
+    seen: dict[str, set[Any]] = {field.path: set() for field in RESTRICTED}
+    for shape, kind, options in ENGINES:
+        config_of(shapes, shape)  # writes the model
+        args = make_arg_parser(FlexibleArgumentParser()).parse_args(
+            ["--model", str(shapes / shape), *BASE_ARGS]
+        )
+        engine_args = EngineArgs.from_cli_args(args)
+        for name, value in options.items():
+            value = json.loads(json.dumps(value).replace("SELF", str(shapes / shape)))  # vLLM changes it
+            setattr(engine_args, name, value)
+        config = engine_args.create_engine_config()
+        cache = cache_of(copy.deepcopy(config), kind)
+        places = {
+            "model": [config.model_config],
+            "kv_cache_config": [cache],
+            "kv_cache_tensor": cache.kv_cache_tensors,
+            "kv_cache_group": cache.kv_cache_groups,
+            "kv_cache_spec": [group.kv_cache_spec for group in cache.kv_cache_groups],
+        }
+        for path, values in seen.items():
+            first, _, rest = path.partition(".")
+            for place in places.get(first, [config]):
+                one: Any = place
+                for name in (rest if first in places else path).split("."):
+                    one = getattr(one, name, None)
+                    if one is None:
+                        break
+                # A section that is not there has no values, and a kind of cache has not every kind's fields.
+                absent = first in ("lora_config", "speculative_config") and getattr(config, first) is None
+                if not (absent and rest) and (first != "kv_cache_spec" or hasattr(place, rest)):
+                    values.add(plain(one))
+    seen["parallel_config.worker_cls"] = set()
+    # That there is such a section, or a window, is a row of its own.
+    seen["lora_config"] = seen["speculative_config"] = seen["kv_cache_spec.sliding_window"] = {None}
+    wrong = [(f.path, seen[f.path], f.tried) for f in RESTRICTED if seen[f.path] != set(f.tried)]
     assert wrong == []
     assert all(not set(field.tried) & set(field.read) for field in RESTRICTED)
 
@@ -257,6 +327,8 @@ def test_rows_of_fields_are_rows_of_the_table() -> None:
     names = {one.name for one in TABLE}
     assert {field.row for field in RESTRICTED} <= names
     assert {row for row in KV_KINDS.values() if row is not None} <= names
+    assert {row for field in RESTRICTED for _, row in field.own} <= names
+    assert all(value in (*field.tried, *field.read) for field in RESTRICTED for value, _ in field.own)
     paths = [field.path for field in RESTRICTED]
     assert len(paths) == len(set(paths))
 

@@ -15,11 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.records import Mode, NodeState
+from rose.policy.coserving.hits import longest_hit, window_blocks
 from tests.plugin import harness
+from tests.plugin.test_kv_cache_table import cache_of
 from tests.tiny_model import write_tiny_model
+from tests.tiny_shapes import write_shape
 
 BLOCK, CHUNK_BLOCKS = harness.BLOCK_TOKENS, 32
 
@@ -47,11 +52,11 @@ class Pair:
         for scheduler, sums in zip((self.ours, self.stock), self.counted, strict=True):
             scheduler.kv_cache_manager.record_prefix_cache_stats = functools.partial(_count, sums)
 
-    def say(self, prompt: list[int], max_tokens: int = 2) -> None:
+    def say(self, prompt: list[int], max_tokens: int = 2, adapter: int = 0) -> None:
         """One request, to its end, on both."""
         self.number += 1
         for scheduler in (self.ours, self.stock):
-            scheduler.add_request(_request(f"r{self.number}", prompt, max_tokens))
+            scheduler.add_request(_request(f"r{self.number}", prompt, max_tokens, adapter))
             while scheduler.requests:
                 harness.step(scheduler)
         self.ours.rose.ghost.check()
@@ -83,7 +88,8 @@ def _count(sums: list[int], request: Any, num_hits: int) -> None:
     sums[1] += num_hits
 
 
-def _request(name: str, prompt: list[int], max_tokens: int) -> Any:
+def _request(name: str, prompt: list[int], max_tokens: int, adapter: int = 0) -> Any:
+    from vllm.lora.request import LoRARequest
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -96,6 +102,7 @@ def _request(name: str, prompt: list[int], max_tokens: int) -> Any:
         sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
         pooling_params=None,
         block_hasher=get_request_block_hasher(BLOCK, sha256),
+        lora_request=LoRARequest(f"adapter {adapter}", adapter, "nowhere") if adapter else None,
     )
 
 
@@ -109,15 +116,38 @@ def agent(tmp_path: Path) -> Iterator[Any]:
 
 @pytest.fixture
 def pair(config: Any, tmp_path: Path, agent: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    yield from _pair(config, None, 16, tmp_path / "n", monkeypatch)
+
+
+@pytest.fixture
+def eagle_pair(tmp_path: Path, agent: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    model = str(write_shape(tmp_path / "model", "llama"))
+    speculative = {"method": "eagle", "model": model, "num_speculative_tokens": 2}
+    config = harness.engine_config(Path(model), enable_prefix_caching=True, speculative_config=speculative)
+    yield from _pair(config, None, 16, tmp_path / "n", monkeypatch)
+
+
+@pytest.fixture
+def pair_of_groups(
+    config: Any, tmp_path: Path, agent: Any, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Pair]:
+    """Gemma 3's groups: five with a window of one block, one of full attention; 1536 blocks, 24 chunks of 64."""
+    cache = cache_of(config, "gemma3")
+    monkeypatch.setattr(config.cache_config, "num_gpu_blocks", cache.num_blocks)
+    yield from _pair(config, cache, 24, tmp_path / "n", monkeypatch)
+
+
+def _pair(
+    config: Any, cache: Any, num_chunks: int, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Pair]:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     from vllm_plugin.scheduler import ServingScheduler
 
-    path = tmp_path / "n"
     monkeypatch.setenv("ROSE_ROLE", "serving")
     monkeypatch.setenv("ROSE_DIR", str(path))
-    rank = harness.write_rank(path, "serving", mapped=True)
-    pair = Pair(harness.build(ServingScheduler, config), harness.build(Scheduler, config))
+    rank = harness.write_rank(path, "serving", mapped=True, num_chunks=num_chunks)
+    pair = Pair(harness.build(ServingScheduler, config, cache), harness.build(Scheduler, config, cache))
     assert pair.ours.rose is not None
     yield pair
     assert pair.ours.rose.failed is None
@@ -159,6 +189,18 @@ def test_prefixes_in_the_chunks_that_are_taken_are_lost_once(pair: Pair) -> None
     assert pair.ours.rose.ghost.lost_tokens == pair.missed() == 3 * BLOCK
 
 
+def test_a_drafter_computes_the_last_block_of_what_is_found_anew(eagle_pair: Pair) -> None:
+    """Of three cached blocks vLLM takes two; with nothing found, two are lost."""
+    rng = random.Random(1)
+    prompts = [_prompt(rng) for _ in range(100)]
+    for prompt in prompts:
+        eagle_pair.say(prompt)
+    eagle_pair.lend(15)
+    for _ in range(2):
+        eagle_pair.say(prompts[-1])
+    assert eagle_pair.ours.rose.ghost.lost_tokens == eagle_pair.missed() == 2 * BLOCK
+
+
 def test_prefixes_that_a_smaller_cache_evicts_sooner_are_lost_too(pair: Pair) -> None:
     """Memory was empty when it was lent: nothing was taken from the cache, but it cannot grow."""
     rng = random.Random(2)
@@ -170,6 +212,20 @@ def test_prefixes_that_a_smaller_cache_evicts_sooner_are_lost_too(pair: Pair) ->
     for prompt in prompts:
         pair.say(prompt)
     assert pair.ours.rose.ghost.lost_tokens == pair.missed() == 100 * 3 * BLOCK
+
+
+def test_a_prompts_prefix_under_another_adapter_is_another_one(pair: Pair) -> None:
+    rng = random.Random(8)
+    prompts = [_prompt(rng) for _ in range(40)]
+    for prompt in prompts:
+        for adapter in (0, 1):
+            pair.say(prompt, adapter=adapter)
+    pair.lend(15)
+    for prompt in prompts:
+        pair.say(prompt, adapter=2)
+    assert pair.ours.rose.ghost.lost_tokens == pair.missed() == 0
+    pair.say(prompts[0], adapter=1)
+    assert pair.ours.rose.ghost.lost_tokens == pair.missed() == 3 * BLOCK
 
 
 def test_what_a_cache_of_the_whole_device_would_have_evicted_is_not_lost(pair: Pair) -> None:
@@ -377,3 +433,97 @@ def test_an_idle_engine_is_left_alone_while_what_is_asked_for_lies_in_kept_chunk
     agent.write(replace(wish, max_loss_ppm=0))  # now any cached chunk may go
     rounds_until_quiet(side)
     assert len(side.balloon.inflated) == 15
+
+
+# --- several KV groups
+
+
+def test_of_several_groups_what_all_of_them_had_is_lost_once(pair_of_groups: Pair) -> None:
+    pair, rng = pair_of_groups, random.Random(21)
+    prompts = [_prompt(rng) for _ in range(60)]  # 3 blocks in each of six groups
+    for prompt in prompts:
+        pair.say(prompt)
+    pair.lend(23)
+    for _ in range(2):
+        pair.say(prompts[-1])
+    assert pair.ours.rose.ghost.lost_tokens == pair.missed() == 3 * BLOCK
+
+
+def test_of_several_groups_a_smaller_cache_loses_what_it_evicts_sooner(pair_of_groups: Pair) -> None:
+    pair, rng = pair_of_groups, random.Random(22)
+    pair.lend(20)  # 256 of 1536 blocks are left, 14 prompts' worth
+    prompts = [_prompt(rng) for _ in range(50)]
+    for prompt in [*prompts, *prompts]:
+        pair.say(prompt)
+    assert pair.missed() > 0
+    assert pair.ours.rose.ghost.lost_tokens == pair.missed()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_on_conversations_with_several_groups_the_count_is_near_vllms(
+    pair_of_groups: Pair, seed: int
+) -> None:
+    pair, rng = pair_of_groups, random.Random(seed)
+    talks: list[list[int]] = []
+    for turn in range(300):
+        if turn % 100 == 30:
+            pair.give_back()
+            pair.lend(rng.choice([12, 16, 20]))
+        if len(talks) < 40 or rng.random() < 0.1:
+            talks.append(_prompt(rng, 1))
+            talk = talks[-1]
+        else:
+            talk = rng.choice(talks[-60:])
+            talk += [rng.randrange(1000) for _ in range(rng.choice([20, BLOCK]))]
+        if len(talk) > 440:
+            talks.remove(talk)
+            continue
+        pair.say(talk)
+    counted, missed = pair.ours.rose.ghost.lost_tokens, pair.missed()
+    assert missed > 0
+    assert 0.75 * missed <= counted <= 1.25 * missed
+
+
+@settings(max_examples=200)
+@given(
+    num_blocks=st.integers(0, 12),
+    windows=st.lists(st.sampled_from([None, None, 64, 200, 300, 600]), min_size=1, max_size=4),
+    data=st.data(),
+)
+def test_the_longest_hit_is_the_one_that_vllms_coordinator_finds(
+    num_blocks: int, windows: list[int | None], data: st.DataObject
+) -> None:
+    import torch
+    from vllm.v1 import kv_cache_interface as k
+    from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
+
+    common = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
+    full = k.FullAttentionSpec(**common)
+    specs = [k.SlidingWindowSpec(**common, sliding_window=one) if one else full for one in windows]
+    groups = [k.KVCacheGroupSpec([f"layer.{number}"], spec) for number, spec in enumerate(specs)]
+    coordinator = get_kv_cache_coordinator(
+        kv_cache_config=k.KVCacheConfig(16, [], groups),
+        max_model_len=BLOCK * 16,
+        max_in_flight_tokens=BLOCK,
+        use_eagle=False,
+        enable_caching=True,
+        enable_kv_cache_events=False,
+        dcp_world_size=1,
+        pcp_world_size=1,
+        scheduler_block_size=BLOCK,
+        hash_block_size=BLOCK,
+    )
+    has = {
+        (group, index): data.draw(st.booleans())
+        for group in range(len(windows))
+        for index in range(num_blocks)
+    }
+    block = coordinator.block_pool.blocks[1]
+    coordinator.block_pool.get_cached_block = lambda key, ids: (
+        [block] * len(ids) if all(has[one, int(key)] for one in ids) else None
+    )
+    found = coordinator.find_longest_cache_hit(
+        [str(i).encode() for i in range(num_blocks)], num_blocks * BLOCK
+    )
+    needed = [window_blocks(one, BLOCK) if one else None for one in windows]
+    assert longest_hit(num_blocks, needed, lambda group, index: has[group, index]) * BLOCK == found[1]

@@ -154,6 +154,29 @@ def rounds(worker: Any, number: int) -> None:
 # --- the worker's cache lies in memory that can go
 
 
+def test_a_step_is_over_only_when_its_drafter_has_run(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drafter with keys and values of its own runs when vLLM samples: until then the step may touch memory."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    monkeypatch.setattr(Worker, "execute_model", lambda self, output: None)
+    monkeypatch.setattr(Worker, "sample_tokens", lambda self, grammar: "tokens")
+    worker = start("serving")
+    worker.rose_drafts = True
+    fence = worker.rose_pager.fence
+    step(worker, 1)
+    with pytest.raises(LedgerError, match="was not launched"):
+        fence.wait(1, 0.0)
+
+    assert worker.sample_tokens(None) == "tokens"
+
+    fence.wait(1, 0.0)
+    fence.close()  # the engine core is gone
+    with pytest.raises(LedgerError, match="is gone"):
+        step(worker, 2)
+
+
 def test_vllms_views_of_its_cache_lie_in_the_reserved_range(
     start: Callable[..., Any], node_dir: NodeDir, driver: RealMemoryDriver
 ) -> None:
@@ -537,6 +560,7 @@ def test_groups_of_layers_behind_each_other_stay_so_and_those_over_each_other_ar
     region = tensor.layer_stride
     behind = dataclasses.replace(tensor, layers=["layer.2", "layer.3"], offset=2 * region)
     config.kv_cache_tensors = [behind, tensor]
+    config.kv_cache_groups[0].layer_names = [*tensor.layers, *behind.layers]
     paged = page_layers(config, PAGE_BYTES).kv_cache_tensors
     assert [one.offset // PAGE_BYTES for one in paged] == [34, 0]
     assert {one.size // PAGE_BYTES for one in paged} == {68}

@@ -22,7 +22,7 @@ from tests.tiny_shapes import WINDOW, write_shape
 from vllm_plugin import compat
 from vllm_plugin.compat import OS_PAGE_BYTES
 from vllm_plugin.features import kv_findings
-from vllm_plugin.kv_layout import CountedCache, kv_entries
+from vllm_plugin.kv_layout import CountedCache, kv_entries, page_layers
 from vllm_plugin.memory import ChunkPlan
 
 KV_BYTES = 48 << 20
@@ -37,11 +37,13 @@ def specs_of(shape: str) -> list[Any]:
     """The layers' specs as vLLM's models of that shape state them on the CPU."""
     import torch
     from vllm.v1 import kv_cache_interface as k
+    from vllm.v1.attention.backend import MultipleOf
 
     common = {"block_size": 128, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
     full = k.FullAttentionSpec(**common)
     sliding = k.SlidingWindowSpec(**common, sliding_window=WINDOW)
     latent = {"block_size": 16, "num_kv_heads": 1, "head_size": 576, "dtype": torch.bfloat16}
+    latent |= {"block_stride_alignment": MultipleOf(16)}
     state = k.MambaSpec(
         block_size=512, shapes=((3, 192), (192, 16)), dtypes=(torch.bfloat16,) * 2, page_size_padded=32768
     )
@@ -50,11 +52,18 @@ def specs_of(shape: str) -> list[Any]:
         "gemma3": [sliding] * 5 + [full],
         "gpt_oss": [sliding, full] * 2,
         "sliding": [sliding, sliding],
+        "tokens": [full, k.FullAttentionSpec(**common | {"num_kv_heads": 1}), sliding],
         "chunked": [k.ChunkedLocalAttentionSpec(**common, attention_chunk_size=WINDOW), full],
         "mla": [k.MLAAttentionSpec(**latent)] * 2,
         "mamba": [state, state],
         "cross": [k.CrossAttentionSpec(**common)] * 2,
-        "fp8": [k.FullAttentionSpec(**common | {"dtype": torch.float8_e4m3fn})] * 2,
+        "padded": [k.MLAAttentionSpec(**latent | {"block_stride_alignment": 512})] * 2,
+        "sparse": [k.MLAAttentionSpec(**latent, is_index_group_leader=True)] * 2,
+        "fp8": [
+            k.FullAttentionSpec(**common | {"dtype": torch.uint8}, kv_quant_mode=k.KVQuantMode.FP8_PER_TENSOR)
+        ]
+        * 2,
+        "e4m3": [k.FullAttentionSpec(**common | {"dtype": torch.float8_e4m3fn})] * 2,
         "unified": [k.FullAttentionSpec(**common, sliding_window=WINDOW)] * 2,
         "sizes": [full, k.FullAttentionSpec(**common | {"num_kv_heads": 4})],
         "int8": [k.FullAttentionSpec(**common, kv_quant_mode=k.KVQuantMode.INT8_PER_TOKEN_HEAD)] * 2,
@@ -77,21 +86,21 @@ def cache_of(config: Any, shape: str) -> Any:
     ("shape", "expected", "found"),
     [
         ("dense", ("elastic", "decoder"), ""),
-        ("gemma3", ("compute-only", "kv_groups"), "6 groups: 5 SlidingWindowSpec, 1 FullAttentionSpec"),
-        ("gpt_oss", ("compute-only", "kv_groups"), "2 groups: 1 SlidingWindowSpec, 1 FullAttentionSpec"),
-        (
-            "chunked",
-            ("compute-only", "kv_groups"),
-            "2 groups: 1 ChunkedLocalAttentionSpec, 1 FullAttentionSpec",
-        ),
-        ("sliding", ("compute-only", "kv_kind"), "a group of SlidingWindowSpec"),
-        ("unified", ("compute-only", "kv_kind"), f"kv_cache_spec.sliding_window = {WINDOW}"),
+        ("gemma3", ("elastic", "decoder"), ""),
+        ("gpt_oss", ("elastic", "decoder"), ""),
+        ("tokens", ("compute-only", "kv_layout"), "blocks differ between groups"),
+        ("chunked", ("compute-only", "kv_kind"), "a group of ChunkedLocalAttentionSpec"),
+        ("sliding", ("compute-only", "kv_kind"), "without a group of full attention"),
+        ("unified", ("compute-only", "kv_kind"), "without a group of full attention"),
         ("sizes", ("compute-only", "kv_kind"), "a group of UniformTypeKVCacheSpecs"),
-        ("mla", ("compute-only", "kv_kind"), "a group of MLAAttentionSpec"),
+        ("mla", ("elastic", "decoder"), ""),
+        ("padded", ("compute-only", "kv_layout"), "kv_cache_spec.block_stride_alignment = 512"),
+        ("sparse", ("compute-only", "kv_kind"), "kv_cache_spec.is_index_group_leader = True"),
         ("mamba", ("refused", "hybrid"), "a group of MambaSpec"),
         ("cross", ("refused", "encoder_decoder"), "a group of CrossAttentionSpec"),
-        ("fp8", ("refused", "fp8_kv"), "kv_cache_spec.dtype = 'float8_e4m3fn'"),
-        ("int8", ("refused", "fp8_kv"), "kv_cache_spec.kv_quant_mode = 'INT8_PER_TOKEN_HEAD'"),
+        ("fp8", ("elastic", "decoder"), ""),
+        ("e4m3", ("refused", "kv_quant"), "kv_cache_spec.dtype = 'float8_e4m3fn'"),
+        ("int8", ("refused", "kv_quant"), "kv_cache_spec.kv_quant_mode = 'INT8_PER_TOKEN_HEAD'"),
     ],
 )
 def test_a_cache_of_every_kind_gets_its_row(
@@ -100,12 +109,56 @@ def test_a_cache_of_every_kind_gets_its_row(
     findings = kv_findings(cache_of(config, shape), OS_PAGE_BYTES)
     support, because = judge("serving", findings)
     assert (support.label, because.name) == expected
-    assert findings.get(because.name, "") == found
+    assert found in findings.get(because.name, "")
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        (
+            "gemma3",
+            {
+                "kv_groups": "6 groups: 5 SlidingWindowSpec, 1 FullAttentionSpec",
+                "sliding_window": f"kv_cache_spec.sliding_window = {WINDOW}",
+            },
+        ),
+        (
+            "gpt_oss",
+            {
+                "kv_groups": "2 groups: 1 SlidingWindowSpec, 1 FullAttentionSpec",
+                "sliding_window": f"kv_cache_spec.sliding_window = {WINDOW}",
+            },
+        ),
+    ],
+)
+def test_groups_and_windows_are_found_where_they_keep_nothing_from_being_lent(
+    config: Any, shape: str, expected: dict[str, str]
+) -> None:
+    assert kv_findings(cache_of(config, shape), OS_PAGE_BYTES) == expected
+
+
+def test_drafts_beside_several_groups_lend_nothing(config: Any) -> None:
+    assert kv_findings(cache_of(config, "dense"), OS_PAGE_BYTES, drafts=True) == {}
+    made = cache_of(config, "gemma3")
+    support, because = judge("serving", kv_findings(made, OS_PAGE_BYTES, drafts=True))
+    assert (support, because) == (Support.COMPUTE_ONLY, row("grouped_drafts"))
+    with pytest.raises(ConfigError, match="speculative decoding beside several"):
+        compat.require_elastic(made, OS_PAGE_BYTES, "serving", drafts=True)
+    compat.require_elastic(made, OS_PAGE_BYTES, "serving", drafts=False)
+
+
+def test_latents_beside_other_groups_lend_nothing(config: Any) -> None:
+    made = cache_of(config, "gemma3")
+    (latent,) = cache_of(config, "mla").kv_cache_groups
+    made.kv_cache_groups[0].kv_cache_spec = latent.kv_cache_spec
+    findings = kv_findings(made, OS_PAGE_BYTES)
+    assert findings["kv_kind"] == "latents beside other groups"
+    assert judge("serving", findings) == (Support.COMPUTE_ONLY, row("kv_kind"))
 
 
 def test_a_rollout_engine_gets_elastic_memory_or_none(config: Any) -> None:
     assert compat.standing_of(config, "rollout", cache_of(config, "dense")).support is Support.ELASTIC
-    for shape in ("gemma3", "sliding", "mla"):
+    for shape in ("gemma3", "sliding", "fp8"):
         assert compat.standing_of(config, "rollout", cache_of(config, shape)).support is Support.REFUSED
 
 
@@ -135,8 +188,8 @@ def test_a_kind_that_vllm_adds_tomorrow_is_refused_by_its_name(config: Any) -> N
 
 
 def test_a_checkpoint_that_asks_for_another_cache_is_seen_where_the_command_did_not(config: Any) -> None:
-    standing = compat.standing_of(config, "serving", cache_of(config, "fp8"))
-    assert (standing.support, standing.row) == (Support.REFUSED, row("fp8_kv"))
+    standing = compat.standing_of(config, "serving", cache_of(config, "e4m3"))
+    assert (standing.support, standing.row) == (Support.REFUSED, row("kv_quant"))
     assert "kv_cache_spec.dtype = 'float8_e4m3fn'" in str(standing)
 
 
@@ -268,10 +321,96 @@ def test_chunks_and_tail_are_the_allocation_once_and_hold_every_layers_blocks(
     assert plan.geometry.total_bytes <= plan.size_bytes
 
 
+@given(
+    layers=st.lists(st.integers(1, 4), min_size=2, max_size=6),
+    num_blocks=st.integers(64, 3000),
+    kv_heads=st.sampled_from([1, 2, 3, 8]),
+    blocks_outermost=st.booleans(),
+    piece=st.sampled_from([4096, 2 << 20]),
+)
+def test_a_chunk_of_several_groups_is_the_blocks_of_each_and_no_byte_of_another_chunk(
+    layers: list[int], num_blocks: int, kv_heads: int, blocks_outermost: bool, piece: int
+) -> None:
+    """Groups as vLLM lays them over each other, some of fewer layers; every page of every layer lies in its block's chunk."""
+    import torch
+    from vllm.v1 import kv_cache_interface as k
+
+    common = {"block_size": 16, "num_kv_heads": kv_heads, "head_size": 32, "dtype": torch.bfloat16}
+    full, sliding = k.FullAttentionSpec(**common), k.SlidingWindowSpec(**common, sliding_window=64)
+    page, most = full.page_size_bytes, max(layers)
+    layer_stride = page if blocks_outermost else num_blocks * page
+    block_stride = most * page if blocks_outermost else page
+    names = [[f"layer.{group}.{index}" for index in range(count)] for group, count in enumerate(layers)]
+    tensors = [
+        k.KVCacheTensor(
+            size=most * num_blocks * page,
+            layers=of_group,
+            layer_stride=layer_stride,
+            block_stride=block_stride,
+        )
+        for of_group in names
+    ]
+    groups = [
+        k.KVCacheGroupSpec(of_group, sliding if number else full) for number, of_group in enumerate(names)
+    ]
+    made = k.KVCacheConfig(num_blocks, tensors, groups)
+    if kv_findings(made, piece).keys() != {"kv_groups", "sliding_window"}:
+        assert blocks_outermost  # a group of one layer cannot be told from layers that lie apart
+        assert page % piece
+        return
+    block_bytes = most * page
+    run = block_bytes if blocks_outermost else page
+    chunk_blocks = math.lcm((2 << 20) // math.gcd(2 << 20, block_bytes), piece // math.gcd(piece, run))
+    if num_blocks < 4 * chunk_blocks:
+        with pytest.raises(ConfigError, match="4 are needed"):
+            ChunkPlan.of(made, piece)
+        return
+    plan = ChunkPlan.of(made, piece)
+    owner: dict[int, int] = {}
+    for chunk in range(plan.num_chunks):
+        for at, length in plan.ranges([chunk]):
+            assert at % piece == length % piece == 0
+            for place in range(at // piece, (at + length) // piece):
+                assert owner.setdefault(place, chunk) == chunk
+    assert len(owner) * piece == plan.total_pages * (2 << 20)
+    paged = page_layers(made, piece)
+    for tensor in paged.kv_cache_tensors:
+        for layer in range(len(tensor.layers)):
+            for block in (
+                0,
+                plan.chunk_blocks - 1,
+                plan.chunk_blocks,
+                plan.num_chunks * plan.chunk_blocks - 1,
+            ):
+                first = tensor.offset + layer * tensor.layer_stride + block * tensor.block_stride
+                for byte in (first, first + page - 1):
+                    assert owner[byte // piece] == block // plan.chunk_blocks
+                    assert byte < tensor.size == plan.size_bytes
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"offset": 4096}, "between the pages of another's"),
+        ({"layer_stride": 3 << 20}, "between the pages of another's"),
+        ({"layers": ["model.layers.0.attn", "model.layers.1.attn"]}, "its layers are not those of its group"),
+        ({"layers": []}, "its layers are not those of its group"),
+    ],
+)
+def test_groups_that_do_not_lie_over_each_other_are_refused_by_name(
+    config: Any, change: dict[str, Any], reason: str
+) -> None:
+    made = cache_of(config, "gpt_oss")
+    made.kv_cache_tensors[1] = dataclasses.replace(made.kv_cache_tensors[1], **change)
+    support, because = judge("serving", kv_findings(made, OS_PAGE_BYTES))
+    assert (support, because) == (Support.COMPUTE_ONLY, row("kv_layout"))
+    assert reason in kv_findings(made, OS_PAGE_BYTES)["kv_layout"]
+
+
 # --- the books of a cache that is only counted
 
 
-@pytest.mark.parametrize("shape", ["gemma3", "gpt_oss", "mla", "sliding"])
+@pytest.mark.parametrize("shape", ["chunked", "gemma3", "mla"])
 def test_a_cache_that_is_only_counted_is_counted_once(config: Any, shape: str) -> None:
     made = cache_of(config, shape)
     plan = ChunkPlan.of(compat.counted(made))
@@ -305,13 +444,13 @@ def serving(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
         compat._refusal.close()
 
 
-def test_production_with_several_groups_publishes_slack_and_what_its_memory_is(serving: Any) -> None:
-    scheduler, node = serving("gemma3")
+def test_production_that_lends_nothing_publishes_slack_and_what_its_memory_is(serving: Any) -> None:
+    scheduler, node = serving("chunked")
     scheduler.add_request(harness.request("a", num_tokens=100))
     harness.step(scheduler)
 
     lease, board = node.serving_lease().read(), node.serving_board().read()
-    assert (lease.support, row_of_number(lease.row)) == (Support.COMPUTE_ONLY, row("kv_groups"))
+    assert (lease.support, row_of_number(lease.row)) == (Support.COMPUTE_ONLY, row("kv_kind"))
     assert (lease.total_pages, lease.reserved_pages, lease.lent_pages) == (24, 24, 0)
     assert (board.step, board.running) == (1, 1)
     assert 0 < board.used_pages <= 24
@@ -319,10 +458,10 @@ def test_production_with_several_groups_publishes_slack_and_what_its_memory_is(s
 
 
 def test_production_whose_cache_is_refused_stays_stock_and_says_why(serving: Any) -> None:
-    scheduler, node = serving("fp8")
+    scheduler, node = serving("e4m3")
     assert scheduler.rose is None
     record = node.serving_lease().read()
-    assert (record.phase, row_of_number(record.row)) == (Phase.OFF, row("fp8_kv"))
+    assert (record.phase, row_of_number(record.row)) == (Phase.OFF, row("kv_quant"))
     scheduler.add_request(harness.request("a"))
     assert harness.step(scheduler).num_scheduled_tokens == {"a": 20}
 
@@ -360,9 +499,9 @@ def test_a_worker_leaves_vllms_own_memory_to_such_a_cache(
     monkeypatch.setattr(CPUWorker, "initialize_from_config", allocate)
     worker = object.__new__(RoseCPUWorker)
     worker.rank = 0
-    made = cache_of(config, "gemma3")
+    made = cache_of(config, "chunked")
     if role == "rollout":
-        with pytest.raises(ConfigError, match="6 groups"):
+        with pytest.raises(ConfigError, match="2 groups"):
             worker.initialize_from_config(made)
         return
     worker.initialize_from_config(made)

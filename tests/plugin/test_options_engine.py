@@ -6,6 +6,7 @@ import base64
 import concurrent.futures
 import io
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,31 @@ from tests.plugin.ask_doctor import ask_about
 from tests.plugin.logits_for_tests import NEVER
 from tests.plugin.stand_in import eventually
 from tests.plugin.test_serving_engine import Agent
-from tests.tiny_model import write_tiny_model
+from tests.tiny_model import write_tiny_adapter, write_tiny_model
+from tests.tiny_shapes import write_shape
 
 pytestmark = [pytest.mark.engine, pytest.mark.conformance, pytest.mark.timeout(240)]
 
-OPTIONS = ["moe", "kv_events", "prompt_embeds", "logits_processors", "api_servers"]
+OPTIONS = [
+    "moe",
+    "kv_events",
+    "prompt_embeds",
+    "logits_processors",
+    "api_servers",
+    "lora",
+    "speculative",
+    "draft_model",
+    "eagle",
+    "fp8_kv",
+    "mla",
+]
+ROWS = {"moe": "decoder", "kv_events": "decoder", "draft_model": "speculative", "eagle": "speculative"}
+"""Of options that are not named as theirs."""
+DRAFTERS = ("draft_model", "eagle")
+ADAPTERS = ("", "first", "second")
+""""": the model itself."""
 HIDDEN = 96
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 CHUNK_BLOCKS = 32
 SEATS = 16
 """Requests at once: of four blocks each, twice what one chunk holds."""
@@ -49,15 +69,26 @@ def embedded(first: int, count: int = 300) -> str:
 class Production:
     """One engine with one option, and the requests that use the option."""
 
-    def __init__(self, option: str, server: EngineServer, events: Path) -> None:
+    def __init__(self, option: str, server: EngineServer, events: Path, args: list[str]) -> None:
         self.option = option
         self.server = server
         self.events = events
+        self.args = args
 
     def prompt(self, first: int, count: int = 300) -> dict[str, Any]:
         if self.option == "prompt_embeds":
             return {"prompt_embeds": embedded(first, count)}
-        return {"prompt": tokens(first, count)}
+        adapter = ADAPTERS[first % len(ADAPTERS)] if self.option == "lora" else ""
+        return {"prompt": tokens(first, count)} | ({"model": adapter} if adapter else {})
+
+    @property
+    def chunk_pages(self) -> int:
+        """What its memory comes and goes in: 18 KiB for a latent block of a layer are whole pages no sooner."""
+        return 9 if self.option == "mla" else 1
+
+    def loan(self, pages: int) -> int:
+        """What is lent where so much is asked for."""
+        return pages // self.chunk_pages * self.chunk_pages
 
     def ask(self, prompt: dict[str, Any], max_tokens: int = 16) -> dict[str, Any]:
         body = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True, "logprobs": 2} | prompt
@@ -70,7 +101,7 @@ class Production:
     def answers(self) -> list[Answer]:
         """The same prompts, each computed anew and then out of the prefix cache."""
         assert self.server.post("/reset_prefix_cache").status_code == 200
-        asked = [self.ask(self.prompt(first)) for first in (0, 0, 3, 3)]
+        asked = [self.ask(self.prompt(first)) for first in (0, 0, 4, 4)]
         return [(one["tokens"], one["token_logprobs"]) for one in asked]
 
 
@@ -81,8 +112,34 @@ def production(
     option: str = request.param
     folder = tmp_path_factory.mktemp("engine")
     events = folder / "events"
-    write_tiny_model(folder / "model", hidden_size=HIDDEN, num_experts=4 if option == "moe" else 0)
     (folder / "node").mkdir(mode=0o700)
+    args = write_engine(folder, option)
+    env = {"ROSE_DIR": str(folder / "node"), "ROSE_GUARD": "1", "VLLM_SERVER_DEV_MODE": "1"}
+    with EngineServer(folder / "model", role="serving", env=env, args=args) as server:
+        yield Production(option, server, events, args)
+
+
+def drafter(method: str, folder: Path) -> list[str]:
+    """A drafter of the model's own shape, so that its layers are more of the same in the KV cache."""
+    if method == "eagle":
+        write_shape(folder / method, "llama")
+    else:
+        write_tiny_model(folder / method, hidden_size=HIDDEN)
+    config = {"method": method, "model": str(folder / method), "num_speculative_tokens": 3}
+    load = ["--load-format=dummy"] if method == "eagle" else []
+    return [*load, f"--speculative-config={json.dumps(config)}"]
+
+
+def write_engine(folder: Path, option: str) -> list[str]:
+    """Model and adapters of an engine with this option; its arguments."""
+    if option in ("mla", "eagle"):
+        write_shape(folder / "model", "mla" if option == "mla" else "llama")
+    else:
+        write_tiny_model(folder / "model", hidden_size=HIDDEN, num_experts=4 if option == "moe" else 0)
+    for seed, name in enumerate(ADAPTERS):
+        if name:
+            write_tiny_adapter(folder / name, seed=seed, hidden_size=HIDDEN)
+    events = folder / "events"
     kv_events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{events}"}
     args = {
         "moe": [],
@@ -90,11 +147,18 @@ def production(
         "prompt_embeds": ["--enable-prompt-embeds"],
         "logits_processors": ["--logits-processors=tests.plugin.logits_for_tests:Never"],
         "api_servers": ["--api-server-count=2"],
+        "lora": [
+            "--enable-lora",
+            "--max-loras=1",  # so that some of a burst wait for a slot
+            "--lora-modules",
+            *(f"{name}={folder / name}" for name in ADAPTERS if name),
+        ],
+        "speculative": [f"--speculative-config={json.dumps(NGRAM)}"],
+        **{name: drafter(name, folder) for name in DRAFTERS},
+        "fp8_kv": ["--kv-cache-dtype=fp8"],
+        "mla": ["--load-format=dummy", f"--kv-cache-memory-bytes={144 << 20}"],
     }[option]
-    env = {"ROSE_DIR": str(folder / "node"), "ROSE_GUARD": "1", "VLLM_SERVER_DEV_MODE": "1"}
-    args = [*args, f"--max-num-seqs={SEATS}"]
-    with EngineServer(folder / "model", role="serving", env=env, args=args) as server:
-        yield Production(option, server, events)
+    return [*args, f"--max-num-seqs={SEATS}"]
 
 
 @pytest.fixture
@@ -116,13 +180,31 @@ def test_answers_are_the_same_whatever_is_lent(production: Production, agent: Ag
     assert alone[0] != alone[2]
     for pages in (12, 0, agent.total - 1):
         agent.write(lend_pages=pages)
-        agent.until_lent(pages)
+        agent.until_lent(production.loan(pages))
         assert production.answers() == alone
+
+
+@pytest.mark.parametrize(
+    "production",
+    ["lora", "speculative", "draft_model", "eagle", "fp8_kv", "mla"],
+    indirect=True,
+    scope="module",
+)
+def test_answers_while_memory_is_lent_are_those_of_vllm_without_the_plugin(
+    production: Production, agent: Agent
+) -> None:
+    model, env = production.server.model_dir, {"VLLM_PLUGINS": "", "VLLM_SERVER_DEV_MODE": "1"}
+    with EngineServer(model, env=env, args=production.args) as stock:
+        expected = Production(production.option, stock, production.events, production.args).answers()
+    agent.write(lend_pages=agent.total - 1)
+    agent.until_lent(production.loan(agent.total - 1))
+
+    assert production.answers() == expected
 
 
 def test_a_burst_takes_lent_memory_back(production: Production, agent: Agent) -> None:
     agent.write(lend_pages=agent.total - 1)
-    agent.until_lent(agent.total - 1)
+    agent.until_lent(production.loan(agent.total - 1))
     board = agent.dir.serving_board()
     before = board.read()
     assert before is not None
@@ -142,9 +224,45 @@ def test_the_doctor_had_said_so(production: Production, agent: Agent) -> None:
 
     lease = agent.lease()
     assert (answer["support"], answer["problem"]) == (Support(lease.support).label, "")
-    assert answer["total_pages"] == lease.total_pages
-    assert answer["lendable_pages"] == agent.total - 1  # chunk 0 is one page here
-    assert {one["row"] for one in answer["rows"]} <= {production.option, "decoder"}
+    if production.option not in DRAFTERS:  # whose layers only the start tells
+        assert answer["total_pages"] == lease.total_pages
+        assert answer["lendable_pages"] == agent.total - production.chunk_pages  # all but chunk 0
+    assert [one["row"] for one in answer["rows"]] == [ROWS.get(production.option, production.option)]
+
+
+@pytest.mark.parametrize("production", ["lora"], indirect=True, scope="module")
+def test_each_adapter_answers_as_itself_while_memory_is_lent(production: Production, agent: Agent) -> None:
+    def answers() -> list[list[float]]:
+        same = tokens(0)
+        return [
+            production.ask({"prompt": same} | ({"model": name} if name else {}))["token_logprobs"]
+            for name in ADAPTERS
+        ]
+
+    alone = answers()
+    assert len({tuple(one) for one in alone}) == len(ADAPTERS)
+    agent.write(lend_pages=agent.total - 1)
+    agent.until_lent(agent.total - 1)
+    assert answers() == alone
+
+
+@pytest.mark.parametrize("production", ["speculative", "draft_model", "eagle"], indirect=True, scope="module")
+def test_drafts_are_verified_and_come_out_while_memory_is_lent(production: Production, agent: Agent) -> None:
+    def counted(name: str) -> float:
+        page = production.server.get("/metrics").text
+        found = re.findall(rf"^vllm:spec_decode_num_{name}_total{{.*}} (\S+)$", page, re.MULTILINE)
+        return sum(map(float, found))
+
+    agent.write(lend_pages=agent.total - 1)
+    agent.until_lent(production.loan(agent.total - 1))
+    drafted, accepted = counted("draft_tokens"), counted("accepted_tokens")
+
+    for first in range(5):
+        production.ask(production.prompt(first), 100)
+
+    assert counted("draft_tokens") > drafted
+    # An EAGLE head of seeded noise guesses nothing.
+    assert counted("accepted_tokens") > accepted or production.option == "eagle"
 
 
 @pytest.mark.parametrize("production", ["logits_processors"], indirect=True, scope="module")

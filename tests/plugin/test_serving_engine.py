@@ -19,6 +19,10 @@ from rose.coserve.latency import p99_between, read_page
 from rose.coserve.node_config import NodeConfig
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.records import Mode, NodeState, Phase, RolloutLease, ServingLease
+from rose.sim.metrics_source import read_scrapes, traffic_of
+from rose.sim.plan import make_plan
+from rose.sim.plan_page import text as plan_text
+from rose.sim.scenario import Scenario
 from tests.engine_launcher import EngineServer
 from tests.plugin.stand_in import eventually
 from tests.tiny_model import write_tiny_model
@@ -364,3 +368,49 @@ def test_a_loan_goes_on_while_no_hit_is_lost_and_shrinks_when_hits_are(
 
 def test_serving_adds_no_routes(server: EngineServer) -> None:
     assert server.get("/rose/status").status_code == 404
+
+
+def test_two_scrapes_of_a_real_engine_are_enough_for_a_plan(server: EngineServer, tmp_path: Path) -> None:
+    """``rose plan --scrapes``: how many requests, how long they were, how fast it was, in vLLM's own words."""
+    path = tmp_path / "day.prom"
+
+    def scrape(at_s: float) -> None:
+        with path.open("a") as file:
+            file.write(f"# scraped {at_s}\n{server.get('/metrics').text}")
+
+    scrape(0.0)
+    for number in range(6):
+        complete(server, PROMPT[: 50 if number % 2 else 100], max_tokens=8)
+    eventually(lambda: "vllm:request_success_total{" in server.get("/metrics").text, "requests are counted")
+    scrape(60.0)
+
+    scenario = Scenario.model_validate(
+        {
+            "name": "cpu",
+            "devices": {"cpu": {"memory_gb": 8, "bandwidth_tb_s": 0.02, "tflops": 0.2}},
+            "models": {
+                "tiny": {"params_billion": 0.01, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32}
+            },
+            "fleet": {"device": "cpu", "dedicated": 1, "serving": 1, "reserve_gb": 1.0},
+            "serving": {"model": "tiny"},
+            "job": {
+                "model": "tiny",
+                "group_size": 4,
+                "max_model_len": 512,
+                "prompt_tokens": 50,
+                "output_max": 64,
+            },
+            "cells": {"serving": 1, "dedicated": 1, "warm_s": 5, "seconds": 75, "in_flight_per_engine": 4},
+        }
+    )
+    traffic = traffic_of(read_scrapes(path), None, scenario.serving)
+    assert traffic.num_engines == 1
+    assert traffic.rate(0.0, 60.0) == pytest.approx(6 / 60.0)
+    drawn = traffic.arrivals(scenario.serving, 0.0, 60.0, 100, seed=0)
+    assert drawn.output.mean() == pytest.approx(8, abs=1)
+    assert drawn.prompt.mean() == pytest.approx(75, rel=0.1)
+    assert 0 < traffic.observed_ms["ttft_p99"] < 60_000
+
+    plan = make_plan(scenario, traffic, workers=1)
+    assert plan.mean_gpus > 0
+    assert "a month" in plan_text(plan)

@@ -144,7 +144,7 @@ def relay(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     tokens = Tokens.generate()
     files = FileStore(tmp_path_factory.mktemp("relay"), durable=False)
     with RelayThread(files, tokens) as thread:
-        store = HttpStore(thread.url, tokens.relay)
+        store = HttpStore(thread.url, tokens.publish)
         yield store
         store.close()
 

@@ -30,9 +30,11 @@ def book() -> Iterator[pv.Provisioning]:
 
 
 def job(
-    book: pv.Provisioning, name: str, own: int, shared: int, at_s: float = 0.0, weight: float = 1.0
+    book: pv.Provisioning, name: str, own: int, shared: int, at_s: float = 0.0, **fields: object
 ) -> list[pv.Action]:
-    return book.handle(pv.JobSeen(at_s=at_s, job=name, n_dedicated=own, n_harvested=shared, weight=weight))
+    return book.handle(
+        pv.JobSeen(at_s=at_s, job=name, n_dedicated=own, n_harvested=shared, **fields)  # type: ignore[arg-type]
+    )
 
 
 def seen(
@@ -73,11 +75,11 @@ def test_between_equal_use_the_one_that_is_reclaimed_less(book: pv.Provisioning)
     assert taken(tick(book, 2.0, MANY)) == ["h1"]
 
 
-def test_a_host_that_has_the_weights_comes_before_one_that_is_emptier() -> None:
+def test_a_host_that_has_a_copy_of_the_weights_comes_before_one_that_is_emptier() -> None:
     book = pv.Provisioning(params=PARAMS)
     book.handle(pv.JobSeen(at_s=0.0, job="j", n_dedicated=0, n_harvested=2, run="run-j"))
     seen(book, "empty", serving_use=0.1)
-    seen(book, "warm", serving_use=0.4, run="run-j")
+    seen(book, "warm", serving_use=0.4, copies=("run-j",))
     assert taken(tick(book, 1.0, MANY)) == ["warm"]
 
 
@@ -86,17 +88,18 @@ def test_a_switch_must_gain_more_than_it_costs(book: pv.Provisioning) -> None:
     # Two turns on one engine are sampled nearly as fast as on two; of 64, half on each saves a third of the time.
     assert tick(book, 2.0, 2) == []
     assert taken(tick(book, 3.0, 64)) == ["h2"]
-    # A host that starts slower costs more than a minute of it can gain.
-    seen(book, "h1", at_s=4.0, switch_s=59.0)
+    # A host that takes longer to get the weights costs more than a minute of it can gain.
+    book.handle(pv.JobSeen(at_s=4.0, job="j", n_dedicated=1, n_harvested=2, run="run-j"))
+    seen(book, "h1", at_s=4.0, pull_s=55.0, commit_s=4.0)
     assert tick(book, 5.0, MANY) == []
 
 
-def test_a_host_with_the_weights_is_worth_less_gain(book: pv.Provisioning) -> None:
-    """The same demand, of which a switch would cost more than it brings."""
+def test_a_host_with_a_copy_of_the_weights_is_worth_less_gain(book: pv.Provisioning) -> None:
+    """The same demand, of which a pull would cost more than it brings."""
+    job(book, "j", 1, 2, run="run-j")
     tick(book, 1.0, MANY)
     assert tick(book, 2.0, 10) == []
-    book.handle(pv.JobSeen(at_s=3.0, job="j", n_dedicated=1, n_harvested=2, run="run-j"))
-    seen(book, "h1", at_s=3.0, run="run-j")
+    seen(book, "h1", at_s=3.0, copies=("run-j",))
     assert taken(tick(book, 4.0, 10)) == ["h1"]
 
 
@@ -135,7 +138,7 @@ def test_a_device_that_slows_a_job_is_released() -> None:
 
 def test_a_borrowed_device_comes_before_a_serving_gpu_and_is_worth_the_time_that_it_is_lent() -> None:
     book = pv.Provisioning(params=PARAMS)
-    book.handle(pv.JobSeen(at_s=0.0, job="j", n_dedicated=0, n_harvested=1, n_borrowed=1))
+    job(book, "j", 0, 1, n_borrowed=1, run="run-j")
     seen(book, "h")
     seen(book, "b", Tier.BORROWED, left_s=7.0)
     assert taken(tick(book, 1.0, MANY)) == ["h"]  # in 7 s a switch of 4 s has not paid
@@ -158,6 +161,7 @@ def test_a_job_takes_no_more_borrowed_devices_than_it_may() -> None:
 
 
 def test_one_spike_activates_nothing(book: pv.Provisioning) -> None:
+    job(book, "j", 1, 2, run="run-j")
     tick(book, 1.0, MANY)
     tick(book, 2.0, 0)
     book.handle(pv.LoadSeen(at_s=3.0, job="j", num_turns=20))  # of (0, 0, 20) a third counts
@@ -175,6 +179,7 @@ def test_a_full_serving_gpu_is_not_taken_and_is_let_go(book: pv.Provisioning) ->
 
 def test_what_production_will_need_before_the_switch_has_paid_is_not_taken(book: pv.Provisioning) -> None:
     """Its use grows by a point a second: in 20 s it is full."""
+    job(book, "j", 1, 2, run="run-j")
     tick(book, 1.0, MANY)
     seen(book, "h1", at_s=1.0, serving_use=0.9)
     for second in range(40):
@@ -183,6 +188,176 @@ def test_what_production_will_need_before_the_switch_has_paid_is_not_taken(book:
     for second in range(60):
         seen(book, "h2", at_s=43.0 + second, serving_use=0.69)
     assert taken(tick(book, 103.0, 64)) == ["h2"]
+
+
+def of_run(book: pv.Provisioning, name: str, at_s: float = 0.0, **caps: int) -> None:
+    """A job whose weights are those of the run of its name."""
+    least = {"n_dedicated": 0, "n_harvested": 9, **caps}
+    book.handle(pv.JobSeen(at_s=at_s, job=name, run=name, **least))  # type: ignore[arg-type]
+
+
+def test_a_slow_first_pull_is_no_part_of_what_it_costs_to_come_back() -> None:
+    """90 s, of which the commit took one: with a copy on the host the next switch to this run costs that one."""
+    book = pv.Provisioning(params=PARAMS)
+    of_run(book, "a")
+    seen(book, "h", run="b", pull_s=90.0, commit_s=1.5)
+    assert tick(book, 1.0, MANY, "a") == []
+    seen(book, "h", at_s=20.0, run="b", pull_s=90.0, commit_s=1.5, copies=("a", "b"))
+    assert taken(tick(book, 21.0, MANY, "a")) == ["h"]
+
+
+def test_a_measured_cost_fades_and_a_new_one_of_the_same_size_counts_in_full_again() -> None:
+    """Else a device that was slow once stays with its job for good, and nobody ever measures it again."""
+    book = pv.Provisioning(params=PARAMS)
+    of_run(book, "a")
+    said = {"run": "b", "copies": ("a",), "commit_s": 70.0}
+    seen(book, "h", **said, num_switches=1)
+    assert tick(book, 20.0, MANY, "a") == []
+    seen(book, "h", at_s=1200.0, **said, num_switches=2)
+    assert tick(book, 1201.0, MANY, "a") == []
+    seen(book, "h", at_s=2400.0, **said, num_switches=2)
+    assert taken(tick(book, 2401.0, MANY, "a")) == ["h"]
+
+
+def test_a_device_that_has_measured_nothing_any_more_costs_what_is_usual() -> None:
+    """Its node has started again; the old figure was of another process."""
+    book = pv.Provisioning(params=PARAMS)
+    of_run(book, "a")
+    seen(book, "h", run="b", pull_s=90.0, commit_s=80.0)
+    assert tick(book, 20.0, MANY, "a") == []
+    seen(book, "h", at_s=21.0, run="b")
+    assert taken(tick(book, 22.0, MANY, "a")) == ["h"]
+
+
+def test_a_job_that_asks_for_no_weights_pays_for_no_switch() -> None:
+    book = pv.Provisioning(params=PARAMS)
+    job(book, "j", 0, 1)
+    seen(book, "h", pull_s=90.0, commit_s=80.0)
+    assert taken(tick(book, 1.0, MANY)) == ["h"]
+
+
+def test_a_device_whose_weights_do_not_come_is_released_and_left_alone_for_longer_each_time() -> None:
+    book = pv.Provisioning(params=PARAMS)
+    of_run(book, "a")
+    seen(book, "h")
+    found: list[tuple[float, pv.Action]] = []
+    for second in map(float, range(1, 700)):
+        seen(book, "h", at_s=second)
+        found += [(second, action) for action in tick(book, second, MANY, "a")]
+        book.check()
+    assert [second for second, _ in found] == [1, 121, 181, 301, 421, 541]
+    assert {action.reason for _, action in found if isinstance(action, pv.Release)} == {"no_weights"}
+
+
+def test_a_device_whose_weights_come_late_after_all_may_be_taken_at_once() -> None:
+    book = pv.Provisioning(params=PARAMS)
+    of_run(book, "a")
+    seen(book, "h")
+    tick(book, 1.0, MANY, "a")
+    (released,) = tick(book, 122.0, MANY, "a")
+    assert released == pv.Release(host="h", job="a", reason="no_weights")
+    seen(book, "h", at_s=140.0, run="a")
+    assert taken(tick(book, 141.0, MANY, "a")) == ["h"]
+
+
+def test_a_device_that_loses_its_weights_in_between_has_the_same_time_to_get_them_again() -> None:
+    """Its engine has started again."""
+    book = pv.Provisioning(params=PARAMS)
+    of_run(book, "a")
+    seen(book, "h", run="a")
+    tick(book, 1.0, MANY, "a")
+    seen(book, "h", at_s=200.0, run="")
+    assert tick(book, 201.0, MANY, "a") == []
+    assert tick(book, 320.0, MANY, "a") == []
+    assert [action.reason for action in tick(book, 321.0, MANY, "a") if isinstance(action, pv.Release)] == [
+        "no_weights"
+    ]
+
+
+def test_two_jobs_take_turns_on_the_only_device_by_their_shares() -> None:
+    """It is the last dedicated device of whoever has it, which else would keep it for good."""
+    book = pv.Provisioning(params=PARAMS)
+    for name in "ab":
+        of_run(book, name, n_dedicated=1)
+    had = {"a": 0, "b": 0}
+    owner = ""
+    for second in range(1, 2000):
+        seen(book, "d", Tier.DEDICATED, at_s=float(second), run=owner)
+        for name in "ab":
+            book.handle(pv.LoadSeen(at_s=float(second), job=name, num_turns=MANY))
+        book.handle(pv.Tick(at_s=float(second)))
+        owner = book.hosts["d"].job or owner
+        had[owner] += 1
+        book.check()
+    assert abs(had["a"] - had["b"]) < 200
+
+
+def test_the_last_dedicated_device_of_a_job_that_trains_goes_to_one_that_has_none() -> None:
+    book = pv.Provisioning(params=PARAMS)
+    for name in "ab":
+        of_run(book, name, n_dedicated=1)
+    seen(book, "d", Tier.DEDICATED, run="a")
+    tick(book, 1.0, MANY, "a")
+    assert book.held("a") == ["d"]
+    tick(book, 25.0, 0, "a")
+    found = tick(book, 26.0, MANY, "b")
+    assert found[0] == pv.Release(host="d", job="a", reason="value")
+    assert book.held("b") == ["d"]
+
+
+def test_devices_that_are_new_here_go_on_for_the_jobs_whose_weights_they_have() -> None:
+    """A scheduler that starts again: all at once, not one a second, and nobody is parked."""
+    book = pv.Provisioning(params=PARAMS)
+    for name in "ab":
+        of_run(book, name, n_harvested=3)
+    for index in range(5):
+        seen(book, f"h{index}", run="a" if index < 2 else "b", serving_use=0.9)
+    assert tick(book, 1.0) == [
+        pv.Adopt(host=f"h{index}", job="a" if index < 2 else "b") for index in range(5)
+    ]
+    book.check()
+
+
+def test_no_more_devices_are_adopted_than_a_job_may_have() -> None:
+    book = pv.Provisioning(params=PARAMS)
+    of_run(book, "a", n_harvested=1)
+    for index in range(2):
+        seen(book, f"h{index}", run="a")
+    tick(book, 1.0)
+    assert book.held("a") == ["h0"]
+
+
+def test_what_was_adopted_may_go_to_a_needier_job_at_once() -> None:
+    book = pv.Provisioning(params=PARAMS)
+    for name in "ab":
+        of_run(book, name)
+    for index in range(3):
+        seen(book, f"h{index}", run="a")
+    tick(book, 1.0, 0, "a")
+    tick(book, 2.0, MANY, "b")
+    assert len(book.held("b")) >= 1
+
+
+def test_a_device_with_the_weights_of_a_job_that_is_not_back_yet_is_left_alone_for_a_moment() -> None:
+    book = pv.Provisioning(params=PARAMS)
+    of_run(book, "a")
+    seen(book, "h", run="b")
+    assert tick(book, 1.0, MANY, "a") == []
+    assert tick(book, 9.0, MANY, "a") == []
+    assert taken(tick(book, 11.0, MANY, "a")) == ["h"]
+
+
+def test_engines_that_are_everybodys_count_for_what_one_more_would_gain() -> None:
+    book = pv.Provisioning(params=PARAMS)
+    of_run(book, "a")
+    seen(book, "h")
+    for num_open, is_worth_it in ((8.0, False), (0.0, True)):
+        now_s = 1.0 + is_worth_it
+        for _ in range(3):
+            book.handle(
+                pv.LoadSeen(at_s=now_s, job="a", num_turns=40, num_open=num_open, open_speed=num_open)
+            )
+        assert bool(book.handle(pv.Tick(at_s=now_s))) is is_worth_it
 
 
 def test_an_idle_device_is_released_after_a_while_and_rests(book: pv.Provisioning) -> None:
@@ -311,6 +486,7 @@ class AnySequence(RuleBasedStateMachine):
         self.now_s = 0.0
         self.holds: dict[str, str] = {}
         self.changed: dict[str, float] = {}
+        self.adopted: set[str] = set()
         self.handed: set[str] = set()
         """Taken from one job for another in this moment."""
 
@@ -323,6 +499,10 @@ class AnySequence(RuleBasedStateMachine):
             last_s = self.changed.get(action.host, -math.inf)
             self.changed[action.host] = self.now_s
             match action:
+                case pv.Adopt():
+                    assert action.host not in self.holds
+                    self.adopted.add(action.host)
+                    self.holds[action.host] = action.job
                 case pv.Activate():
                     assert action.host not in self.holds
                     assert self.now_s - last_s >= PARAMS.rest_s or action.host in self.handed
@@ -335,7 +515,8 @@ class AnySequence(RuleBasedStateMachine):
                     if action.reason == "returned":
                         del self.changed[action.host]  # it needs no rest
                     if action.reason in ("idle", "pressure", "turn", "value", "fair_share"):
-                        assert self.now_s - last_s >= PARAMS.min_active_s
+                        assert self.now_s - last_s >= PARAMS.min_active_s or action.host in self.adopted
+                    self.adopted.discard(action.host)
 
         assert not self.handed
 

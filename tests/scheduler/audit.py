@@ -100,7 +100,7 @@ def token_accounts(path: Path) -> list[Counter[str]]:
     log ends.
     """
     found: list[Counter[str]] = []
-    for log in logs(path):
+    for log in logs(path, "decisions"):
         account: Counter[str] = Counter()
 
         def count(event: Any, actions: list[Any], account: Counter[str] = account) -> None:

@@ -16,6 +16,8 @@ from rose.scheduler.app import Scheduler
 from rose.scheduler.scheduler_config import SchedulerConfig
 from rose.testing.fake_engine import FakeEngine, FakeNode, serve_engine
 
+TURNS = ("/rose/v1/generate", "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+"""These come the short way (``rose.scheduler.front``) on connections that ask for nothing else."""
 FAST = {"timeouts": {"tick_s": 0.02, "drain_s": 2.0, "max_queue_s": 5.0, "backoff_s": 0.05}}
 
 
@@ -29,6 +31,7 @@ class World:
         self.nodes: dict[str, FakeNode] = {}
         self.runners: dict[str, web.AppRunner] = {}
         self.session: aiohttp.ClientSession
+        self.turn_session: aiohttp.ClientSession
         self.scheduler: Scheduler
         self._beats: list[asyncio.Task[None]] = []
 
@@ -88,7 +91,8 @@ class World:
         headers: dict[str, str] | None = None,
     ) -> tuple[int, Any]:
         """Status and decoded JSON (None without a body)."""
-        async with self.session.request(
+        session = self.turn_session if path in TURNS else self.session
+        async with session.request(
             method,
             self.url + path,
             json=body,
@@ -137,8 +141,8 @@ def tokens() -> Tokens:
 async def world(tmp_path: Path, tokens: Tokens) -> AsyncIterator[World]:
     """Nothing started yet: ``await world.start(...)``, ``await world.add("a")``."""
     world = World(tmp_path, tokens)
-    async with aiohttp.ClientSession() as session:
-        world.session = session
+    async with aiohttp.ClientSession() as session, aiohttp.ClientSession() as turn_session:
+        world.session, world.turn_session = session, turn_session
         yield world
         await world.close()
 

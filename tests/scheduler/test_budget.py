@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from rose.errors import CapacityError
-from rose.scheduler.journal import FinishRecord, Journal, TurnRecord, packed
+from rose.scheduler.journal import Journal
+from rose.scheduler.records import FinishRecord, TurnRecord, packed
 from rose.scheduler.store import Store, sp
 from tests.scheduler.conftest import World, generate, user
 from tests.scheduler.test_asking_again import rejoin

@@ -176,7 +176,7 @@ async def test_a_daemons_own_log_replays(world: World) -> None:
         await world.chat(name, [user("x")], max_tokens=4)
         await world.ok("POST", f"/rose/v1/trajectories/{name}/finish", {"reward": index})
     await world.scheduler.stop(drain_s=0)
-    (path,) = logs(world.tmp_path / "journal")
+    (path,) = logs(world.tmp_path / "journal", "decisions")
     found = replay(path)
     assert found.difference is None
     assert found.num_actions["TurnEnded"] == 6
@@ -205,7 +205,7 @@ async def test_a_live_scheduler_that_is_killed_decides_the_same_in_replay(tmp_pa
             engine.faults.extend(Fault(kind="reclaim", after=after) for after in (1, 4, 7))
         agents = [asyncio.create_task(agent(session, url, tokens, number)) for number in range(8)]
         await reached(lambda: sum(len(engine.requests) for engine in engines) >= 16)
-        (first,) = logs(tmp_path / "journal")
+        (first,) = logs(tmp_path / "journal", "decisions")
         await reached(
             lambda: replay(first).num_actions["Dispatch"] > 0
         )  # it writes what has gathered now and then
@@ -219,7 +219,7 @@ async def test_a_live_scheduler_that_is_killed_decides_the_same_in_replay(tmp_pa
         await runner.cleanup()
     found = CliRunner().invoke(app, ["replay", str(tmp_path / "journal")])
     assert found.exit_code == 0, found.output
-    both = [replay(path) for path in logs(tmp_path / "journal")]
+    both = [replay(path) for path in logs(tmp_path / "journal", "decisions")]
     assert len(both) == 2  # one of each life
     assert all(item.num_actions["Dispatch"] > 0 for item in both)
     assert sum(item.num_actions["Requeued"] for item in both) > 0

@@ -6,13 +6,15 @@ import asyncio
 import errno
 import itertools
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from rose.errors import CapacityError, ConfigError, LedgerError
-from rose.scheduler.journal import AckRecord, CancelRecord, Journal, Record
+from rose.scheduler.journal import Journal
+from rose.scheduler.records import AckRecord, CancelRecord, Record
 
 
 def reopen(directory: Path) -> tuple[Journal, list[Record]]:
@@ -243,4 +245,104 @@ async def test_a_compaction_without_room_leaves_the_file(
     journal.close()
     journal, records = reopen(written)
     assert records == [record(0), record(1), record(2), record(3)]
+    journal.close()
+
+
+async def compacted(journal: Journal, records: list[Record], *, beside: bool) -> None:
+    if beside:
+        await journal.compact_beside(records)
+    else:
+        journal.compact(records)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+async def test_a_compaction_that_cannot_open_the_directory_leaves_the_file(
+    written: Path, monkeypatch: pytest.MonkeyPatch, beside: bool
+) -> None:
+    journal, _ = reopen(written)
+    real = os.open
+
+    def no_more_files(path: str | Path, flags: int, mode: int = 0o777) -> int:
+        if Path(path) == written:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", no_more_files)
+    with pytest.raises(OSError, match="Too many open files"):
+        await compacted(journal, [record(2)], beside=beside)
+    monkeypatch.undo()
+    assert journal.healthy
+    journal.append(record(3))  # where a restart looks for it
+    await journal.commit()
+    journal.close()
+    journal, records = reopen(written)
+    assert records == [record(0), record(1), record(2), record(3)]
+    assert list(written.glob("*.new")) == []
+    journal.close()
+
+
+@pytest.mark.parametrize("beside", [False, True])
+async def test_an_earlier_file_that_cannot_be_closed_well_is_left_behind(
+    written: Path, monkeypatch: pytest.MonkeyPatch, beside: bool
+) -> None:
+    journal, _ = reopen(written)
+    earlier, real = journal._file, os.close
+
+    def failing(descriptor: int) -> None:
+        real(descriptor)  # as Linux does: its number is free
+        if descriptor == earlier:
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "close", failing)
+    await compacted(journal, [record(2)], beside=beside)
+    monkeypatch.undo()
+    assert journal.healthy
+    journal.append(record(3))
+    await journal.commit()
+    journal.close()
+    journal, records = reopen(written)
+    assert records == [record(2), record(3)]
+    journal.close()
+
+
+@pytest.mark.parametrize("beside", [False, True])
+async def test_a_swap_that_the_disk_may_forget_ends_all_promises(
+    written: Path, monkeypatch: pytest.MonkeyPatch, beside: bool
+) -> None:
+    journal, _ = reopen(written)
+    real = os.fsync
+
+    def failing(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EIO, "Input/output error")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(OSError, match="Input/output error"):
+        await compacted(journal, [record(2)], beside=beside)
+    monkeypatch.undo()
+    assert not journal.healthy
+    with pytest.raises(CapacityError, match="Input/output error"):
+        journal.append(record(3))
+    journal.close()
+    journal, records = reopen(written)
+    assert records == [record(2)]
+    journal.close()
+
+
+async def test_what_the_disk_failed_to_take_is_never_promised_later(
+    written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, _ = reopen(written)
+    journal.append(record(3))
+
+    def failing(descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fdatasync", failing)
+    with pytest.raises(CapacityError, match="Input/output error"):
+        await journal.commit()
+    monkeypatch.undo()  # the kernel reports such an error once, and has dropped the pages
+    with pytest.raises(CapacityError, match="Input/output error"):
+        await journal.commit()
     journal.close()

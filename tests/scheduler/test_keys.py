@@ -15,8 +15,9 @@ import pytest
 
 from rose.auth import PARTS, Tokens, bearer
 from rose.errors import Unauthorized
-from rose.scheduler.journal import FinishRecord, Journal
+from rose.scheduler.journal import Journal
 from rose.scheduler.openapi import describe
+from rose.scheduler.records import FinishRecord
 from rose.scheduler.store import Store, sp
 from tests.scheduler.conftest import PROMPT, World, user
 
@@ -36,7 +37,10 @@ CHATS = {
     )
 } | {("post", "/rose/v1/generate")}
 """All that a key is for.  A route that is added here lets an agent do more than sample in its own trajectory."""
-PUBLIC = {("get", path) for path in ("/openapi.json", "/metrics", "/healthz", "/health", "/readyz", "/")}
+PUBLIC = {
+    ("get", path)
+    for path in ("/openapi.json", "/metrics", "/healthz", "/health", "/readyz", "/", "/learning")
+}
 
 
 async def begin(world: World, **fields: Any) -> tuple[str, str]:
@@ -297,7 +301,9 @@ async def test_a_scheduler_serves_with_its_part_of_the_tokens(world: World, toke
     await world.start()
     await world.add("a")
     for part in ("node", "train"):
-        assert set(PARTS[part]) <= {*PARTS["scheduler"], "relay"}, "whom it is to know"
+        assert set(PARTS[part]) <= {*PARTS["scheduler"], "relay", "publish", "public_key", "publish_key"}, (
+            "whom it is to know"
+        )
     made = await world.ok("POST", "/rose/v1/trajectories", {"job": "j"})
     assert made["key"] == tokens.key_of(made["id"])
     assert (await with_key(world, made["key"], "POST", "/v1/chat/completions", CHAT))[0] == 200
@@ -369,6 +375,21 @@ def test_deadlines_outlive_a_restart(tmp_path: Path, compact_bytes: int) -> None
     states = [last.state(name) for name in (late, early, done, free)]
     assert states == [("running", ""), ("cancelled", "deadline"), ("finished", ""), ("running", "")]
     last.journal.close()
+
+
+def test_deadlines_of_what_has_ended_take_no_room(tmp_path: Path) -> None:
+    live = Store(
+        Journal(tmp_path), sp.SampleParams(), max_trajectories=9, retained_finals=0, compact_bytes=2**30
+    )
+    runs = live.create(job="j", group_id=None, group_size=1, task=None, sampling={}, deadline_s=10.0)
+    for _ in range(3000):
+        live.cancel(
+            live.create(job="j", group_id=None, group_size=1, task=None, sampling={}, deadline_s=1e6), "x"
+        )
+    assert len(live._deadlines) < 1100
+    begun = live.trajectories[runs].created.created_at
+    assert live.expire_late(begun + 11.0) == [sp.Discard(trajectory_ids=(runs,), reason="deadline")]
+    live.journal.close()
 
 
 @pytest.mark.parametrize("value", [0, -1, "x", 61, True, 1e400])

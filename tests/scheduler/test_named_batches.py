@@ -16,7 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from rose.errors import RequestError
 from rose.frames import frame
-from rose.scheduler.journal import MAGIC, FinishRecord, Journal
+from rose.scheduler.journal import MAGIC, Journal
+from rose.scheduler.records import FinishRecord
 from rose.scheduler.store import Store, sp
 from tests.scheduler.conftest import World, user
 

@@ -54,19 +54,34 @@ async def test_an_unknown_worker_is_told_to_register_again(world: World) -> None
     await world.start()
     beat = {"incarnation": "x", "seq": 1, "version": "1.0", "state": "ready"}
     answer = await world.ok("POST", "/workers/ghost/heartbeat", beat, role="node")
-    assert answer == {"known": False, "active": True, "job": None, "run": None}
+    assert answer == {
+        "known": False,
+        "active": True,
+        "job": None,
+        "run": None,
+        "floor_run": None,
+        "floor": None,
+        "held": False,
+    }
 
 
 async def test_nothing_is_kept_of_workers_that_went(world: World) -> None:
     await world.start()
     engine = {"url": "http://127.0.0.1:9", "tier": "dedicated", "model": "policy", "max_model_len": 4096}
-    beat = {"incarnation": "x", "seq": 1, "version": "1.0", "state": "ready", "switch_s": 1.5}
+    beat = {
+        "incarnation": "x",
+        "seq": 1,
+        "version": "1.0",
+        "state": "ready",
+        "commit_s": 1.5,
+        "copies": ["a"],
+    }
     for number in range(3):
         body = {"worker_id": f"w{number}", "incarnation": "x", **engine}
         await world.ok("POST", "/workers", body, role="node")
         await world.ok("POST", f"/workers/w{number}/heartbeat", beat, role="node")
         await world.ok("DELETE", f"/workers/w{number}", role="node")
-    assert world.scheduler.dispatcher.endpoints == world.scheduler.dispatcher.switch_s == {}
+    assert world.scheduler.dispatcher.endpoints == world.scheduler.dispatcher.switching == {}
 
 
 async def test_a_stop_lets_running_turns_end(world: World) -> None:

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from rose.errors import RequestError
 from rose.scheduler.ids import pack_ids
-from rose.scheduler.journal import CreateRecord, TurnRecord
 from rose.scheduler.messages import chain, context_digest, extend
 from rose.scheduler.prompts import Prompt, Prompts, overlap
+from rose.scheduler.records import CreateRecord, TurnRecord
 from rose.scheduler.trajectory import Trajectory
 from rose.testing.toy_tokenizer import HFTokenizer, Tokenizer, ToyTokenizer
 from tests.scheduler.conftest import user

@@ -15,7 +15,8 @@ import msgspec
 import pytest
 
 from rose.auth import Tokens, bearer
-from rose.scheduler.journal import FinishRecord, Journal, TurnRecord
+from rose.scheduler.journal import Journal
+from rose.scheduler.records import FinishRecord, TurnRecord
 from rose.scheduler.store import Store, sp
 from rose.testing.fake_engine import FakeEngine, FakeNode, serve_engine
 from tests.scheduler.conftest import World, user
@@ -416,7 +417,7 @@ def test_how_old_a_first_turn_may_be_is_known_after_a_restart(tmp_path: Path, co
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_prompt_ids_are_put_together_along_the_branch(tmp_path: Path, count: int) -> None:
     from rose.scheduler.ids import pack_ids
-    from rose.scheduler.journal import CreateRecord
+    from rose.scheduler.records import CreateRecord
     from rose.scheduler.trajectory import Trajectory
 
     trajectory = Trajectory(CreateRecord(id="t", job="j", group_id="g", group_size=1, created_at=0.0))

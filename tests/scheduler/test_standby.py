@@ -16,7 +16,8 @@ from rose.errors import CapacityError, ConfigError, LedgerError
 from rose.policy import samples as sp
 from rose.scheduler import claim as claims
 from rose.scheduler.claim import Claim, owner_of
-from rose.scheduler.journal import AckRecord, EpochRecord, FinishRecord, Journal, Record, Replaced
+from rose.scheduler.journal import Journal, Replaced
+from rose.scheduler.records import AckRecord, EpochRecord, FinishRecord, Record
 from rose.scheduler.store import Store
 from rose.testing.fake_engine import FakeEngine, FakeNode, serve_engine
 from tests.scheduler.audit import Client, lease_all

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from rose.auth import Tokens, bearer
+from rose.decisions.log import logs, replay
 from rose.testing.fake_engine import FakeEngine, FakeNode, PrefixModel, serve_engine
 from rose.weights import statehash
 from tests.scheduler.audit import Client
@@ -189,6 +190,14 @@ async def test_no_token_is_of_another_run_though_devices_change_runs_fifty_times
         assert next(kills, None) is None
         assert found["moved"] > 10, "turns were moved in the middle"
         assert found["tokens"] == 2 * MAX_TOKENS * sum(map(len, names.values()))
+    decided: Counter[str] = Counter()
+    lives = logs(tmp_path / "journal", "provisioning")
+    for life in lives:
+        replayed = replay(life)
+        assert replayed.difference is None, replayed.difference
+        decided += replayed.num_actions
+    assert len(lives) == 3  # two kills of the scheduler
+    assert decided["Activate"] >= 12
 
 
 def check(turn: dict[str, Any], run: str, engine: PolicyEngine, found: Counter[str]) -> None:

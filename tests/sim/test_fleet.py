@@ -1,4 +1,4 @@
-"""Fleet mode and plans: cells stand for the fleet, and say so in engines and tokens."""
+"""Fleet mode: cells stand for the fleet, and say so in engines and tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from rose.sim.fleet import simulate_fleet, write_fleet_report
-from rose.sim.plan import HEADROOMS, make_plan
 from rose.sim.scenario import Scenario
 from tests.sim.test_world import TINY, tiny
 
@@ -36,12 +35,3 @@ def test_a_fleet_s_rates_lie_between_those_of_its_cells(tmp_path: Path) -> None:
     assert max(system.dedicated_tokens_s) <= max(rates) + 1e-6
     paths = write_fleet_report(result, tmp_path)
     assert "<svg" in paths[1].read_text()
-
-
-def test_a_plan_tries_every_headroom_at_three_loads_and_harvests_something() -> None:
-    plan = make_plan(fleet_of(64, 8))
-
-    assert len(plan.cells) == 3 * len(HEADROOMS)
-    assert plan.headroom in HEADROOMS
-    assert max(cell.worth for cell in plan.cells) > 0
-    assert "simulated, not measured" in plan.text

@@ -9,7 +9,7 @@ import pytest
 
 from rose.coserve.step_profile import Profile
 from rose.errors import ConfigError
-from rose.sim.arrivals import make_arrivals, trace_windows
+from rose.sim.arrivals import make_arrivals
 from rose.sim.hardware import Hardware
 from rose.sim.links import transfer
 from rose.sim.scenario import LinksSection, Scenario, ServingSection
@@ -172,7 +172,6 @@ def test_a_trace_of_few_rows_far_apart_is_refused_before_it_is_multiplied(tmp_pa
     with pytest.raises(ConfigError, match=r"its 3 rows in .* would become more than") as caught:
         make_arrivals(ServingSection(trace=path, requests_per_s=2.0), 64, 60.0, 0)
     assert str(path) in str(caught.value)
-    assert trace_windows(path, 60.0)["busy"] <= 1.0
 
 
 def test_a_trace_keeps_its_bursts_and_gets_the_wanted_rate(tmp_path: Path) -> None:
@@ -188,20 +187,17 @@ def test_a_trace_keeps_its_bursts_and_gets_the_wanted_rate(tmp_path: Path) -> No
     assert counts.max() > 8 * counts.mean()
 
 
-def test_a_trace_may_begin_at_its_busiest_stretch(tmp_path: Path) -> None:
+def test_a_trace_may_begin_anywhere(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     rows = [f"2023-11-16 18:{second // 60:02d}:{second % 60:02d},100,10" for second in range(0, 600, 20)]
     rows[20:20] = ["2023-11-16 18:06:25,100,10"] * 40
     path.write_text(HEADER + "\n".join(rows) + "\n")
 
-    windows = trace_windows(path, 60.0)
-    assert windows["busy"] <= 385 <= windows["busy"] + 60
-    counts = {
-        hour: len(make_arrivals(ServingSection(trace=path, trace_start_s=start_s), 8, 60.0, 1).at_s)
-        for hour, start_s in windows.items()
-    }
-    assert counts["busy"] > 3 * counts["mean"]
-    assert counts["mean"] >= counts["quiet"] > 0
+    first, burst = (
+        len(make_arrivals(ServingSection(trace=path, trace_start_s=start_s), 8, 60.0, 1).at_s)
+        for start_s in (0.0, 360.0)
+    )
+    assert burst > 3 * first > 0
 
 
 @pytest.mark.parametrize("seed", range(5))

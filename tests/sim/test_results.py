@@ -16,7 +16,6 @@ from benchmarks.lib import evidence
 from benchmarks.run import FIGURES, RESULTS, committed_results, render, sections, seeds_of, wrong_rows
 from rose.cli import app
 from rose.errors import ConfigError
-from rose.sim.plan import HEADROOMS, Cell, Plan, recommend, write_plan
 from rose.sim.report import COLUMNS, chrome_trace, write_reports
 from rose.sim.world import simulate
 from tests.sim.test_world import tiny
@@ -227,51 +226,6 @@ def test_a_journal_of_several_systems_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="single system"):
         CliRunner().invoke(app, command, catch_exceptions=False)
-
-
-def plan_cell(hour: str, headroom: float, worth: float, extra_missed: float) -> Cell:
-    return Cell(
-        hour=hour,
-        headroom=headroom,
-        worth=worth,
-        extra_missed=extra_missed,
-        ttft_p99_ms=200.0,
-        alone_ttft_p99_ms=180.0,
-        tpot_p99_ms=20.0,
-        alone_tpot_p99_ms=15.0,
-        cuts_per_min=0.1,
-    )
-
-
-@pytest.mark.parametrize(
-    ("worth", "missed", "expected"),
-    [
-        ((9.0, 8.0, 6.0, 4.0), (0.02, 0.0, 0.0, 0.0), (0.1, True)),  # the most of what is safe
-        ((9.0, 9.0, 8.95, 4.0), (0.0, 0.0, 0.0, 0.0), (0.2, True)),  # among equals the largest
-        ((9.0, 8.0, 6.0, 4.0), (0.04, 0.03, 0.02, 0.01), (0.3, False)),  # none is safe: the safest
-    ],
-)
-def test_the_recommended_headroom(
-    worth: tuple[float, ...], missed: tuple[float, ...], expected: tuple[float, bool]
-) -> None:
-    cells = [plan_cell("mean", *row) for row in zip(HEADROOMS, worth, missed, strict=True)]
-    assert recommend(cells) == expected
-
-
-def test_a_plan_says_worth_headroom_and_risk_on_one_page(tmp_path: Path) -> None:
-    cells = tuple(
-        plan_cell(hour, headroom, 10.0 - 20 * headroom, 0.0 if headroom >= 0.1 else 0.02)
-        for hour in ("quiet", "mean", "busy")
-        for headroom in (0.05, 0.1)
-    )
-    plan = Plan(scenario=tiny(), cells=cells, headroom=0.1, safe=True)
-
-    write_plan(plan, tmp_path)
-
-    page = (tmp_path / "plan.html").read_text()
-    assert "min_headroom_fraction = 0.1" in page
-    assert "worth 8.0 to 8.0" in page
-    assert json.loads((tmp_path / "plan.json").read_text())["summary"]["worth_mean"] == pytest.approx(8.0)
 
 
 def test_a_run_that_was_summed_up_later_is_of_the_code_that_was_measured() -> None:

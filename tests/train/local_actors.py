@@ -88,7 +88,7 @@ class LocalActors(Actors):
         return False
 
     def _make_manager(self, index: int) -> Any:
-        self.made.append(LocalActor(EnvManager(self.config, self.tokens, LocalRewards)))
+        self.made.append(LocalActor(EnvManager(self.config, self.tokens.only(["environment"]), LocalRewards)))
         return self.made[-1]
 
     def _make_trainer(self) -> None:

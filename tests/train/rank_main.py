@@ -13,7 +13,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from rose.train import checkpoint as checkpoints
-from rose.train.batch import samples_of
+from rose.train.adapter import LoraParams
+from rose.train.batch import in_order, samples_of, share_of
+from rose.train.guard import GuardParams
 from rose.train.loss import LossParams
 from rose.train.model import whole_of
 from rose.train.trainer import TorchTrainer, TrainerParams
@@ -43,7 +45,15 @@ class RecordingTrainer(TorchTrainer):
         return super()._update(limit)
 
 
-def run_steps(model_path: Path, out: Path, *, resume: Path | None = None, num_steps: int = 2) -> None:
+def run_steps(
+    model_path: Path,
+    out: Path,
+    *,
+    resume: Path | None = None,
+    num_steps: int = 2,
+    in_background: bool = False,
+    lora: bool = False,
+) -> None:
     # Minibatches of 5 over ranks: unequal shares, one of them empty in the smallest part; masters are compared, so the
     # rounding to bf16 is left out: it turns a last bit into a whole step.
     params = TrainerParams(
@@ -53,6 +63,9 @@ def run_steps(model_path: Path, out: Path, *, resume: Path | None = None, num_st
         max_part_tokens=200,
         policy_dtype="float32",
         loss=LossParams(kl_weight=0.02, aggregation="sequence", entropy_weight=0.01),
+        # Of whole models one that nothing reaches, which only has to be measured alike; of adapters one that takes updates back.
+        guard=GuardParams(kl_target=2e-4 if lora else 100.0, adapt_rate=True),
+        lora=LoraParams(rank=3, alpha=6.0) if lora else None,
     )
     trainer = RecordingTrainer(model_path, params)
     if resume is not None:
@@ -60,15 +73,24 @@ def run_steps(model_path: Path, out: Path, *, resume: Path | None = None, num_st
         assert found is not None
         trainer.restore(found)
     reports = []
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     for seed in range(1, 1 + num_steps):
         batch = [
             sample
             for one in random_batch(seed, num_groups=2, group_size=4)
             for sample in samples_of(one, vocab_size=trainer.vocab_size, max_tokens=trainer.max_tokens)
         ]
+        # As the actors are told: the first rank has all of it, the others their share.
+        batch = share_of(in_order(batch), rank, world_size) if rank else batch
         reports.append(trainer.step(batch).to_dict())
     consumed = {0: ("t1", "t2")}
-    trainer.save(out / "checkpoints", attempt=1, version=trainer.step_index, consumed=consumed, keep=3)
+    told: dict[str, Any] = {"attempt": 1, "version": trainer.step_index, "consumed": consumed, "keep": 3}
+    if in_background:
+        trainer.begin_save(out / "checkpoints", **told)
+        trainer.step(batch)  # nothing of it may be in the checkpoint
+        trainer.finish_save()
+    else:
+        trainer.save(out / "checkpoints", **told)
     trainer.export(out / "model")
     publisher = WeightPublisher(
         trainer.module,
@@ -88,7 +110,6 @@ def run_steps(model_path: Path, out: Path, *, resume: Path | None = None, num_st
         save_file(weights, out / "weights.safetensors")
         (out / "reports.json").write_text(json.dumps(reports))
         (out / "published.json").write_text(json.dumps(dict(published.state)))
-    rank = dist.get_rank() if dist.is_initialized() else 0
     (out / f"held-{rank}.json").write_text(json.dumps(local))
 
 
@@ -99,8 +120,10 @@ if __name__ == "__main__":
     run_steps(
         Path(sys.argv[1]),
         Path(sys.argv[2]),
-        resume=Path(sys.argv[3]) if len(sys.argv) > 3 else None,
+        resume=Path(sys.argv[3]) if len(sys.argv) > 3 and sys.argv[3] else None,
         num_steps=int(sys.argv[4]) if len(sys.argv) > 4 else 2,
+        in_background="in_background" in sys.argv,
+        lora="lora" in sys.argv,
     )
     if dist.is_initialized():
         dist.destroy_process_group()

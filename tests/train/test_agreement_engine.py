@@ -15,17 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rose.auth import Tokens
 from rose.demo.models import POLICY, ensure_model
 from rose.scheduler.app import Scheduler
 from rose.scheduler.scheduler_config import SchedulerConfig, StaticWorker
+from rose.train.adapter import LoraParams
 from rose.train.batch import samples_of
 from rose.train.client import SchedulerClient
 from rose.train.envs.frozenlake import FrozenLakeFamily, FrozenLakeParams
 from rose.train.plan import GroupPlan
 from rose.train.rollout import EpisodeParams, EpisodeRunner, single_token_ids
 from rose.train.trainer import TorchTrainer, TrainerParams
+from tests.train.traces import random_batch
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -115,6 +118,26 @@ def test_log_probs_of_engine_and_trainer_agree(recorded: Any, policy_model: Path
         assert report.logprob_diff_max > 1e-6  # it is another computation, or the engine was not in bf16
         assert report.mismatch_kl < 5e-3
         assert 0.9 < report.ratio_p99 < 1.2
+
+
+def test_an_engine_serves_what_adapters_were_merged_to(policy_model: Path, tmp_path: Path) -> None:
+    """A trainer with adapters that have moved, against an engine that has its export: one policy, in fp32 to a rounding."""
+    pytest.importorskip("vllm")
+    pytest.importorskip("peft")
+    lora = LoraParams(rank=4, alpha=8.0)
+    trainer = TorchTrainer(policy_model, TrainerParams(learning_rate=1e-2, policy_dtype="float32", lora=lora))
+    batch = [one for trace in random_batch(1) for one in samples_of(trace, vocab_size=320, max_tokens=1024)]
+    before = torch.cat(trainer.log_probs(batch))
+    trainer.step(batch)
+    moved = torch.cat(trainer.log_probs(batch)) - before
+    assert float(moved.abs().max()) > 0.05  # it is another policy now
+    trainer.export(tmp_path / "model")
+
+    with engine(tmp_path / "model", "float32") as server:
+        traces = asyncio.run(record(server.url, tmp_path / "model", tmp_path / "journal", free_text=True))
+
+    samples = [one for trace in traces for one in samples_of(trace, vocab_size=320, max_tokens=1024)]
+    assert trainer.step(samples).logprob_diff_max <= 1e-3
 
 
 def _write_recording(target: Path) -> None:

@@ -8,9 +8,17 @@ from typing import Any
 import pytest
 
 from rose.errors import TrainError
-from rose.train.batch import MIN_PART_SEQUENCES, make_minibatch, samples_of, split_by_length
+from rose.train.batch import (
+    MIN_PART_SEQUENCES,
+    in_order,
+    make_minibatch,
+    owners_of,
+    samples_of,
+    share_of,
+    split_by_length,
+)
 from rose.train.metrics import trajectory_metrics
-from tests.train.traces import trajectory, turn
+from tests.train.traces import random_batch, trajectory, turn
 
 LIMITS: dict[str, Any] = {"vocab_size": 320, "max_tokens": 64}
 
@@ -172,3 +180,26 @@ def test_parts_hold_every_index_once_and_pad_little() -> None:
     for part in parts[:-1]:
         longest, shortest = max(lengths[i] for i in part), min(lengths[i] for i in part)
         assert longest <= 1.25 * shortest or len(part) <= MIN_PART_SEQUENCES
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ranks_are_told_the_tokens_of_their_own_sequences_and_the_length_of_all(world_size: int) -> None:
+    whole = in_order(
+        one
+        for trace in random_batch(1, num_groups=6)
+        for one in samples_of(trace, vocab_size=320, max_tokens=1024)
+    )
+    shares = [share_of(whole, rank, world_size) for rank in range(world_size)]
+
+    for index, sample in enumerate(whole):
+        told = [share[index] for share in shares]
+        assert [one.token_ids for one in told].count(sample.token_ids) == 1  # one rank's, and no other's
+        assert all(one.token_ids in (sample.token_ids, ()) for one in told)
+        for name in ("trajectory_id", "group_id", "reward", "positions", "length"):
+            assert {getattr(one, name) for one in told} == {getattr(sample, name)}
+    work = [sum(len(one.token_ids) for one in share) for share in shares]
+    assert sum(work) == sum(sample.length for sample in whole)
+    assert max(work) <= 1.1 * sum(work) / world_size
+    # Whoever knows less deals the same way.
+    assert all(owners_of(share, world_size) == owners_of(whole, world_size) for share in shares)
+    assert all(in_order(share) == share for share in shares)

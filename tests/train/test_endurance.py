@@ -13,6 +13,7 @@ import pytest
 
 from rose.errors import TrainError
 from rose.train.build import trainer_params
+from rose.train.client import SchedulerClient
 from rose.train.train_config import TrainConfig
 from rose.train.trainer import TorchTrainer
 from rose.train.workers import Parts
@@ -121,6 +122,48 @@ async def test_a_step_that_its_driver_lost_touch_with_ends_before_the_next_begin
         SlowTrainer.may_go_on.set()
         await actors.stop_episodes()
         await actors.close()
+    assert_applied_once(world, config)
+
+
+class SlowDisk(TorchTrainer):
+    """Its checkpoints are not durable before it is told so."""
+
+    may_be_durable = threading.Event()
+
+    def finish_save(self) -> None:
+        assert type(self).may_be_durable.wait(60)
+        super().finish_save()
+
+
+def trainer_on_slow_disk(config: TrainConfig) -> SlowDisk:
+    return SlowDisk(config.model, trainer_params(config))
+
+
+async def test_a_lease_that_is_gone_when_a_slow_checkpoint_is_durable_costs_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then leases of all steps of two checkpoints are open, and none of them may be trained on again."""
+    lost: list[str] = []
+    ack = SchedulerClient.ack
+
+    async def too_late(client: SchedulerClient, batch_id: str, *, step: int, attempt: int) -> None:
+        if not lost:
+            lost.append(batch_id)
+            await client.give_back(batch_id)
+        await ack(client, batch_id, step=step, attempt=attempt)
+
+    def prepare(actors: LocalActors) -> None:
+        monkeypatch.setattr(actors, "let_be_durable", SlowDisk.may_be_durable.set, raising=False)
+
+    monkeypatch.setattr(SchedulerClient, "ack", too_late)
+    SlowDisk.may_be_durable.clear()
+    trainer = {"checkpoint_every": 6, "background_checkpoints": True}
+    parts = Parts(make_trainer=trainer_on_slow_disk, make_publisher=file_publisher)
+    _, config, result = await run(
+        world, {10: "let_be_durable"}, parts=parts, prepare=prepare, num_steps=14, trainer=trainer
+    )
+    assert lost
+    assert (result.num_steps, result.num_restarts) == (14, 0)
     assert_applied_once(world, config)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import torch
 
 from rose.train import checkpoint as checkpoints
 from rose.train.batch import TrainingSequence, samples_of
-from rose.train.guard import GuardParams, StepGuard
+from rose.train.guard import MIN_RATE_FACTOR, GuardParams, StepGuard, probe_of
+from rose.train.last_update import keep_of_last
 from rose.train.trainer import TorchTrainer, TrainerParams
 from tests.train.traces import random_batch
 
@@ -29,35 +31,127 @@ def weights(trainer: TorchTrainer) -> torch.Tensor:
     return torch.cat([tensor.detach().flatten().clone() for tensor in trainer.module.parameters()])
 
 
-def test_a_step_ends_where_the_policy_has_moved_far_enough(policy_model: Path) -> None:
-    free = TorchTrainer(policy_model, BASE).step(samples())
-    assert (free.num_updates, free.num_skipped_updates) == (8, 0)
-    assert free.update_kl > 1e-3
+def test_a_step_moves_the_policy_no_further_than_it_may_and_every_minibatch_has_its_share(
+    policy_model: Path,
+) -> None:
+    free = TorchTrainer(policy_model, replace(BASE, guard=GuardParams(kl_target=100.0))).step(samples())
+    assert (free.num_updates, free.num_shortened_updates) == (8, 0)
 
     target = free.update_kl / 4
-    trainer = TorchTrainer(policy_model, replace(BASE, guard=GuardParams(kl_target=target)))
-    held = trainer.step(samples())
+    held = TorchTrainer(policy_model, replace(BASE, guard=GuardParams(kl_target=target))).step(samples())
 
-    assert 1 <= held.num_updates < 8
-    assert held.num_updates + held.num_skipped_updates == 8
-    assert held.update_kl > target  # what it measured before the update that it left out
-
-
-def test_the_update_that_is_left_out_leaves_no_trace(policy_model: Path) -> None:
-    """Its gradient was computed, and must not be in the next step's."""
-    params = replace(BASE, minibatch_sequences=16, guard=GuardParams(kl_target=1e-9))
-    once = TorchTrainer(policy_model, replace(params, num_epochs=1))
-    held = TorchTrainer(policy_model, params)
-    assert once.step(samples()).num_updates == 1
-    report = held.step(samples())
-    assert (report.num_updates, report.num_skipped_updates) == (1, 1)
-    assert torch.equal(weights(once), weights(held))
+    assert target / 8 < held.update_kl <= target
+    assert held.num_updates == 8
+    assert 1 <= held.num_shortened_updates <= 8
 
 
-def test_the_first_update_of_a_step_is_never_left_out(policy_model: Path) -> None:
-    """Before it the policy is where the step began, but for rounding."""
-    params = replace(BASE, guard=GuardParams(kl_target=1e-6))
-    assert TorchTrainer(policy_model, params).step(samples()).num_updates >= 1
+@pytest.mark.parametrize("single", [False, True])
+def test_the_first_and_the_only_update_of_a_step_is_held_back_too(policy_model: Path, single: bool) -> None:
+    free = TorchTrainer(policy_model, replace(BASE, guard=GuardParams(kl_target=100.0)))
+    reached = free.step(samples(), single_update=True).update_kl
+
+    trainer = TorchTrainer(policy_model, replace(BASE, guard=GuardParams(kl_target=reached / 8)))
+    held = trainer.step(samples(), single_update=single)
+
+    assert held.update_kl <= reached / 8
+    assert held.num_shortened_updates >= 1
+
+
+def test_what_a_step_may_move_holds_for_groups_that_taught_nothing(policy_model: Path) -> None:
+    """They are not in the loss: only the guard looks at them."""
+    batch = samples(equal=3)
+    idle = [one for one in batch if one.group_id != "g3"]
+    base = replace(BASE, minibatch_sequences=16)
+
+    def moved(guard: GuardParams) -> float:
+        trainer = TorchTrainer(policy_model, replace(base, guard=guard))
+        before = torch.cat(trainer.log_probs(idle))
+        trainer.step(batch)
+        return float((torch.cat(trainer.log_probs(idle)) - before).square().mean()) / 2
+
+    free = moved(GuardParams())
+    assert moved(GuardParams(kl_target=free / 20)) <= free / 10
+
+
+def test_an_update_that_cannot_be_made_small_enough_leaves_no_trace(policy_model: Path) -> None:
+    trainer = TorchTrainer(policy_model, replace(BASE, guard=GuardParams(kl_target=1e-30)))
+    before = weights(trainer)
+    report = trainer.step(samples())
+    assert (report.num_shortened_updates, report.num_updates) == (8, 8)
+    assert torch.allclose(before, weights(trainer), atol=1e-8, rtol=1e-5)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_part_of_an_update_is_that_part_of_the_way(decay: float) -> None:
+    """Against weights that were kept; also where it is taken back in two goes."""
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(7, 5, dtype=torch.float64))
+    optimizer = torch.optim.AdamW([weight], lr=0.01, betas=(0.9, 0.95), eps=1e-3, weight_decay=decay)
+    for _ in range(3):
+        weight.grad = torch.randn_like(weight)
+        start = weight.detach().clone()
+        optimizer.step()
+    way = weight.detach() - start
+
+    before = 1.0
+    for now in (0.5, 0.25, 0.0, 1.0):
+        keep_of_last(optimizer, [weight], before=before, now=now)
+        assert torch.allclose(weight.detach(), start + now * way, rtol=1e-12, atol=1e-15)
+        before = now
+
+
+def test_an_update_is_halved_until_it_is_small_enough() -> None:
+    guard = StepGuard(GuardParams(kl_target=0.1))
+    assert guard.smaller(1.0, 0.1, 0.1) == 1.0
+    kept = [1.0]
+    while (now := guard.smaller(kept[-1], 0.2, 0.1)) != kept[-1]:
+        kept.append(now)
+    assert kept == [1.0, 0.5, 0.25, 0.125, 0.0625, 0.0]
+    assert guard.smaller(0.5, float("nan"), 0.1) == 0.25
+
+
+def test_what_is_allowed_grows_with_the_updates_of_a_step() -> None:
+    guard = StepGuard(GuardParams(kl_target=0.1))
+    assert [guard.allowed(done, 4) for done in (1, 2, 3, 4)] == pytest.approx([0.025, 0.05, 0.075, 0.1])
+
+
+def test_updates_that_go_too_far_make_the_rate_smaller_and_room_makes_it_larger() -> None:
+    guard = StepGuard(GuardParams(kl_target=0.1, adapt_rate=True))
+    assert guard.rate_factor == 1.0
+    guard.updated(0.1, 0.1, shortened=True)
+    guard.updated(0.01, 0.1, shortened=True)
+    assert guard.rate_factor == pytest.approx(1 / 2.25)
+    guard.updated(0.06, 0.1, shortened=False)
+    assert guard.rate_factor == pytest.approx(1 / 2.25)
+    for _ in range(20):
+        guard.updated(0.01, 0.1, shortened=False)
+    assert guard.rate_factor == 1.0  # never above the job's own
+    for _ in range(50):
+        guard.updated(0.1, 0.1, shortened=True)
+    assert guard.rate_factor == MIN_RATE_FACTOR
+
+    other = StepGuard(guard.params)
+    other.restore(guard.norms, guard.rate_factor)
+    assert other.rate_factor == guard.rate_factor
+    assert StepGuard(replace(guard.params, kl_target=0.0)).rate_factor == 1.0
+
+
+def test_a_step_tells_the_rate_that_it_was_taken_at(policy_model: Path) -> None:
+    params = replace(BASE, guard=GuardParams(kl_target=1e-6, adapt_rate=True))
+    rates = [1e-3 / 1.5**done for done in range(8)]
+    report = TorchTrainer(policy_model, params).step(samples())
+    assert report.learning_rate == pytest.approx(sum(rates) / 8)
+
+
+def test_a_probe_has_one_sequence_of_each_group_before_a_second_of_any() -> None:
+    groups = [f"g{index // 16}" for index in range(128)]
+    for size in (4, 8, 11, 128, 500):
+        found = probe_of(groups, size, seed=3)
+        assert len(found) == len(set(found)) == min(size, 128)
+        counts = Counter(groups[index] for index in found)
+        assert max(counts.values()) - min((counts[f"g{index}"] for index in range(8)), default=0) <= 1
+    assert probe_of(groups, 8, seed=3) != probe_of(groups, 8, seed=4)
+    assert probe_of(groups, 8, seed=3) == probe_of(groups, 8, seed=3)
 
 
 @pytest.mark.parametrize(("equal", "is_starved"), [(2, False), (3, True), (4, True)])
@@ -123,7 +217,9 @@ def test_an_unusual_gradient_is_counted_and_cut(policy_model: Path) -> None:
 
 
 def test_what_is_usual_survives_a_checkpoint(policy_model: Path, tmp_path: Path) -> None:
-    params = replace(BASE, guard=GuardParams(grad_quantile=0.5, grad_window=8, kl_target=1.0))
+    params = replace(
+        BASE, guard=GuardParams(grad_quantile=0.5, grad_window=8, kl_target=1e-4, adapt_rate=True)
+    )
     steady = TorchTrainer(policy_model, params)
     steady.step(samples(1))
     path = checkpoints.save(steady.capture(attempt=1, version=1, consumed={}), tmp_path)

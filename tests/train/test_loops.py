@@ -365,9 +365,10 @@ def test_the_attempt_that_published_last_counts_too(tmp_path: Path, policy_model
         "trainer": {"learning_rate": 1e-3},
     }
     config = TrainConfig.model_validate(table)
-    worker = TrainWorker(config, Tokens.generate())
+    tokens = Tokens.generate()
+    worker = TrainWorker(config, tokens)
     assert worker._published_attempt() == 0
-    make_publisher(config, Tokens.generate(), torch.nn.Linear(4, 4), 5).publish(0)
+    make_publisher(config, tokens, torch.nn.Linear(4, 4), 5).publish(0)
     assert worker._published_attempt() == 5
 
 
@@ -549,4 +550,24 @@ async def test_what_was_trained_since_the_last_checkpoint_is_trained_again_after
     assert (result.num_steps, result.attempt) == (7, 2)
     folders = sorted(path.name for path in (config.output_dir / "checkpoints").glob("step-*"))
     assert all(int(name[5:11]) in (0, 3, 6, 7, goes_on_at) for name in folders)
+    assert_applied_once(world, config)
+
+
+@pytest.mark.parametrize("dies_after", [1, 3, 5])
+async def test_leases_wait_for_a_checkpoint_that_is_written_in_the_background(
+    world: World, dies_after: int
+) -> None:
+    """What counts is what was durable at the death: that step, or the one a checkpoint before it."""
+    settings = {"checkpoint_every": 2, "background_checkpoints": True}
+    script, config, result = await run(world, {dies_after: "kill_trainer"}, num_steps=7, trainer=settings)
+
+    taken = [record["step"] for record in script.records]
+    begun = (dies_after + 1) // 2 * 2
+    goes_on_at = taken[dies_after + 1]
+    assert goes_on_at in (begun, max(0, begun - 2))
+    assert taken == [*range(dies_after + 1), *range(goes_on_at, 7)]
+    assert (result.num_steps, result.attempt) == (7, 2)
+    newest, _ = checkpoints.load_latest(config.output_dir / "checkpoints")
+    assert newest is not None
+    assert newest.step == 7  # the last is waited for
     assert_applied_once(world, config)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from rose.train import checkpoint as checkpoints
 from rose.train.loading import load_module
 from rose.train.model import shard
 from tests.engine_launcher import free_port
@@ -114,6 +115,39 @@ def test_resume_of_two_ranks_is_exact(both: tuple[Path, Path], policy_model: Pat
         found.append(load_file(tmp_path / name / "weights.safetensors"))
     assert found[0].keys() == found[1].keys()
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_what_two_ranks_write_in_the_background_is_what_was_there_when_it_began(
+    both: tuple[Path, Path], policy_model: Path, tmp_path: Path
+) -> None:
+    """They take another step meanwhile, with collectives of its own."""
+    run_ranks(policy_model, tmp_path, 2, "", "2", "in_background")
+    folders = [next((folder / "checkpoints").glob("step-*")) for folder in (both[1], tmp_path)]
+    assert folders[0].name == folders[1].name
+    names = [sorted(file.name for file in folder.glob("*.safetensors")) for folder in folders]
+    assert names[0] == names[1]
+    for name in names[0]:
+        waited, background = (load_file(folder / name) for folder in folders)
+        assert waited.keys() == background.keys()
+        assert all(torch.equal(waited[key], background[key]) for key in waited)
+    checkpoints.load(folders[1])
+
+
+def test_adapters_on_two_ranks_equal_those_on_one(policy_model: Path, tmp_path: Path) -> None:
+    """Of rank 3, which two ranks share unequally."""
+    run_steps(policy_model, tmp_path / "one", lora=True)
+    run_ranks(policy_model, tmp_path / "two", 2, "", "2", "lora")
+    reports = json.loads((tmp_path / "two" / "reports.json").read_text())
+    assert any(report["num_shortened_updates"] for report in reports)  # taken back alike, too
+    for file in ("gradients.safetensors", "weights.safetensors", "model-adapter/adapter_model.safetensors"):
+        one, two = (load_file(tmp_path / folder / file) for folder in ("one", "two"))
+        assert one.keys() == two.keys()
+        for name, tensor in one.items():
+            largest = float(tensor.abs().max())
+            assert torch.allclose(tensor, two[name], atol=2e-5 * largest + 2e-5, rtol=1e-3), name
+    run_ranks(policy_model, tmp_path / "resumed", 2, str(tmp_path / "two"), "0", "lora")
+    one, two = (load_file(tmp_path / folder / "weights.safetensors") for folder in ("resumed", "two"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 def test_gradients_of_bf16_products_are_summed_in_fp32(policy_model: Path, tmp_path: Path) -> None:

@@ -5,16 +5,29 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from rose.auth import Tokens
 
 
 class RelayProcess:
-    """A context manager; ``url`` stays the same over restarts."""
+    """A context manager; ``url`` stays the same over restarts.
 
-    def __init__(self, folder: Path) -> None:
-        self.tokens = Tokens.generate()
+    Args:
+        folder: Made if missing; the objects are in ``relay`` below it.
+        tokens: None: of its own.
+        options: More of ``rose relay``'s.
+        signed: Its own token file names a public key, as one of ``rose tokens`` does: heads that it did not sign are refused.
+    """
+
+    def __init__(
+        self, folder: Path, tokens: Tokens | None = None, *options: str, signed: bool = False
+    ) -> None:
+        made = Tokens.generate()
+        self.tokens = tokens or (made if signed else replace(made, public_key="", publish_key=""))
+        self._options = options
+        folder.mkdir(exist_ok=True)
         self._folder = folder
         self._token_file = folder / "tokens.toml"
         self.tokens.save(self._token_file)
@@ -44,6 +57,7 @@ class RelayProcess:
         command = [
             sys.executable, "-c", "from rose.weights.cli import relay_main; relay_main()",
             f"--directory={self._folder / 'relay'}", f"--port={port}", f"--token-file={self._token_file}",
+            *self._options,
         ]  # fmt: skip
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         assert process.stdout is not None

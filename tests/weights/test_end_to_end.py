@@ -12,12 +12,14 @@ from typer.testing import CliRunner
 from rose.auth import Tokens
 from rose.errors import ConfigError, NotFound
 from rose.lineage import WeightVersion
+from rose.signatures import SigningKey
 from rose.testing.relay_thread import RelayThread
 from rose.weights import manifest, retention
 from rose.weights.cli import app
 from rose.weights.http_store import HttpStore
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
+from rose.weights.sealed import SealedStore
 from rose.weights.store import FileStore
 from rose.weights.stores import open_store
 from rose.weights.subscriber import WeightSubscriber
@@ -54,7 +56,7 @@ def test_twenty_random_versions_through_restarts_of_relay_trainer_and_node(seed:
 
     relay = start_relay()
     port = int(relay.url.rsplit(":", 1)[1])
-    store = HttpStore(relay.url, tokens.relay, patience_s=20)
+    store = HttpStore(relay.url, tokens.publish, patience_s=20)
     trainer, attempt, version = ToyTrainer(seed), 1, 0
     publisher = WeightPublisher(trainer.tensors, store, "run", attempt, PARAMS)
     steady, lazy = Engine(), Engine()  # one takes every version, one only some
@@ -203,9 +205,19 @@ def test_the_command_line_speaks_to_a_relay(published: FileStore, tmp_path: Path
     tokens = Tokens.generate()
     tokens.save(tmp_path / "tokens.toml")
     with RelayThread(published, tokens) as relay:
-        code, text = run("verify", "run", "--relay", relay.url, "--token-file", tmp_path / "tokens.toml")
-    assert code == 0
-    assert "1.3 rebuilt" in text
+        asked = ["verify", "run", "--relay", relay.url, "--token-file", tmp_path / "tokens.toml"]
+        code, text = run(*asked)
+        assert code == 1, "the token file names a key, and nobody signed this"
+        assert "head cannot be rebuilt: head 1.3 of run: is not signed" in text
+        code, text = run(*asked, "--public-key", "none")
+        assert code == 0
+        assert "1.3 rebuilt" in text
+        signed = HttpStore(relay.url, tokens.publish)
+        key = SigningKey.parse(tokens.publish_key)
+        WeightPublisher(ToyTrainer(3).tensors, SealedStore(signed, key=key), "signed", 1, PARAMS).publish(0)
+        code, text = run("verify", "signed", *asked[2:])
+        assert code == 0
+        assert "1.0 rebuilt" in text
 
 
 @pytest.mark.parametrize(

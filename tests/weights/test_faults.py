@@ -58,7 +58,7 @@ class Interrupted(HttpStore):
     """Kills the relay before one of its reads and starts it again during the pause."""
 
     def __init__(self, relay: RelayProcess, at_read: int) -> None:
-        super().__init__(relay.url, relay.tokens.relay, patience_s=30)
+        super().__init__(relay.url, relay.tokens.publish, patience_s=30)
         self._relay, self._at_read = relay, at_read
         self.bytes_read = 0
 
@@ -78,7 +78,7 @@ def test_a_relay_killed_in_the_middle_of_an_object_costs_no_byte_twice(
     monkeypatch.setattr(subscriber, "PULL_BYTES", 20_000)
     trainer = ToyTrainer(1)
     report = WeightPublisher(
-        trainer.tensors, HttpStore(relay.url, relay.tokens.relay), "run", 1, PARAMS
+        trainer.tensors, HttpStore(relay.url, relay.tokens.publish), "run", 1, PARAMS
     ).publish(0)
     store = Interrupted(relay, at_read=3)
     reader = WeightSubscriber(store, "run", tmp_path / "reader", owns_store=True)
@@ -102,7 +102,7 @@ def test_a_relay_killed_while_a_version_is_uploaded_loses_nothing(
             super().put_new(key, data)
 
     trainer = ToyTrainer(1)
-    store = Uploading(relay.url, relay.tokens.relay, patience_s=30)
+    store = Uploading(relay.url, relay.tokens.publish, patience_s=30)
     WeightPublisher(trainer.tensors, store, "run", 1, PARAMS).publish(0)
     reader = WeightSubscriber(store, "run", tmp_path / "reader", owns_store=True)
     reader.poll(0)

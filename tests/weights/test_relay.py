@@ -106,7 +106,7 @@ def relay(files: FileStore, tokens: Tokens) -> Iterator[RelayThread]:
 
 @pytest.fixture
 def client(relay: RelayThread, tokens: Tokens) -> Iterator[HttpStore]:
-    client = HttpStore(relay.url, tokens.relay, patience_s=2)
+    client = HttpStore(relay.url, tokens.publish, patience_s=2)
     yield client
     client.close()
 
@@ -210,7 +210,7 @@ def test_no_path_leads_out_of_the_store(
 ) -> None:
     (tmp_path / "passwd").write_text("secret")
     for method in ("GET", "PUT", "DELETE"):
-        status, body = ask(relay, method, path, tokens.relay, b"x" if method == "PUT" else None)
+        status, body = ask(relay, method, path, tokens.publish, b"x" if method == "PUT" else None)
         assert status in (400, 404, 405)
         assert b"secret" not in json.dumps(body if isinstance(body, dict) else str(body)).encode()
     assert (tmp_path / "passwd").read_text() == "secret"
@@ -243,14 +243,14 @@ def test_no_path_leads_out_of_the_store(
 def test_bad_requests_name_the_field(
     relay: RelayThread, tokens: Tokens, method: str, path: str, body: bytes | None, status: int, param: str
 ) -> None:
-    got, answer = ask(relay, method, path, tokens.relay, body)
+    got, answer = ask(relay, method, path, tokens.publish, body)
     assert got == status
     assert answer["error"]["param"] == param
     assert answer["error"]["type"] == "invalid_request_error"
 
 
 def test_an_upload_without_a_length_is_refused(relay: RelayThread, tokens: Tokens, files: FileStore) -> None:
-    status, answer = ask(relay, "PUT", "/objects/run/a", tokens.relay, iter([b"x"]))
+    status, answer = ask(relay, "PUT", "/objects/run/a", tokens.publish, iter([b"x"]))
     assert (status, answer["error"]["param"]) == (411, "Content-Length")
     assert files.list("run/") == []
 
@@ -258,11 +258,13 @@ def test_an_upload_without_a_length_is_refused(relay: RelayThread, tokens: Token
 def test_an_upload_over_the_limit_is_refused_unread(tmp_path: Path, tokens: Tokens) -> None:
     store = FileStore(tmp_path / "small", max_object_bytes=1000)
     with RelayThread(store, tokens) as relay:
-        client = HttpStore(relay.url, tokens.relay, patience_s=2)
+        client = HttpStore(relay.url, tokens.publish, patience_s=2)
         with pytest.raises(RequestError, match="at most 1000") as caught:
             client.put_new("run/a", DATA)
         assert caught.value.status == 413
-        status, _ = ask(relay, "PUT", "/objects/run/a", tokens.relay, b"", **{"Content-Length": str(10**15)})
+        status, _ = ask(
+            relay, "PUT", "/objects/run/a", tokens.publish, b"", **{"Content-Length": str(10**15)}
+        )
         assert status == 413
     assert store.total_bytes == 0
 
@@ -270,7 +272,7 @@ def test_an_upload_over_the_limit_is_refused_unread(tmp_path: Path, tokens: Toke
 def test_an_upload_with_the_wrong_checksum_leaves_nothing(
     relay: RelayThread, tokens: Tokens, files: FileStore
 ) -> None:
-    status, answer = ask(relay, "PUT", "/objects/run/a", tokens.relay, b"abc", **{"X-Rose-Xxh3": "0" * 32})
+    status, answer = ask(relay, "PUT", "/objects/run/a", tokens.publish, b"abc", **{"X-Rose-Xxh3": "0" * 32})
     assert (status, answer["error"]["code"]) == (400, "section_corrupt")
     assert files.list("run/") == []
     assert files.total_bytes == 0
@@ -280,7 +282,7 @@ def test_a_cut_upload_leaves_nothing(relay: RelayThread, tokens: Tokens, files: 
     with socket.create_connection(("127.0.0.1", port_of(relay))) as connection:
         connection.sendall(
             b"PUT /objects/run/a HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n"
-            b"Authorization: Bearer " + tokens.relay.encode() + b"\r\n\r\n" + b"x" * 5000
+            b"Authorization: Bearer " + tokens.publish.encode() + b"\r\n\r\n" + b"x" * 5000
         )
         wait_until(lambda: files.total_bytes == 1_000_000)
     wait_until(lambda: files.total_bytes == 0)
@@ -296,17 +298,39 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
         threading.Event().wait(0.002)
 
 
+def test_readers_that_do_not_read_hold_up_nobody(
+    relay: RelayThread, client: HttpStore, tokens: Tokens, files: FileStore
+) -> None:
+    files.put_new("run/large", DATA * 16)
+    request = f"GET /objects/run/large HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {tokens.relay}\r\n\r\n"
+    stalled = [socket.create_connection(("127.0.0.1", port_of(relay))) for _ in range(20)]
+    for reader in stalled:
+        reader.sendall(request.encode())
+        assert reader.recv(4) == b"HTTP"  # it is being sent to
+    assert client.get("run/large") == DATA * 16
+    for reader in stalled[:10]:
+        reader.close()
+    rest = b""
+    while len(rest.partition(b"\r\n\r\n")[2]) < len(DATA) * 16:
+        more = stalled[-1].recv(4 << 20)
+        assert more
+        rest += more
+    assert rest.partition(b"\r\n\r\n")[2] == DATA * 16
+    for reader in stalled[10:]:
+        reader.close()
+
+
 # --- broken connections -----------------------------------------------------------------------------------
 
 
 def test_a_cut_download_goes_on_by_range(relay: RelayThread, tokens: Tokens, files: FileStore) -> None:
     files.put_new("run/a", DATA)
     with CuttingProxy(port_of(relay)) as proxy:
-        client = HttpStore(proxy.url, tokens.relay, patience_s=5)
+        client = HttpStore(proxy.url, tokens.publish, patience_s=5)
         proxy.cut_after = [300_000, 1, 400_000]
         assert client.get("run/a") == DATA
         assert proxy.num_connections == 4
-        client = HttpStore(proxy.url, tokens.relay, patience_s=5)
+        client = HttpStore(proxy.url, tokens.publish, patience_s=5)
         proxy.cut_after = [200_000, 200_000]
         assert client.get_range("run/a", 100, 900_000) == DATA[100:900_100]
 
@@ -315,13 +339,13 @@ def test_an_upload_whose_answer_was_lost_is_not_a_conflict(
     relay: RelayThread, tokens: Tokens, files: FileStore
 ) -> None:
     with CuttingProxy(port_of(relay)) as proxy:
-        client = HttpStore(proxy.url, tokens.relay, patience_s=5)
+        client = HttpStore(proxy.url, tokens.publish, patience_s=5)
         proxy.cut_after = [1]
         client.put_new("run/a", DATA)
         assert files.get("run/a") == DATA
         # But bytes that are really others' are.
         files.put_new("run/b", bytes(len(DATA)))
-        client = HttpStore(proxy.url, tokens.relay, patience_s=5)
+        client = HttpStore(proxy.url, tokens.publish, patience_s=5)
         proxy.cut_after = [1]
         with pytest.raises(Conflict):
             client.put_new("run/b", DATA)
@@ -331,7 +355,7 @@ def test_a_head_whose_answer_was_lost_is_set_once(
     relay: RelayThread, tokens: Tokens, files: FileStore
 ) -> None:
     with CuttingProxy(port_of(relay)) as proxy:
-        client = HttpStore(proxy.url, tokens.relay, patience_s=5)
+        client = HttpStore(proxy.url, tokens.publish, patience_s=5)
         proxy.cut_after = [1]
         client.set_head(head("1.0"), expected=None)
         assert files.get_head("run") == head("1.0")
@@ -340,7 +364,7 @@ def test_a_head_whose_answer_was_lost_is_set_once(
 def test_a_relay_that_is_away_is_a_capacity_error_in_bounded_time(tokens: Tokens) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    client = HttpStore(f"http://127.0.0.1:{port}", tokens.relay, patience_s=0.2)
+    client = HttpStore(f"http://127.0.0.1:{port}", tokens.publish, patience_s=0.2)
     for call in (
         lambda: client.get("run/a"),
         lambda: client.put_new("run/a", b"x"),
@@ -355,7 +379,7 @@ def test_a_relay_that_is_away_is_a_capacity_error_in_bounded_time(tokens: Tokens
 
 @pytest.mark.parametrize("call", ["wait", "unreachable"])
 def test_closing_the_store_ends_calls_that_wait(relay: RelayThread, tokens: Tokens, call: str) -> None:
-    client = HttpStore(relay.url, tokens.relay, patience_s=60)
+    client = HttpStore(relay.url, tokens.publish, patience_s=60)
     if call == "unreachable":
         relay.stop()
     errors: list[BaseException] = []
@@ -382,7 +406,7 @@ def test_closing_the_store_ends_calls_that_wait(relay: RelayThread, tokens: Toke
 def test_a_restarted_relay_is_not_noticed(tmp_path: Path, tokens: Tokens) -> None:
     store = FileStore(tmp_path / "relay", durable=False)
     first = RelayThread(store, tokens).start()
-    client = HttpStore(first.url, tokens.relay, patience_s=10)
+    client = HttpStore(first.url, tokens.publish, patience_s=10)
     client.put_new("run/a", DATA)
     client.set_head(head("1.0"), expected=None)
     first.stop()
@@ -402,7 +426,7 @@ def test_a_stopping_relay_answers_waiting_readers_at_once(files: FileStore, toke
     results: list[Any] = []
 
     def wait() -> None:
-        results.append(ask(relay, "GET", "/runs/run/head?wait_s=60", tokens.relay)[0])
+        results.append(ask(relay, "GET", "/runs/run/head?wait_s=60", tokens.publish)[0])
 
     reader = threading.Thread(target=wait)
     reader.start()
@@ -487,7 +511,7 @@ def test_a_server_that_is_no_relay_is_survived(answer: bytes, error: type[Except
 
 def test_the_relay_process_survives_sigkill_and_ends_on_sigterm(tmp_path: Path) -> None:
     with RelayProcess(tmp_path) as relay:
-        client = HttpStore(relay.url, relay.tokens.relay, patience_s=20)
+        client = HttpStore(relay.url, relay.tokens.publish, patience_s=20)
         client.put_new("run/a", DATA)
         client.set_head(head("1.0"), expected=None)
         relay.kill()

@@ -11,8 +11,10 @@ import pytest
 
 from rose.errors import CapacityError, RoseError, VersionRefused, WeightsError
 from rose.lineage import WeightVersion
+from rose.signatures import PublicKeys, SigningKey
 from rose.weights import retention
 from rose.weights.params import WeightsParams
+from rose.weights.sealed import SealedStore
 from rose.weights.source import Shard
 from rose.weights.store import FileStore, MemoryStore
 from rose.weights.subscriber import WeightSubscriber
@@ -84,6 +86,25 @@ def reader(store: FlakyStore, tmp_path: Path) -> Iterator[WeightSubscriber]:
     subscriber = WeightSubscriber(store, "run", tmp_path / "reader")
     yield subscriber
     subscriber.close()
+
+
+def test_rank_0_alone_has_the_key_and_every_ranks_objects_are_bound(
+    store: FlakyStore, tmp_path: Path
+) -> None:
+    key = SigningKey.generate()
+    trainer = Trainer(fsdp(3), [SealedStore(store, key=key), store, store], 1, PARAMS)
+    weights = make_weights()
+    reading = SealedStore(store, trusted=PublicKeys.parse(key.public))
+    reader = WeightSubscriber(reading, "run", tmp_path / "signed")
+    for version in range(2):
+        trainer.publish(weights, version)
+        assert reader.poll(0) == WeightVersion(1, version)
+        bits = copy_of(reader)
+        assert all(np.array_equal(bits[name], expected) for name, expected in bits_of(weights).items())
+        weights = moved(weights, version)
+    record = retention.read_manifest(reading, "run", WeightVersion(1, 0), "anchor")
+    assert {Path(each.key).name[:4] for each in record.objects if each.blake3} == {"0000", "0001", "0002"}
+    reader.close()
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))

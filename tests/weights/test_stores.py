@@ -1,4 +1,4 @@
-"""One contract for every store: in memory, in a folder, over HTTP."""
+"""One contract for every store: in memory, in a folder, over HTTP, in an S3 bucket."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import secrets
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from rose.weights.manifest import Head, Kind, ObjectRef
 from rose.weights.mooncake_store import MooncakeStore
 from rose.weights.store import FileStore, MemoryStore, Store
 from tests.weights.mooncake_kit import mooncake_cluster
+from tests.weights.s3_server import BUCKET, s3_server
 
 MAX_OBJECT_BYTES = 1 << 20
 
@@ -48,6 +50,7 @@ def head(version: str, run_id: str = "run", kind: Kind = "delta", nbytes: int = 
         "http",
         "fsspec-memory",
         "fsspec-local",
+        "s3",
         pytest.param("mooncake", marks=pytest.mark.slow),
     ]
 )
@@ -62,6 +65,13 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
         yield store
         store.close()
         return
+    if request.param == "s3":
+        options = request.getfixturevalue("s3")
+        place = f"s3://{BUCKET}/{secrets.token_hex(4)}"
+        bucket = FsspecStore(place, options=options, max_object_bytes=MAX_OBJECT_BYTES)
+        yield bucket
+        bucket.close()
+        return
     if request.param == "mooncake":
         yield request.getfixturevalue("mooncake")
         return
@@ -71,9 +81,16 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
         return
     tokens = Tokens.generate()
     with RelayThread(files, tokens) as relay:
-        client = HttpStore(relay.url, tokens.relay, patience_s=2)
+        client = HttpStore(relay.url, tokens.publish, patience_s=2)
         yield client
         client.close()
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[dict[str, Any]]:
+    """Options for fsspec, to a real S3 server."""
+    with s3_server() as options:
+        yield options
 
 
 @pytest.fixture(scope="session")
@@ -295,6 +312,13 @@ def test_a_lease_is_held_replaced_and_let_go(store: Store) -> None:
 def test_a_lease_expires(store: Store) -> None:
     store.lease("run", "node", V("1.5"), 1e-9)
     assert store.leases("run") == []
+
+
+def test_a_fleet_larger_than_a_thousand_holds_leases(store: Store) -> None:
+    count = 30 if repr(store).startswith("FsspecStore('s3") else 1100  # a request for each, both ways
+    for number in range(count):
+        store.lease("run", f"node-{number}", V(f"1.{number % 3}"), 60)
+    assert store.leases("run") == [V("1.0"), V("1.1"), V("1.2")]
 
 
 @pytest.mark.parametrize(("holder", "ttl_s"), [("../x", 1.0), ("", 1.0), ("a", 0.0), ("a", -1.0), ("a", 1e9)])

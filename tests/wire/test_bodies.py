@@ -59,6 +59,8 @@ def encoded(body: Any) -> bytes:
         (Heartbeat, {**BEAT, "state": "fine"}, "state", "must be one of ready, starting, stopping"),
         (Heartbeat, {**BEAT, "gated": 1}, "gated", "must be true or false"),
         (Heartbeat, {**BEAT, "serving_use": 1.5}, "serving_use", "must be a number from 0 to 1"),
+        (Heartbeat, {**BEAT, "copies": ["a/b"]}, "copies", "must be a list, each"),
+        (Heartbeat, {**BEAT, "copies": ["a"] * 65}, "copies", "must be a list, each"),
         (Heartbeat, {**BEAT, "lent_s": -1}, "lent_s", "must be a number from 0 to "),
         (Heartbeat, {**BEAT, "version": "x"}, "version", "must be a version like '2.17'"),
         (Heartbeat, {"seq": 1, "state": "ready"}, "incarnation", "is required"),
@@ -90,7 +92,7 @@ def test_what_is_not_json_is_refused(data: bytes) -> None:
 
 
 def test_a_heartbeat_of_a_newer_node_is_read() -> None:
-    assert read(Heartbeat, encoded({**BEAT, "switch_s": 1.0})).seq == 1
+    assert read(Heartbeat, encoded({**BEAT, "said_by_nobody_yet": 1.0})).seq == 1
 
 
 @pytest.mark.parametrize("kind", BODIES)

@@ -347,3 +347,112 @@ async def test_a_closed_pool_begins_nothing(pool: Pool) -> None:
         while pool.num_connections:  # noqa: ASYNC110 - in this process
             await asyncio.sleep(0)
     peer.close()
+
+
+# --- without a task that waits ----------------------------------------------------------------------------
+
+
+class Asking:
+    """:meth:`Pool.ask` over a connection that was used before; what it was told."""
+
+    def __init__(self, pool: Pool, url: str) -> None:
+        self.pool, self.target = pool, Target.of(url, {})
+        self.told: asyncio.Queue[tuple[int, bytes, Exception | None]] = asyncio.Queue()
+
+    def ask(self, timeout_s: float = 5.0, max_bytes: int = 1000) -> Any:
+        return self.pool.ask(
+            self.target,
+            "POST",
+            "/x",
+            b"{}",
+            timeout_s=timeout_s,
+            max_bytes=max_bytes,
+            done=lambda *found: self.told.put_nowait(found),
+        )
+
+
+async def asking(pool: Pool, parts: list[Any]) -> tuple[Peer, Asking]:
+    """A peer that answers once as it should, and then with ``parts``."""
+    peer = Peer(lambda number, request: [OK] if len(peer.requests) == 1 else parts)
+    url = await peer.start()
+    made = Asking(pool, url)
+    assert made.ask() is None  # no connection yet
+    assert await ask(pool, url) == (200, b"ok")
+    return peer, made
+
+
+async def test_an_open_connection_answers_without_a_task(pool: Pool) -> None:
+    peer, made = await asking(pool, [OK[:3], OK[3:20], OK[20:]])
+    for _ in range(3):
+        assert made.ask() is not None
+        assert await made.told.get() == (200, b"ok", None)
+    assert (peer.num_connections, len(peer.requests)) == (1, 4)
+    peer.close()
+
+
+async def test_whoever_is_told_may_ask_again_at_once(pool: Pool) -> None:
+    peer, made = await asking(pool, [OK])
+    again: list[Any] = []
+    first = pool.ask(
+        made.target,
+        "POST",
+        "/x",
+        b"{}",
+        timeout_s=5.0,
+        max_bytes=1000,
+        done=lambda *_: again.append(made.ask()),
+    )
+    assert first is not None
+    assert await made.told.get() == (200, b"ok", None)
+    assert peer.num_connections == 1
+    peer.close()
+
+
+@pytest.mark.parametrize(
+    ("parts", "error"),
+    [
+        ([None], PeerLost),
+        ([OK[:-1], None], PeerLost),
+        ([b"SSH-2.0-OpenSSH_9.6\r\n"], PeerLost),
+        ([b"HTTP/1.1 200 OK\r\nContent-Length: 5000\r\n\r\n", b"x" * 5000], AnswerTooLarge),
+        (["stay"], TimeoutError),
+    ],
+    ids=["silent", "short_body", "no_http", "too_large", "late"],
+)
+async def test_what_goes_wrong_is_told_once(pool: Pool, parts: list[Any], error: type[Exception]) -> None:
+    stays = parts == ["stay"]
+    peer, made = await asking(pool, [b""] if stays else parts)
+    made.ask(timeout_s=0.05 if stays else 5.0)
+    _, _, found = await made.told.get()
+    assert isinstance(found, error)
+    await until(lambda: pool.num_connections == 0)
+    assert made.told.empty()
+    peer.close()
+
+
+async def test_an_answer_that_ends_with_its_connection_is_whole(pool: Pool) -> None:
+    peer, made = await asking(pool, [b"HTTP/1.1 200 OK\r\n\r\nok", None])
+    made.ask()
+    assert await made.told.get() == (200, b"ok", None)
+    await until(lambda: pool.num_connections == 0)
+    peer.close()
+
+
+async def test_nobody_is_told_of_what_was_cancelled(pool: Pool) -> None:
+    peer, made = await asking(pool, [b""])
+    asked = made.ask()
+    asked.cancel()
+    asked.cancel()
+    await until(lambda: pool.num_connections == 0)
+    await until(lambda: peer.num_closed == 1)
+    assert made.told.empty()
+    peer.close()
+
+
+async def test_a_closed_pool_tells_who_waits(pool: Pool) -> None:
+    peer, made = await asking(pool, [b""])
+    made.ask()
+    pool.close()
+    assert isinstance((await made.told.get())[2], PeerLost)
+    assert made.ask() is None
+    peer.close()

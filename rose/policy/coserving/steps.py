@@ -4,6 +4,7 @@ The engine thread of production's core owns it and calls, in this order::
 
     claim(...)         before vLLM puts a step together, while anything is lent
     scheduled(...)     a step has been put together; it starts now unless one is still under way
+                       (with speculative decoding: and how many drafts it verifies)
     ended()            the oldest of them has ended
     waits_since(...)   for the request that has waited longest for its first token, once a step
 
@@ -18,6 +19,8 @@ from collections import deque
 
 MAX_IN_FLIGHT = 8
 """More than vLLM ever schedules ahead."""
+_DRAFTS_WEIGHT = 1 / 16
+"""Of a step's drafts in what is expected of the next: about the last 16 steps that decode count."""
 WATERMARK_FRACTION = 0.05
 """Free, usable memory below this fraction of the total (and below what waiting requests need) is pressure."""
 
@@ -38,6 +41,7 @@ class StepBook:
         claim_chunks: What serving must get back now, beyond what it can use.
         pressure_seq: How often a claim has begun.
         breaches: Promises that were broken: first tokens that came late, and steps between tokens that were too long.
+        drafts_per_decode: Drafts that a step verifies for each request that decodes, of late; 0 without speculative decoding.
     """
 
     def __init__(self, num_blocks: int, chunk_blocks: int) -> None:
@@ -51,10 +55,12 @@ class StepBook:
         self.pressure_seq = 0
         self.under_pressure = False
         self.breaches = 0
+        self.drafts_per_decode = 0.0
         self._chunk_blocks = chunk_blocks
         self._late_request = ""
-        self._in_flight: deque[tuple[int, int]] = deque(maxlen=MAX_IN_FLIGHT)
-        """Prefill and decode tokens of each step that was put together and has not ended: two with asynchronous scheduling."""
+        self._in_flight: deque[tuple[int, int, int]] = deque(maxlen=MAX_IN_FLIGHT)
+        """Prompt tokens, requests that decode and their drafts, of each step that was put together and has not ended: two with
+        asynchronous scheduling."""
 
     def claim(self, *, lent_chunks: int, free_blocks: int, waiting_blocks: int) -> bool:
         """Work out the claim anew; whether it is another one now.
@@ -79,10 +85,18 @@ class StepBook:
         """What serving must come to hold while it claims memory, else 0."""
         return usable_chunks + self.claim_chunks if self.claim_chunks else 0
 
-    def scheduled(self, prefill: int, decode: int, now_ns: int) -> bool:
-        """A step of so many tokens has been put together; whether it starts at once."""
+    def scheduled(self, prefill: int, decode: int, now_ns: int, drafts: int = 0) -> bool:
+        """A step has been put together; whether it starts at once.
+
+        Args:
+            prefill: Prompt tokens.
+            decode: Requests that decode, with one token each.
+            drafts: Tokens beyond those, that the step verifies; how many of them come out nobody knows yet.
+        """
         self.step += 1
-        self._in_flight.append((prefill, decode))
+        if decode:
+            self.drafts_per_decode += _DRAFTS_WEIGHT * (drafts / decode - self.drafts_per_decode)
+        self._in_flight.append((prefill, decode, drafts))
         if len(self._in_flight) != 1:
             return False
         self.started_ns = now_ns
@@ -90,14 +104,24 @@ class StepBook:
 
     @property
     def oldest(self) -> tuple[int, int] | None:
-        """Prefill and decode tokens of the step that has the workers."""
-        return self._in_flight[0] if self._in_flight else None
+        """Of the step that has the workers: tokens that it computes beyond one for each request that decodes, and those requests.
 
-    def ended(self, now_ns: int, slo_tpot_ns: int) -> tuple[int, int] | None:
-        """The oldest step has ended, the next one starts; its tokens, None where none was under way."""
+        A draft is computed as a prompt token is, whatever becomes of it.
+        """
         if not self._in_flight:
             return None
-        prefill, decode = self._in_flight.popleft()
+        prefill, decode, drafts = self._in_flight[0]
+        return prefill + drafts, decode
+
+    def expects(self, num_decodes: int) -> tuple[float, int]:
+        """The same of a step that has ``num_decodes`` requests and no prompt."""
+        return self.drafts_per_decode * num_decodes, num_decodes
+
+    def ended(self, now_ns: int, slo_tpot_ns: int) -> tuple[int, int] | None:
+        """The oldest step has ended, the next one starts; what it was as :attr:`oldest` says it, None where none was under way."""
+        if not self._in_flight:
+            return None
+        prefill, decode, drafts = self._in_flight.popleft()
         self.step_ns = now_ns - self.started_ns
         self.busy_ns += self.step_ns
         if decode and 0 < slo_tpot_ns < self.step_ns:
@@ -105,7 +129,7 @@ class StepBook:
         self.last_token_ns = now_ns
         if self._in_flight:
             self.started_ns = now_ns
-        return prefill, decode
+        return prefill + drafts, decode
 
     def is_busy(self) -> bool:
         """Whether a step with tokens is under way.  Any thread."""
@@ -114,7 +138,7 @@ class StepBook:
 
     def reads_prompt(self) -> bool:
         """Whether a step under way reads (a part of) a prompt.  Any thread."""
-        return any(prefill for prefill, _ in tuple(self._in_flight))
+        return any(prefill for prefill, _, _ in tuple(self._in_flight))
 
     def waits_since(self, request_id: str, age_ns: float, slo_ttft_ns: int) -> None:
         """A request has waited ``age_ns`` for its first token; later than promised counts once."""

@@ -116,3 +116,53 @@ def test_a_claim_leaves_nobody_short_whom_the_loan_could_help(
         assert free + book.claim_chunks * chunk_blocks >= enough or book.claim_chunks == lent
         assert book.claim_chunks == 0 or free + (book.claim_chunks - 1) * chunk_blocks < enough
         assert book.under_pressure == (book.claim_chunks > 0)
+
+
+# --- speculative decoding
+
+
+def test_drafts_are_work_and_no_prompt() -> None:
+    book = StepBook(num_blocks=100, chunk_blocks=8)
+
+    book.scheduled(0, 4, 0, drafts=12)
+
+    assert book.is_busy()
+    assert not book.reads_prompt()
+    assert book.oldest == (12, 4)
+    assert book.ended(10 * MS, 0) == (12, 4)
+
+
+def test_a_step_that_verifies_drafts_can_break_the_promise_of_who_decodes() -> None:
+    book = StepBook(num_blocks=100, chunk_blocks=8)
+
+    book.scheduled(0, 1, 0, drafts=3)
+    book.ended(200 * MS, 100 * MS)
+
+    assert book.breaches == 1
+
+
+def test_what_steps_verify_of_late_is_expected_of_the_next() -> None:
+    book = StepBook(num_blocks=100, chunk_blocks=8)
+    assert book.expects(8) == (0, 8)
+
+    for _ in range(100):
+        book.scheduled(0, 4, 0, drafts=12)
+        book.ended(0, 0)
+    drafts, decodes = book.expects(8)
+    assert decodes == 8
+    assert 23.5 < drafts <= 24
+
+    for _ in range(100):  # the drafter finds nothing any more
+        book.scheduled(50, 4, 0)
+        book.ended(0, 0)
+    assert book.expects(8)[0] < 0.1
+
+
+def test_a_step_without_decodes_teaches_nothing_of_drafts() -> None:
+    book = StepBook(num_blocks=100, chunk_blocks=8)
+    book.scheduled(0, 1, 0, drafts=3)
+    before = book.drafts_per_decode
+
+    book.scheduled(500, 0, 0)
+
+    assert book.drafts_per_decode == before > 0

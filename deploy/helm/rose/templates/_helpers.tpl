@@ -5,8 +5,8 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
 
-{{/* Of the token files in the secret the one that the program needs, and no other: (dict "root" $ "part" ...).
-A secret is root's, and open to fsGroup: not a token file that ROSE reads.  So it is copied, of the pod's user and for it alone. */}}
+{{/* Of the token files in the secret the one that the program needs, and no other: (dict "root" $ "part" ...), and with "key" the key that signs
+weights, the trainer's alone.  A secret is root's, and open to fsGroup: not a token file that ROSE reads.  So it is copied, of the pod's user and for it alone. */}}
 {{- define "rose.tokens.volumes" -}}
 - name: tokens-secret
   secret:
@@ -15,6 +15,10 @@ A secret is root's, and open to fsGroup: not a token file that ROSE reads.  So i
     items:
       - key: {{ .part }}.toml
         path: tokens.toml
+      {{- if .key }}
+      - key: {{ .key }}
+        path: tokens.key
+      {{- end }}
 - name: tokens
   emptyDir:
     medium: Memory
@@ -22,7 +26,11 @@ A secret is root's, and open to fsGroup: not a token file that ROSE reads.  So i
 {{- end }}
 
 {{- define "rose.tokens.command" -}}
-command: [install, -m, "0600", /secret/tokens.toml, /tokens/tokens.toml]
+{{- if .key }}
+command: [install, -m, "0600", -t, /tokens, /secret/tokens.toml, /secret/tokens.key]
+{{- else }}
+command: [install, -m, "0600", -t, /tokens, /secret/tokens.toml]
+{{- end }}
 volumeMounts:
   - name: tokens-secret
     mountPath: /secret

@@ -1,0 +1,184 @@
+"""The cells of ``benchmarks/sim_paper.py``: which job beside which production, what is searched, and how a run is made of a setting.
+
+Fixed before the first judged run; ``benchmarks/sim_paper.py`` says what is judged and by which bar.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rose.sim.scenario import Scenario
+from rose.sim.scenario_file import load_scenario
+
+ROOT = Path(__file__).resolve().parents[2]
+JOBS = ("grpo_8b", "grpo_32b", "dapo_8b", "dapo_32b")
+BATCHES = {256: 16, 1024: 64}
+"""Trajectories of a step -> groups of 16."""
+BUSY = {"quiet": 0.19, "busy": 0.60}
+"""Share of the time that production's own steps take: about the paper's 18.9 % (which is of SMs, over a day), and a fleet that is used."""
+P99_ALONE_MS = {"8b": (315.0, 118.0), "32b": (716.0, 313.0)}
+"""Published, production alone: first token, between tokens (arXiv 2605.06534)."""
+PUBLISHED = {"grpo_8b": 1.31, "grpo_32b": 1.46, "dapo_8b": 1.42, "dapo_32b": 3.31}
+"""Step-time gain of the paper's system over its fixed baseline; which batch each is of is not public in what we could read."""
+
+PRODUCTION: dict[tuple[str, str], tuple[str, ...]] = {}
+"""(size, setting) -> what ``benchmarks/sim/paper_production.py`` found; see :data:`FREE`."""
+FREE = {
+    "serving.chunk_tokens": (2048, 8192, 16384),
+    "serving.burst_factor": (1.0, 3.5, 7.0),
+    "serving.burst_length_s": (2.0, 10.0),
+}
+"""Free parameters of production and what is tried, all combinations; ``serving.requests_per_s`` follows from the busy share.  Chosen is the
+combination with the smallest sum of squared logarithms of simulated over published P99, first token and between tokens, at the quiet
+setting; the busy one has the same but for its rate."""
+
+TENSOR_PARALLEL = {"8b": (1, 2, 4, 8), "32b": (2, 4, 8, 16)}
+"""GPUs of a dedicated engine; their number is the job's rollout GPUs divided by it."""
+CAPS = (8, 16, 32, 64, 128)
+"""Turns or trajectories of a dedicated engine."""
+HARVESTED_CAPS = (8, 16, 32, 64)
+LONGEST_S = (0.0, 60.0, 300.0)
+"""``scheduler.longest_first_s``; likewise the next ``scheduler.tail_fraction``."""
+TAIL = (0.0, 0.1, 0.2)
+LIMIT_S = 7200.0
+NUM_STEPS = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """One point of the search."""
+
+    system: str
+    tensor_parallel: int
+    cap: int = 32
+    cap_harvested: int = 16
+    longest_first_s: float = 0.0
+    tail_fraction: float = 0.0
+
+    @property
+    def key(self) -> str:
+        return (
+            f"{self.system}-tp{self.tensor_parallel}-cap{self.cap}-harvested{self.cap_harvested}"
+            f"-longest{self.longest_first_s:g}-tail{self.tail_fraction:g}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arm:
+    """What is compared.  ``systems``: each is searched by itself, and the fastest stands for the arm; ``levers``: whether the scheduler's
+    two levers for the tail are searched, and rollout steps stop for production; ``serving``: whether production is there at all."""
+
+    systems: tuple[str, ...]
+    levers: bool = False
+    serving: bool = True
+    unlimited: bool = False
+    """An engine for every trajectory."""
+
+
+ARMS: dict[str, Arm] = {
+    "fixed": Arm(systems=("fixed_sync", "fixed_ours"), levers=True),
+    "paper": Arm(systems=("paper",)),
+    "rose": Arm(systems=("rose",)),
+    "rose_levers": Arm(systems=("rose",), levers=True),
+    "ceiling": Arm(systems=("fixed_sync", "fixed_ours"), levers=True, serving=False),
+    "unlimited": Arm(systems=("fixed_sync", "fixed_ours"), levers=True, serving=False, unlimited=True),
+}
+"""``fixed_sync``: a trajectory holds a slot, as ROLL limits concurrent rollouts.  ``fixed_ours``: ``rose-scheduler`` on the job's own engines, nothing
+harvested.  The fixed baseline is the faster of the two: what is left to gain is harvesting's alone."""
+JUDGED = ("paper", "rose", "rose_levers")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    job: str
+    batch: int
+    busy: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.job}_{self.batch}_{self.busy}"
+
+    @property
+    def size(self) -> str:
+        return self.job.partition("_")[2]
+
+
+CELLS = tuple(
+    Cell(job=job, batch=batch, busy=busy)
+    for batch, jobs in ((256, JOBS), (1024, JOBS))
+    for busy in BUSY
+    for job in jobs
+)
+"""In the order in which they are run."""
+
+
+def base_scenario(cell: Cell, seed: int) -> Scenario:
+    """The cell before any search."""
+    changes = [
+        f"seed={seed}",
+        f"duration_s={LIMIT_S}",
+        f"num_steps={NUM_STEPS}",
+        f"job.num_groups={BATCHES[cell.batch]}",
+        "serving.daily_swing=0.0",
+        *PRODUCTION.get((cell.size, cell.busy), ()),
+    ]
+    return load_scenario(ROOT / f"examples/scenarios/paper/{cell.job}.toml", changes)
+
+
+def scenario_of(cell: Cell, arm: str, setting: Setting, seed: int) -> tuple[Scenario, str]:
+    """The run of a setting: its scenario, and the system's name."""
+    what, base = ARMS[arm], base_scenario(cell, seed)
+    fleet, job = base.fleet, base.job
+    gpus = fleet.dedicated * fleet.rollout_gpus
+    serving = fleet.serving
+    if not what.serving:
+        gpus += fleet.serving * fleet.serving_gpus
+        serving = 0
+    dedicated = gpus // setting.tensor_parallel
+    if what.unlimited:
+        # DAPO begins as many groups as its share of usable ones calls for.
+        share = job.keep_low if job.algorithm == "dapo" else 1.0
+        dedicated = math.ceil(job.num_groups / share) * job.group_size
+    change = {"dedicated": dedicated, "rollout_gpus": setting.tensor_parallel, "serving": serving}
+    if what.levers and arm in JUDGED:
+        change |= {"preempt_s": 0.001, "idle_chunk_tokens": 512}
+    scheduler = base.scheduler.model_copy(
+        update={
+            "cap_dedicated": setting.cap,
+            "cap_harvested": setting.cap_harvested,
+            "longest_first_s": setting.longest_first_s,
+            "tail_fraction": setting.tail_fraction,
+        }
+    )
+    scenario = base.model_copy(update={"fleet": fleet.model_copy(update=change), "scheduler": scheduler})
+    if not serving:
+        scenario = scenario.model_copy(update={"heartbeat_s": 1.0})
+    return scenario, setting.system
+
+
+def coordinates(cell: Cell, arm: str, system: str) -> Iterator[tuple[str, tuple[float, ...]]]:
+    """What the search moves along, in order: each once, the best of it kept, everything else as it is then."""
+    gpus = {"8b": 8, "32b": 16}[cell.size]
+    yield "tensor_parallel", tuple(n for n in TENSOR_PARALLEL[cell.size] if n <= gpus)
+    if not ARMS[arm].unlimited:
+        yield "cap", CAPS
+    if system in ("paper", "rose"):
+        yield "cap_harvested", HARVESTED_CAPS
+    if ARMS[arm].levers and system not in ("fixed_sync", "paper"):
+        yield "longest_first_s", LONGEST_S
+        if system == "rose":
+            yield "tail_fraction", TAIL
+
+
+def start_of(cell: Cell, arm: str, system: str) -> Setting:
+    """Where the search begins: the scenario's own tensor parallel."""
+    cap = 1 if ARMS[arm].unlimited else 32
+    return Setting(system=system, tensor_parallel=1 if cell.size == "8b" else 4, cap=cap)
+
+
+def moved(setting: Setting, name: str, value: float) -> Setting:
+    old = getattr(setting, name)
+    return replace(setting, **{name: type(old)(value)})

@@ -1,0 +1,205 @@
+"""A model of real size takes real steps with our trainer: seconds and memory of each rank.
+
+    python benchmarks/training/real_size.py --json FILE                               # Qwen3-0.6B's shape, random weights: 16 GB, many minutes
+    python benchmarks/training/real_size.py --shape tiny --steps 1 --arms 1,2,lora    # to see that it runs
+
+Arms: ``1`` and ``2`` ranks that train the whole model, and ``lora``: one rank that trains adapters of rank 16.  Each is a program of its own (one process a rank, gloo, one thread
+each unless told otherwise), one after the other, on the same folder and the same batch: GRPO groups of sampled tokens with made-up log-probs and rewards, of which half are 1.  What is
+timed is ``TorchTrainer.step``: proximal log-probs, then forward and backward of every minibatch, AdamW, the step guard's measure.
+
+Bar: every arm ends with finite losses and weights that moved, within the memory of the machine.  Nothing is claimed of speed.
+
+Keys, by arm: ``seconds`` (a step; median), ``tokens_per_s`` (all tokens of the batch), ``peak_bytes`` (the largest resident size of a rank, model loading included), and
+``state_bytes``: what masters, moments and gradients of the largest rank come to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu.models import SMALL, TINY, Shape, write_folder
+from benchmarks.lib.report import Report
+from rose.train.adapter import LoraParams
+from rose.train.batch import TrainingSequence
+from rose.train.guard import GuardParams
+from rose.train.trainer import TorchTrainer, TrainerParams
+from tests.engine_launcher import free_port
+
+SHAPES: dict[str, Shape] = {SMALL.name: SMALL, TINY.name: TINY}
+ARMS = {"1": 1, "2": 2, "lora": 1}
+LORA_RANK = 16
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, help="where results go")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default=SMALL.name)
+    parser.add_argument("--arms", default="1,2,lora", help="comma-separated")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--groups", type=int, default=2)
+    parser.add_argument("--group-size", type=int, default=4)
+    parser.add_argument("--prompt", type=int, default=128, help="tokens")
+    parser.add_argument("--sampled", type=int, default=128, help="tokens")
+    parser.add_argument("--compute", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--threads", type=int, default=1, help="of each rank")
+    parser.add_argument("--folder", type=Path, help="where the model is, or is made; else a temporary one")
+    parser.add_argument("--rank-of", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank_of is not None:
+        one_rank(args, args.rank_of)
+        return
+    arms = args.arms.split(",")
+    for arm in arms:
+        if arm not in ARMS:
+            parser.error(f"--arms: '{arm}' is not one of {', '.join(ARMS)}")
+    report = Report("real_size")
+    with tempfile.TemporaryDirectory(prefix="rose-real-size-") as temporary:
+        args.folder = args.folder or Path(temporary) / "model"
+        if not (args.folder / "model.safetensors").is_file():
+            write_model(SHAPES[args.shape], args.folder)
+        found = {arm: one_arm(arm, args, report) for arm in arms}
+    summary = {f"{arm}_{key}": value for arm, told in found.items() for key, value in told.items()}
+    named = {key: value for key, value in vars(args).items() if key not in ("json", "folder", "rank_of")}
+    report.finish(summary, {"arguments": named}, args.json)
+
+
+def write_model(shape: Shape, folder: Path) -> None:
+    """The shape's folder with random weights in bf16; embeddings are tied, as in Qwen3-0.6B."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    write_folder(shape, folder)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config.tie_word_embeddings = True
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="100GB")
+
+
+def one_arm(arm: str, args: argparse.Namespace, report: Report) -> dict[str, float]:
+    """Run its ranks to their end; what the slowest and the largest of them told."""
+    port, started_s = str(free_port()), time.monotonic()
+    own = ["--folder", str(args.folder), "--rank-of", arm]
+    for name in ("shape", "steps", "groups", "group_size", "prompt", "sampled", "compute", "threads"):
+        own += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    ranks = []
+    for rank in range(ARMS[arm]):
+        env = os.environ | {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(ARMS[arm]),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "OMP_NUM_THREADS": str(args.threads),
+        }
+        ranks.append(
+            subprocess.Popen([sys.executable, __file__, *own], env=env, stdout=subprocess.PIPE, text=True)
+        )
+    told: list[dict[str, Any]] = []
+    try:
+        for rank in ranks:
+            assert rank.stdout is not None
+            for line in rank.stdout:
+                told.append(json.loads(line))
+                print(f"{arm}: {time.monotonic() - started_s:.0f} s, {line.strip()}", flush=True)
+            if rank.wait() != 0:
+                raise SystemExit(f"{arm}: a rank ended with {rank.returncode}")
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    seconds = statistics.median(one["seconds"] for one in told if "seconds" in one)
+    ends = [one for one in told if "peak_bytes" in one]
+    num_tokens = args.groups * args.group_size * (args.prompt + args.sampled)
+    return {
+        "seconds": seconds,
+        "tokens_per_s": num_tokens / seconds,
+        "peak_bytes": max(one["peak_bytes"] for one in ends),
+        "state_bytes": max(one["state_bytes"] for one in ends),
+    }
+
+
+def one_rank(args: argparse.Namespace, arm: str) -> None:
+    torch.set_num_threads(args.threads)
+    if ARMS[arm] > 1:
+        dist.init_process_group("gloo")
+    params = TrainerParams(
+        learning_rate=1e-6,
+        num_epochs=1,
+        minibatch_sequences=args.group_size,
+        max_part_tokens=2 * (args.prompt + args.sampled),
+        compute_dtype=args.compute,
+        activation_checkpointing=True,
+        guard=GuardParams(kl_target=0.05),
+    )
+    if arm == "lora":
+        params = replace(params, learning_rate=1e-4, lora=LoraParams(rank=LORA_RANK, alpha=2.0 * LORA_RANK))
+    trainer = TorchTrainer(args.folder, params)
+    masters = list(trainer.masters)
+    before = [_local(tensor).clone() for tensor in masters[:1]]
+    for step in range(args.steps):
+        started_s = time.monotonic()
+        told = trainer.step(made_up(args, trainer.vocab_size, seed=step))
+        if not math.isfinite(told.loss) or not told.num_updates:
+            raise SystemExit(f"step {step}: loss {told.loss}, {told.num_updates} updates")
+        print(json.dumps({"step": step, "seconds": round(time.monotonic() - started_s, 2)}), flush=True)
+    if all(torch.equal(old, _local(new)) for old, new in zip(before, masters, strict=False)):
+        raise SystemExit("the weights have not moved")
+    print(
+        json.dumps(
+            {
+                "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+                "state_bytes": 4 * 4 * sum(_local(tensor).numel() for tensor in masters),
+            }
+        ),
+        flush=True,
+    )
+    os._exit(0)  # gloo's threads may abort an interpreter that ends
+
+
+def made_up(args: argparse.Namespace, vocab_size: int, *, seed: int) -> list[TrainingSequence]:
+    """Groups of which half the rewards are 1."""
+    rng = random.Random(seed)
+    length = args.prompt + args.sampled
+    return [
+        TrainingSequence(
+            trajectory_id=f"t{group}-{one}",
+            group_id=f"g{group}",
+            reward=float(one % 2),
+            token_ids=tuple(rng.randrange(3, vocab_size) for _ in range(length)),
+            positions=tuple(range(args.prompt, length)),
+            # About what a model of random weights gives each token.
+            logprobs=(-math.log(vocab_size),) * args.sampled,
+            temperatures=(1.0,) * args.sampled,
+            allowed=(None,) * args.sampled,
+        )
+        for group in range(args.groups)
+        for one in range(args.group_size)
+    ]
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+if __name__ == "__main__":
+    main()

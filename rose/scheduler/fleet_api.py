@@ -1,0 +1,232 @@
+"""The fleet's switch: ``GET /fleet``, ``POST /fleet/off`` and ``/fleet/on``, and what heartbeats say and are told of it.
+
+Decides nothing (:mod:`rose.policy.fleet_switch` does).  The order is in ``fleet.json`` beside the journal before it is answered, so that neither
+a restart nor a stand-by releases a node that somebody has switched off; a file that cannot be read holds the whole fleet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from typing import Any
+
+from aiohttp import web
+
+from rose.errors import CapacityError, RequestError
+from rose.policy.fleet_switch import (
+    DEFAULT_GROUP,
+    MAX_GROUPS,
+    Action,
+    Done,
+    FleetSwitch,
+    NodeSaid,
+    Released,
+    TakenBack,
+)
+from rose.scheduler.dispatch import Dispatcher
+from rose.scheduler.http import json_response, read_wire
+from rose.scheduler.journal import Journal
+from rose.wire.fleet import FleetOff, FleetOn
+from rose.wire.workers import Heartbeat
+
+log = logging.getLogger("rose.scheduler")
+
+FILE = "fleet.json"
+RETRY_S = 1.0
+"""Between attempts to keep what could not be kept."""
+FORMAT = 1
+_MAX_BYTES = 1 << 20
+
+
+class FleetRoutes:
+    """Args:
+    journal: Its directory has the file, and whose it is may write it.
+    """
+
+    def __init__(self, journal: Journal, dispatcher: Dispatcher) -> None:
+        self._journal = journal
+        self._path = journal.directory / FILE
+        self._dispatcher = dispatcher
+        self._switch = FleetSwitch()
+        self._said: dict[str, tuple[float, Heartbeat]] = {}
+        self._read()
+        self._kept: dict[str, Any] | None = self._switch.state()
+        """What the file says; None: nobody can tell."""
+        self._try_at_s = 0.0
+
+    # --- heartbeats
+
+    def heard(self, worker_id: str, body: Heartbeat) -> bool:
+        """A node has spoken; whether it is held."""
+        now_s = self._dispatcher.now_s()
+        group = body.group or DEFAULT_GROUP
+        self._said[worker_id] = now_s, body
+        measured = body.serving_ttft_p99_s is not None or body.serving_tpot_p99_s is not None
+        self._switch.said(
+            now_s, NodeSaid(node=worker_id, group=group, late=broken_promise(body), measured=measured)
+        )
+        return self._switch.is_held(group)
+
+    def tick(self) -> None:
+        workers = self._dispatcher.book.fleet.workers
+        for name in [name for name in self._said if name not in workers]:
+            del self._said[name]
+            self._switch.gone(name)
+        now_s = self._dispatcher.now_s()
+        self._log(self._switch.tick(now_s))
+        if self._switch.state() != self._kept and now_s >= self._try_at_s:
+            self._try_at_s = now_s + RETRY_S
+            self._write()
+
+    # --- routes
+
+    async def get(self, request: web.Request) -> web.Response:
+        return json_response(self._status())
+
+    async def off(self, request: web.Request) -> web.Response:
+        body = await read_wire(request, FleetOff)
+        self._require_room(body.groups)
+        self._order(lambda: self._switch.off(body.groups))
+        log.warning("fleet: off, %s", ", ".join(body.groups) or "all nodes")
+        return json_response(self._status())
+
+    async def on(self, request: web.Request) -> web.Response:
+        body = await read_wire(request, FleetOn)
+        self._require_room((*body.groups, *body.canary))
+        if body.groups and not set(body.canary) <= set(body.groups):
+            raise RequestError("names a group that is not among groups", field="canary")
+        self._order(lambda: self._switch.on(self._dispatcher.now_s(), body.groups, body.canary, body.watch_s))
+        return json_response(self._status())
+
+    def _require_room(self, groups: tuple[str, ...]) -> None:
+        if len({*self._switch.held, *groups}) > MAX_GROUPS:
+            raise RequestError(
+                f"more than {MAX_GROUPS} groups", field="groups", status=429, code="queue_full"
+            )
+
+    def _order(self, order: Any) -> None:
+        """Carry it out, and keep it; where it cannot be kept, nothing has changed."""
+        before = self._switch.state()
+        actions = order()
+        try:
+            self._write()
+        except CapacityError:
+            self._switch.restore(self._dispatcher.now_s(), before)
+            if self._kept != before:
+                # The file may have the new order already, and a restart would carry it out.  If this fails, too, a tick tries again.
+                with contextlib.suppress(CapacityError):
+                    self._write()
+            raise
+        self._log(actions)
+
+    def _log(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Released():
+                    log.warning("fleet: on, %s", ", ".join(action.groups) or "all nodes that are left")
+                case TakenBack():
+                    log.error(
+                        "fleet: off again, %s: %s",
+                        ", ".join(action.groups) or "all nodes that were left",
+                        action.reason,
+                    )
+                case Done():
+                    log.warning("fleet: every group was watched to its end")
+
+    def _status(self) -> dict[str, Any]:
+        switch, now_s = self._switch, self._dispatcher.now_s()
+        release = switch.release
+        nodes = [
+            {
+                "node": name,
+                "group": body.group or DEFAULT_GROUP,
+                "ordered": "off" if switch.is_held(body.group or DEFAULT_GROUP) else "on",
+                "held": body.held,
+                "mode": body.mode,
+                "held_pages": body.held_pages,
+                "silent_s": round(now_s - heard_s, 3),
+                "ttft_p99_s": body.serving_ttft_p99_s,
+                "slo_ttft_s": body.slo_ttft_s,
+                "tpot_p99_s": body.serving_tpot_p99_s,
+                "slo_tpot_s": body.slo_tpot_s,
+                "late": broken_promise(body),
+            }
+            for name, (heard_s, body) in sorted(self._said.items())
+        ]
+        return {
+            "all_held": switch.all_held,
+            "held": dict(switch.held),
+            "release": None
+            if release is None
+            else {
+                "stages": [list(stage) for stage in release.stages],
+                "stage": release.index,
+                "left_s": round(max(0.0, release.began_s + release.watch_s - now_s), 3),
+            },
+            "taken_back": switch.taken_back,
+            "nodes": nodes,
+        }
+
+    # --- the file
+
+    def _read(self) -> None:
+        try:
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self._hold_all(error)
+            return
+        with open(descriptor, "rb") as file:
+            try:
+                told = json.loads(file.read(_MAX_BYTES))
+                if told["format"] != FORMAT:
+                    raise ValueError(f"format {told['format']!r}")
+                self._switch.restore(self._dispatcher.now_s(), told["fleet"])
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                self._hold_all(error)
+
+    def _hold_all(self, error: Exception) -> None:
+        log.error("%s cannot be read (%r): all nodes are held until `rose fleet on`", self._path, error)
+        self._switch.off()
+
+    def _write(self) -> None:
+        """Raises:
+        CapacityError: It could not be kept; or another has taken over, whose file it is now.
+        """
+        made = self._path.with_suffix(".new")
+        state = self._switch.state()
+        data = json.dumps({"format": FORMAT, "fleet": state}).encode()
+        self._journal.check_ours()
+        try:
+            descriptor = os.open(
+                made, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+            )
+            with open(descriptor, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            self._journal.check_ours()  # the disk may have taken its time
+            self._kept = None
+            os.replace(made, self._path)
+            folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        except OSError as error:
+            raise CapacityError(f"{self._path}: {error.strerror}", field="journal") from error
+        self._kept = state
+
+
+def broken_promise(body: Heartbeat) -> str:
+    """Which promise production breaks on this node, in words; empty: none."""
+    for name, p99_s, slo_s in (
+        ("first token", body.serving_ttft_p99_s, body.slo_ttft_s),
+        ("between tokens", body.serving_tpot_p99_s, body.slo_tpot_s),
+    ):
+        if p99_s is not None and slo_s is not None and p99_s > slo_s:
+            return f"P99 {name} is {p99_s * 1e3:.0f} ms, {slo_s * 1e3:.0f} ms were promised"
+    return ""

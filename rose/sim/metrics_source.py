@@ -1,0 +1,454 @@
+"""Production's traffic out of vLLM's own metrics: a file of scrapes, or a Prometheus server (:mod:`rose.sim.prometheus`).
+
+Metrics know how many requests ended in each interval, and histograms of their lengths; they know no request by itself.  So a
+stretch is drawn: as many requests as ended in each of its intervals, at random moments, with lengths from the histograms (evenly on
+a logarithmic scale inside a bucket, then scaled to the mean that the histogram's sum gives).
+
+A file of scrapes is pages as ``GET /metrics`` answers them, each behind a line that says when it was read, and whose it is where
+there are several servers::
+
+    # scraped 1764000000 http://host-a:8000
+    ...the page...
+
+All input is hostile: lengths of lines, pages, series and files are bounded, and what is not a number is refused with its line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
+
+from rose.coserve.latency import p99_between
+from rose.errors import ConfigError
+from rose.evaluation.arrivals import MAX_TRACE_DAYS
+from rose.sim.arrivals import Floats, Ints
+from rose.sim.scenario import ServingSection
+from rose.sim.traffic import Drawn, Traffic
+
+MAX_FILE_BYTES = 4 << 30
+MAX_LINE_BYTES = 1 << 16
+MAX_PAGES = 1_000_000
+MAX_SERIES = 1_000_000
+MAX_ENGINES = 16_384
+MAX_COUNT = 1e12
+GAP = 3
+"""An interval this many times as long as the usual one is taken for time without data: nobody knows what came when in it."""
+LATEST_S = 4_102_444_800.0
+"""2100: a time after that is milliseconds, or nonsense."""
+
+REQUESTS = "vllm:request_success_total"
+RUNNING = "vllm:num_requests_running"
+KV_USE = "vllm:kv_cache_usage_perc"
+QUERIES, HITS = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"
+HISTOGRAMS = {
+    "prompt": "vllm:request_prompt_tokens",
+    "output": "vllm:request_generation_tokens",
+    "ttft": "vllm:time_to_first_token_seconds",
+    "tpot": "vllm:inter_token_latency_seconds",
+}
+_COUNTERS = (REQUESTS, QUERIES, HITS)
+_WANTED = (
+    *(f"{name}_{part}" for name in HISTOGRAMS.values() for part in ("bucket", "sum")),
+    *_COUNTERS,
+    RUNNING,
+    KV_USE,
+)
+
+Bucket = tuple[float, float]
+"""From (not included), to (included)."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Histogram:
+    """Counts by bucket, and the sum of the values; 0 where it is not known."""
+
+    counts: dict[Bucket, float] = field(default_factory=lambda: dict[Bucket, float]())
+    total: float = 0.0
+
+    @property
+    def num(self) -> float:
+        return sum(self.counts.values())
+
+    @property
+    def p99(self) -> float | None:
+        below, cumulative = 0.0, dict[float, float]()
+        for (_, high), count in sorted(self.counts.items(), key=lambda item: item[0][1]):
+            below += count
+            cumulative[high] = below
+        return p99_between({}, cumulative)
+
+    def add(self, cumulative: Mapping[float, float]) -> None:
+        """Of one server: how many more lie at or below each bound."""
+        lower, below = 0.0, 0.0
+        for bound in sorted(cumulative):
+            more = max(0.0, cumulative[bound] - below)
+            if more:
+                self.counts[lower, bound] = self.counts.get((lower, bound), 0.0) + more
+            lower, below = bound, max(below, cumulative[bound])
+
+    def draw(self, num: int, rng: np.random.Generator) -> Ints:
+        """So many whole lengths."""
+        buckets = sorted(self.counts)
+        weights = np.array([self.counts[bucket] for bucket in buckets])
+        low = np.array([max(1.0, bucket[0]) for bucket in buckets])
+        # Nothing is known of what lies beyond the last bound.
+        high = np.array(
+            [bucket[1] if math.isfinite(bucket[1]) else max(1.0, bucket[0]) for bucket in buckets]
+        )
+        high = np.maximum(low, high)
+        factor = 1.0
+        if self.total > 0:
+            ratio = high / low
+            means = np.where(ratio > 1, (high - low) / np.log(np.maximum(ratio, 1 + 1e-9)), low)
+            factor = float(np.clip(self.total / self.num / (weights @ means / weights.sum()), 0.5, 2.0))
+        chosen = rng.choice(len(buckets), size=num, p=weights / weights.sum())
+        values = low[chosen] * (high[chosen] / low[chosen]) ** rng.random(num) * factor
+        return np.maximum(1, np.rint(values)).astype(np.int64)
+
+
+@dataclass(kw_only=True, slots=True)
+class Metered:
+    """What metrics tell of a stretch of time."""
+
+    source: str
+    intervals: list[tuple[float, float, float, float]] = field(
+        default_factory=lambda: list[tuple[float, float, float, float]]()
+    )
+    """(from, to, requests that ended, engines that served them), of one server or of all; seconds of the clock."""
+    asked_s: float = 0.0
+    """How long a stretch was asked for; 0: from the first interval to the last."""
+    histograms: dict[str, Histogram] = field(
+        default_factory=lambda: {name: Histogram() for name in HISTOGRAMS}
+    )
+    kv_use: list[float] = field(default_factory=lambda: list[float]())
+    queried: float = 0.0
+    found: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeteredTraffic(Traffic):
+    """Time without data is cut out of it.
+
+    ``edges``, ``ended``: requests up to each moment, as if ``num_engines`` had served at all times; ``engine_s``: seconds of engines up to
+    each moment, over ``num_engines``; ``noise``: see :class:`ServingSection`.
+    """
+
+    edges: Floats
+    ended: Floats
+    engine_s: Floats
+    prompts: Histogram
+    outputs: Histogram
+    noise: float
+
+    def counted(self, until_s: Floats) -> Floats:
+        loops, inside = np.divmod(until_s, self.span_s)
+        return loops * self.ended[-1] + np.interp(inside, self.edges, self.ended)
+
+    def engine_share(self) -> Floats:
+        edges = self._bins()
+        return np.diff(np.interp(edges, self.edges, self.engine_s)) / np.diff(edges)
+
+    def _draw(
+        self, start_s: float, length_s: float, copies: float, num_engines: int, rng: np.random.Generator
+    ) -> Drawn:
+        num = math.ceil(length_s)
+        rates = np.diff(self.counted(np.arange(start_s, start_s + num + 0.5, dtype=np.float64))) * copies
+        if self.noise > 0:
+            shape = 1.0 / self.noise**2
+            rates *= rng.gamma(shape, 1.0 / shape, num)
+        counts = rng.poisson(rates)
+        at_s = np.sort(np.repeat(np.arange(num), counts) + rng.uniform(0.0, 1.0, int(counts.sum())))
+        at_s = at_s[at_s < length_s]
+        return at_s, self.prompts.draw(len(at_s), rng), self.outputs.draw(len(at_s), rng)
+
+
+def traffic_of(metered: Metered, num_engines: int | None, config: ServingSection) -> MeteredTraffic:
+    """
+    Args:
+        num_engines: That served it on average; None: as many as the metrics name.
+
+    Raises:
+        ConfigError: Nothing can be made of them.
+    """
+    spans = [span for span in metered.intervals if span[1] > span[0]]
+    if not spans:
+        raise ConfigError(
+            "holds no two scrapes of one server",
+            field=metered.source,
+            fix="scrape once a minute, for a day if you can",
+        )
+    begin_s, end_s = min(span[0] for span in spans), max(span[1] for span in spans)
+    longest_s = GAP * float(np.median([high - low for low, high, _, _ in spans]))
+    spans = [span for span in spans if span[1] - span[0] <= longest_s]
+    prompts, outputs = metered.histograms["prompt"], metered.histograms["output"]
+    if sum(span[2] for span in spans) < 1 or prompts.num < 1 or outputs.num < 1:
+        raise ConfigError(
+            "no request ended while it lasts",
+            field=metered.source,
+            fix=f"{REQUESTS} and the histograms of lengths must rise: scrape servers that have traffic",
+        )
+    points = np.unique(np.array([moment for low, high, _, _ in spans for moment in (low, high)]))
+    changes = np.zeros((2, len(points)))
+    for low, high, num, engines in spans:
+        change = (num / (high - low), engines)
+        first, last = np.searchsorted(points, [low, high])
+        changes[:, first] += change
+        changes[:, last] -= change
+    rates, engines = np.cumsum(changes, axis=1)[:, :-1]
+    known = engines > 0.5
+    rates, engines, seconds = np.maximum(0.0, rates[known]), engines[known], np.diff(points)[known]
+    if engines.max() > MAX_ENGINES:
+        raise ConfigError(
+            f"names {engines.max():.0f} engines",
+            field=metered.source,
+            fix=f"at most {MAX_ENGINES}: narrow it, with --match or fewer files",
+        )
+    mean = float(np.average(engines, weights=seconds))
+    num = num_engines or max(1, round(mean))
+    edges = _total(seconds)
+    p99s = {f"{kind}_p99": metered.histograms[kind].p99 for kind in ("ttft", "tpot")}
+    use = metered.kv_use
+    return MeteredTraffic(
+        source=metered.source,
+        num_engines=float(num),
+        span_s=float(edges[-1]),
+        covered=min(1.0, float(edges[-1]) / max(end_s - begin_s, metered.asked_s)),
+        knows_bursts=False,
+        kv_use=(float(np.mean(use)), max(use)) if use else None,
+        hit_share=metered.found / metered.queried if metered.queried > 0 else None,
+        observed_ms={kind: value * 1e3 for kind, value in p99s.items() if value is not None},
+        edges=edges,
+        ended=_total(rates / engines * num * seconds),
+        engine_s=_total(engines / (mean if num_engines else num) * seconds),
+        prompts=prompts,
+        outputs=outputs,
+        noise=config.noise,
+    )
+
+
+def _total(parts: Floats) -> Floats:
+    """Up to each edge, from 0."""
+    return np.concatenate([[0.0], np.cumsum(parts)])
+
+
+# --- scrapes ---------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True, slots=True)
+class _Page:
+    """One scrape of one server."""
+
+    where: str
+    server: str
+    at_s: float
+    counters: dict[str, float] = field(default_factory=lambda: dict[str, float]())
+    buckets: dict[str, dict[float, float]] = field(
+        default_factory=lambda: {name: dict[float, float]() for name in HISTOGRAMS}
+    )
+    sums: dict[str, float] = field(default_factory=lambda: dict[str, float]())
+    engines: int = 0
+    kv_use: list[float] = field(default_factory=lambda: list[float]())
+
+
+Key = tuple[str, str, float]
+"""What a series counts: metric, kind of histogram, upper bound."""
+
+
+class _Reader:
+    """Lines to pages; a series' name and labels are looked at once."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Key] = {}
+        self._models: set[str] = set()
+        self._by_metric = {f"{name}_bucket": ("bucket", kind) for kind, name in HISTOGRAMS.items()}
+        self._by_metric |= {f"{name}_sum": ("sum", kind) for kind, name in HISTOGRAMS.items()}
+
+    def take(self, page: _Page, line: str, where: str) -> None:
+        head, _, text = line.rstrip().rpartition(" ")
+        key = self._known.get(head)
+        if key is None:
+            if len(self._known) >= MAX_SERIES:
+                raise ConfigError(
+                    f"more than {MAX_SERIES} series", field=where, fix="use --prometheus for such a fleet"
+                )
+            key = self._known[head] = self._key(head, where)
+        metric, kind, bound = key
+        try:
+            value = float(text)
+        except ValueError:
+            raise ConfigError(f"'{text[:40]}' is not a number", field=where) from None
+        if not 0 <= value <= MAX_COUNT:
+            raise ConfigError(f"{metric} is {value:g}, outside 0 to {MAX_COUNT:g}", field=where)
+        if metric == "bucket":
+            held = page.buckets[kind]
+            held[bound] = held.get(bound, 0.0) + value
+        elif metric == "sum":
+            page.sums[kind] = page.sums.get(kind, 0.0) + value
+        elif metric == RUNNING:
+            page.engines += 1
+        elif metric == KV_USE:
+            page.kv_use.append(value)
+        else:
+            page.counters[metric] = page.counters.get(metric, 0.0) + value
+
+    def _key(self, head: str, where: str) -> Key:
+        try:
+            (family,) = text_string_to_metric_families(f"{head} 0\n")
+            (sample,) = family.samples
+            metric, kind = self._by_metric.get(sample.name, (sample.name, ""))
+            bound = float(sample.labels["le"]) if metric == "bucket" else 0.0
+        except (ValueError, KeyError):
+            raise ConfigError(f"'{head[:60]}' is no line of a metrics page", field=where) from None
+        if math.isnan(bound):
+            raise ConfigError("le is not a number", field=where)
+        model = sample.labels.get("model_name")
+        if model is not None:
+            self._models.add(model)
+        check_models(self._models, where, "keep pages of one model, and plan for each by itself")
+        return metric, kind, bound
+
+
+def check_models(models: Collection[str], field: str, fix: str) -> None:
+    """
+    Raises:
+        ConfigError: There are several: a sum over them is the traffic of no engine.
+    """
+    if len(models) > 1:
+        names = ", ".join(f"'{model[:40]}'" for model in sorted(models)[:3])
+        raise ConfigError(f"holds more than one model: {names}", field=field, fix=fix)
+
+
+def read_scrapes(path: Path) -> Metered:
+    """A file of scrapes, or a folder of them (read in the order of their names).
+
+    Raises:
+        ConfigError: ``field`` is ``path:line`` of what is wrong.
+    """
+    metered = Metered(source=str(path))
+    last: dict[str, _Page] = {}
+    first_s = math.inf
+    for page in _pages(path):
+        before = last.get(page.server)
+        if before is not None and page.at_s < before.at_s:
+            raise ConfigError(
+                f"time goes back by {before.at_s - page.at_s:g} s",
+                field=page.where,
+                fix="sort pages by time; name the server behind it where there are several",
+            )
+        first_s = min(first_s, page.at_s)
+        if page.at_s - first_s > MAX_TRACE_DAYS * 86400.0:
+            raise ConfigError(
+                "lies too long after the first", field=page.where, fix=f"at most {MAX_TRACE_DAYS} days"
+            )
+        if not _is_whole(page, before):
+            continue
+        if before is not None and page.at_s > before.at_s:
+            _between(metered, before, page)
+        if page.kv_use:
+            metered.kv_use.append(sum(page.kv_use) / len(page.kv_use))
+        last[page.server] = page
+    if not last:
+        raise ConfigError(
+            "holds no page of vLLM's metrics",
+            field=str(path),
+            fix="what GET /metrics answers, each behind a line '# scraped SECONDS [SERVER]'",
+        )
+    return metered
+
+
+def _is_whole(page: _Page, before: _Page | None) -> bool:
+    """False: the server did not answer, or not to the end; taken for a restart, the next page's counts of a lifetime would be those of one
+    interval."""
+    had = {} if before is None else before.buckets
+    return REQUESTS in page.counters and all(page.buckets[kind] for kind, held in had.items() if held)
+
+
+def _between(metered: Metered, before: _Page, page: _Page) -> None:
+    """What was counted between two scrapes of a server; all of the later one where the server was started again."""
+    restarted = page.counters.get(REQUESTS, 0.0) < before.counters.get(REQUESTS, 0.0)
+
+    def more(now: Mapping[str, float], then: Mapping[str, float], name: str) -> float:
+        if name not in now or (name not in then and not restarted):
+            return 0.0  # what was counted before it was first seen is of another time
+        return max(0.0, now[name] - (0.0 if restarted else then[name]))
+
+    num = more(page.counters, before.counters, REQUESTS)
+    metered.intervals.append((before.at_s, page.at_s, num, max(1, page.engines)))
+    metered.queried += more(page.counters, before.counters, QUERIES)
+    metered.found += more(page.counters, before.counters, HITS)
+    for kind, histogram in metered.histograms.items():
+        old = before.buckets[kind]
+        if restarted:
+            histogram.add(page.buckets[kind])
+        elif old:
+            histogram.add({bound: count - old.get(bound, 0.0) for bound, count in page.buckets[kind].items()})
+        histogram.total += more(page.sums, before.sums, kind)
+
+
+def _pages(path: Path) -> Iterator[_Page]:
+    reader = _Reader()
+    files = sorted(each for each in path.iterdir() if each.is_file()) if path.is_dir() else [path]
+    num_bytes = num_pages = 0
+    for file in files:
+        page: _Page | None = None
+        for where, line in _lines(file):
+            num_bytes += len(line)
+            if num_bytes > MAX_FILE_BYTES:
+                raise ConfigError(
+                    f"more than {MAX_FILE_BYTES} bytes",
+                    field=str(path),
+                    fix="use --prometheus, or scrape less often",
+                )
+            if line.startswith("# scraped"):
+                if page is not None:
+                    yield page
+                num_pages += 1
+                if num_pages > MAX_PAGES:
+                    raise ConfigError(f"more than {MAX_PAGES} pages", field=where)
+                page = _begin(line, where)
+            elif line.startswith(_WANTED):
+                if page is None:
+                    raise ConfigError(
+                        "no line before it says when it was scraped",
+                        field=where,
+                        fix="put '# scraped SECONDS' before each page: echo \"# scraped $(date +%s)\"",
+                    )
+                reader.take(page, line, where)
+        if page is not None:
+            yield page
+
+
+def _lines(file: Path) -> Iterator[tuple[str, str]]:
+    try:
+        with file.open("rb") as stream:
+            number = 0
+            while data := stream.readline(MAX_LINE_BYTES):
+                number += 1
+                where = f"{file}:{number}"
+                if len(data) == MAX_LINE_BYTES:
+                    raise ConfigError(f"a line of more than {MAX_LINE_BYTES} bytes", field=where)
+                yield where, data.decode("utf-8")
+    except FileNotFoundError:
+        raise ConfigError("does not exist", field=str(file)) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot be read as text: {error}", field=str(file)) from error
+
+
+def _begin(line: str, where: str) -> _Page:
+    words = line.split()
+    try:
+        at_s = float(words[2])
+    except (IndexError, ValueError):
+        at_s = math.nan
+    if not 0 <= at_s <= LATEST_S:
+        raise ConfigError(
+            f"'{line.strip()[:60]}' does not say when",
+            field=where,
+            fix="'# scraped SECONDS [SERVER]', seconds since 1970",
+        )
+    return _Page(where=where, server=words[3] if len(words) > 3 else "", at_s=at_s)

@@ -1,0 +1,284 @@
+"""The fleet's switch over HTTP: nodes beat, an operator gives orders, a scheduler dies in between."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from rose.auth import Tokens
+from rose.scheduler import fleet_api, fleet_cli
+from tests.scheduler.conftest import World
+
+IN_TIME = {"serving_ttft_p99_s": 0.2, "slo_ttft_s": 0.5}
+LATE = {"serving_ttft_p99_s": 0.9, "slo_ttft_s": 0.5}
+
+
+class Node:
+    """A node agent, as far as the scheduler can tell, that obeys at once."""
+
+    def __init__(self, world: World, name: str, group: str | None = None) -> None:
+        self.world, self.name, self.group = world, name, group
+        self.seq = 0
+        self.held = False
+        self.pages = 40
+        self.more: dict[str, Any] = {}
+
+    async def register(self) -> None:
+        body = {
+            "worker_id": self.name,
+            "url": "http://127.0.0.1:9",
+            "tier": "harvested",
+            "model": "policy",
+            "max_model_len": 512,
+            "incarnation": "1",
+        }
+        await self.world.ok("POST", "/workers", body, role="node")
+
+    async def beat(self, **fields: Any) -> dict[str, Any]:
+        self.seq += 1
+        body = {"incarnation": "1", "seq": self.seq, "state": "ready", "version": "0.0", "mode": "on"}
+        body |= {"held": self.held, "held_pages": 0 if self.held else self.pages, "group": self.group}
+        answer = await self.world.ok(
+            "POST", f"/workers/{self.name}/heartbeat", body | IN_TIME | self.more | fields, role="node"
+        )
+        self.held = answer["held"]
+        return answer
+
+
+async def nodes_of(world: World) -> list[Node]:
+    await world.start()
+    nodes = [Node(world, "a", "canary"), Node(world, "b"), Node(world, "c", "eu")]
+    for node in nodes:
+        await node.register()
+        await node.beat()
+    return nodes
+
+
+async def order(world: World, what: str, **body: Any) -> Any:
+    return await world.ok("POST", f"/fleet/{what}", body, role="admin")
+
+
+async def test_off_reaches_every_node_with_its_next_heartbeat(world: World) -> None:
+    nodes = await nodes_of(world)
+    told = await order(world, "off")
+    assert [one["ordered"] for one in told["nodes"]] == ["off"] * 3
+    for node in nodes:
+        assert (await node.beat())["held"] is True
+        await node.beat()
+    told = await world.ok("GET", "/fleet")
+    assert [(one["held"], one["held_pages"]) for one in told["nodes"]] == [(True, 0)] * 3
+    newcomer = Node(world, "d", "asia")
+    await newcomer.register()
+    assert (await newcomer.beat())["held"] is True
+
+
+async def test_one_group_is_held_and_the_others_go_on(world: World) -> None:
+    nodes = await nodes_of(world)
+    await order(world, "off", groups=["eu"])
+    assert [(await node.beat())["held"] for node in nodes] == [False, False, True]
+    await order(world, "on", groups=["eu"])
+    assert [(await node.beat())["held"] for node in nodes] == [False, False, False]
+
+
+async def test_the_canary_first_then_the_rest(world: World) -> None:
+    nodes = await nodes_of(world)
+    await order(world, "off")
+    await order(world, "on", canary=["canary"], watch_s=0.3)
+    assert [(await node.beat())["held"] for node in nodes] == [False, True, True]
+    async with asyncio.timeout(10):
+        while any([(await node.beat())["held"] for node in nodes]):
+            pass
+        while (await world.ok("GET", "/fleet"))["release"] is not None:
+            pass
+
+
+async def test_a_canary_that_breaks_its_promise_is_off_again_and_the_rest_was_never_on(world: World) -> None:
+    nodes = await nodes_of(world)
+    world.scheduler.fleet_routes._switch.late_s = 0.1
+    await order(world, "off")
+    await order(world, "on", canary=["canary"], watch_s=600.0)
+    async with asyncio.timeout(10):
+        while not (await nodes[0].beat(**LATE))["held"]:
+            assert [(await node.beat())["held"] for node in nodes[1:]] == [True, True]
+    told = await world.ok("GET", "/fleet")
+    assert told["release"] is None
+    assert told["taken_back"] == "a in group canary: P99 first token is 900 ms, 500 ms were promised"
+
+
+async def test_what_was_ordered_outlives_the_scheduler(world: World, tokens: Tokens, tmp_path: Path) -> None:
+    await nodes_of(world)
+    await order(world, "off", groups=["canary"])
+    await world.scheduler.stop(drain_s=0)
+    await world.start()
+    nodes = [Node(world, "a", "canary"), Node(world, "b")]
+    for node in nodes:
+        await node.register()
+    assert [(await node.beat())["held"] for node in nodes] == [True, False]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"format": 2}', '{"format": 1, "fleet": {"held": 7}}', "\x00" * 99]
+)
+async def test_a_file_that_cannot_be_read_holds_everybody(world: World, tmp_path: Path, text: str) -> None:
+    (tmp_path / "journal").mkdir(mode=0o700)
+    (tmp_path / "journal" / "fleet.json").write_text(text)
+    nodes = await nodes_of(world)
+    assert [(await node.beat())["held"] for node in nodes] == [True, True, True]
+    await order(world, "on")
+    assert [(await node.beat())["held"] for node in nodes] == [False, False, False]
+
+
+async def test_only_admin_gives_orders_and_watchers_may_look(world: World) -> None:
+    await world.start()
+    for role in ("environment", "trainer", "node", "agent"):
+        for what in ("on", "off"):
+            assert (await world.call("POST", f"/fleet/{what}", {}, role=role))[0] in (401, 403)
+    assert (await world.call("GET", "/fleet", role="node"))[0] == 200
+    assert (await world.call("GET", "/fleet", role="agent"))[0] in (401, 403)
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"groups": ["x"] * 65}, "groups"),
+        ({"groups": [""]}, "groups"),
+        ({"groups": ["a"], "canary": ["b"]}, "canary"),
+        ({"watch_s": -1}, "watch_s"),
+        ({"nodes": ["a"]}, "nodes"),
+    ],
+)
+async def test_a_wrong_order_names_the_field(world: World, body: dict[str, Any], field: str) -> None:
+    await world.start()
+    status, answer = await world.call("POST", "/fleet/on", body, role="admin")
+    assert status == 400
+    assert field in answer["error"]["param"] + answer["error"]["message"]
+
+
+async def test_an_order_that_cannot_be_kept_is_refused_and_changes_nothing(
+    world: World, tmp_path: Path
+) -> None:
+    (node,) = (await nodes_of(world))[:1]
+    (tmp_path / "journal" / "fleet.new").mkdir()
+    status, _ = await world.call("POST", "/fleet/off", {}, role="admin")
+    assert status in (503, 507)
+    assert (await node.beat())["held"] is False
+
+
+async def test_an_order_that_was_refused_is_not_carried_out_by_a_restart(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (node,) = (await nodes_of(world))[:1]
+    await order(world, "off")
+    real, failed = os.fsync, list[int]()
+
+    def failing(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode) and not failed:
+            failed.append(descriptor)
+            raise OSError(errno.EIO, "Input/output error")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    status, _ = await world.call("POST", "/fleet/on", {}, role="admin")
+    assert (status in (503, 507), len(failed)) == (True, 1)
+    await world.scheduler.stop(drain_s=0)
+    await world.start()
+    await node.register()
+    assert (await node.beat())["held"] is True
+
+
+async def test_what_could_not_be_kept_is_kept_later(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stage that was taken back is no order that could be refused."""
+    nodes = await nodes_of(world)
+    world.scheduler.fleet_routes._switch.late_s = 0.1
+    await order(world, "on", watch_s=600.0)
+    monkeypatch.setattr(fleet_api, "RETRY_S", 0.05)
+    blocked = tmp_path / "journal" / "fleet.new"
+    blocked.mkdir()
+    async with asyncio.timeout(10):
+        while not (await nodes[0].beat(**LATE))["held"]:
+            pass
+    blocked.rmdir()
+    kept = tmp_path / "journal" / "fleet.json"
+    await world.until(lambda: json.loads(kept.read_text())["fleet"]["taken_back"])
+
+
+async def test_one_that_was_deposed_writes_no_order(world: World, tmp_path: Path) -> None:
+    """Its successor's would be gone."""
+    await nodes_of(world)
+    await order(world, "off", groups=["eu"])
+    kept = (tmp_path / "journal" / "fleet.json").read_bytes()
+    claim = world.scheduler.journal.claim
+    assert claim is not None
+    (tmp_path / "journal" / f"epoch-{claim.epoch + 1}").touch()
+    status, _ = await world.call("POST", "/fleet/on", {}, role="admin")
+    assert status == 503
+    assert (tmp_path / "journal" / "fleet.json").read_bytes() == kept
+
+
+# --- the command
+
+
+async def run(world: World, tmp_path: Path, *words: str) -> tuple[int, str]:
+    tokens = tmp_path / "tokens.toml"
+    if not tokens.exists():
+        world.tokens.save(tokens)
+    args = [*words, "--url", world.url, "--token-file", str(tokens)]
+    found = await asyncio.to_thread(CliRunner().invoke, fleet_cli.app, args)
+    assert found.exception is None or isinstance(found.exception, SystemExit), found.exception
+    return found.exit_code, found.output
+
+
+@pytest.fixture
+async def obeying(world: World) -> Any:
+    nodes = await nodes_of(world)
+
+    async def beat() -> None:
+        while True:
+            for node in nodes:
+                await node.beat()
+            await asyncio.sleep(0.02)
+
+    task = asyncio.create_task(beat())
+    yield nodes
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_the_command_waits_until_all_memory_is_back(world: World, tmp_path: Path, obeying: Any) -> None:
+    code, text = await run(world, tmp_path, "off")
+    assert (code, text.splitlines()[-1]) == (0, "all memory is back")
+    code, text = await run(world, tmp_path, "status")
+    assert code == 0
+    assert "3 nodes, 0 may lend" in text
+    code, text = await run(world, tmp_path, "on", "--canary", "canary", "--watch", "0.2")
+    assert (code, text.splitlines()[-1]) == (0, "on")
+    code, text = await run(world, tmp_path, "status", "--json")
+    assert [one["ordered"] for one in json.loads(text)["nodes"]] == ["on"] * 3
+
+
+async def test_the_command_names_who_keeps_memory(world: World, tmp_path: Path) -> None:
+    await nodes_of(world)  # nobody beats: nobody hears of it
+    code, text = await run(world, tmp_path, "off", "--wait", "0.1")
+    assert (code, text.splitlines()[-1]) == (1, "NOT all memory is back: a, b, c")
+
+
+async def test_the_command_says_that_a_stage_was_taken_back(
+    world: World, tmp_path: Path, obeying: Any
+) -> None:
+    world.scheduler.fleet_routes._switch.late_s = 0.1
+    running = asyncio.create_task(run(world, tmp_path, "on", "--watch", "60"))
+    await world.until(lambda: world.scheduler.fleet_routes._switch.release is not None)
+    obeying[2].more = LATE
+    code, text = await running
+    assert code == 1
+    assert "off again: c in group eu: P99 first token is 900 ms" in text
