@@ -13,6 +13,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
@@ -206,6 +207,12 @@ def top(context: typer.Context) -> None:
 
 
 @app.command(**_PASS_ON)
+def fleet(context: typer.Context) -> None:
+    """Harvesting of all nodes of a running scheduler: status | off | on."""
+    _forward("rose.scheduler.fleet_cli", "app", "fleet", context.args)
+
+
+@app.command(**_PASS_ON)
 def relay(context: typer.Context) -> None:
     """The weight relay: versioned objects over HTTP, from the trainer to the nodes."""
     _forward("rose.weights.cli", "relay_main", "relay", context.args)
@@ -225,8 +232,8 @@ def sim(context: typer.Context) -> None:
 
 @app.command(**_PASS_ON)
 def plan(context: typer.Context) -> None:
-    """How many GPUs' worth of rollouts a serving fleet can lend, and at what risk."""
-    _forward("rose.sim.cli", "plan", "plan", context.args)
+    """What rollouts a serving fleet can lend, at what risk, worth how many GPUs and how much money: from its own metrics."""
+    _forward("rose.sim.plan_cli", "plan", "plan", context.args)
 
 
 @app.command()
@@ -243,33 +250,57 @@ def tokens(
             help="Also write, into this folder, a file for each program, with no more than it needs; of the token file that there is, or of a new one.",
         ),
     ] = None,
+    anchor_key: Annotated[
+        Path | None,
+        typer.Option(
+            "--anchor-key",
+            help="Write, with mode 0600, a key that may sign anchors and nothing else, for a program that composes them beside the trainer.",
+        ),
+    ] = None,
 ) -> None:
-    """Make a token file: one random bearer token for each role.
+    """Make a token file: one random bearer token for each role; and beside it the key that signs weights.
 
     [bold]agent[/bold] may chat; [bold]environment[/bold] also begins trajectories and sets their rewards. An agent that must
     not reach its own reward gets neither, but the key of its trajectory, from POST /rose/v1/trajectories.
 
     Every program of ROSE reads it through [bold]--token-file[/bold] or [bold]ROSE_TOKEN_FILE[/bold].
-    """
-    from rose.auth import PARTS, Tokens
 
-    keeps = split is not None and path.exists() and not force and not upgrade
+    [bold]TOKENS.key[/bold], beside TOKENS.toml, is the trainer's: whoever has it chooses the weights of every engine. The line
+    [bold]public_key[/bold] of the token file is its other half: nodes take what it signed, and nothing else.
+    """
+    from rose.auth import PARTS, Tokens, key_beside, key_text, read_key, write_own
+
+    keeps = (split is not None or anchor_key is not None) and path.exists() and not force and not upgrade
     if path.exists() and not force and not upgrade and not keeps:
         raise ConfigError(
             f"{path} exists",
             field="path",
-            fix="--upgrade adds what it lacks; --force replaces it and locks its users out",
+            fix="--upgrade adds what it lacks; --force replaces it and its key, and locks its users out",
         )
-    made = Tokens.load(path).upgraded() if upgrade else Tokens.load(path) if keeps else Tokens.generate()
+    key = key_beside(path)
+    if keeps or upgrade:
+        made = Tokens.load(path)
+        if made.public_key and key.exists():
+            made = replace(made, publish_key=read_key(key).text)
+        if upgrade:
+            made = made.upgraded()
+    else:
+        if key.exists() and not force:
+            raise ConfigError(f"{key} exists", field="path", fix="name another file, or --force replaces it")
+        made = Tokens.generate()
     files = {} if keeps else {path: made}
     if split is not None:
         files |= {split / f"{part}.toml": made.only(names) for part, names in PARTS.items()}
-    for file, tokens in files.items():
-        try:
+    try:
+        for file, tokens in files.items():
             tokens.save(file)
-        except OSError as error:
-            raise ConfigError(f"{file}: {error.strerror}", field="path") from error
-        typer.echo(f"wrote {file}")
+            typer.echo(f"wrote {file}" + (f" and {key_beside(file)}" if tokens.publish_key else ""))
+        if anchor_key is not None:
+            delegated = read_key(key).delegate()
+            write_own(anchor_key, key_text(delegated.text))
+            typer.echo(f"wrote {anchor_key}")
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}", field="path") from error
 
 
 def _load(module: str, name: str, command: str) -> Any:

@@ -6,11 +6,13 @@ import os
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from rose.auth import PARTS, Tokens
+from rose.auth import PARTS, Tokens, read_key
+from rose.errors import ConfigError
 
 HEAVY = ("torch", "vllm", "ray", "numpy", "numba", "aiohttp", "transformers", "gymnasium")
 
@@ -93,11 +95,54 @@ def test_a_token_file_is_split_by_programs_and_stays_as_it_is(tmp_path: Path) ->
     assert rose("tokens", str(path), "--split", str(folder)).returncode == 0
 
     assert Tokens.load(path) == whole
-    assert {file.stem for file in folder.iterdir()} == set(PARTS)
+    assert {file.name for file in folder.iterdir()} == {"train.key", *(f"{part}.toml" for part in PARTS)}
+    with_key = Tokens.load(path, [*whole.names, "publish_key"])
     for part, names in PARTS.items():
-        file = folder / f"{part}.toml"
-        assert Tokens.load(file, names) == whole.only(names)
+        assert Tokens.load(folder / f"{part}.toml", names) == with_key.only(names)
+    for file in (*folder.iterdir(), tmp_path / "tokens.key"):
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert (with_key.publish_key in file.read_text()) == (file.suffix == ".key")
+
+
+def test_an_older_token_file_gets_a_key_and_keeps_its_tokens(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.toml"
+    before = replace(Tokens.generate(), publish="", public_key="", publish_key="")
+    before.save(path)
+    assert Tokens.load(path).publish == before.relay  # it may write until it is upgraded
+
+    assert rose("tokens", str(path), "--upgrade").returncode == 0
+    after = Tokens.load(path, [*before.names, "publish", "public_key", "publish_key"])
+    assert after.publish != before.relay
+    assert replace(after, publish="", public_key="", publish_key="") == before
+    assert rose("tokens", str(path), "--upgrade").returncode == 0
+    assert Tokens.load(path, [*after.names]) == after
+
+
+def test_a_key_is_never_replaced_unasked_and_a_delegated_one_is_made_of_it(tmp_path: Path) -> None:
+    path, key = tmp_path / "tokens.toml", tmp_path / "tokens.key"
+    assert rose("tokens", str(path)).returncode == 0
+    first = key.read_text()
+    path.unlink()
+    refused = rose("tokens", str(path))
+    assert (refused.returncode, "tokens.key exists" in refused.stderr) == (2, True)
+    assert rose("tokens", str(path), "--force").returncode == 0
+    assert key.read_text() != first
+
+    assert rose("tokens", str(path), "--anchor-key", str(tmp_path / "composer.key")).returncode == 0
+    delegated = read_key(tmp_path / "composer.key")
+    assert (delegated.may_all, delegated.public) == (False, Tokens.load(path).public_key)
+    assert stat.S_IMODE((tmp_path / "composer.key").stat().st_mode) == 0o600
+
+
+def test_a_key_that_is_open_to_others_or_missing_is_named_with_its_cure(tmp_path: Path) -> None:
+    path, key = tmp_path / "tokens.toml", tmp_path / "tokens.key"
+    assert rose("tokens", str(path)).returncode == 0
+    key.chmod(0o640)
+    with pytest.raises(ConfigError, match=r"tokens\.key has mode 0640.*chmod 600"):
+        Tokens.load(path, ["publish_key"])
+    key.unlink()
+    with pytest.raises(ConfigError, match=r"tokens\.key does not exist.*--upgrade.*weights\.signed = false"):
+        Tokens.load(path, ["publish_key"])
 
 
 def test_a_library_that_is_not_installed_is_named_with_its_cure(tmp_path: Path) -> None:

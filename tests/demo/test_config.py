@@ -126,7 +126,7 @@ def test_no_part_has_a_secret_on_its_command_line_and_the_senders_plan_loads(tmp
     assert logs < set(LOG_NAMES)
     words = [word for part in plan.all_parts() for word in part.spec.argv]
     files = [path.read_text() for path in root.glob("*.toml") if path.name != TOKEN_FILE]
-    for secret in (*(getattr(tokens, role) for role in ROLES), tokens.secret):
+    for secret in (*(getattr(tokens, role) for role in ROLES), tokens.secret, tokens.publish_key):
         assert not any(secret in text for text in (*words, *files))
 
 

@@ -86,7 +86,7 @@ def test_only_turns_that_ended_well_at_a_later_attempt_have_moved() -> None:
 async def world(tmp_path: Path) -> AsyncIterator[World]:
     world = World(tmp_path, Tokens.generate())
     async with aiohttp.ClientSession() as session:
-        world.session = session
+        world.session = world.turn_session = session
         yield world
         await world.close()
 
