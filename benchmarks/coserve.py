@@ -15,7 +15,7 @@ four minutes; a long measurement is several runs, pooled::
 Latencies count from the scheduled moment of each request.  Ratios are to production alone in the same run, with
 95 % bootstrap intervals over requests; ``aa_ratio`` is alone against itself, the noise.  ``harvested_share`` is
 rollout tokens/s over (rollout tokens/s alone on that core x (1 - busy fraction of serving alone)), busy
-time from step times; ``idle_used_share``, which cannot exceed 1, is the share of the core's idle seconds alone that are idle no longer.  The sleep that replaces vLLM's spinning CPU workers is on in every arm.
+time from step times; ``idle_used_share``, which cannot exceed 1, is the share of the core's idle seconds alone that are idle no longer.  Alone, production waits for its workers' messages as vLLM does; beside rollouts it parks (``compat.patch_spin``).
 """
 
 from __future__ import annotations

@@ -158,7 +158,8 @@ class SharedMemorySweep:
 class EngineSegments:
     """The segments of one engine after the other, under one supervisor.
 
-    Life: :meth:`begin` before each start, :meth:`note` now and then while it lives, :meth:`end` when its whole tree is gone.
+    Life: :meth:`begin` before each start, :meth:`note` now and then while it lives, :meth:`end` when its whole tree is gone, and
+    :meth:`note` of nothing as long as something is :attr:`left`.
     A supervisor that was killed leaves ``path``; the next one's :meth:`begin` goes on from it.  Segments that were there before
     the start are never the engine's.
 
@@ -195,6 +196,11 @@ class EngineSegments:
             if self._dead and time.monotonic() - self._tried_s > _TRY_AGAIN_S:
                 self._remove_dead()  # something used them still when their engine was gone
             self._write()
+
+    @property
+    def left(self) -> bool:
+        """Is there something of a dead engine, because somebody used it still?"""
+        return bool(self._dead)
 
     def end(self) -> None:
         """The engine's tree is gone: remove what it left."""

@@ -16,6 +16,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import math
 import os
 import secrets
 import time
@@ -51,12 +52,6 @@ START_WAIT_S = 1.0
 """Longest wait of production's start for memory that the rollout engine still holds: it dies at its deadline anyway."""
 
 OS_PAGE_BYTES = 4096
-
-SPIN_SLEEP_S = 200e-6
-"""vLLM's CPU workers spin on ``sched_yield`` for a second after each step.  On a shared core that starves an
-idle-class neighbour although nothing is computed; this sleep brought such a worker from 93 % to 48 % of the core
-with TTFT and inter-token latency unchanged within the noise.  Production sleeps only while such a neighbour may run
-(:func:`let_spin`): on cores of its own a sleep makes each message later."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -364,45 +359,67 @@ def _rose_call(self: Any, name: str, argument: Any = None) -> Any:
     return table[name](argument)
 
 
+PARKED_MS = 50
+"""A parked reader looks again after so long: a word that was lost costs no more."""
+WORDS_KEPT = 64
+"""vLLM's writer keeps one word for its readers and drops a second within a millisecond or so, which is read late by one that parks."""
+_QUEUE_PATCHES = ("queue wait", "queue word")
 _spins = False
 
 
 def let_spin(on: bool) -> None:
-    """Of this process: wait as vLLM does (there is no neighbour on its core), or sleep.  Any thread."""
+    """Of this process: wait for messages as vLLM does (there is no neighbour on its core), or parked.  Any thread."""
     global _spins
     if on == _spins:
         return
     _spins = on
-    patch = _applied.get("spin")
-    if patch is not None:
-        # vLLM's own function and nothing around it: a frame more makes each turn of the spin longer.
-        setattr(patch.owner, patch.attribute, patch.original if on else patch.replacement)
+    for name in _QUEUE_PATCHES:
+        patch = _applied.get(name)
+        if patch is not None:
+            # vLLM's own function and nothing around it: a frame more makes each turn of the spin longer.
+            setattr(patch.owner, patch.attribute, patch.original if on else patch.replacement)
 
 
 def patch_spin() -> None:
-    """CPU only: make it possible to let the message queue sleep instead of spinning; see :data:`SPIN_SLEEP_S`.
+    """CPU only: make it possible to let readers of the message queue park at once instead of spinning.
+
+    vLLM's CPU workers, and its engine core while a step runs, spin on ``sched_yield`` for a second after each message, and only then
+    wait for the writer's word.  On a shared core the spin starves an idle-class neighbour although nothing is computed, so production
+    parks at once while such a neighbour may run (:func:`let_spin`).  It does not poll: a sleep of 200 us instead of the spin took so
+    much of the worker's core for the engine core's looks that a step of 22 ms lasted 29.
 
     Never raises: it saves time, nothing hangs on it, and production calls it before it serves.
     """
     try:
-        from vllm.distributed.device_communicators import shm_broadcast
+        from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
         from vllm.platforms import current_platform
 
         if current_platform.is_cpu():
-            _patch("spin", shm_broadcast, "sched_yield", _wrap_yield)
+            _patch("queue wait", SpinCondition, "wait", _wrap_wait)
+            _patch("queue word", SpinCondition, "notify", _wrap_notify)
             # Production's queue is vLLM's until a rollout engine may run beside it.
             let_spin(os.environ.get("ROSE_ROLE") == "serving")
     except Exception as error:  # noqa: BLE001  # see above
         logger.warning("ROSE: vLLM's message queue spins on: %r", error)
 
 
-def _wrap_yield(stock: Callable[[], None]) -> Callable[[], None]:
-    del stock
-    return _sleep
+def _wrap_wait(stock: Callable[..., None]) -> Callable[..., None]:
+    def park(self: Any, timeout_ms: int | None = None) -> None:
+        self.last_read = -math.inf  # by this, vLLM takes the queue for long idle
+        stock(self, PARKED_MS if timeout_ms is None else min(timeout_ms, PARKED_MS))
+
+    return park
 
 
-def _sleep() -> None:
-    time.sleep(SPIN_SLEEP_S)
+def _wrap_notify(stock: Callable[..., None]) -> Callable[..., None]:
+    import zmq
+
+    def notify(self: Any) -> None:
+        # Each time: it holds for the readers that have connected by now.
+        self.local_notify_socket.setsockopt(zmq.SNDHWM, WORDS_KEPT)
+        stock(self)
+
+    return notify
 
 
 def stay_eager(config: Any) -> None:

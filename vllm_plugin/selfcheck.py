@@ -300,9 +300,12 @@ CPU_WORKER: tuple[Owner, ...] = (
         },
     ),
     Owner(where="vllm.model_executor.layers.fused_moe.activation:MoEActivation", names="SILU GELU GELU_TANH"),
-    Owner(where="vllm.distributed.device_communicators.shm_broadcast", names="sched_yield"),
+    Owner(
+        where="vllm.distributed.device_communicators.shm_broadcast:SpinCondition",
+        calls={"wait": "self timeout_ms", "notify": "self"},
+    ),
 )
-"""Of those on the CPU build, besides.  (That ``sched_yield`` is gone costs time only: see ``compat.patch_spin``.)"""
+"""Of those on the CPU build, besides.  (That the queue's condition is gone costs time only: see ``compat.patch_spin``.)"""
 
 DOCTOR: tuple[Owner, ...] = (
     Owner(

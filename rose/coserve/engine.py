@@ -367,6 +367,8 @@ class RolloutEngine:
             await asyncio.sleep(_NOTE_STARTING_S)
             child, now = self._child, (self.incarnation, self.state)
             if child is None or not self.running:
+                if self.segments.left:
+                    await asyncio.to_thread(self.segments.note, ())
                 continue
             if now == last and self.state == "ready" and time.monotonic() - last_s < _NOTE_READY_S:
                 continue

@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from vllm_plugin import compat
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 @pytest.mark.parametrize(("role", "stock"), [("serving", True), ("rollout", False)])
 def test_productions_message_queue_is_vllms_own_until_somebody_says_otherwise(
     monkeypatch: pytest.MonkeyPatch, role: str, stock: bool
 ) -> None:
-    from vllm.distributed.device_communicators import shm_broadcast
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
-    before = shm_broadcast.sched_yield
-    monkeypatch.setattr(shm_broadcast, "sched_yield", before)  # taken back at the end
+    before = SpinCondition.wait, SpinCondition.notify
+    for name, function in zip(("wait", "notify"), before, strict=True):
+        monkeypatch.setattr(SpinCondition, name, function)  # taken back at the end
     monkeypatch.setattr(compat, "_applied", {})
     monkeypatch.setattr(compat, "_spins", False)
     monkeypatch.setenv("ROSE_ROLE", role)
     compat.patch_spin()
-    assert (shm_broadcast.sched_yield is before) == stock
+    assert ((SpinCondition.wait, SpinCondition.notify) == before) == stock
+
+
+@pytest.mark.parametrize("how", ["stock", "ours"])
+def test_a_reader_that_parks_at_once_needs_a_writer_that_drops_no_word(how: str) -> None:
+    argv = [sys.executable, "-m", "tests.plugin.queue_probe", how]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    num_missed = int(done.stdout.splitlines()[-1].removeprefix("without a word: "))
+    assert (num_missed > 0) == (how == "stock")
 
 
 @pytest.mark.parametrize("role", ["serving", "rollout"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -409,10 +410,10 @@ def test_registering_never_raises_into_production(lease: Any, monkeypatch: pytes
         vllm_plugin.register()
 
 
-def test_a_message_queue_that_cannot_be_told_to_sleep_spins_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_queue_that_cannot_be_told_to_park_spins_on(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.distributed.device_communicators import shm_broadcast
 
-    monkeypatch.delattr(shm_broadcast, "sched_yield")
+    monkeypatch.delattr(shm_broadcast, "SpinCondition")
     monkeypatch.setattr(compat, "_applied", {})
     compat.patch_spin()
     assert compat.applied() == {}
@@ -425,13 +426,24 @@ def test_waiting_for_a_message_is_vllms_own_only_where_it_may_spin(
     from vllm.distributed.device_communicators import shm_broadcast
 
     yields: list[int] = []
+    parks: list[int] = []
+    for name in ("wait", "notify"):
+        monkeypatch.setattr(shm_broadcast.SpinCondition, name, getattr(shm_broadcast.SpinCondition, name))
     monkeypatch.setattr(shm_broadcast, "sched_yield", lambda: yields.append(1))
     monkeypatch.setattr(compat, "_applied", {})
     monkeypatch.setattr(compat, "_spins", not spins)
     compat.patch_spin()
     compat.let_spin(spins)
-    shm_broadcast.sched_yield()
-    assert len(yields) == spins
+    just_read = SimpleNamespace(
+        is_reader=True,
+        last_read=time.monotonic() + 60,
+        busy_loop_s=1,
+        read_cancel_socket=None,
+        local_notify_socket=None,
+        poller=SimpleNamespace(poll=lambda timeout: parks.append(timeout) or []),
+    )
+    shm_broadcast.SpinCondition.wait(just_read, None)
+    assert (len(yields), parks) == ((1, []) if spins else (0, [compat.PARKED_MS]))
 
 
 def test_a_compute_only_scheduler_publishes_slack_and_lends_nothing(

@@ -24,7 +24,8 @@ def functions():
         "loop": EngineCoreProc.run_busy_loop,
         "executor": Executor.__init__,
         "schedule": Scheduler.schedule,
-        "spin": shm_broadcast.sched_yield,
+        "queue wait": shm_broadcast.SpinCondition.wait,
+        "queue word": shm_broadcast.SpinCondition.notify,
         "gemm": layer_utils.dispatch_cpu_unquantized_gemm,
     }
 

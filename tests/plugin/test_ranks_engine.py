@@ -15,7 +15,7 @@ from rose.coserve.node_dir import NodeDir
 from rose.coserve.records import Mode, Phase
 from tests.engine_launcher import EngineServer
 from tests.plugin.stand_in import Host, S, eventually
-from tests.plugin.test_rollout_engine import Turn, settled, status
+from tests.plugin.test_rollout_engine import Turn, settled, standing, status
 from tests.plugin.test_serving_engine import Agent, complete
 from tests.tiny_model import write_tiny_model
 
@@ -85,15 +85,10 @@ def test_a_step_of_two_ranks_waits_between_two_layers_and_its_tokens_are_the_sam
     server, host = rollout
     host.lend(8)
     settled(server, 8)
-    before = Turn(server, PROMPT, 200).choice()["token_ids"]
-    layers = host.dir.layers()
+    before = Turn(server, PROMPT, 400).choice()["token_ids"]
     host.set(node={"serialise": 1, "stop_at_layers": 1, "slo_ttft_ns": 60 * S})
     eventually(lambda: status(server)["layer_stops"]["on"], "steps may stop")
-    turn = Turn(server, PROMPT, 200)
-    steps = status(server)["steps"]
-    eventually(lambda: status(server)["steps"] > steps, "the turn runs")
-    host.set(busy=1, waiting=1, owes_first=1)
-    eventually(lambda: (state := layers.read()) is not None and state.waiting, "a step stands")
+    turn = standing(server, host, 400)
     assert turn.is_alive()
     host.set(busy=0, waiting=0, owes_first=0)
     assert turn.choice()["token_ids"] == before
