@@ -35,7 +35,18 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.lib.arms import ROOT, Arm, closed_loop, end_all, ok, open_loop, run_load, streams
+from benchmarks.lib.arms import (
+    ROOT,
+    Arm,
+    closed_loop,
+    end_all,
+    ok,
+    open_loop,
+    run_load,
+    scheduler_command,
+    streams,
+    worker_table,
+)
 from benchmarks.lib.report import Report
 from benchmarks.lib.wire import connect, request
 from benchmarks.scheduling.gateway_fakes import MODEL, NUM_NEW, NUM_PROMPT, TEXT, new_ids
@@ -82,26 +93,12 @@ class Bench:
         self.arms["chat_proxy"] = Arm(
             "chat_proxy", [*me, "proxy", self.up.url, "--journal", str(self.folder / "proxy")]
         )
-        config = self.folder / "scheduler.toml"
-        config.write_text(
-            "port = 0\ncap_dedicated = 4096\n[timeouts]\nstall_s = 120.0\n"
-            f'[[workers]]\nworker_id = "w"\nurl = "{self.up.url}"\nmodel = "{MODEL}"\nmax_model_len = 100000\n'
-        )
+        settings = "cap_dedicated = 4096\n" + worker_table("w", self.up.url, MODEL)
         for name, tree in {
             "rose": ROOT,
             **{f"rose:{name}": tree for name, tree in self.trees.items()},
         }.items():
-            command = [
-                sys.executable,
-                "-m",
-                "rose.scheduler.cli",
-                "--config",
-                str(config),
-                "--log-level",
-                "warning",
-            ]
-            command += ["--token-file", str(self.folder / "tokens.toml")]
-            command += ["--journal", str(self.folder / name.replace(":", "-"))]
+            command = scheduler_command(self.folder, settings, name.replace(":", "-"))
             self.arms[name] = Arm(name, command, folder=tree)
         if self.rivals is not None:
             self._start_rivals(self.rivals)

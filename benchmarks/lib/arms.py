@@ -228,3 +228,23 @@ async def streams(port: int, make: Callable[[], bytes], count: int, ramp_s: floa
         "gap_max_s": round(gaps[-1], 3),
         "stalled_over_1s": sum(gap > 1.0 for gap in gaps),
     }
+
+
+def worker_table(worker_id: str, url: str, model: str) -> str:
+    """Of a scheduler's configuration: one engine that does not have to register."""
+    return (
+        f'[[workers]]\nworker_id = "{worker_id}"\nurl = "{url}"\nmodel = "{model}"\nmax_model_len = 100000\n'
+    )
+
+
+def scheduler_command(folder: Path, settings: str, journal: str = "journal") -> list[str]:
+    """A ``rose-scheduler`` on a free port, with ``tokens.toml`` of ``folder``; it outwaits engines that stand while others are measured.
+
+    Args:
+        settings: Of its configuration; top-level keys first, tables after them.
+        journal: Folder of its journal, below ``folder``.
+    """
+    config = folder / "scheduler.toml"
+    config.write_text(f"port = 0\n{settings}[timeouts]\nstall_s = 120.0\n")
+    command = [sys.executable, "-m", "rose.scheduler.cli", "--config", str(config), "--log-level", "warning"]
+    return [*command, "--token-file", str(folder / "tokens.toml"), "--journal", str(folder / journal)]

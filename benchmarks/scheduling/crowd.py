@@ -47,7 +47,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.lib.arms import Arm, end_all, ok, run_load
+from benchmarks.lib.arms import Arm, end_all, ok, run_load, scheduler_command, worker_table
 from benchmarks.lib.report import Report
 from benchmarks.lib.wire import connect, request
 from rose.auth import Tokens
@@ -114,23 +114,9 @@ class World:
         fake += ["--mean-tokens", "1000000000", "--max-model-len", "100000"]
         self.engines = [Arm(f"engine {at}", fake) for at in range(NUM_ENGINES)]
         workers = "".join(
-            f'[[workers]]\nworker_id = "w{at}"\nurl = "{engine.url}"\nmodel = "policy"\nmax_model_len = 100000\n'
-            for at, engine in enumerate(self.engines)
+            worker_table(f"w{at}", engine.url, "policy") for at, engine in enumerate(self.engines)
         )
-        config = folder / "scheduler.toml"
-        config.write_text(
-            f"port = 0\ncap_dedicated = {SLOTS}\n{settings}[timeouts]\nstall_s = 120.0\n{workers}"
-        )
-        command = [
-            sys.executable,
-            "-m",
-            "rose.scheduler.cli",
-            "--config",
-            str(config),
-            "--log-level",
-            "warning",
-        ]
-        command += ["--token-file", str(folder / "tokens.toml"), "--journal", str(folder / "journal")]
+        command = scheduler_command(folder, f"cap_dedicated = {SLOTS}\n{settings}{workers}")
         self.scheduler = Arm("scheduler", command)
 
     def end(self) -> None:

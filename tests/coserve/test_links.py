@@ -300,18 +300,21 @@ async def test_each_published_version_is_staged_and_committed_in_order(device: D
     assert agent.heartbeat("one", 1).version == "1.2"
 
 
-async def test_a_node_serves_the_run_that_the_scheduler_assigns(device: Device, registry: Registry) -> None:
-    sources = {run: Source(device.path / "w") for run in ("r", "s")}
-    sources["r"].published.put(WeightVersion(1, 5))
-    sources["s"].published.put(WeightVersion(1, 3))
-    copies = PolicyCopies("r", device.path / "w", lambda run, folder: sources[run], most=2)
-    weights = {
+def weights_of_r(device: Device) -> dict[str, Any]:
+    return {
         "relay_url": "http://127.0.0.1:9",
         "run_id": "r",
         "directory": str(device.path / "w"),
         "poll_s": 0.05,
     }
-    agent = linked(device, registry, source=copies, weights=weights)
+
+
+async def test_a_node_serves_the_run_that_the_scheduler_assigns(device: Device, registry: Registry) -> None:
+    sources = {run: Source(device.path / "w") for run in ("r", "s")}
+    sources["r"].published.put(WeightVersion(1, 5))
+    sources["s"].published.put(WeightVersion(1, 3))
+    copies = PolicyCopies("r", device.path / "w", lambda run, folder: sources[run], most=2)
+    agent = linked(device, registry, source=copies, weights=weights_of_r(device))
     await until(lambda: bool(registry.beats) and registry.beats[-1].run == "r")
     first = registry.beats[-1]
     assert (first.pull_s, first.commit_s, first.num_switches, first.copies) == (None, None, 0, ["r"])
@@ -355,13 +358,7 @@ async def test_an_order_that_is_taken_back_before_its_weights_came_is_no_switch(
     sources = {run: Source(device.path / "w") for run in ("r", "s")}
     sources["r"].published.put(WeightVersion(1, 5))
     copies = PolicyCopies("r", device.path / "w", lambda run, folder: sources[run], most=2)
-    weights = {
-        "relay_url": "http://127.0.0.1:9",
-        "run_id": "r",
-        "directory": str(device.path / "w"),
-        "poll_s": 0.05,
-    }
-    agent = linked(device, registry, source=copies, weights=weights)
+    agent = linked(device, registry, source=copies, weights=weights_of_r(device))
     await until(lambda: bool(registry.beats) and registry.beats[-1].run == "r")
 
     registry.assignment = {"active": True, "job": "b", "run": "s"}

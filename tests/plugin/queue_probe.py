@@ -45,7 +45,7 @@ def patch(how: str) -> None:
 
 
 def counted(queue: MessageQueue) -> Poller:
-    condition = queue._spin_condition
+    condition: Any = queue._spin_condition
     condition.poller = Poller(condition.poller)
     return condition.poller
 

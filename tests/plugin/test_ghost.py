@@ -252,16 +252,13 @@ def test_what_was_dropped_is_lost_also_after_the_memory_is_back_until_it_would_b
     assert "_maybe_evict_cached_block" not in vars(pair.ours.kv_cache_manager.block_pool)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_on_conversations_the_count_is_vllms_own_difference(pair: Pair, seed: int) -> None:
-    """Turns that go on from their own past, loans that come and go.  Chunks are taken out of turn, so it is no exact count: what
-    has been computed again is in the ghost's cache at another place in the order than in stock's."""
-    rng = random.Random(seed)
+def _converse(pair: Pair, rng: random.Random, *, turns: int, loans: list[int]) -> None:
+    """Turns that go on from their own past, beside loans that come and go."""
     talks: list[list[int]] = []
-    for turn in range(400):
+    for turn in range(turns):
         if turn % 100 == 30:
             pair.give_back()
-            pair.lend(rng.choice([4, 8, 12]))
+            pair.lend(rng.choice(loans))
         if len(talks) < 40 or rng.random() < 0.1:
             talks.append(_prompt(rng, 1))
             talk = talks[-1]
@@ -272,6 +269,13 @@ def test_on_conversations_the_count_is_vllms_own_difference(pair: Pair, seed: in
             talks.remove(talk)
             continue
         pair.say(talk)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_on_conversations_the_count_is_vllms_own_difference(pair: Pair, seed: int) -> None:
+    """Turns that go on from their own past, loans that come and go.  Chunks are taken out of turn, so it is no exact count: what
+    has been computed again is in the ghost's cache at another place in the order than in stock's."""
+    _converse(pair, random.Random(seed), turns=400, loans=[4, 8, 12])
     counted, missed = pair.ours.rose.ghost.lost_tokens, pair.missed()
     assert missed > 0
     assert 0.75 * missed <= counted <= 1.1 * missed
@@ -463,22 +467,8 @@ def test_of_several_groups_a_smaller_cache_loses_what_it_evicts_sooner(pair_of_g
 def test_on_conversations_with_several_groups_the_count_is_near_vllms(
     pair_of_groups: Pair, seed: int
 ) -> None:
-    pair, rng = pair_of_groups, random.Random(seed)
-    talks: list[list[int]] = []
-    for turn in range(300):
-        if turn % 100 == 30:
-            pair.give_back()
-            pair.lend(rng.choice([12, 16, 20]))
-        if len(talks) < 40 or rng.random() < 0.1:
-            talks.append(_prompt(rng, 1))
-            talk = talks[-1]
-        else:
-            talk = rng.choice(talks[-60:])
-            talk += [rng.randrange(1000) for _ in range(rng.choice([20, BLOCK]))]
-        if len(talk) > 440:
-            talks.remove(talk)
-            continue
-        pair.say(talk)
+    pair = pair_of_groups
+    _converse(pair, random.Random(seed), turns=300, loans=[12, 16, 20])
     counted, missed = pair.ours.rose.ghost.lost_tokens, pair.missed()
     assert missed > 0
     assert 0.75 * missed <= counted <= 1.25 * missed
