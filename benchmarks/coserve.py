@@ -15,7 +15,8 @@ four minutes; a long measurement is several runs, pooled::
 Latencies count from the scheduled moment of each request.  Ratios are to production alone in the same run, with
 95 % bootstrap intervals over requests; ``aa_ratio`` is alone against itself, the noise.  ``harvested_share`` is
 rollout tokens/s over (rollout tokens/s alone on that core x (1 - busy fraction of serving alone)), busy
-time from step times; ``idle_used_share``, which cannot exceed 1, is the share of the core's idle seconds alone that are idle no longer.  Alone, production waits for its workers' messages as vLLM does; beside rollouts it parks (``compat.patch_spin``).
+time from step times; ``used_share``, which cannot exceed 1, is the rollout engine's CPU
+seconds over those that production left in the same blocks.  Alone, production waits for its workers' messages as vLLM does; beside rollouts it parks (``compat.patch_spin``).
 """
 
 from __future__ import annotations
@@ -352,7 +353,7 @@ def _notes(result: dict[str, Any]) -> list[str]:
     notes = _tight_notes(result)
     return [
         f"Workload {result['workload']}, busiest second {plot.cell(burst, 1)}x the mean; {s['num_pairs']} pairs. "
-        f"Serving alone is {plot.cell(s['serving_busy_fraction'], 0, 100)} % busy and the core {plot.cell(s['serving_idle_fraction'], 0, 100)} % idle, its mean step "
+        f"Serving alone is {plot.cell(s['serving_busy_fraction'], 0, 100)} % busy, others take {plot.cell(s['others_share'], 0, 100)} % of the core, its mean step "
         f"{plot.cell(s['serving_step_ms'], 1)} ms; violations alone {plot.cell(s['violations_alone'], 1)}; rollouts "
         f"alone {plot.cell(s['solo_rollout_tokens_per_s'], 0)} tokens/s.",
         f"Bar: P99 ratios' upper bounds within the noise or 1.05, no added violation, 85 % harvested: "

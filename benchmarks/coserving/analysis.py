@@ -67,10 +67,19 @@ def _share(
     return None if rate is None or busy is None or not most or busy >= 1.0 else rate / (most * (1.0 - busy))
 
 
-def _idle_used(mine: Sequence[BlockRecord], alone: Sequence[BlockRecord]) -> float | None:
-    """Share of the core's idle time alone that is idle no longer, whoever works then; at most 1."""
-    left, before = _rate(mine, "idle_s"), _rate(alone, "idle_s")
-    return None if left is None or not before else 1.0 - left / before
+def _used(mine: Sequence[BlockRecord]) -> float | None:
+    """Of the core's time that production left, in the same blocks, what the rollout engine ran: by the kernel's count, so at most 1."""
+    left = _total(mine, "seconds") - _total(mine, "serving_cpu_s")
+    known = all("rollout_cpu_s" in block.counters for block in mine)
+    return _total(mine, "rollout_cpu_s") / left if known and left > 0 else None
+
+
+def _others(alone: Sequence[BlockRecord]) -> float | None:
+    """Of the core's time while production serves alone, what neither engine ran and nobody left idle: the kernel and other programs."""
+    if not alone or any("serving_cpu_s" not in block.counters for block in alone):
+        return None
+    known = sum(_total(alone, name) for name in ("idle_s", "serving_cpu_s", "rollout_cpu_s"))
+    return max(0.0, 1.0 - known / _total(alone, "seconds"))
 
 
 def _interval(*groups: Sequence[BlockRecord]) -> list[float] | None:
@@ -178,7 +187,7 @@ def analyse(
         row["extra_violations"] = row["num_violations"] - violations_alone
         row["harvested_share"] = _share(blocks_of[arm], alone_blocks, blocks_of[SOLO])
         row["harvested_interval"] = _interval(blocks_of[arm], alone_blocks, blocks_of[SOLO])
-        row["idle_used_share"] = _idle_used(blocks_of[arm], alone_blocks)
+        row["used_share"] = _used(blocks_of[arm])
         row["hit_rate"] = hits
         row["hit_rate_delta"] = hits - alone_hits if hits is not None and alone_hits is not None else None
         row["cut_requests"] = _total(blocks_of[arm], "cut_requests")
@@ -190,7 +199,7 @@ def analyse(
     summary = _summary(rows)
     summary |= {
         "serving_busy_fraction": busy,
-        "serving_idle_fraction": _rate(alone_blocks, "idle_s"),
+        "others_share": _others(alone_blocks),
         "serving_step_ms": step_ms,
         "solo_rollout_tokens_per_s": solo_rate,
         "violations_alone": violations_alone,
@@ -213,7 +222,7 @@ def _summary(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
             found = row[f"{metric}_p99_ratio"]
             summary[f"p99_{metric}_ratio{suffix}"] = _value(found)
             summary[f"p99_{metric}_ratio_high{suffix}"] = found["high"] if found else None
-        for name in ("extra_violations", "harvested_share", "idle_used_share", "hit_rate_delta"):
+        for name in ("extra_violations", "harvested_share", "used_share", "hit_rate_delta"):
             summary[f"{name}{suffix}"] = row[name]
         low, high = row["harvested_interval"] or (None, None)
         summary[f"harvested_share_low{suffix}"], summary[f"harvested_share_high{suffix}"] = low, high

@@ -7,6 +7,7 @@ are switched by ``POST /set`` to the node agent, as ``rose node set`` does it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import re
@@ -98,7 +99,10 @@ class Reading:
     prefix_hits: int
     rollout_pages: int
     idle_s: float
-    """Of the engines' core, by the kernel's own count (hundredths of a second)."""
+    """Of the engines' core, by the kernel's own count (hundredths of a second); so the two below."""
+    serving_cpu_s: float
+    """What the processes of production have used of it, and those of the rollout engine; they run nowhere else."""
+    rollout_cpu_s: float
     kills: int
     stops: int
     """Of rollout steps between two layers; with how many were quick, how late all were, how long they lasted and how many gave up."""
@@ -117,10 +121,15 @@ class World:
         self._lease, self._board = node.rollout_lease(), node.serving_board()
         self._serving, self._layers = node.serving_lease(), node.layers()
         self._client: ControlClient | None = None
+        self._production: psutil.Process | None = None
 
     async def start(self, fleet: Fleet, progress: Any) -> None:
         """Production, then the node agent with its engine; ready when both are."""
         await fleet.start(self.plan.production(), progress)
+        here, port = psutil.Process(), f"--port={self.config.port('production')}"
+        self._production = next(
+            each for each in here.children(recursive=True) if port in _argv(each) and "serve" in _argv(each)
+        )
         await fleet.start(self.plan.node(), progress)
         self._client = ControlClient(self.plan.node_dir, Tokens.load(self.plan.root / parts.TOKEN_FILE))
         while self.registry.worker is None:  # noqa: ASYNC110 - another process registers
@@ -183,7 +192,8 @@ class World:
         lease, board, layers = self._lease.read(), self._board.read(), self._layers.read()
         metrics = _metrics(self.config.url("production"))
         assert self._client is not None
-        kills = int(self._client.status()["engine"]["kills"])
+        engine = self._client.status()["engine"]
+        kills = int(engine["kills"])
         return Reading(
             at_s=time.monotonic(),
             decoded=lease.decoded if lease else 0,
@@ -196,6 +206,8 @@ class World:
             prefix_hits=metrics.get("vllm:prefix_cache_hits_total", 0),
             rollout_pages=lease.reserved_pages if lease else 0,
             idle_s=psutil.cpu_times(percpu=True)[self.plan.cores[0]].idle,
+            serving_cpu_s=cpu_s(self._production) if self._production is not None else 0.0,
+            rollout_cpu_s=cpu_s(psutil.Process(engine["pid"])) if engine["pid"] else 0.0,
             kills=kills,
             stops=layers.stops if layers else 0,
             quick_stops=layers.quick_stops if layers else 0,
@@ -203,6 +215,24 @@ class World:
             stopped_s=layers.waited_ns / 1e9 if layers else 0.0,
             stops_given_up=layers.given_up if layers else 0,
         )
+
+
+def _argv(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []  # it has just ended
+
+
+def cpu_s(root: psutil.Process) -> float:
+    """Used by a process and all below it; 0 when it has ended."""
+    used = 0.0
+    with contextlib.suppress(psutil.Error):
+        for process in (root, *root.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                used += times.user + times.system
+    return used
 
 
 def _metrics(url: str) -> dict[str, int]:

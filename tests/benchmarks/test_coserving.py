@@ -159,17 +159,26 @@ def test_ours_is_judged_by_alone_and_by_the_papers_way(
     assert beside_paper(*figures)["judged_met"] is met
 
 
-def test_idle_time_that_is_used_is_a_share_of_what_there_was_alone() -> None:
+def test_the_used_share_is_of_what_production_left_and_others_take_what_nobody_else_has() -> None:
     samples = [sample(arm, i, 0.1) for arm in ARMS for i in range(4)]
-    idle = {"alone_1": 6.0, "alone_2": 6.0, "rose": 1.5}
+    used = {"alone_1": (9.0, 0.0, 0.5), "alone_2": (9.0, 0.0, 0.5), "rose": (6.0, 3.0, 0.5)}
+    names = ("serving_cpu_s", "rollout_cpu_s", "idle_s")
     blocks = [
-        replace(block(arm, n), counters={**block(arm, n).counters, "idle_s": s})
-        for n, (arm, s) in enumerate(idle.items())
+        replace(block(arm, n), counters={**block(arm, n).counters, **dict(zip(names, seconds, strict=True))})
+        for n, (arm, seconds) in enumerate(used.items())
     ]
 
-    rows = analyse(samples, blocks, Slo(ttft_s=1.0, tpot_s=0.15), ARMS)["arms"]
+    found = analyse(samples, blocks, Slo(ttft_s=1.0, tpot_s=0.15), ARMS)
 
-    assert rows["rose"]["idle_used_share"] == pytest.approx(0.75)
+    assert found["arms"]["rose"]["used_share"] == pytest.approx(0.75)
+    assert found["summary"]["others_share"] == pytest.approx(0.05)
+
+
+def test_runs_that_counted_no_cpu_seconds_have_no_used_share() -> None:
+    found = result()
+
+    assert found["arms"]["rose"]["used_share"] is None
+    assert found["summary"]["others_share"] is None
 
 
 # --- steps that stop at layers
