@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import os
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +25,7 @@ from rose.open_files import raise_limit
 from rose.units import PAGE_BYTES, format_bytes, format_s
 
 ENV_DIR = "ROSE_DIR"
+_LOOK_S = 0.2
 OPEN_FILES = 16_384
 """A version of a large model is thousands of objects, all of them mapped while it is staged."""
 
@@ -69,10 +71,43 @@ async def _run(agent_type: Any, settings: NodeConfig) -> None:
 
 
 @app.command()
-def on(directory: Dir = None, token_file: TokenFile = None) -> None:
-    """Lend; the first one starts the rollout engine (half a minute or more, see engine.warm)."""
+def on(
+    directory: Dir = None,
+    token_file: TokenFile = None,
+    wait: Annotated[
+        float, typer.Option(help="Seconds to wait for the rollout engine; says meanwhile how it stands.")
+    ] = 0.0,
+) -> None:
+    """Lend; the first one starts the rollout engine (half a minute or more, see engine.warm).
+
+    With --wait: exit code 1 if the engine is not ready in time.
+    """
     client = _client(directory, token_file)
-    _show(client.set(mode="on", engine=True), False)
+    status = client.set(mode="on", engine=True)
+    if wait > 0:
+        status = _awaited(client, wait)
+    _show(status, False)
+    if wait > 0 and status["engine"]["state"] != "ready":
+        raise typer.Exit(1)
+
+
+def _awaited(client: ControlClient, seconds: float) -> dict[str, Any]:
+    """The status once the rollout engine is ready, has been given up, or the time is over."""
+    begun_s, told = time.monotonic(), ""
+    while True:
+        status = client.status()
+        engine, passed_s = status["engine"], time.monotonic() - begun_s
+        if engine["state"] in ("ready", "failed") or passed_s >= seconds:
+            return status
+        now = f"engine {engine['state']}{_waits(engine)}{'; ' + engine['error'] if engine['error'] else ''}"
+        if now != told:
+            typer.echo(f"{passed_s:5.0f} s  {now}", err=True)
+            told = now
+        time.sleep(_LOOK_S)
+
+
+def _waits(engine: dict[str, Any]) -> str:
+    return f", waits: {engine['waits_for']}" if engine["waits_for"] and engine["state"] != "ready" else ""
 
 
 @app.command()
@@ -240,7 +275,6 @@ def _show(status: dict[str, Any], as_json: bool) -> None:
         f"gate {'open' if rollout['gate_open'] else 'closed'}, {rollout['steps']} steps, "
         f"{rollout['cut_requests']} requests cut"
     )
-    waits = f", waits: {engine['waits_for']}" if engine["waits_for"] and engine["state"] != "ready" else ""
     audit = status["audit"]
     if audit["looks"]:
         booked = sum(rank["booked_bytes"] for rank in audit["ranks"])
@@ -250,7 +284,7 @@ def _show(status: dict[str, Any], as_json: bool) -> None:
         )
     typer.echo(
         f"engine    {engine['state']}, version {engine['version']}, {engine['starts']} starts, "
-        f"{engine['kills']} kills{waits}{'; ' + engine['error'] if engine['error'] else ''}"
+        f"{engine['kills']} kills{_waits(engine)}{'; ' + engine['error'] if engine['error'] else ''}"
     )
     if (sentinel := engine["sentinel"]) is not None:
         dies = (
