@@ -354,7 +354,7 @@ def tornado(
         if len(known) < 2:
             lost = ", ".join(label for value, label, _ in ends if value is None)
             body.append(
-                f'<text class="tick" x="{width}" y="{middle + 4:.1f}" text-anchor="end">cannot run at {escape(lost)}</text>'
+                f'<text class="tick" x="{width}" y="{middle + 4:.1f}" text-anchor="end">nothing known at {escape(lost)}</text>'
             )
     body.append(f'<path class="mark s-event" d="M{at(base):.1f} {top}V{bottom}"/>')
     return _svg(width, bottom + 24, title, body)

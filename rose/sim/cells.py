@@ -36,7 +36,9 @@ class CellResult:
     arrived_s: Floats
     duration_s: float
     serving_busy: float
-    """Share of the time in which an engine's own steps ran, with no rollouts beside it."""
+    """Share of the time in which a serving engine's steps ran."""
+    serving_own: float
+    """Share that they would have taken with the device to themselves: rollouts beside them make steps longer."""
 
     @property
     def slo_missed(self) -> float:
@@ -94,11 +96,10 @@ def run_cell(
     return measure(run, load, warm_s)
 
 
-def run_dedicated(scenario: Scenario, seed: int) -> CellResult:
-    """The cell's job on as many engines, all of them dedicated."""
+def run_dedicated(scenario: Scenario, seed: int, engines: int) -> CellResult:
+    """The cell's job, with all its trajectories, on dedicated engines only."""
     config = cell_scenario(scenario, 1e-3, seed)
-    fleet = config.fleet
-    fleet = fleet.model_copy(update={"serving": 0, "dedicated": fleet.serving + fleet.dedicated})
+    fleet = config.fleet.model_copy(update={"serving": 0, "dedicated": engines})
     config = config.model_copy(update={"fleet": fleet})
     return measure(simulate(config, "rose", asynchronous=True), 0.0, scenario.cells.warm_s)
 
@@ -130,4 +131,5 @@ def measure(run: RunResult, load: float, warm_s: float) -> CellResult:
         arrived_s=run.arrived_s,
         duration_s=run.duration_s,
         serving_busy=run.busy["serving"] / run.duration_s / max(1, fleet.serving),
+        serving_own=run.busy["serving_own"] / run.duration_s / max(1, fleet.serving),
     )

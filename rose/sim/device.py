@@ -107,6 +107,8 @@ class Device:
         self.busy_s = 0.0
         self.rollout_busy_s = 0.0
         self.serving_busy_s = 0.0
+        self.serving_own_s = 0.0
+        """What its steps would have taken with the device to itself."""
         self.num_steps = 0
         self._ending: list[str] = []
         self._phase = 0
@@ -304,6 +306,7 @@ class Device:
         serving, rollout = self.serving, self.rollout
         if serving is not None and self._serving_s > 0:
             self.serving_busy_s += length_s
+            self.serving_own_s += count * self._serving_s + self._serving_growth_s * count * (count - 1) / 2
             started, ended = serving.advance(count, self._serving_prefill, 1.0)
             for request in started:
                 if request.first_s is None:

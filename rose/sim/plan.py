@@ -3,12 +3,12 @@
 1. *Sweep*: at three stretches of the traffic (quietest, average, busiest) and several headrooms, a few engines of the fleet are
    simulated with ROSE's own policies, and the same engines with the same requests without rollouts.  The headroom that harvests
    most within the allowed risk is recommended.
-2. *Judgement*: that headroom again, on requests that the choice has not seen.  Every figure that is shown comes from here.
+2. *Judgement*: that headroom again, on requests that the choice has not seen.  Every figure that is shown comes from here, and the
+   verdict: whether lending is safe, is not, or cannot be told from so few requests.
 3. *Assumptions*: each is set low and high by itself, and worth and risk are simulated again.
 
-Worth is in dedicated engines: how many the job would need, more than it has, to sample as much, where each samples what one does when the
-same job has as many engines, all of them dedicated.  Over the day it is read off the three stretches by the rate of requests.  Everything is a list of :class:`Task`, which do not
-know each other: they run on all cores, and one result is the same wherever it ran.
+Worth is in dedicated engines (:mod:`rose.sim.worth`).  Over the day it is read off the three stretches by the rate of requests.
+Everything is a list of :class:`Task`, which do not know each other: they run on all cores, and one result is the same wherever it ran.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -31,109 +32,37 @@ from rose.evaluation.statistics import percentile
 from rose.sim.arrivals import Floats
 from rose.sim.cells import CellResult, run_cell, run_dedicated
 from rose.sim.metrics_source import MeteredTraffic
+from rose.sim.plan_assumptions import Assumption, assumptions, changed
 from rose.sim.scenario import Scenario
 from rose.sim.summary import SETTLE_S, Misses, compare_misses
 from rose.sim.traffic import Traffic
+from rose.sim.worth import Yardstick, gpu_ratio, sizes, time_left, worth_of
 
 HEADROOMS = (0.05, 0.1, 0.2, 0.3)
 SAFE_EXTRA = 0.001
 """Recommended is the headroom that harvests most while at most this share more of production misses its limits."""
 SAME_WORTH = 0.99
 """Of headrooms that harvest as much, but for this, the largest: memory that rollouts do not miss costs nothing to leave."""
-FRESH = 2
-"""Draws of each stretch by which the recommended headroom is judged."""
+FRESH = (2, 6)
+"""Draws of each stretch by which the recommended headroom is judged: so many at least, and at most until :data:`ENOUGH`."""
+ENOUGH = 3.0
+"""Times ``1 / SAFE_EXTRA`` requests without an added miss show that no more is meant (95 %)."""
 HOURS_A_MONTH = 730.0
 GPU_HOUR_PRICE = 2.5
 """What a GPU hour is taken to cost unless said otherwise: near the market's price of an H100 by the hour, in dollars; a guess."""
 WINDOWS = ("quiet", "mean", "busy")
+ONLY_BESIDE = {"load", "prompts", "serving.noise", "efficiency.overlap"}
+"""What an assumption may change without any effect on dedicated engines."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Assumption:
-    """Something that the figures rest on and nobody has measured here."""
+class Verdict(StrEnum):
+    """On the risk to production, by requests that the choice of the headroom has not seen."""
 
-    name: str
-    """For people."""
-    low: str
-    high: str
-    low_changes: Mapping[str, Any]
-    """Dotted setting of the scenario -> value; ``*setting`` multiplies; ``load`` multiplies production's requests."""
-    high_changes: Mapping[str, Any]
-    measure: str
-    """How to replace it by a measurement."""
-    is_risky: bool
-    """Whether production feels it: then its ends are judged at the busiest stretch too."""
-
-
-_PROFILE = "measure step times on one GPU of the fleet: `rose profile`, then serving.profile and job.profile"
-_JOB = "take the lengths from your job's own trajectories: `rose traj ls`, then [job]"
-
-
-def assumptions(scenario: Scenario, traffic: Traffic) -> list[Assumption]:
-    """Those that matter for this fleet; what was measured is none."""
-    found: list[Assumption] = []
-
-    def add(
-        name: str,
-        setting: str,
-        low: float,
-        high: float,
-        measure: str,
-        *,
-        times: bool = False,
-        risky: bool = False,
-    ) -> None:
-        key, word = (f"*{setting}", "x ") if times else (setting, "")
-        found.append(
-            Assumption(
-                name=name,
-                low=f"{word}{low:g}",
-                high=f"{word}{high:g}",
-                low_changes={key: low},
-                high_changes={key: high},
-                measure=measure,
-                is_risky=risky,
-            )
-        )
-
-    if scenario.serving.profile is None or scenario.job.profile is None:
-        add("share of peak FLOPs that prompts reach", "efficiency.compute", 0.35, 0.65, _PROFILE, risky=True)
-        add("share of memory bandwidth that decoding reaches", "efficiency.bandwidth", 0.5, 0.85, _PROFILE)
-    overlap = "compare both engines' steps alone and together on one GPU: `python benchmarks/gpu_check.py`"
-    add("overlap of two engines on a GPU", "efficiency.overlap", 0.0, 0.4, overlap, risky=True)
-    if traffic.knows_engines:
-        load = "watch a longer stretch, and the next release of your product"
-        add("production's traffic grows or shrinks", "load", 0.7, 1.3, load, times=True, risky=True)
-    else:
-        load = "say how many engines served this traffic: --engines, or read --scrapes or --prometheus"
-        add("traffic per engine", "load", 0.5, 2.0, load, times=True, risky=True)
-    if not traffic.knows_bursts:
-        bursts = "scrape every 15 s, or log arrival times for an hour and use --trace"
-        add(
-            "bursts between two scrapes (deviation of a second's rate)",
-            "serving.noise",
-            0.0,
-            1.0,
-            bursts,
-            risky=True,
-        )
-    if traffic.hit_share is None or traffic.hit_share > 0.05:
-        prompts = (
-            "log prompt lengths without the cached part; the prefix cache of production is not simulated"
-        )
-        add("production's prompt lengths", "prompts", 0.6, 1.3, prompts, times=True)
-    add("tokens that a turn samples", "job.output_median", 0.5, 2.0, _JOB, times=True)
-    add("tokens of an observation", "job.observation_median", 0.5, 2.0, _JOB, times=True)
-    running = "count your job's concurrent trajectories: batch x group size, over all engines"
-    add("trajectories under way per engine", "cells.in_flight_per_engine", 0.5, 2.0, running, times=True)
-    add(
-        "GB per GPU for activations and graphs",
-        "fleet.reserve_gb",
-        2.0,
-        8.0,
-        "`rose doctor --config node.toml`",
-    )
-    return found
+    SAFE = "safe"
+    UNSAFE = "unsafe"
+    """In some stretch more is added than :data:`SAFE_EXTRA`, by more than chance would (95 %)."""
+    UNCLEAR = "unclear"
+    """Too few requests to tell."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,13 +77,13 @@ class Task:
     load: float = 1.0
     prompts: float = 1.0
     """Factors on production's requests, and on their prompts."""
-    is_yardstick: bool = False
-    """No serving engine is there."""
+    dedicated: int = 0
+    """So many engines and no serving one: a point of the yardstick; 0 = a cell."""
 
     def run(self) -> CellResult:
         cells = self.scenario.cells
-        if self.is_yardstick:
-            return run_dedicated(self.scenario, self.seed)
+        if self.dedicated:
+            return run_dedicated(self.scenario, self.seed, self.dedicated)
         length_s = cells.warm_s + cells.seconds
         arrivals = self.traffic.arrivals(
             self.scenario.serving, self.start_s, length_s, cells.serving, self.seed, self.load
@@ -177,8 +106,10 @@ class Cell:
     headroom: float
     load: float
     """Requests per second and engine."""
-    worth: float
-    """Dedicated engines that one serving engine's harvest replaces."""
+    worth: float | None
+    """Dedicated engines that one serving engine's harvest replaces; None where the job does not load the fleet."""
+    most: float
+    """What production leaves of the engine's time, in dedicated engines: worth is never more."""
     tokens_s: float
     """Harvested, of one engine."""
     misses: Misses
@@ -188,13 +119,17 @@ class Cell:
     alone_tpot_p99_ms: float
     cuts_per_min: float
     busy: float
-    """Share of the time that production's own steps take, without rollouts."""
+    """Share of the time in which a step of production is under way, without rollouts."""
+    own: float
+    """Share that its steps need for themselves beside rollouts: requests that take longer share more of them."""
+    alone_missed: float
+    """Share of production's requests that miss a limit without rollouts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Swing:
-    """What one assumption does to the GPUs, and to the added misses at the busiest; None where such a fleet cannot run, nothing is
-    harvested as assumed, no request was judged, or production does not feel it."""
+    """What one assumption does to the GPUs, and to the added misses at the busiest; None where such a fleet cannot run, the job then does not
+    load it, nothing is harvested as assumed, no request was judged, or production does not feel it."""
 
     assumption: Assumption
     low_gpus: float | None
@@ -218,27 +153,37 @@ class Plan:
     judged: tuple[Cell, ...]
     """The recommended headroom, on fresh requests; one per window, quietest first."""
     headroom: float
-    safe: bool
+    fresh: int
+    """Draws of each stretch that it was judged by."""
+    verdict: Verdict
+    yardstick: Yardstick
     at_s: Floats
     load: Floats
     """Requests per second and engine over the stretch that was read."""
-    gpus: Floats
-    """What could be harvested then, in GPUs, of the whole fleet."""
+    gpus: Floats | None
+    """What could be harvested then, in GPUs, of the whole fleet; None where the job does not load the fleet."""
+    most_gpus: float
+    """What production leaves of the fleet's time, on average: never more is harvested."""
     tokens_s: Floats
     swings: tuple[Swing, ...]
     price: float
 
     @property
-    def mean_gpus(self) -> float:
-        return float(np.mean(self.gpus))
+    def lends(self) -> bool:
+        """Whether lending is recommended, with a worth: it is safe, and the job makes something of it."""
+        return self.verdict is Verdict.SAFE and bool(self.mean_gpus)
 
     @property
-    def gpu_hours_a_month(self) -> float:
-        return self.mean_gpus * HOURS_A_MONTH
+    def mean_gpus(self) -> float | None:
+        return None if self.gpus is None else float(np.mean(self.gpus))
 
     @property
-    def money_a_month(self) -> float:
-        return self.gpu_hours_a_month * self.price
+    def gpu_hours_a_month(self) -> float | None:
+        return None if self.mean_gpus is None else self.mean_gpus * HOURS_A_MONTH
+
+    @property
+    def money_a_month(self) -> float | None:
+        return None if self.gpu_hours_a_month is None else self.gpu_hours_a_month * self.price
 
     @property
     def tokens_a_day(self) -> float:
@@ -250,8 +195,10 @@ class Plan:
         return sum((cell.misses for cell in self.judged), Misses(num=0, added=0, mended=0))
 
     @property
-    def range_gpus(self) -> tuple[float, float]:
+    def range_gpus(self) -> tuple[float, float] | None:
         """Lowest and highest that one assumption alone makes of it."""
+        if self.mean_gpus is None:
+            return None
         ends = [self.mean_gpus]
         ends += [end for one in self.swings for end in (one.low_gpus, one.high_gpus) if end is not None]
         return min(ends), max(ends)
@@ -349,9 +296,10 @@ def _make_plan(
             fix="--set cells.seconds=330",
         )
     starts = traffic.windows(cells.warm_s + cells.seconds)
+    fresh = draws(scenario, traffic, starts)
     varied = assumptions(scenario, traffic)
-    total = len(WINDOWS) * (len(HEADROOMS) + 1) + 1 + len(WINDOWS) * FRESH * 2 + 2
-    total += sum(4 + 4 * one.is_risky for one in varied)
+    ends = [(one, changes) for one in varied for changes in (one.low_changes, one.high_changes)]
+    total = len(sizes(scenario)) + len(WINDOWS) * (len(HEADROOMS) + 1) + len(WINDOWS) * fresh * 2
     finished = 0
     stage = ""
 
@@ -374,78 +322,103 @@ def _make_plan(
             config = changed(scenario, {"lending.min_headroom_fraction": headroom})
         return Task(scenario=config, traffic=traffic, system=system, start_s=starts[window], seed=seed)
 
+    # Assumptions: worth on half a cell at the average stretch, risk on a whole one at the busiest.
+    def swing_tasks(headroom: float) -> list[list[Task]]:
+        """For what was assumed, then for each end: worth beside production, risk with rollouts and without, the yardstick if it is another."""
+        half = halved(task("rose", "mean", scenario.seed, headroom))
+        found = [[half, *yardstick_tasks(half)]]
+        for one, changes in ends:
+            mine = [altered(half, changes)]
+            if one.is_risky:
+                pair = (
+                    task("rose", "busy", scenario.seed, headroom),
+                    task("fixed_async", "busy", scenario.seed),
+                )
+                mine += [altered(each, changes) for each in pair]
+            if not changes.keys() <= ONLY_BESIDE:
+                mine += yardstick_tasks(mine[0])
+            found.append(mine)
+        return found
+
+    total += sum(len(each) for each in swing_tasks(HEADROOMS[0]))
+
     # Sweep.
     seed = scenario.seed
-    tasks = [yardstick_task(task("fixed_async", "mean", seed))]
+    tasks = yardstick_tasks(task("fixed_async", "mean", seed))
+    num_sizes = len(tasks)
     for window in WINDOWS:
         tasks.append(task("fixed_async", window, seed))
         tasks += [task("rose", window, seed, headroom) for headroom in HEADROOMS]
-    yardstick, *results = run(tasks, "which headroom")
-    per_engine = yardstick.dedicated_tokens_s or 1.0
+    results = run(tasks, "which headroom")
+    yardstick, results = yardstick_of(results[:num_sizes]), results[num_sizes:]
     sweep: list[Cell] = []
     for number, window in enumerate(WINDOWS):
         alone, *with_rose = results[number * (1 + len(HEADROOMS)) :][: 1 + len(HEADROOMS)]
         for headroom, rose in zip(HEADROOMS, with_rose, strict=True):
-            sweep.append(_cell(window, headroom, [(rose, alone)], per_engine, cells.warm_s))
-    headroom, safe = recommend(sweep)
+            sweep.append(cell_of(window, headroom, [(rose, alone)], yardstick, scenario))
+    headroom = recommend(sweep)
 
     # Judgement.
     tasks = [
         task(system, window, seed + 1 + draw, headroom if system == "rose" else None)
         for window in WINDOWS
-        for draw in range(FRESH)
+        for draw in range(fresh)
         for system in ("rose", "fixed_async")
     ]
     results = run(tasks, "on fresh requests")
     judged: list[Cell] = []
     for number, window in enumerate(WINDOWS):
-        mine = results[number * 2 * FRESH :][: 2 * FRESH]
+        mine = results[number * 2 * fresh :][: 2 * fresh]
         pairs = list(zip(mine[::2], mine[1::2], strict=True))
-        judged.append(_cell(window, headroom, pairs, per_engine, cells.warm_s))
+        judged.append(cell_of(window, headroom, pairs, yardstick, scenario))
     at_s, load = traffic.profile()
-    order = sorted(judged, key=lambda cell: cell.load)
-    loads = [cell.load for cell in order]
-    engines = np.interp(load, loads, [cell.worth for cell in order])
-    tokens = np.interp(load, loads, [cell.tokens_s for cell in order])
     serving = scenario.fleet.serving * traffic.engine_share()
-    gpus = engines * serving * scenario.fleet.rollout_gpus
+    whole = serving * scenario.fleet.rollout_gpus
+    order = sorted(judged, key=lambda cell: cell.load)
 
-    # Assumptions: worth on half a cell at the average stretch, risk on a whole one at the busiest.
+    def over_time(values: Iterable[float]) -> Floats:
+        return np.interp(load, [cell.load for cell in order], list(values))
+
+    worths = [cell.worth for cell in order if cell.worth is not None]
+    gpus = over_time(worths) * whole if len(worths) == len(order) else None
+
+    # Assumptions.
     stage = "assumptions"
-
-    def worth_tasks(changes: Mapping[str, Any]) -> list[Task]:
-        pair = (yardstick_task(task("fixed_async", "mean", seed)), task("rose", "mean", seed, headroom))
-        return [altered(halved(each), changes) for each in pair]
-
-    ends = [(one, changes) for one in varied for changes in (one.low_changes, one.high_changes)]
-    tasks = worth_tasks({})
-    for one, changes in ends:
-        tasks += worth_tasks(changes)
-        if one.is_risky:
-            pair = (task("rose", "busy", seed, headroom), task("fixed_async", "busy", seed))
-            tasks += [altered(each, changes) for each in pair]
-    outcomes = iter(pool.run(tasks, done))
-    base_worth = _worth(next(outcomes), next(outcomes))
+    groups = swing_tasks(headroom)
+    outcomes = iter(pool.run([each for group in groups for each in group], done))
+    base_worth: float | None = None
+    base_curve: Yardstick | None = None
     shown: list[tuple[float | None, float | None]] = []
-    for one, _ in ends:
-        worth_now = _worth(next(outcomes), next(outcomes))
+    for number, group in enumerate(groups):
+        rose, *rest = [next(outcomes) for _ in group]
         added = None
-        if one.is_risky:
-            rose, alone = next(outcomes), next(outcomes)
-            added = None if rose is None or alone is None else _misses([(rose, alone)], cells.warm_s).share
-        shown.append((worth_now, added))
-    swings = swings_of(varied, shown, base_worth, float(np.mean(gpus)))
+        if number and ends[number - 1][0].is_risky:
+            with_rose, alone, *rest = rest
+            if with_rose is not None and alone is not None:
+                added = _misses([(with_rose, alone)], cells.warm_s).share
+        points = [each for each in rest if each is not None]
+        curve = yardstick_of(points) if rest and len(points) == len(rest) else None if rest else base_curve
+        worth = None if rose is None or curve is None else worth_of(rose, curve)
+        if number:
+            shown.append((worth, added))
+        else:
+            base_worth, base_curve = worth, curve
+    all_gpus = float(np.mean(serving)) * scenario.fleet.serving_gpus
+    swings = swings_of(varied, shown, base_worth, None if gpus is None else float(np.mean(gpus)), all_gpus)
     return Plan(
         scenario=scenario,
         traffic=traffic,
         sweep=tuple(sweep),
         judged=tuple(judged),
         headroom=headroom,
-        safe=safe and any(each.misses.num for each in judged),
+        fresh=fresh,
+        verdict=verdict_of(judged),
+        yardstick=yardstick,
         at_s=at_s,
         load=load,
         gpus=gpus,
-        tokens_s=tokens * serving,
+        most_gpus=float(np.mean(over_time(cell.most for cell in order) * whole)),
+        tokens_s=over_time(cell.tokens_s for cell in order) * serving,
         swings=tuple(sorted(swings, key=lambda swing: -swing.width)),
         price=price,
     )
@@ -455,17 +428,21 @@ def swings_of(
     varied: Sequence[Assumption],
     ends: Sequence[tuple[float | None, float | None]],
     base_worth: float | None,
-    mean_gpus: float,
+    mean_gpus: float | None,
+    all_gpus: float,
 ) -> list[Swing]:
     """
     Args:
         ends: Worth of an engine and added misses, at the low end of each assumption and at the high one.
         base_worth: As assumed; where it is nothing, nothing can be said of the GPUs at an end.
         mean_gpus: What ``base_worth`` is over the day.
+        all_gpus: That production has: no assumption makes more of them.
     """
 
     def gpus(worth: float | None) -> float | None:
-        return worth / base_worth * mean_gpus if worth is not None and base_worth else None
+        if worth is None or not base_worth or mean_gpus is None:
+            return None
+        return min(all_gpus, worth / base_worth * mean_gpus)
 
     return [
         Swing(
@@ -479,33 +456,43 @@ def swings_of(
     ]
 
 
-def recommend(cells: Iterable[Cell]) -> tuple[float, bool]:
-    """The headroom to lend with, and whether it is safe; the safest where none is.  One of which no request was judged is not."""
+def draws(scenario: Scenario, traffic: Traffic, starts: Mapping[str, float]) -> int:
+    """Of each stretch, so that an idle fleet's few requests are judged often enough, within :data:`FRESH`."""
+    cells = scenario.cells
+    length_s = cells.warm_s + cells.seconds
+    a_second = sum(traffic.rate(start_s, length_s) for start_s in starts.values()) * cells.serving
+    wanted = ENOUGH / SAFE_EXTRA / max(1e-9, a_second * (cells.seconds - SETTLE_S))
+    return math.ceil(min(FRESH[1], max(FRESH[0], wanted)))
+
+
+def recommend(cells: Iterable[Cell]) -> float:
+    """The headroom to lend with: of those that seem safe the one that harvests most; the safest where none does.  One of which no
+    request was judged does not."""
     shares: dict[float, list[float]] = {}
-    worth: dict[float, float] = {}
+    harvest: dict[float, float] = {}
     for cell in cells:
         judged = shares.setdefault(cell.headroom, [])
         if cell.misses.share is not None:
             judged.append(cell.misses.share)
-        worth[cell.headroom] = worth.get(cell.headroom, 0.0) + cell.worth
+        harvested = cell.tokens_s if cell.worth is None else cell.worth
+        harvest[cell.headroom] = harvest.get(cell.headroom, 0.0) + harvested
     risk = {headroom: max(judged, default=math.inf) for headroom, judged in shares.items()}
     safe = [headroom for headroom, share in risk.items() if share <= SAFE_EXTRA]
     if not safe:
-        return min(risk, key=lambda headroom: (risk[headroom], -headroom)), False
-    most = max(worth[headroom] for headroom in safe)
-    return max(headroom for headroom in safe if worth[headroom] >= SAME_WORTH * most), True
+        return min(risk, key=lambda headroom: (risk[headroom], -headroom))
+    most = max(harvest[headroom] for headroom in safe)
+    return max(headroom for headroom in safe if harvest[headroom] >= SAME_WORTH * most)
 
 
-def changed(scenario: Scenario, changes: Mapping[str, Any]) -> Scenario:
-    """With other settings; ``*table.key`` multiplies, and keeps whole numbers whole."""
-    for name, value in changes.items():
-        table, _, key = name.lstrip("*").partition(".")
-        section = getattr(scenario, table)
-        if name.startswith("*"):
-            old = getattr(section, key)
-            value = max(1, round(old * value)) if isinstance(old, int) else old * value
-        scenario = scenario.model_copy(update={table: section.model_copy(update={key: value})})
-    return scenario
+def verdict_of(judged: Iterable[Cell]) -> Verdict:
+    """Each stretch must be safe by itself, and all together have requests enough to show one in ``1 / SAFE_EXTRA``."""
+    known = [cell.misses for cell in judged if cell.misses.num]
+    if any(misses.low is not None and misses.low > SAFE_EXTRA for misses in known):
+        return Verdict.UNSAFE
+    few = sum(misses.num for misses in known) * SAFE_EXTRA < 1
+    if few or any(misses.share is not None and misses.share > SAFE_EXTRA for misses in known):
+        return Verdict.UNCLEAR
+    return Verdict.SAFE
 
 
 def altered(task: Task, changes: Mapping[str, Any]) -> Task:
@@ -528,17 +515,25 @@ def halved(task: Task) -> Task:
     )
 
 
-def yardstick_task(task: Task) -> Task:
-    """What worth is counted in: see :func:`rose.sim.cells.run_dedicated`."""
-    return replace(task, is_yardstick=True)
+def yardstick_tasks(task: Task) -> list[Task]:
+    """What the task's worth is read off: see :class:`rose.sim.worth.Yardstick`."""
+    return [replace(task, dedicated=size) for size in sizes(task.scenario)]
 
 
-def _cell(
+def yardstick_of(results: Sequence[CellResult]) -> Yardstick:
+    """Of the results of :func:`yardstick_tasks`."""
+    return Yardstick(
+        engines=tuple(each.num_dedicated for each in results),
+        tokens_s=tuple(each.dedicated_tokens_s * each.num_dedicated for each in results),
+    )
+
+
+def cell_of(
     window: str,
     headroom: float,
     pairs: Sequence[tuple[CellResult, CellResult]],
-    per_engine: float,
-    warm_s: float,
+    yardstick: Yardstick,
+    scenario: Scenario,
 ) -> Cell:
     """Of (with ROSE, alone) on the same requests, one pair or several."""
 
@@ -546,31 +541,27 @@ def _cell(
         values = [value for pair in pairs for value in getattr(pair[which], name)]
         return percentile(values, 0.99) * 1e3 if values else 0.0
 
+    own = float(np.mean([rose.serving_own for rose, _ in pairs]))
+    most = time_left(scenario, own) * gpu_ratio(scenario)
+    worths = [worth for rose, _ in pairs if (worth := worth_of(rose, yardstick)) is not None]
+    num = sum(alone.requests for _, alone in pairs)
     return Cell(
         window=window,
         headroom=headroom,
         load=float(np.mean([rose.load for rose, _ in pairs])),
-        worth=float(np.mean([worth_of(rose, per_engine) for rose, _ in pairs])),
+        worth=min(most, float(np.mean(worths))) if worths else None,
+        most=most,
         tokens_s=float(np.mean([rose.harvested_tokens_s for rose, _ in pairs])),
-        misses=_misses(pairs, warm_s),
+        misses=_misses(pairs, scenario.cells.warm_s),
         ttft_p99_ms=p99_ms(0, "ttft_s"),
         alone_ttft_p99_ms=p99_ms(1, "ttft_s"),
         tpot_p99_ms=p99_ms(0, "tpot_s"),
         alone_tpot_p99_ms=p99_ms(1, "tpot_s"),
         cuts_per_min=float(np.mean([rose.cuts_per_min for rose, _ in pairs])),
         busy=float(np.mean([alone.serving_busy for _, alone in pairs])),
+        own=own,
+        alone_missed=sum(alone.missed for _, alone in pairs) / num if num else 0.0,
     )
-
-
-def worth_of(rose: CellResult, per_engine: float) -> float:
-    """Dedicated engines that one serving engine replaces.  Turns go to dedicated engines first, so harvested ones have fewer: what they
-    sample by themselves is less than what they are worth.
-
-    Args:
-        per_engine: Tokens per second of an engine where all are dedicated.
-    """
-    tokens_s = rose.dedicated_tokens_s * rose.num_dedicated + rose.harvested_tokens_s * rose.num_serving
-    return max(0.0, tokens_s / (per_engine or 1.0) - rose.num_dedicated) / max(1, rose.num_serving)
 
 
 def _misses(pairs: Iterable[tuple[CellResult, CellResult]], warm_s: float) -> Misses:
@@ -579,10 +570,3 @@ def _misses(pairs: Iterable[tuple[CellResult, CellResult]], warm_s: float) -> Mi
         end_s = min(rose.duration_s, alone.duration_s)
         found += compare_misses(rose.late, alone.late, rose.arrived_s, end_s, warm_s)
     return found
-
-
-def _worth(yardstick: CellResult | None, rose: CellResult | None) -> float | None:
-    """Dedicated engines that one serving engine's harvest replaces; None where a fleet cannot exist."""
-    if yardstick is None or rose is None:
-        return None
-    return worth_of(rose, yardstick.dedicated_tokens_s)

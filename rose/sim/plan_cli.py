@@ -17,13 +17,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rose.errors import ConfigError
 from rose.sim.metrics_source import MAX_ENGINES, read_scrapes, traffic_of
 from rose.sim.plan import GPU_HOUR_PRICE, make_plan
-from rose.sim.plan_page import document, text, write_plan
+from rose.sim.plan_page import write_plan
+from rose.sim.plan_words import document, text
 from rose.sim.prometheus import Asked, read_prometheus
 from rose.sim.scenario import Scenario
 from rose.sim.scenario_file import load_scenario
 from rose.sim.traffic import Traffic, from_trace, generated
 
-DEFAULTS = ("fleet.serving=64", "cells.warm_s=30", "cells.seconds=330")
+DEFAULTS = ("fleet.serving=64", "cells.warm_s=30", "cells.seconds=330", "cells.in_flight_per_engine=32")
 """Without a scenario: as examples/scenarios/plan.toml."""
 MAX_TOKEN_BYTES = 16_384
 MAX_PRICE = 1e6
@@ -88,7 +89,7 @@ def plan(
     --scenario with your own device, models and job. Writes [bold]plan.html[/bold], one page to show, and plan.json.
 
     Everything is simulated with the policies that the daemons run; nothing is started, and nothing is sent but the queries.
-    Takes a minute or two on two cores. Exit 0 with a plan, 2 with a message that names what to mend.
+    Takes some minutes on two cores. Exit 0 with a plan, whether or not it recommends to lend, 2 with a message that names what to mend.
     """
     given = [
         name

@@ -1,145 +1,34 @@
-"""What people and programs read of a plan: the sentence, one HTML page and one JSON document."""
+"""A plan as one HTML page; without a worth where lending is not recommended."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from rose.evaluation.charts import Band, Range, Series, legend, line_chart, linear_axis, tornado
-from rose.sim.plan import FRESH, HEADROOMS, HOURS_A_MONTH, SAFE_EXTRA, WINDOWS, Cell, Plan
-from rose.sim.traffic import Traffic
+from rose.sim.plan import HEADROOMS, HOURS_A_MONTH, SAFE_EXTRA, WINDOWS, Plan, Verdict
+from rose.sim.plan_words import (
+    NAMES,
+    NONE_JUDGED,
+    answer,
+    document,
+    in_flight,
+    matters_most,
+    measure_next,
+    money,
+    p99,
+    sentence,
+    span,
+    tokens,
+    traffic_line,
+    warnings,
+)
+from rose.sim.worth import LOADED
 
 CSS = dict(zip(WINDOWS, ("dedicated", "production", "harvested"), strict=True))
-NAMES = {"quiet": "quietest", "mean": "average", "busy": "busiest"}
-COVERED = 0.98
-"""Data of less of the time than this is said."""
-NONE_JUDGED = "no request judged"
-FAR = 0.25
-"""A simulated P99 further than this from the fleet's own is said to be."""
-
-
-def text(plan: Plan) -> str:
-    """The answer in a few lines, for the terminal and the top of the page."""
-    fleet, misses = plan.scenario.fleet, plan.misses
-    low, high = plan.range_gpus
-    engines = f"{fleet.serving} serving engines on {fleet.device}"
-    lines = [
-        f"{engines}: rollouts worth {plan.mean_gpus:.1f} dedicated GPUs on average ({low:.1f} to {high:.1f} as the assumptions go)",
-        f"a month: {plan.gpu_hours_a_month:,.0f} GPU hours, {_money(plan.money_a_month)} at {plan.price:g} a GPU hour; "
-        f"{_tokens(plan.tokens_a_day)} sampled tokens a day",
-        f"production: {_added(plan)}; first-token P99 at the busiest {_p99(plan.judged[-1], 'ttft')}, per-token P99 "
-        f"{_p99(plan.judged[-1], 'tpot')}",
-        f"with min_headroom_fraction = {plan.headroom:g}; {misses.num:,} requests simulated, each beside itself without rollouts",
-    ]
-    if plan.traffic.covered < COVERED:
-        lines.append(f"warning: {_covered(plan.traffic)}")
-    if not plan.safe:
-        lines.append(f"warning: {_unsafe(plan)[0]}; {_unsafe(plan)[1]}")
-    lines.append("simulated, not measured: run a node in mode `observe` before you switch it on")
-    return "\n".join(lines)
-
-
-def document(plan: Plan) -> dict[str, Any]:
-    """``{"schema", "summary", "details"}``; sizes in the names."""
-    misses, busy = plan.misses, plan.judged[-1]
-    low, high = plan.range_gpus
-    summary = {
-        "gpus_mean": plan.mean_gpus,
-        "gpus_low": low,
-        "gpus_high": high,
-        "gpu_hours_per_month": plan.gpu_hours_a_month,
-        "money_per_month": plan.money_a_month,
-        "gpu_hour_price": plan.price,
-        "sampled_tokens_per_day": plan.tokens_a_day,
-        "added_misses": misses.share,
-        "added_misses_upper_95": misses.high,
-        "requests_simulated": misses.num,
-        "busiest_ttft_p99_ms": busy.ttft_p99_ms,
-        "busiest_ttft_p99_alone_ms": busy.alone_ttft_p99_ms,
-        "busiest_tpot_p99_ms": busy.tpot_p99_ms,
-        "busiest_tpot_p99_alone_ms": busy.alone_tpot_p99_ms,
-        "min_headroom_fraction": plan.headroom,
-        "is_safe": plan.safe,
-    }
-    traffic = plan.traffic
-    details = {
-        "traffic": {
-            "source": traffic.source,
-            "span_s": traffic.span_s,
-            "covered": traffic.covered,
-            "num_engines": traffic.num_engines,
-            "knows_engines": traffic.knows_engines,
-            "kv_use": traffic.kv_use,
-            "hit_share": traffic.hit_share,
-            "observed_ms": dict(traffic.observed_ms),
-        },
-        "over_time": {
-            "at_s": plan.at_s.tolist(),
-            "requests_per_s_and_engine": plan.load.tolist(),
-            "gpus": plan.gpus.tolist(),
-        },
-        "judged": [_cell(cell) for cell in plan.judged],
-        "sweep": [_cell(cell) for cell in plan.sweep],
-        "assumptions": [
-            {
-                "name": swing.assumption.name,
-                "low": swing.assumption.low,
-                "high": swing.assumption.high,
-                "gpus_low": swing.low_gpus,
-                "gpus_high": swing.high_gpus,
-                "added_misses_low": swing.low_added,
-                "added_misses_high": swing.high_added,
-            }
-            for swing in plan.swings
-        ],
-        "measure_next": measure_next(plan),
-        "scenario": plan.scenario.model_dump(mode="json"),
-    }
-    return {"schema": 2, "summary": summary, "details": details}
-
-
-def measure_next(plan: Plan) -> list[str]:
-    """What would narrow the answer most, the most first."""
-    traffic, found = plan.traffic, list[str]()
-    if not traffic.is_measured:
-        found.append(
-            "your own traffic: --prometheus URL, --scrapes FILE or --trace CSV; all of this rests on a generator's"
-        )
-    elif traffic.span_s < 20 * 3600:
-        found.append(
-            f"a whole day of traffic: this is {_span(traffic.span_s)} of one, and a month is made of it"
-        )
-    found += [line for line in far_off(plan) if line not in found]
-    for swing in plan.swings[:4]:
-        if math.isinf(swing.width):
-            found.append(f"{swing.assumption.name}: {swing.assumption.measure}")
-        elif swing.width > 0.02 * max(plan.mean_gpus, 1e-9):
-            found.append(
-                f"{swing.assumption.name} ({swing.width:.1f} GPUs between its ends): {swing.assumption.measure}"
-            )
-    found.append(
-        "then one node in mode `observe` for a day: `rose node status` says what it could lend, and nothing runs yet"
-    )
-    return list(dict.fromkeys(found))
-
-
-def far_off(plan: Plan) -> list[str]:
-    """Where the simulated fleet, without rollouts, is not the fleet that was read."""
-    lines: list[str] = []
-    for kind, name in (("ttft", "first token"), ("tpot", "between tokens")):
-        seen = plan.traffic.observed_ms.get(f"{kind}_p99")
-        made = max(getattr(cell, f"alone_{kind}_p99_ms") for cell in plan.judged)
-        if seen and made and abs(made / seen - 1) > FAR:
-            lines.append(
-                f"step times: your P99 {name} is {seen:.0f} ms, the simulated one {made:.0f} ms at the busiest; "
-                "`rose profile` gives serving.profile"
-            )
-    return lines
 
 
 def write_plan(plan: Plan, directory: Path) -> list[Path]:
@@ -159,46 +48,76 @@ def render(plan: Plan) -> str:
     style = files("rose.demo").joinpath("report.html").read_text(encoding="utf-8")
     style = style[style.index("<style>") : style.index("</style>") + len("</style>")]
     measure = "".join(f"<li>{_code(line)}</li>" for line in measure_next(plan))
-    warning = (
-        ""
-        if plan.safe
-        else (f'<p class="lead"><b>{_sentence(_unsafe(plan)[0])}</b> {_sentence(_unsafe(plan)[1])}</p>')
+    what, why = answer(plan)
+    most = matters_most(plan)
+    load = _section(
+        "Production over time", "Requests per second of one engine, as read.", _over_time(plan, load=True)
+    )
+    next_steps = _section(
+        "What to measure next", "The first line narrows the answer most.", f"<ol>{measure}</ol>"
+    )
+    feels = _section(
+        "What production feels",
+        f"At {'the recommended headroom' if plan.lends else 'the headroom that looked best,'} of {plan.headroom:.0%}: the same requests "
+        f"without rollouts and with them, {plan.fresh} draws of each stretch that the choice of the headroom has not seen.",
+        _table(plan),
     )
     parts = [
         f"<h1>What {escape(plan.scenario.name)} can lend to rollouts</h1>",
         f'<p class="lead">{fleet.serving} engines of {escape(serving.model)} on {escape(fleet.device)}, beside them '
         f"{escape(plan.scenario.job.model)}. Traffic: {escape(traffic_line(plan.traffic))}. "
         "<b>Simulated with ROSE's own policies, not measured.</b></p>",
-        warning,
+        f'<p class="lead"><b>{escape(sentence(what))}</b> {escape(sentence(why))}</p>',
+        f'<p class="lead">The assumption that matters most: {escape(sentence(most))}</p>' if most else "",
+        *(f'<p class="lead">{escape(sentence(line))}</p>' for line in warnings(plan)),
         _tiles(plan),
-        '<div class="grid2">',
-        _section(
-            "Production over time", "Requests per second of one engine, as read.", _over_time(plan, load=True)
-        ),
-        _section(
-            "What can be harvested then", "In dedicated GPUs, the whole fleet.", _over_time(plan, load=False)
-        ),
-        "</div>",
-        _section(
-            "What production feels",
-            f"At the recommended headroom of {plan.headroom:.0%}: the same requests without rollouts and with them, "
-            f"{FRESH} draws of each stretch that the choice of the headroom has not seen.",
-            _table(plan),
-        ),
-        _section(
-            "Which assumptions matter",
-            f"Each by itself at a low and a high value, everything else as assumed; {plan.mean_gpus:.1f} GPUs is the line.",
-            _tornado(plan),
-        ),
-        '<div class="grid2">',
-        _section("What to measure next", "The first line narrows the answer most.", f"<ol>{measure}</ol>"),
-        _section(
-            "Memory that production keeps free",
-            f"Worth by lending.min_headroom_fraction; recommended {plan.headroom:g}: the most that is harvested with at most "
-            f"{SAFE_EXTRA:.1%} of requests more over their limits.",
-            _headrooms(plan),
-        ),
-        "</div>",
+    ]
+    if plan.lends:
+        parts += [
+            '<div class="grid2">',
+            load,
+            _section(
+                "What can be harvested then",
+                "In dedicated GPUs, the whole fleet.",
+                _over_time(plan, load=False),
+            ),
+            "</div>",
+            feels,
+            _section(
+                "Which assumptions matter",
+                f"Each by itself at a low and a high value, everything else as assumed; {plan.mean_gpus:.1f} GPUs is the line.",
+                _tornado(plan),
+            ),
+            '<div class="grid2">',
+            next_steps,
+            _section(
+                "Memory that production keeps free",
+                f"Worth in GPUs by lending.min_headroom_fraction, the share of its KV memory; recommended {plan.headroom:g}: the most that is "
+                f"harvested with at most {SAFE_EXTRA:.1%} of requests more over their limits.",
+                _headrooms(plan),
+            ),
+            "</div>",
+        ]
+    else:
+        parts += [
+            feels,
+            '<div class="grid2">',
+            load,
+            next_steps,
+            "</div>",
+            _section(
+                "What each assumption does to production",
+                "Requests of the busiest stretch that miss a limit with rollouts and not without, less the other way round.",
+                _risks(plan),
+            ),
+            _section(
+                "Memory that production keeps free",
+                "The same by lending.min_headroom_fraction, the share of its KV memory, on the draw that the headroom was chosen by.",
+                _headroom_risks(plan),
+            ),
+        ]
+    parts += [
+        _section("How worth is computed", "", _worth_explained(plan)),
         _section("What this rests on", "", _basis(plan)),
     ]
     return (
@@ -208,40 +127,45 @@ def render(plan: Plan) -> str:
     )
 
 
-def traffic_line(traffic: Traffic) -> str:
-    gaps = f"; {_covered(traffic)}" if traffic.covered < COVERED else ""
-    return f"{traffic.source}, {_span(traffic.span_s)}{gaps}"
-
-
-def _covered(traffic: Traffic) -> str:
-    whole_s = traffic.span_s / traffic.covered
-    return (
-        f"there is data of {traffic.covered:.0%} of the {_span(whole_s)} that were read; the rest is cut out, "
-        "and a month is made of what is left"
-    )
-
-
 def _tiles(plan: Plan) -> str:
-    low, high = plan.range_gpus
     misses, busy = plan.misses, plan.judged[-1]
-    tiles = [
+    fleet = plan.scenario.fleet
+    tiles: list[tuple[str, str, str, str]] = []
+    if plan.lends:
+        assert plan.mean_gpus is not None
+        assert plan.range_gpus is not None
+        low, high = plan.range_gpus
+        tiles += [
+            (
+                "",
+                "worth, on average",
+                f"{plan.mean_gpus:.1f} GPUs",
+                f"dedicated; {low:.1f} to {high:.1f} as the assumptions go",
+            ),
+            (
+                "",
+                f"a month, made of {span(plan.traffic.span_s)}",
+                f"{plan.gpu_hours_a_month or 0.0:,.0f} GPU h",
+                f"{tokens(plan.tokens_a_day)} sampled tokens a day",
+            ),
+            (
+                "",
+                "worth, a month",
+                money(plan.money_a_month or 0.0),
+                f"at ${plan.price:g} a GPU hour (--gpu-hour-price)",
+            ),
+        ]
+    elif plan.verdict is Verdict.SAFE:
+        tiles.append(("", "worth", "not told", "see below how it is computed"))
+    else:
+        word = "do not lend" if plan.verdict is Verdict.UNSAFE else "not known"
+        tiles.append(("bad", "is it safe to lend?", word, "no worth is stated"))
+    tiles += [
         (
             "",
-            "worth, on average",
-            f"{plan.mean_gpus:.1f} GPUs",
-            f"{low:.1f} to {high:.1f} as the assumptions go",
-        ),
-        (
-            "",
-            "a month",
-            f"{plan.gpu_hours_a_month:,.0f} GPU h",
-            f"{_tokens(plan.tokens_a_day)} sampled tokens a day",
-        ),
-        (
-            "",
-            "worth, a month",
-            _money(plan.money_a_month),
-            f"at {plan.price:g} a GPU hour (--gpu-hour-price)",
+            "engine time that production leaves",
+            f"{plan.most_gpus:.1f} GPUs",
+            f"of {fleet.serving * fleet.serving_gpus}, on average; worth is never more",
         ),
         (
             "good" if misses.share is not None and misses.share <= SAFE_EXTRA else "bad",
@@ -252,13 +176,13 @@ def _tiles(plan: Plan) -> str:
         (
             "",
             "first token, P99, busiest",
-            _p99(busy, "ttft"),
+            p99(busy, "ttft"),
             f"alone, with rollouts; limit {plan.scenario.serving.slo_ttft_ms:g} ms",
         ),
         (
             "",
             "per token, P99, busiest",
-            _p99(busy, "tpot"),
+            p99(busy, "tpot"),
             f"alone, with rollouts; limit {plan.scenario.serving.slo_tpot_ms:g} ms",
         ),
     ]
@@ -276,7 +200,7 @@ def _tiles(plan: Plan) -> str:
 def _over_time(plan: Plan, *, load: bool) -> str:
     in_hours = plan.traffic.span_s > 2 * 3600
     unit_s, unit = (3600.0, "hours") if in_hours else (60.0, "minutes")
-    values = plan.load if load else plan.gpus
+    values = plan.load if load or plan.gpus is None else plan.gpus
     css, name = ("production", "requests per second") if load else ("harvested", "GPUs")
     points = [(float(at) / unit_s, float(value)) for at, value in zip(plan.at_s, values, strict=True)]
     span = plan.traffic.span_s / unit_s
@@ -300,22 +224,80 @@ def _over_time(plan: Plan, *, load: bool) -> str:
 
 
 def _table(plan: Plan) -> str:
+    def worth(value: float | None) -> str:
+        return f"<td>{value:.2f}</td>" if plan.lends and value is not None else ""
+
     rows = "".join(
-        f"<tr><td>{NAMES[cell.window]}</td><td>{cell.load:.2f}</td><td>{cell.busy:.0%}</td><td>{cell.misses.num:,}</td>"
-        f"<td>{cell.misses.added} / {cell.misses.mended}</td>"
+        f"<tr><td>{NAMES[cell.window]}</td><td>{cell.load:.3g}</td><td>{cell.busy:.0%}</td><td>{cell.own:.0%}</td><td>{cell.most:.2f}</td>"
+        f"<td>{cell.misses.num:,}</td><td>{cell.alone_missed:.2%}</td><td>{cell.misses.added} / {cell.misses.mended}</td>"
         f"<td>{cell.alone_ttft_p99_ms:.0f} / {cell.ttft_p99_ms:.0f}</td>"
         f"<td>{cell.alone_tpot_p99_ms:.1f} / {cell.tpot_p99_ms:.1f}</td>"
-        f"<td>{cell.cuts_per_min:.2f}</td><td>{cell.worth:.2f}</td></tr>"
+        f"<td>{cell.cuts_per_min:.2f}</td>{worth(cell.worth)}</tr>"
         for cell in plan.judged
     )
+    head = "<th>worth, dedicated engines per engine</th>" if plan.lends else ""
     return (
         '<div class="scroll"><style>.feels th { white-space: normal; vertical-align: bottom; }</style><table class="feels">'
-        "<tr><th>stretch</th><th>requests a second, engine</th><th>production busy</th><th>requests</th>"
+        "<tr><th>stretch</th><th>requests a second, engine</th><th>production busy, alone</th><th>its own steps, with rollouts</th><th>leaves, dedicated engines per engine</th>"
+        "<th>requests judged</th><th>late alone</th>"
         "<th>late only with / without</th><th>first token P99, ms, alone / with</th><th>per token P99, ms, alone / with</th>"
-        f"<th>cuts, engine and minute</th><th>worth of an engine</th></tr>{rows}</table></div>"
-        '<p class="hint">Busy: a step is under way. Late: over one of the two limits. Late only without rollouts happens too: a request shares its steps with others.'
-        " Worth: dedicated engines that the job would need more, to sample as much.</p>"
+        f"<th>cuts, engine and minute</th>{head}</tr>{rows}</table></div>"
+        '<p class="hint">Busy: a step is under way. Own steps: what they need for themselves; beside rollouts requests take longer and share '
+        "more of them. Leaves: the rest of the time, and the part that two engines overlap. "
+        "Late: over one of the two limits. Late only without rollouts happens too: a request shares its steps with others. "
+        "Cuts: memory taken back from rollouts in use.</p>"
     )
+
+
+def _risks(plan: Plan) -> str:
+    def share(value: float | None) -> str:
+        return "-" if value is None else f"{value:.2%}"
+
+    rows = "".join(
+        f"<tr><td>{escape(one.assumption.name)}</td><td>{escape(one.assumption.low)}</td><td>{share(one.low_added)}</td>"
+        f"<td>{escape(one.assumption.high)}</td><td>{share(one.high_added)}</td></tr>"
+        for one in plan.swings
+        if one.assumption.is_risky
+    )
+    return (
+        '<div class="scroll"><table><tr><th>assumption</th><th>low</th><th>requests late by it</th><th>high</th>'
+        f"<th>requests late by it</th></tr>{rows}</table></div>"
+    )
+
+
+def _headroom_risks(plan: Plan) -> str:
+    def share(headroom: float, window: str) -> str:
+        found = [cell for cell in plan.sweep if (cell.headroom, cell.window) == (headroom, window)]
+        late = found[0].misses.share
+        return NONE_JUDGED if late is None else f"{late:.2%} of {found[0].misses.num:,}"
+
+    rows = "".join(
+        f"<tr><td>{headroom:.0%}</td>"
+        + "".join(f"<td>{share(headroom, window)}</td>" for window in WINDOWS)
+        + "</tr>"
+        for headroom in HEADROOMS
+    )
+    head = "".join(f"<th>{NAMES[window]}</th>" for window in WINDOWS)
+    return f'<div class="scroll"><table><tr><th>headroom</th>{head}</tr>{rows}</table></div>'
+
+
+def _worth_explained(plan: Plan) -> str:
+    cells, job, curve = plan.scenario.cells, plan.scenario.job, plan.yardstick
+    curve_points = ", ".join(
+        f"{tokens_s:,.0f} tokens/s on {engines}"
+        for engines, tokens_s in zip(curve.engines, curve.tokens_s, strict=True)
+    )
+    lines = [
+        f"A cell stands for the fleet: {cells.serving} serving and {cells.dedicated} dedicated engines, and a job with {in_flight(plan):,} "
+        f"trajectories of {job.model} under way ({cells.in_flight_per_engine} per engine), always.",
+        f"The same job on dedicated engines only samples {curve_points}. Worth is the number at which it samples what it samples beside "
+        "production, less the dedicated engines that it has, for each serving engine.",
+        f"Bound: what production leaves of its engines' time, {plan.most_gpus:.1f} GPUs on average; worth is cut off there.",
+        f"The last dedicated engines add {max(0.0, curve.gain):.0%} of what they would in proportion. Below {LOADED:.0%} the job does not load "
+        "the fleet, any number of engines looks equal, and worth is not told. Few trajectories also make worth smaller: such a job gains less "
+        "from any engine.",
+    ]
+    return "".join(f"<p>{escape(line)}</p>" for line in lines)
 
 
 def _tornado(plan: Plan) -> str:
@@ -329,6 +311,8 @@ def _tornado(plan: Plan) -> str:
         )
         for swing in plan.swings
     ]
+    assert plan.mean_gpus is not None
+    assert plan.range_gpus is not None
     _, high = plan.range_gpus
     x = linear_axis(high * 1.02 or 1.0, lambda value: f"{value:g} GPUs" if value else "0")
     risky = [
@@ -361,7 +345,9 @@ def _headrooms(plan: Plan) -> str:
             name=f"{NAMES[window]}: GPUs",
             css=CSS[window],
             points=[
-                (cell.headroom * 100, cell.worth * engines) for cell in plan.sweep if cell.window == window
+                (cell.headroom * 100, (cell.worth or 0.0) * engines)
+                for cell in plan.sweep
+                if cell.window == window
             ],
         )
         for window in WINDOWS
@@ -391,7 +377,7 @@ def _basis(plan: Plan) -> str:
         (
             "rollouts",
             f"{job.model}, {job.turns_median:g} turns, {job.output_median:g} tokens sampled and {job.observation_median:g} observed in each "
-            f"(medians), {scenario.cells.in_flight_per_engine} trajectories under way per engine: a job that keeps all engines busy",
+            f"(medians), {scenario.cells.in_flight_per_engine} trajectories under way per engine, dedicated and serving",
         ),
         (
             "step times",
@@ -405,9 +391,9 @@ def _basis(plan: Plan) -> str:
         ),
         (
             "price",
-            f"{plan.price:g} a GPU hour, {HOURS_A_MONTH:g} hours a month; network, CPUs and people not counted",
+            f"${plan.price:g} a GPU hour, {HOURS_A_MONTH:g} hours a month; network, CPUs and people not counted",
         ),
-        ("a month", f"is made of {_span(traffic.span_s)}"),
+        ("a month", f"is made of {span(traffic.span_s)}"),
     ]
     if traffic.kv_use is not None:
         entries.append(
@@ -443,53 +429,6 @@ def _basis(plan: Plan) -> str:
 def _section(title: str, hint: str, content: str) -> str:
     hint = f'<p class="hint">{escape(hint)}</p>' if hint else ""
     return f"<section><h2>{escape(title)}</h2>{hint}<figure>{content}</figure></section>"
-
-
-def _cell(cell: Cell) -> dict[str, Any]:
-    row = {name: getattr(cell, name) for name in Cell.__dataclass_fields__ if name != "misses"}
-    misses = cell.misses
-    return {**row, "requests": misses.num, "late_only_with": misses.added, "late_only_without": misses.mended}
-
-
-def _added(plan: Plan) -> str:
-    misses = plan.misses
-    if misses.share is None or misses.high is None:
-        return NONE_JUDGED
-    return f"{misses.share:.3%} of requests more over their limits (at most {misses.high:.2%}, 95 %)"
-
-
-def _unsafe(plan: Plan) -> tuple[str, str]:
-    """Why no headroom is safe, and which one is shown."""
-    if plan.misses.share is None:
-        return (
-            "no request was judged, so nothing is known of the risk",
-            "give traffic that has requests, or longer cells.seconds",
-        )
-    return f"no headroom that was tried keeps the added misses under {SAFE_EXTRA:.1%}", "the safest is shown"
-
-
-def _sentence(words: str) -> str:
-    return words[0].upper() + words[1:] + "."
-
-
-def _p99(cell: Cell, kind: str) -> str:
-    alone, with_rollouts = getattr(cell, f"alone_{kind}_p99_ms"), getattr(cell, f"{kind}_p99_ms")
-    return f"{alone:.0f} -> {with_rollouts:.0f} ms"
-
-
-def _money(amount: float) -> str:
-    return f"${amount / 1e6:,.2f} M" if amount >= 1e6 else f"${amount:,.0f}"
-
-
-def _tokens(count: float) -> str:
-    for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
-        if count >= size:
-            return f"{count / size:.1f} {word}"
-    return f"{count:,.0f}"
-
-
-def _span(seconds: float) -> str:
-    return f"{seconds / 3600:.1f} hours" if seconds >= 7200 else f"{seconds / 60:.0f} minutes"
 
 
 def _code(line: str) -> str:

@@ -120,6 +120,13 @@ class Misses:
         return (self.added - self.mended) / self.num if self.num else None
 
     @property
+    def low(self) -> float | None:
+        """Lower 95 % end of :attr:`share`."""
+        if not self.num:
+            return None
+        return (self.added - self.mended - 1.96 * math.sqrt(self.added + self.mended)) / self.num
+
+    @property
     def high(self) -> float | None:
         """Upper 95 % end of :attr:`share`: requests are taken for independent, and of none seen at most 3 can be meant."""
         if not self.num:

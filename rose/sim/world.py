@@ -514,6 +514,7 @@ def simulate(
     steps = next(iter(job_steps.values()))
     busy = {
         "serving": sum(device.serving_busy_s for device in world.serving_devices),
+        "serving_own": sum(device.serving_own_s for device in world.serving_devices),
         "harvested": sum(device.rollout_busy_s for device in world.serving_devices),
         "dedicated": sum(
             node.device.rollout_busy_s for node in world.cluster.nodes.values() if node.device.serving is None

@@ -20,20 +20,23 @@ from rose.cli import app
 from rose.errors import ConfigError, RoseError
 from rose.sim.metrics_source import read_scrapes, traffic_of
 from rose.sim.plan import (
+    FRESH,
     HEADROOMS,
     WINDOWS,
     Cell,
     Plan,
     Pool,
     Task,
+    Verdict,
     altered,
-    assumptions,
-    changed,
     make_plan,
     recommend,
     swings_of,
+    verdict_of,
 )
-from rose.sim.plan_page import document, measure_next, render, text, write_plan
+from rose.sim.plan_assumptions import assumptions, changed
+from rose.sim.plan_page import render, write_plan
+from rose.sim.plan_words import document, measure_next, text
 from rose.sim.scenario import Scenario
 from rose.sim.summary import Misses, compare_misses
 from rose.sim.traffic import generated
@@ -43,7 +46,7 @@ SMALL = {
     "name": "small",
     "fleet": {"dedicated": 1, "serving": 16, "trainers": 100},
     "job": {"group_size": 4},
-    "cells": {"serving": 2, "dedicated": 1, "warm_s": 5.0, "seconds": 80.0, "in_flight_per_engine": 4},
+    "cells": {"serving": 2, "dedicated": 1, "warm_s": 5.0, "seconds": 80.0, "in_flight_per_engine": 24},
 }
 ROOT = Path(__file__).parents[2]
 
@@ -53,8 +56,8 @@ def small(**changes: object) -> Scenario:
 
 
 @pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
-    """Of an hour of scrapes of two engines, a fleet of 16."""
+def few(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    """Of an hour of scrapes of two engines, a fleet of 16; judged on some hundred requests."""
     path = tmp_path_factory.mktemp("scrapes") / "<b>day.prom"
     path.write_text(
         "".join(f"# scraped {at_s}\n{scrape(at_s)}" for at_s in range(BEGIN_S, BEGIN_S + SPAN_S + 1, 60))
@@ -63,12 +66,19 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     return make_plan(scenario, traffic_of(read_scrapes(path), None, scenario.serving), price=2.0, workers=1)
 
 
+@pytest.fixture(scope="module")
+def plan(few: Plan) -> Plan:
+    """The same, as if enough requests had shown it safe."""
+    return replace(few, verdict=Verdict.SAFE)
+
+
 def cell(window: str, headroom: float, worth: float, late: int) -> Cell:
     return Cell(
         window=window,
         headroom=headroom,
         load=0.5,
         worth=worth,
+        most=0.9,
         tokens_s=100.0,
         misses=Misses(num=1000, added=late, mended=0),
         ttft_p99_ms=200.0,
@@ -77,20 +87,20 @@ def cell(window: str, headroom: float, worth: float, late: int) -> Cell:
         alone_tpot_p99_ms=15.0,
         cuts_per_min=0.1,
         busy=0.2,
+        own=0.15,
+        alone_missed=0.02,
     )
 
 
 @pytest.mark.parametrize(
     ("worth", "late", "expected"),
     [
-        ((9.0, 8.0, 6.0, 4.0), (20, 0, 0, 0), (0.1, True)),  # the most of what is safe
-        ((9.0, 9.0, 8.95, 4.0), (0, 0, 0, 0), (0.2, True)),  # among equals the largest
-        ((9.0, 8.0, 6.0, 4.0), (40, 30, 20, 10), (0.3, False)),  # none is safe: the safest
+        ((9.0, 8.0, 6.0, 4.0), (20, 0, 0, 0), 0.1),  # the most of what is safe
+        ((9.0, 9.0, 8.95, 4.0), (0, 0, 0, 0), 0.2),  # among equals the largest
+        ((9.0, 8.0, 6.0, 4.0), (40, 30, 20, 10), 0.3),  # none is safe: the safest
     ],
 )
-def test_the_recommended_headroom(
-    worth: tuple[float, ...], late: tuple[int, ...], expected: tuple[float, bool]
-) -> None:
+def test_the_recommended_headroom(worth: tuple[float, ...], late: tuple[int, ...], expected: float) -> None:
     cells = [cell("mean", *row) for row in zip(HEADROOMS, worth, late, strict=True)]
     assert recommend(cells) == expected
 
@@ -99,17 +109,42 @@ def test_a_headroom_of_which_nothing_was_judged_is_not_safe() -> None:
     judged = [cell("busy", headroom, 1.0, 5) for headroom in HEADROOMS]
     none = [replace(each, misses=Misses(num=0, added=0, mended=0)) for each in judged]
 
-    assert recommend(none) == (max(HEADROOMS), False)
-    assert recommend([*judged[:3], none[3]]) == (max(HEADROOMS[:3]), False)
+    assert recommend(none) == max(HEADROOMS)
+    assert recommend([*judged[:3], none[3]]) == max(HEADROOMS[:3])
+    assert verdict_of(none) is Verdict.UNCLEAR
     night = [replace(each, window="quiet") for each in none]  # no request came then; the busiest had some
-    assert recommend([*night, cell("busy", 0.1, 1.0, 0)]) == (0.1, True)
+    assert recommend([*night, cell("busy", 0.1, 1.0, 0)]) == 0.1
+    assert verdict_of([night[0], cell("busy", 0.1, 1.0, 0)]) is Verdict.SAFE
+
+
+@pytest.mark.parametrize(
+    ("num", "added", "mended", "expected"),
+    [
+        (3000, 0, 0, Verdict.SAFE),
+        (3000, 5, 3, Verdict.SAFE),
+        (100, 1, 0, Verdict.UNCLEAR),  # one of a hundred is above the limit, and may be chance
+        (100, 0, 0, Verdict.UNCLEAR),  # so few cannot show one in a thousand
+        (3000, 5, 0, Verdict.UNCLEAR),
+        (3000, 30, 2, Verdict.UNSAFE),
+        (100, 20, 0, Verdict.UNSAFE),
+    ],
+)
+def test_the_verdict_is_of_the_requests_that_were_judged(
+    num: int, added: int, mended: int, expected: Verdict
+) -> None:
+    misses = Misses(num=num, added=added, mended=mended)
+    judged = [replace(cell("mean", 0.1, 1.0, 0), misses=misses)]
+
+    assert verdict_of(judged) is expected
+    if expected is Verdict.UNSAFE:  # however safe the other stretches are
+        assert verdict_of([*judged, cell("quiet", 0.1, 1.0, 0)] * 3) is Verdict.UNSAFE
 
 
 def test_no_request_judged_is_said_and_is_no_zero(plan: Plan) -> None:
     none = Misses(num=0, added=0, mended=0)
     blind = replace(
         plan,
-        safe=False,
+        verdict=Verdict.UNCLEAR,
         judged=tuple(replace(each, misses=none) for each in plan.judged),
         swings=tuple(replace(each, low_added=None, high_added=None) for each in plan.swings),
     )
@@ -134,17 +169,17 @@ def test_assumptions_of_a_plan_that_is_worth_nothing_have_no_gpus(plan: Plan) ->
     varied = [swing.assumption for swing in plan.swings[:2]]
     ends = [(0.0, None), (0.5, 0.1), (None, None), (0.2, None)]
 
-    assert [(one.low_gpus, one.high_gpus) for one in swings_of(varied, ends, 0.0, 3.0)] == [(None, None)] * 2
-    scaled = swings_of(varied, ends, 0.5, 3.0)
+    assert [(one.low_gpus, one.high_gpus) for one in swings_of(varied, ends, 0.0, 3.0, 16.0)] == [
+        (None, None)
+    ] * 2
+    scaled = swings_of(varied, ends, 0.5, 3.0, 16.0)
     assert [(one.low_gpus, one.high_gpus) for one in scaled] == [(0.0, 3.0), (None, pytest.approx(1.2))]
 
 
 def test_the_money_is_the_gpus_times_the_hours_times_the_price(plan: Plan) -> None:
     summary = document(plan)["summary"]
 
-    assert (
-        0 < summary["gpus_mean"] < 16 * 1.05
-    )  # an engine that serves too is not worth more than one that does not
+    assert 0 < summary["gpus_mean"] <= summary["gpus_most"] < 16
     assert summary["gpu_hours_per_month"] == pytest.approx(summary["gpus_mean"] * 730)
     assert summary["money_per_month"] == pytest.approx(summary["gpu_hours_per_month"] * 2.0)
     assert summary["gpus_low"] <= summary["gpus_mean"] <= summary["gpus_high"]
@@ -153,8 +188,9 @@ def test_the_money_is_the_gpus_times_the_hours_times_the_price(plan: Plan) -> No
 
 
 def test_worth_over_time_lies_between_that_of_the_stretches(plan: Plan) -> None:
-    worth = [each.worth * 16 for each in plan.judged]
+    worth = [(each.worth or 0.0) * 16 for each in plan.judged]
 
+    assert plan.gpus is not None
     assert min(worth) - 1e-9 <= plan.gpus.min() <= plan.gpus.max() <= max(worth) + 1e-9
     assert [each.window for each in plan.judged] == list(WINDOWS)
     assert plan.judged[0].load < plan.judged[2].load
@@ -248,14 +284,14 @@ def test_the_page_says_it_all_and_fetches_nothing(plan: Plan, tmp_path: Path) ->
     assert page.count("<svg") == 4
     for words in ("What to measure next", "Which assumptions matter", "a month", "observe", "GPU h"):
         assert words in page
-    assert json.loads(paths[1].read_text())["summary"]["is_safe"] == plan.safe
+    assert json.loads(paths[1].read_text())["summary"]["is_recommended"]
     assert not re.search(r"\bnan\b|\binf\b", page)
 
 
 def test_the_terminal_says_worth_money_risk_and_what_it_rests_on(plan: Plan) -> None:
     said = text(plan)
 
-    for words in ("dedicated GPUs", "a month", "at 2 a GPU hour", "of requests more", "not measured", "P99"):
+    for words in ("dedicated GPUs", "a month", "at $2 a GPU hour", "of requests more", "not measured", "P99"):
         assert words in said
 
 
@@ -268,11 +304,75 @@ def test_what_to_measure_names_the_widest_assumption_and_a_short_trace(plan: Pla
     assert "observe" in lines[-1]
 
 
-def test_no_safe_headroom_is_said_at_the_top(plan: Plan) -> None:
-    unsafe = replace(plan, safe=False)
+@pytest.mark.parametrize("verdict", [Verdict.UNSAFE, Verdict.UNCLEAR])
+def test_what_is_not_safe_is_not_recommended_and_has_no_worth(plan: Plan, verdict: Verdict) -> None:
+    """A reader who takes one number from the page must not take one that production would pay for."""
+    mean = f"{plan.mean_gpus:.1f}"
+    assert mean in text(plan)
+    assert mean in render(plan)
 
-    assert "warning" in text(unsafe)
-    assert "No headroom that was tried" in render(unsafe)
+    other = replace(plan, verdict=verdict)
+    said, page, summary = text(other), render(other), document(other)["summary"]
+
+    assert "no worth is stated" in said
+    assert "no worth is stated" in page
+    for words in ("worth, on average", "GPU h<", "recommended", "can be harvested"):
+        assert words not in page
+    assert "dedicated GPUs on average" not in said
+    assert summary["is_recommended"] is False
+    for name in ("gpus_mean", "gpus_low", "gpus_high", "gpu_hours_per_month", "money_per_month"):
+        assert summary[name] is None
+    assert not re.search(r"\bnan\b|\binf\b|\bNone\b", page + said)
+
+
+def test_few_requests_are_no_verdict_and_how_many_it_takes_is_said(few: Plan) -> None:
+    assert few.fresh == FRESH[1]
+    assert few.misses.num < 1000
+    assert few.verdict is Verdict.UNCLEAR
+    assert "too few to show" in text(few)
+    assert "--set cells.seconds=" in measure_next(few)[0]
+
+
+def test_a_worth_that_is_not_told_is_said_with_what_to_count(plan: Plan) -> None:
+    flat = replace(plan.yardstick, tokens_s=tuple(1000.0 for _ in plan.yardstick.engines))
+    untold = replace(
+        plan,
+        gpus=None,
+        yardstick=flat,
+        judged=tuple(replace(each, worth=None) for each in plan.judged),
+        sweep=tuple(replace(each, worth=None) for each in plan.sweep),
+        swings=tuple(replace(each, low_gpus=None, high_gpus=None) for each in plan.swings),
+    )
+
+    assert "worth is not told" in text(untold)
+    assert "add 0% of what they would" in text(untold)
+    assert "not told" in render(untold)
+    assert any("cells.in_flight_per_engine" in line for line in measure_next(untold)[:2])
+    assert document(untold)["summary"]["gpus_mean"] is None
+
+
+def test_the_page_names_what_matters_most_and_how_worth_is_computed(plan: Plan) -> None:
+    page = render(plan)
+
+    assert "The assumption that matters most: " in page
+    assert plan.swings[0].assumption.name in text(plan)
+    assert "How worth is computed" in page
+    assert f"{plan.most_gpus:.1f} GPUs" in page
+    assert f"{plan.scenario.cells.in_flight_per_engine * 3} trajectories" in page
+
+
+def test_limits_that_production_misses_alone_are_asked_for_first(plan: Plan) -> None:
+    late = replace(plan, judged=tuple(replace(each, alone_missed=0.07) for each in plan.judged))
+
+    assert "by itself production misses 7.0%" in measure_next(late)[0]
+
+
+def test_a_trace_that_does_not_name_its_engines_is_warned_of(plan: Plan) -> None:
+    blind = replace(plan, traffic=replace(plan.traffic, knows_engines=False))
+
+    for said in (text(blind), render(blind)):
+        assert "othing says how many engines served this traffic" in said
+    assert "--engines" in measure_next(blind)[0]
 
 
 def test_time_without_data_is_said_at_the_top(plan: Plan) -> None:
@@ -366,5 +466,5 @@ def test_the_command_reads_a_trace_and_prints_what_it_wrote(tmp_path: Path) -> N
 def test_the_help_shows_each_source_and_the_loop_that_makes_a_file() -> None:
     said = CliRunner().invoke(app, ["plan", "--help"], env={"COLUMNS": "200"}).stdout
 
-    for words in ("--prometheus", "--scrapes", "--trace", "# scraped $(date +%s)", "minute or two", "Exit 0"):
+    for words in ("--prometheus", "--scrapes", "--trace", "# scraped $(date +%s)", "some minutes", "Exit 0"):
         assert words in said
