@@ -246,8 +246,10 @@ class Fleet:
 
     def set_cap(self, tier: Tier, cap: int) -> None:
         """A new default cap; a worker that named its own keeps it."""
-        name = "cap_dedicated" if tier is Tier.DEDICATED else "cap_harvested"
-        self.params = replace(self.params, **{name: cap})
+        if tier is Tier.DEDICATED:
+            self.params = replace(self.params, cap_dedicated=cap)
+        else:
+            self.params = replace(self.params, cap_harvested=cap)
         for worker in self.workers.values():
             if (worker.tier is Tier.HARVESTED) is (tier is Tier.HARVESTED) and not worker.has_own_cap:
                 worker.cap = _at_most(cap, worker.max_num_seqs)

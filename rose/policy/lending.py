@@ -209,13 +209,13 @@ class Lending(ABC):
             case ModeSet():
                 self._mode = event
             case ServingReported():
-                before, self._serving = self._serving, event
+                served, self._serving = self._serving, event
                 self._note_growth(event)
-                self._on_serving(event, before)
+                self._on_serving(event, served)
             case RolloutReported():
-                before, self._rollout = self._rollout, event
+                rolled, self._rollout = self._rollout, event
                 self._note_times(event)
-                self._on_rollout(event, before)
+                self._on_rollout(event, rolled)
             case RlStepStarted():
                 self._on_rl_step()
             case Tick():

@@ -34,6 +34,7 @@ _TIERS = {"harvested": 0, "dedicated": 1, "borrowed": 2}
 """Rows of :attr:`WorkerTable.tier_speed`."""
 
 Mask = NDArray[np.bool_]
+Rows = NDArray[np.int64]
 _NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
@@ -95,7 +96,7 @@ class WorkerTable:
             speed[:, : self.speed.shape[1]] = self.speed
         self.speed = speed
         for name, kind in kinds.items():
-            column = np.zeros(size, dtype=kind)
+            column: NDArray[Any] = np.zeros(size, dtype=kind)
             old = self._columns.get(name)
             if old is not None:
                 column[: len(old)] = old

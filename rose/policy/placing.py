@@ -22,7 +22,7 @@ from rose.errors import PolicyError
 from rose.lineage import Version
 from rose.policy.affinity import Affinity
 from rose.policy.fleet import Fleet
-from rose.policy.packed import Eligible, Mask
+from rose.policy.packed import Eligible, Mask, Rows
 from rose.policy.remaining import Remaining
 from rose.policy.routing import Candidate, RoutingPolicy
 from rose.policy.turn import Turn
@@ -119,13 +119,13 @@ class Placer:
             mask = self._narrow(turn, mask, at_s)
             if self.params.affine_wait_s > 0 and len(self.queue) > num_open:
                 mask = self._wait_for_prefix(turn, mask, at_s)
-            rows = mask.nonzero()[0]
+            rows: Rows = mask.nonzero()[0]
             if not (len(rows) if fresh else mask[gained].any()):
                 self._fresh.discard(turn_id)
                 turn.hold = self.why(turn, at_s)
                 continue
             if turn.is_tail and (own := mask & table.dedicated[:count]).any():
-                mask, rows = own, None
+                mask, rows = own, own.nonzero()[0]
             candidate = self._candidate(turn, at_s)
             eligible = Eligible(table, mask, rows)
             worker = self.policy.choose(candidate, eligible)

@@ -41,7 +41,7 @@ REPORT_PERIOD_S = 0.5
 """How often a busy serving engine's memory is looked at (agents do it every 0.05 s); a claim is heard at once."""
 HELD_STEP = 0.01
 """Share of the device by which what the rollout engine holds must change to be reported."""
-ZEROS = (0,) * 65536
+ZEROS = tuple([0] * 65536)
 JOB = "job"
 """The only one of most scenarios; it names no run."""
 
@@ -586,8 +586,7 @@ class Cluster:
                     group=group,
                 )
                 self.journal.write(now_s, "dispatch", action.turn_id, action.attempt, action.worker_id)
-                node = self.nodes[action.worker_id]
-                node.device.add(request, now_s)
+                self.nodes[action.worker_id].device.add(request, now_s)
             case te.TokensKept() | te.AnswerUnavailable():
                 pass
             case te.AbortAttempt():
