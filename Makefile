@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test conformance lint reference bench bench-quick bench-full gpu-rehearse clean
+.PHONY: help setup compiled demo test conformance lint reference bench bench-quick bench-full gpu-rehearse clean
 
 help:            ## show this help
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -12,6 +12,9 @@ setup: .venv/.ready  ## build .venv from pinned requirements (about 100 s, once)
 
 .venv/.ready: requirements/cpu.lock scripts/setup.py pyproject.toml
 	@$(PYTHON) scripts/setup.py
+
+compiled: setup  ## compile the hot policies and the simulator's devices (an option, about a minute; needs a C compiler)
+	@$(BIN)/python scripts/compile_policies.py $(ARGS)
 
 demo: setup      ## run the main job on this machine and write out/demo/report.html
 	@$(BIN)/rose demo $(ARGS)
@@ -46,4 +49,4 @@ reference: setup ## write the API reference, out/reference/index.html, from docs
 	@$(BIN)/python scripts/reference.py
 
 clean:           ## remove .venv, caches and out/
-	rm -rf .venv out build *.egg-info
+	rm -rf .venv out build rose/_compiled *.egg-info

@@ -94,6 +94,14 @@ _MAPS: dict[str, type] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": C
 _LISTS: dict[str, type] = {"list": list, "tuple": tuple, "set": set}
 
 
+def _vars(value: Any) -> dict[str, Any]:
+    """``vars``, also of an object whose class is compiled (``rose.compiled``): it has slots, and its class names them."""
+    names = getattr(type(value), "__mypyc_attrs__", None)
+    if names is None:
+        return vars(value)
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+
 def freeze(root: Any) -> list[Any]:
     """Nodes ``[kind, ...]`` that refer to each other by index; the first is ``root``.
 
@@ -144,7 +152,7 @@ def freeze(root: Any) -> list[Any]:
             version, numbers, gauss = value.getstate()
             return ["rng", version, list(numbers), gauss]
         if cls in _NAMES:
-            return ["object", _NAMES[cls], *(p for n, v in vars(value).items() for p in (n, ref(v)))]
+            return ["object", _NAMES[cls], *(p for n, v in _vars(value).items() for p in (n, ref(v)))]
         raise LedgerError(f"{cls.__name__} is no part of a policy's state", field="decisions")
 
     ref(root)
@@ -199,7 +207,7 @@ def thaw(nodes: list[Any]) -> Any:
             rng.setstate((parts[0], tuple(parts[1]), parts[2]))
         else:
             cls = _CLASSES[parts[0]]
-            made[at] = value = object.__new__(cls)
+            made[at] = value = cast("Any", cls).__new__(cls)
             if dataclasses.is_dataclass(cls):  # what an older version did not have yet is at its default
                 there = set(parts[1::2])
                 for field in dataclasses.fields(cls):

@@ -17,6 +17,7 @@ import msgspec
 import typer
 import uvloop
 
+from rose import compiled
 from rose.auth import PARTS, Tokens
 from rose.config import load_config
 from rose.errors import RoseError
@@ -135,6 +136,9 @@ async def _serve(settings: SchedulerConfig, tokens: Tokens, journal: Path, *, st
     scheduler = Scheduler(settings, tokens, journal, store=store, listener=listener)
     await scheduler.start()
     _say(f"ready at {scheduler.url}")
+    logging.getLogger("rose.scheduler").log(
+        logging.WARNING if compiled.is_stale else logging.INFO, "%s", compiled.said
+    )
     restrain_collector()
     await _first(scheduler.deposed.wait(), stopping)
     if scheduler.deposed.is_set():
