@@ -7,6 +7,8 @@ Then restarts from the journal.
     python benchmarks/routing.py --json routing.json        # about two minutes, 3 GB of memory and of disk
     python benchmarks/routing.py --quick                    # a tenth of it
 
+    python benchmarks/routing.py --quick --compiled 5       # five pairs of processes besides: as Python, and compiled (`make compiled`)
+
 ``decision_p99_us`` is wall-clock, so a busy machine makes it worse; ``decision_cpu_p99_us`` counts only this
 thread's time.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import json
 import os
 import random
 import statistics
@@ -253,6 +256,26 @@ async def commit_ms(store: Store) -> float:
     return statistics.median(times)
 
 
+def compiled_against_python(rounds: int, policy: str, size: tuple[int, int, int, int]) -> dict[str, Any]:
+    """CPU time of one decision, median in microseconds, of fresh processes in turn: the sources as Python, and the build."""
+    code = (
+        "import json, sys; sys.path.insert(0, sys.argv[1]); from benchmarks.routing import Fleet, quantiles_us;"
+        "from benchmarks.lib.report import Report; from rose.scheduler.cli import restrain_collector;"
+        "size = [int(word) for word in sys.argv[3:]]; fleet = Fleet(sys.argv[2], *size[:3]); restrain_collector();"
+        "print(json.dumps(quantiles_us(fleet.play(size[3], Report('routing'), '')['decide_cpu'])))"
+    )
+    root = str(Path(__file__).resolve().parents[1])
+    found: dict[str, list[float]] = {"python": [], "compiled": []}
+    for _ in range(rounds):
+        for arm, choice in (("python", "0"), ("compiled", "1")):
+            command = [sys.executable, "-c", code, root, policy, *map(str, size)]
+            env = {**os.environ, "ROSE_COMPILED": choice}
+            done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+            found[arm].append(json.loads(done.stdout.splitlines()[-1])["p50"])
+    ratio = statistics.median(found["compiled"]) / statistics.median(found["python"])
+    return {"decision_cpu_p50_us": found, "compiled_to_python": round(ratio, 3)}
+
+
 def restart(directory: Path) -> dict[str, float]:
     """A fresh process that opens the journal: seconds, and its memory."""
     code = (
@@ -276,6 +299,9 @@ def main() -> None:
     parser.add_argument("--events", type=int, default=3000, help="turn ends and starts per policy")
     parser.add_argument("--fleets", type=int, default=10_000, help="random fleets against brute force")
     parser.add_argument("--policies", default="cost,paper,sticky_least_loaded", help="which to time")
+    parser.add_argument(
+        "--compiled", type=int, default=0, metavar="PAIRS", help="also as Python against `make compiled`"
+    )
     arguments = parser.parse_args()
     scale = 10 if arguments.quick else 1
     num_workers, num_trajectories = 1000 // scale, 100_000 // scale
@@ -283,6 +309,12 @@ def main() -> None:
     report = Report("routing")
     wrong = brute_force(arguments.fleets // scale, report)
     details: dict[str, Any] = {"policies": {}}
+    if arguments.compiled:
+        size = (num_workers, num_trajectories, num_live, num_events)
+        details["compiled"] = compiled_against_python(
+            arguments.compiled, arguments.policies.split(",")[0], size
+        )
+        print(f"compiled: {details['compiled']}")
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         store, append_us = fill_store(directory, num_trajectories, report)
