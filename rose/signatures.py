@@ -16,6 +16,7 @@ import base64
 import binascii
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rose.errors import ConfigError, NotAuthentic
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 MAX_SEAL_CHARS = 512
 MAX_KEYS = 64
+_MAX_KEYS_CHARS = 1 << 16
 DELEGATED = "anchor"
 """What a delegated key may sign."""
 _DOMAIN = b"rose weights 1"
@@ -145,6 +147,21 @@ class PublicKeys:
         if not 1 <= len(words) <= MAX_KEYS:
             raise ConfigError(f"must name 1 to {MAX_KEYS} keys", field=what)
         return cls(frozenset(found))
+
+    @classmethod
+    def load(cls, text: str, *, what: str = "public_key") -> PublicKeys:
+        """As :meth:`parse`, or from the file of such lines whose path ``text`` is (it begins with ``/``, ``./``, ``../`` or ``~``).
+
+        Raises:
+            ConfigError: The file cannot be read; besides what :meth:`parse` raises.
+        """
+        if text.startswith(("/", "./", "../", "~")):
+            try:
+                with Path(text).expanduser().open() as file:
+                    text = file.read(_MAX_KEYS_CHARS)
+            except (OSError, UnicodeDecodeError, ValueError) as error:
+                raise ConfigError(f"{text} cannot be read: {error}", field=what) from error
+        return cls.parse(text, what=what)
 
     def check(
         self, kind: str, run_id: str, data: bytes | bytearray | memoryview, seal: str | None, *, name: str

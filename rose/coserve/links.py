@@ -27,14 +27,12 @@ from rose.errors import (
     CapacityError,
     ConfigError,
     EngineError,
-    LedgerError,
     RequestError,
     RoseError,
     SectionCorrupt,
     WeightsError,
 )
 from rose.lineage import Lineage, WeightVersion
-from rose.private_dir import private_dir
 from rose.signatures import PublicKeys
 from rose.wire.addresses import Addresses
 from rose.wire.errors import NOT_ACTIVE, read_refusal
@@ -46,7 +44,6 @@ A = TypeVar("A", bound=msgspec.Struct)
 logger = logging.getLogger("rose.node")
 
 _MAX_ANSWER_BYTES = 1 << 16
-_MAX_KEYS_CHARS = 1 << 16
 _BACK_OFF_S = (0.5, 1.0, 2.0, 5.0)
 _NO_ENGINE_S = 0.1
 _MOVED_S = 0.1
@@ -415,13 +412,7 @@ def trusted_keys(link: WeightsLink, tokens: Tokens) -> PublicKeys:
             fix="the line public_key of the trainer's token file (rose tokens --upgrade), here or in this node's; for a store that nobody "
             "else can write to: weights.signed = false",
         )
-    if text.startswith(("/", "./", "../", "~")):
-        try:
-            with Path(text).expanduser().open() as file:
-                text = file.read(_MAX_KEYS_CHARS)
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{text} cannot be read: {error}", field=name) from error
-    return PublicKeys.parse(text, what=name)
+    return PublicKeys.load(text, what=name)
 
 
 def open_weight_source(
@@ -437,28 +428,14 @@ def open_weight_source(
         ConfigError: ``rose.weights`` cannot be used with these settings.
     """
     from rose.weights.params import WeightsParams
-    from rose.weights.shared_copy import SharedCopy
-    from rose.weights.stores import open_store
-    from rose.weights.subscriber import WeightSubscriber
+    from rose.weights.shared_copy import make_own, open_shared
 
-    try:
-        private_dir(config.weights_dir).make()  # what lies there becomes the policy
-    except LedgerError as error:
-        raise ConfigError(
-            f"{error.field}: {error.message}",
-            field="weights.directory",
-            fix=error.fix or "name one of your own",
-        ) from error
-    run, directory = run or link.run_id, directory or config.weights_dir
-    trusted = trusted_keys(link, tokens) if link.signed else None
-    params = WeightsParams(num_threads=link.threads)
-
-    def subscribe() -> WeightSubscriber:
-        store = open_store(link.relay_url, tokens.relay, trusted=trusted)
-        try:
-            return WeightSubscriber(store, run, directory, params, owns_store=True)
-        except BaseException:
-            store.close()
-            raise
-
-    return SharedCopy(run, directory, subscribe)
+    make_own(config.weights_dir, field="weights.directory")
+    return open_shared(
+        link.relay_url,
+        run or link.run_id,
+        directory or config.weights_dir,
+        token=tokens.relay,
+        trusted=trusted_keys(link, tokens) if link.signed else None,
+        params=WeightsParams(num_threads=link.threads),
+    )

@@ -29,6 +29,7 @@ from rose.errors import (
     CapacityError,
     ConfigError,
     Gone,
+    LedgerError,
     NotAuthentic,
     NotFound,
     RequestError,
@@ -39,7 +40,11 @@ from rose.errors import (
     WrongBase,
 )
 from rose.lineage import WeightVersion
+from rose.private_dir import private_dir
+from rose.signatures import PublicKeys
 from rose.weights.host_copy import InUse, in_use
+from rose.weights.params import WeightsParams
+from rose.weights.stores import open_store
 from rose.weights.subscriber import WeightSubscriber
 
 _log = logging.getLogger(__name__)
@@ -214,6 +219,45 @@ class SharedCopy:
                 error.status = answer.status
             raise error
         return answer
+
+
+def make_own(directory: Path, *, field: str = "directory") -> None:
+    """Make a directory that is this user's alone: what lies there becomes the policy.
+
+    Raises:
+        ConfigError: It cannot be, and why.
+    """
+    try:
+        private_dir(directory).make()
+    except LedgerError as error:
+        fix = error.fix or "name one of your own"
+        raise ConfigError(f"{error.field}: {error.message}", field=field, fix=fix) from error
+
+
+def open_shared(
+    url: str,
+    run_id: str,
+    directory: Path,
+    *,
+    token: str = "",
+    trusted: PublicKeys | None = None,
+    params: WeightsParams | None = None,
+) -> SharedCopy:
+    """The copy of a run in ``directory``, kept current from the store at ``url``; see :func:`rose.weights.stores.open_store`.
+
+    Raises:
+        ConfigError: The directory or the store cannot be used.
+    """
+
+    def subscribe() -> WeightSubscriber:
+        store = open_store(url, token, trusted=trusted)
+        try:
+            return WeightSubscriber(store, run_id, directory, params, owns_store=True)
+        except BaseException:
+            store.close()
+            raise
+
+    return SharedCopy(run_id, directory, subscribe)
 
 
 class _Keeper:
