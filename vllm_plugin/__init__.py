@@ -1,7 +1,8 @@
 """ROSE's vLLM plugin: inert unless ``ROSE_ROLE`` says otherwise.
 
 vLLM calls :func:`register` in every process it starts.  Without ``ROSE_ROLE`` it returns at once:
-nothing is imported, nothing is patched.  With it:
+nothing is imported, nothing is patched, unless the server is started with ``--weight-transfer-config '{"backend": "rose"}'``: then
+that name is made known, and on CPU weights stay where they can be written (:func:`vllm_plugin.weights.stand_alone`).  With it:
 
 ``ROSE_ROLE=serving``
     Production.  The engine lends KV memory and publishes its slack.  Anything that goes wrong here
@@ -18,13 +19,17 @@ from __future__ import annotations
 
 import logging
 
-from vllm_plugin.roles import role
+from vllm_plugin.roles import role, weights_asked
 
 
 def register() -> None:
     """Entry point of ``vllm.general_plugins``.  Idempotent; called in every process of vLLM."""
     wanted = role()
     if wanted is None:
+        if weights_asked():
+            from vllm_plugin.weights import stand_alone
+
+            stand_alone()
         return
     try:
         from vllm_plugin import compat

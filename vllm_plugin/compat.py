@@ -438,7 +438,7 @@ def stay_eager(config: Any) -> None:
 
 
 def patch_cpu_gemm() -> None:
-    """CPU only, rollout role: keep linear weights in place instead of packing and freeing them.
+    """CPU only, rollout role and stock servers that ask for our weights: keep linear weights in place instead of packing and freeing them.
 
     vLLM's CPU build repacks every linear layer and drops the original parameter; a weight update
     would then find nothing to write to.
@@ -453,7 +453,7 @@ def patch_cpu_gemm() -> None:
 
 
 def patch_cpu_experts() -> None:
-    """CPU only, rollout role: keep unquantised experts as the checkpoint has them; see :mod:`vllm_plugin.experts`.
+    """CPU only, as :func:`patch_cpu_gemm`: keep unquantised experts as the checkpoint has them; see :mod:`vllm_plugin.experts`.
 
     An activation that is not among those stays with vLLM's kernel: its experts are packed, and an update that changes
     them is refused by name.

@@ -26,14 +26,13 @@ from typing import TYPE_CHECKING, Any
 
 from rose.errors import ConfigError, RoseError, WeightsError
 from rose.wire.errors import error_data
-from vllm_plugin.roles import role
+from vllm_plugin.roles import BACKEND, role
 
 if TYPE_CHECKING:
     from vllm_plugin.rank_weights import RankWeights
 
 logger = logging.getLogger("vllm.rose")
 
-BACKEND = "rose"
 ENV_VERSION = "ROSE_WEIGHT_VERSION"
 """``attempt.version`` of the checkpoint that the engine is started with; ``0.0`` when it is not set."""
 ENV_RUN = "ROSE_WEIGHT_RUN"
@@ -50,6 +49,19 @@ def register_backend() -> None:
         )
     except ValueError:  # registered already
         pass
+
+
+def stand_alone() -> None:
+    """A stock server that takes its weights by our back end: make it known, and nothing else.  On CPU linear layers and experts are
+    kept as the checkpoint has them besides: vLLM's CPU build packs them after loading, and nothing would be left to write to."""
+    register_backend()
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from vllm_plugin import compat
+
+        compat.patch_cpu_gemm()
+        compat.patch_cpu_experts()
 
 
 def initial_lineage() -> Any:
