@@ -165,6 +165,8 @@ class Plan:
     most_gpus: float
     """What production leaves of the fleet's time, on average: never more is harvested."""
     tokens_s: Floats
+    half_worth: float | None
+    """Of an engine at the average stretch as assumed, on the half cell that assumptions are varied on."""
     swings: tuple[Swing, ...]
     price: float
 
@@ -193,6 +195,12 @@ class Plan:
     def misses(self) -> Misses:
         """Of all stretches together: a third of the requests' time is the busiest there was."""
         return sum((cell.misses for cell in self.judged), Misses(num=0, added=0, mended=0))
+
+    @property
+    def chance(self) -> float:
+        """By which share half a cell and a whole one differ with nothing changed: smaller swings say nothing."""
+        whole = next((cell.worth for cell in self.judged if cell.window == "mean"), None)
+        return abs(self.half_worth / whole - 1.0) if whole and self.half_worth is not None else 0.0
 
     @property
     def range_gpus(self) -> tuple[float, float] | None:
@@ -399,6 +407,8 @@ def _make_plan(
         points = [each for each in rest if each is not None]
         curve = yardstick_of(points) if rest and len(points) == len(rest) else None if rest else base_curve
         worth = None if rose is None or curve is None else worth_of(rose, curve)
+        if rose is not None and worth is not None:
+            worth = min(worth, time_left(group[0].scenario, rose.serving_own) * gpu_ratio(scenario))
         if number:
             shown.append((worth, added))
         else:
@@ -419,6 +429,7 @@ def _make_plan(
         gpus=gpus,
         most_gpus=float(np.mean(over_time(cell.most for cell in order) * whole)),
         tokens_s=over_time(cell.tokens_s for cell in order) * serving,
+        half_worth=base_worth,
         swings=tuple(sorted(swings, key=lambda swing: -swing.width)),
         price=price,
     )

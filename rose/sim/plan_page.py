@@ -85,7 +85,8 @@ def render(plan: Plan) -> str:
             feels,
             _section(
                 "Which assumptions matter",
-                f"Each by itself at a low and a high value, everything else as assumed; {plan.mean_gpus:.1f} GPUs is the line.",
+                f"Each by itself at a low and a high value, everything else as assumed; {plan.mean_gpus:.1f} GPUs is the line. "
+                f"On one draw of half a cell, which with nothing changed is {plan.chance:.0%} off the whole one: less than that is chance.",
                 _tornado(plan),
             ),
             '<div class="grid2">',

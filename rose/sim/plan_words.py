@@ -27,7 +27,7 @@ def answer(plan: Plan) -> tuple[str, str]:
         low, high = plan.range_gpus
         return (
             f"rollouts worth {plan.mean_gpus:.1f} dedicated GPUs on average ({low:.1f} to {high:.1f} as the assumptions go)",
-            f"at most {plan.most_gpus:.1f}: the rest of the engines' time goes into production's own steps",
+            f"at most {plan.most_gpus:.1f} at the traffic as read: the rest of the engines' time goes into production's own steps",
         )
     misses = plan.misses
     if misses.share is None:
@@ -149,6 +149,7 @@ def document(plan: Plan) -> dict[str, Any]:
         **(worth if plan.lends else dict.fromkeys(worth)),
         "gpus_most": plan.most_gpus,
         "gpu_hour_price": plan.price,
+        "chance_of_assumptions": plan.chance,
         "added_misses": misses.share,
         "added_misses_upper_95": misses.high,
         "requests_simulated": misses.num,
@@ -237,7 +238,7 @@ def measure_next(plan: Plan) -> list[str]:
         for swing in plan.swings[:4]:
             if math.isinf(swing.width):
                 found.append(f"{swing.assumption.name}: {swing.assumption.measure}")
-            elif swing.width > 0.02 * (plan.mean_gpus or 0.0):
+            elif swing.width > max(0.02, plan.chance) * (plan.mean_gpus or 0.0):
                 found.append(
                     f"{swing.assumption.name} ({swing.width:.1f} GPUs between its ends): {swing.assumption.measure}"
                 )

@@ -176,6 +176,27 @@ def test_assumptions_of_a_plan_that_is_worth_nothing_have_no_gpus(plan: Plan) ->
     assert [(one.low_gpus, one.high_gpus) for one in scaled] == [(0.0, 3.0), (None, pytest.approx(1.2))]
 
 
+def test_no_assumption_makes_more_gpus_than_production_has(plan: Plan) -> None:
+    varied = [plan.swings[0].assumption]
+
+    (found,) = swings_of(varied, [(0.1, None), (0.9, None)], 0.3, 3.0, 5.0)
+
+    assert (found.low_gpus, found.high_gpus) == (pytest.approx(1.0), 5.0)
+
+
+def test_what_half_a_cell_differs_by_is_said_and_less_is_not_worth_measuring(plan: Plan) -> None:
+    mean = plan.judged[1].worth
+    assert mean is not None
+    swing = replace(plan.swings[-1], low_gpus=10.0, high_gpus=11.0)
+    rough = replace(plan, half_worth=mean * 0.7, swings=(swing,))
+    exact = replace(rough, half_worth=mean)
+
+    assert rough.chance == pytest.approx(0.3)
+    assert "30% off the whole one" in render(rough)
+    assert not any(swing.assumption.name in line for line in measure_next(rough))
+    assert any(swing.assumption.name in line for line in measure_next(exact))
+
+
 def test_the_money_is_the_gpus_times_the_hours_times_the_price(plan: Plan) -> None:
     summary = document(plan)["summary"]
 
