@@ -137,7 +137,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.conformance
 @pytest.mark.timeout(900)
 def test_decisions_and_simulations_are_the_same_to_the_last_byte(build: Path, tmp_path: Path) -> None:
     arms = {"python": "0", "compiled": str(build)}
@@ -159,7 +159,7 @@ def test_decisions_and_simulations_are_the_same_to_the_last_byte(build: Path, tm
             assert done.stdout.split() == ["400"] * len(POLICY_NAMES)
 
 
-@pytest.mark.slow
+@pytest.mark.conformance
 @pytest.mark.timeout(900)
 def test_an_edited_source_is_what_runs_however_new_the_build(build: Path, tmp_path: Path) -> None:
     shutil.copytree(
