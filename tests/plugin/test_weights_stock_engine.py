@@ -210,6 +210,29 @@ def test_init_info_is_checked_field_by_field(
     assert reason in answer.json()["error"]["message"]
 
 
+def test_the_pages_commands_are_the_ones_that_work(world: World, settled: EngineServer) -> None:
+    world.weights = change(world.weights, seed=4)
+    world.publish(4, 0)
+    _, _, section = (ROOT / "docs/weights.md").read_text().partition("### Under a stock vLLM server\n")
+    _, _, block = section.split("```")[1].partition("\npost() ")
+    here = {
+        "http://127.0.0.1:8000": settled.url,
+        "http://relay:8470": world.relay.url,
+        "my-run": RUN,
+        "/var/cache/rose-copy": str(world.folder / "copy"),
+        "/etc/rose/node.toml": str(world.reader_file),
+        '"attempt": 1, "version": 17': '"attempt": 4, "version": 0',
+    }
+    for there, place in here.items():
+        assert there in block
+        block = block.replace(there, place)
+    held = memory(settled)
+    done = subprocess.run(["bash", "-euc", f"post() {block}"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert settled.get("/weight_info").json() == {"weight_version": f"{RUN}@1.17"}
+    assert memory(settled) != held
+
+
 class Damaging(HttpStore):
     """A store whose objects arrive with a bit turned, and checksums of the transfer that fit."""
 
@@ -225,9 +248,9 @@ def test_what_is_damaged_or_signed_by_another_is_refused_with_the_reason(
 ) -> None:
     before, held = said(settled), memory(settled)
     world.weights = change(world.weights, seed=5)
-    world.publish(4, 0, Damaging(world.relay.url, world.relay.tokens.publish))
-    damaged = Update(settled, 4, 0).reason
-    assert "example/4.0/" in damaged
+    world.publish(5, 0, Damaging(world.relay.url, world.relay.tokens.publish))
+    damaged = Update(settled, 5, 0).reason
+    assert "example/5.0/" in damaged
     assert "damaged at rest, or replaced" in damaged
     assert (said(settled), memory(settled)) == (before, held)
 
@@ -237,8 +260,8 @@ def test_what_is_damaged_or_signed_by_another_is_refused_with_the_reason(
     assert (said(settled), memory(settled)) == (before, held)
 
     world.head.unlink()
-    world.publish(5, 0)
-    accepted = Update(settled, 5, 0)
+    world.publish(6, 0)
+    accepted = Update(settled, 6, 0)
     assert (accepted.answer.status_code, accepted.finished.status_code) == (200, 200), accepted.answer.text
     with fresh(world, "later", world.weights) as other:
         assert (said(settled), memory(settled)) == (said(other), memory(other))
@@ -246,25 +269,25 @@ def test_what_is_damaged_or_signed_by_another_is_refused_with_the_reason(
 
 def test_two_ranks_change_together_or_not_at_all(world: World) -> None:
     with stock(world.model, "--tensor-parallel-size=2") as pair:
-        untold = Update(pair, 6, 0)
+        untold = Update(pair, 7, 0)
         assert "was not told where its weights come from" in untold.reason
         before, held = said(pair), memory(pair)
         assert pair.post("/init_weight_transfer_engine", world.info()).status_code == 200
-        world.publish(6, 0, Damaging(world.relay.url, world.relay.tokens.publish))
-        refused = Update(pair, 6, 0)
-        assert "6.0/" in refused.reason
+        world.publish(7, 0, Damaging(world.relay.url, world.relay.tokens.publish))
+        refused = Update(pair, 7, 0)
+        assert "7.0/" in refused.reason
         assert (
             refused.finished.status_code == 500
         )  # the last rank has no session any more; the others' is closed by it
         assert (said(pair), memory(pair)) == (before, held)
 
-        world.publish(7, 0)
-        accepted = Update(pair, 7, 0)
+        world.publish(8, 0)
+        accepted = Update(pair, 8, 0)
         assert (accepted.answer.status_code, accepted.finished.status_code) == (200, 200), (
             accepted.answer.text
         )
         now = memory(pair)
         world.weights = change(world.weights, seed=6)
-        world.publish(8, 0)
-        assert Update(pair, 8, 0).answer.status_code == 200
+        world.publish(10, 0)
+        assert Update(pair, 10, 0).answer.status_code == 200
         assert memory(pair) != now
