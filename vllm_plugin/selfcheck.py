@@ -256,6 +256,7 @@ WORKER: tuple[Owner, ...] = (
         calls={
             "__init__": "self config vllm_config device model",
             "init_transfer_engine": "self init_info",
+            "parse_init_info": "self init_dict",
             "parse_update_info": "self update_dict",
             "start_weight_update": "self",
             "update_weights": "self update_info",
@@ -270,6 +271,8 @@ WORKER: tuple[Owner, ...] = (
     Owner(
         where="vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory", names="register_engine"
     ),
+    Owner(where="vllm.distributed.parallel_state", names="get_world_group"),
+    Owner(where="vllm.distributed.parallel_state:GroupCoordinator", names="cpu_group rank_in_group"),
     Owner(where="vllm.config", names="set_current_vllm_config"),
     Owner(where="vllm.config.vllm:VllmConfig", names="num_lookahead_tokens"),
     Owner(where="vllm.config.weight_transfer:WeightTransferConfig", names="backend"),
