@@ -480,6 +480,7 @@ class RankWeights:
     def _stream(self, slot: _Slot, staged: _Staged, left: list[str]) -> None:
         """Write the next tensors of a whole version, for a slice of time."""
         if not left:
+            slot.phase = Phase.COMMITTED  # of a rank that holds none of its tensors, at the first call too
             return
         until_s = time.monotonic() + STREAM_SLICE_S
         if _identity(slot.path) != slot.source:

@@ -384,6 +384,17 @@ def test_a_whole_version_streams_in_tensor_by_tensor(streaming: Bench) -> None:
     )
 
 
+def test_a_rank_that_holds_none_of_a_version_that_streams_comes_to_it_too(streaming: Bench) -> None:
+    streaming.stage(streaming.update(base=None))
+    staged = streaming.rank._slot.staged
+    assert staged is not None
+    assert staged.left
+    staged.left.clear()  # as where its file has only other ranks' tensors
+    streaming.rank.commit(V1)
+    assert not streaming.rank.more
+    assert streaming.rank.finish() == V1
+
+
 def test_nothing_of_a_version_that_streams_is_kept_beside_the_model(streaming: Bench) -> None:
     streaming.stage(streaming.update(base=None))
     staged = streaming.rank._slot.staged
