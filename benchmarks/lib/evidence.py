@@ -433,8 +433,8 @@ def headlines(runs: list[Run]) -> str:
         [
             "| all committed runs, on two CPU cores | measured | noise, or what was possible |",
             "|---|---|---|",
-            f"| production's P99 beside rollouts over alone: first token; between tokens "
-            "([older ones are of another wait](docs/evidence.md#what-breaks-these-rules)) "
+            "| production's P99 over alone: first token; between tokens "
+            "([older runs](docs/evidence.md#what-breaks-these-rules)) "
             f"| {span(ratios, '{:.2f}x')}; {span(between, '{:.2f}x')}; bars met in {sum(every('coserve', 'bar_met')):.0f} of {len(ratios)} "
             f"| two arms alone: {span(noise, '{:.2f}x')}; {span(between_noise, '{:.2f}x')} |",
             f"| tokens/s of training that a harvested engine adds, engines timed by a model, {len(gain)} runs "
