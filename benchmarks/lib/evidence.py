@@ -20,8 +20,8 @@ README = ROOT / "README.md"
 BEGIN, END = "<!-- generated from here -->\n", "<!-- to here -->\n"
 RUNS = "commit_of_the_runs"
 """Names the code that was measured, where another summed up what it had left."""
-PARKED_S = 1795422721
-"""When production began to park beside rollouts (docs/evidence.md, "What breaks these rules"), seconds since 1970."""
+SINCE_PARKED = "used_share"
+"""Runs of co-serving have it since production parks beside rollouts (docs/evidence.md, "What breaks these rules")."""
 LOST = {"68ea845", "f1892d8", "9673aeb", "99bbd4f", "3f19aa1", "9f750a9"}
 """Commits that committed result files name and the repository does not have.  No others may join them."""
 
@@ -410,13 +410,12 @@ def headlines(runs: list[Run]) -> str:
     """The README's three figures, each of all runs that have it, with its noise."""
 
     def every(benchmark: str, key: str) -> list[float]:
-        since_s = PARKED_S if benchmark == "coserve" else 0
         return sorted(
             run.summary[key]
             for run in runs
             if run.benchmark == benchmark
             and run.summary.get(key) is not None
-            and (run.time or since_s) >= since_s
+            and (benchmark != "coserve" or SINCE_PARKED in run.summary)
         )
 
     def span(values: list[float], form: str) -> str:
@@ -431,10 +430,10 @@ def headlines(runs: list[Run]) -> str:
     end, end_noise = every("overhead", "end_ratio"), every("overhead", "end_aa_ratio")
     return "\n".join(
         [
-            "| all committed runs, on two CPU cores | measured | noise, or what was possible |",
+            "| committed runs, on two CPU cores | measured | noise, or what was possible |",
             "|---|---|---|",
-            "| production's P99 over alone: first token; between tokens "
-            "([older runs](docs/evidence.md#what-breaks-these-rules)) "
+            "| production's P99 beside rollouts over alone: first token; between tokens "
+            "([before](docs/evidence.md#what-breaks-these-rules)) "
             f"| {span(ratios, '{:.2f}x')}; {span(between, '{:.2f}x')}; bars met in {sum(every('coserve', 'bar_met')):.0f} of {len(ratios)} "
             f"| two arms alone: {span(noise, '{:.2f}x')}; {span(between_noise, '{:.2f}x')} |",
             f"| tokens/s of training that a harvested engine adds, engines timed by a model, {len(gain)} runs "

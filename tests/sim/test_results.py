@@ -111,7 +111,7 @@ def test_result_files_name_the_commit_that_they_ran() -> None:
 
 
 def test_commits_named_in_result_files_exist() -> None:
-    """Five older files name commits that were lost; the page says so, and no file joins them."""
+    """Six files name commits that were lost; the page says so, and no file joins them."""
     named = {commit for path in committed_results() for commit in evidence.commits_of(path)}
     if not evidence.has_history():
         pytest.skip("without its history a repository does not know its commits")
