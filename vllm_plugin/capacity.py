@@ -55,6 +55,8 @@ class Balloon:
         self._round_s = -math.inf
         self._to_scan = 0
         """Chunks that this round has not seen yet."""
+        self._missed = False
+        """Blocks have come free behind the look of this round."""
         self._free: list[int] = []
         """Of those seen, the free ones without prefixes that have not been taken."""
         self._cached: list[int] = []
@@ -121,8 +123,9 @@ class Balloon:
         until_s = now_s + budget_s
         taken = [] if taken is None else taken
         self.exhausted = False
-        if now_s - self._round_s > ROUND_S or not (self._to_scan or self._free or self._cached):
-            self._round_s = now_s
+        looked = not (self._to_scan or self._free)
+        if now_s - self._round_s > ROUND_S or (looked and (self._missed or not self._cached)):
+            self._round_s, self._missed = now_s, False
             self._to_scan = self.num_chunks - 1
             self._free.clear()
             self._cached.clear()
@@ -146,8 +149,12 @@ class Balloon:
                 chunk = left.pop()
                 if self.inflate(chunk):
                     taken.append(chunk)
-            self.exhausted = not left and len(taken) < count
+            self.exhausted = not left and len(taken) < count and not self._missed
         return taken
+
+    def note_freed(self) -> None:
+        """Blocks have come free: what has been looked through is worth another look."""
+        self._missed = True
 
     def _look(self, until_s: float, count: int) -> None:
         """Go on looking through the pool for unused chunks, until time is out or a run of ``count`` was found."""
@@ -178,6 +185,8 @@ class Balloon:
                 self.inflated.discard(chunk)
                 internals.give_blocks(self._pool, self._owned(chunk))
                 count += 1
+        if count:
+            self.note_freed()
         return count
 
     def cheapest_victims(

@@ -196,6 +196,7 @@ class ServingSide:
             until_s = time.monotonic() + SLICE_S
             while self._mapped and time.monotonic() <= until_s:  # the rest at the next step
                 self.balloon.deflate((self._mapped.popleft(),))
+            self._exhausted = None
         if self.failed is not None:
             return
         self._claim()
@@ -279,6 +280,10 @@ class ServingSide:
 
     def after_update(self) -> None:
         """A step has ended."""
+        if not self._scheduler.running and not internals.num_waiting(self._scheduler):
+            # Idle from here on: what the last requests held can be lent, and no step looks for it.
+            self.balloon.note_freed()
+            self._exhausted = None
         tokens = self.steps.ended(time.monotonic_ns(), self._board.slo_tpot_ns)
         if tokens is None:
             return

@@ -94,6 +94,29 @@ def test_deflating_gives_them_back(pool: Any, balloon: Balloon) -> None:
     assert not balloon.inflated
 
 
+@pytest.mark.parametrize("how", ["let out", "freed"])
+def test_what_came_free_behind_a_look_that_found_no_more_is_found_by_the_next(
+    pool: Any, balloon: Balloon, how: str
+) -> None:
+    """Beside a chunk that is kept for its prefix, or every look would begin anew anyhow."""
+    held = pool.get_new_blocks(NUM_BLOCKS - 1)
+    kept, late = held[5 * CHUNK], [block for block in held if block.block_id // CHUNK == 9]
+    kept._block_hash = b"a prefix"
+    pool.free_blocks([block for block in held if block not in late])
+    taken = balloon.inflate_free(15, budget_s=1.0, cached=())
+    assert balloon.exhausted
+
+    if how == "freed":
+        pool.free_blocks(late)
+        balloon.note_freed()
+        assert balloon.inflate_free(1, budget_s=1.0, cached=()) == [9]
+    else:
+        balloon.deflate(taken[:3])
+        assert sorted(balloon.inflate_free(3, budget_s=1.0, cached=())) == sorted(taken[:3])
+        pool.free_blocks(late)
+    kept._block_hash = None
+
+
 def test_a_chunk_with_a_block_in_use_is_left_alone(pool: Any, balloon: Balloon) -> None:
     held = pool.get_new_blocks(1)[0]  # the first free block is 1, in chunk 0
     chunk = held.block_id // CHUNK

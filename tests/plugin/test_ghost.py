@@ -517,3 +517,27 @@ def test_the_longest_hit_is_the_one_that_vllms_coordinator_finds(
     )
     needed = [window_blocks(one, BLOCK) if one else None for one in windows]
     assert longest_hit(num_blocks, needed, lambda group, index: has[group, index]) * BLOCK == found[1]
+
+
+def _found_nothing(side: Any) -> None:
+    side._exhausted = (time.monotonic(), side.prefixes.offered)
+    assert not side._may_find_more()
+
+
+def test_an_idle_engine_is_asked_at_once_for_what_has_just_come_back(pair: Pair) -> None:
+    """A loan that is taken back and given again waited five seconds for it."""
+    side = pair.ours.rose
+    pair.lend(3)
+    _found_nothing(side)
+    pair.give_back()
+    assert side._may_find_more()
+
+
+def test_an_idle_engine_is_asked_at_once_for_what_its_last_request_held(pair: Pair) -> None:
+    side = pair.ours.rose
+    pair.ours.add_request(_request("last", list(range(40)), 2))
+    harness.step(pair.ours)
+    _found_nothing(side)
+    while pair.ours.requests:
+        harness.step(pair.ours)
+    assert side._may_find_more()
