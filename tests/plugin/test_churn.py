@@ -39,4 +39,4 @@ def test_the_logs_of_both_engines_replay_and_agree_with_the_model(churned: Churn
 
     looked = live_logs.check(churned.logs, total_pages=TOTAL_PAGES, chunk_pages=1)
 
-    assert all(count > 4 for count in looked.values()), looked
+    assert all(count > 10 for count in looked.values()), looked

@@ -93,7 +93,11 @@ def test_the_loop_learns_survives_killed_actors_and_applies_each_trajectory_once
     assert [line["step"] for line in lines] == list(range(6))
     assert all(line["lag_max"] == 0 and line["logprob_diff_max"] < 1e-3 for line in lines)
     assert [line["lr"] for line in lines] == [1e-3] * 4 + [5e-6] * 2
-    assert {tier for line in lines for tier in line["tiers"]} == {"dedicated", "harvested"}
+    used = [set(line["tiers"]) for line in lines]
+    assert set().union(*used) == {"dedicated", "harvested"}
+    assert sum(len(tiers) == 2 for tiers in used) >= 3, (
+        "a step whose engines were killed may have one of them"
+    )
 
     # Exactly once, proven from the checkpoints: 6 steps of 32, no id twice, and nothing else was consumed.
     newest, _ = checkpoints.load_latest(config.output_dir / "checkpoints")
