@@ -21,6 +21,7 @@ from rose.coserve.node_config import NodeConfig
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.policies import PolicyCopies
 from rose.coserve.records import Phase, ServingBoard, ServingLease
+from rose.node_client import ControlClient
 from rose.policy.compat import Support
 from rose.proc import free_port
 
@@ -173,6 +174,19 @@ class Device:
             await asyncio.gather(task, return_exceptions=True)
         if self.production is not None:
             await self.production.stop()
+
+
+class control:
+    """A client of the device's agent."""
+
+    def __init__(self, device: Device) -> None:
+        self._client = ControlClient(device.dir, device.tokens)
+
+    async def __aenter__(self) -> ControlClient:
+        return self._client
+
+    async def __aexit__(self, *_: object) -> None:
+        self._client.close()
 
 
 @pytest.fixture

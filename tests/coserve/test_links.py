@@ -1,4 +1,4 @@
-"""The node agent's links: what rose-scheduler hears, how new weights reach the engine, what an operator can do."""
+"""The node agent's links: what rose-scheduler hears, and how new weights reach the engine."""
 
 from __future__ import annotations
 
@@ -6,29 +6,22 @@ import asyncio
 import json
 import os
 import queue
-import re
-import shutil
 import signal
-import stat
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from aiohttp import web
-from typer.testing import CliRunner
 
 from rose.coserve.agent import NodeAgent
-from rose.coserve.cli import app as cli
 from rose.coserve.policies import PolicyCopies
 from rose.coserve.records import Mode
-from rose.errors import EngineError, RequestError, SectionCorrupt
+from rose.errors import EngineError, SectionCorrupt
 from rose.lineage import WeightVersion
-from rose.node_client import ControlClient
 from rose.wire.reading import read
 from rose.wire.workers import Heartbeat, Registration
-from tests.coserve.conftest import Device, alive, until
+from tests.coserve.conftest import Device, control, until
 
 
 class Registry:
@@ -516,169 +509,3 @@ async def test_an_update_file_outside_the_weights_directory_is_not_given_to_the_
     source.published.put(WeightVersion(1, 1))
     await until(lambda: "is not below" in (agent.status()["weights"] or {}).get("error", ""))
     assert agent.engine.version == "0.0"
-
-
-# --- operators ---
-
-
-class control:
-    """A client of the device's agent."""
-
-    def __init__(self, device: Device) -> None:
-        self._client = ControlClient(device.dir, device.tokens)
-
-    async def __aenter__(self) -> ControlClient:
-        return self._client
-
-    async def __aexit__(self, *_: object) -> None:
-        self._client.close()
-
-
-async def test_off_does_not_wait_for_an_engine_that_hangs(
-    device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device.produce()
-    agent = device.agent()
-    await until(lambda: device.resident_pages() == 16)
-    await until(lambda: agent.engine.state == "ready")
-    ask = agent.engine.refresh_status
-
-    async def without_end(timeout_s: float = 600.0) -> dict[str, Any]:
-        return await ask(timeout_s)
-
-    monkeypatch.setattr(agent.engine, "refresh_status", without_end)
-    os.kill(device.report()["pid"], signal.SIGSTOP)
-    async with control(device) as client:
-        off = asyncio.create_task(asyncio.to_thread(client.off, 30.0))
-        await until(lambda: agent.mode == Mode.OFF, "it is off while the engine says nothing")
-        assert (await off)["given_back"]
-
-
-@pytest.mark.parametrize("lose", ["the socket", "the directory"])
-async def test_operators_find_an_agent_again_whose_socket_was_deleted(device: Device, lose: str) -> None:
-    device.produce()
-    agent = device.agent()
-    await until(lambda: agent.engine.state == "ready")
-    path = device.dir / "agent.sock"
-    path.unlink() if lose == "the socket" else shutil.rmtree(device.dir)
-    await until(path.exists, "the agent listens again")
-    async with control(device) as client:
-        assert (await asyncio.to_thread(client.off, 30.0))["given_back"]
-    assert path.stat().st_mode & 0o077 == 0
-
-
-async def test_off_proves_that_all_memory_is_back_and_on_lends_again(device: Device) -> None:
-    production = device.produce()
-    agent = device.agent()
-    await until(lambda: device.resident_pages() == 16)
-    pid = device.report()["pid"]
-    async with control(device) as client:
-        answer = await asyncio.to_thread(client.off, 10.0)
-        assert answer["given_back"]
-        before, after = answer["before"], answer["after"]
-        assert (before["reserved_pages"], before["resident_pages"]) == (16, 16)
-        assert before["engine_kv_resident_bytes"] == 32 << 20
-        assert (after["reserved_pages"], after["resident_pages"]) == (0, 0)
-        assert after["engine_kv_resident_bytes"] == 0
-        # The process is 32 MiB smaller, by the kernel's count.
-        assert before["engine_rss_bytes"] - after["engine_rss_bytes"] > 28 << 20
-        assert not after["gate_open"]
-        steps = after["steps"]
-        assert (await asyncio.to_thread(client.status))["rollout"]["steps"] == steps
-        assert alive(pid)
-        await asyncio.to_thread(client.set, mode="on")
-    await until(lambda: device.resident_pages() == 16)
-    assert agent.engine.num_starts == 1
-    assert production.overdrawn == 0
-
-
-async def test_off_kills_an_engine_that_gives_nothing_back(device: Device) -> None:
-    device.produce()
-    agent = device.agent("stubborn", lending={"reclaim_deadline_s": 0.2})
-    await until(lambda: device.resident_pages() == 16)
-    pid = device.report()["pid"]
-    async with control(device) as client:
-        answer = await asyncio.to_thread(client.off, 10.0)
-    assert answer["given_back"]
-    assert not alive(pid)
-    assert agent.engine.num_kills == 1
-
-
-async def test_off_can_end_the_engines_process_and_on_starts_it_again(device: Device) -> None:
-    device.produce()
-    agent = device.agent()
-    await until(lambda: device.resident_pages() == 16)
-    pid = device.report()["pid"]
-    async with control(device) as client:
-        answer = await asyncio.to_thread(client.off, 10.0, False)
-        assert answer["given_back"]
-        assert answer["after"]["engine_rss_bytes"] == 0
-        assert not alive(pid)
-        await asyncio.to_thread(client.set, mode="on", engine=True)
-    await until(lambda: agent.engine.num_starts == 2 and device.resident_pages() == 16)
-
-
-async def test_the_command_line_shows_sets_and_switches(
-    device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device.produce()
-    device.agent()
-    await until(lambda: device.resident_pages() == 16)
-    monkeypatch.setenv("ROSE_DIR", str(device.dir))
-    monkeypatch.setenv("ROSE_TOKEN_FILE", str(device.token_file))
-
-    async def rose_node(*args: str) -> str:
-        result = await asyncio.to_thread(CliRunner().invoke, cli, list(args), catch_exceptions=False)
-        assert result.exit_code == 0
-        return result.output
-
-    text = await rose_node("status")
-    assert "node      n0 (harvested), mode on" in text
-    assert "16 reserved, 16 resident" in text
-    assert re.search(r"device    host memory: .*iB free, reserve 512\.0 MiB, 0 breaches", text)
-    await rose_node("set", "--floor-pages", "15")
-    await until(lambda: device.resident_pages() == 3)
-    status = json.loads(await rose_node("status", "--json"))
-    assert (status["floor_pages"], status["lending"]["cap_pages"]) == (15, 3)
-    assert "all memory is back" in await rose_node("off")
-    assert "mode on" in await rose_node("on")
-
-
-async def test_control_asks_for_a_token_and_names_bad_fields(device: Device) -> None:
-    device.produce()
-    agent = device.agent()
-    await until(lambda: (device.dir / "agent.sock").exists())
-    assert stat.S_IMODE((device.dir / "agent.sock").stat().st_mode) == 0o600
-    transport = httpx.AsyncHTTPTransport(uds=str(device.dir / "agent.sock"))
-    async with httpx.AsyncClient(transport=transport, base_url="http://node") as client:
-        for token in ("", "Basic abc", f"Bearer {device.tokens.agent}"):
-            answer = await client.get("/status", headers={"Authorization": token})
-            assert answer.status_code == 401
-            assert answer.json()["error"]["code"] == "unauthorized"
-        good = {"Authorization": f"Bearer {device.tokens.node}"}
-        for body, status, field in (
-            (b"{", 400, "body"),
-            (b"[]", 400, "body"),
-            (b"{" + b" " * 5000 + b"}", 413, "body"),
-            (b'{"mod": "on"}', 400, "mod"),
-            (b'{"mode": "sideways"}', 400, "mode"),
-            (b'{"floor_pages": -1}', 400, "floor_pages"),
-            (b'{"slo_ttft_ms": 0}', 400, "slo_ttft_ms"),
-        ):
-            answer = await client.post("/set", content=body, headers=good)
-            assert (answer.status_code, answer.json()["error"]["param"]) == (status, field)
-    assert agent.floor_pages == 0
-
-
-async def test_without_an_agent_the_client_says_so(device: Device) -> None:
-    async with control(device) as client:
-        with pytest.raises(EngineError, match="no node agent answers"):
-            client.status()
-
-
-async def test_a_dedicated_device_refuses_settings_of_serving(device: Device) -> None:
-    device.agent(serving=None)
-    await until(lambda: (device.dir / "agent.sock").exists())
-    async with control(device) as client:
-        with pytest.raises(RequestError, match="serving: this device has no serving engine"):
-            await asyncio.to_thread(client.set, floor_pages=1)

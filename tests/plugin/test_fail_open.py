@@ -20,7 +20,6 @@ from rose.policy.compat import row_of_number
 from rose.policy.coserving import serving
 from tests.plugin import harness
 from tests.plugin.stand_in import eventually
-from tests.tiny_model import write_tiny_model
 
 WORD_AT = 1024  # the slots lie before it
 HOOKS = [
@@ -33,29 +32,6 @@ HOOKS = [
     "_board.write",
     "_round",
 ]
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("model")
-    write_tiny_model(folder)
-    return harness.engine_config(folder)
-
-
-@pytest.fixture
-def node_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "node"
-    path.mkdir(mode=0o700)
-    monkeypatch.setenv("ROSE_DIR", str(path))
-    monkeypatch.setenv("ROSE_ROLE", "serving")
-    return path
-
-
-@pytest.fixture
-def rank(node_dir: Path) -> Iterator[Any]:
-    writer = harness.write_rank(node_dir, "serving", mapped=True)
-    yield writer
-    writer.close()
 
 
 @pytest.fixture
@@ -543,165 +519,6 @@ def test_a_cache_too_small_to_share_is_named_in_the_lease(
     assert record is not None
     assert (record.phase, row_of_number(record.row).name) == (Phase.OFF, "small_cache")
     assert lease.alive()
-
-
-def test_a_preempted_request_breaks_no_promise_of_a_first_token(
-    config: Any, node_dir: Path, rank: Any
-) -> None:
-    """It has had its first token; it waits for a next one."""
-    from vllm_plugin.scheduler import ServingScheduler
-
-    scheduler = harness.build(ServingScheduler, config)
-    assert scheduler.rose is not None
-    try:
-        board_of = scheduler.rose._board
-        board_of.slo_ttft_ns, board_of.slo_tpot_ns = 10**9, 10**8
-        scheduler.add_request(harness.request("old", max_tokens=50))
-        for _ in range(3):
-            harness.step(scheduler)
-        request = scheduler.running.pop()
-        request.arrival_time -= 60.0
-        scheduler._preempt_request(request, time.monotonic())
-        board = NodeDir(node_dir).serving_board()
-        scheduler.rose._tell_step()
-        record = board.read()
-        assert record is not None
-        assert (record.waiting, record.breaches, record.ttft_deadline_ns) == (1, 0, 0)
-        assert record.tpot_deadline_ns > 0  # but its next token is due
-        fresh = harness.request("late")
-        fresh.arrival_time -= 60.0
-        scheduler.add_request(fresh)
-        scheduler.rose._tell_step()
-        record = board.read()
-        assert record is not None
-        assert record.breaches == 1
-        assert record.ttft_deadline_ns > 0
-    finally:
-        for writer in (scheduler.rose._lease, scheduler.rose._board.file, scheduler.rose._pagers):
-            writer.close()
-
-
-def test_a_prompt_that_is_read_in_several_steps_keeps_the_promise_of_its_first_token(
-    config: Any, node_dir: Path, rank: Any
-) -> None:
-    """After its first chunk it runs, as vLLM counts; it is as late as one that waits."""
-    from vllm_plugin.scheduler import ServingScheduler
-
-    scheduler = harness.build(ServingScheduler, config)
-    assert scheduler.rose is not None
-    try:
-        board_of = scheduler.rose._board
-        board_of.slo_ttft_ns, board_of.slo_tpot_ns = 10**9, 10**8
-        scheduler.max_num_scheduled_tokens = 16
-        board = NodeDir(node_dir).serving_board()
-        scheduler.add_request(harness.request("long", max_tokens=8))
-        seen = []
-        for _ in range(2):  # 20 tokens: 16, then 4
-            output = scheduler.schedule()
-            scheduler.rose._board.write(busy=True)
-            record = board.read()
-            assert record is not None
-            seen.append((output.total_num_scheduled_tokens, record.waiting, record.ttft_deadline_ns > 0))
-        assert seen == [(16, 0, True), (4, 0, False)]
-    finally:
-        for writer in (scheduler.rose._lease, scheduler.rose._board.file, scheduler.rose._pagers):
-            writer.close()
-
-
-def test_the_board_says_from_a_prompts_arrival_to_its_first_token_that_one_is_owed(
-    config: Any, node_dir: Path, rank: Any
-) -> None:
-    """In the queue, between its two steps, in the second of them; and not in a step of other tokens."""
-    from vllm_plugin.scheduler import ServingScheduler
-
-    scheduler = harness.build(ServingScheduler, config)
-    assert scheduler.rose is not None
-    try:
-        scheduler.max_num_scheduled_tokens = 16
-        board = NodeDir(node_dir).serving_board()
-
-        def owed() -> int:
-            assert scheduler.rose is not None
-            scheduler.rose._board.write(busy=True)
-            record = board.read()
-            assert record is not None
-            return record.owes_first
-
-        assert owed() == 0
-        scheduler.add_request(harness.request("long", max_tokens=8))
-        seen = [owed()]
-        for _ in range(2):  # 20 tokens: 16, then 4
-            output = scheduler.schedule()
-            seen.append(owed())
-            harness.answer(scheduler, output)
-            seen.append(owed())
-        assert seen == [1, 1, 1, 1, 0]
-        scheduler.schedule()
-        assert owed() == 0
-    finally:
-        for writer in (scheduler.rose._lease, scheduler.rose._board.file, scheduler.rose._pagers):
-            writer.close()
-
-
-def test_no_first_token_is_owed_to_who_has_had_it_or_to_a_session_that_waits_for_its_client(
-    config: Any, node_dir: Path, rank: Any
-) -> None:
-    from vllm.v1.request import RequestStatus
-
-    from vllm_plugin.scheduler import ServingScheduler
-
-    scheduler = harness.build(ServingScheduler, config)
-    assert scheduler.rose is not None
-    try:
-        board = NodeDir(node_dir).serving_board()
-        preempted, session = harness.request("preempted"), harness.request("session")
-        preempted.append_output_token_ids(9)
-        preempted.status = RequestStatus.PREEMPTED
-        session.status = RequestStatus.WAITING_FOR_STREAMING_REQ
-        scheduler.waiting.add_request(preempted)
-        scheduler.kv_holding_waiting.add_request(session)
-        scheduler.rose._board.write(busy=False)
-        record = board.read()
-        assert record is not None
-        assert (record.waiting, record.owes_first) == (2, 0)
-        scheduler.add_request(harness.request("new"))
-        scheduler.rose._board.write(busy=False)
-        record = board.read()
-        assert record is not None
-        assert record.owes_first == 1
-    finally:
-        for writer in (scheduler.rose._lease, scheduler.rose._board.file, scheduler.rose._pagers):
-            writer.close()
-
-
-# --- asynchronous scheduling: the next step is scheduled before the one before it has ended
-
-
-def test_the_board_stays_busy_while_a_second_step_is_in_flight(
-    config: Any, node_dir: Path, rank: Any
-) -> None:
-    from vllm_plugin.scheduler import ServingAsyncScheduler
-
-    scheduler = harness.build(ServingAsyncScheduler, config)
-    try:
-        assert scheduler.rose is not None
-        board = NodeDir(node_dir).serving_board()
-        scheduler.add_request(harness.request("a", max_tokens=8))
-        first = scheduler.schedule()
-        second = scheduler.schedule()
-        assert [o.total_num_scheduled_tokens for o in (first, second)] == [20, 1]
-        scheduler.rose.after_update()
-        record = board.read()
-        assert record is not None
-        assert (record.busy, record.step) == (1, 2)
-        assert [(prefill, decode) for prefill, decode, _ in scheduler.rose._measured] == [(20, 0)]
-        scheduler.rose.after_update()
-        record = board.read()
-        assert record is not None
-        assert record.busy == 0
-    finally:
-        for writer in (scheduler.rose._lease, scheduler.rose._board.file, scheduler.rose._pagers):
-            writer.close()
 
 
 @pytest.mark.usefixtures("fresh")

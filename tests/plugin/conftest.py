@@ -1,0 +1,35 @@
+"""A tiny model's configuration and the node directory of a serving engine without one; files that need others define their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.plugin import harness
+from tests.tiny_model import write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("model")
+    write_tiny_model(folder)
+    return harness.engine_config(folder)
+
+
+@pytest.fixture
+def node_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "node"
+    path.mkdir(mode=0o700)
+    monkeypatch.setenv("ROSE_DIR", str(path))
+    monkeypatch.setenv("ROSE_ROLE", "serving")
+    return path
+
+
+@pytest.fixture
+def rank(node_dir: Path) -> Iterator[Any]:
+    writer = harness.write_rank(node_dir, "serving", mapped=True)
+    yield writer
+    writer.close()
