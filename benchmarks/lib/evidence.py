@@ -105,6 +105,11 @@ CLAIMS = (
         every=True,
     ),
     Claim(
+        text="the demo: RL steps per minute with harvesting on over off, all pairs of blocks of its seeds together, and the ends of its 95 % interval",
+        benchmark="demo", keys=("pooled.steps_gain", "pooled.steps_gain_low", "pooled.steps_gain_high"), form="{:.2f}x", bar=(1, ">=", 1.0),
+        every=True,
+    ),
+    Claim(
         text="the demo: share of turns that ran harvested", benchmark="demo", keys=("seed*.harvested_turn_share",),
         every=True,
     ),

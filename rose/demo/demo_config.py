@@ -48,7 +48,9 @@ class RolloutSettings(Section):
     """Both rollout engines.  Harvested KV memory comes on top of nothing: it is lent by production."""
 
     max_model_len: int = Field(default=512, ge=64)
-    max_num_seqs: int = Field(default=64, ge=1)
+    max_num_seqs: int = Field(default=16, ge=1)
+    """An eighth of a step's trajectories: an RL step waits for seats of engines, as it does where their KV memory is full.  With 64 it waited
+    for the gateway, and a second engine added nothing (`training/demo-moving-turns/2026-11-22.json`)."""
     kv_cache_bytes: int = Field(default=128 * 2**20, ge=16 * 2**20)
 
 
@@ -69,7 +71,7 @@ class JobSettings(Section):
 
 class DemoConfig(Section):
     seed: int = Field(default=0, ge=0, lt=2**31)
-    steps: int = Field(default=80, ge=1, le=1000)
+    steps: int = Field(default=72, ge=1, le=1000)
     num_pairs: int = Field(default=3, ge=2, le=50)
     """Of blocks with harvesting off and on, each of one period of traffic."""
     trace: Path | None = None

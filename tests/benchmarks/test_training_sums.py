@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.training import collapse, curves, learning
+from benchmarks.training.demo import whole_pairs
 from benchmarks.training.stale import trained_by_quarter
 from benchmarks.training.throughput import gain_of
 
@@ -110,3 +111,12 @@ def test_a_run_collapsed_if_it_falls_far_below_its_best_so_far() -> None:
     told = collapse.summarise(runs)
     assert (told["bare_runs"], told["bare_collapsed"]) == (2, 1)
     assert (told["bare_greedy"], told["bare_greedy_steady"]) == (0.75, 1.0)
+
+
+def test_only_blocks_of_the_demo_that_have_a_partner_count() -> None:
+    blocks = [
+        {"harvesting": on, "start_s": 0.0, "end_s": 30.0, "num_steps": num_steps, "tiers": {}}
+        for on, num_steps in ((False, 8.0), (True, 10.0), (True, 12.0))
+    ]
+
+    assert [one.num_steps for one in whole_pairs(blocks)] == [8.0, 10.0]
