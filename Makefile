@@ -19,7 +19,10 @@ compiled: setup  ## compile the hot policies and the simulator's devices (an opt
 demo: setup      ## run the main job on this machine and write out/demo/report.html
 	@$(BIN)/rose demo $(ARGS)
 
-test: setup      ## run all tests; lists the ones that need a GPU and were skipped
+.venv/.models: .venv/.ready tests/model_infos.py
+	@$(BIN)/python -m tests.model_infos && touch $@
+
+test: setup .venv/.models  ## run all tests; lists the ones that need a GPU and were skipped
 	@$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder $(ARGS)
 
 bench: setup     ## run the benchmarks (about an hour) and keep their figures in benchmarks/results/
