@@ -431,7 +431,6 @@ def headlines(runs: list[Run]) -> str:
 
     ratios, noise = every("coserve", "p99_ttft_ratio"), every("coserve", "aa_ratio")
     between, between_noise = every("coserve", "p99_itl_ratio"), every("coserve", "aa_itl_ratio")
-    gain, limit = (every("train", f"throughput_harvest_gain{end}") for end in ("", "_limit"))
     pooled = [run for run in runs if run.benchmark == "demo" and "pooled.steps_gain" in run.summary]
     steps = [run.summary["pooled.steps_gain"] for run in pooled]
     low, high = ([run.summary[f"pooled.steps_gain_{end}"] for run in pooled] for end in ("low", "high"))
@@ -444,10 +443,8 @@ def headlines(runs: list[Run]) -> str:
             "([before](docs/evidence.md#what-breaks-these-rules)) "
             f"| {span(ratios, '{:.2f}x')}; {span(between, '{:.2f}x')}; bars met in {sum(every('coserve', 'bar_met')):.0f} of {len(ratios)} "
             f"| two arms alone: {span(noise, '{:.2f}x')}; {span(between_noise, '{:.2f}x')} |",
-            f"| RL steps a minute with harvesting on over off, `make demo` with three seeds, {len(pooled)} runs "
+            f"| RL steps a minute with harvesting on over off, `make demo` with three seeds ([before](docs/evidence.md#what-breaks-these-rules)) "
             f"| {span(sorted(steps), '{:.2f}x')} | 95 % interval: {min(low, default=0):.2f}x to {max(high, default=0):.2f}x |",
-            f"| tokens/s of training that a harvested engine adds, engines timed by a model, {len(gain)} runs "
-            f"| {span(gain, '{:+.0%}')} | by its speed: {span(limit, '{:+.0%}')} |",
             f"| a request through vLLM's server with ROSE over without, nothing lent, {len(end)} runs "
             f"| {span(end, '{:.3f}x')} | two alike: {span(end_noise, '{:.3f}x')} |",
             "",
