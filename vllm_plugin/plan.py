@@ -33,10 +33,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rose.errors import WeightsError
+from rose.weights import kernels
 from rose.weights.spec import TensorSpec
 from vllm_plugin.cover import Region, cover, is_nested
 
@@ -66,29 +69,26 @@ class Box:
     def num_elements(self) -> int:
         return math.prod(self.shape)
 
-    def locate(self, index: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Map flat checkpoint indices (int64) to storage indices.
+    def locate(self, index: NDArray[Any]) -> tuple[slice | NDArray[np.int64], NDArray[np.int64]]:
+        """Map flat checkpoint indices (increasing, uint32 or int64) to storage indices.
 
         Returns:
-            ``(positions, storage)``: which of ``index`` lie in the box (None: all of them), and where
-            those live.
+            ``(inside, storage)``: ``index[inside]`` are those that lie in the box, and where those live.
         """
-        rest = index - self.src_offset
-        inside = torch.ones_like(index, dtype=torch.bool)
-        storage = torch.full_like(index, self.dst_offset)
-        for size, src, dst in zip(self.shape, self.src_strides, self.dst_strides, strict=True):
-            if src == 1:
-                coordinate, rest = rest, torch.zeros_like(rest)
-            else:
-                coordinate = torch.div(rest, src, rounding_mode="floor")
-                rest = rest - coordinate * src
-            inside &= (coordinate >= 0) & (coordinate < size)
-            storage += coordinate * dst
-        inside &= rest == 0
-        if bool(inside.all()):
-            return None, storage
-        positions = inside.nonzero().squeeze(1)
-        return positions, storage[positions]
+        if not self.num_elements:
+            return slice(0, 0), np.empty(0, np.int64)
+        shape, src, dst = self.shape or (1,), self.src_strides or (1,), self.dst_strides or (1,)
+        last = self.src_offset + sum((size - 1) * stride for size, stride in zip(shape, src, strict=True))
+        # A rank's rows of a matrix are one stretch of it: the other ranks' changes are not looked at.
+        low = int(np.searchsorted(index, index.dtype.type(self.src_offset)))
+        high = int(np.searchsorted(index, index.dtype.type(last), side="right"))
+        if (src, dst) == ((1,), (1,)):
+            return slice(low, high), index[low:high].astype(np.int64) + (self.dst_offset - self.src_offset)
+        inside, storage = (np.empty(high - low, np.int64) for _ in range(2))
+        found = kernels.locate(
+            index[low:high], *(np.array(axes, np.int64) for axes in (shape, src, dst)), self.src_offset, inside, storage
+        )  # fmt: skip
+        return inside[:found] + low, storage[:found] + self.dst_offset
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
         """The box inside a flat storage, shaped ``shape``."""

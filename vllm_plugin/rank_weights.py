@@ -386,12 +386,13 @@ class RankWeights:
             )  # fmt: skip
         assert tensor.idx is not None
         assert tensor.val is not None
-        positions, storage = box.locate(torch.from_numpy(tensor.idx.astype(np.int64)))
-        if storage.numel() == 0:
+        inside, found = box.locate(tensor.idx)
+        if found.size == 0:
             return None
-        index, values = tensor.idx, tensor.val
-        if positions is not None:
-            index, values = index[positions.numpy()], values[positions.numpy()]
+        storage = torch.from_numpy(found)
+        index, values = tensor.idx[inside], tensor.val[inside]
+        if found.size < tensor.idx.size:  # a copy, so that a part does not keep the whole tensor in memory
+            index, values = index.copy(), values.copy()
         if bits.device.type == "cpu":  # loads the compiled loops, so that no commit waits for a compiler
             nothing = np.empty(0, tensor.spec.bits_dtype)
             kernels.put(nothing, np.empty(0, np.int64), nothing)
@@ -399,8 +400,8 @@ class RankWeights:
             name=tensor.spec.name,
             box=box,
             storage=_parked(storage, bits),
-            index=np.ascontiguousarray(index),
-            new=_parked(torch.from_numpy(_signed(np.ascontiguousarray(values))), bits),
+            index=index,
+            new=_parked(torch.from_numpy(_signed(values)), bits),
             old=_parked(bits.index_select(0, storage.to(bits.device)).cpu(), bits),
         )
 

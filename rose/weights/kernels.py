@@ -553,6 +553,55 @@ def _decode_big(
     return at
 
 
+# --- places -----------------------------------------------------------------------------------------------
+
+
+@_compiled
+def increases(index: Any) -> Any:
+    """Is each of ``index`` larger than the one before it?"""
+    wrong = 0
+    for k in range(1, index.size):
+        wrong += index[k] <= index[k - 1]
+    return wrong == 0
+
+
+@_compiled
+def locate(index: Any, shape: Any, src: Any, dst: Any, start: Any, positions: Any, places: Any) -> Any:
+    """Which of ``index`` (increasing, less ``start`` at least 0) lie in a box, and where: ``positions`` in ``index``, and ``places``.  Both
+    have room for all; returns how many there are.
+
+    The box has an element at ``c . src`` for each ``c`` below ``shape``, whose place is ``c . dst``; strides fall, and each spans the axes
+    behind it.  Neighbours share all coordinates but the last, so there is one division for each stretch of those.
+    """
+    last = shape.size - 1
+    step, room = src[last], shape[last]
+    begin, end, base = np.int64(0), np.int64(-1), np.int64(0)
+    inside = False
+    found = 0
+    for k in range(index.size):
+        rest = np.int64(index[k]) - start
+        if rest >= end:
+            inside, base, begin, end = True, np.int64(0), np.int64(0), np.int64(1) << 62
+            for axis in range(last):
+                coordinate = (rest - begin) // src[axis]
+                begin += coordinate * src[axis]
+                base += coordinate * dst[axis]
+                inside &= coordinate < shape[axis]
+                end = min(end, begin + src[axis])  # a last row may end before its stride does
+        if inside:
+            coordinate = rest - begin
+            if step != 1:
+                whole = coordinate // step
+                if whole * step != coordinate:
+                    continue
+                coordinate = whole
+            if coordinate < room:
+                positions[found] = k
+                places[found] = base + coordinate * dst[last]
+                found += 1
+    return found
+
+
 # --- apply and squash -------------------------------------------------------------------------------------
 
 

@@ -20,23 +20,21 @@ is None exactly then.  A 64-bit tensor travels dense only.
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from rose.errors import RoseError, SectionCorrupt, WeightsError
 from rose.lineage import WeightVersion
-from rose.weights import statehash
+from rose.weights import kernels, statehash
 from rose.weights.spec import MAX_TENSORS, TensorSpec, model_digest
 
 SCHEMA = 1
@@ -107,7 +105,9 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def write_update(path: Path | str, update: Update) -> int:
-    """Write ``update`` at once or not at all (temporary file, fsync, rename); returns the size in bytes.
+    """Write ``update`` at once or not at all (temporary file, rename); returns the size in bytes.
+
+    Nothing waits for a disk: the file is read while the machine is up, and is written again after that.
 
     Raises:
         WeightsError: ``update`` breaks a rule of the format.
@@ -146,20 +146,31 @@ def write_update(path: Path | str, update: Update) -> int:
     )
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        try:
-            save_file(arrays, temporary, metadata={"rose": msgspec.json.encode(header).decode()})
-        except SafetensorError as error:  # how the library says that the disk is full
-            raise OSError(errno.EIO, str(error)) from error
-        descriptor = os.open(temporary, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-            size_bytes = os.fstat(descriptor).st_size
-        finally:
-            os.close(descriptor)
+        with temporary.open("wb") as file:
+            _save(file, arrays, {"rose": msgspec.json.encode(header).decode()})
+            size_bytes = file.tell()
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     return size_bytes
+
+
+def _save(file: BinaryIO, arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> None:
+    """As ``safetensors.numpy.save_file``, which copies each array first: of a large model that takes as long as writing it.
+
+    Format: https://huggingface.co/docs/safetensors (8 bytes of length, JSON, data without holes).
+    """
+    table: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name, array in arrays.items():
+        kind = f"{'I' if array.dtype.kind == 'i' else 'U'}{8 * array.itemsize}"
+        table[name] = {"dtype": kind, "shape": array.shape, "data_offsets": (end, end + array.nbytes)}
+        end += array.nbytes
+    head = msgspec.json.encode(table)
+    head += b" " * (-len(head) % 8)
+    file.write(len(head).to_bytes(8, "little") + head)
+    for array in arrays.values():
+        file.write(array.reshape(-1).view(np.uint8).data)
 
 
 class UpdateFile:
@@ -313,5 +324,5 @@ def _check(tensor: TensorUpdate, base: WeightVersion | None) -> None:
         raise refuse(f"values are {val.dtype}{val.shape}, need {spec.bits_dtype}{idx.shape}")
     if idx.size == 0:
         raise refuse("a sparse change of nothing; leave the tensor out")
-    if int(idx[0]) < 0 or int(idx[-1]) >= spec.num_elements or not bool(np.all(idx[1:] > idx[:-1])):
+    if int(idx[0]) < 0 or int(idx[-1]) >= spec.num_elements or not kernels.increases(idx):
         raise refuse(f"indices must increase strictly within 0..{spec.num_elements - 1}")

@@ -32,6 +32,9 @@ def warm_up() -> None:
         for index in (np.arange(100, dtype=np.uint32), np.arange(100, dtype=np.int64)):
             statehash.hash_at(index, bits)
             statehash.delta_hash(index, bits, bits)
+            axes, room = np.ones(2, np.int64), np.empty(100, np.int64)
+            assert kernels.increases(index)
+            assert kernels.locate(index, axes, axes, axes, 0, room, room) == 1
     round_to_bf16(np.zeros(4, np.float32))
 
 
