@@ -30,9 +30,9 @@ It says nothing of real engines or of the time of a real switch (``pull_s`` and 
 from __future__ import annotations
 
 import heapq
-import json
 import math
 import random
+import sys
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -43,6 +43,9 @@ from typing import Annotated, Any
 
 import typer
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.lib.report import Report
 from benchmarks.scheduling.fluid_world import (
     Engine,
     EngineSpec,
@@ -362,25 +365,20 @@ def main(
         str, typer.Option(help="FIRST-LAST; the bar is on 200-213.")
     ] = f"{SEEDS[0]}-{SEEDS[-1]}",
     workers: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Write every run of every seed there.")] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write the figures and every run of every seed there.")
+    ] = None,
 ) -> None:
     """Two jobs on a shared fleet, provisioned by what a device gains, against fixed assignments; about a minute a seed."""
+    report = Report("provisioning")
     first, _, last = seeds.partition("-")
     wanted = range(int(first), int(last or first) + 1)
     found: list[dict[str, Any]] = []
     with ProcessPoolExecutor(workers) as pool:
         for one in pool.map(partial(run), wanted):
             found.append(one)
-            typer.echo(f"seed {one['seed']}: over never {math.exp(_log_gain(one, 'never')):.3f}", err=True)
-    table = summary(found)
-    if out is not None:
-        out.write_text(json.dumps({"summary": table, "seeds": found}, indent=1))
-    if as_json:
-        typer.echo(json.dumps(table))
-        return
-    for name, value in table.items():
-        typer.echo(f"{name}: {value}")
+            report.progress("seeds", len(found), len(wanted))
+    report.finish(summary(found), {"seeds": [one["seed"] for one in found], "runs": found}, json_path)
 
 
 if __name__ == "__main__":
