@@ -117,12 +117,12 @@ def _verdict(result: DemoResult) -> str:
     )
     if gain := steps_gain(result.blocks):
         parts.append(
-            f"With harvesting on it made {gain.value:.2f}x the RL steps per minute that it made with it off "
+            f"With harvesting on the job made {gain.value:.2f}x the RL steps per minute that it made without "
             f"({gain.low:.2f} to {gain.high:.2f} with 95 % confidence, {gain.num_pairs} pairs of blocks)."
         )
     if pair := _ratio_pair(result, "ttft_p99"):
         parts.append(
-            f"Its P99 time to first token was {pair[0].value:.2f}x that of production alone; "
+            f"Production's P99 time to first token was {pair[0].value:.2f}x that of production alone; "
             f"two measurements of production alone differ by {pair[1].value:.2f}x."
         )
     return " ".join(parts)
@@ -339,7 +339,12 @@ def _blocks(result: DemoResult) -> str:
     axis = Axis(low=0.4, high=numbers[-1] + 0.6, ticks=numbers, format=lambda n: f"{n:.0f}", label="block")
     top = max(block.steps_per_minute for block in result.blocks)
     chart = bar_chart(
-        series, numbers, axis, linear_axis(top, lambda v: f"{v:.0f}"), title="RL steps per minute, by block"
+        series,
+        numbers,
+        axis,
+        linear_axis(top, lambda v: f"{v:.0f}"),
+        title="RL steps per minute, by block",
+        width=1080,
     )
     rows = [
         [
@@ -365,7 +370,7 @@ def _resumed(result: DemoResult) -> str:
         if number in ends:
             before, after = turn.tokens[number - 1], token
             chips.append(
-                f'<span class="moved">its engine was taken: from {escape(before.worker)} to {escape(after.worker)}</span>'
+                f'<span class="moved">goes on elsewhere: from {escape(before.worker)} to {escape(after.worker)}</span>'
             )
         css = token.tier if token.tier in TIERS else "event"
         title = f"token {number + 1}, {token.worker}, log-prob {token.logprob:.3f}, weights {token.version}"
@@ -555,10 +560,16 @@ def _latency_table(result: DemoResult) -> str:
 def _reclaim(result: DemoResult) -> str:
     found = result.reclaim
     rows = [
-        ["Times production ran into its watermark", f"{found.pressure_events:,}"],
-        ["Cuts of the rollout engine's memory", f"{found.cuts:,}"],
-        ["Rollout requests stopped by a cut, with the tokens they had", f"{found.cut_requests:,}"],
-        ["Turns that lost their engine and were finished by another", f"{found.resumed_turns:,}"],
+        [
+            "Times production ran out of memory that was free, and asked for more at once",
+            f"{found.pressure_events:,}",
+        ],
+        ["Times the rollout engine gave memory back", f"{found.cuts:,}"],
+        ["Turns stopped for that, with the tokens they had", f"{found.cut_requests:,}"],
+        [
+            "Turns that left their engine and were finished by another: it was switched off, was cut, or another had room sooner",
+            f"{found.resumed_turns:,}",
+        ],
         ["  of these, continued from tokens that they had", f"{found.continued_turns:,}"],
         [
             f"  of {len(result.resumed):,} that were looked at, with {MIN_SIDE_TOKENS} tokens or more on both sides of the cut",

@@ -115,8 +115,11 @@ def summary_table(result: DemoResult) -> Table:
         )
     table.add_row(
         "memory taken back",
-        f"{result.reclaim.pressure_events} times, {result.reclaim.cuts} cuts, "
-        f"{result.reclaim.resumed_turns} turns resumed; "
+        f"{result.reclaim.cuts} times, {result.reclaim.cut_requests} turns stopped for it",
+    )
+    table.add_row(
+        "turns that moved",
+        f"{result.reclaim.resumed_turns}, each went on from its tokens; "
         f"{summary['resumed_with_8_tokens_each_side']} of {len(result.resumed)} looked at have 8 tokens or more on both sides",
     )
     return table

@@ -235,7 +235,7 @@ def timeline(
     lane_height: int = 46,
 ) -> str:
     """Lanes over one time axis, phases as bands behind them, moments as thin lines through them."""
-    left, top, gap = 206, 30, 12
+    left, top, gap = 240, 30, 12
     bottom = top + len(lanes) * (lane_height + gap)
     height = bottom + 26
     right = width - RIGHT

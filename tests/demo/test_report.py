@@ -156,7 +156,7 @@ def test_the_resumed_turn_is_shown_token_by_token_with_the_place_of_its_cut(resu
 
     assert turn.count('class="token s-harvested"') == 12
     assert turn.count('class="token s-dedicated"') == 13
-    before, cut, after = turn.partition("its engine was taken: from harvested to dedicated")
+    before, cut, after = turn.partition("goes on elsewhere: from harvested to dedicated")
     assert cut
     assert (before.count('class="token '), after.count('class="token ')) == (12, 13)
     assert "&lt;up&gt;" in turn
