@@ -13,8 +13,9 @@ A commit that fails undoes itself.  One that succeeded can still be undone until
 rank may have failed: the caller decides for all ranks (:mod:`vllm_plugin.endpoints`).
 
 A *whole* version into a model on a device is what an engine takes before its first turn.  It streams: staging proves the file and keeps
-nothing of it, commit reads it again, tensor by tensor and a slice at a time, and there is no way back, so whatever fails then breaks the
-rank.  The device holds one tensor more than the model.
+nothing of it but the open file, commit reads that again, tensor by tensor and a slice at a time, and there is no way back, so whatever fails
+then breaks the rank.  The file may lose its name meanwhile: a host copy that changes hands deletes what the one before handed out.  The device
+holds one tensor more than the model.
 
 What proves an update: the header lists the state hash of *every* tensor before and after.  A tensor that
 this rank holds whole is compared here; of one that is cut across ranks, :meth:`RankWeights.report` gives this
@@ -37,6 +38,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NoReturn
@@ -106,6 +108,12 @@ class _Staged:
     stage_s: float
     left: list[str] | None
     """Of a version that streams, tensors that are still to come; None: it does not."""
+    file: UpdateFile | None
+    """Of a version that streams, open until all is written."""
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
 
 
 @dataclass(kw_only=True)
@@ -115,10 +123,16 @@ class _Slot:
     phase: Phase = Phase.IDLE
     target: WeightVersion | None = None
     path: str = ""
-    source: tuple[object, ...] = ()
+    source: tuple[int, ...] | None = None
     error: RoseError | None = None
     staged: _Staged | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def drop(self) -> None:
+        """What was staged is of no use any more."""
+        staged, self.staged = self.staged, None
+        if staged is not None:
+            staged.close()
 
 
 class RankWeights:
@@ -201,12 +215,17 @@ class RankWeights:
         source = _identity(path)
         with self._lock:
             slot = self._slot
-            if slot.phase in (Phase.STAGING, Phase.STAGED) and (slot.target, slot.source) == (target, source):
+            # It is open: that the name is gone, or another file's while it is being read, changes nothing.
+            is_at_hand = slot.phase is Phase.STAGING or (
+                slot.phase is Phase.STAGED and source in (slot.source, None)
+            )
+            if is_at_hand and (slot.target, slot.path) == (target, path):
                 return
             if slot.phase in (Phase.STAGING, Phase.STREAMING, Phase.COMMITTED, Phase.BROKEN):
                 raise WeightsError(f"the engine is {slot.phase} with {slot.target}", field="version")
             if run in ("", self.run) and target <= self.version:
                 raise VersionRefused(f"{target} is not newer than {self.version}", field="version")
+            slot.drop()
             self._slot = _Slot(phase=Phase.STAGING, target=target, path=path, source=source)
             self._thread = threading.Thread(
                 target=self._stage_into, args=(self._slot, path, run), name="rose-weights-stage", daemon=True
@@ -228,6 +247,8 @@ class RankWeights:
             if self._slot is slot:
                 slot.staged, slot.error = staged, error
                 slot.phase = Phase.STAGED if staged is not None else Phase.FAILED
+            elif staged is not None:
+                staged.close()
 
     def discard(self) -> None:
         """Forget the update at hand; a staging thread stops at its next tensor.
@@ -239,6 +260,7 @@ class RankWeights:
             if self._slot.phase in (Phase.STREAMING, Phase.COMMITTED, Phase.BROKEN):
                 raise WeightsError(f"the engine is {self._slot.phase}", field="version")
             self._slot.cancelled.set()
+            self._slot.drop()
             self._slot = _Slot()
 
     def join(self, timeout_s: float | None = None) -> None:
@@ -253,7 +275,8 @@ class RankWeights:
         partial: dict[str, dict[str, Any]] = {}
         num_changed = 0
         left: list[str] | None = None
-        with torch.no_grad(), UpdateFile(path) as file:
+        with torch.no_grad(), ExitStack() as opened:
+            file = opened.enter_context(UpdateFile(path))
             if self._streams and file.base is None:
                 left = []
             if file.target != target:
@@ -309,6 +332,8 @@ class RankWeights:
                         "num_elements": self.plan.tensors[name].num_elements,
                         "parts": self._parts(name, held, after),
                     }
+            if left is not None:
+                opened.pop_all()
         return _Staged(
             target=target,
             run=file.header.run_id,
@@ -319,6 +344,7 @@ class RankWeights:
             num_changed=num_changed,
             stage_s=time.monotonic() - began_s,
             left=left,
+            file=None if left is None else file,
         )
 
     def _need_label(self, file: UpdateFile, name: str) -> None:
@@ -480,18 +506,17 @@ class RankWeights:
 
     def _stream(self, slot: _Slot, staged: _Staged, left: list[str]) -> None:
         """Write the next tensors of a whole version, for a slice of time."""
-        if not left:
-            slot.phase = Phase.COMMITTED  # of a rank that holds none of its tensors, at the first call too
-            return
-        until_s = time.monotonic() + STREAM_SLICE_S
-        if _identity(slot.path) != slot.source:
-            error = WeightsError("the file is not the one that was staged", field="version")
+        file, until_s = staged.file, time.monotonic() + STREAM_SLICE_S
+        assert file is not None
+        if left and file.was_written_to():
+            error = WeightsError("was written to since it was staged", field=file.path.name)
             if slot.phase is Phase.STAGED:
-                slot.phase, slot.staged, slot.error = Phase.FAILED, None, error
+                slot.phase, slot.error = Phase.FAILED, error
+                slot.drop()
                 raise error
             self._break(slot, error)
         try:
-            with torch.no_grad(), UpdateFile(slot.path) as file:
+            with torch.no_grad():
                 while left:
                     slot.phase = Phase.STREAMING
                     self._overwrite(file.read(left[0]), staged.hashes[left[0]])
@@ -502,8 +527,9 @@ class RankWeights:
             logger.exception("ROSE: %s is in place in part", slot.target)
             own = error if isinstance(error, RoseError) else WeightsError(f"commit failed: {error!r}"[:300])
             self._break(slot, own)
-        if not left:
+        if not left:  # of a rank that holds none of its tensors at the first call
             slot.phase = Phase.COMMITTED
+            staged.close()
 
     def _overwrite(self, tensor: TensorUpdate, after: int) -> None:
         """Write a whole tensor, read it back, and prove that it is what was staged."""
@@ -518,7 +544,8 @@ class RankWeights:
             raise SectionCorrupt(f"became {statehash.to_hex(total)} since it was staged", field=name)
 
     def _break(self, slot: _Slot, error: RoseError) -> NoReturn:
-        slot.phase, slot.staged, slot.error = Phase.BROKEN, None, error
+        slot.phase, slot.error = Phase.BROKEN, error
+        slot.drop()
         raise error
 
     def _take_back(self, slot: _Slot, staged: _Staged) -> None:
@@ -580,13 +607,13 @@ def judge(reports: Sequence[Mapping[str, Any]], target: WeightVersion) -> None:
                 )
 
 
-def _identity(path: str) -> tuple[object, ...]:
-    """Tells a file from another that took its name."""
+def _identity(path: str) -> tuple[int, ...] | None:
+    """Tells a file from another that took its name; None: there is none."""
     try:
         status = os.stat(path)
     except OSError:
-        return (path,)
-    return path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 # -- bits --------------------------------------------------------------------------------------------

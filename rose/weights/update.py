@@ -177,7 +177,8 @@ class UpdateFile:
     """An update file open for reading, one tensor at a time; a context manager.
 
     The constructor checks the header and that header and stored arrays agree in name, type and shape;
-    :meth:`read` checks a tensor's values.  Memory: one tensor.
+    :meth:`read` checks a tensor's values.  Memory: one tensor, and the header.  What is open reads on when its name is gone or another
+    file's: whoever wrote it may delete it at any time.
 
     Raises:
         SectionCorrupt: The file is not a well-formed update; nothing of it may be used.
@@ -186,17 +187,31 @@ class UpdateFile:
     def __init__(self, path: Path | str, *, max_bytes: int = MAX_UPDATE_BYTES) -> None:
         self.path = Path(path)
         try:
-            size_bytes = self.path.stat().st_size
+            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise SectionCorrupt(f"cannot be read: {error.strerror}", field=self.path.name) from error
-        if size_bytes > max_bytes:
-            raise SectionCorrupt(f"{size_bytes} bytes, at most {max_bytes}", field=self.path.name)
-        self._file = self._guard(lambda: safe_open(self.path, framework="numpy"))
+        self._file: Any = None
         try:
+            self._as_opened = self._identity()
+            size_bytes = self._as_opened[0]
+            if size_bytes > max_bytes:
+                raise SectionCorrupt(f"{size_bytes} bytes, at most {max_bytes}", field=self.path.name)
+            # By the descriptor: the name may be another file's by now.
+            self._file = self._guard(
+                lambda: safe_open(f"/proc/self/fd/{self._descriptor}", framework="numpy")
+            )
             self._load_header()
         except BaseException:
             self.close()
             raise
+
+    def _identity(self) -> tuple[int, int]:
+        status = os.fstat(self._descriptor)
+        return status.st_size, status.st_mtime_ns
+
+    def was_written_to(self) -> bool:
+        """Since it was opened.  Nobody writes to an update file: it is replaced."""
+        return self._identity() != self._as_opened
 
     def _load_header(self) -> None:
         text = (self._guard(self._file.metadata) or {}).get("rose", "")
@@ -250,7 +265,13 @@ class UpdateFile:
         return tensor
 
     def close(self) -> None:
-        self._file.__exit__(None, None, None)
+        """Safe to call twice."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.__exit__(None, None, None)
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def __enter__(self) -> Self:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from rose.errors import RoseError, SectionCorrupt, VersionRefused, WeightsError, WrongBase
 from rose.lineage import WeightVersion
+from rose.weights.spec import TensorSpec
 from tests.plugin.weights_kit import (
     Tensors,
     TinyLlama,
@@ -420,14 +422,80 @@ def test_a_flipped_bit_in_a_file_that_would_stream_is_seen_before_anything_is_wr
     refused(streaming, str(path))
 
 
-def test_a_file_that_was_replaced_since_it_was_staged_is_refused_and_nothing_written(
+@pytest.mark.parametrize("calls_before", [0, 1, 4])
+@pytest.mark.parametrize("how", ["gone", "another"])
+def test_a_version_streams_from_the_file_that_was_staged_whatever_has_its_name(
+    streaming: Bench, calls_before: int, how: str
+) -> None:
+    path = Path(streaming.update(base=None))
+    streaming.stage(str(path))
+    for _ in range(calls_before):
+        streaming.rank.commit(V1)
+    if how == "gone":
+        path.unlink()
+    else:
+        make_update(path, streaming.old, change(streaming.old, seed=5), base=None, target="1.1")
+    commit_all(streaming.rank)
+    assert streaming.changed
+    assert streaming.rank.finish() == V1
+
+
+def test_a_file_that_lost_its_name_is_asked_for_again_for_free(streaming: Bench) -> None:
+    path = streaming.update(base=None)
+    streaming.stage(path)
+    Path(path).unlink()
+    assert streaming.stage(path)["phase"] == "staged"
+    commit_all(streaming.rank)
+    assert streaming.changed
+
+
+def test_the_header_of_a_version_that_streams_is_read_once(
+    streaming: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each slice reading it anew made a version of n tensors cost n headers of n tensors."""
+    decoded: list[str] = []
+    real = TensorSpec.__post_init__
+    monkeypatch.setattr(TensorSpec, "__post_init__", lambda spec: (decoded.append(spec.name), real(spec))[1])
+    path = streaming.update(base=None)
+    decoded.clear()
+    streaming.stage(path)
+    assert commit_all(streaming.rank) == len(streaming.new)
+    assert sorted(decoded) == sorted(streaming.new)
+
+
+@pytest.mark.parametrize(
+    "end", ["committed", "discarded", "replaced", "written to", "broken", "refused", "delta"]
+)
+def test_no_update_file_stays_open_behind_its_use(streaming: Bench, end: str) -> None:
+    """An open file keeps its bytes on the disk, or in memory, though nobody can see it."""
+    before = len(os.listdir("/proc/self/fd"))
+    path = Path(streaming.update(base="0.0" if end == "delta" else None))
+    if end == "refused":
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    streaming.stage(str(path))
+    if end == "committed":
+        commit_all(streaming.rank)
+    elif end == "discarded":
+        streaming.rank.discard()
+    elif end == "replaced":
+        streaming.stage(streaming.update(base="0.0", target="1.2"), V2)
+    elif end in ("written to", "broken"):
+        if end == "broken":
+            streaming.rank.commit(V1)
+        os.truncate(path, 100)
+        with pytest.raises(WeightsError, match="was written to since it was staged"):
+            streaming.rank.commit(V1)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert str(path) not in Path("/proc/self/maps").read_text()
+
+
+def test_a_file_that_was_written_to_since_it_was_staged_is_refused_and_nothing_written(
     streaming: Bench,
 ) -> None:
     path = streaming.update(base=None)
     streaming.stage(path)
-    streaming.new = change(streaming.old, seed=5)
-    streaming.update(base=None)
-    with pytest.raises(WeightsError, match="not the one that was staged"):
+    os.truncate(path, 100)
+    with pytest.raises(WeightsError, match=r"1\.1\.safetensors: was written to since it was staged"):
         streaming.rank.commit(V1)
     assert streaming.unchanged
     assert streaming.rank.report()["phase"] == "failed"
@@ -443,7 +511,7 @@ def test_what_goes_wrong_while_a_version_streams_breaks_the_rank(
     if how == "memory":
         spoil(monkeypatch, on_call=1)
     else:
-        path.unlink()
+        os.truncate(path, 100)
     with pytest.raises(WeightsError):
         commit_all(streaming.rank)
     report = streaming.rank.report()
