@@ -37,7 +37,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -46,7 +46,6 @@ from typing import Any, NoReturn
 import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from rose.errors import RoseError, SectionCorrupt, VersionRefused, WeightsError, WrongBase
 from rose.lineage import Lineage, WeightVersion
@@ -54,15 +53,13 @@ from rose.weights import kernels, statehash
 from rose.weights.spec import model_digest
 from rose.weights.update import TensorUpdate, UpdateFile
 from rose.wire.errors import error_data
-from vllm_plugin.cover import span_of
 from vllm_plugin.plan import Box, ShardPlan
+from vllm_plugin.weight_bits import Piece, flat_of, hash_box, hash_piece, parked, put, signed
 
 logger = logging.getLogger("vllm.rose")
 
 STREAM_SLICE_S = 0.05
 """Of a version that streams: between two slices the engine answers, and gives memory back."""
-CHUNK_ELEMENTS = 1 << 20
-"""Elements whose indices are spelt out at a time when a box has gaps in the checkpoint."""
 
 
 class Phase(StrEnum):
@@ -81,24 +78,10 @@ class Phase(StrEnum):
 
 
 @dataclass(kw_only=True, slots=True)
-class _Piece:
-    """What one box of one tensor receives."""
-
-    name: str
-    box: Box
-    storage: torch.Tensor | None
-    """Destinations, int64 ``[K]``; None: the whole box, in the box's order.  Like ``new`` and ``old`` on the host."""
-    index: NDArray[Any] | None
-    """Checkpoint indices ``[K]``, for the hash; None with ``storage``."""
-    new: torch.Tensor
-    old: torch.Tensor
-
-
-@dataclass(kw_only=True, slots=True)
 class _Staged:
     target: WeightVersion
     run: str
-    pieces: list[_Piece]
+    pieces: list[Piece]
     hashes: dict[str, int]
     """This rank's hash of each changed tensor, once committed."""
     partial: dict[str, dict[str, Any]]
@@ -172,7 +155,7 @@ class RankWeights:
         total = 0
         for box in self.plan.boxes[name]:
             if not box.mirror:
-                total = statehash.add(total, _hash_box(box, box.view(self._bits(box))))
+                total = statehash.add(total, hash_box(box, box.view(self._bits(box))))
         return total
 
     def report(self) -> dict[str, Any]:
@@ -270,7 +253,7 @@ class RankWeights:
 
     def _stage(self, path: str, target: WeightVersion, run: str, cancelled: threading.Event) -> _Staged:
         began_s = time.monotonic()
-        pieces: list[_Piece] = []
+        pieces: list[Piece] = []
         hashes: dict[str, int] = {}
         partial: dict[str, dict[str, Any]] = {}
         num_changed = 0
@@ -372,14 +355,14 @@ class RankWeights:
 
     def _hash_dense(self, tensor: TensorUpdate) -> int:
         """This rank's hash of a tensor that comes whole."""
-        flat = _flat(tensor)
+        flat = flat_of(tensor)
         total = 0
         for box in self.plan.boxes[tensor.spec.name]:
             if not box.mirror:
-                total = statehash.add(total, _hash_box(box, box.source_view(flat)))
+                total = statehash.add(total, hash_box(box, box.source_view(flat)))
         return total
 
-    def _place(self, tensor: TensorUpdate) -> tuple[list[_Piece], int]:
+    def _place(self, tensor: TensorUpdate) -> tuple[list[Piece], int]:
         """Destinations, old and new bits of one changed tensor, and this rank's hash of it afterwards.
 
         The old bits are read from the live model, so a memory that is not what the running hash says shows up
@@ -387,7 +370,7 @@ class RankWeights:
         """
         name = tensor.spec.name
         after = self.hashes[name]
-        pieces: list[_Piece] = []
+        pieces: list[Piece] = []
         for box in self.plan.boxes[name]:
             piece = self._piece(tensor, box)
             if piece is None:
@@ -395,20 +378,20 @@ class RankWeights:
             pieces.append(piece)
             if not box.mirror:
                 after = statehash.add(
-                    after, statehash.subtract(_hash(piece, piece.new), _hash(piece, piece.old))
+                    after, statehash.subtract(hash_piece(piece, piece.new), hash_piece(piece, piece.old))
                 )
         return pieces, after
 
-    def _piece(self, tensor: TensorUpdate, box: Box) -> _Piece | None:
+    def _piece(self, tensor: TensorUpdate, box: Box) -> Piece | None:
         bits = self._bits(box)
         if tensor.dense is not None:
-            flat = _flat(tensor)
+            flat = flat_of(tensor)
             place = box.source_view(flat)
             # A part is copied, so that it does not keep the whole tensor in memory.
             new = place.contiguous() if place.numel() == flat.numel() else place.clone()
-            return _Piece(
-                name=tensor.spec.name, box=box, storage=None, index=None, new=_parked(new, bits),
-                old=_parked(box.view(bits).to("cpu", copy=True), bits),
+            return Piece(
+                name=tensor.spec.name, box=box, storage=None, index=None, new=parked(new, bits),
+                old=parked(box.view(bits).to("cpu", copy=True), bits),
             )  # fmt: skip
         assert tensor.idx is not None
         assert tensor.val is not None
@@ -422,13 +405,13 @@ class RankWeights:
         if bits.device.type == "cpu":  # loads the compiled loops, so that no commit waits for a compiler
             nothing = np.empty(0, tensor.spec.bits_dtype)
             kernels.put(nothing, np.empty(0, np.int64), nothing)
-        return _Piece(
+        return Piece(
             name=tensor.spec.name,
             box=box,
-            storage=_parked(storage, bits),
+            storage=parked(storage, bits),
             index=index,
-            new=_parked(torch.from_numpy(_signed(values)), bits),
-            old=_parked(bits.index_select(0, storage.to(bits.device)).cpu(), bits),
+            new=parked(torch.from_numpy(signed(values)), bits),
+            old=parked(bits.index_select(0, storage.to(bits.device)).cpu(), bits),
         )
 
     # -- changing ---------------------------------------------------------------------------------
@@ -497,9 +480,9 @@ class RankWeights:
                 self._slot = _Slot()
             return self.version
 
-    def _write(self, pieces: Sequence[_Piece]) -> None:
+    def _write(self, pieces: Sequence[Piece]) -> None:
         """Write and read back.  Equal bits have the hash that staging proved; no need to compute it again."""
-        doubts = [(piece.name, _put(self._bits(piece.box), piece, piece.new)) for piece in pieces]
+        doubts = [(piece.name, put(self._bits(piece.box), piece, piece.new)) for piece in pieces]
         for name, differs in doubts:  # a device is waited for once everything is on its way
             if bool(differs):
                 raise WeightsError("does not hold what was written", field=name)
@@ -533,13 +516,13 @@ class RankWeights:
 
     def _overwrite(self, tensor: TensorUpdate, after: int) -> None:
         """Write a whole tensor, read it back, and prove that it is what was staged."""
-        name, flat, total = tensor.spec.name, _flat(tensor), 0
+        name, flat, total = tensor.spec.name, flat_of(tensor), 0
         for box in self.plan.boxes[name]:
             values = box.source_view(flat)
-            piece = _Piece(name=name, box=box, storage=None, index=None, new=values, old=values)
+            piece = Piece(name=name, box=box, storage=None, index=None, new=values, old=values)
             self._write([piece])
             if not box.mirror:
-                total = statehash.add(total, _hash_box(box, values))
+                total = statehash.add(total, hash_box(box, values))
         if total != after:
             raise SectionCorrupt(f"became {statehash.to_hex(total)} since it was staged", field=name)
 
@@ -553,7 +536,7 @@ class RankWeights:
             self._break(slot, WeightsError(f"{slot.target} streamed in: nothing leads back", field="version"))
         with torch.no_grad():
             for piece in reversed(staged.pieces):
-                _put(self._bits(piece.box), piece, piece.old)
+                put(self._bits(piece.box), piece, piece.old)
             wrong = [name for name in staged.hashes if self._scan_tensor(name) != self.hashes[name]]
         slot.staged = None
         if wrong:
@@ -614,78 +597,3 @@ def _identity(path: str) -> tuple[int, ...] | None:
     except OSError:
         return None
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-# -- bits --------------------------------------------------------------------------------------------
-
-
-def _signed(bits: NDArray[Any]) -> NDArray[Any]:
-    """The same bits in the integer type that torch can scatter."""
-    return bits if bits.dtype.itemsize == 1 else bits.view(f"<i{bits.dtype.itemsize}")
-
-
-def _flat(tensor: TensorUpdate) -> torch.Tensor:
-    """The bits of a tensor that comes whole, in the checkpoint's order."""
-    assert tensor.dense is not None
-    return torch.from_numpy(_signed(tensor.dense.reshape(-1)))
-
-
-def _parked(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """On the host, and for a model on a GPU in memory that it reads by itself."""
-    return values.pin_memory() if bits.is_cuda else values
-
-
-def _put(bits: torch.Tensor, piece: _Piece, values: torch.Tensor) -> torch.Tensor | bool:
-    """Write ``values`` and read them back; returns whether memory differs from them.  On a device the answer is still
-    on its way."""
-    if piece.storage is None:
-        place, there = piece.box.view(bits), values.to(bits.device)
-        place.copy_(there)
-        return not torch.equal(place, there)
-    if bits.device.type == "cpu":
-        return not kernels.put(_unsigned(bits), piece.storage.numpy(), _unsigned(values))
-    return scatter(bits, piece.storage, values)
-
-
-def scatter(bits: torch.Tensor, at: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Write ``values`` (of the host) into a device's ``bits`` at ``at`` (int64, distinct); whether memory differs from them, which the
-    device is still to say."""
-    at, values = at.to(bits.device, non_blocking=True), values.to(bits.device, non_blocking=True)
-    bits.index_copy_(0, at, values)
-    return (bits.index_select(0, at) != values).any()
-
-
-def _unsigned(bits: torch.Tensor) -> NDArray[Any]:
-    """CPU memory as the kernels take it."""
-    array = bits.numpy()
-    return array.view(f"<u{array.itemsize}")
-
-
-def _hash(piece: _Piece, values: torch.Tensor) -> int:
-    if piece.index is None:
-        return _hash_box(piece.box, values)
-    return statehash.hash_at(piece.index, values.cpu().numpy())
-
-
-def _hash_box(box: Box, values: torch.Tensor) -> int:
-    """Hash of a whole box; ``values`` has the box's shape."""
-    span = span_of((box.shape, box.src_strides, box.src_offset))
-    if span is not None:
-        return statehash.hash_bits(values.contiguous().cpu().numpy().reshape(-1), start=box.src_offset)
-    total = 0
-    for index, rows in _chunks(box, values):
-        total = statehash.add(total, statehash.hash_at(index, rows.contiguous().cpu().numpy().reshape(-1)))
-    return total
-
-
-def _chunks(box: Box, values: torch.Tensor) -> Iterator[tuple[NDArray[Any], torch.Tensor]]:
-    """Checkpoint indices of a box with gaps, a bounded number of rows at a time."""
-    inner = torch.zeros((), dtype=torch.int64)
-    for size, stride in zip(box.shape[1:], box.src_strides[1:], strict=True):
-        inner = inner.unsqueeze(-1) + torch.arange(size) * stride
-    rows = max(1, CHUNK_ELEMENTS // max(1, inner.numel()))
-    for begin in range(0, box.shape[0], rows):
-        end = min(begin + rows, box.shape[0])
-        outer = box.src_offset + torch.arange(begin, end) * box.src_strides[0]
-        index = (outer.unsqueeze(1) + inner.reshape(1, -1)).reshape(-1)
-        yield index.numpy(), values[begin:end]

@@ -178,7 +178,7 @@ def kernels() -> Figures:
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
     here = place()
     from rose.weights import device as ours
-    from vllm_plugin.rank_weights import scatter
+    from vllm_plugin.weight_bits import scatter
 
     found: Figures = {}
     reference.encode(*_bits(2**17, 0.01))  # compiles

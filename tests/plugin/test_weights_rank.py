@@ -113,7 +113,7 @@ def test_undo_after_a_commit_is_bit_exact(bench: Bench) -> None:
 
 def spoil(monkeypatch: pytest.MonkeyPatch, on_call: int) -> None:
     """Memory that takes one element wrong at the n-th write."""
-    real, calls = rank_weights._put, iter(range(1_000))
+    real, calls = rank_weights.put, iter(range(1_000))
 
     def put(bits: torch.Tensor, piece: Any, values: torch.Tensor) -> torch.Tensor | bool:
         if next(calls) != on_call:
@@ -123,7 +123,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, on_call: int) -> None:
         real(bits, piece, values)
         return True  # what reading back would say
 
-    monkeypatch.setattr(rank_weights, "_put", put)
+    monkeypatch.setattr(rank_weights, "put", put)
 
 
 def test_a_commit_that_memory_does_not_take_is_undone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

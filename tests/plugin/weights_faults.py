@@ -20,16 +20,16 @@ class FaultyWorker:
 
         if self.rank != rank:
             return False
-        real = rank_weights._put
+        real = rank_weights.put
 
         def put(bits: torch.Tensor, piece: Any, values: torch.Tensor) -> bool:
-            rank_weights._put = real
+            rank_weights.put = real
             values = values.clone()
             values.view(-1)[0] ^= 1
             real(bits, piece, values)
             return True  # what reading back would say
 
-        rank_weights._put = put
+        rank_weights.put = put
         return True
 
     def die_at_stage(self, rank: int) -> bool:
@@ -55,7 +55,7 @@ class FaultyWorker:
         def put(bits: torch.Tensor, piece: Any, values: torch.Tensor) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        rank_weights._put = put
+        rank_weights.put = put
         return True
 
     def smallest_parameter(self) -> int:
