@@ -1,8 +1,7 @@
 """A copy of the policy on the engine's host: one safetensors file, mapped, and the state it proves to hold.
 
-``weights.safetensors`` has the layout of a Hugging Face checkpoint, so an engine that starts late can be given a copy
-of it as it is (:meth:`HostCopy.export`).  ``state.json`` says which version it is and the state hash of each tensor.
-The state file exists only while the copy is whole: it is taken away before the first byte changes and written back
+``weights.safetensors`` has the layout of a Hugging Face checkpoint.  ``state.json`` says which version it is and the state hash of each
+tensor.  The state file exists only while the copy is whole: it is taken away before the first byte changes and written back
 after the last, and opening a copy scans every byte against it.  So a crash at any moment leaves either a proven copy
 or none.
 
@@ -146,29 +145,6 @@ class HostCopy:
         except OSError as error:  # the copy is whole all the same; only a restart will have to fetch it again
             _log.warning("state of the host copy cannot be written: %s", error.strerror)
         self.version, self.h = version, dict(h)
-
-    def export(self, path: Path | str) -> None:
-        """Write a copy as ``path``, a Hugging Face ``model.safetensors``: at once or not at all.
-
-        Raises:
-            WeightsError: There is no whole copy.
-            CapacityError: The disk is full.
-        """
-        if self.version is None:
-            raise WeightsError("there is no copy yet", field="export")
-        path = Path(path)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            shutil.copyfile(self.path, temporary)
-            with temporary.open("rb") as file:
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except OSError as error:
-            raise CapacityError(
-                f"cannot be written: {error.strerror}", status=507, field=path.name
-            ) from error
-        finally:
-            temporary.unlink(missing_ok=True)
 
     def scan(self) -> dict[str, int]:
         """State hash of every tensor, from memory: what proves the copy."""

@@ -211,13 +211,6 @@ class WeightSubscriber:
             self._trim_updates(path)
             return path
 
-    def export(self, path: Path | str) -> WeightVersion:
-        """Write the host copy as a Hugging Face ``model.safetensors``, for an engine that starts late."""
-        with self._lock:
-            self._host.export(path)
-            assert self.version is not None
-            return self.version
-
     def state(self) -> dict[str, str]:
         """State hash by tensor name, in hex."""
         with self._lock:
