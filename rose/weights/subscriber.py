@@ -19,7 +19,7 @@ What it guarantees:
 Deltas of the last few versions stay in ``spool/``, so that an engine some versions behind gets one merged sparse
 step; an engine that is further behind, or on an unknown version, gets all tensors.
 
-Blocking; any thread may call.
+Blocking; any thread may call.  Until the version that a poll pulls is whole, :meth:`WeightSubscriber.fetch` goes on with the one at hand.
 """
 
 from __future__ import annotations
@@ -113,8 +113,11 @@ class WeightSubscriber:
         self._store, self._owns_store = store, owns_store
         self._run_id = manifest.check_run_id(run_id)
         self._params = params or WeightsParams()
-        self._pool: ThreadPoolExecutor | None = None
-        self._lock = threading.RLock()
+        threads = self._params.num_threads
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="rose-decode") if threads > 1 else None
+        self._following = threading.Lock()
+        """Held by who pulls.  Taken before ``_lock``, which guards what lies in the directory and what the copy is."""
+        self._lock = threading.Lock()
         self._host = HostCopy(directory, run_id)
         self._holder = f"sub-{holder_name(self._host.directory)}"
         self._spool = self._host.directory / "spool"
@@ -169,14 +172,15 @@ class WeightSubscriber:
             if not fresh or not (isinstance(error, CapacityError) or said == str(error)):
                 raise
             head = None
-        with self._lock:
+        with self._following:
             if head is not None:
                 self._fresh.see(head.identity)
                 self._advance(head)
-            if self.version is None or self.version == self._told:
-                return None
-            self._told = self.version
-            return self._told
+            with self._lock:
+                if self.version is None or self.version == self._told:
+                    return None
+                self._told = self.version
+                return self._told
 
     def fetch(self, version: WeightVersion, engine_version: WeightVersion | None) -> Path:
         """Write the update file that leads an engine from ``engine_version`` (None: from anything) to ``version``.
@@ -232,17 +236,15 @@ class WeightSubscriber:
         """Give the directory back; the copy stays for the next process."""
         if self._owns_store:
             self._store.close()
-        with self._lock:
+        with self._following, self._lock:
             self._host.close()
             if self._pool is not None:
                 self._pool.shutdown()
 
     def _map(self, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
         """``work`` on every item, on all threads; sections and tensors touch nothing of each other."""
-        if self._params.num_threads == 1:
-            return [work(item) for item in items]
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._params.num_threads, thread_name_prefix="rose-decode")
+            return [work(item) for item in items]
         return list(self._pool.map(work, items))
 
     # -- following the head
@@ -306,14 +308,19 @@ class WeightSubscriber:
 
     def _follow(self, steps: list[Manifest]) -> None:
         # First: on a full disk, what is left of a version that is now passed over would keep all others out.
-        self._clear_spool([*self._steps, *steps])
+        with self._lock:
+            self._clear_spool([*self._steps, *steps])
         self._require_room(self._bytes_to_pull(steps))
         for step in steps:
             self._failed = step
             self._check_base(step)
             staged = self._stage(step)
-            self._commit(step, staged)
-            self._remember(step)
+            with self._lock:
+                self._check_base(
+                    step
+                )  # again: whoever asked for a file meanwhile may have found the copy damaged
+                self._commit(step, staged)
+                self._remember(step)
         self._failed = None
 
     def _check_base(self, step: Manifest) -> None:
