@@ -33,7 +33,7 @@ T = TypeVar("T")
 logger = logging.getLogger("vllm.rose")
 
 POLL_S = 2.0
-"""Longest wait of one long poll; a feed on a folder closes no later, one on a relay at once."""
+"""Longest wait of one long poll."""
 RETRY_S = 1.0
 """From a refusal to the next try, when nobody asks for a version meanwhile."""
 MAX_WAIT_S = 1200.0

@@ -289,6 +289,12 @@ class _Keeper:
                     if version is None or version == told:
                         self.subscriber.poll(left_s)
                         version = self.subscriber.version
+                except CapacityError:
+                    if not self._closed:
+                        raise
+                    version = (
+                        None  # the store is closed, which is nothing to tell: whoever asks becomes the keeper
+                    )
                 finally:
                     self._following.release()
                     with self._changed:

@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import secrets
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +40,6 @@ Content = bytes | bytearray
 """What a read returns; equal to, and used like, bytes.  Not copied for the sake of its type."""
 
 MAX_HEAD_BYTES = 64 << 10
-_HEAD_POLL_S = 0.05  # for heads set by another process; one in this process wakes us at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +92,10 @@ class Store(Protocol):
         ...
 
     def wait_head(self, run_id: str, after: WeightVersion | None, timeout_s: float) -> Head | None:
-        """The head as soon as it is newer than ``after``; None when ``timeout_s`` passes first."""
+        """The head as soon as it is newer than ``after``; None when ``timeout_s`` passes first.
+
+        Raises CapacityError where the store is closed meanwhile.
+        """
         ...
 
     def lease(self, run_id: str, holder: str, version: WeightVersion | None, ttl_s: float) -> None:
@@ -159,15 +163,48 @@ def check_prefix(prefix: str) -> str:
     return prefix
 
 
-class MemoryStore(MovesHeads):
+class _WakesReaders(MovesHeads, ABC):
+    """Whoever waits for a head, in the process that sets it."""
+
+    _look_s = math.inf
+    """How often to look for one that another process set."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._closed = False
+
+    @abstractmethod
+    def get_head(self, run_id: str) -> Head | None: ...
+
+    def wait_head(self, run_id: str, after: WeightVersion | None, timeout_s: float) -> Head | None:
+        deadline_s = time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                head = self.get_head(run_id)
+                if head is not None and (after is None or head.identity > after):
+                    return head
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    return None
+                if self._closed:
+                    raise CapacityError("store is closed", retry_after_s=None)
+                self._changed.wait(min(left_s, self._look_s))
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
+class MemoryStore(_WakesReaders):
     """A store inside one process: tests, and trainer and engine in one program."""
 
     def __init__(self, *, max_object_bytes: int = MAX_OBJECT_BYTES) -> None:
+        super().__init__()
         self._max_object_bytes = max_object_bytes
         self._objects: dict[str, bytes] = {}
         self._heads: dict[str, Head] = {}
         self._leases = LeaseBook()
-        self._changed = threading.Condition()
 
     def put_new(self, key: str, data: Buffer) -> None:
         check_key(key)
@@ -220,14 +257,6 @@ class MemoryStore(MovesHeads):
     def get_head(self, run_id: str) -> Head | None:
         return self._heads.get(check_run_id(run_id))
 
-    def wait_head(self, run_id: str, after: WeightVersion | None, timeout_s: float) -> Head | None:
-        def newer() -> bool:
-            head = self.get_head(run_id)
-            return head is not None and (after is None or head.identity > after)
-
-        with self._changed:
-            return self.get_head(run_id) if self._changed.wait_for(newer, timeout_s) else None
-
     def lease(self, run_id: str, holder: str, version: WeightVersion | None, ttl_s: float) -> None:
         check_lease(run_id, holder, ttl_s)
         now_s = time.monotonic()
@@ -238,9 +267,6 @@ class MemoryStore(MovesHeads):
         check_run_id(run_id)
         with self._changed:
             return self._leases.held(run_id, time.monotonic())
-
-    def close(self) -> None:
-        """Nothing to free."""
 
 
 class Upload:
@@ -306,7 +332,7 @@ class Upload:
             ) from error
 
 
-class FileStore(MovesHeads):
+class FileStore(_WakesReaders):
     """A store in a folder, safe for several processes on one machine or one POSIX file system.
 
     Args:
@@ -317,6 +343,8 @@ class FileStore(MovesHeads):
         durable: fsync files and folders.  False only where a restart of the machine may lose them (tmpfs).
     """
 
+    _look_s = 0.05
+
     def __init__(
         self,
         directory: Path | str,
@@ -325,6 +353,7 @@ class FileStore(MovesHeads):
         max_total_bytes: int | None = None,
         durable: bool = True,
     ) -> None:
+        super().__init__()
         self.directory = Path(directory).resolve()
         self.max_object_bytes = max_object_bytes
         self._max_total_bytes = max_total_bytes
@@ -334,7 +363,6 @@ class FileStore(MovesHeads):
         self._temporary = self.directory / "tmp"
         for folder in (self._objects, self._runs, self._temporary):
             folder.mkdir(parents=True, exist_ok=True)
-        self._changed = threading.Condition()
         self._leases: dict[str, LeaseLog] = {}
         self._lease_lock = threading.Lock()
         self._total_bytes = sum(path.stat().st_size for path in self.paths())
@@ -465,18 +493,6 @@ class FileStore(MovesHeads):
                 raise
             return None
 
-    def wait_head(self, run_id: str, after: WeightVersion | None, timeout_s: float) -> Head | None:
-        deadline_s = time.monotonic() + timeout_s
-        with self._changed:
-            while True:
-                head = self.get_head(run_id)
-                if head is not None and (after is None or head.identity > after):
-                    return head
-                left_s = deadline_s - time.monotonic()
-                if left_s <= 0:
-                    return None
-                self._changed.wait(min(left_s, _HEAD_POLL_S))
-
     # -- leases
 
     def lease(self, run_id: str, holder: str, version: WeightVersion | None, ttl_s: float) -> None:
@@ -496,9 +512,6 @@ class FileStore(MovesHeads):
         if log is None:
             log = self._leases[run_id] = LeaseLog(self._run_folder(run_id))
         return log
-
-    def close(self) -> None:
-        """Nothing to free."""
 
     def _run_folder(self, run_id: str) -> Path:
         folder = self._runs / check_run_id(run_id)

@@ -44,7 +44,7 @@ class World:
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    monkeypatch.setattr(weight_feed, "POLL_S", 0.05)  # a folder does not end a poll when it is closed
+    monkeypatch.setattr(weight_feed, "POLL_S", 600.0)  # closing ends a poll
     world = World(tmp_path)
     yield world
     world.feed.close()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,23 @@ def test_the_next_one_keeps_it_when_the_keeper_goes(
     trainer.step()
     publisher.publish(1)
     assert other.poll(20) == V("1.1")
+    assert other.keeps
+
+
+def test_a_keeper_that_goes_ends_a_neighbours_wait_and_tells_no_error(
+    publisher: WeightPublisher, agent: Open, tmp_path: Path
+) -> None:
+    def subscribe() -> WeightSubscriber:
+        return WeightSubscriber(FileStore(tmp_path / "store"), "run", tmp_path / "copy", owns_store=True)
+
+    keeper = SharedCopy("run", tmp_path / "copy", subscribe)
+    other = agent()
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(other.poll, 600)
+        wait_until(keeper.busy)
+        keeper.close()
+        publisher.publish(0)
+        assert (waiting.result(30) or other.poll(20)) == V("1.0")
     assert other.keeps
 
 

@@ -279,6 +279,23 @@ def test_a_waiting_reader_wakes_when_the_head_moves(store: Store) -> None:
     assert found == [head("1.6")]
 
 
+def test_closing_ends_a_wait(store: Store) -> None:
+    store.set_head(head("1.5"), expected=None)
+    ended: list[object] = []
+
+    def wait() -> None:
+        try:
+            ended.append(store.wait_head("run", V("1.5"), 600))
+        except CapacityError as error:
+            ended.append(str(error))
+
+    reader = threading.Thread(target=wait, daemon=True)
+    reader.start()
+    store.close()
+    reader.join(20)
+    assert ended == ["store is closed"]
+
+
 @pytest.mark.parametrize("run_id", ["", "..", "a/b", ".x", "x" * 65, "run?x=1", "a b"])
 def test_bad_run_ids_are_refused_everywhere(store: Store, run_id: str) -> None:
     calls = [
