@@ -40,7 +40,7 @@ from rose.weights import codec
 
 PARTS = ("size", "speed", "pause")
 BARS = {
-    "shannon_ratio": ("<=", 1.15),
+    "shannon_ratio": ("<=", 1.03),
     "coo_ratio": (">=", 4.0),
     "encode_vs_numpy": (">=", 1.4),
     "decode_vs_xor": (">=", 2.0),
