@@ -104,7 +104,6 @@ NEEDS: Mapping[str, Callable[[], str | None]] = {
     "bindings": lambda: _installed("cuda.bindings", "cuda-bindings"),
     "vllm": lambda: _installed("vllm", "vLLM"),
     "plugin": _plugin,
-    "zstandard": lambda: _installed("zstandard", "zstandard"),
     "mps": _mps,
 }
 

@@ -20,7 +20,6 @@ _AGENT = (
     "safetensors",
     "uvloop",
     "xxhash",
-    "zstandard",
 )
 """Of what runs beside an engine."""
 PACKAGES: Mapping[str, tuple[str, ...]] = {

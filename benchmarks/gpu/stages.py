@@ -49,7 +49,6 @@ class Stage:
 _DEVICE = ("driver", "bindings", "torch")
 _ENGINE = ("gpu", "bindings", "torch", "vllm")
 _ROSE = (*_ENGINE, "plugin")
-_WEIGHTS = (*_ROSE, "zstandard")
 STAGES: dict[str, Stage] = {
     "machine": Stage("device", "machine", "driver, device, and the rung of the compute ladder", _DEVICE, 20, 60, 10),
     "contract": Stage("device", "contract", "the tests marked gpu", _DEVICE, 60, 120, 20),
@@ -62,8 +61,8 @@ STAGES: dict[str, Stage] = {
     "step_peer": Stage("device", "step_peer", "P99 of a step while another process moves 1 GiB/s", _DEVICE, 45, 90, 20),
     "kill": Stage("device", "kill", "until the memory of a killed process is free", _DEVICE, 40, 80, 25),
     "table_1": Stage("coserve", "repeat", "two engines on the busiest 20 s, repeat 1", _ROSE, 420, 540, 190, 1),
-    "weights": Stage("weights", "updates", "a seeded checkpoint is loaded, replaced whole, then updated by deltas", _WEIGHTS, 120, 200, 100),
-    "codec": Stage("weights", "kernels", "the codec's kernels: the CPU codec's bytes, GB/s, a payload over 2^31 bits", ("gpu", "torch", "triton", "zstandard"), 60, 120, 25),
+    "weights": Stage("weights", "updates", "a seeded checkpoint is loaded, replaced whole, then updated by deltas", _ROSE, 120, 200, 100),
+    "codec": Stage("weights", "kernels", "the codec's kernels: the CPU codec's bytes, GB/s, a payload over 2^31 bits", ("gpu", "torch", "triton"), 60, 120, 25),
     "activation": Stage("coserve", "activation", "a deployed engine: memory, on to a first token, off", _ROSE, 150, 220, 130),
     "lend_graphs": Stage("engines", "lend_graphs", "the same with CUDA graphs", (*_ROSE, "kernels"), 200, 280),
     "fence": Stage("device", "fence", "P99 of a step with an event behind each, and how long a fence waits", _DEVICE, 35, 70, 15),

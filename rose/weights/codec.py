@@ -168,21 +168,6 @@ def encode(old: Bits, new: Bits, *, start: int = 0, max_changes: int | None = No
     return Encoded(data=data, num_changed=num_changed, dh=int(dh))
 
 
-def encode_delta(delta: Delta, num_elements: int) -> bytes:
-    """The payload of a :class:`Delta`, such as a squashed chain; the same that :func:`encode` writes."""
-    sign, mask = _masks(delta.d.dtype)
-    _expect(delta.idx.size == delta.d.size, "idx and d must be alike")
-    _expect(not delta.idx.size or int(delta.idx[-1]) < num_elements, "delta reaches past the run")
-    bits = mask.bit_length()
-    directory = _directory(num_elements)
-    words = _words(num_elements, delta.idx.size, bits)
-    positions, gaps, sizes, big = _segment_scratch()
-    num_bits = kernels.encode_delta(
-        _ro(delta.idx), _ro(delta.d), num_elements, sign, mask, directory, words, positions, gaps, sizes, big
-    )
-    return join(bits, num_elements, delta.idx.size, directory, _bytes_of(words, num_bits))
-
-
 def _directory(num_elements: int) -> NDArray[np.uint64]:
     return np.empty(-(-num_elements // SEGMENT), np.uint64)
 
@@ -250,7 +235,7 @@ def decode(data: bytes | memoryview, num_elements: int, dtype: np.dtype[Any] | s
     return Delta(idx=idx, d=d)
 
 
-# --- apply and squash -------------------------------------------------------------------------------------
+# --- apply ------------------------------------------------------------------------------------------------
 
 
 def stage(bits: Bits, delta: Delta, *, start: int = 0) -> tuple[Bits, Bits, int]:
@@ -287,16 +272,6 @@ def apply(bits: Bits, delta: Delta, *, start: int = 0) -> int:
     _, new, dh = stage(bits, delta, start=start)
     scatter(bits, delta.idx, new)
     return dh
-
-
-def squash(first: Delta, second: Delta) -> Delta:
-    """One delta that does what ``first`` and then ``second`` do.  Needs no base; reverts vanish."""
-    _, mask = _masks(first.d.dtype)
-    _expect(first.d.dtype == second.d.dtype, "deltas must have one element type")
-    idx = np.empty(first.idx.size + second.idx.size, np.uint32)
-    d = np.empty(idx.size, first.d.dtype)
-    size = kernels.squash(_ro(first.idx), _ro(first.d), _ro(second.idx), _ro(second.d), mask, idx, d)
-    return Delta(idx=idx[:size].copy(), d=d[:size].copy())
 
 
 # --- small things -----------------------------------------------------------------------------------------

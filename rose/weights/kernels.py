@@ -400,32 +400,6 @@ def encode(
     return total, at, dh
 
 
-@_compiled
-def encode_delta(
-    idx: Any, d: Any, num_elements: Any, sign: Any, mask: Any, directory: Any, words: Any,
-    positions: Any, gaps: Any, sizes: Any, big: Any,
-) -> Any:  # fmt: skip
-    """As :func:`encode`, of changes that are known; returns the bits."""
-    at, first = 0, 0
-    words[0] = 0
-    for segment in range(directory.size):
-        begin = segment * SEGMENT
-        end = min(begin + SEGMENT, num_elements)
-        found = 0
-        while first + found < idx.size and np.int64(idx[first + found]) < end:
-            positions[found] = np.int64(idx[first + found]) - begin
-            found += 1
-        after_bit, num_big = pack_segment(
-            words, at, end - begin, positions, found, d[first:], sign, mask, gaps, sizes, big
-        )  # fmt: skip
-        if after_bit < 0:
-            return -1
-        directory[segment] = found | (num_big << 17) | ((after_bit - at) << 34)
-        at = after_bit
-        first += found
-    return at
-
-
 # --- decode -----------------------------------------------------------------------------------------------
 
 
@@ -602,7 +576,7 @@ def locate(index: Any, shape: Any, src: Any, dst: Any, start: Any, positions: An
     return found
 
 
-# --- apply and squash -------------------------------------------------------------------------------------
+# --- apply ------------------------------------------------------------------------------------------------
 
 
 @_compiled
@@ -641,29 +615,6 @@ def put(bits: Any, idx: Any, values: Any) -> Any:
         for k in range(first, last):
             differs |= np.int64(bits[idx[k]] ^ values[k])
     return differs == 0
-
-
-@_compiled
-def squash(idx_a: Any, d_a: Any, idx_b: Any, d_b: Any, mask: Any, idx_out: Any, d_out: Any) -> Any:
-    """Merge two deltas by index, adding differences mod 2**bits; returns how many are left."""
-    past = np.int64(1) << 62
-    a = b = k = 0
-    while a < idx_a.size or b < idx_b.size:
-        at_a = np.int64(idx_a[a]) if a < idx_a.size else past
-        at_b = np.int64(idx_b[b]) if b < idx_b.size else past
-        at = min(at_a, at_b)
-        d = np.int64(0)
-        if at_a == at:
-            d += np.int64(d_a[a])
-            a += 1
-        if at_b == at:
-            d += np.int64(d_b[b])
-            b += 1
-        if d & mask:  # a revert cancels and vanishes
-            idx_out[k] = at
-            d_out[k] = d & mask
-            k += 1
-    return k
 
 
 @_compiled

@@ -86,3 +86,14 @@ def test_the_lists_bounds_are_the_projects() -> None:
     table = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     lines = (ROOT / "requirements/weights.txt").read_text().splitlines()
     assert {line for line in lines if line and not line.startswith("#")} <= set(table)
+
+
+def test_the_list_has_nothing_that_no_module_imports() -> None:
+    source = "\n".join(path.read_text() for path in (ROOT / "rose").rglob("*.py"))
+    listed = names(
+        [line for line in (ROOT / "requirements/weights.txt").read_text().splitlines() if line[0] != "#"]
+    )
+    imported = {
+        name for name in listed if re.search(rf"^\s*(?:import|from) {name.replace('-', '_')}\b", source, re.M)
+    }
+    assert listed == imported

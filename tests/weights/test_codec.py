@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,6 +15,16 @@ from tests.weights import planes_reference as reference
 from tests.weights.planes_reference import key
 
 ALL_16 = np.arange(65_536, dtype=np.uint16)
+
+
+def payload_of(delta: Delta, num_elements: int) -> bytes:
+    """The one payload that says ``delta``."""
+    old = np.zeros(num_elements, delta.d.dtype)
+    new = old.copy()
+    codec.apply(new, delta)
+    encoded = codec.encode(old, new)
+    assert encoded is not None
+    return encoded.data
 
 
 def random_pair(seed: int, size: int, density: float, dtype: str = "u2") -> tuple[np.ndarray, np.ndarray]:
@@ -208,41 +216,6 @@ def test_training_steps_cost_within_three_percent_of_their_entropy() -> None:
     p = encoded.num_changed / old.size
     entropy_bits = -(np.log2(p) + (1 - p) / p * np.log2(1 - p)) + 1  # of the place, and of the sign
     assert 8 * len(encoded.data) / encoded.num_changed < 1.03 * entropy_bits
-
-
-# --- squash -----------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.sampled_from(["u1", "u2", "u4"]))
-def test_squashing_a_chain_equals_applying_it(seed: int, length: int, dtype: str) -> None:
-    rng = np.random.default_rng(seed)
-    size = int(rng.integers(1, 400))
-    states = [random_pair(seed, size, 1.0, dtype)[0]]
-    for _ in range(length):
-        new = states[-1].copy()
-        at = rng.integers(0, size, 30)
-        new[at] = rng.choice(states)[at] if rng.random() < 0.5 else rng.integers(0, 4, 30, dtype=dtype)
-        states.append(new)
-    squashed: Delta | None = None
-    for before, after in pairwise(states):
-        encoded = codec.encode(before, after)
-        assert encoded is not None
-        delta = codec.decode(encoded.data, size, before.dtype)
-        squashed = delta if squashed is None else codec.squash(squashed, delta)
-    assert squashed is not None
-    direct = codec.encode(states[0], states[-1])
-    assert direct is not None
-    # Equal as payloads: no base was needed, reverts are gone, and large sums escape as the encoder would.
-    assert codec.encode_delta(squashed, size) == direct.data
-    assert np.array_equal(squashed.idx, np.flatnonzero(states[0] != states[-1]))
-
-
-def test_a_revert_vanishes() -> None:
-    there = Delta(idx=np.array([3, 9], np.uint32), d=np.array([5, 0xFFFF], np.uint16))
-    back = Delta(idx=np.array([3, 7], np.uint32), d=np.array([0xFFFB, 2], np.uint16))
-    both = codec.squash(there, back)
-    assert (both.idx.tolist(), both.d.tolist()) == ([7, 9], [2, 0xFFFF])
 
 
 # --- stage ------------------------------------------------------------------------------------------------

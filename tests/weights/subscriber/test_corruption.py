@@ -21,6 +21,7 @@ from rose.weights.store import MemoryStore
 from rose.weights.subscriber import WeightSubscriber
 from rose.weights.update import read_update
 from tests.weights.subscriber.kit import PARAMS, V, WatchedStore, apply_update, copy_of, publish_steps, same
+from tests.weights.test_codec import payload_of
 from tests.weights.toy import ToyTrainer
 
 
@@ -93,7 +94,7 @@ def other_values(payload: bytes, section: Section, dtype: str) -> bytes:
     delta = codec.decode(payload, section.num_elements, dtype)
     d = delta.d.copy()
     d[0] = 2 if d[0] != 2 else 3
-    return codec.encode_delta(codec.Delta(idx=delta.idx, d=d), section.num_elements)
+    return payload_of(codec.Delta(idx=delta.idx, d=d), section.num_elements)
 
 
 def test_wrong_contents_under_right_checksums_are_caught_by_the_state_hash(
