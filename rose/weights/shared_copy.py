@@ -141,6 +141,13 @@ class SharedCopy:
 
     def fetch(self, version: WeightVersion, engine_version: WeightVersion | None) -> Path:
         """See :meth:`WeightSubscriber.fetch`."""
+        try:
+            return self._fetch(version, engine_version)
+        except (Gone, SectionCorrupt):
+            self._told = None  # the copy is pulled again, perhaps to the same version: that is news then
+            raise
+
+    def _fetch(self, version: WeightVersion, engine_version: WeightVersion | None) -> Path:
         keeper = self._keep()
         if keeper is not None:
             return keeper.subscriber.fetch(version, engine_version)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from rose.errors import CapacityError, ConfigError, Gone
+from rose.errors import CapacityError, ConfigError, Gone, SectionCorrupt
 from rose.lineage import WeightVersion
 from rose.weights.publisher import WeightPublisher
 from rose.weights.shared_copy import SOCKET, SharedCopy
@@ -121,6 +121,28 @@ def test_the_next_one_keeps_it_when_the_keeper_goes(
     publisher.publish(1)
     assert other.poll(20) == V("1.1")
     assert other.keeps
+
+
+def test_a_copy_that_was_repaired_is_news_to_who_found_it_damaged(
+    publisher: WeightPublisher, agent: Open, tmp_path: Path
+) -> None:
+    keeper, other = agent(), agent()
+    publisher.publish(0)
+    assert (keeper.poll(20), other.poll(20)) == (V("1.0"), V("1.0"))
+    assert keeper._keeper is not None
+    keeper._keeper.subscriber._host.bits("scales")[3] ^= 1
+    with pytest.raises(SectionCorrupt, match="damaged in memory"):
+        other.fetch(V("1.0"), None)
+    assert other.poll(20) == V("1.0")
+    assert other.fetch(V("1.0"), None).exists()
+    keeper.close()
+    (
+        tmp_path / "copy" / "state.json"
+    ).unlink()  # as a keeper leaves it that is killed while it writes the copy
+    with pytest.raises(Gone, match="the host copy is at None"):
+        other.fetch(V("1.0"), None)
+    assert other.poll(20) == V("1.0")
+    assert other.fetch(V("1.0"), None).exists()
 
 
 def test_a_keeper_that_goes_ends_a_neighbours_wait_and_tells_no_error(
