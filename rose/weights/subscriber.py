@@ -582,11 +582,7 @@ class WeightSubscriber:
         """Drop old update files; an engine that has one open keeps reading it."""
         # In memory, not as the file's time: an engine that is asked again tells by that that it is the same file.
         self._handed_out = [path for path in self._handed_out if path != newest] + [newest]
-        order = {path: number for number, path in enumerate(self._handed_out)}
-        files = sorted(
-            self._updates.iterdir(), key=lambda path: (order.get(path, -1), path.stat().st_mtime_ns)
-        )
-        for path in files[:-_KEPT_UPDATES]:
+        for path in self._handed_out[:-_KEPT_UPDATES]:
             path.unlink(missing_ok=True)
         self._handed_out = self._handed_out[-_KEPT_UPDATES:]
 
