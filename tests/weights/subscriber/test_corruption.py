@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
 import pytest
-from safetensors import SafetensorError
 
 from rose.errors import CapacityError, SectionCorrupt, WrongBase
 from rose.lineage import WeightVersion
@@ -411,21 +411,23 @@ def test_a_duplicated_or_older_head_is_no_news(
     assert reader.version == V("1.1")
 
 
-def test_a_full_disk_is_named_where_the_library_has_an_error_of_its_own(
+def test_a_disk_that_is_full_before_an_update_file_is_whole_is_named_and_no_part_of_it_stays(
     publisher: WeightPublisher, reader: WeightSubscriber, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publisher.publish(0)
     version = reader.poll(0)
     assert version is not None
 
-    def no_room(*arguments: Any, **named: Any) -> None:
-        raise SafetensorError("I/O error: No space left on device (os error 28)")
+    def no_room(file: BinaryIO, *arguments: Any) -> None:
+        file.write(b"a part of it")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr("rose.weights.update.save_file", no_room)
+        patch.setattr("rose.weights.update._save", no_room)
         with pytest.raises(CapacityError, match="No space left") as caught:
             reader.fetch(version, None)
     assert caught.value.status == 507
+    assert list(reader._updates.iterdir()) == []
     assert reader.fetch(version, None).exists()
 
 
