@@ -328,7 +328,8 @@ def scaling(pairs: list[data.Pair], payloads: list[bytes], gigabytes: float, rep
         return target, delta, codec.stage(target, delta)
 
     def scatter(staged: tuple[data.Bits, codec.Delta, tuple[data.Bits, data.Bits, int]], side: int) -> None:
-        codec.scatter(staged[0], staged[1].idx, staged[2][side])
+        target, delta, (old, new, _) = staged
+        codec.scatter(target, delta.idx, new if side else old)
 
     counts = [1 << n for n in range(cores.bit_length()) if 1 << n <= cores]
     walls: dict[str, list[float]] = defaultdict(list)
