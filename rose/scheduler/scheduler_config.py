@@ -147,9 +147,10 @@ class JobShare(Section):
 class ProvisioningConfig(Section):
     """Which worker works for which job; see ``rose.policy.provisioning``."""
 
-    mode: Literal["off", "observe", "on"] = "on"
+    mode: Literal["off", "observe", "on"] = "observe"
     """``off``: every worker takes turns of every job whose run it follows.  ``observe``: the same, and says what ``on`` would do.
-    ``on``: so it is as long as jobs do not compete; where they do, a worker works for one of them at a time."""
+    ``on``: so it is as long as jobs do not compete; where they do, a worker works for one of them at a time.  Not the default: it has
+    not been shown to beat a fixed split (`benchmarks/scheduling/provisioning.py`)."""
     default: JobShare = JobShare()
     jobs: dict[str, JobShare] = Field(default_factory=dict)
     period_s: float = Field(default=1.0, gt=0)

@@ -38,7 +38,7 @@ async def test_nobody_is_parked_and_no_weights_are_ordered_while_one_job_has_the
     world: World,
 ) -> None:
     """It is on by default."""
-    await world.start(provisioning={"period_s": 0.02})
+    await world.start(provisioning={"mode": "on", "period_s": 0.02})
     for name in ("a", "b"):
         await world.add(name)
     engine = await world.add("h", tier="harvested")
