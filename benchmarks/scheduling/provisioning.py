@@ -386,7 +386,9 @@ def main(
             flat |= {name: value["mean"], f"{name}_low": value["low"], f"{name}_high": value["high"]}
         elif name != "seeds":
             flat[name] = value
-    report.finish(flat | {"num_seeds": len(found)}, {"seeds": [one["seed"] for one in found], "runs": found}, json_path)
+    report.finish(
+        flat | {"num_seeds": len(found)}, {"seeds": [one["seed"] for one in found], "runs": found}, json_path
+    )
 
 
 if __name__ == "__main__":
