@@ -299,9 +299,7 @@ class _Keeper:
                 except CapacityError:
                     if not self._closed:
                         raise
-                    version = (
-                        None  # the store is closed, which is nothing to tell: whoever asks becomes the keeper
-                    )
+                    version = None  # its store is closed, which is no error: whoever asks keeps the copy next
                 finally:
                     self._following.release()
                     with self._changed:

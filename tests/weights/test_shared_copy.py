@@ -148,10 +148,17 @@ def test_a_copy_that_was_repaired_is_news_to_who_found_it_damaged(
 def test_a_keeper_that_goes_ends_a_neighbours_wait_and_tells_no_error(
     publisher: WeightPublisher, agent: Open, tmp_path: Path
 ) -> None:
+    class Patient(FileStore):
+        def close(self) -> None:
+            super().close()
+            wait_until(lambda: not callers)  # each has been answered, before its connection is cut
+
     def subscribe() -> WeightSubscriber:
-        return WeightSubscriber(FileStore(tmp_path / "store"), "run", tmp_path / "copy", owns_store=True)
+        return WeightSubscriber(Patient(tmp_path / "store"), "run", tmp_path / "copy", owns_store=True)
 
     keeper = SharedCopy("run", tmp_path / "copy", subscribe)
+    assert keeper._keeper is not None
+    callers = keeper._keeper._callers
     other = agent()
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(other.poll, 600)
