@@ -55,6 +55,7 @@ USED_S = 60.0
 _MAX_LINE = 64 << 10
 _MAX_CALLERS = 256
 _RETRY_S = 0.1
+_FETCH_TRIES = 5
 _FETCH_S = 900.0  # a whole model is written meanwhile
 _SLACK_S = 30.0
 _KINDS: dict[str, type[RoseError]] = {
@@ -148,14 +149,20 @@ class SharedCopy:
             raise
 
     def _fetch(self, version: WeightVersion, engine_version: WeightVersion | None) -> Path:
-        keeper = self._keep()
-        if keeper is not None:
-            return keeper.subscriber.fetch(version, engine_version)
         base = None if engine_version is None else str(engine_version)
-        answer = self._ask(_Ask(run_id=self._run_id, do="fetch", version=str(version), held=base), _FETCH_S)
-        if answer is None or answer.path is None:
-            raise CapacityError("the process that keeps the host copy is gone", field=str(self._directory))
-        return Path(answer.path)
+        ask = _Ask(run_id=self._run_id, do="fetch", version=str(version), held=base)
+        for _ in range(
+            _FETCH_TRIES
+        ):  # a keeper that dies while it is asked leaves the copy to us, or to another
+            keeper = self._keep()
+            if keeper is not None:
+                return keeper.subscriber.fetch(version, engine_version)
+            answer = self._ask(ask, _FETCH_S)
+            if answer is not None and answer.path is not None:
+                return Path(answer.path)
+            if self._closed.wait(_RETRY_S):
+                break
+        raise CapacityError("the process that keeps the host copy is gone", field=str(self._directory))
 
     def require(self, version: WeightVersion) -> None:
         """See :meth:`WeightSubscriber.require`.  Whoever keeps the copy hears it from the scheduler himself."""

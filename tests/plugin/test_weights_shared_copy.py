@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from rose.weights.store import FileStore
 from rose.weights.subscriber import WeightSubscriber
 from tests.plugin.test_weights_rank import commit_all
 from tests.plugin.weights_kit import TinyLlama, change, memory_of, same_memory, specs_of
+from tests.weights.test_shared_copy import keeper_process
 from tests.weights.test_stores import V
 from vllm_plugin import rank_weights
 from vllm_plugin.plan import record
@@ -84,13 +83,7 @@ def test_an_engine_streams_on_when_the_keeper_is_killed_and_the_next_one_clears_
     world: World, slices_before: int
 ) -> None:
     world.publish(0)
-    command = [
-        sys.executable, "-m", "tests.weights.copy_process", str(world.folder / "store"), str(world.folder / "copy"),
-    ]  # fmt: skip
-    keeper = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert keeper.stdout is not None
-        assert keeper.stdout.readline().strip() == "1.0"
+    with keeper_process(world.folder) as keeper:
         copy = world.open_copy()
         assert copy.poll(20) == V("1.0")
         engine, path = Engine(), copy.fetch(V("1.0"), None)
@@ -99,11 +92,6 @@ def test_an_engine_streams_on_when_the_keeper_is_killed_and_the_next_one_clears_
             engine.rank.commit(V("1.0"))
         keeper.kill()
         keeper.wait(20)
-    finally:
-        keeper.kill()
-        keeper.wait(20)
-        if keeper.stdout is not None:
-            keeper.stdout.close()
     half = path.with_name(f".{path.name}.7.tmp")
     half.write_bytes(b"of a keeper that was killed while it wrote")
     copy.poll(0)

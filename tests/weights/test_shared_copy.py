@@ -5,12 +5,14 @@ A lock belongs to an open file, so two agents in one process exclude each other 
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,26 @@ def agent(store: WatchedStore, tmp_path: Path) -> Iterator[Open]:
     yield open_it
     for copy in opened:
         copy.close()
+
+
+@contextmanager
+def keeper_process(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Of the copy in ``folder``, to be killed; it is at 1.0."""
+    command = [
+        sys.executable,
+        "-m",
+        "tests.weights.copy_process",
+        str(folder / "store"),
+        str(folder / "copy"),
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().strip() == "1.0"
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=20)
 
 
 def test_a_version_is_pulled_once_for_all(
@@ -175,17 +197,7 @@ def test_the_next_one_keeps_it_when_the_keeper_is_killed(
     files = FileStore(tmp_path / "store", durable=False)
     publisher = WeightPublisher(trainer.tensors, files, "run", 1)
     publisher.publish(0)
-    command = [
-        sys.executable,
-        "-m",
-        "tests.weights.copy_process",
-        str(tmp_path / "store"),
-        str(tmp_path / "copy"),
-    ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline().strip() == "1.0"
+    with keeper_process(tmp_path) as process:
         other = agent(files)
         assert not other.keeps
         assert other.poll(20) == V("1.0")
@@ -200,11 +212,26 @@ def test_the_next_one_keeps_it_when_the_keeper_is_killed(
         assert found == [V("1.1")]
         assert other.keeps
         assert other.fetch(V("1.1"), V("1.0")).exists()
-    finally:
+    publisher.close()
+
+
+def test_a_keeper_that_is_killed_while_it_is_asked_for_a_file_leaves_the_copy_to_who_asked(
+    tmp_path: Path, trainer: ToyTrainer, agent: Open
+) -> None:
+    files = FileStore(tmp_path / "store", durable=False)
+    publisher = WeightPublisher(trainer.tensors, files, "run", 1)
+    publisher.publish(0)
+    with ThreadPoolExecutor(1) as threads, keeper_process(tmp_path) as process:
+        other = agent(files)
+        assert other.poll(20) == V("1.0")
+        assert not other.keeps
+        process.send_signal(signal.SIGSTOP)
+        asking = threads.submit(other.fetch, V("1.0"), None)
+        wait_until(lambda: bool(other._asking))
         process.kill()
-        process.wait(10)
-        process.stdout.close()
-        publisher.close()
+        assert same(apply_update({}, read_update(asking.result(30))), trainer.bits())
+        assert other.keeps
+    publisher.close()
 
 
 def test_closing_ends_a_poll_that_waits_for_the_keeper(agent: Open) -> None:
