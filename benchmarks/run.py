@@ -57,6 +57,7 @@ WHOLE = {
         *("--only", "asynchronous_dedicated,asynchronous_harvested,asynchronous_both"),
         *("--steps", "12", "--seeds", "1"),
     ),
+    "sim_paper": ("--seconds", "6600"),  # days of one core in all: each run of this goes on with it
 }
 """Options with which a benchmark fills its budget here, where by itself it is a short look, or takes longer."""
 LONG = {

@@ -22,7 +22,7 @@ interval as above.
 **Bar**, for each cell and for ``rose`` (and for ``rose_levers``, which is not a default): the lower ends of its gain over ``fixed`` and over ``paper`` are above 1;
 reached is 0.85 or more; the upper end of added misses is 0.0002 or less.  What does not meet it is said, and no number is added afterwards.
 
-Results are kept in FILE as they come: start it again and it goes on.
+Results are kept in FILE as they come: start it again and it goes on.  ``details.commits``: of all the code that added to it.
 """
 
 from __future__ import annotations
@@ -123,6 +123,10 @@ class Book:
         if path.exists():
             self.data = json.loads(path.read_text())["details"]
         self._saved_s = time.monotonic()
+        self._concluded: dict[str, dict[str, Any]] = {}
+        commits = self.data.setdefault("commits", [])
+        if (commit := machine()["commit"]) not in commits:
+            commits.append(commit)
 
     def of(self, cell: Cell) -> dict[str, Any]:
         return self.data["cells"].setdefault(cell.name, {"tuning": {}, "settings": {}, "runs": {}})
@@ -146,7 +150,7 @@ class Book:
         document = {
             "schema": 2,
             "benchmark": "sim_paper",
-            "summary": conclude(self.data),
+            "summary": conclude(self.data, self._concluded),
             "details": self.data,
             "machine": machine(),
         }
@@ -200,14 +204,17 @@ def without_late(row: Row) -> Row:
     return {name: value for name, value in row.items() if name != "late"}
 
 
-def conclude(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The flat summary: of cells all of whose seeds are there."""
+def conclude(data: Mapping[str, Any], known: dict[str, dict[str, Any]] | None = None) -> dict[str, Any]:
+    """The flat summary: of cells all of whose seeds are there.  ``known``: of cells that were concluded before, which draws all their arrivals anew."""
+    known = {} if known is None else known
     summary: dict[str, Any] = {}
     for cell in CELLS:
         runs = data["cells"].get(cell.name, {}).get("runs", {})
         if any(f"{arm}/{seed}" not in runs for arm in ARMS for seed in SEEDS):
             continue
-        summary |= {f"{cell.name}.{name}": value for name, value in conclude_cell(cell, runs).items()}
+        if cell.name not in known:
+            known[cell.name] = conclude_cell(cell, runs)
+        summary |= {f"{cell.name}.{name}": value for name, value in known[cell.name].items()}
     return summary
 
 
