@@ -22,7 +22,7 @@ from rose.policy.turns import TurnBook
 from rose.policy.worker import Health, Tier, Worker
 
 MAX_JOBS = 256
-"""Names come from clients: beyond this many live jobs, new ones get no device until one ends."""
+"""Names come from clients: one more, and the job that has been away longest is forgotten; where none is, the new one gets no device."""
 MAX_MODELS = 8
 """Of one job, whose turns are counted."""
 _KEEP = 0.9
@@ -78,7 +78,8 @@ class Assigner:
     """Args:
     book: Whose fleet and jobs these are.
     share_of: Of a job, by name.
-    job_idle_s: A job without a turn for this long gives its devices back.
+    job_forget_s: So long after it gave its devices back, what was learned of a job is forgotten.
+    is_training: Whether a trainer of this job has a batch.
     is_carried_out: False: nobody does what is decided; a device that a job would have is taken to get its weights.
     on_event: Told what the policy was told and answered.
     """
@@ -86,15 +87,22 @@ class Assigner:
     book: TurnBook
     policy: Provisioning
     share_of: Callable[[str], Share]
-    job_idle_s: float = 120.0
+    job_forget_s: float = 21_600.0
+    is_training: Callable[[str], bool] = lambda job: False
     is_carried_out: bool = True
     on_event: Callable[[pe.Event, Sequence[pe.Action]], None] = lambda event, actions: None
     _told: dict[str, pe.JobSeen] = field(default_factory=lambda: dict[str, pe.JobSeen]())
-    _busy_s: dict[str, float] = field(default_factory=lambda: dict[str, float]())
-    """When a job last had a turn."""
+    """Of jobs that are there."""
+    _left_s: dict[str, float] = field(default_factory=lambda: dict[str, float]())
+    """When those that are away went; longest ago first."""
     _models: dict[str, JobModel] = field(default_factory=lambda: dict[str, JobModel]())
     _open: set[str] = field(default_factory=lambda: set[str]())
     """Workers that are everybody's."""
+
+    @property
+    def jobs(self) -> list[str]:
+        """Those that are there."""
+        return list(self._told)
 
     def step(self, at_s: float, switching: Mapping[str, Switching]) -> list[pe.Action]:
         """What the policy decides on the book as it is now.
@@ -107,7 +115,12 @@ class Assigner:
         self._open = open_to_all(workers, self._told.values())
         actions += self._hosts(workers, at_s, switching)
         actions += self._loads(workers, at_s)
-        return actions + self._tell(pe.Tick(at_s=at_s))
+        actions += self._tell(pe.Tick(at_s=at_s))
+        for job in [job for job in self._told if self.policy.jobs[job].is_away]:
+            del self._told[job]
+            self._left_s[job] = at_s
+            self.book.forget_job(job)
+        return actions
 
     def assignments(self, at_s: float) -> list[WorkerAssigned]:
         """What has to be told to the book, so that it does as the policy has decided."""
@@ -172,6 +185,8 @@ class Assigner:
     def _jobs(self, at_s: float) -> list[pe.Action]:
         """Tell of jobs that are new, changed or gone."""
         book, actions = self.book, list[pe.Action]()
+        for job in [job for job, left_s in self._left_s.items() if at_s - left_s >= self.job_forget_s]:
+            actions += self._forget(job, at_s)
         turns: dict[str, dict[str, int]] = {}
         for turn in book.turns.values():
             of_job = turns.setdefault(turn.spec.job, {})
@@ -179,16 +194,15 @@ class Assigner:
         for job, num_turns in list(book.num_running.items()):
             if not job:
                 continue  # requests of no trajectory: no trainer waits for them, and nobody says when they end
-            if job not in self._busy_s:
-                if len(self._busy_s) >= MAX_JOBS:
-                    continue
-                self._busy_s[job], self._models[job] = at_s, JobModel()
+            if job not in self._models:
+                if len(self._models) >= MAX_JOBS:
+                    if not self._left_s:
+                        continue
+                    actions += self._forget(next(iter(self._left_s)), at_s)
+                self._models[job] = JobModel()
             if num_turns:
-                self._busy_s[job] = at_s
                 self._models[job].saw(turns.get(job, {}))
-            elif at_s - self._busy_s[job] >= self.job_idle_s:
-                actions += self._gone(job, at_s)
-                continue
+            self._left_s.pop(job, None)
             share = self.share_of(job)
             seen = pe.JobSeen(
                 at_s=at_s,
@@ -236,14 +250,11 @@ class Assigner:
                     deadline_s=deadlines.get(job, math.inf),
                     num_open=count / busy,
                     open_speed=together / busy,
+                    is_training=self.is_training(job),
                 )
             )
         return actions
 
-    def _gone(self, job: str, at_s: float) -> list[pe.Action]:
-        del self._busy_s[job]
-        self._models.pop(job, None)
-        self.book.forget_job(job)
-        if self._told.pop(job, None) is None:
-            return []
+    def _forget(self, job: str, at_s: float) -> list[pe.Action]:
+        del self._left_s[job], self._models[job]
         return self._tell(pe.JobGone(at_s=at_s, job=job))

@@ -107,8 +107,7 @@ class Phases:
         left = self.usual_work - self.done
         return (left if left > 0 else self.usual_work / 4) / speed if speed > 0 else None
 
-    def is_gone(self, at_s: float) -> bool:
-        """It has been away much longer than ever: its trainer is dead, or it is done."""
-        if not self.alternates or self.is_sampling or self.since_s is None:
-            return False
-        return at_s - self.since_s > GONE_FACTOR * max(*self.away_s, self.settle_s)
+    @property
+    def gone_after_s(self) -> float | None:
+        """A job without a turn for longer has never been away nearly so long: its trainer is dead, or it is done.  None: nobody knows."""
+        return GONE_FACTOR * max(*self.away_s, self.settle_s) if self.alternates else None

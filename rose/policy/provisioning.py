@@ -18,9 +18,11 @@ work later than its deadline counts for more, by how much it is late, up to ``mo
 - **Which host**: dedicated first, then borrowed; then one that has the job's weights, or a copy of them, the lowest recent KV use of production
   (the paper's rule), the fewest reclaims.  A serving GPU that is nearly full, or will be before the switch has paid, is no candidate.
 - **Which job** first: the one with the fewest device-seconds per weight.  Nobody's fair share is kept idle: who needs more borrows.
-- **Phases.**  Jobs that roll out and train in turn are known by what they do (``rose.policy.phases``).  One that has been away for much
-  longer than ever before holds nothing, and is waited for by nobody.  With ``phases``, one that is about to sample again gets idle
+- **Phases.**  Jobs that roll out and train in turn are known by what they do (``rose.policy.phases``).  With ``phases``, one that is about to sample again gets idle
   hosts in time for the switch, and two that fit take turns on their hosts (``rose.policy.pairing``).
+- **Away**: a job that has had no turn for three times as long as it ever had none, or for ``job_idle_s`` where that is not known, and whose
+  trainer has no batch.  It holds nothing, and is waited for by nobody; what was learned of it stays, and so does what it has used, but
+  having been away gives it no claim.
 - **Move** a host from one job to another where the one gains more than the other loses, the switch included; or where the
   other has had more than its share by ``unfair_s``.
 - **Release** a host that has gained next to nothing for ``idle_s``, whose production or owner needs it, whose job's weights have not
@@ -84,6 +86,11 @@ class Job:
     is_next: bool = False
     """It is about to sample again."""
     urgency: float = 1.0
+    busy_s: float = math.inf
+    """When it last had a turn or a batch; of one that an older log knows, not yet."""
+    is_away: bool = False
+    ahead_s: float = 0.0
+    """Of the neediest by so many device-seconds, when it went away."""
 
     @property
     def num_turns(self) -> float:
@@ -144,13 +151,19 @@ class Provisioning:
                 while len(job.loads) > self.params.num_loads:
                     job.loads.popleft()
                 job.phases.saw(event.at_s, event.num_turns, self._speed_of(event.job))
+                if event.num_turns or event.is_training:
+                    job.busy_s = event.at_s
+                    if job.is_away:
+                        job.is_away = False
+                        job.used_s = self._least_used_s(job) + job.ahead_s
                 return []
             case Tick():
                 for job in self.jobs.values():  # sums of floats drift
                     job.speed = math.fsum(host.speed for host in job.hosts.values())
+                left = self._leave(event.at_s)
                 adopted = self._adopt(event.at_s)
                 self._look_ahead(event.at_s)
-                return [*adopted, *self._shrink(event.at_s), *self._grow(event.at_s)]
+                return [*left, *adopted, *self._shrink(event.at_s), *self._grow(event.at_s)]
             case _:
                 assert_never(event)
 
@@ -215,16 +228,21 @@ class Provisioning:
             raise PolicyError("caps must be 0 or more, and the weight above 0", field="job")
         job = self.jobs.get(event.job)
         if job is None:
-            # Starts level with the neediest: a newcomer gets its share, not everybody's past.
-            shares = [known.used_s / known.weight for known in self.jobs.values()]
-            job = self.jobs[event.job] = Job(job=event.job, caps=caps, weight=event.weight)
-            job.used_s = min(shares, default=0.0) * event.weight
+            job = Job(job=event.job, caps=caps, weight=event.weight, busy_s=event.at_s)
+            job.used_s = self._least_used_s(job)
+            self.jobs[event.job] = job
         job.caps, job.weight, job.model, job.run = caps, event.weight, event.model, event.run
         held = self._held(event.job)
         over = [host for host in held if host.model != job.model]
         for tier, cap in caps.items():
             over += [host for host in held if host.tier is tier and host not in over][cap:]
         return [self._release(host, event.at_s, "cap") for host in over]
+
+    def _least_used_s(self, job: Job) -> float:
+        """Level with the neediest of the others: who comes gets its share, not everybody's past."""
+        others = [one for one in self.jobs.values() if one is not job and not one.is_away]
+        alone_s = max(0.0, job.used_s - job.ahead_s) / job.weight
+        return min((one.used_s / one.weight for one in others), default=alone_s) * job.weight
 
     def _account(self, at_s: float) -> None:
         if math.isfinite(self._now_s):
@@ -240,7 +258,7 @@ class Provisioning:
         return facts.speed + facts.open_engines[1]
 
     def _phases(self) -> Mapping[str, Phases]:
-        return {name: job.phases for name, job in self.jobs.items()}
+        return {name: job.phases for name, job in self.jobs.items() if not job.is_away}
 
     def _pair(self) -> None:
         def speed(job: str, partner: str) -> float:
@@ -263,9 +281,9 @@ class Provisioning:
         for job in self.jobs.values():
             phases, load = job.phases, job.loads[-1] if job.loads else None
             left_s = phases.left_s(at_s, self._speed_of(job.job))
-            away = not phases.is_sampling and left_s is not None and not phases.is_gone(at_s)
+            waits = not phases.is_sampling and not job.is_away
             job.is_next = (
-                self.params.phases and away and left_s is not None and left_s <= self.params.switch_s
+                self.params.phases and waits and left_s is not None and left_s <= self.params.switch_s
             )
             job.urgency = 1.0
             if load is not None and phases.is_sampling and left_s is not None and load.deadline_s < left_s:
@@ -279,6 +297,20 @@ class Provisioning:
         return self.params.hold_s if left_s is None else min(self.params.hold_s, left_s)
 
     # --- deciding --------------------------------------------------------------------------------------
+
+    def _leave(self, at_s: float) -> list[Action]:
+        """Jobs that are away give back what they have."""
+        actions: list[Action] = []
+        for job in self.jobs.values():
+            if job.is_away:
+                continue
+            known_s = job.phases.gone_after_s
+            if at_s - job.busy_s > (self.params.job_idle_s if known_s is None else known_s):
+                job.ahead_s = 0.0
+                job.ahead_s = max(0.0, job.used_s - self._least_used_s(job))
+                job.is_away = True
+                actions.extend(self._release(host, at_s, "job_gone") for host in self._held(job.job))
+        return actions
 
     def _shrink(self, at_s: float) -> list[Action]:
         actions: list[Action] = []
@@ -296,9 +328,7 @@ class Provisioning:
             if at_s - host.since_s < params.min_active_s:
                 continue
             full = host.full_since_s is not None and at_s - host.full_since_s >= params.min_active_s
-            if job.phases.is_gone(at_s):
-                actions.append(self._release(host, at_s, "job_gone"))
-            elif full:
+            if full:
                 actions.append(self._release(host, at_s, "pressure"))
             elif at_s - max(host.worth_s, host.since_s) >= params.idle_s and self._may_spare(host):
                 actions.append(self._release(host, at_s, "idle"))
@@ -323,7 +353,8 @@ class Provisioning:
             found = [
                 job
                 for job in self.jobs.values()
-                if job.run == host.run
+                if not job.is_away
+                and job.run == host.run
                 and host.model == job.model
                 and job.num[host.tier] < job.caps[host.tier]
             ]
@@ -481,6 +512,7 @@ class Provisioning:
             for tier, cap in job.caps.items():
                 assert len(self.held(job.job, tier)) == job.num[tier] <= cap
             assert job.used_s >= 0
+            assert not job.hosts or not job.is_away
             assert all(
                 self.hosts.get(name) is host and host.job == job.job for name, host in job.hosts.items()
             )

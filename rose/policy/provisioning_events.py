@@ -58,13 +58,15 @@ class JobSeen:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobGone:
+    """It is forgotten with all that was learned of it."""
+
     at_s: float
     job: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadSeen:
-    """``num_turns``: under way or waiting.  ``token_s``, ``crowd_s``: of a dedicated engine, alone and per turn beside
+    """``num_turns``: under way or waiting.  ``is_training``: its trainer has a batch.  ``token_s``, ``crowd_s``: of a dedicated engine, alone and per turn beside
     (``rose.policy.speed``); ``slots``: turns that one takes at once.  ``deadline_s``: until its work of now has to be done.
     ``num_open``, ``open_speed``: its part of the engines that are everybody's, and their speed together."""
 
@@ -77,6 +79,7 @@ class LoadSeen:
     deadline_s: float = math.inf
     num_open: float = 0.0
     open_speed: float = 0.0
+    is_training: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

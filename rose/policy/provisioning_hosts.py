@@ -42,6 +42,8 @@ class ProvisioningParams:
     trend_s: float = 30.0
     """Over which the growth of production's use is smoothed."""
     most_urgent: float = 4.0
+    job_idle_s: float = 120.0
+    """A job without a turn or a batch for so long is away, where its phases do not say how long it may be."""
     phases: bool = False
     """Heed what was learned of a job's phases: look ahead, and take turns where two jobs fit."""
     unfair_s: float = 60.0

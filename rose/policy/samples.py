@@ -155,6 +155,10 @@ class SampleBook(SampleLife):
         """Batches whose lease has run out; the shell feeds each back as :class:`BatchExpired`."""
         return [batch.batch_id for batch in self.batches.values() if at_s >= batch.expires_at_s]
 
+    def is_training(self, job: str) -> bool:
+        """A trainer of it has a batch."""
+        return any(batch.job == job for batch in self.batches.values())
+
     # --- batches ---------------------------------------------------------------------------------------
 
     def _publish(self, event: VersionPublished) -> list[Action]:

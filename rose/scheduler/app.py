@@ -149,7 +149,7 @@ class Scheduler:
             decisions=self.decisions,
         )
         self.decisions.roll()
-        self.provisioner = Provisioner.make(config, self.dispatcher, self._journal_dir)
+        self.provisioner = Provisioner.make(config, self.dispatcher, self.store.book, self._journal_dir)
         self.provisioner.decisions.roll()
         self.timeline = Timeline(
             self.clock.now_s,

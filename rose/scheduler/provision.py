@@ -20,6 +20,7 @@ from rose.decisions.event_format import PROVISIONING
 from rose.decisions.log import DecisionLog
 from rose.policy import provisioning_events as pe
 from rose.policy.assigning import Assigner
+from rose.policy.samples import SampleBook
 from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.scheduler_config import ProvisioningConfig, SchedulerConfig
 
@@ -39,10 +40,12 @@ class Provisioner:
     _stepped_s: float = -math.inf
 
     @classmethod
-    def make(cls, config: SchedulerConfig, dispatcher: Dispatcher, directory: Path) -> Provisioner:
+    def make(
+        cls, config: SchedulerConfig, dispatcher: Dispatcher, samples: SampleBook, directory: Path
+    ) -> Provisioner:
         """``directory``: of the log."""
         provisioning, logged = config.provisioning, config.decisions
-        assigner = provisioning.assigner(dispatcher.book)
+        assigner = provisioning.assigner(dispatcher.book, samples.is_training)
         decisions = DecisionLog(
             directory,
             "provisioning",
@@ -60,11 +63,11 @@ class Provisioner:
 
     def wanted(self) -> dict[str, int]:
         """Engines that each job would pay for: for whoever scales dedicated ones elsewhere."""
-        return {job: self.assigner.policy.wanted(job) for job in self.assigner.policy.jobs}
+        return {job: self.assigner.policy.wanted(job) for job in self.assigner.jobs}
 
     def held(self) -> dict[str, int]:
         """Workers that each job has, or would have in mode ``observe``."""
-        return {job: len(self.assigner.policy.held(job)) for job in self.assigner.policy.jobs}
+        return {job: len(self.assigner.policy.held(job)) for job in self.assigner.jobs}
 
     def step(self) -> None:
         at_s = self.dispatcher.now_s()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any, Literal
 
 from pydantic import Field
@@ -165,7 +166,10 @@ class ProvisioningConfig(Section):
     min_active_s: float = Field(default=20.0, ge=0)
     rest_s: float = Field(default=10.0, ge=0)
     job_idle_s: float = Field(default=120.0, gt=0)
-    """A job without a turn for this long gives its devices back; one whose phases are known, after three times its longest."""
+    """A job without a turn for this long, whose trainer has no batch, gives its devices back; one whose phases are known, after three
+    times its longest."""
+    job_forget_s: float = Field(default=21_600.0, ge=0)
+    """What was learned of it (its phases, what it has used) is kept for so long."""
     phases: bool = ProvisioningParams().phases
     """Heed the phases that jobs have been seen to alternate in: devices come in time, and two jobs that fit take turns on them."""
 
@@ -173,7 +177,7 @@ class ProvisioningConfig(Section):
         share = self.jobs.get(job, self.default)
         return Share(**share.model_dump())
 
-    def assigner(self, book: TurnBook) -> Assigner:
+    def assigner(self, book: TurnBook, is_training: Callable[[str], bool]) -> Assigner:
         """What gives the workers of ``book`` to jobs: the daemon's and the simulator's."""
         params = ProvisioningParams(
             gain_factor=self.gain_factor,
@@ -184,13 +188,15 @@ class ProvisioningConfig(Section):
             min_active_s=self.min_active_s,
             rest_s=self.rest_s,
             phases=self.phases,
+            job_idle_s=self.job_idle_s,
         )
         policy = Provisioning(params=params)
         return Assigner(
             book=book,
             policy=policy,
             share_of=self.share_of,
-            job_idle_s=self.job_idle_s,
+            job_forget_s=self.job_forget_s,
+            is_training=is_training,
             is_carried_out=self.mode == "on",
         )
 

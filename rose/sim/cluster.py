@@ -98,7 +98,7 @@ class Counters:
 
 
 class Cluster:
-    """See the module.  ``on_turn`` hears of every turn that ended."""
+    """See the module.  ``on_turn`` hears of every turn that ended; ``is_training``: of a job, whether its trainer has a batch."""
 
     def __init__(
         self,
@@ -107,6 +107,7 @@ class Cluster:
         queue: EventQueue,
         journal: Journal,
         on_turn: Callable[[te.TurnEnded, float], None],
+        is_training: Callable[[str], bool],
         configs: Configs,
     ) -> None:
         self.scenario, self.system = scenario, system
@@ -129,7 +130,7 @@ class Cluster:
             replace(fleet, clock_gap_s=max(fleet.clock_gap_s, 1.5 * self.heartbeat_s)),
         )
         self.provisioning = config.provisioning
-        self.assigner = config.provisioning.assigner(self.book)
+        self.assigner = config.provisioning.assigner(self.book, is_training)
         self._assigned_s = -math.inf
         self.num_switches = 0
         self._switching: dict[str, Switching] = {}

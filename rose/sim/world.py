@@ -141,7 +141,11 @@ class World(Hooks):
             )
         self.job = next(iter(self.jobs.values()))
         """The first; of most scenarios the only one."""
-        self.cluster = Cluster(scenario, system, self.queue, journal, self._turn_ended, configs)
+
+        def is_training(name: str) -> bool:
+            return name in self.jobs and self.jobs[name].book.is_training(name)
+
+        self.cluster = Cluster(scenario, system, self.queue, journal, self._turn_ended, is_training, configs)
         for job in self.jobs.values():
             job.cluster = self.cluster
         self.serving_devices: list[Device] = []

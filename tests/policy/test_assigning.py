@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
+from rose.policy import assigning
 from rose.policy import provisioning as pv
 from rose.policy import turn_events as te
 from rose.policy.assigning import Assigner, JobModel, Share, Switching
@@ -197,3 +202,77 @@ def test_where_nothing_is_carried_out_devices_are_taken_to_get_their_weights() -
         for action in assigner.step(float(second), {}):
             assert not isinstance(action, pv.Release), action
     assert assigner.policy.held("j") == ["w"]
+
+
+def finish(book: TurnBook, at_s: float) -> None:
+    """All turns end."""
+    for name in list(book.turns):
+        book.handle(te.TurnCancelled(at_s=at_s, turn_id=name, reason="done"))
+
+
+def test_jobs_that_train_longer_than_it_takes_to_be_away_keep_what_was_learned_of_them() -> None:
+    """Three steps of a minute's sampling and five minutes' training."""
+    book = book_of()
+    for name in ("w0", "w1"):
+        join(book, name, Tier.DEDICATED)
+    assigner, second = assigner_of(book), 0
+    for _ in range(3):
+        ask(book, "one", float(second), run="x")
+        ask(book, "two", float(second), run="y")
+        for _ in range(60):
+            second += 1
+            step(assigner, float(second))
+        finish(book, float(second))
+        for _ in range(300):
+            second += 1
+            step(assigner, float(second))
+    for job in ("one", "two"):
+        assert assigner.policy.jobs[job].phases.usual_away_s == pytest.approx(300.0, abs=5.0)
+        assert assigner.policy.jobs[job].used_s > 0
+    assert assigner.jobs == ["one", "two"], "they come back, by what was learned"
+    for _ in range(3 * 300):
+        second += 1
+        step(assigner, float(second))
+    assert assigner.jobs == []
+
+
+def test_what_was_learned_of_a_job_is_forgotten_after_a_long_time_or_for_the_sake_of_a_new_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(assigning, "MAX_JOBS", 2)
+    book = book_of()
+    join(book, "w", Tier.DEDICATED)
+    assigner = replace(assigner_of(book), job_forget_s=1000.0)
+
+    def known() -> set[str]:
+        return set(assigner.policy.jobs)
+
+    for at_s, job in ((0.0, "one"), (10.0, "two")):
+        ask(book, job, at_s, run=job)
+        step(assigner, at_s)
+        finish(book, at_s)
+    ask(book, "three", 20.0, run="three")
+    step(assigner, 20.0)
+    assert known() == {"one", "two"}, "both may come back any moment"
+    step(assigner, 125.0)
+    assert known() == {"one", "two"}
+    step(assigner, 126.0)
+    assert known() == {"two", "three"}
+    step(assigner, 140.0)
+    step(assigner, 1100.0)
+    assert known() == {"two", "three"}
+    step(assigner, 1200.0)
+    assert known() == {"three"}
+
+
+def test_a_job_whose_trainer_has_a_batch_is_there() -> None:
+    book = book_of()
+    join(book, "w", Tier.DEDICATED)
+    assigner = replace(assigner_of(book), is_training=lambda job: job == "one")
+    for job in ("one", "two"):
+        ask(book, job, 0.0, run=job)
+    step(assigner, 0.0)
+    finish(book, 0.0)
+    for second in range(1, 200):
+        step(assigner, float(second))
+    assert assigner.jobs == ["one"]

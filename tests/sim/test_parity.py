@@ -134,7 +134,7 @@ def policies(configs: Configs) -> dict[str, Any]:
             world.cluster.provisioning.period_s,
             world.cluster.assigner.policy.params,
             world.cluster.assigner.share_of("job"),
-            world.cluster.assigner.job_idle_s,
+            world.cluster.assigner.job_forget_s,
         ),
         "heartbeat_s": world.cluster.heartbeat_s,
     }
