@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 PATIENCE_S = 5.0
 """For a reservation, before the job says what is missing: an earlier job may just be leaving."""
+LESS_PATIENCE_S = 1.0
+"""The same for fewer managers than nodes, for which the others have left by then: what is missing is said within 10 s."""
 LOST_PATIENCE_S = 120.0
 """The same for room that it has had: a node that died is replaced in a minute or two."""
 LOOK_EVERY_S = 1
@@ -48,13 +50,17 @@ class Room:
         is_new = self._group is None
         if is_new:
             await asyncio.to_thread(self._ask, self._config.rollout.num_groups)
+        is_less = False
         until_s, said = time.monotonic() + (PATIENCE_S if is_new else LOST_PATIENCE_S), ""
         while not await asyncio.to_thread(self._group.wait, LOOK_EVERY_S):
             if time.monotonic() < until_s:
                 continue
             if self._follows and self.num_managers > 1:
-                await asyncio.to_thread(self._ask, self.num_managers - 1)
-                is_new, until_s = True, time.monotonic() + PATIENCE_S
+                # As many as are free now; where that fails (no node has enough in one piece), the least.
+                free = 1 if is_less else await asyncio.to_thread(_free_cpus) - self.num_ranks
+                await asyncio.to_thread(self._ask, max(1, min(free, self.num_managers - 1)))
+                is_new = is_less = True
+                until_s = time.monotonic() + LESS_PATIENCE_S
                 continue
             lack = await asyncio.to_thread(self._lack)
             if self._config.ray.when_too_small == "fail":
@@ -102,9 +108,7 @@ class Room:
         self._group = placement_group(bundles + [{"CPU": 1.0}] * self.num_managers, strategy=strategy)
 
     def _lack(self) -> str:
-        import ray
-
-        nodes, free = _of_nodes("CPU"), int(ray.available_resources().get("CPU", 0))
+        nodes, free = _of_nodes("CPU"), _free_cpus()
         if self.num_ranks * self._gpus_per_rank > sum(_of_nodes("GPU")):
             return (
                 f"the cluster has {sum(_of_nodes('GPU'))} GPUs; the job's {self.num_ranks} trainer ranks want one each "
@@ -128,3 +132,9 @@ def _of_nodes(resource: str) -> list[int]:
     import ray
 
     return [int(node["Resources"].get(resource, 0)) for node in ray.nodes() if node["Alive"]]
+
+
+def _free_cpus() -> int:
+    import ray
+
+    return int(ray.available_resources().get("CPU", 0))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rose.errors import ConfigError
+from rose.train import room as rooms
 from rose.train.cluster import ray_for
 from rose.train.room import Room
 from rose.train.train_config import TrainConfig
@@ -21,13 +23,13 @@ class Seer:
         return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
 
-def job(short_tmp: Path, num_ranks: int) -> TrainConfig:
+def job(short_tmp: Path, num_ranks: int, num_managers: int | None = 1) -> TrainConfig:
     return TrainConfig.model_validate(
         {
             "model": "m",
             "weights": {"directory": "w"},
             "trainer": {"learning_rate": 1e-6, "num_ranks": num_ranks, "device": "cuda"},
-            "env": {"num_managers": 1},
+            "env": {"num_managers": num_managers},
             "ray": {"address": "local", "temp_dir": short_tmp / "r", "num_cpus": 4},
         }
     )
@@ -50,3 +52,43 @@ async def test_each_rank_has_a_gpu_and_a_cluster_with_too_few_says_so(
             ConfigError, match=r"ray: the cluster has 2 GPUs; the job's 3 trainer ranks want one each"
         ):
             await Room(job(short_tmp, 3)).hold()
+
+
+class Full:
+    """A room in a cluster that has so many nodes of one CPU, of which some are free; a wait takes its whole time at once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, short_tmp: Path, nodes: int, free: int) -> None:
+        self.now_s, self.asked = 0.0, list[int]()
+        self.room = Room(job(short_tmp, 1, None))
+        self.free = free
+        monkeypatch.setattr(rooms, "_of_nodes", lambda resource: [1] * nodes)
+        monkeypatch.setattr(rooms, "_free_cpus", lambda: free)
+        monkeypatch.setattr(rooms, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+        monkeypatch.setattr(self.room, "_ask", self.ask)
+
+    def ask(self, max_managers: int) -> None:
+        self.room.num_managers = min(max_managers, 8)
+        self.room._group = self
+        self.asked.append(self.room.num_managers)
+
+    def wait(self, seconds: float) -> bool:
+        self.now_s += seconds
+        return 1 + self.room.num_managers <= self.free
+
+
+async def test_what_is_missing_is_said_soon_however_many_nodes_there_are(
+    short_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = Full(monkeypatch, short_tmp, nodes=9, free=1)
+    with pytest.raises(ConfigError, match="without room: 1 x environment manager"):
+        await cluster.room.hold()
+    assert cluster.now_s <= 10
+
+
+async def test_a_job_has_as_many_managers_as_there_is_room_for(
+    short_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = Full(monkeypatch, short_tmp, nodes=9, free=5)
+    assert await cluster.room.hold()
+    assert cluster.asked == [8, 4]
+    assert cluster.now_s <= 10
