@@ -104,6 +104,12 @@ class Assigner:
         """Those that are there."""
         return list(self._told)
 
+    def num_workers(self, job: str) -> int:
+        """That work for this job, those that are everybody's included; or would, where nothing is carried out."""
+        fleet, model = self.book.fleet.workers, self._told[job].model
+        shared = sum(name in fleet and fleet[name].model == model for name in self._open)
+        return len(self.policy.held(job)) + shared
+
     def step(self, at_s: float, switching: Mapping[str, Switching]) -> list[pe.Action]:
         """What the policy decides on the book as it is now.
 

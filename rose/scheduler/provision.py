@@ -66,8 +66,8 @@ class Provisioner:
         return {job: self.assigner.policy.wanted(job) for job in self.assigner.jobs}
 
     def held(self) -> dict[str, int]:
-        """Workers that each job has, or would have in mode ``observe``."""
-        return {job: len(self.assigner.policy.held(job)) for job in self.assigner.jobs}
+        """Workers that each job has, or would have in mode ``observe``; those that are everybody's count for each."""
+        return {job: self.assigner.num_workers(job) for job in self.assigner.jobs}
 
     def step(self) -> None:
         at_s = self.dispatcher.now_s()

@@ -63,7 +63,7 @@ class Status:
         )
         self._held = Gauge(
             "rose_job_workers",
-            "Workers that it has, or would have (mode observe)",
+            "Workers that it has, or would have (mode observe); everybody's count for each job",
             ["job"],
             registry=registry,
         )

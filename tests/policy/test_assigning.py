@@ -70,6 +70,20 @@ def test_a_fleet_that_follows_the_only_jobs_run_is_everybodys_and_one_that_does_
     assert step(assigner, 3.0)["theirs"] is None
 
 
+def test_a_job_that_has_the_fleet_to_itself_has_all_of_it() -> None:
+    book = book_of()
+    for name, run in (("a", "x"), ("b", "x"), ("other", "y")):
+        join(book, name, Tier.DEDICATED, run=run)
+    ask(book, "j", 0.0, run="x", count=1)
+    assigner = assigner_of(book)
+    step(assigner, 1.0)
+    assert assigner.num_workers("j") == 2
+    ask(book, "k", 1.0, run="y")
+    step(assigner, 2.0)
+    assert assigner.num_workers("j") + assigner.num_workers("k") == 3
+    assert assigner.num_workers("k") >= 1
+
+
 def test_two_jobs_that_ask_for_the_same_weights_or_none_do_not_compete() -> None:
     book = book_of()
     join(book, "a", Tier.DEDICATED, run="x")
