@@ -241,6 +241,7 @@ class ControlRoutes:
 
     async def _lease(self, request: web.Request, name: str) -> web.Response:
         body = await read_wire(request, Lease)
+        self._store.check_run(body.job, body.run or "")
         version = parse_version(body.version)
         ttl_s = DEFAULT_TTL_S if body.ttl_s is None else body.ttl_s
         if ttl_s > self._config.batches.max_ttl_s:
@@ -285,8 +286,11 @@ class ControlRoutes:
         ]
 
     async def ack(self, request: web.Request) -> web.Response:
-        body = await read_wire(request, Ack)
-        self._carry_out(self._store.ack(request.match_info["id"], body.step, body.attempt))
+        body, name = await read_wire(request, Ack), request.match_info["id"]
+        batch = self._store.book.batches.get(name)
+        if batch is not None:
+            self._store.check_run(batch.job, body.run or "")
+        self._carry_out(self._store.ack(name, body.step, body.attempt))
         await self._store.journal.commit()
         return json_response({})
 

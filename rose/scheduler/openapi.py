@@ -178,7 +178,7 @@ ROUTES: list[tuple[str, str, tuple[str, ...], str, Body, tuple[int, ...]]] = [
     ),
     ("get", "/rose/v1/groups", ("environment", "trainer"), "List groups", None, (200,)),
     ("delete", "/rose/v1/trajectories/{id}", ("environment",), "Cancel it", None, (200, 404, 409)),
-    ("post", "/rose/v1/batches/lease", ("trainer",), "Lease whole groups", Lease, (200, 204)),
+    ("post", "/rose/v1/batches/lease", ("trainer",), "Lease whole groups", Lease, (200, 204, 409)),
     ("put", "/rose/v1/batches/{id}", ("trainer",), "The batch of this name", Lease, (200, 204, 409, 410)),
     ("delete", "/rose/v1/batches/{id}", ("trainer",), "Give it back", None, (200, 409)),
     (

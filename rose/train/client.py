@@ -215,6 +215,7 @@ class SchedulerClient:
         on_stale: StaleRule | None = None,
         name: str | None = None,
         consumer: str | None = None,
+        run: str | None = None,
     ) -> tuple[str, list[dict[str, Any]]] | None:
         """``(batch_id, trajectories)``, or None when too few groups are ready after ``wait_s``.
 
@@ -222,6 +223,7 @@ class SchedulerClient:
 
         ``name`` is the batch's id, to be used once: asking again for it, whatever happened in between, gives the same batch.  None: one of
         its own.  ``consumer``: which of several trainers of the job this is.
+        ``run``: under which name it publishes.
 
         Raises:
             Gone: What was leased under this name has been given back, or has run out and was leased to others.
@@ -236,6 +238,7 @@ class SchedulerClient:
             alpha=alpha,
             on_stale=on_stale,
             consumer=consumer,
+            run=run,
         )
         answer = await self._call(
             "PUT",
@@ -253,9 +256,9 @@ class SchedulerClient:
             raise EngineError("holds something that is no trajectory", field="trajectories")
         return _field(answer, "batch_id", str), trajectories
 
-    async def ack(self, batch_id: str, *, step: int, attempt: int) -> None:
+    async def ack(self, batch_id: str, *, step: int, attempt: int, run: str | None = None) -> None:
         """The batch has been trained on, in this step of this attempt, and a checkpoint says so.  Safe to repeat."""
-        body = Ack(step=step, attempt=attempt)
+        body = Ack(step=step, attempt=attempt, run=run)
         await self._call("POST", f"{_batch(batch_id)}/ack", self._by("trainer"), body)
 
     async def give_back(self, batch_id: str) -> None:

@@ -298,7 +298,7 @@ class TrainWorker:
         """What the newest checkpoint has been trained on is nobody else's any more."""
         try:
             for batch_id, step in done:
-                await self._client.ack(batch_id, step=step, attempt=self._attempt)
+                await self._client.ack(batch_id, step=step, attempt=self._attempt, run=self._run)
         except Gone:
             # A lease ran out on the way, and what it held may be ready again.  It is applied and in the checkpoint: say so.
             logger.warning("a lease of step %d ran out: raise scheduler.lease_ttl_s", done[-1][1])
@@ -361,6 +361,7 @@ class TrainWorker:
                     wait_s=wait_s,
                     # The same until it was answered with a batch: what was leased and never heard of is not lost.
                     name=f"{self._name}-{self._num_leases}",
+                    run=self._run,
                     **self._staleness,
                 )
             except Gone:

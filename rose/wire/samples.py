@@ -87,6 +87,8 @@ class Lease(_Body):
     on_stale: StaleRule | None = None
     prompts: Literal["suffix", "whole"] | None = None
     consumer: Name | None = None
+    run: RunName | None = None
+    """Whose weights will train on it: refused where the job is another run's; so is an :class:`Ack`."""
 
 
 class Ack(_Body):
@@ -94,6 +96,7 @@ class Ack(_Body):
 
     step: Count
     attempt: VersionPart
+    run: RunName | None = None
 
 
 class Resume(_Body):

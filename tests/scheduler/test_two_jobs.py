@@ -179,3 +179,24 @@ async def test_the_turns_of_a_trajectory_are_of_one_run_also_where_its_job_names
     assert first["segments"][0]["run"] == "run-a"
     assert status == 503
     assert "run" in answer["error"]["message"]
+
+
+async def test_a_trainer_of_another_run_leases_and_acknowledges_nothing(world: World) -> None:
+    await world.start()
+    (await world.add("a")).switch("mine", "1.5")
+    await world.nodes["a"].beat()
+    await publish(world, "policy", (1, 5), run="mine")
+    await generate(world, "policy")
+    (name,) = world.scheduler.store.trajectories
+    await world.ok("POST", f"/rose/v1/trajectories/{name}/finish", {"reward": 1.0})
+
+    lease = {"job": "policy", "num_groups": 1, "version": [1, 5]}
+    status, answer = await world.call("PUT", "/rose/v1/batches/b", {**lease, "run": "theirs"}, role="trainer")
+    assert (status, answer["error"]["param"]) == (409, "run")
+    await world.ok("PUT", "/rose/v1/batches/b", {**lease, "run": "mine"}, role="trainer")
+    ack = {"step": 0, "attempt": 1}
+    status, answer = await world.call(
+        "POST", "/rose/v1/batches/b/ack", {**ack, "run": "theirs"}, role="trainer"
+    )
+    assert (status, answer["error"]["param"]) == (409, "run")
+    await world.ok("POST", "/rose/v1/batches/b/ack", {**ack, "run": "mine"}, role="trainer")
