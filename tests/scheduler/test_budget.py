@@ -187,7 +187,7 @@ async def test_a_full_job_takes_no_turn_but_says_what_it_said(world: World) -> N
 
 
 def test_a_journal_of_before_is_read(tmp_path: Path) -> None:
-    """As older ones were written: with whole answers, one name for an answer, no id, task and info as they are."""
+    """As older ones were written: with whole answers, one name for an answer, no id, task and info as they are, and no runs."""
     import msgspec
 
     from rose.frames import frame
@@ -216,6 +216,7 @@ def test_a_journal_of_before_is_read(tmp_path: Path) -> None:
             if name not in ("id", "choice", "num_choices", "thoughts", "key", "retry")
         },
         {"type": "finish", "id": "t-1", "reward": 1.0, "info": {"b": None}},
+        {"type": "version", "job": "j", "attempt": 1, "version": 0},
     ]
     (tmp_path / "journal.rose").write_bytes(MAGIC + b"".join(frame(encode(each)) for each in records))
     store = store_of(tmp_path)
@@ -225,4 +226,10 @@ def test_a_journal_of_before_is_read(tmp_path: Path) -> None:
     assert (trace["task"], trace["info"]) == ({"a": [1]}, {"b": None})
     assert list(trajectory.answers_to("d")) == []
     assert trajectory.named == {}
+    assert (store.versions["j"], store.runs.get("j", "")) == ((1, 0), "")
+    store.require("j", (1, 1), "mine")
+    assert store.runs["j"] == "mine", "a job of no run is taken by the first that names one"
+    leased, _ = store.lease(job="j", num_groups=1, version=(1, 1), ttl_s=60, alpha=1)
+    assert leased is not None
+    assert leased.trajectory_ids == ("t-1",), "and what was sampled before is its own"
     store.journal.close()
