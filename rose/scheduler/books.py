@@ -79,7 +79,8 @@ class Books:
         self.versions: dict[str, Version] = {}
         self.runs = self.book.runs
         """Of jobs whose trainer named one."""
-        self._by_key: dict[str, str] = {}
+        self._by_key: dict[tuple[str, str], str] = {}
+        """Job and ``Idempotency-Key`` of a creation -> what it made."""
         self._finals: OrderedDict[str, None] = OrderedDict()
         self._untouched: OrderedDict[str, float] = OrderedDict()
         """Running trajectories and when their last turn was added (or they began), longest ago first."""
@@ -241,7 +242,7 @@ class Books:
                         self._deadlines = [each for each in self._deadlines if each[1] in self._untouched]
                         heapq.heapify(self._deadlines)
                 if record.key:
-                    self._by_key[record.key] = record.id
+                    self._by_key[record.job, record.key] = record.id
             case FinishRecord():
                 trajectory = self.get(record.id)
                 actions = self.book.handle(
@@ -369,5 +370,5 @@ class Books:
             gone = self.trajectories.pop(name, None)
             if gone is not None:
                 self._final_bytes -= gone.num_bytes
-                self._by_key.pop(gone.created.key, None)
+                self._by_key.pop((gone.created.job, gone.created.key), None)
             self.book.forget(name)

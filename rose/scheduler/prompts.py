@@ -353,11 +353,25 @@ def continuation(trajectory: Trajectory, token_ids: Sequence[int]) -> tuple[int 
 
 
 def overlap(output: Sequence[int], after: Sequence[int]) -> int:
-    """The most ids at the start of ``after`` with which ``output`` already ends."""
-    for count in range(min(len(output), len(after)), 0, -1):
-        if list(output[-count:]) == list(after[:count]):
-            return count
-    return 0
+    """The most ids at the start of ``after`` with which ``output`` already ends.
+
+    Knuth, Morris and Pratt (1977): as many steps as there are ids, for both are long where an agent's tools say much.
+    """
+    size = min(len(output), len(after))
+    back = [0] * size
+    """Of each end of a start of ``after``: how long a start of it ends there, too."""
+    count = 0
+    for at in range(1, size):
+        while count and after[at] != after[count]:
+            count = back[count - 1]
+        count += after[at] == after[count]
+        back[at] = count
+    count = 0
+    for token in output[len(output) - size :]:
+        while count and token != after[count]:
+            count = back[count - 1]
+        count += token == after[count]
+    return count
 
 
 def _common_suffix(one: Sequence[int], two: Sequence[int]) -> int:

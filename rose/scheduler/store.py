@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from rose.errors import CapacityError, Conflict, Gone
+from rose.errors import CapacityError, Conflict, Gone, RequestError
 from rose.lineage import Version, format_version
 from rose.policy import samples as sp
 from rose.scheduler.books import Books
@@ -99,9 +99,31 @@ class Store(Books):
         metadata: dict[str, str] | None = None,
         record: Sequence[str] = (),
     ) -> str:
-        """A new trajectory; the same ``key`` again gives the same one.  ``deadline_s`` is from now on."""
-        if key and key in self._by_key:
-            return self._by_key[key]
+        """A new trajectory; the same ``key`` of the job again gives the same one.  ``deadline_s`` is from now on.
+
+        Raises:
+            RequestError: The key's trajectory is another one.
+        """
+        if key and (name := self._by_key.get((job, key))) is not None:
+            old = self.trajectories[name].created
+            asked = (
+                group_size,
+                packed(task),
+                sampling,
+                task_kind,
+                prefill_per_decode,
+                metadata or {},
+                list(record),
+            )
+            kept = (
+                old.group_size, old.task, old.sampling, old.task_kind, old.prefill_per_decode, old.metadata, old.record,
+            )  # fmt: skip
+            if asked != kept or (name if group_id is None else group_id) != old.group_id:
+                raise RequestError(
+                    "another trajectory was begun with it; give each its own",
+                    field="Idempotency-Key", status=422, code="turn_conflict",
+                )  # fmt: skip
+            return name
         if len(self.trajectories) >= self._max_trajectories:
             raise CapacityError("too many trajectories are open", status=429, code="queue_full")
         name = f"t-{secrets.token_hex(10)}"

@@ -216,6 +216,31 @@ async def test_creating_with_one_key_twice_gives_one_trajectory(world: World) ->
     assert await world.ok("POST", "/rose/v1/trajectories", {"job": "j"}, headers=headers) == answers[0]
 
 
+async def test_two_jobs_that_use_one_key_have_a_trajectory_each(world: World) -> None:
+    await world.start()
+    headers = {"Idempotency-Key": "task-7"}
+    made = [
+        await world.ok("POST", "/rose/v1/trajectories", {"job": job}, headers=headers) for job in ("a", "b")
+    ]
+    assert made[0]["id"] != made[1]["id"]
+    assert made[0]["key"] != made[1]["key"]
+
+
+@pytest.mark.parametrize(
+    "other", [{"task": 8}, {"group_id": "g"}, {"metadata": {"split": "test"}}, {"sampling": {"top_p": 0.5}}]
+)
+async def test_a_key_that_stands_for_another_trajectory_is_refused(
+    world: World, other: dict[str, Any]
+) -> None:
+    await world.start()
+    headers = {"Idempotency-Key": "task-7"}
+    await world.ok("POST", "/rose/v1/trajectories", {"job": "j", "task": 7}, headers=headers)
+    status, answer = await world.call(
+        "POST", "/rose/v1/trajectories", {"job": "j", "task": 7, **other}, headers=headers
+    )
+    assert (status, answer["error"]["param"]) == (422, "Idempotency-Key")
+
+
 async def test_an_abandoned_trajectory_is_cancelled(world: World) -> None:
     await world.start(timeouts={"trajectory_idle_s": 0.001})
     session = await world.trajectory()

@@ -365,6 +365,30 @@ def test_overlap_is_the_longest(output: list[int], after: list[int]) -> None:
     assert found == max(sizes, default=0)
 
 
+class Counted(int):
+    """An id that counts how often ids are compared."""
+
+    num_compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Counted.num_compared += 1
+        return int.__eq__(self, int(other)) if isinstance(other, int) else NotImplemented
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = int.__hash__
+
+
+def test_overlap_takes_steps_in_proportion_to_the_ids() -> None:
+    """A long answer that looks like the start of what comes after it, but for its last id."""
+    output, after = [Counted(1)] * 3999 + [Counted(2)], [Counted(1)] * 4000
+    Counted.num_compared = 0
+
+    assert overlap(output, after) == 0
+    assert Counted.num_compared < 6 * len(output)
+
+
 # What vLLM 0.32 renders of a message with an image (its own classes wrote this).
 WITH_IMAGE = (
     b'{"request_id":"r","token_ids":[5,9,9,6],"token_offsets":null,"features":{"mm_hashes":{"image":["a1"]},'
