@@ -206,6 +206,36 @@ CLAIMS = (
         keys=("added_p99_ratio",), form="{:.1f}x", bar=(0, "<=", 3.0), every=True,
     ),
     Claim(
+        text="a compiled scheduler (`make compiled`): the same of `/rose/v1/generate`, of chat, and P99", benchmark="gateway",
+        keys=("generate_ratio:compiled", "chat_ratio:compiled", "added_p99_ratio:compiled"), bar=(0, ">=", 0.7), every=True,
+    ),
+    Claim(
+        text="20 SIGKILLs of the active scheduler under 500 trajectories and two trainers: lost, doubled, wrong, failed", benchmark="standby",
+        keys=("lost", "doubled", "wrong_turns", "failed_calls"), form="{:.0f}", bar=(None, "<=", 0.0), every=True,
+    ),
+    Claim(
+        text="the same: until the stand-by answers a turn, median and longest", benchmark="standby",
+        keys=("takeover_s_median", "takeover_s_max"), form="{:.1f} s", bar=(1, "<=", 5.0), every=True,
+    ),
+    Claim(
+        text="1,000 agents at once, six turns each: time to half of the groups over a plain queue's", benchmark="crowd",
+        keys=("half_ratio",), form="{:.2f}x", bar=(0, "<=", 1.0), every=True,
+    ),
+    Claim(
+        text="the same: time to all of them", benchmark="crowd", keys=("end_ratio",), form="{:.2f}x", bar=(0, "<=", 1.05), every=True,
+    ),
+    Claim(
+        text="the same: P99 of a turn", benchmark="crowd", keys=("p99_ratio",), form="{:.1f}x", bar=(0, "<=", 1.5), every=True,
+    ),
+    Claim(
+        text="2,000 trajectories of 20 turns, n = 16 among them: bytes of journal and of memory for a sampled token", benchmark="endpoint_memory",
+        keys=("journal_bytes_per_token", "memory_bytes_per_token"), form="{:.0f}", every=True,
+    ),
+    Claim(
+        text="the same: what a round adds to the memory that is left when all have ended", benchmark="endpoint_memory",
+        keys=("growth_share",), form="{:.1f}%", bar=(0, "<=", 0.02), every=True,
+    ),
+    Claim(
         text="simulator, exact mode: CPU time of one hour of 256 serving and 64 dedicated devices", benchmark="sim",
         keys=("exact.cpu_s",), form="{:.0f} s", bar=(0, "<=", 300.0),
     ),

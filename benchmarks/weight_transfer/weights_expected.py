@@ -3,7 +3,7 @@
     python benchmarks/weight_transfer/weights_expected.py      # the table, term by term
 
 ``weights_live/2026-11-21.json`` has the seconds per GB of dense weights of each phase, on one core and with real engines;
-``weights_terms/2026-11-22.json`` what the phases consist of, and what the relay takes.  Each term, and what is assumed of it:
+``weights_terms/2026-11-23.json`` what the phases consist of, and what the relay takes.  Each term, and what is assumed of it:
 
 =============  ==========================================================================================================
 fixed          publish to acknowledged of a model so small that only waits, calls and polls are left: measured
@@ -15,8 +15,8 @@ pull           the part of the host copy's phase that one thread does; not divid
 decode         the rest of it, and collecting the update's changes: divided by the node agent's threads, which assumes that they gain
                in proportion (two threads on two virtual cores gained 1.5x)
 file           writing the update file: one thread; not divided
-stage          **not** divided by the engine's ranks: each reads the whole file and locates every change; what is measured is how
-               much less a rank of T takes than a rank alone
+stage          **not** divided by the engine's ranks: each reads the whole file; what is measured is how much less a rank of T takes
+               than a rank alone
 pause          writing, in proportion to size; divided by the ranks, which each write their own part: derived
 =============  ==========================================================================================================
 
@@ -64,7 +64,7 @@ def measured() -> tuple[dict[str, Any], dict[str, Any]]:
     """Summaries of the two committed results: real engines, and the terms."""
     live, terms = (
         json.loads((RESULTS / name).read_text())["summary"]
-        for name in ("weights_live/2026-11-21.json", "weights_terms/2026-11-22.json")
+        for name in ("weights_live/2026-11-21.json", "weights_terms/2026-11-23.json")
     )
     return live, terms
 
