@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 
 from rose.scheduler.openapi import ROUTES
@@ -24,7 +25,8 @@ def members_of(name: str, *, properties: bool) -> dict[str, str]:
 
 def told_elsewhere(name: str) -> set[str]:
     """Members of a class that a base class describes, or a protocol that the class fulfils."""
-    mine, told = set(members_of(name, properties=False)), set[str]()
+    module, _, own = name.rpartition(".")
+    mine, told = set(dir(getattr(importlib.import_module(module), own))), set[str]()
     for other, signature in CLASSES.items():
         theirs = set(members_of(other, properties=False))
         is_base = re.search(rf"\b{other.rpartition('.')[2]}\b", CLASSES[name].partition("(")[2])
