@@ -146,11 +146,11 @@ async def test_a_lease_that_is_gone_when_a_slow_checkpoint_is_durable_costs_noth
     lost: list[str] = []
     ack = SchedulerClient.ack
 
-    async def too_late(client: SchedulerClient, batch_id: str, *, step: int, attempt: int) -> None:
+    async def too_late(client: SchedulerClient, batch_id: str, **said: Any) -> None:
         if not lost:
             lost.append(batch_id)
             await client.give_back(batch_id)
-        await ack(client, batch_id, step=step, attempt=attempt)
+        await ack(client, batch_id, **said)
 
     def prepare(actors: LocalActors) -> None:
         monkeypatch.setattr(actors, "let_be_durable", SlowDisk.may_be_durable.set, raising=False)
