@@ -176,14 +176,12 @@ def replay(
     Ends with 0 when each action is the same as then, and with 1 at the first that is not: after a change of the
     policies, that is the first event they would have treated otherwise.
     """
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
     from rose.decisions.log import logs, replay
+    from rose.progress import Bars
 
     console = Console(soft_wrap=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     for log in logs(path):
-        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        with Bars(1) as progress:
             task = progress.add_task(log.name, total=1.0)
             found = replay(log, lambda share, task=task: progress.update(task, completed=share))
         done = ", ".join(f"{count} {name}" for name, count in sorted(found.num_actions.items()))

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from rose.errors import ConfigError
+from rose.progress import Bars
 from rose.sim.arrivals import make_arrivals
 from rose.sim.fleet import simulate_fleet, write_fleet_report
 from rose.sim.report import document, write_reports
@@ -88,8 +88,7 @@ def run_systems(
     arrivals = None
     if config.fleet.serving:
         arrivals = make_arrivals(config.serving, config.fleet.serving, config.duration_s, config.seed)
-    columns = (TextColumn("{task.description:20}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Bars(20) as progress:
         for name in names:
             task = progress.add_task(name, total=1.0)
             runs.append(
@@ -126,8 +125,7 @@ def print_runs(runs: list[RunResult]) -> None:
 
 
 def _fleet(config: Scenario, names: tuple[str, ...], out: Path) -> None:
-    columns = (TextColumn("{task.description:20}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Bars(20) as progress:
         task = progress.add_task("cells", total=1.0)
         result = simulate_fleet(config, names, progress=lambda share: progress.update(task, completed=share))
     paths = write_fleet_report(result, out)

@@ -12,9 +12,9 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rose.errors import ConfigError
+from rose.progress import Bars
 from rose.sim.metrics_source import MAX_ENGINES, read_scrapes, traffic_of
 from rose.sim.plan import GPU_HOUR_PRICE, make_plan
 from rose.sim.plan_page import write_plan
@@ -105,8 +105,7 @@ def plan(
     if match and prometheus is None:
         raise ConfigError("is for --prometheus", field="--match")
     config = load_scenario(scenario, [*(DEFAULTS if scenario is None else ()), *(overrides or [])])
-    columns = (TextColumn("{task.description:24}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Bars(24) as progress:
         bar = progress.add_task("reading", total=1.0)
 
         def show(share: float, what: str) -> None:
