@@ -27,6 +27,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ def measure(args: argparse.Namespace, report: Report, folder: Path) -> tuple[dic
         ends.callback(lambda: run.loop.call(end()))
         agents = Agents(server)
         ends.callback(agents.end)
-        until(lambda: engine.run == RUNS[0])
+        until(lambda: engine.run == RUNS[0], loop)
         wrong = 0
         for number in range(args.switches + 2):
             name = RUNS[(number + 1) % 2]
@@ -153,7 +154,7 @@ def measure(args: argparse.Namespace, report: Report, folder: Path) -> tuple[dic
             began_s = time.monotonic()
             agents.wanted = name
             run.loop.call(order(name))
-            until(lambda name=name: engine.run == name)
+            until(lambda name=name: engine.run == name, loop)
             ran_s = time.monotonic()
             while not agents.turn(name, 1):
                 time.sleep(0.001)
@@ -170,9 +171,10 @@ def measure(args: argparse.Namespace, report: Report, folder: Path) -> tuple[dic
             until(
                 lambda name=name: (
                     loop.newest is not None and str(loop.newest) == str(publishers[name].published)
-                )
+                ),
+                loop,
             )
-            until(lambda: str(engine.version) == str(loop.newest))
+            until(lambda: str(engine.version) == str(loop.newest), loop)
             (rank,) = server.get("/rose/weights/hash").json()["ranks"]
             wrong += rank["hashes"] != states[name] or rank["run"] != name
             report.progress("switches", number, args.switches + 2)
@@ -198,14 +200,14 @@ def measure(args: argparse.Namespace, report: Report, folder: Path) -> tuple[dic
     return summary, {"rows": rows}
 
 
-def until(condition: Any, timeout_s: float = 120.0) -> None:
+def until(condition: Callable[[], bool], loop: WeightLoop, timeout_s: float = 120.0) -> None:
     """Raises:
-    RuntimeError: It has not become so in time.
+    RuntimeError: It has not become so in time; with what the loop says.
     """
     end_s = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > end_s:
-            raise RuntimeError("the engine did not get its weights in time")
+            raise RuntimeError(f"the engine did not get its weights in time: {loop.error or loop.last}")
         time.sleep(0.002)
 
 

@@ -249,7 +249,7 @@ class Run:
 
     def nodes_folder(self, name: str) -> Path:
         folder = self._nodes / name
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return folder
 
     @contextlib.contextmanager
