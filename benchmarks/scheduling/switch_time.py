@@ -51,7 +51,7 @@ from tests.tiny_model import write_tiny_model
 NUM_SWITCHES = 40
 NUM_TURNS = 4
 RUNS = ("job-a", "job-b")
-MODEL = {
+MODEL: dict[str, Any] = {
     "num_layers": 8,
     "hidden_size": 640,
     "num_heads": 10,

@@ -84,6 +84,11 @@ class RunningEngine(RolloutEngine):
         super().__init__(config)
         self.token, self._marks, self._before = token, marks, before
 
+    @property
+    def running(self) -> bool:
+        """It is no child of ours, and runs as long as it is attached."""
+        return self._client is not None
+
     async def attach(self) -> None:
         self._client = open_client(bearer(self.token))
         await self.refresh_status()
