@@ -64,6 +64,14 @@ CLAIMS = (
         keys=("gain_over_static", "gain_over_static_low", "gain_over_static_high"), form="{:.3f}x", bar=(1, ">=", 1.0), every=True,
     ),
     Claim(
+        text="a device that goes from one job's policy to another's, 34 M parameters, a real engine: to the first token, median and longest of 40", benchmark="switch_time",
+        keys=("switch_s", "switch_max_s"), form="{:.2f} s", bar=(0, "<=", 1.0), every=True,
+    ),
+    Claim(
+        text="the same: turns that were sampled with the other job's weights", benchmark="switch_time", keys=("mixed",), form="{:.0f}", bar=(0, "<=", 0.0),
+        every=True,
+    ),
+    Claim(
         text="provisioning: tokens over half of the harvested engines for each job, and the ends of its 95 % interval", benchmark="provisioning",
         keys=("gain_over_always", "gain_over_always_low", "gain_over_always_high"), form="{:.3f}x", bar=(1, ">=", 1.0), every=True,
     ),
