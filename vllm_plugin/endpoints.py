@@ -48,6 +48,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from rose.errors import ConfigError, Conflict, NotFound, RequestError, RoseError, TooLarge, Unauthorized
+from rose.wire.errors import error_body
 from vllm_plugin import selfcheck
 from vllm_plugin.parses import CloseBody, FeedBody, Parses, VllmParse, WholeBody, parse_whole
 from vllm_plugin.roles import ENV_DIR, role
@@ -334,12 +335,6 @@ def update_path(text: str) -> str:
     if not path.is_file():
         raise RequestError("is not a regular file", field="path")
     return str(path)
-
-
-def error_body(error: RoseError) -> dict[str, Any]:
-    """OpenAI's error object."""
-    kind = "invalid_request_error" if error.status < 500 else "server_error"
-    return {"error": {"message": error.message, "type": kind, "param": error.field, "code": error.code}}
 
 
 def _label(run: str, version: str) -> str:

@@ -57,12 +57,16 @@ def error_body(error: RoseError, status: int | None = None) -> dict[str, Any]:
     """
     status = error.status if status is None else status
     kind = "invalid_request_error" if 400 <= status < 500 else "server_error"
-    message = error.message if error.fix is None else f"{error.message} ({error.fix})"
-    message = " ".join(message.split())[:MAX_MESSAGE_CHARS]
-    body = {"message": message, "type": kind, "param": error.field, "code": error.code}
+    body = {"message": _message(error), "type": kind, "param": error.field, "code": error.code}
     if isinstance(error, Gone) and error.reason:
         body["reason"] = error.reason
     return {"error": body}
+
+
+def _message(error: RoseError) -> str:
+    """What is wrong, and the fix where there is one."""
+    message = error.message if error.fix is None else f"{error.message} ({error.fix})"
+    return " ".join(message.split())[:MAX_MESSAGE_CHARS]
 
 
 def anthropic_error_body(error: RoseError) -> dict[str, Any]:
@@ -87,7 +91,7 @@ def error_data(error: RoseError) -> dict[str, Any]:
     return {
         "code": error.code,
         "status": error.status,
-        "message": error.message[:500],
+        "message": _message(error)[:500],
         "field": error.field,
     }
 
