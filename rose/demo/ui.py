@@ -119,7 +119,7 @@ def summary_table(result: DemoResult) -> Table:
     )
     table.add_row(
         "turns that moved",
-        f"{result.reclaim.resumed_turns}, each went on from its tokens; "
+        f"{result.reclaim.resumed_turns}, {result.reclaim.continued_turns} of them with tokens already; "
         f"{summary['resumed_with_8_tokens_each_side']} of {len(result.resumed)} looked at have 8 tokens or more on both sides",
     )
     return table
