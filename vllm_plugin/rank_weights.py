@@ -400,8 +400,11 @@ class RankWeights:
             return None
         storage = torch.from_numpy(found)
         index, values = tensor.idx[inside], tensor.val[inside]
-        if found.size < tensor.idx.size:  # a copy, so that a part does not keep the whole tensor in memory
-            index, values = index.copy(), values.copy()
+        if isinstance(inside, slice) and found.size < tensor.idx.size:
+            index, values = (
+                index.copy(),
+                values.copy(),
+            )  # so that a part does not keep the whole tensor in memory
         if bits.device.type == "cpu":  # loads the compiled loops, so that no commit waits for a compiler
             nothing = np.empty(0, tensor.spec.bits_dtype)
             kernels.put(nothing, np.empty(0, np.int64), nothing)
