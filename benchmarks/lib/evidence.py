@@ -214,8 +214,15 @@ CLAIMS = (
         keys=("added_p99_ratio",), form="{:.1f}x", bar=(0, "<=", 3.0), every=True,
     ),
     Claim(
-        text="a compiled scheduler (`make compiled`): the same of `/rose/v1/generate`, of chat, and P99", benchmark="gateway",
-        keys=("generate_ratio:compiled", "chat_ratio:compiled", "added_p99_ratio:compiled"), bar=(0, ">=", 0.7), every=True,
+        text="`/rose/v1/generate` of a compiled scheduler (`make compiled`), likewise", benchmark="gateway",
+        keys=("generate_ratio:compiled",), bar=(0, ">=", 0.7), every=True,
+    ),
+    Claim(
+        text="chat of a compiled scheduler, likewise", benchmark="gateway", keys=("chat_ratio:compiled",), bar=(0, ">=", 0.9), every=True,
+    ),
+    Claim(
+        text="P99 that a compiled scheduler adds, likewise", benchmark="gateway",
+        keys=("added_p99_ratio:compiled",), form="{:.1f}x", bar=(0, "<=", 3.0), every=True,
     ),
     Claim(
         text="20 SIGKILLs of the active scheduler under 500 trajectories and two trainers: lost, doubled, wrong, failed", benchmark="standby",
