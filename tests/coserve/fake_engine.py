@@ -87,8 +87,9 @@ class FakeEngine:
             if allowed > self.held:
                 self.publish(allowed)  # reserve first, look again second
                 allowed = max(self.held, min(allowed, self.allowed()))
-                self.arena.map([(self.held * PAGE_BYTES, (allowed - self.held) * PAGE_BYTES)])
-                self.held = allowed
+                if allowed > self.held:  # what was on offer may be gone at the second look
+                    self.arena.map([(self.held * PAGE_BYTES, (allowed - self.held) * PAGE_BYTES)])
+                    self.held = allowed
             elif allowed < self.held and not self.stubborn:
                 self.arena.unmap([(allowed * PAGE_BYTES, (self.held - allowed) * PAGE_BYTES)])
                 self.held = allowed
