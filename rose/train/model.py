@@ -2,8 +2,8 @@
 
 The optimiser moves *masters* in fp32.  The forward pass uses them rounded to ``policy_dtype``, the type in which the
 engine holds them, so that trainer and engine compute the same policy; gradients pass the rounding unchanged.
-Products are computed in ``compute_dtype``: fp32 unless told otherwise (on CPUs as near to the engine as bf16 products are,
-and faster).
+Products are computed in ``compute_dtype``: bf16 on GPUs and fp32 on CPUs unless told otherwise (there as near to the engine as bf16 products
+are, and faster).
 
 On more than one rank both copies are sharded, the computing one by torch's FSDP2; no rank ever holds a whole model.  Each reads
 its own part of the checkpoint (``rose.train.loading``), and publishing and checkpoints go by shards too.  Gradients are reduced by SUM, in
@@ -66,7 +66,7 @@ class PolicyModel:
         model_path: Path,
         *,
         policy_dtype: Dtype = "bfloat16",
-        compute_dtype: Dtype = "float32",
+        compute_dtype: Dtype,
         activation_checkpointing: bool = False,
         device: Device = "cpu",
         offload: bool = False,

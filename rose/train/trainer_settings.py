@@ -150,7 +150,8 @@ class TrainerSettings(Section):
 
     policy_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """In which the engines hold the weights; the fp32 masters are rounded to it."""
-    compute_dtype: Literal["bfloat16", "float32"] = "float32"
+    compute_dtype: Literal["bfloat16", "float32"] | None = None
+    """In which products are computed.  None = as suits the device: bfloat16 on GPUs, as engines there do, float32 on CPUs, where it is faster."""
     activation_checkpointing: bool = False
     max_part_tokens: int = Field(default=16_384, ge=1)
     """Tokens of one forward pass; gradients of a minibatch add up over as many as it takes."""

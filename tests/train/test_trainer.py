@@ -14,7 +14,7 @@ from rose.auth import Tokens
 from rose.errors import ConfigError, TrainError
 from rose.train import checkpoint as checkpoints
 from rose.train.batch import TrainingSequence, samples_of
-from rose.train.build import make_publisher, torch_trainer
+from rose.train.build import make_publisher, torch_trainer, trainer_params
 from rose.train.loading import empty_modules, load_module
 from rose.train.train_config import TrainConfig
 from rose.train.trainer import TorchTrainer, TrainerParams
@@ -321,6 +321,21 @@ def test_a_jobs_settings_reach_its_trainer(policy_model: Path, setting: str, val
         found = getattr(found, name)
         expected = expected[name] if isinstance(expected, dict) and name in expected else expected
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("device", "own", "wanted"),
+    [("cpu", None, "float32"), ("cuda", None, "bfloat16"), ("cuda", "float32", "float32")],
+)
+def test_products_are_of_the_devices_type_unless_the_job_says_otherwise(
+    tmp_path: Path, device: str, own: str | None, wanted: str
+) -> None:
+    job = {
+        "model": tmp_path,
+        "weights": {"directory": tmp_path},
+        "trainer": {"learning_rate": 1e-3, "device": device, "compute_dtype": own},
+    }
+    assert trainer_params(TrainConfig.model_validate(job)).computes_in == wanted
 
 
 @pytest.mark.parametrize("family", ["granite", "gemma2", "cohere"])
