@@ -183,6 +183,19 @@ def trace_context(
     return passed
 
 
+def whole_number(text: str, *, field: str, least: int, most: int, unit: str = "") -> int:
+    """A number in a header or a query.
+
+    Raises:
+        RequestError: It is none, or out of bounds.
+    """
+    # As many digits as it may have, first: Python refuses to read thousands, and makes no float of hundreds.
+    digits = text.isascii() and text.isdigit() and len(text) <= len(str(most))
+    if not digits or not least <= int(text) <= most:
+        raise RequestError(f"must be a whole number{unit} from {least} to {most}", field=field)
+    return int(text)
+
+
 def check_token_ids(value: Any, *, field: str, vocab_size: int | None, most: int = 2**21) -> list[int]:
     if not isinstance(value, list) or not 1 <= len(value) <= most:
         raise RequestError(f"must be a list of 1 to {most} token ids", field=field)

@@ -8,6 +8,7 @@ from aiohttp import web
 
 from rose.errors import RequestError
 from rose.policy import samples as sp
+from rose.scheduler.http import whole_number
 from rose.scheduler.records import CreateRecord
 from rose.scheduler.store import UNSCORED
 
@@ -35,11 +36,9 @@ class Search:
             RequestError: A value cannot be one.
         """
         query = request.query
-        state, limit = query.get("state"), query.get("limit", str(MAX_FOUND))
+        state = query.get("state")
         if state is not None and state not in _STATES:
             raise RequestError(f"must be one of {', '.join(_STATES)}", field="state")
-        if not (limit.isascii() and limit.isdigit() and len(limit) < 9 and 1 <= int(limit) <= MAX_FOUND):
-            raise RequestError(f"must be a whole number from 1 to {MAX_FOUND}", field="limit")
         return cls(
             job=query.get("job"),
             group_id=query.get("group_id"),
@@ -47,7 +46,7 @@ class Search:
             metadata={
                 name.removeprefix(_META): value for name, value in query.items() if name.startswith(_META)
             },
-            limit=int(limit),
+            limit=whole_number(query.get("limit", str(MAX_FOUND)), field="limit", least=1, most=MAX_FOUND),
         )
 
     def fits(self, created: CreateRecord, state: str) -> bool:

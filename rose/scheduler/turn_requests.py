@@ -12,11 +12,12 @@ from rose.errors import CapacityError, NotFound, RequestError, Unauthorized
 from rose.lineage import parse_version
 from rose.scheduler.deliveries import retry_count
 from rose.scheduler.dispatch import Dispatcher
-from rose.scheduler.http import KEY_OF, REQUEST_ID, check_storable, encode, trace_context
+from rose.scheduler.http import KEY_OF, REQUEST_ID, check_storable, encode, trace_context, whole_number
 from rose.scheduler.inflight_request import TurnRequest
 from rose.scheduler.scheduler_config import SchedulerConfig
 from rose.scheduler.store import Store
 from rose.scheduler.trajectory import Trajectory
+from rose.wire.samples import MAX_DEADLINE_S
 
 
 class TurnRequests:
@@ -42,10 +43,6 @@ class TurnRequests:
         tier = headers.get("X-ROSE-Tier", "any")
         if tier not in ("any", "dedicated"):
             raise RequestError("must be any or dedicated", field="X-ROSE-Tier")
-        if deadline_ms is not None and not (
-            deadline_ms.isascii() and deadline_ms.isdigit() and int(deadline_ms)
-        ):
-            raise RequestError("must be a whole number of milliseconds", field="X-ROSE-Deadline-Ms")
         keys = {name: headers.get(name, "") for name in ("X-ROSE-Turn", "Idempotency-Key")}
         for name, value in keys.items():
             if len(value) > 256:
@@ -63,7 +60,7 @@ class TurnRequests:
             retry=retry_count(headers),
             dedicated_only=tier == "dedicated",
             min_version=None if minimum is None else parse_version(minimum, "X-ROSE-Min-Version"),
-            deadline_s=None if deadline_ms is None else int(deadline_ms) / 1e3,
+            deadline_s=None if deadline_ms is None else _deadline_s(deadline_ms),
             trace_headers=trace_context(
                 headers.get("traceparent"), headers.get("tracestate"), is_traced=self._is_traced
             ),
@@ -163,6 +160,11 @@ class TurnRequests:
     def vocab_size(self, model: str) -> int | None:
         served = self._dispatcher.models().get(model)
         return None if served is None else served.vocab_size
+
+
+def _deadline_s(text: str) -> float:
+    most = round(MAX_DEADLINE_S * 1e3)
+    return whole_number(text, field="X-ROSE-Deadline-Ms", least=1, most=most, unit=" of milliseconds") / 1e3
 
 
 def session_of(request: web.Request, session_id: Any) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from rose.errors import CapacityError, EngineError, RequestError
-from rose.scheduler.http import encode, json_response
+from rose.scheduler.http import encode, json_response, whole_number
 from rose.scheduler.ids import unpack_ids, unpack_logprobs
 from rose.scheduler.renderer import Renderer
 from rose.scheduler.store import Store
@@ -99,11 +99,8 @@ class WatchRoutes:
         asked = request.query.get("turn")
         if not trajectory.turns:
             return json_response({"id": trajectory.id, "turn": None, "tokens": []})
-        if asked is not None and not (
-            asked.isascii() and asked.isdigit() and int(asked) < len(trajectory.turns)
-        ):
-            raise RequestError(f"must be a turn from 0 to {len(trajectory.turns) - 1}", field="turn")
-        turn = len(trajectory.turns) - 1 if asked is None else int(asked)
+        last = len(trajectory.turns) - 1
+        turn = last if asked is None else whole_number(asked, field="turn", least=0, most=last)
         rows = branch_tokens(trajectory, turn)
         texts = await self._texts([row["id"] for row in rows], trajectory)
         for row, text in zip(rows, texts, strict=True):
