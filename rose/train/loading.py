@@ -82,15 +82,24 @@ def sharded_masters(skeleton: Any, like: Mapping[str, Any], model_path: Path, de
     """
     masters = {name: _empty_master(tensor, device) for name, tensor in like.items()}
     _replace(skeleton, masters)
+    fill_shards(masters, model_path)
+    return skeleton
+
+
+def fill_shards(tensors: Mapping[str, Any], model_path: Path) -> None:
+    """Read this rank's part of each tensor from ``model_path``, into its own type.  All ranks.
+
+    Raises:
+        ConfigError: The folder's safetensors files lack a tensor, or have it in another shape.
+    """
     try:
-        read_into({name: tensor.detach() for name, tensor in masters.items()}, model_path)
+        read_into({name: tensor.detach() for name, tensor in tensors.items()}, model_path)
     except TrainError as error:
         raise ConfigError(
             error.message,
             field="model",
             fix="several ranks read safetensors files with the model's own names: save it anew with transformers",
         ) from error
-    return skeleton
 
 
 @torch.no_grad()

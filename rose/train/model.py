@@ -31,6 +31,7 @@ from rose.train.loading import (
     empty_modules,
     export_module,
     export_shards,
+    fill_shards,
     frozen_in,
     load_module,
     master_of,
@@ -45,8 +46,56 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 """Of AdamW."""
 
 
-class PolicyModel:
-    """See the module's docstring.  Takes part in torch's default process group where one exists.
+class ComputingModel:
+    """Takes part in torch's default process group where one exists."""
+
+    def __init__(self, policy_dtype: Dtype, compute_dtype: Dtype, device: Device) -> None:
+        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.device = torch.device(device)
+        self._policy_dtype = getattr(torch, policy_dtype)
+        self._compute_dtype = getattr(torch, compute_dtype)
+        self._policy: Any = None
+
+    def log_probs(self, batch: Minibatch) -> tuple[Tensor, Tensor]:
+        """Log-probs of the targets and entropies, ``[N]`` each, fp32.  All ranks, each with its own batch."""
+        return self._policy(batch)
+
+
+class FrozenModel(ComputingModel):
+    """A policy that nobody trains: one copy, in ``compute_dtype``.
+
+    Args:
+        model_path: Hugging Face folder.
+        policy_dtype: What its weights are rounded to, as an engine would hold them.
+        compute_dtype: What matrices are multiplied in.
+        device: Where it computes.
+
+    Raises:
+        ConfigError: The folder holds no model that can be loaded.
+    """
+
+    def __init__(
+        self, model_path: Path, *, policy_dtype: Dtype, compute_dtype: Dtype, device: Device
+    ) -> None:
+        super().__init__(policy_dtype, compute_dtype, device)
+        if self.world_size > 1:
+            _, computing = empty_modules(model_path, self._compute_dtype)
+            computing.requires_grad_(False)
+            self._policy = shard(_Policy(computing), computing, self.device)
+            fill_shards(parameters_of(computing)[0], model_path)
+        else:
+            computing = load_module(model_path).requires_grad_(False)
+            self._policy = _Policy(computing)
+        for tensor in computing.parameters():
+            local_of(tensor).copy_(local_of(tensor).to(self._policy_dtype))
+        if self.world_size == 1:
+            _in_dtype(computing, self._compute_dtype).to(self.device)
+        computing.eval()
+
+
+class PolicyModel(ComputingModel):
+    """One that is trained; see the module's docstring.
 
     Args:
         model_path: Hugging Face folder.
@@ -65,26 +114,22 @@ class PolicyModel:
         self,
         model_path: Path,
         *,
-        policy_dtype: Dtype = "bfloat16",
+        policy_dtype: Dtype,
         compute_dtype: Dtype,
+        device: Device,
         activation_checkpointing: bool = False,
-        device: Device = "cpu",
         offload: bool = False,
         lora: LoraParams | None = None,
     ) -> None:
-        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.device = torch.device(device)
+        super().__init__(policy_dtype, compute_dtype, device)
         self._path = model_path
-        self._policy_dtype = getattr(torch, policy_dtype)
-        self._compute_dtype = getattr(torch, compute_dtype)
         masters_on = torch.device("cpu") if offload else self.device
         self._lora = lora
         if self.world_size > 1:
             skeleton, computing = empty_modules(model_path, self._compute_dtype)
             if lora is not None:
                 inject(computing, lora)
-            self._policy: Any = shard(_Policy(computing), computing, self.device)
+            self._policy = shard(_Policy(computing), computing, self.device)
             base, adapters = parameters_of(computing)
             self.module: Any = sharded_masters(skeleton, base, model_path, masters_on)
         else:
@@ -124,10 +169,6 @@ class PolicyModel:
         _check_output_layer(self._policy, model_path, self.device)
 
     # --- computing -------------------------------------------------------------------------------------
-
-    def log_probs(self, batch: Minibatch) -> tuple[Tensor, Tensor]:
-        """Log-probs of the targets and entropies, ``[N]`` each, fp32.  All ranks, each with its own batch."""
-        return self._policy(batch)
 
     def collect_gradients(self) -> None:
         """Move what the last backward pass left behind to the masters, adding up in fp32."""

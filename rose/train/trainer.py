@@ -58,7 +58,7 @@ from rose.train.loss import (
     policy_loss,
     token_shares,
 )
-from rose.train.model import Device, Dtype, PolicyModel, whole_of
+from rose.train.model import ComputingModel, Device, Dtype, FrozenModel, PolicyModel, whole_of
 from rose.train.protocol import TrainReport
 from rose.train.recipes import AdvantageScale, Baseline
 
@@ -114,19 +114,18 @@ class TorchTrainer:
             model_path,
             policy_dtype=params.policy_dtype,
             compute_dtype=params.computes_in,
-            activation_checkpointing=params.activation_checkpointing,
             device=params.device,
+            activation_checkpointing=params.activation_checkpointing,
             offload=params.offload,
             lora=params.lora,
         )
-        self._reference: PolicyModel | None = None
+        self._reference: FrozenModel | None = None
         if params.loss.kl_weight > 0.0:
-            self._reference = PolicyModel(
+            self._reference = FrozenModel(
                 model_path,
                 policy_dtype=params.policy_dtype,
                 compute_dtype=params.computes_in,
                 device=params.device,
-                offload=params.offload,
             )
         self.vocab_size = self._policy.vocab_size
         self.max_tokens = self._policy.max_tokens
@@ -490,7 +489,7 @@ class TorchTrainer:
 
     @torch.no_grad()
     def _forward(
-        self, model: PolicyModel, samples: Sequence[TrainingSequence], owners: Sequence[int]
+        self, model: ComputingModel, samples: Sequence[TrainingSequence], owners: Sequence[int]
     ) -> tuple[list[Tensor], float]:
         """Log-probs of each sample, and the mean entropy; the same on all ranks.  ``owners``: who computes which."""
         offsets = [0]

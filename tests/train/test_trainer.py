@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,8 @@ from rose.train import checkpoint as checkpoints
 from rose.train.batch import TrainingSequence, samples_of
 from rose.train.build import make_publisher, torch_trainer, trainer_params
 from rose.train.loading import empty_modules, load_module
+from rose.train.loss import LossParams
+from rose.train.model import Dtype
 from rose.train.train_config import TrainConfig
 from rose.train.trainer import TorchTrainer, TrainerParams
 from tests.train.traces import random_batch
@@ -398,6 +401,31 @@ def test_several_files_of_a_folder_are_read_by_shards_as_one_process_reads_them(
 def test_a_folder_that_lacks_a_tensor_is_refused(policy_model: Path, tmp_path: Path) -> None:
     with pytest.raises(TrainError, match="cannot be read"):
         checkpoints.read_into({"nowhere": torch.zeros(3)}, policy_model)
+
+
+@pytest.mark.parametrize(("compute", "size"), [("float32", 4), ("bfloat16", 2)])
+def test_the_first_model_is_held_once_and_in_the_type_that_it_computes_in(
+    policy_model: Path, compute: Dtype, size: int
+) -> None:
+    """Nobody trains it: it needs no masters."""
+
+    def held_bytes() -> int:
+        gc.collect()
+        alive = [one for one in gc.get_objects() if type(one) is torch.nn.Parameter]
+        return sum({one.data_ptr(): one.nbytes for one in alive}.values())
+
+    params = TrainerParams(learning_rate=1e-3, compute_dtype=compute)
+    held = [held_bytes()]
+    made = []
+    for kl_weight in (0.0, 0.1):
+        made.append(TorchTrainer(policy_model, replace(params, loss=LossParams(kl_weight=kl_weight))))
+        held.append(held_bytes())
+    without, beside = held[1] - held[0], held[2] - held[1]
+    whole = sum(tensor.numel() for tensor in made[0].module.parameters())
+    assert beside - without == size * whole
+    reports = [made[1].step(samples(seed)) for seed in (3, 4)]
+    assert reports[0].kl_reference == 0.0  # both began alike, rounded as the engines are
+    assert reports[1].kl_reference > 0.0
 
 
 def test_masters_in_host_memory_change_nothing(policy_model: Path) -> None:
