@@ -41,7 +41,7 @@ class TrainReport:
     logprob_diff_max: float
     seconds: float
     informative_fraction: float = 1.0
-    """Of the groups: those with unequal rewards."""
+    """Of the groups: those whose rewards, before anything is taken off for length or KL, are unequal."""
     update_kl: float = 0.0
     """Nats a token between the weights that the step began with and those that it ended with, on sequences of all groups; 0 where the guard does not
     measure it."""

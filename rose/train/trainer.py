@@ -35,7 +35,7 @@ from torch import Tensor
 from rose.errors import TrainError
 from rose.train import checkpoint as checkpoints
 from rose.train.adapter import LoraParams
-from rose.train.advantages import OverlongParams, group_advantages, overlong_penalty
+from rose.train.advantages import OverlongParams, group_advantages, overlong_penalty, uninformative_groups
 from rose.train.batch import (
     MAX_PART_TOKENS,
     Minibatch,
@@ -350,13 +350,18 @@ class TorchTrainer:
         else:
             eligible = left
         teaching = [index for index in eligible if advantages[samples[index].trajectory_id] != 0.0]
+        # By the task's own rewards: penalties of length or KL differ in every group, and say nothing of the task.
+        equal = uninformative_groups(
+            {sample.trajectory_id: sample.reward for sample in samples},
+            {sample.trajectory_id: sample.group_id for sample in samples},
+        )
         # Idle ones are not computed; whether they count is another question.
         active = eligible if self._trains_anyway else teaching
         return _Chosen(
             taken=eligible if self.params.count_idle else active,
             active=frozenset(active),
             num_groups=len({sample.group_id for sample in samples}),
-            num_informative=len({samples[index].group_id for index in teaching}),
+            num_informative=len({samples[index].group_id for index in teaching} - equal),
             num_overlong=len(left) - len(eligible),
         )
 
@@ -527,7 +532,7 @@ class _Chosen:
     """Are computed, and change the weights."""
     num_groups: int
     num_informative: int
-    """Groups of which an active sequence has an advantage."""
+    """Groups of unequal rewards of which an active sequence has an advantage."""
     num_overlong: int
 
 

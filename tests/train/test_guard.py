@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from rose.train import checkpoint as checkpoints
+from rose.train.advantages import OverlongParams
 from rose.train.batch import TrainingSequence, samples_of
 from rose.train.guard import MIN_RATE_FACTOR, GuardParams, StepGuard, probe_of
 from rose.train.last_update import keep_of_last
+from rose.train.loss import LossParams
 from rose.train.trainer import TorchTrainer, TrainerParams
 from tests.train.traces import random_batch
 
@@ -168,6 +171,28 @@ def test_a_batch_of_too_few_groups_with_unequal_rewards_changes_nothing(
     assert torch.equal(before, weights(trainer)) == is_starved
     assert (report.num_updates == 0) == is_starved
     assert report.num_tokens > 0  # measured all the same
+
+
+@pytest.mark.parametrize(
+    "shaping",
+    [
+        {"loss": LossParams(kl_weight=0.1, kl_kind="reward")},
+        {"overlong": OverlongParams(max_tokens=6, buffer_tokens=6)},
+    ],
+)
+def test_what_is_taken_off_rewards_does_not_make_a_group_informative(
+    policy_model: Path, shaping: dict[str, Any]
+) -> None:
+    """Where the task rewards a whole group alike, it is the penalties that differ: they say nothing of the task."""
+    trainer = TorchTrainer(policy_model, replace(BASE, guard=GuardParams(min_informative=1), **shaping))
+    assert not trainer.step(samples(1)).num_starved  # and now the policy has left the first model
+    before = weights(trainer)
+
+    report = trainer.step(samples(2, equal=4))
+
+    assert (report.num_starved, report.informative_fraction, report.num_updates) == (1, 0.0, 0)
+    assert torch.equal(before, weights(trainer))
+    assert trainer.step(samples(2, equal=3)).informative_fraction == 0.25
 
 
 def test_an_entropy_bonus_does_not_train_on_a_starved_batch(policy_model: Path) -> None:
