@@ -180,8 +180,15 @@ class Scheduler:
         self.guard = Guard(config.limits, read_s=times.read_s, on_refused=self.status.on_refused)
         self.settings = SettingsRoutes(config, self.dispatcher)
         self.fleet_routes = FleetRoutes(self.journal, self.dispatcher)
+        self.looking = asyncio.Lock()
         self.control = ControlRoutes(
-            config, self.tokens, self.store, self.dispatcher, self.timeline, self.fleet_routes
+            config,
+            self.tokens,
+            self.store,
+            self.dispatcher,
+            self.timeline,
+            self.fleet_routes,
+            self.looking,
         )
         self.watch = WatchRoutes(
             self.store,
@@ -189,6 +196,7 @@ class Scheduler:
             self.renderer,
             self._recent_snapshot,
             lambda: self.dispatcher.draining,
+            self.looking,
         )
         requests = TurnRequests(config, self.store, self.dispatcher, is_traced=self.tracing is not None)
         openai = OpenAIRoutes(config, self.dispatcher, self.inflight, prompts, self.renderer, requests)

@@ -6,11 +6,11 @@ Thin: read the body, call the store or the dispatcher, wait for the disk where t
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from rose.auth import Tokens
@@ -27,6 +27,7 @@ from rose.scheduler.http import bounded_json, encode, json_response, read_wire
 from rose.scheduler.records import FinishRecord, ScoreRecord, packed
 from rose.scheduler.scheduler_config import SchedulerConfig
 from rose.scheduler.search import Search
+from rose.scheduler.slices import Slices
 from rose.scheduler.store import Store
 from rose.scheduler.timeline import Promise, Timeline
 from rose.scheduler.trajectory import Trajectory
@@ -68,7 +69,9 @@ class ControlRoutes:
         dispatcher: Dispatcher,
         timeline: Timeline,
         fleet: FleetRoutes,
+        looking: asyncio.Lock,
     ) -> None:
+        self._looking = looking
         self._tokens = tokens
         self._fleet = fleet
         self._timeline = timeline
@@ -114,14 +117,16 @@ class ControlRoutes:
 
     async def get(self, request: web.Request) -> web.Response:
         trajectory = self._store.get(request.match_info["id"])
-        return json_response(trajectory.trace(*self._store.state(trajectory.id)))
+        async with self._looking:
+            state = self._store.state(trajectory.id)
+            return json_response(await _trace(trajectory, state, Slices(), whole_prompts=True))
 
     async def list(self, request: web.Request) -> web.Response:
         wanted = Search.of(request)
-        found: list[dict[str, Any]] = []
-        for trajectory, state, reason in self._found(wanted):
-            found.append(
-                {
+        found: list[bytes] = []
+        async with self._looking:
+            async for trajectory, state, reason in self._found(wanted, Slices()):
+                listed = {
                     "id": trajectory.id,
                     "job": trajectory.created.job,
                     "group_id": trajectory.created.group_id,
@@ -134,43 +139,45 @@ class ControlRoutes:
                     "num_tokens": trajectory.num_tokens,
                     "metadata": trajectory.created.metadata,
                 }
-            )
-            if len(found) == wanted.limit:
-                break
-        return json_response({"trajectories": found})
+                found.append(encode(listed))
+                if len(found) == wanted.limit:
+                    break
+        return json_response(b'{"trajectories":[' + b",".join(found) + b"]}")
 
     async def groups(self, request: web.Request) -> web.Response:
         """Groups with a trajectory that is searched for; counted are all of its trajectories that are known."""
-        wanted = Search.of(request)
-        keys = dict.fromkeys((each.created.job, each.created.group_id) for each, _, _ in self._found(wanted))
-        found: dict[tuple[str, str], dict[str, Any]] = {
-            (job, group_id): {
-                "job": job,
-                "group_id": group_id,
-                "group_size": 0,
-                "states": {},
-                "rewards": [],
-                "metadata": {},
-            }
-            for job, group_id in itertools.islice(keys, wanted.limit)
-        }
-        for trajectory in self._store.trajectories.values():
-            created = trajectory.created
-            group = found.get((created.job, created.group_id))
-            if group is None:
-                continue
-            state = self._store.state(trajectory.id)[0]
-            group["states"][state] = group["states"].get(state, 0) + 1
-            if trajectory.finish is not None:
-                group["rewards"].append(trajectory.finish.reward)
-            both = group["metadata"].items() & created.metadata.items()
-            group["metadata"] = dict(both) if group["group_size"] else created.metadata
-            group["group_size"] = created.group_size
-        return json_response({"groups": list(found.values())})
+        wanted, slices = Search.of(request), Slices()
+        found: dict[tuple[str, str], dict[str, Any]] = {}
+        async with self._looking:
+            async for trajectory, _, _ in self._found(wanted, slices):
+                job, group_id = trajectory.created.job, trajectory.created.group_id
+                if len(found) < wanted.limit and (job, group_id) not in found:
+                    found[job, group_id] = {
+                        "job": job,
+                        "group_id": group_id,
+                        "group_size": 0,
+                        "states": {},
+                        "rewards": [],
+                        "metadata": {},
+                    }
+            async for trajectory, state, _ in self._found(Search(), slices):
+                created = trajectory.created
+                group = found.get((created.job, created.group_id))
+                if group is None:
+                    continue
+                group["states"][state] = group["states"].get(state, 0) + 1
+                if trajectory.finish is not None:
+                    group["rewards"].append(trajectory.finish.reward)
+                both = group["metadata"].items() & created.metadata.items()
+                group["metadata"] = dict(both) if group["group_size"] else created.metadata
+                group["group_size"] = created.group_size
+            return json_response({"groups": await slices.json_list(found.values())})
 
-    def _found(self, wanted: Search) -> Iterator[tuple[Trajectory, str, str]]:
-        for name, trajectory in self._store.trajectories.items():
-            state, reason = self._store.state(name)
+    async def _found(self, wanted: Search, slices: Slices) -> AsyncIterator[tuple[Trajectory, str, str]]:
+        async for trajectory in slices.over(list(self._store.trajectories.values())):
+            if trajectory.id not in self._store.trajectories:
+                continue  # forgotten meanwhile
+            state, reason = self._store.state(trajectory.id)
             if wanted.fits(trajectory.created, state):
                 yield trajectory, state, reason
 
@@ -268,9 +275,14 @@ class ControlRoutes:
                     self._timeline.on_leased(
                         version[1] - old[1] for old in oldest if old is not None and old[0] == version[0]
                     )
-                return json_response(
-                    {"batch_id": leased.batch_id, "trajectories": self._traces(leased, prompts)}
-                )
+                whole, slices = prompts == "whole", Slices()
+                held = [self._store.trajectories[name] for name in leased.trajectory_ids]
+                states = [self._store.state(name) for name in leased.trajectory_ids]
+                traces = [
+                    await _trace(trajectory, state, slices, whole_prompts=whole)
+                    for trajectory, state in zip(held, states, strict=True)
+                ]
+                return json_response({"batch_id": leased.batch_id, "trajectories": traces})
             left_s = deadline_s - self._dispatcher.now_s()
             if left_s <= 0 or self._dispatcher.draining:
                 return web.Response(status=204)
@@ -278,12 +290,6 @@ class ControlRoutes:
                 await asyncio.wait_for(changed.wait(), min(left_s, 1.0))
             except TimeoutError:
                 pass
-
-    def _traces(self, leased: sp.Leased, prompts: str) -> list[dict[str, Any]]:
-        return [
-            self._store.trajectories[name].trace(*self._store.state(name), whole_prompts=prompts == "whole")
-            for name in leased.trajectory_ids
-        ]
 
     async def ack(self, request: web.Request) -> web.Response:
         body, name = await read_wire(request, Ack), request.match_info["id"]
@@ -456,6 +462,15 @@ class ControlRoutes:
                     self._group_ready = asyncio.Event()
                 case sp.Consumed() | sp.Leased():
                     pass
+
+
+async def _trace(
+    trajectory: Trajectory, state: tuple[str, str], slices: Slices, *, whole_prompts: bool
+) -> dict[str, Any]:
+    """Every turn of now: those that come meanwhile are not in it."""
+    head = trajectory.trace(*state, turns=msgspec.Raw(b""))
+    turns = (trajectory.trace_turn(record, whole_prompts=whole_prompts) for record in list(trajectory.turns))
+    return head | {"turns": await slices.json_list(turns)}
 
 
 def _numbered(trajectory: Trajectory, scored: list[Scored], field: str) -> list[tuple[int, float]]:

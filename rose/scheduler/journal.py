@@ -23,7 +23,6 @@ import contextlib
 import mmap
 import os
 import re
-import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -35,12 +34,11 @@ from rose.errors import CapacityError, ConfigError, LedgerError
 from rose.frames import FRAME, MAX_RECORD_BYTES, frame
 from rose.scheduler.claim import Claim
 from rose.scheduler.records import Record
+from rose.scheduler.slices import Slices
 from rose.wire.errors import NOT_ACTIVE
 
 MAGIC = b"ROSEJRN1"
 _RELEASE_BYTES = 64 * 2**20
-_SLICE_S = 0.002
-"""Of a compaction, between two turns of the event loop."""
 _READ_BYTES = 4 * 2**20
 """Of a file that another writes, at a time."""
 _NAME = re.compile(r"journal(?:\.([0-9]{1,18}))?\.rose\Z")
@@ -337,12 +335,8 @@ class Journal:
         self._tail = []
         try:
             with self._fresh() as file:
-                until_s = time.perf_counter() + _SLICE_S
-                for record in records:
+                async for record in Slices().over(records):
                     file.write(_framed(record))
-                    if time.perf_counter() > until_s:
-                        await asyncio.sleep(0)
-                        until_s = time.perf_counter() + _SLICE_S
                 await self._flush(file)  # nearly all of it, while others may still commit
                 ended = self._syncing = asyncio.create_task(self._end_compaction(file, self._syncing))
                 error = await asyncio.shield(ended)

@@ -6,6 +6,7 @@ Bounded, nothing on disk: a restart begins anew.  Decides nothing.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,17 +52,15 @@ class Learning:
             bucket.num_judged += 1
             bucket.num_successes += success
 
-    def curves(self) -> dict[str, list[list[Any]]]:
-        """``{job: [[start_s, how many, mean reward, share of successes or None], ...]}``; those in which none ended are left out."""
-        return {
-            job: [
-                [
-                    each.start_s,
-                    each.count,
-                    each.reward / each.count,
-                    each.num_successes / each.num_judged if each.num_judged else None,
-                ]
-                for each in buckets
-            ]
-            for job, buckets in self._jobs.items()
-        }
+    def curves(self) -> dict[str, Iterator[list[Any]]]:
+        """``{job: [[start_s, how many, mean reward, share of successes or None], ...]}``; those in which none ended are left out.
+
+        What is finished while they are read adds no row.
+        """
+        return {job: map(_row, list(buckets)) for job, buckets in self._jobs.items()}
+
+
+def _row(bucket: _Bucket) -> list[Any]:
+    judged = bucket.num_judged
+    success = bucket.num_successes / judged if judged else None
+    return [bucket.start_s, bucket.count, bucket.reward / bucket.count, success]

@@ -18,6 +18,7 @@ from rose.policy import turn_events as te
 from rose.policy.fleet import Fleet
 from rose.policy.worker import Health, LendingState, Tier
 from rose.scheduler.learning import Learning
+from rose.scheduler.slices import Slices
 
 MAX_SPANS = 20_000
 MAX_MARKS = 2_000
@@ -204,9 +205,12 @@ class Timeline:
 
     # --- read by people --------------------------------------------------------------------------------
 
-    def history(self) -> dict[str, Any]:
+    async def history(self) -> dict[str, Any]:
         """``now`` on the scheduler's clock, ``hours``: samples of a day, ``jobs``: see :meth:`~rose.scheduler.learning.Learning.curves`."""
-        return {"now": round(self._now_s(), 3), "hours": list(self.hours), "jobs": self._learning.curves()}
+        slices, now, curves = Slices(), round(self._now_s(), 3), self._learning.curves()
+        hours = await slices.json_list(list(self.hours))
+        jobs = {job: await slices.json_list(rows) for job, rows in curves.items()}
+        return {"now": now, "hours": hours, "jobs": jobs}
 
     @property
     def num_changes(self) -> int:

@@ -257,7 +257,12 @@ class Trajectory:
             ),
         }
 
-    def trace(self, state: str, reason: str = "", *, whole_prompts: bool = True) -> dict[str, Any]:
+    def trace(self, state: str, reason: str = "", *, turns: msgspec.Raw | None = None) -> dict[str, Any]:
+        """As the wire has it.
+
+        Args:
+            turns: See :meth:`trace_turn`, of each; None: with whole prompts.
+        """
         created, finish = self.created, self.finish
         return {
             "id": created.id,
@@ -276,7 +281,7 @@ class Trajectory:
             "reward": None if finish is None else finish.reward,
             "success": None if finish is None else finish.success,
             "info": None if finish is None else unpacked(finish.info),
-            "turns": [self.trace_turn(record, whole_prompts=whole_prompts) for record in self.turns],
+            "turns": [self.trace_turn(record) for record in self.turns] if turns is None else turns,
             "branches": [record.turn for record in self.turns if record.turn not in self.parents],
         }
 

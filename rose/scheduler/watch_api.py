@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.resources import files
 from itertools import islice
 from typing import Any
@@ -14,6 +14,7 @@ from rose.errors import CapacityError, EngineError, RequestError
 from rose.scheduler.http import encode, json_response, whole_number
 from rose.scheduler.ids import unpack_ids, unpack_logprobs
 from rose.scheduler.renderer import Renderer
+from rose.scheduler.slices import Slices
 from rose.scheduler.store import Store
 from rose.scheduler.timeline import Timeline
 from rose.scheduler.trajectory import Trajectory
@@ -32,6 +33,7 @@ class WatchRoutes:
     """Args:
     status: Gives ``/status``, hardly old.
     stopping: Ends the event streams.
+    looking: Held while a long answer is built: turns wait for a slice of one, however many people look.
     """
 
     def __init__(
@@ -41,12 +43,14 @@ class WatchRoutes:
         renderer: Renderer,
         status: Callable[[], dict[str, Any]],
         stopping: Callable[[], bool],
+        looking: asyncio.Lock,
     ) -> None:
         self._store = store
         self._timeline = timeline
         self._renderer = renderer
         self._status = status
         self._stopping = stopping
+        self._looking = looking
 
     async def page(self, request: web.Request) -> web.Response:
         return _html("page.html")
@@ -55,7 +59,8 @@ class WatchRoutes:
         return _html("learning.html")
 
     async def history(self, request: web.Request) -> web.Response:
-        return json_response(self._timeline.history())
+        async with self._looking:
+            return json_response(await self._timeline.history())
 
     async def events(self, request: web.Request) -> web.StreamResponse:
         """Server-sent events: first ``history``, then ``now`` once a second."""
@@ -101,22 +106,14 @@ class WatchRoutes:
             return json_response({"id": trajectory.id, "turn": None, "tokens": []})
         last = len(trajectory.turns) - 1
         turn = last if asked is None else whole_number(asked, field="turn", least=0, most=last)
-        rows = branch_tokens(trajectory, turn)
-        texts = await self._texts([row["id"] for row in rows], trajectory)
-        for row, text in zip(rows, texts, strict=True):
-            row["text"] = text
-        return json_response(
-            {
-                "id": trajectory.id,
-                "turn": turn,
-                "branches": [
-                    record.turn for record in trajectory.turns if record.turn not in trajectory.parents
-                ],
-                "tokens": rows,
-            }
-        )
+        branches = [record.turn for record in trajectory.turns if record.turn not in trajectory.parents]
+        texts = await self._texts(trajectory.full_ids(turn))
+        async with self._looking:
+            rows = zip(branch_tokens(trajectory, turn), texts, strict=True)
+            tokens = await Slices().json_list(row | {"text": text} for row, text in rows)
+        return json_response({"id": trajectory.id, "turn": turn, "branches": branches, "tokens": tokens})
 
-    async def _texts(self, token_ids: list[int], trajectory: Trajectory) -> list[str | None]:
+    async def _texts(self, token_ids: list[int]) -> list[str | None]:
         """Each token's text, from any engine; None where there is none to ask."""
         try:
             return list(await self._renderer.token_texts(token_ids))
@@ -129,20 +126,21 @@ def _html(name: str) -> web.Response:
     return web.Response(text=text, content_type="text/html", headers=_SECURITY)
 
 
-def branch_tokens(trajectory: Trajectory, turn: int) -> list[dict[str, Any]]:
+def branch_tokens(trajectory: Trajectory, turn: int) -> Iterator[dict[str, Any]]:
     """Every token of the branch that ends with ``turn``; prompt tokens carry ``sampled: false`` and nothing more."""
-    rows = [{"id": token, "sampled": False} for token in trajectory.full_ids(turn)]
-    for start, count, number in trajectory.sampled(turn):
+    for _, _, number in trajectory.sampled(turn):
         record = trajectory.turns[number]
-        logprobs = unpack_logprobs(record.logprobs)
-        assert unpack_ids(record.token_ids) == [row["id"] for row in rows[start : start + count]]
-        for at in range(count):
-            rows[start + at] |= {"sampled": True, "turn": number, "logprob": logprobs[at]}
+        for token in unpack_ids(record.suffix_ids):
+            yield {"id": token, "sampled": False}
+        sampled = zip(unpack_ids(record.token_ids), unpack_logprobs(record.logprobs), strict=True)
+        rows: list[dict[str, Any]] = [
+            {"id": token, "sampled": True, "turn": number, "logprob": logprob} for token, logprob in sampled
+        ]
         for version, at, size in record.versions:
-            for row in rows[start + at : start + at + size]:
+            for row in rows[at : at + size]:
                 row["version"] = version
         for segment in record.segments:
-            first = start + segment["start"]
-            for row in rows[first : first + segment["n"]]:
-                row |= {"worker": segment["worker"], "tier": segment["tier"], "attempt": segment["attempt"]}
-    return rows
+            where = {name: segment[name] for name in ("worker", "tier", "attempt")}
+            for row in rows[segment["start"] : segment["start"] + segment["n"]]:
+                row |= where
+        yield from rows

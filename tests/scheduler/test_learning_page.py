@@ -17,7 +17,7 @@ def test_rewards_are_means_of_half_a_minute_and_success_counts_where_it_was_said
     learning.finished("a", 29.0, 0.0, None)
     learning.finished("a", 61.0, -1.0, None)
     learning.finished("b", 61.0, 2.0, False)
-    assert learning.curves() == {
+    assert {job: list(rows) for job, rows in learning.curves().items()} == {
         "a": [[0.0, 2, 0.5, 1.0], [60.0, 1, -1.0, None]],
         "b": [[60.0, 1, 2.0, 0.0]],
     }
@@ -27,7 +27,7 @@ def test_curves_are_bounded() -> None:
     learning = Learning()
     for minute in range(MAX_BUCKETS + 5):
         learning.finished("long", minute * BUCKET_S, 1.0, None)
-    (buckets,) = learning.curves().values()
+    (buckets,) = map(list, learning.curves().values())
     assert (len(buckets), buckets[0][0]) == (MAX_BUCKETS, 5 * BUCKET_S)
     for job in range(MAX_JOBS):
         learning.finished(f"job {job}", 1e9, 1.0, None)
