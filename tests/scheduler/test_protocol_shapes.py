@@ -11,6 +11,7 @@ import pytest
 from jiter import from_json
 
 from rose.auth import bearer
+from rose.errors import RequestError
 from rose.scheduler.protocols.anthropic_messages import MessagesRequest, readable
 from rose.scheduler.protocols.responses import ResponsesRequest
 from tests.scheduler.conftest import World, user
@@ -320,6 +321,37 @@ def test_results_of_tools_keep_their_place_between_texts() -> None:
         {"role": "tool", "tool_call_id": "c2", "content": ""},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
     ]
+
+
+@pytest.mark.parametrize(
+    ("content", "is_error", "read"),
+    [
+        ("no such file", True, "Error: no such file"),
+        ("no such file", False, "no such file"),
+        ("no such file", None, "no such file"),
+        (
+            [{"type": "text", "text": "exit code 1"}, {"type": "text", "text": "x"}],
+            True,
+            "Error: exit code 1\nx",
+        ),
+        (None, True, "Error: "),
+        ("Error: no such file", True, "Error: no such file"),
+        ("\nerror TS1: no", True, "\nerror TS1: no"),
+        ("Errors: 0", True, "Error: Errors: 0"),
+        ("<tool_use_error>cancelled</tool_use_error>", True, "<tool_use_error>cancelled</tool_use_error>"),
+    ],
+)
+def test_the_model_reads_that_a_tool_failed(content: Any, is_error: Any, read: str) -> None:
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": content, "is_error": is_error}
+    asked = MessagesRequest({"messages": [{"role": "user", "content": [result]}]})
+    assert asked.body["messages"] == [{"role": "tool", "tool_call_id": "c1", "content": read}]
+
+
+def test_a_failure_is_true_or_false() -> None:
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": "x", "is_error": "yes"}
+    with pytest.raises(RequestError, match="true or false") as caught:
+        MessagesRequest({"messages": [{"role": "user", "content": [result]}]})
+    assert caught.value.field == "messages[0].content[0].is_error"
 
 
 @pytest.mark.parametrize("protocol", ["responses", "messages"])

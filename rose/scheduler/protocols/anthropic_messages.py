@@ -52,6 +52,7 @@ _HOSTED = ("web_search", "web_fetch", "code_execution", "tool_search", "mcp", "a
 _PER_REQUEST = re.compile(r"\A(?:\s*x-anthropic-[a-z-]+:[^\n]*(?:\n|\Z))+")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _OURS = re.compile(r"n-[0-9a-f]{16}\Z")
+_SAYS_ERROR = re.compile(r"\s*(?:error\b|<tool_use_error>)", re.IGNORECASE)
 _MAX_TRIES = 64
 _MAX_DEPTH = 200
 """Of brackets in arguments that were cut; the clients' parser goes no deeper."""
@@ -460,7 +461,7 @@ def _read_user(messages: list[Message], blocks: list[Any], field: str) -> None:
             texts.append(as_text(block.get("text"), f"{where}.text"))
         elif kind == "tool_result":
             text_so_far()
-            result = "\n".join(_texts(block.get("content"), f"{where}.content"))
+            result = _result(block, where)
             call_id = as_text(block.get("tool_use_id"), f"{where}.tool_use_id")
             messages.append({"role": "tool", "tool_call_id": call_id, "content": result})
         else:
@@ -468,6 +469,15 @@ def _read_user(messages: list[Message], blocks: list[Any], field: str) -> None:
     text_so_far()
     if len(messages) == num_before:
         messages.append({"role": "user", "content": ""})
+
+
+def _result(block: Mapping[str, Any], where: str) -> str:
+    """What a tool gave.  Templates have no place for a failure, so it is said in the text, where that does not begin by saying so."""
+    text = "\n".join(_texts(block.get("content"), f"{where}.content"))
+    failed = block.get("is_error")
+    if failed not in (None, True, False):
+        raise RequestError("must be true or false", field=f"{where}.is_error")
+    return f"Error: {text}" if failed and not _SAYS_ERROR.match(text) else text
 
 
 def _read_said(content: Any, field: str) -> Message:
