@@ -32,6 +32,7 @@ from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
 from rose.weights.source import RawBits
 from rose.weights.spec import TensorSpec
+from rose.weights.spool import PULL_BYTES
 from rose.weights.subscriber import WeightSubscriber
 from rose.weights.warmup import warm_up
 from tests.weights.relay_process import RelayProcess
@@ -97,8 +98,8 @@ def relay_terms(store: HttpStore, pid: int) -> dict[str, float]:
     in_s = cpu_of(pid) - began_s
     began_s = cpu_of(pid)
     for number in range(count):
-        for offset in range(0, nbytes, subscriber_module.PULL_BYTES):
-            store.get_range(f"bytes/1.0/{number:04d}", offset, subscriber_module.PULL_BYTES)
+        for offset in range(0, nbytes, PULL_BYTES):
+            store.get_range(f"bytes/1.0/{number:04d}", offset, PULL_BYTES)
     out_s = cpu_of(pid) - began_s
     for number in range(count):
         store.delete(f"bytes/1.0/{number:04d}")
@@ -160,8 +161,9 @@ def main() -> int:
             )  # fmt: skip
             reader = WeightSubscriber(store, RUN, folder / "reader")
             timers = Timers()
-            for name in ("_pull", "_stage", "_commit", "_tensor_updates"):
+            for name in ("_stage", "_commit", "_tensor_updates"):
                 setattr(reader, name, timers.around(name, getattr(reader, name)))
+            reader._spool.pull = timers.around("pull", reader._spool.pull)  # type: ignore[method-assign]
             subscriber_module.write_update = timers.around("write_update", subscriber_module.write_update)
             at: WeightVersion | None = None
             before = held
@@ -177,13 +179,14 @@ def main() -> int:
                 publish_s = time.thread_time() - began_s
                 timers.seconds.clear()
                 newest = reader.poll(0)
+                assert newest is not None
                 assert newest == published.version
                 path = reader.fetch(newest, at)
                 found = timers.seconds
                 row = {
                     "publish": publish_s,
-                    "pull": found["_pull"],
-                    "decode": found["_stage"] - found["_pull"] + found["_commit"],
+                    "pull": found["pull"],
+                    "decode": found["_stage"] - found["pull"] + found["_commit"],
                     "collect": found["_tensor_updates"],
                     "file": found["write_update"],
                     "sent": published.bytes_sent / 1e9,

@@ -349,6 +349,9 @@ def _check(manifest: Manifest) -> None:
     for reference in manifest.objects:
         _check_object(reference, MAX_OBJECT_BYTES)
         _expect(reference.key.startswith(prefix), f"object '{reference.key}' is outside {prefix}")
+    # By the last part of their keys: that is what readers' files are called.
+    names = {reference.key.rpartition("/")[2] for reference in manifest.objects}
+    _expect(len(names) == len(manifest.objects), "an object is named twice")
 
     specs = manifest.specs()
     _expect(len(specs) == len(manifest.tensors), "a tensor is named twice")

@@ -26,12 +26,11 @@ from __future__ import annotations
 
 import logging
 import mmap
-import os
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -42,9 +41,7 @@ from numpy.typing import NDArray
 from rose.errors import (
     CapacityError,
     Gone,
-    NotAuthentic,
     NotFound,
-    RequestError,
     RolledBack,
     RoseError,
     SectionCorrupt,
@@ -57,10 +54,11 @@ from rose.weights import boxes, codec, manifest, retention, sealed, statehash
 from rose.weights.freshness import Freshness
 from rose.weights.host_copy import HostCopy
 from rose.weights.leases import holder_name
-from rose.weights.manifest import MAX_STORED_BYTES, Head, Kind, Manifest, ObjectRef, Section
+from rose.weights.manifest import MAX_STORED_BYTES, Head, Kind, Manifest, Section
 from rose.weights.params import WeightsParams
 from rose.weights.routes import route
 from rose.weights.spec import TensorSpec
+from rose.weights.spool import Spool
 from rose.weights.statehash import Bits
 from rose.weights.store import Store
 from rose.weights.update import TensorUpdate, Update, write_update
@@ -69,10 +67,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
 
-PULL_BYTES = 32 << 20
-"""Per request: small ranges halve a relay's throughput (4 MB: .6 of 1.2 GB/s), large ones lose more when broken."""
-
-_TRIES = 3  # fetches of an object whose checksum is wrong, before it is called corrupt at rest
+_MOST_PULLS = 8  # objects at once: what one connection does not fill, a few do
 _LEASE_S = 600.0
 _KEPT_UPDATES = 4
 _MAX_KEPT_STEPS = 64
@@ -115,15 +110,16 @@ class WeightSubscriber:
         self._params = params or WeightsParams()
         threads = self._params.num_threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="rose-decode") if threads > 1 else None
+        pulls = min(threads, _MOST_PULLS)
+        self._pulls = ThreadPoolExecutor(pulls, thread_name_prefix="rose-pull") if threads > 1 else None
         self._following = threading.Lock()
         """Held by who pulls.  Taken before ``_lock``, which guards what lies in the directory and what the copy is."""
         self._lock = threading.Lock()
         self._host = HostCopy(directory, run_id)
         self._holder = f"sub-{holder_name(self._host.directory)}"
-        self._spool = self._host.directory / "spool"
+        self._spool = Spool(self._host.directory / "spool", store, self._renew_lease)
         self._updates = self._host.directory / "updates"
-        for folder in (self._spool, self._updates):
-            folder.mkdir(exist_ok=True)
+        self._updates.mkdir(exist_ok=True)
         self._fresh = Freshness(self._host.directory / "seen", run_id, counts=sealed.is_sealed(store))
         for path in self._updates.iterdir():  # of an engine that an earlier process fed
             path.unlink()
@@ -238,8 +234,9 @@ class WeightSubscriber:
             self._store.close()
         with self._following, self._lock:
             self._host.close()
-            if self._pool is not None:
-                self._pool.shutdown()
+            for pool in (self._pool, self._pulls):
+                if pool is not None:
+                    pool.shutdown()
 
     def _map(self, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
         """``work`` on every item, on all threads; sections and tensors touch nothing of each other."""
@@ -309,7 +306,7 @@ class WeightSubscriber:
     def _follow(self, steps: list[Manifest]) -> None:
         # First: on a full disk, what is left of a version that is now passed over would keep all others out.
         with self._lock:
-            self._clear_spool([*self._steps, *steps])
+            self._spool.clear([*self._steps, *steps])
         self._require_room(self._bytes_to_pull(steps))
         for step in steps:
             self._failed = step
@@ -339,13 +336,39 @@ class WeightSubscriber:
     def _stage(self, step: Manifest) -> list[_Staged]:
         """Pull, check and decode everything; the host copy is only read."""
         specs = step.specs()
-        objects = [self._pull(step, reference) for reference in step.objects]
+        sections: dict[int, list[Section]] = {}
+        for section in step.sections:
+            sections.setdefault(section.object, []).append(section)
 
-        def stage(section: Section) -> _Staged:
-            payload = memoryview(objects[section.object])[section.offset : section.offset + section.nbytes]
+        def pull(number: int) -> mmap.mmap | bytes:
+            return self._spool.pull(step, step.objects[number])
+
+        def stage(section: Section, content: mmap.mmap | bytes) -> _Staged:
+            payload = memoryview(content)[section.offset : section.offset + section.nbytes]
             return self._stage_section(step, section, payload, specs[section.tensor])
 
-        return self._map(stage, step.sections)
+        numbers = range(len(step.objects))
+        if self._pool is None or self._pulls is None:
+            staged: list[_Staged] = []
+            for number in numbers:
+                content = pull(number)
+                staged += [stage(section, content) for section in sections.get(number, ())]
+            return staged
+        # Sections are decoded as their objects arrive, and no thread pulls or decodes any more when this returns.
+        pulls = {self._pulls.submit(pull, number): number for number in numbers}
+        stages: list[Future[_Staged]] = []
+        try:
+            for pulled in as_completed(pulls):
+                content = pulled.result()
+                stages += [
+                    self._pool.submit(stage, section, content) for section in sections.get(pulls[pulled], ())
+                ]
+            return [done.result() for done in stages]
+        finally:
+            left: list[Future[Any]] = [*pulls, *stages]
+            for future in left:
+                future.cancel()
+            wait(left)
 
     def _stage_section(
         self, step: Manifest, section: Section, payload: memoryview, spec: TensorSpec
@@ -404,12 +427,7 @@ class WeightSubscriber:
 
     def _bytes_to_pull(self, steps: Sequence[Manifest]) -> int:
         """What following ``steps`` adds to the directory: their objects, and a host copy where there is none of this model."""
-        held = {path.name: path.stat().st_size for path in self._spool.glob("*/*")}
-        num_bytes = 0
-        for step in steps:
-            for reference in step.objects:
-                name = Path(reference.key).name
-                num_bytes += max(0, reference.nbytes - held.get(name, held.get(f"{name}.part", 0)))
+        num_bytes = self._spool.missing_bytes(steps)
         if steps and steps[0].base is None and steps[0].model != self._host.model:
             num_bytes += max(0, steps[0].bytes_dense - self._host.nbytes)  # the other model's goes first
         return num_bytes
@@ -425,49 +443,6 @@ class WeightSubscriber:
                 field="weights.directory",
             )
 
-    def _pull(self, step: Manifest, reference: ObjectRef) -> mmap.mmap | bytes:
-        """An object in the spool, whole and checked, as a mapping."""
-        folder = self._spool / str(step.identity)
-        folder.mkdir(exist_ok=True)
-        path = folder / Path(reference.key).name
-        sealed.require_bound(self._store, reference)
-        for attempt in range(_TRIES):
-            if not path.exists():
-                self._download(reference, path)
-            content = _mapped(path)
-            if sealed.check_content(reference, memoryview(content)):
-                return content
-            _log.warning("object %s arrived damaged (try %d)", reference.key, attempt + 1)
-            self._store.distrust(reference.key)
-            path.unlink()
-        if reference.blake3:
-            raise NotAuthentic("is not what was signed: damaged at rest, or replaced", field=reference.key)
-        raise SectionCorrupt("checksum is wrong", field=reference.key)
-
-    def _download(self, reference: ObjectRef, path: Path) -> None:
-        """Append to what an earlier try left, in ranges; the file gets its name when it is complete."""
-        part = path.with_name(f"{path.name}.part")
-        try:
-            with part.open("ab") as file:
-                done = file.tell()
-                while done < reference.nbytes:
-                    count = min(PULL_BYTES, reference.nbytes - done)
-                    self._renew_lease()
-                    try:
-                        file.write(self._store.get_range(reference.key, done, count))
-                    except RequestError as error:
-                        if error.status == 416:
-                            raise SectionCorrupt(
-                                "is shorter than its manifest says", field=reference.key
-                            ) from error
-                        raise
-                    done += count
-            os.replace(part, path)
-        except OSError as error:
-            raise CapacityError(
-                f"cannot be written: {error.strerror}", status=507, field=path.name
-            ) from error
-
     def _remember(self, step: Manifest) -> None:
         """Keep the deltas that a lagging engine may need; drop the rest of the spool."""
         if step.base is None:
@@ -479,14 +454,7 @@ class WeightSubscriber:
             len(self._steps) > _MAX_KEPT_STEPS or sum(s.bytes_sent for s in self._steps) > budget_bytes
         ):
             self._steps.pop(0)
-        self._clear_spool(self._steps)
-
-    def _clear_spool(self, steps: Sequence[Manifest]) -> None:
-        """Drop all but the objects of ``steps``."""
-        kept = {str(step.identity) for step in steps}
-        for folder in self._spool.iterdir():
-            if folder.name not in kept:
-                shutil.rmtree(folder, ignore_errors=True)
+        self._spool.clear(self._steps)
 
     def _lease(self, version: WeightVersion | None) -> None:
         """Keep what we are about to read from being deleted; a store that cannot is not a reason to stop."""
@@ -564,7 +532,7 @@ class WeightSubscriber:
             if total > 2 * limit:  # steps overlap by a quarter or so: the union is above the limit too
                 return None
             reference = step.objects[section.object]
-            content = _mapped(self._spool / str(step.identity) / Path(reference.key).name)
+            content = self._spool.read(step, reference)
             payload = memoryview(content)[section.offset : section.offset + section.nbytes]
             delta = codec.decode(payload, section.num_elements, spec.bits_dtype)
             idx = boxes.positions(section.box, delta.idx)
@@ -590,10 +558,3 @@ class WeightSubscriber:
 def _contains(steps: list[Manifest], wanted: Manifest | None) -> bool:
     """False for None: the way itself could not be read, so another one may be."""
     return wanted is not None and any((s.identity, s.kind) == (wanted.identity, wanted.kind) for s in steps)
-
-
-def _mapped(path: Path) -> mmap.mmap | bytes:
-    with path.open("rb") as file:
-        if os.fstat(file.fileno()).st_size == 0:  # mmap refuses an empty file
-            return b""
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -30,7 +30,7 @@ import pytest
 
 from rose.errors import CapacityError, SectionCorrupt, WrongBase
 from rose.lineage import WeightVersion
-from rose.weights import manifest, retention, subscriber
+from rose.weights import manifest, retention, spool
 from rose.weights.http_store import HttpStore
 from rose.weights.manifest import Head
 from rose.weights.params import WeightsParams
@@ -75,7 +75,7 @@ class Interrupted(HttpStore):
 def test_a_relay_killed_in_the_middle_of_an_object_costs_no_byte_twice(
     relay: RelayProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subscriber, "PULL_BYTES", 20_000)
+    monkeypatch.setattr(spool, "PULL_BYTES", 20_000)
     trainer = ToyTrainer(1)
     report = WeightPublisher(
         trainer.tensors, HttpStore(relay.url, relay.tokens.publish), "run", 1, PARAMS

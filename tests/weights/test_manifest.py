@@ -136,6 +136,14 @@ def test_a_manifest_is_read_back_as_written() -> None:
         ("objects.0.nbytes", 2**40, "limit"),
         ("objects.0.nbytes", 95, "outside its object"),
         ("objects.0.xxh3", "short", "no xxh3_128"),
+        (
+            "objects",
+            [
+                {"key": f"run/1.5/{folder}00000-{XXH3}", "nbytes": 100, "xxh3": XXH3}
+                for folder in ("", "sub/")
+            ],
+            "object is named twice",
+        ),
         ("sections.0.object", 1, "no object 1"),
         ("sections.0.object", -1, "no object -1"),
         ("sections.0.offset", -1, "outside its object"),

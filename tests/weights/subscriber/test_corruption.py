@@ -261,7 +261,7 @@ def test_what_was_pulled_of_a_version_now_passed_over_makes_room_first(
 ) -> None:
     """On a full disk nothing newer would ever arrive."""
     publish_steps(publisher, trainer, 0, 1)
-    stale = reader._spool / "1.0"
+    stale = reader._spool.folder / "1.0"
     stale.mkdir()
     (stale / "0000.00000-abc.part").write_bytes(b"x" * 1000)
     seen: list[bool] = []
@@ -289,7 +289,7 @@ def test_a_lease_lasts_as_long_as_the_transfer(
 ) -> None:
     now_s = 1000.0
     monkeypatch.setattr("rose.weights.store.time.monotonic", lambda: now_s)
-    monkeypatch.setattr("rose.weights.subscriber.PULL_BYTES", 1 << 14)
+    monkeypatch.setattr("rose.weights.spool.PULL_BYTES", 1 << 14)
     held: list[list[WeightVersion]] = []
 
     def slow(key: str, offset: int, data: bytes) -> bytes:
@@ -344,7 +344,7 @@ def test_a_broken_transfer_goes_on_where_it_stopped_after_a_restart(
     open_reader: Callable[..., WeightSubscriber],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rose.weights.subscriber.PULL_BYTES", 10_000)
+    monkeypatch.setattr("rose.weights.spool.PULL_BYTES", 10_000)
     publisher.publish(0)
 
     def break_third(key: str, offset: int, data: bytes) -> bytes:

@@ -130,12 +130,12 @@ def test_update_files_and_spool_are_bounded(
         newest = reader.fetch(V(f"1.{version}"), V(f"1.{version - 1}"))
         assert newest.exists()
     assert len(list(reader._updates.iterdir())) <= 4
-    spooled = sum(path.stat().st_size for path in reader._spool.rglob("*") if path.is_file())
+    spooled = sum(path.stat().st_size for path in reader._spool.folder.rglob("*") if path.is_file())
     assert spooled <= 0.8 * reader._host.nbytes
     trainer.step(lr=1e-2)
     publisher.publish(12)
     reader.poll(0)
-    assert list(reader._spool.iterdir()) == []  # an anchor makes the deltas before it useless
+    assert list(reader._spool.folder.iterdir()) == []  # an anchor makes the deltas before it useless
 
 
 def test_threads_change_nothing(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from rose.errors import CapacityError
 from rose.lineage import WeightVersion
+from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
 from rose.weights.shared_copy import SharedCopy
 from rose.weights.store import MemoryStore
@@ -102,6 +105,56 @@ def test_a_copy_that_is_found_damaged_while_a_delta_arrives_is_not_built_upon(
     assert poll.result(LIMIT_S) == V("1.2")
     assert reader.scan() == []
     assert same(copy_of(reader), trainer.bits())
+
+
+@pytest.fixture
+def many(store: WatchedStore, tmp_path: Path) -> Iterator[WeightSubscriber]:
+    """A reader of three threads."""
+    reader = WeightSubscriber(store, "run", tmp_path / "many", WeightsParams(num_threads=3))
+    yield reader
+    reader.close()
+
+
+def test_objects_are_pulled_beside_each_other(
+    publisher: WeightPublisher, trainer: ToyTrainer, store: WatchedStore, many: WeightSubscriber
+) -> None:
+    publisher.publish(0)
+    together, calls = threading.Barrier(2), itertools.count()
+
+    def twist(key: str, offset: int, data: bytes) -> bytes:
+        if next(calls) < 2:
+            together.wait(LIMIT_S)
+        return data
+
+    store.twist = twist
+    assert many.poll(0) == V("1.0")
+    assert same(copy_of(many), trainer.bits())
+
+
+def test_a_poll_that_failed_pulls_nothing_any_more(
+    publisher: WeightPublisher, trainer: ToyTrainer, store: WatchedStore, many: WeightSubscriber
+) -> None:
+    publisher.publish(0)
+    begun, failed, over = threading.Event(), threading.Event(), threading.Event()
+    beside: list[bool] = []
+
+    def twist(key: str, offset: int, data: bytes) -> bytes:
+        if not begun.is_set():
+            begun.set()
+            assert failed.wait(LIMIT_S)
+            beside.append(over.wait(0.3))  # ends by itself where the poll waits for it
+            return data
+        failed.set()
+        raise CapacityError("is away", field="store")
+
+    store.twist = twist
+    with pytest.raises(CapacityError):
+        many.poll(0)
+    over.set()
+    assert beside == [False]
+    store.twist = lambda key, offset, data: data
+    assert many.poll(0) == V("1.0")
+    assert same(copy_of(many), trainer.bits())
 
 
 def test_an_agent_that_starts_while_its_neighbour_pulls_has_a_version_at_once(
