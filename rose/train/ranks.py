@@ -5,7 +5,10 @@ Rank 0 lives in the train worker's process; the others are :class:`TrainRank` ac
 inside need everybody.
 
 A rank that dies leaves the others waiting in a collective, with weights that may have been half updated.  Then rank 0
-ends its process: the actors replaces all ranks, and the new ones go on from the checkpoint.
+ends its process: all ranks are replaced, and the new ones go on from the checkpoint.
+
+An error of one rank's own (out of memory, say) is no such loss: it would come again, so it is told and the run ends.  A rank beyond the first leaves
+its words in the store in which the ranks met, and ends: the others' collectives then fail at once, and rank 0 finds out why.
 """
 
 from __future__ import annotations
@@ -13,14 +16,15 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 from rose.auth import Tokens
-from rose.errors import WeightsError
+from rose.errors import RoseError, TrainError, WeightsError
 from rose.train.batch import TrainingSequence, in_order, share_of
 from rose.train.checkpoint import Checkpoint
 from rose.train.protocol import Trainer, TrainReport
@@ -28,8 +32,13 @@ from rose.train.train_config import TrainConfig
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 JOIN_TIMEOUT_S = 300.0
 """For a rank to start, and for a collective to end: longer than any step between two collectives."""
+
+MAX_WORD_CHARS = 2000
+"""Of what a rank says of its error."""
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """By device.  What is counted lies in host memory on either."""
@@ -47,23 +56,43 @@ class TrainRank:
         self._rank = rank
         self._trainer: Any = None
         self._publisher: Any = None
+        self._store: Any = None
 
     def pid(self) -> int:
         return os.getpid()
 
     def join(self, host: str, port: int) -> None:
         """Meet the others at ``host:port`` and build this rank's share of the model."""
-        _join(self._config, self._rank, host, port)
-        self._trainer = self._make_trainer(self._config)
+        self._store = _join(self._config, self._rank, host, port)
+        with self._last_words():
+            self._trainer = self._make_trainer(self._config)
 
     def open_publisher(self, make: MakePublisher, tokens: Tokens, attempt: int) -> None:
         """Build the publisher of this rank's part."""
-        self._publisher = make(self._config, tokens, self._trainer.module, attempt)
+        with self._last_words():
+            self._publisher = make(self._config, tokens, self._trainer.module, attempt)
 
     def call(self, name: str, *arguments: Any, of: str = "trainer", **named: Any) -> None:
         """Take the call that every rank takes; the answer is rank 0's to give."""
         owner = self._trainer if of == "trainer" else self._publisher
-        getattr(owner, name)(*arguments, **named)
+        with self._last_words():
+            getattr(owner, name)(*arguments, **named)
+
+    @contextmanager
+    def _last_words(self) -> Iterator[None]:
+        """What goes wrong inside with this rank alone ends it.  Errors of ours are raised on all ranks alike."""
+        try:
+            yield
+        except RoseError:
+            raise
+        except Exception as error:
+            if tells_of_a_lost_rank(error):
+                raise
+            logger.exception("rank %d fails", self._rank)
+            key, lines = _word_of(self._rank), str(error).splitlines() or [""]
+            self._store.set(key, f"rank {self._rank}: {type(error).__name__}: {lines[0]}"[:MAX_WORD_CHARS])
+            self._store.get(key)  # it has arrived
+            os._exit(1)
 
 
 class RankedTrainer:
@@ -77,8 +106,8 @@ class RankedTrainer:
         self._ranks = ranks
         host, port = _address()
         joining = [rank.join.remote(host, port) for rank in ranks]
-        _join(config, 0, host, port)
-        self._trainer: Trainer = make_trainer(config)
+        self._store = _join(config, 0, host, port)
+        self._trainer: Trainer = self._own(make_trainer, config)
         self._publisher: Any = None
         self._config = config
         self._wait(joining)
@@ -106,7 +135,7 @@ class RankedTrainer:
             rank.call.remote("step", share_of(ordered, number, world_size), **told)
             for number, rank in enumerate(self._ranks, start=1)
         ]
-        answer = self._own(self._trainer, "step", ordered, **told)
+        answer = self._own(self._trainer.step, ordered, **told)
         self._wait(calls)
         return answer
 
@@ -136,7 +165,7 @@ class RankedTrainer:
 
     def finish_save(self) -> None:
         """Of all ranks' parts: the first completes what the others have written."""
-        self._own(self._trainer, "finish_save")
+        self._own(self._trainer.finish_save)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         self._all("restore", checkpoint)
@@ -148,7 +177,7 @@ class RankedTrainer:
         """Publishers of all ranks, each of its own part."""
         theirs = replace(tokens, publish_key="")  # rank 0, this one, signs
         opening = [rank.open_publisher.remote(make, theirs, attempt) for rank in self._ranks]
-        self._publisher = make(self._config, tokens, self._trainer.module, attempt)
+        self._publisher = self._own(make, self._config, tokens, self._trainer.module, attempt)
         self._wait(opening)
         return RankedPublisher(self)
 
@@ -158,20 +187,27 @@ class RankedTrainer:
 
     def _all(self, name: str, *arguments: Any, of: str = "trainer", **named: Any) -> Any:
         calls = [rank.call.remote(name, *arguments, of=of, **named) for rank in self._ranks]
-        answer = self._own(self._trainer if of == "trainer" else self._publisher, name, *arguments, **named)
+        owner = self._trainer if of == "trainer" else self._publisher
+        answer = self._own(getattr(owner, name), *arguments, **named)
         self._wait(calls)
         return answer
 
-    def _own(self, owner: Any, name: str, *arguments: Any, **named: Any) -> Any:
-        """The first rank's part of a call."""
+    def _own(self, call: Callable[..., T], *arguments: Any, **named: Any) -> T:
+        """The first rank's part of a call.
+
+        Raises:
+            TrainError: Another rank has failed, and said why.
+        """
         try:
-            return getattr(owner, name)(*arguments, **named)
-        except (RuntimeError, WeightsError) as error:
-            if isinstance(error, WeightsError) and error.field != "ranks":
-                raise
-            # A collective failed.  What this rank holds now is not to be trusted.
-            logger.exception("a rank is gone; ending, to go on from the checkpoint")
-            os._exit(1)
+            return call(*arguments, **named)
+        except Exception as error:
+            if tells_of_a_lost_rank(error):
+                self._lost(error)
+            if isinstance(error, WeightsError) and error.field == "ranks":
+                # They disagree about what is published; a new attempt has nothing to disagree about.
+                logger.exception("ending, to go on from the checkpoint")
+                os._exit(1)
+            raise
 
     def _wait(self, calls: Sequence[Any]) -> None:
         import ray
@@ -179,9 +215,16 @@ class RankedTrainer:
 
         try:
             ray.get(list(calls))
-        except RayActorError:
-            logger.exception("a rank is gone; ending, to go on from the checkpoint")
-            os._exit(1)
+        except RayActorError as error:
+            self._lost(error)
+
+    def _lost(self, error: Exception) -> NoReturn:
+        """Another rank is gone, or has failed.  What this one holds now is not to be trusted."""
+        for rank in range(1, 1 + len(self._ranks)):
+            if self._store.check([_word_of(rank)]):
+                raise TrainError(self._store.get(_word_of(rank)).decode(), field="trainer") from error
+        logger.error("a rank is gone; ending, to go on from the checkpoint", exc_info=error)
+        os._exit(1)
 
 
 class RankedPublisher:
@@ -194,20 +237,39 @@ class RankedPublisher:
         return self._trainer.publish(version, step=step, lr=lr)
 
 
-def _join(config: TrainConfig, rank: int, host: str, port: int) -> None:
+def tells_of_a_lost_rank(error: BaseException) -> bool:
+    """Whether a collective failed because another rank is gone or does not answer; also under a name that the error was given since."""
+    import torch.distributed as dist
+
+    found: BaseException | None = error
+    while found is not None:
+        # Gloo has no class of its own for it.
+        if isinstance(found, dist.DistError) or "gloo/transport" in str(found):
+            return True
+        found = found.__cause__
+    return False
+
+
+def _word_of(rank: int) -> str:
+    return f"rose/failed/{rank}"
+
+
+def _join(config: TrainConfig, rank: int, host: str, port: int) -> Any:
+    """Meet the other ranks; the store in which they did, which is rank 0's."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(config.trainer.num_threads)
     if config.trainer.device == "cuda":
         torch.cuda.set_device(0)  # Ray shows each rank its own device alone
-    dist.init_process_group(
-        BACKENDS[config.trainer.device],
-        init_method=f"tcp://{host}:{port}",
-        rank=rank,
-        world_size=config.trainer.num_ranks,
-        timeout=timedelta(seconds=JOIN_TIMEOUT_S),
+    timeout, world_size = timedelta(seconds=JOIN_TIMEOUT_S), config.trainer.num_ranks
+    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+        host, port, world_size, is_master=rank == 0, timeout=timeout
     )
+    dist.init_process_group(
+        BACKENDS[config.trainer.device], store=store, rank=rank, world_size=world_size, timeout=timeout
+    )
+    return store
 
 
 def _address() -> tuple[str, int]:

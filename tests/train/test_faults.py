@@ -6,16 +6,23 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch.distributed as dist
 
+from rose.errors import TrainError
 from rose.train import checkpoint as checkpoints
+from rose.train.batch import TrainingSequence
+from rose.train.build import trainer_params
 from rose.train.cluster import ray_processes
 from rose.train.loop import run_training
+from rose.train.protocol import TrainReport
 from rose.train.train_config import TrainConfig
+from rose.train.trainer import TorchTrainer
 from rose.train.workers import Parts
 from tests.plugin.stand_in import eventually
 from tests.train.ray_world import Assassin, job_table
@@ -104,6 +111,37 @@ def test_a_driver_whose_ray_cluster_is_killed_ends_and_says_so(
         gone(children)
 
     assert "RunInterrupted: ray: a process of its Ray cluster was killed" in (tmp_path / "stderr").read_text()
+
+
+class FailingTrainer(TorchTrainer):
+    """Of the rank that the job's seed names: its second step fails before the others are done with theirs."""
+
+    def step(self, samples: Sequence[TrainingSequence], **told: Any) -> TrainReport:
+        if self.step_index == 1 and dist.get_rank() == self.params.seed:
+            raise RuntimeError("made-up shapes cannot be multiplied")
+        return super().step(samples, **told)
+
+
+def failing_trainer(config: TrainConfig) -> FailingTrainer:
+    return FailingTrainer(config.model, trainer_params(config))
+
+
+@pytest.mark.parametrize(
+    ("rank", "told"), [(0, "an actor failed: RuntimeError: "), (1, "rank 1: RuntimeError: ")]
+)
+def test_an_error_of_one_rank_is_told_as_what_it_is_and_nobody_is_replaced(
+    tmp_path: Path, policy_model: Path, short_tmp: Path, rank: int, told: str
+) -> None:
+    """No rank is lost: to begin anew would only bring the same error again."""
+    events: list[Mapping[str, Any]] = []
+    with running_world(tmp_path, policy_model) as world:
+        changes = {"trainer": {"num_ranks": 2, "fine_tuning_steps": 0}, "seed": rank}
+        ray = {"temp_dir": str(short_tmp / "a")}
+        config = TrainConfig.model_validate(job_table(world, num_steps=3, **SMALL, **changes, ray=ray))
+        parts = Parts(make_publisher=file_publisher, make_trainer=failing_trainer)
+        with pytest.raises(TrainError, match=f"{told}made-up shapes cannot be multiplied"):
+            run_training(config, world.tokens, progress=events.append, parts=parts)
+    assert not [event for event in events if event.get("event") == "actor_died"]
 
 
 def test_a_rank_that_dies_costs_an_attempt_and_two_ranks_learn_as_one(

@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from rose.errors import TrainError, WeightsError
 from rose.train import checkpoint as checkpoints
 from rose.train.loading import load_module
 from rose.train.model import shard
+from rose.train.ranks import tells_of_a_lost_rank
 from tests.engine_launcher import free_port
 from tests.train.rank_main import run_steps
 
@@ -148,6 +150,66 @@ def test_adapters_on_two_ranks_equal_those_on_one(policy_model: Path, tmp_path: 
     run_ranks(policy_model, tmp_path / "resumed", 2, str(tmp_path / "two"), "0", "lora")
     one, two = (load_file(tmp_path / folder / "weights.safetensors") for folder in ("resumed", "two"))
     assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+ANOTHER_ENDS = """
+import os, signal, sys
+from datetime import timedelta
+import torch, torch.distributed as dist
+from rose.train.ranks import tells_of_a_lost_rank
+rank, how, seconds = int(os.environ["RANK"]), sys.argv[1], float(sys.argv[2])
+dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
+sums = torch.ones(3)
+dist.all_reduce(sums)
+if rank == 1 and how == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+if rank == 1:  # hangs, until the other is gone
+    sys.stdin.read()
+try:
+    dist.all_reduce(sums)
+except RuntimeError as error:
+    print(tells_of_a_lost_rank(error), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(("how", "seconds"), [("killed", 60.0), ("hangs", 2.0)])
+def test_what_gloo_says_of_a_rank_that_was_killed_or_hangs_is_known(how: str, seconds: float) -> None:
+    env = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", ANOTHER_ENDS, how, str(seconds)],
+            env=env | {"RANK": str(rank)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    assert ranks[0].stdout is not None
+    assert ranks[0].stdout.read() == "True\n"
+    for rank in ranks:
+        rank.communicate("")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        TrainError("gradient norm is nan", field="grad_norm"),
+        WeightsError("some ranks have begun, others not", field="ranks"),
+    ],
+)
+def test_other_errors_are_not_taken_for_the_loss_of_a_rank(error: Exception) -> None:
+    assert not tells_of_a_lost_rank(error)
+
+
+def test_a_lost_rank_is_seen_through_the_names_that_its_error_was_given() -> None:
+    for cause in (dist.DistBackendError("NCCL error"), RuntimeError("[.../gloo/transport/tcp/pair.cc:1] x")):
+        renamed = WeightsError("another rank is gone", field="ranks")
+        renamed.__cause__ = cause
+        assert tells_of_a_lost_rank(renamed)
 
 
 def test_gradients_of_bf16_products_are_summed_in_fp32(policy_model: Path, tmp_path: Path) -> None:
