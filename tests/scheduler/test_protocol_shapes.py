@@ -270,6 +270,61 @@ def test_a_custom_tools_grammar_is_told_to_the_model() -> None:
     assert "start: /.+/" in tool["function"]["description"]
 
 
+# --- tools of a namespace ----------------------------------------------------------------------------------
+
+AGENTS = {
+    "type": "namespace",
+    "name": "agents",
+    "description": "Sub-agents.",
+    "tools": [
+        {
+            "type": "function",
+            "name": "wait",
+            "description": "Waits.",
+            "parameters": PARAMETERS,
+            "strict": False,
+        },
+        {**PATCH, "name": "tell"},
+    ],
+}
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+async def test_a_call_says_which_tool_of_which_namespace(
+    world: World, openai_client: Any, streamed: bool
+) -> None:
+    calls = [("agents__wait", '{"at": "x"}'), ("agents__tell", '{"input": "go"}'), ("look", "{}")]
+    session = await started(world, Speech(calls=calls))
+    items: list[Any] = [user("go")]
+    for _ in range(2):
+        answer = await respond(
+            openai_client(session), streamed=streamed, input=items, tools=[AGENTS, FUNCTION]
+        )
+        assert [(call.type, call.namespace, call.name) for call in answer.output] == [
+            ("function_call", "agents", "wait"),
+            ("custom_tool_call", "agents", "tell"),
+            ("function_call", None, "look"),
+        ]
+        items += [as_codex_keeps_it(call.model_dump(exclude_none=True)) for call in answer.output]
+        items += [
+            {"type": f"{call.type}_output", "call_id": call.call_id, "output": "done"}
+            for call in answer.output
+        ]
+    assert line(world, session) == ONE_LINE[:2]
+
+
+def test_a_model_knows_the_tools_of_a_namespace_by_one_name() -> None:
+    asked = ResponsesRequest({"input": "x", "tools": [AGENTS, {"type": "web_search"}]}, None)
+    first, second = (tool["function"] for tool in asked.body["tools"])
+    assert (first["name"], first["description"]) == ("agents__wait", "Sub-agents.\n\nWaits.")
+    assert first["parameters"] == PARAMETERS
+    assert (second["name"], second["parameters"]["required"]) == ("agents__tell", ["input"])
+    for odd in ({**AGENTS, "tools": None}, {**AGENTS, "name": None}, {**AGENTS, "tools": [AGENTS]}):
+        with pytest.raises(RequestError) as caught:
+            ResponsesRequest({"input": "x", "tools": [odd]}, None)
+        assert (caught.value.field or "").startswith("tools[0].")
+
+
 # --- reading ---------------------------------------------------------------------------------------------
 
 

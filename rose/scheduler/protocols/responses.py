@@ -3,8 +3,7 @@
 A conversation is a list of *items*; what an assistant said in one turn is several of them (reasoning, a message, calls), one after the
 other, and becomes one message here.  Ids of our items carry the turn's, so an answer that comes back says which it was.
 
-A *custom* tool, which takes free text, is a function with one argument ``input`` to the model.  Tools that OpenAI's servers run (web
-search and the like) have nobody to run them here: the model is not told of them, and ``rose.left_out`` of the answer names them.
+Tools: :mod:`rose.scheduler.protocols.response_tools`.
 ``previous_response_id`` continues a turn of the same trajectory that was not sent with ``store: false``: its messages are kept once,
 with the turn that brought them.
 """
@@ -34,6 +33,7 @@ from rose.scheduler.protocols import (
     one_content,
     sse,
 )
+from rose.scheduler.protocols.response_tools import CUSTOM_INPUT, Tools, custom_input, model_name
 from rose.scheduler.trajectory import Trajectory
 
 _SAMPLING = (
@@ -61,9 +61,7 @@ _SAMPLING = (
 )
 """Of the same name and meaning in a chat completion."""
 _REFUSED = ("background", "conversation", "prompt")
-_HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "mcp", "tool_search")
 _OUR_ID = re.compile(r"[a-z]{2,4}_(?P<turn>n-[0-9a-f]{16})(?:_\d+)?\Z")
-CUSTOM_INPUT = "input"
 _CUT = {"length": "max_output_tokens", "content_filter": "content_filter"}
 """Why a turn ended before its model had it end."""
 
@@ -85,10 +83,9 @@ class ResponsesRequest:
             if request.get(field):
                 raise not_here(field, field)
         self._request = request
-        self._left_out: list[str] = []
-        self._custom: set[str] = set()
+        self._tools = Tools(request)
         body: Body = {field: request[field] for field in _SAMPLING if request.get(field) is not None}
-        body |= self._read_tools()
+        body |= self._tools.body
         if request.get("max_output_tokens") is not None:
             body["max_tokens"] = request["max_output_tokens"]
         reasoning = as_object(request.get("reasoning") or {}, "reasoning")
@@ -122,7 +119,7 @@ class ResponsesRequest:
     def whole(self, answer: bytes) -> tuple[bytes, Message | None]:
         chat = msgspec.json.decode(answer)
         choice = chat["choices"][0]
-        writer = _Writer(chat["rose"]["ids"][0], self._custom, self._wants_encrypted)
+        writer = _Writer(chat["rose"]["ids"][0], self._tools, self._wants_encrypted)
         message = choice["message"]
         logprobs = (choice.get("logprobs") or {}).get("content") if self._wants_logprobs else None
         finish = choice["finish_reason"]
@@ -131,7 +128,7 @@ class ResponsesRequest:
         return encode(self.response(chat, finish, writer.items)), writer.message()
 
     def stream(self) -> StreamForm:
-        return ResponsesStream(self, _Writer("", self._custom, self._wants_encrypted))
+        return ResponsesStream(self, _Writer("", self._tools, self._wants_encrypted))
 
     def response(self, chat: Mapping[str, Any], finish: str, items: list[dict[str, Any]]) -> dict[str, Any]:
         """The response object of an ended turn.
@@ -142,7 +139,7 @@ class ResponsesRequest:
             items: What it says.
         """
         cut = _CUT.get(finish)
-        usage = chat["usage"]
+        usage, left_out = chat["usage"], self._tools.left_out
         return self.head(chat["rose"]["ids"][0], chat["created"], chat["model"]) | {
             "status": _status(finish),
             "completed_at": None if cut else chat["created"],
@@ -162,7 +159,7 @@ class ResponsesRequest:
                 },
                 "total_tokens": usage["total_tokens"],
             },
-            "rose": {**chat["rose"], **({"left_out": self._left_out} if self._left_out else {})},
+            "rose": {**chat["rose"], **({"left_out": left_out} if left_out else {})},
         }
 
     def head(self, turn_id: str, created: int, model: str) -> dict[str, Any]:
@@ -197,42 +194,6 @@ class ResponsesRequest:
             "usage": None,
             "user": request.get("user"),
         }
-
-    def _read_tools(self) -> Body:
-        tools: list[dict[str, Any]] = []
-        for at, tool in enumerate(as_list(self._request.get("tools") or [], "tools")):
-            field = f"tools[{at}]"
-            kind = as_text(as_object(tool, field).get("type"), f"{field}.type")
-            if kind.startswith(_HOSTED):
-                self._left_out.append(kind)
-                continue
-            if kind not in ("function", "custom"):
-                raise not_here(f"a tool of type {kind[:64]}", f"{field}.type")
-            name = as_text(tool.get("name"), f"{field}.name")
-            function: dict[str, Any] = {"name": name}
-            if kind == "custom":
-                self._custom.add(name)
-                function["description"] = _custom_description(tool)
-                function["parameters"] = {
-                    "type": "object",
-                    "properties": {CUSTOM_INPUT: {"type": "string"}},
-                    "required": [CUSTOM_INPUT],
-                }
-            else:
-                for part in ("description", "parameters"):
-                    if tool.get(part) is not None:
-                        function[part] = tool[part]
-            tools.append({"type": "function", "function": function})
-        read: Body = {"tools": tools} if tools else {}
-        choice = self._request.get("tool_choice")
-        if isinstance(choice, dict):
-            if choice.get("type") not in ("function", "custom"):
-                raise not_here(f"the choice of type {str(choice.get('type'))[:64]}", "tool_choice")
-            name = as_text(choice.get("name"), "tool_choice.name")
-            choice = {"type": "function", "function": {"name": name}}
-        if choice is not None and (tools or choice != "auto"):
-            read["tool_choice"] = choice
-        return read
 
 
 class ResponsesStream:
@@ -295,10 +256,10 @@ class ResponsesStream:
 class _Writer:
     """Items from deltas, with the events that say so.  One item is open at a time."""
 
-    def __init__(self, turn_id: str, custom: set[str], wants_encrypted: bool) -> None:
+    def __init__(self, turn_id: str, tools: Tools, wants_encrypted: bool) -> None:
         self.turn_id = turn_id
         self.items: list[dict[str, Any]] = []
-        self._custom = custom
+        self._tools = tools
         self._wants_encrypted = wants_encrypted
         self._unbroken = Unbroken()
         self._open: str | int | None = None
@@ -413,12 +374,12 @@ class _Writer:
                 "status": "in_progress",
             }
             opened = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        elif name in self._custom:
+        elif name in self._tools.custom:
             item = {
                 "type": "custom_tool_call",
                 "id": item_id("ctc"),
                 "call_id": call_id,
-                "name": name,
+                **self._tools.client_name(name),
                 "input": "",
             }
         else:
@@ -426,7 +387,7 @@ class _Writer:
                 "type": "function_call",
                 "id": item_id("fc"),
                 "call_id": call_id,
-                "name": name or "",
+                **self._tools.client_name(name or ""),
                 "arguments": "",
                 "status": "in_progress",
             }
@@ -443,16 +404,6 @@ class _Writer:
             }
 
 
-def custom_input(arguments: str) -> str:
-    """A custom tool's text from the call of the function that stands for it; what is no such call is passed on as it is."""
-    try:
-        value = msgspec.json.decode(arguments)
-    except (msgspec.DecodeError, RecursionError):
-        return arguments
-    text = value.get(CUSTOM_INPUT) if isinstance(value, dict) else None
-    return text if isinstance(text, str) else arguments
-
-
 def _status(finish: str) -> str:
     return "incomplete" if finish in _CUT else "completed"
 
@@ -460,14 +411,6 @@ def _status(finish: str) -> str:
 def _as_delta(message: Mapping[str, Any]) -> dict[str, Any]:
     calls = [{**call, "index": at} for at, call in enumerate(message.get("tool_calls") or ())]
     return {**message, "tool_calls": calls}
-
-
-def _custom_description(tool: Mapping[str, Any]) -> str:
-    parts = [tool["description"]] if tool.get("description") else []
-    made = tool.get("format")
-    if isinstance(made, dict) and made.get("definition"):
-        parts.append(f"The input follows this {made.get('syntax', '')} grammar:\n{made['definition']}")
-    return "\n\n".join(map(str, parts))
 
 
 def _format(text: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -555,7 +498,7 @@ def _add_said(messages: list[Message], item: Mapping[str, Any], kind: Any, field
         if kind == "custom_tool_call":
             arguments = encode({CUSTOM_INPUT: as_text(item.get("input"), f"{field}.input")}).decode()
         function = {
-            "name": as_text(item.get("name"), f"{field}.name"),
+            "name": model_name(item, field),
             "arguments": as_text(arguments, f"{field}.arguments"),
         }
         call_id = as_text(item.get("call_id"), f"{field}.call_id")
