@@ -2,11 +2,14 @@
 
 A sink that fails is switched off with one warning: a full disk under the plots must not end a training run.  The JSON lines are
 the record, and their failure is an error.
+
+After a death steps may be taken again, by the same driver or the next one: numbers of a step come twice, and the later ones count.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -83,14 +86,26 @@ class TensorBoardSink:
     def __init__(self, config: TrainConfig) -> None:
         from tensorboardX import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(config.output_dir / "tensorboard"), flush_secs=5)
+        self._make_writer: Any = SummaryWriter
+        self._directory = str(config.output_dir / "tensorboard")
+        self._writer: Any = None
+        self._last = -1
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        if self._writer is None or step <= self._last:
+            self.close()
+            # A file that says where it begins: TensorBoard leaves out what others have from there on.  Its name has seconds only.
+            suffix = f".{time.time_ns()}"
+            self._writer = self._make_writer(
+                self._directory, purge_step=step, flush_secs=5, filename_suffix=suffix
+            )
+        self._last = step
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 class WandbSink:
@@ -105,15 +120,19 @@ class WandbSink:
             dir=str(config.output_dir),
             config={"seed": config.seed, "num_steps": config.num_steps},
         )
+        # W&B's own steps only go up, and what comes under a lower one is ignored: ours are an axis like any other.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        self._run.log(dict(scalars), step=step)
+        self._run.log({**scalars, "step": step})
 
     def close(self) -> None:
         self._run.finish()
 
 
 GROUPS = {
+    "run": ("attempt",),
     "reward": (
         "success_rate",
         "sampled_success_rate",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,34 @@ def test_tensorboard_files_are_written_unless_switched_off(tmp_path: Path) -> No
     assert [path.name for path in (tmp_path / "b" / "out").iterdir()] == ["metrics.jsonl"]
 
 
+def events_of(folder: Path) -> list[Any]:
+    """What TensorBoard's own reader finds, file by file in the order of their names."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    found = []
+    for path in sorted(folder.iterdir()):
+        data = path.read_bytes()
+        while data:  # length, its check sum, the event, its check sum
+            (length,) = struct.unpack("<Q", data[:8])
+            found.append(Event.FromString(data[12 : 12 + length]))
+            data = data[16 + length :]
+    return found
+
+
+def test_steps_that_are_taken_again_replace_those_that_ended_with_their_attempt(tmp_path: Path) -> None:
+    """In one driver (its trainer died) and in the next.  TensorBoard drops what stands from the step of a start on."""
+    for session in ([0, 1, 2], [1, 2, 3, 2], [2, 3]):
+        with open_logs(config(tmp_path)) as logs:
+            for step in session:
+                logs.write(RECORD | {"step": step})
+    curve: list[int] = []
+    for event in events_of(tmp_path / "out" / "tensorboard"):
+        if event.HasField("session_log"):
+            curve = [step for step in curve if step < event.step]
+        curve += [event.step for value in event.summary.value if value.tag == "policy/entropy"]
+    assert curve == [0, 1, 2, 3]
+
+
 def test_a_board_that_was_asked_for_by_name_must_be_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,10 +136,14 @@ def test_weights_and_biases_gets_the_same_numbers(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     with open_logs(config(tmp_path, wandb_project="p", tensorboard=False)) as logs:
-        logs.write(RECORD)
+        # W&B ignores what is given to it under a step number lower than its last.
+        for attempt, step, entropy in ((1, 3, 0.1234), (1, 4, 0.2345), (2, 3, 0.3456), (2, 4, 0.4567)):
+            logs.write(RECORD | {"step": step, "attempt": attempt, "entropy": entropy})
         assert len(logs._sinks) == 1
     (run,) = (tmp_path / "out" / "wandb").glob("offline-run-*/run-*.wandb")
-    assert b"eval/success_rate" in run.read_bytes()
+    written = run.read_bytes()
+    assert b"eval/success_rate" in written
+    assert all(entropy in written for entropy in (b"0.1234", b"0.2345", b"0.3456", b"0.4567"))
 
 
 def test_rewards_and_lengths_by_quarter_of_length() -> None:
