@@ -1,4 +1,4 @@
-"""Where a run writes what it measured: ``metrics.jsonl`` always, TensorBoard by default, Weights & Biases if asked for.
+"""Where a run writes what it measured: ``metrics.jsonl`` always, TensorBoard by default, Weights & Biases and MLflow if asked for.
 
 A sink that fails is switched off with one warning: a full disk under the plots must not end a training run.  The JSON lines are
 the record, and their failure is an error.
@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -24,7 +26,7 @@ logger = logging.getLogger(__name__)
 class Sink(Protocol):
     def write(self, step: int, scalars: Mapping[str, float]) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, *, failed: bool) -> None: ...
 
 
 class Logs:
@@ -44,10 +46,11 @@ class Logs:
                 logger.warning("%s is switched off: %s", type(sink).__name__, error)
                 self._sinks.remove(sink)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
+        """``failed``: the run has not come to its end."""
         for sink in self._sinks:
             try:
-                sink.close()
+                sink.close(failed=failed)
             except Exception as error:  # noqa: BLE001
                 logger.warning("%s did not close: %s", type(sink).__name__, error)
         self._file.close()
@@ -73,11 +76,22 @@ def open_logs(config: TrainConfig) -> Iterator[Logs]:
             raise ConfigError(
                 "wandb is not installed", field="log.wandb_project", fix="pip install wandb"
             ) from error
+    if config.log.mlflow_experiment is not None:
+        try:
+            sinks.append(MlflowSink(config))
+        except ImportError as error:
+            raise ConfigError(
+                "mlflow is not installed",
+                field="log.mlflow_experiment",
+                fix="pip install 'rose-rl[mlflow]'",
+            ) from error
     logs = Logs(MetricsFile(config.output_dir / "metrics.jsonl"), sinks)
     try:
         yield logs
-    finally:
-        logs.close()
+    except BaseException:
+        logs.close(failed=True)
+        raise
+    logs.close()
 
 
 class TensorBoardSink:
@@ -93,7 +107,7 @@ class TensorBoardSink:
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         if self._writer is None or step <= self._last:
-            self.close()
+            self.close(failed=False)
             # A file that says where it begins: TensorBoard leaves out what others have from there on.  Its name has seconds only.
             suffix = f".{time.time_ns()}"
             self._writer = self._make_writer(
@@ -103,7 +117,7 @@ class TensorBoardSink:
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         if self._writer is not None:
             self._writer.close()
 
@@ -118,7 +132,7 @@ class WandbSink:
             id=config.run_id,
             resume="allow",
             dir=str(config.output_dir),
-            config={"seed": config.seed, "num_steps": config.num_steps},
+            config=parameters_of(config),
         )
         # W&B's own steps only go up, and what comes under a lower one is ignored: ours are an axis like any other.
         self._run.define_metric("step")
@@ -127,8 +141,98 @@ class WandbSink:
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         self._run.log({**scalars, "step": step})
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, *, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+
+
+class MlflowSink:
+    """One run of MLflow for a job's output folder, which keeps its name.  A server that is slow or away holds up no step."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
+        from mlflow.exceptions import MlflowException  # pyright: ignore[reportMissingImports]
+
+        self._remembered = config.output_dir / "mlflow-run"
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix="mlflow")
+        self._sent: deque[Future[None]] = deque()
+        try:
+            self._client: Any = MlflowClient(tracking_uri=config.log.mlflow_uri)
+            self._run_id = self._open(config, MlflowException)
+            self._tell(parameters_of(config))
+        except MlflowException as error:
+            raise ConfigError(
+                f"MLflow does not take the run: {str(error).splitlines()[0][:200]}", field="log.mlflow_uri"
+            ) from error
+
+    def _open(self, config: TrainConfig, error: type[Exception]) -> str:
+        """The run of this folder, new where it has none in this store."""
+        client, name = self._client, config.log.mlflow_experiment
+        if self._remembered.is_file():
+            run_id = self._remembered.read_text().strip()
+            try:
+                client.update_run(run_id, status="RUNNING")
+                return run_id
+            except error:
+                logger.warning("MLflow does not know run %s any more: another begins", run_id[:64])
+        found = client.get_experiment_by_name(name)
+        experiment = client.create_experiment(name) if found is None else found.experiment_id
+        run_id = client.create_run(experiment, run_name=config.job).info.run_id
+        self._remembered.parent.mkdir(parents=True, exist_ok=True)
+        self._remembered.write_text(run_id)
+        return run_id
+
+    def _tell(self, parameters: Mapping[str, Any]) -> None:
+        """A parameter of a run never changes; what did is told as a tag."""
+        from mlflow.entities import Param, RunTag  # pyright: ignore[reportMissingImports]
+
+        texts = {name: str(value)[:MLFLOW_MAX_CHARS] for name, value in parameters.items()}
+        known = self._client.get_run(self._run_id).data.params
+        new = [Param(name, text) for name, text in texts.items() if name not in known]
+        changed = [RunTag(f"changed.{k}", v) for k, v in texts.items() if known.get(k, v) != v]
+        for start in range(0, len(new), MLFLOW_MAX_PARAMETERS):
+            self._client.log_batch(self._run_id, params=new[start : start + MLFLOW_MAX_PARAMETERS])
+        self._client.log_batch(self._run_id, tags=changed[:MLFLOW_MAX_PARAMETERS])
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
+
+        while self._sent and self._sent[0].done():
+            self._sent.popleft().result()  # raises what went wrong with it
+        now_ms = int(time.time() * 1000)
+        metrics = [Metric(name, value, now_ms, step) for name, value in scalars.items()]
+        self._sent.append(self._sender.submit(self._client.log_batch, self._run_id, metrics=metrics))
+
+    def close(self, *, failed: bool) -> None:
+        self._sender.shutdown(wait=True)
+        while self._sent:
+            self._sent.popleft().result()
+        self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
+
+
+MLFLOW_MAX_PARAMETERS, MLFLOW_MAX_CHARS = 100, 500
+"""Of one request, and of a value: what every server takes."""
+
+PRIVATE = frozenset({"settings", "url", "relay_url", "mlflow_uri", "token_file", "publish_key"})
+"""Settings that may hold a secret, or say where one is; boards are often other people's."""
+
+
+def parameters_of(config: TrainConfig) -> dict[str, Any]:
+    """Every setting of a job by its dotted name, but for :data:`PRIVATE` ones."""
+    found: dict[str, Any] = {}
+
+    def walk(name: str, value: Any) -> None:
+        items: Iterable[tuple[Any, Any]] = ()
+        if isinstance(value, Mapping):
+            items = ((key, one) for key, one in value.items() if key not in PRIVATE)
+        elif isinstance(value, list):
+            items = enumerate(value)
+        else:
+            found[name] = value
+        for key, one in items:
+            walk(f"{name}.{key}" if name else str(key), one)
+
+    walk("", config.model_dump(mode="json"))
+    return found
 
 
 GROUPS = {

@@ -213,6 +213,16 @@ class LogSettings(Section):
     """Event files in ``output_dir/tensorboard``."""
     wandb_project: str | None = None
     """Also log to Weights & Biases; needs ``pip install wandb``."""
+    mlflow_experiment: str | None = Field(default=None, min_length=1)
+    """Also log to MLflow, in the experiment of this name; needs ``pip install 'rose-rl[mlflow]'``."""
+    mlflow_uri: str | None = Field(default=None, min_length=1)
+    """Its tracking server or store.  None = as ``MLFLOW_TRACKING_URI`` says."""
+
+    @model_validator(mode="after")
+    def _an_experiment(self) -> Self:
+        if self.mlflow_uri is not None and self.mlflow_experiment is None:
+            raise ValueError("mlflow_uri needs mlflow_experiment")
+        return self
 
 
 class TrainConfig(Section):
