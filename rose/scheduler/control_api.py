@@ -111,6 +111,7 @@ class ControlRoutes:
             deadline_s=body.deadline_s,
             metadata=body.metadata,
             record=body.record or [],
+            trains_side=body.train_side_requests or False,
         )
         await self._store.journal.commit()
         return json_response({"id": name, "key": self._tokens.key_of(name)})
@@ -137,6 +138,7 @@ class ControlRoutes:
                     "created_at": trajectory.created.created_at,
                     "num_turns": len(trajectory.turns),
                     "num_tokens": trajectory.num_tokens,
+                    "num_side_turns": sum(map(trajectory.is_side, trajectory.turns)),
                     "metadata": trajectory.created.metadata,
                 }
                 found.append(encode(listed))

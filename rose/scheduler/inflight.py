@@ -32,6 +32,7 @@ from typing import Any
 from rose.errors import CapacityError, RequestError, RoseError
 from rose.policy import samples as sp
 from rose.policy import turn_events as te
+from rose.scheduler import side
 from rose.scheduler.deliveries import Connections
 from rose.scheduler.dispatch import Dispatcher, TurnHandle, turn_error
 from rose.scheduler.inflight_request import Finished, Inflight, Replay, TurnRequest
@@ -353,8 +354,16 @@ class InflightRequests:
             for item in done:
                 self.store.check_sampled(trajectory.created.job, item.summary["segments"])
             continued: set[int] = set()
-            for turn, item in enumerate(done, len(trajectory.turns)):
+            first = len(trajectory.turns)
+            is_side = inflight.asks == side.SIDE or (inflight.asks == side.SMALL and trajectory.has_tools)
+            # What came before it was beside the task, so nothing was left for it.
+            beside = (side.SIDE, side.SMALL) if inflight.asks == side.TOOLS else (side.SIDE,)
+            begins = all(each.asks in beside for each in trajectory.turns)
+            for turn, item in enumerate(done, first):
                 item.turn, parent = turn, item.prompt.parent
+                if parent is None and turn > 0 and (is_side or (begins and turn == first)):
+                    item.fork = "side" if is_side else None
+                    continue
                 again = parent in trajectory.parents or parent in continued
                 if item.fork is None and (again if parent is not None else turn > 0):
                     item.fork = "branch"
@@ -394,6 +403,7 @@ class InflightRequests:
                 if kept is None
                 else kept.with_answer(messages[index], done.ended.result.turn_id),
                 messages_of=None if kept is None else kept.after,
+                asks=inflight.asks,
             )
             first_with.setdefault(id(done.prompt), done.turn)
         if inflight.asked.trajectory is not None:

@@ -32,6 +32,8 @@ class TurnRequest:
     dedicated_only: bool = False
     min_version: Version | None = None
     deadline_s: float | None = None
+    side: str = ""
+    """What the client says of it: :mod:`rose.scheduler.side`."""
     trace_headers: Mapping[str, str] = field(default_factory=dict)
     """W3C trace context for the engine."""
 
@@ -63,6 +65,8 @@ class Inflight:
         self.key = key
         self.retry = asked.retry
         """Of the last client that joined."""
+        self.asks = asked.side
+        """What kind of request it is: :mod:`rose.scheduler.side`."""
         self.handles: list[TurnHandle] = []
         self.started: asyncio.Event = asyncio.Event()
         """All turns are submitted (or the request has failed): a stream may begin to watch them."""

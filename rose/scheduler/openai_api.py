@@ -23,6 +23,7 @@ from typing import Any
 from aiohttp import web
 
 from rose.errors import RequestError, RoseError
+from rose.scheduler import side
 from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.http import (
     check_token_ids,
@@ -101,6 +102,7 @@ class OpenAIRoutes:
         self, request: web.Request, sent: ProtocolRequest, trajectory: Trajectory | None
     ) -> web.StreamResponse:
         self._requests.check_messages(sent.body)
+        asks = side.kind_of(sent.body)
         sent.body = body = self._requests.with_sampling(sent.body, trajectory)
         num_choices = self._requests.num_choices(body)
         model = await self._requests.model(body.get("model"), trajectory)
@@ -114,6 +116,7 @@ class OpenAIRoutes:
             return [choice for choice, _ in found], [count for _, count in found]
 
         async def work(inflight: Inflight) -> bytes:
+            inflight.asks = asked.side or asks
             prompt = await self._prompts.chat(trajectory, body)
             kept = None if trajectory is None else Kept.of(sent, prompt, trajectory)
             params = self._requests.params(prompt.sampling_params, body, len(prompt.token_ids), model)

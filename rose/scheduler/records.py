@@ -63,6 +63,8 @@ class TurnRecord(msgspec.Struct, tag="turn", frozen=True, gc=False, omit_default
     """Messages that it added to those of turn ``messages_of`` (all, where that is None), and its answer, as msgpack: for a client that
     names an earlier answer and does not send it again.  Empty: its client does not."""
     messages_of: int | None = None
+    asks: str = ""
+    """See :mod:`rose.scheduler.side`."""
     routed_experts: list[tuple[int, bytes]] = []
     """``(first position, .npy bytes)``: see :class:`~rose.scheduler.dispatch.TurnHandle`."""
 
@@ -115,6 +117,8 @@ class CreateRecord(msgspec.Struct, tag="create", frozen=True, gc=False, omit_def
     metadata: dict[str, str] = {}
     record: list[str] = []
     """Side channels of its turns."""
+    trains_side: bool = False
+    """What is only taken for a side request is a turn like others."""
 
 
 class ScoreRecord(msgspec.Struct, tag="score", frozen=True, gc=False, omit_defaults=True):

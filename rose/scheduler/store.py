@@ -98,6 +98,7 @@ class Store(Books):
         deadline_s: float | None = None,
         metadata: dict[str, str] | None = None,
         record: Sequence[str] = (),
+        trains_side: bool = False,
     ) -> str:
         """A new trajectory; the same ``key`` of the job again gives the same one.  ``deadline_s`` is from now on.
 
@@ -114,9 +115,11 @@ class Store(Books):
                 prefill_per_decode,
                 metadata or {},
                 list(record),
+                trains_side,
             )
             kept = (
                 old.group_size, old.task, old.sampling, old.task_kind, old.prefill_per_decode, old.metadata, old.record,
+                old.trains_side,
             )  # fmt: skip
             if asked != kept or (name if group_id is None else group_id) != old.group_id:
                 raise RequestError(
@@ -143,6 +146,7 @@ class Store(Books):
             deadline_at=None if deadline_s is None else now + deadline_s,
             metadata=metadata or {},
             record=list(record),
+            trains_side=trains_side,
         )
         self.holdings.check(job, created_bytes(made))
         self._write(made)

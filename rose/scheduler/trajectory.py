@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from rose.lineage import Version, parse_version
+from rose.scheduler import side
 from rose.scheduler.deliveries import Deliveries
 from rose.scheduler.holdings import SCORE_BYTES, created_bytes, score_bytes, turn_bytes
 from rose.scheduler.ids import split, unpack_ids, unpack_logprobs
@@ -31,6 +32,7 @@ class Trajectory:
         "created",
         "deliveries",
         "finish",
+        "has_tools",
         "lengths",
         "named",
         "newest",
@@ -67,6 +69,8 @@ class Trajectory:
         self.stale = False
         self.parents: set[int] = set()
         """Turns that another turn continues."""
+        self.has_tools = False
+        """Some of its turns offered tools."""
         self.num_tokens = 0
         """Sampled, in all turns."""
         self.num_bytes = created_bytes(created)
@@ -94,6 +98,7 @@ class Trajectory:
         self.turns.append(record)
         self.num_bytes += turn_bytes(record)
         self.num_tokens += len(record.token_ids) // 4
+        self.has_tools = self.has_tools or record.asks == side.TOOLS
         self._add_tips(record.turn, record.tip)
         if record.choice == 0:
             self.deliveries.add(record.turn, record.retry)
@@ -110,6 +115,16 @@ class Trajectory:
             version = parse_version(text)
             self.oldest = version if self.oldest is None else min(self.oldest, version)
             self.newest = version if self.newest is None else max(self.newest, version)
+
+    def is_side(self, record: TurnRecord) -> bool:
+        """Was it beside the task, as far as is known by now?"""
+        return record.asks == side.SIDE or (
+            record.asks == side.SMALL
+            and self.has_tools
+            and record.parent is None
+            and record.turn not in self.parents
+            and not self.created.trains_side
+        )
 
     def add_scores(self, record: ScoreRecord) -> None:
         """What was said of the same before is replaced."""
@@ -236,6 +251,7 @@ class Trajectory:
             "kind": record.kind,
             "parent": record.parent,
             "fork": record.fork,
+            "side": self.is_side(record),
             **prompt,
             "token_ids": unpack_ids(record.token_ids),
             "logprobs": unpack_logprobs(record.logprobs),

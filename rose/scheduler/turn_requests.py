@@ -10,6 +10,7 @@ from aiohttp import web
 
 from rose.errors import CapacityError, NotFound, RequestError, Unauthorized
 from rose.lineage import parse_version
+from rose.scheduler import side
 from rose.scheduler.deliveries import retry_count
 from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.http import KEY_OF, REQUEST_ID, check_storable, encode, trace_context, whole_number
@@ -61,6 +62,7 @@ class TurnRequests:
             dedicated_only=tier == "dedicated",
             min_version=None if minimum is None else parse_version(minimum, "X-ROSE-Min-Version"),
             deadline_s=None if deadline_ms is None else _deadline_s(deadline_ms),
+            side=side.said(headers.get(side.HEADER)),
             trace_headers=trace_context(
                 headers.get("traceparent"), headers.get("tracestate"), is_traced=self._is_traced
             ),

@@ -4,7 +4,7 @@
 says which ids it was prompted with and which it sampled; a conversation that only grows is **one**
 sequence, the last turn's prompt and sample, with a mask that is 1 exactly on sampled tokens.  Where the
 agent rewrote its history the conversation forks: a new sequence begins, and each sampled token is trained
-in one sequence only, the first that holds it.
+in one sequence only, the first that holds it.  Requests beside the task (``side``) are left out.
 
 Nothing here trusts the trace: ids, lengths, log-probs, temperatures and sampling settings are checked,
 and what cannot be trained correctly is refused by name (top-p, for example: the recorded log-probs would
@@ -131,7 +131,7 @@ def samples_of(trajectory: Mapping[str, Any], *, vocab_size: int, max_tokens: in
             prompt = _ids(turn, "prompt_token_ids", vocab_size, max_tokens, where)
         if isinstance(number := turn.get("turn"), int):
             ends[number] = prompt + sampled
-        if not sampled:
+        if not sampled or turn.get("side") is True:
             continue
         if not prompt:
             raise TrainError("a sampled token needs a prompt before it", field=f"{where}.prompt_token_ids")
@@ -268,7 +268,8 @@ def split_by_length(
 
 
 def _is_truncated(trajectory: Mapping[str, Any]) -> bool:
-    info, turns = trajectory.get("info"), trajectory.get("turns") or ()
+    info = trajectory.get("info")
+    turns = [turn for turn in trajectory.get("turns") or () if turn.get("side") is not True]
     last = turns[-1] if turns else {}
     return (isinstance(info, Mapping) and bool(info.get("truncated"))) or last.get(
         "finish_reason"

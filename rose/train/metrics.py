@@ -32,12 +32,21 @@ def trajectory_metrics(trajectories: Sequence[Mapping[str, Any]], *, version: Ve
     tokens: Counter[str] = Counter()
     lags: list[int] = []
     trained_lags: list[int] = []
-    num_turns, num_resumed, num_prompt_tokens, num_truncated, num_cut, num_mixed = 0, 0, 0, 0, 0, 0
+    num_turns, num_resumed, num_prompt_tokens, num_truncated, num_cut, num_mixed, num_side = (
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+    )
     for trajectory in trajectories:
         num_truncated += bool(_table(trajectory.get("info")).get("truncated"))
         for turn in _tables(trajectory.get("turns")):
             num_turns += 1
             num_mixed += turn.get("kv_mixed") is True
+            num_side += turn.get("side") is True
             # A turn of one token always ends at its limit.
             sampled = turn.get("token_ids") or ()
             num_cut += turn.get("finish_reason") == "length" and len(sampled) > 1
@@ -70,6 +79,7 @@ def trajectory_metrics(trajectories: Sequence[Mapping[str, Any]], *, version: Ve
         "reward_by_length": rewards_by_quantile(trajectories),
         "num_resumed_turns": num_resumed,
         "num_kv_mixed_turns": num_mixed,
+        "num_side_turns": num_side,
         "tiers": {tier: {"turns": turns[tier], "tokens": tokens[tier]} for tier in sorted({*turns, *tokens})},
         "num_stale": sum(one.get("stale") is True for one in trajectories),
         "lag_max": max(lags, default=0),
@@ -111,7 +121,7 @@ def prefill_per_decode(trajectories: Sequence[Mapping[str, Any]]) -> float:
     """
     num_new = 0
     for trajectory in trajectories:
-        turns = _tables(trajectory.get("turns"))
+        turns = [turn for turn in _tables(trajectory.get("turns")) if turn.get("side") is not True]
         ends = {turn.get("turn"): num_prompt(turn) + len(turn.get("token_ids") or ()) for turn in turns}
         for turn in turns:
             held = 0 if turn.get("parent") is None else ends.get(turn["parent"], 0)
@@ -126,8 +136,9 @@ def num_prompt(turn: Mapping[str, Any]) -> int:
 
 
 def num_sampled(trajectory: Mapping[str, Any]) -> int:
-    """Tokens that the policy sampled in a trajectory."""
-    return sum(len(turn.get("token_ids") or ()) for turn in _tables(trajectory.get("turns")))
+    """Tokens that the policy sampled in a trajectory, but for requests beside its task."""
+    turns = (turn for turn in _tables(trajectory.get("turns")) if turn.get("side") is not True)
+    return sum(len(turn.get("token_ids") or ()) for turn in turns)
 
 
 def rewards_by_quantile(trajectories: Sequence[Mapping[str, Any]]) -> list[float]:

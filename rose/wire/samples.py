@@ -44,6 +44,8 @@ class NewTrajectory(_Body):
     metadata: Metadata | None = None
     record: Annotated[list[SideChannel], Meta(max_length=8)] | None = None
     """What else of its turns is recorded."""
+    train_side_requests: bool | None = None
+    """True: what is only taken for a request beside the task, and not said to be one, is a turn like others.  None: false."""
 
 
 class Finish(_Body):

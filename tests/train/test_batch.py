@@ -47,6 +47,19 @@ def test_a_fork_trains_each_sampled_token_once() -> None:
     assert (second.token_ids, second.positions) == ((20, 21, 3), (2,))
 
 
+def test_a_request_beside_the_task_is_not_trained_on() -> None:
+    """Neither a title in front nor a probe at the end, which its one token would make a cut trajectory."""
+    beside = {"side": True, "finish_reason": "length"}
+    turns = [turn([30], [4]) | beside, turn([10], [1]), turn([10, 1, 11], [2]), turn([20], [3]) | beside]
+
+    whole = trajectory(turns)
+    (sample,) = samples_of(whole, **LIMITS)
+
+    assert [sample.token_ids[position] for position in sample.positions] == [1, 2]
+    assert not sample.truncated
+    assert trajectory_metrics([whole], version=(0, 0))["num_side_turns"] == 2
+
+
 def test_a_branch_from_the_middle_does_not_train_the_shared_part_again() -> None:
     turns = [turn([10], [1]), turn([10, 1, 11], [2]), turn([10, 1, 99], [3])]
 
