@@ -20,6 +20,7 @@ from rose.errors import RoseError, TrainError
 from rose.train.build import torch_trainer
 from rose.train.env_manager import EnvManager, eval_job, family_of
 from rose.train.envs.base import Task
+from rose.train.held_out import summary_of
 from rose.train.mix import TaskMix, TaskShapes
 from rose.train.plan import GroupPlan, GroupState
 from rose.train.rollout import RolloutReport, Score
@@ -288,28 +289,16 @@ class Actors:
             )
         except RoseError as error:
             raise EvaluationFailed(error.message, field=error.field, fix=error.fix) from error
-        scores: list[Score] = [score for part in found for score in part]
-        played = sorted({one for score in scores for one in score.versions})
+        scores: list[list[Score]] = list(found)
+        played = sorted({one for part in scores for score in part for one in score.versions})
         if played and played != [version]:
             raise TrainError(f"held-out episodes pinned to {version} were played by {played}", field="eval")
-        names = sorted({score.task_kind for score in scores} - {""})
-        by_task = {name: mean_of([one for one in scores if one.task_kind == name]) for name in names}
-        told = mean_of(scores)
+        told = summary_of(scores, self.config.eval.pass_at)
         await answer_of(self._trainer.note_success.remote(told["success_rate"]))
-        return {"version": version, **told, **({"tasks": by_task} if by_task else {})}
+        return {"version": version, **told}
 
     async def export(self, target: Path) -> None:
         await answer_of(self._trainer.export.remote(target))
-
-
-def mean_of(scores: Sequence[Score]) -> dict[str, float]:
-    count = max(1, len(scores))
-    return {
-        "num_episodes": len(scores),
-        "success_rate": sum(score.success for score in scores) / count,
-        "reward_mean": sum(score.reward for score in scores) / count,
-        "turns_mean": sum(score.num_turns for score in scores) / count,
-    }
 
 
 class RayRewardWorker:

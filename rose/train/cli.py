@@ -21,6 +21,7 @@ from rich.progress import (
 
 from rose.auth import Tokens
 from rose.config import load_config
+from rose.train.held_out import told_in_short
 from rose.train.train_config import TrainConfig
 
 _WATCH_S = 1.0
@@ -110,7 +111,7 @@ def _line(record: Mapping[str, Any], num_steps: int) -> str:
     tiers = record["tiers"]
     shares = ", ".join(f"{tier} {counts['turns']}" for tier, counts in tiers.items())
     update = record["update"]
-    held_out = f"  held-out {record['eval']['success_rate']:.2f}" if "eval" in record else ""
+    held_out = f"  held-out {told_in_short(record['eval'])}" if "eval" in record else ""
     if "eval_error" in record:
         held_out = f"  held-out failed: {record['eval_error']}"
     by_task = (record.get("tasks") or {}).items()

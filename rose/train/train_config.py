@@ -204,8 +204,18 @@ class EvalSettings(Section):
     """0 = only where asked for by ``at_end``."""
     at_end: bool = False
     num_tasks: int = Field(default=32, ge=1)
-    episodes_per_task: int = Field(default=1, ge=1, le=64)
+    episodes_per_task: int = Field(default=1, ge=1, le=1024)
+    pass_at: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(), max_length=16)
+    """Numbers of episodes for which the chance is told that one of them succeeds (pass@k); none above ``episodes_per_task``."""
     temperature: float = Field(default=0.0, ge=0, le=10)
+    """0 = greedy, where all episodes of a task are alike unless its environment plays dice."""
+
+    @model_validator(mode="after")
+    def _episodes_for_pass(self) -> Self:
+        if self.pass_at and max(self.pass_at) > self.episodes_per_task:
+            k = max(self.pass_at)
+            raise ValueError(f"pass_at {k} needs episodes_per_task of {k} at least")
+        return self
 
 
 class LogSettings(Section):

@@ -244,7 +244,7 @@ async def test_two_tasks_are_mixed_by_weight_scored_apart_and_known_to_the_sched
         num_steps=3,
         env={},
         tasks=TWO_TASKS,
-        eval={"at_end": True, "num_tasks": 2},
+        eval={"at_end": True, "num_tasks": 2, "episodes_per_task": 3, "pass_at": [1, 3], "temperature": 1.0},
         rollout={"num_groups": 4, "group_size": 2, "mode": mode},
     )
     assert world.scheduler is not None
@@ -271,8 +271,11 @@ async def test_two_tasks_are_mixed_by_weight_scored_apart_and_known_to_the_sched
         assert script.records[0]["tasks"]["lake"]["prefill_per_decode"] in told
     assert any(ratio is not None for ratio in told)
     held_out = script.records[-1]["eval"]
-    assert {name: one["num_episodes"] for name, one in held_out["tasks"].items()} == {"lake": 2, "maths": 2}
-    assert held_out["num_episodes"] == 4
+    assert {name: one["num_episodes"] for name, one in held_out["tasks"].items()} == {"lake": 6, "maths": 6}
+    assert held_out["num_episodes"] == 12
+    for found in (held_out, *held_out["tasks"].values()):
+        assert found["pass_at_1"] == pytest.approx(found["success_rate"])
+        assert found["pass_at_3"] >= found["pass_at_1"]
 
 
 async def test_an_evaluation_reports_the_version_it_was_pinned_to(world: World) -> None:
