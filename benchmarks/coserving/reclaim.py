@@ -360,6 +360,7 @@ def _backstop_once(case: str) -> float:
             "dir": folder / "n",
             "token_file": folder / "tokens.toml",
             "serving": {},
+            "mode": "on",
             "engine": {
                 "model": "policy", "command": [sys.executable, str(fake_engine)], "port": free_port(),
                 "max_model_len": 256, "env": {"FAKE_MODE": "", "FAKE_REPORT": str(folder / "engine.json")},

@@ -6,7 +6,7 @@ import ipaddress
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
@@ -212,6 +212,11 @@ class NodeDecisions(DecisionConfig):
     max_bytes: int = Field(default=16 * 2**20, ge=0)
 
 
+def _first_mode(given: dict[str, Any]) -> Literal["observe", "on"]:
+    """Production's memory is lent when somebody has said so, and not because a file left something out."""
+    return "on" if given.get("serving") is None else "observe"
+
+
 class NodeConfig(Section):
     node_id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
     """Worker id at the scheduler."""
@@ -219,9 +224,10 @@ class NodeConfig(Section):
     """Shared with the serving engine (its ``ROSE_DIR``); best on tmpfs, for example /dev/shm/rose-gpu0."""
     token_file: Path | None = None
     """None = the file that ROSE_TOKEN_FILE names."""
-    mode: Literal["off", "observe", "on"] = "on"
-    """At start; ``rose node on|off|set`` changes it."""
     serving: ServingConfig | None = None
+    mode: Literal["off", "observe", "on"] = Field(default_factory=_first_mode)
+    """At start; ``rose node on|off|set`` changes it.  Left out: ``observe`` beside production, which measures and lends nothing, and ``on``
+    where there is no ``[serving]``."""
     borrowed: bool = False
     """A training GPU: the engine has it only while its owner lends it (``rose node lend``, ``lend.node_dir`` of ``rose train``)."""
     engine: EngineConfig

@@ -148,6 +148,7 @@ def configs_of(scenario: Scenario, system: System, serving_pages: int) -> Config
     dedicated = NodeConfig(
         node_id="node",
         dir=Path("/nonexistent"),
+        mode="on",
         engine=EngineConfig(model=job.model, max_model_len=job.max_model_len),
         lending=lending,
         gate=gate,

@@ -136,6 +136,7 @@ class Device:
             "dir": str(self.dir),
             "token_file": str(self.token_file),
             "serving": {},
+            "mode": "on",
             "engine": engine,
             "lending": lending,
             **change,

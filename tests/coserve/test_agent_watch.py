@@ -35,6 +35,7 @@ class Bench:
             "node_id": "n0",
             "dir": str(path / "n"),
             "serving": {"slo_ttft_ms": 500, "slo_tpot_ms": 100},
+            "mode": "on",
             "engine": {"model": "policy", "max_model_len": 64},
             "lending": lending,
         }

@@ -27,6 +27,14 @@ def test_a_device_is_lent_by_production_or_by_a_trainer_not_by_both() -> None:
         validate(NodeConfig, {**table, "borrowed": True, "serving": {}})
 
 
+def test_a_file_that_says_no_mode_lends_nothing_of_production() -> None:
+    table = {"node_id": "a", "dir": "/run/rose/a", "engine": {"model": "m", "max_model_len": 512}}
+    assert validate(NodeConfig, {**table, "serving": {}}).mode == "observe"
+    assert validate(NodeConfig, {**table, "serving": {}, "mode": "on"}).mode == "on"
+    assert validate(NodeConfig, table).mode == "on"
+    assert validate(NodeConfig, {**table, "borrowed": True}).mode == "on"
+
+
 @pytest.mark.parametrize(
     ("scheduler", "engine"),
     [

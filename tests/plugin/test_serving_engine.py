@@ -295,6 +295,7 @@ class RealAgent:
             "node_id": "n0",
             "dir": str(path),
             "serving": {"slo_ttft_ms": 5000, "slo_tpot_ms": 5000},
+            "mode": "on",
             "engine": {"model": "policy", "max_model_len": 64},
             "lending": lending,
         }

@@ -180,6 +180,7 @@ def test_the_simulated_node_is_told_what_the_agent_s_is(tmp_path: Path) -> None:
         node_id="n",
         dir=tmp_path,
         serving=ServingConfig(),
+        mode="on",
         engine=EngineConfig(model="m", max_model_len=SCENARIO.job.max_model_len),
         scheduler=SchedulerLink(url="http://s"),
     )
