@@ -314,6 +314,7 @@ class Scheduler:
         add("GET", "/debug/trace", watch.trace, *MAY_WATCH)
         add("GET", "/rose/v1/history", watch.history, *MAY_WATCH)
         add("GET", "/", watch.page)
+        add("HEAD", "/", watch.page)  # Claude Code looks whether anybody is here
         add("GET", "/learning", watch.learning)
 
     @property

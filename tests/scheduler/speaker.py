@@ -37,13 +37,17 @@ class Speaker(FakeEngine):
         super().__init__(**engine, plugin=False)
         self._says = says
 
+    def speech(self, asked: dict[str, Any], token_ids: list[int]) -> Speech:
+        """What ``token_ids`` say in answer to the chat request ``asked``."""
+        return self._says(token_ids)
+
     async def _derender_chat(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.num_derenders += 1
         if body.get("stream"):
             return self._streamed_piece(body)
         choice = body["generate_response"]["choices"][0]
-        speech = self._says(choice["token_ids"])
+        speech = self.speech(body["chat_request"], choice["token_ids"])
         message: dict[str, Any] = {
             "role": "assistant",
             "content": speech.content or None,
@@ -66,7 +70,7 @@ class Speaker(FakeEngine):
         delta: dict[str, Any] = {} if state["begun"] else {"role": "assistant"}
         state["begun"] = True
         if choice["finish_reason"] is not None:
-            speech = self._says(state["ids"])
+            speech = self.speech(body["chat_request"], state["ids"])
             content = speech.content if speech.streamed_content is None else speech.streamed_content
             calls = speech.calls if speech.streamed_calls is None else speech.streamed_calls
             delta |= {

@@ -98,3 +98,9 @@ async def test_a_stop_lets_running_turns_end(world: World) -> None:
     engine.hold.set()
     assert len((await turn)["token_ids"]) >= 1
     await stop
+
+
+async def test_whoever_looks_whether_anybody_is_here_is_answered(world: World) -> None:
+    await world.start()
+    async with world.session.head(world.url) as response:
+        assert (response.status, await response.read()) == (200, b"")
