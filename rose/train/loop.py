@@ -108,9 +108,16 @@ def check_job(config: TrainConfig) -> None:
         )
     if not (config.model / "config.json").is_file():
         raise ConfigError(f"{config.model} is not a model folder", field="model")
+    named = {task.name for task in config.tasks if task.max_tokens is not None}
     for task in config.all_tasks:
         family = family_of(task)
         field = f"tasks.{task.name}" if task.name else "env"
+        if family.allowed_texts is None and config.rollout.max_tokens is None and task.name not in named:
+            raise ConfigError(
+                "is required where answers are free text, and counts the tokens of one turn",
+                field="rollout.max_tokens",
+                fix="512, say, or max_tokens of the task",
+            )
         if not family.tasks():
             raise ConfigError("the environment has no tasks", field=field)
         evaluates = config.eval.every_steps or config.eval.at_end

@@ -163,8 +163,8 @@ class RolloutSettings(Section):
     """Started per group beyond ``group_size``; the slowest are dropped, which favours short episodes."""
     group_size: int = Field(default=16, ge=2, le=4096)
     temperature: float = Field(default=1.0, ge=0.01, le=10.0)
-    max_tokens: int = Field(default=1, ge=1, le=65536)
-    """Sampled per turn.  Environments with one-token answers need 1."""
+    max_tokens: int | None = Field(default=None, ge=1, le=65536)
+    """Sampled per turn, at most.  None = 1, for environments with a list of allowed answers; of free text it has to be said, here or by the task."""
 
 
 class RaySettings(Section):
@@ -286,7 +286,7 @@ class TrainConfig(Section):
                 kind=task.kind,
                 settings=task.settings,
                 reward=task.reward,
-                max_tokens=task.max_tokens or rollout.max_tokens,
+                max_tokens=task.max_tokens or rollout.max_tokens or 1,
                 step_timeout_s=task.step_timeout_s or env.step_timeout_s,
                 reward_range=task.reward_range or env.reward_range,
                 latency=task.latency or env.latency,

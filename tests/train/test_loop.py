@@ -152,6 +152,8 @@ def test_bad_settings_are_refused_with_their_field(override: str, message: str) 
         ({"model": "nowhere"}, "model: .*/nowhere is not a model folder"),
         ({"env": {"kind": "chess"}}, "unknown environment 'chess'"),
         ({"env": {"settings": {"num_maps": 0}}}, "num_maps"),
+        ({"env": {"kind": "math_tools"}}, r"rollout\.max_tokens: is required .*free text"),
+        ({"tasks": [{"name": "a", "kind": "math_tools"}]}, r"rollout\.max_tokens: is required .*free text"),
         ({"reward": {"kind": "oracle"}}, "unknown reward 'oracle'"),
         ({"reward": {"kind": "endpoint", "settings": {"url": "ftp://x"}}}, "reward.settings.url"),
         ({"env": {"settings": {"size": 2}}, "eval": {"at_end": True, "num_tasks": 20}}, "env.num_maps"),

@@ -127,7 +127,12 @@ def test_a_task_that_cannot_be_is_named_before_anything_starts(tmp_path: Path, p
 
     (tmp_path / "three.jsonl").write_text('{"question": "1 + 1", "answer": 2}\n')
     settings = {"path": str(tmp_path / "three.jsonl"), "held_out_fraction": 0.0}
-    one = job(model=str(policy_model), tasks=[LAKE, MATHS | {"settings": settings}], eval={"at_end": True})
+    one = job(
+        model=str(policy_model),
+        tasks=[LAKE, MATHS | {"settings": settings}],
+        eval={"at_end": True},
+        rollout={"max_tokens": 8},
+    )
     with pytest.raises(ConfigError, match="no held-out tasks") as caught:
         check_job(validate(TrainConfig, one))
     assert caught.value.field == "tasks.maths"
