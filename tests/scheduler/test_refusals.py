@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rose.auth import bearer
+from rose.scheduler.openapi import ROUTES
 from tests.scheduler.conftest import World, user
 
 WORKER = {
@@ -174,3 +177,10 @@ async def test_an_image_is_refused_and_not_left_out(world: World) -> None:
         assert answer["error"]["param"] == "messages"
     assert not engine.requests
     await world.chat(session, [{"role": "user", "content": [text]}], max_tokens=2)
+
+
+def test_the_page_of_the_endpoint_has_a_row_for_each_refusal_of_a_turn() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/endpoint.md").read_text()
+    rows = {int(status) for status in re.findall(r"^\| (\d{3}) `", page, re.MULTILINE)}
+    turns = [statuses for method, path, *_, statuses in ROUTES if path == "/v1/chat/completions"]
+    assert rows >= {400, 401, 413, *turns[0]} - {200}

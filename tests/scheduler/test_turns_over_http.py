@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+from collections import deque
 
 import pytest
 
@@ -141,6 +142,36 @@ async def test_a_failing_answer_is_tried_again(world: World, kind: str) -> None:
     answer = await generate(world)
     assert answer["token_ids"] == engine.greedy(PROMPT, {"max_tokens": 40})[0]
     assert answer["attempts"] == 3
+
+
+@pytest.mark.parametrize(("kind", "most"), [("error", 5), ("reset", 5), ("garbage", 2)])
+async def test_so_many_engines_may_fail_a_turn_and_no_more(world: World, kind: str, most: int) -> None:
+    await world.start()
+    faults = deque([Fault(kind=kind)] * most)
+    for number in range(most + 2):
+        (await world.add(f"e{number}")).faults = faults
+    assert (await generate(world))["attempts"] == most + 1
+    faults.extend([Fault(kind=kind)] * (most + 1))
+    status, answer = await world.call("POST", "/rose/v1/generate", {"token_ids": PROMPT})
+    assert (status, answer["error"]["code"]) == (502, "engine_failed")
+    assert not faults
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_turn_whose_engine_dies_goes_on_with_what_had_arrived(world: World, streamed: bool) -> None:
+    """Of one that is not streamed nothing had."""
+    await world.start(policy="round_robin")
+    for name in ("a", "b"):
+        await world.add(name, mean_tokens=10_000, token_s=0.001)
+    world.engines["a"].faults.append(Fault(kind="reset", after=5))
+    session = await world.trajectory()
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 20}, "stream": streamed}
+    headers = {"X-Session-ID": session, **bearer(world.tokens.agent)}
+    async with world.session.post(f"{world.url}/rose/v1/generate", json=body, headers=headers) as answer:
+        await answer.read()
+    (turn,) = world.scheduler.store.trajectories[session].turns
+    kept = [("a", 5), ("b", 15)] if streamed else [("b", 20)]
+    assert [(segment["worker"], segment["n"]) for segment in turn.segments] == kept
 
 
 async def test_turns_are_held_until_a_worker_comes(world: World) -> None:
