@@ -106,6 +106,12 @@ def check_job(config: TrainConfig) -> None:
             "is for synchronous runs: the trainer of another hardly waits, and lending its device there has not been tried",
             field="lend.node_dir",
         )
+    if config.eval.background and config.rollout.mode != "synchronous":
+        raise ConfigError(
+            "is for synchronous runs: in another new versions are published while held-out episodes are played",
+            field="eval.background",
+            fix="leave it out: episodes of training go on during an evaluation there",
+        )
     if not (config.model / "config.json").is_file():
         raise ConfigError(f"{config.model} is not a model folder", field="model")
     named = {task.name for task in config.tasks if task.max_tokens is not None}
@@ -154,39 +160,59 @@ async def _steps(
     config = actors.config
     curve: list[float] = []
     held_out: float | None = None
+    evaluation: _Evaluation | None = None
+
+    def tell(record: Mapping[str, Any]) -> None:
+        nonlocal held_out
+        if "eval" in record:
+            held_out = record["eval"]["success_rate"]
+        logs.write(record)
+        progress(record)
+
+    async def end_evaluation(*, drop: bool = False) -> None:
+        """And tell the step that has waited for it."""
+        nonlocal evaluation
+        if evaluation is None:
+            return
+        ended, evaluation = evaluation, None
+        try:
+            await (ended.drop() if drop else ended.finish())
+        finally:
+            tell(ended.record)
+
     with open_logs(config) as logs:
-        while True:
-            try:
-                for event in await actors.ensure():
-                    progress(event)
-                if actors.step >= config.num_steps:
-                    break
-                started_s = time.monotonic()
-                async with _watched(actors, progress, watch_s):
-                    record = await (
-                        _synchronous_step(config, actors, loan) if async_loop is None else async_loop.step()
-                    )
-            except ActorDied as death:
-                actors.last_death = str(death)
-                continue
-            actors.num_deaths_in_a_row = 0
-            actors.shapes.observe(record)
-            actors.step = record["step"] + 1
-            end_s = time.monotonic()
-            record = {**record, "step_s": end_s - started_s, "end_s": end_s}
-            if _evaluates_after(config, actors.step):
+        try:
+            while True:
                 try:
-                    async with loan.lent():
-                        record["eval"] = await actors.evaluate()
-                    held_out = record["eval"]["success_rate"]
-                    record["eval_s"] = time.monotonic() - end_s
+                    for event in await actors.ensure():
+                        progress(event)
+                    if actors.step >= config.num_steps:
+                        break
+                    started_s = time.monotonic()
+                    async with _watched(actors, progress, watch_s):
+                        if async_loop is None:
+                            record = await _synchronous_step(config, actors, loan, end_evaluation)
+                        else:
+                            record = await async_loop.step()
                 except ActorDied as death:
-                    actors.last_death = str(death)  # the step stands; its evaluation is lost
-                except EvaluationFailed as error:
-                    record["eval_error"] = str(error)
-            curve.append(record["sampled_success_rate"])
-            logs.write(record)
-            progress(record)
+                    actors.last_death = str(death)
+                    await end_evaluation(drop=True)  # a new trainer's first version would play the rest of it
+                    continue
+                actors.num_deaths_in_a_row = 0
+                actors.shapes.observe(record)
+                actors.step = record["step"] + 1
+                end_s = time.monotonic()
+                record = {**record, "step_s": end_s - started_s, "end_s": end_s}
+                curve.append(record["sampled_success_rate"])
+                if not _evaluates_after(config, actors.step):
+                    tell(record)
+                    continue
+                evaluation = _Evaluation(actors, record)
+                if not config.eval.background or actors.step >= config.num_steps:
+                    async with loan.lent():
+                        await end_evaluation()
+        finally:
+            await end_evaluation(drop=True)
         if config.export and actors.step >= config.num_steps:
             await actors.export(config.output_dir / "model")
     return RunResult(
@@ -199,7 +225,34 @@ async def _steps(
     )
 
 
-async def _synchronous_step(config: TrainConfig, actors: Actors, loan: DeviceLoan) -> dict[str, Any]:
+class _Evaluation:
+    """Held-out episodes on the weights of now, under way, and the record of the step that made these weights."""
+
+    def __init__(self, actors: Actors, record: dict[str, Any]) -> None:
+        self.record = record
+        self._actors = actors
+        self._playing = asyncio.ensure_future(actors.evaluate())
+
+    async def finish(self) -> None:
+        """Wait for them, and put into the record what they say."""
+        started_s = time.monotonic()
+        try:
+            self.record["eval"] = await self._playing
+            self.record["eval_s"] = time.monotonic() - started_s
+        except ActorDied as death:
+            self._actors.last_death = str(death)  # the step stands; its evaluation is lost
+        except EvaluationFailed as error:
+            self.record["eval_error"] = str(error)
+
+    async def drop(self) -> None:
+        """Wait for them no more."""
+        self._playing.cancel()
+        await asyncio.gather(self._playing, return_exceptions=True)
+
+
+async def _synchronous_step(
+    config: TrainConfig, actors: Actors, loan: DeviceLoan, end_evaluation: Callable[[], Awaitable[None]]
+) -> dict[str, Any]:
     """Complete the step's groups, train on them, publish.  Where groups are missing or teach nothing, more are run."""
     rollout_s, num_episodes, num_retries, num_failed = 0.0, 0, 0, 0
     lent_before_s = loan.lent_s
@@ -224,6 +277,9 @@ async def _synchronous_step(config: TrainConfig, actors: Actors, loan: DeviceLoa
         last_failure = ""
         async with loan.lent():
             reports = await actors.run(split_plans(plans, actors.num_managers))
+            played_s = time.monotonic()
+            await end_evaluation()  # before the weights change
+            started_s += time.monotonic() - played_s  # told apart, as `eval_s`
         for report in reports:
             num_episodes += report.num_episodes
             num_retries += report.num_retries

@@ -209,6 +209,9 @@ class EvalSettings(Section):
     """Numbers of episodes for which the chance is told that one of them succeeds (pass@k); none above ``episodes_per_task``."""
     temperature: float = Field(default=0.0, ge=0, le=10)
     """0 = greedy, where all episodes of a task are alike unless its environment plays dice."""
+    background: bool = False
+    """Play them beside the next step's episodes, on the same weights, instead of between two steps.  Training waits only for what takes longer.  For
+    synchronous runs: others publish meanwhile."""
 
     @model_validator(mode="after")
     def _episodes_for_pass(self) -> Self:
