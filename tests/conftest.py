@@ -1,13 +1,10 @@
 """Tests marked ``gpu`` are skipped where there is no NVIDIA GPU, and listed by name at the end of the run.
 
 What engines that tests kill leave in shared memory goes with the run.
-
-``make test`` runs on two workers.  A test marked ``alone`` waits until the other one has ended its test, and has the machine to itself.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import tempfile
@@ -20,8 +17,7 @@ import pytest
 from rose.shared_memory import SharedMemorySweep
 
 _SKIPPED = pytest.StashKey[list[str]]()
-_FOLDER = pytest.StashKey[str]()
-_LOCKS, _OUTPUT = "rose_locks", "rose_gpu_skipped"
+_OUTPUT = "rose_gpu_skipped"
 
 
 def has_gpu() -> bool:
@@ -47,37 +43,10 @@ def public() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Of several workers: any number of tests at once, or one that is marked ``alone``."""
-    folder = getattr(item.config, "workerinput", {}).get(_LOCKS)
-    if folder is None:
-        return (yield)
-    alone = item.get_closest_marker("alone") is not None
-    with Path(folder, "door").open("w") as door, Path(folder, "room").open("w") as room:
-        # Who wants to be alone closes the door behind the tests that are running, else he would wait for ever.
-        fcntl.flock(door, fcntl.LOCK_EX)
-        fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        fcntl.flock(door, fcntl.LOCK_UN)
-        try:
-            return (yield)
-        finally:
-            fcntl.flock(room, fcntl.LOCK_UN)  # closing does not do it where a test has forked
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: Any) -> None:
-    if _FOLDER not in node.config.stash:
-        node.config.stash[_FOLDER] = tempfile.mkdtemp(prefix="rose-tests-")
-    node.workerinput[_LOCKS] = node.config.stash[_FOLDER]
-
-
 def pytest_sessionfinish(session: pytest.Session) -> None:
     config = session.config
     if hasattr(config, "workeroutput"):
         config.workeroutput[_OUTPUT] = config.stash.get(_SKIPPED, [])
-    if _FOLDER in config.stash:
-        shutil.rmtree(config.stash[_FOLDER])
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -22,14 +22,14 @@ import psutil
 import pytest
 
 from rose.auth import Tokens
+from rose.config import load_config
+from rose.coserve.node_config import NodeConfig
 from rose.coserve.node_dir import NodeDir
 from rose.node_client import ControlClient
 from rose.proc import free_port
 from rose.units import PAGE_BYTES
 from tests.engine_launcher import EngineServer
 from tests.tiny_model import write_tiny_model
-
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
 
 POLL = 7  # x86-64
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
@@ -145,6 +145,15 @@ def shared_memory_of(pid: int) -> list[Path]:
     return []
 
 
+def test_the_readmes_settings_are_settings_of_a_node(folder: Path) -> None:
+    path = folder / "as-it-stands.toml"
+    path.write_text(readme_block("# node.toml"))
+    assert load_config(NodeConfig, path).mode == "observe"
+
+
+@pytest.mark.engine
+@pytest.mark.conformance
+@pytest.mark.timeout(500)
 def test_observe_then_on_then_observe_then_off_leaves_nothing(server: EngineServer, folder: Path) -> None:
     node, files = Node(folder), NodeDir(folder / "n")
     alone = complete(server)

@@ -117,7 +117,7 @@ def write_host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Tokens:
     return tokens
 
 
-@pytest.fixture(params=["v1", "v2"])
+@pytest.fixture(params=[pytest.param("v1", marks=pytest.mark.conformance), "v2"])
 def host(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     tokens = write_host(tmp_path, monkeypatch)
     node = NodeDir(tmp_path / "n")

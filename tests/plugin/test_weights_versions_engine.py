@@ -41,7 +41,12 @@ def holds(server: EngineServer, weights: Tensors) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("world", "experts"), [(1, 0), (2, 0), (1, 4)], ids=["dense-tp-1", "dense-tp-2", "moe-tp-1"]
+    ("world", "experts"),
+    [
+        pytest.param(1, 0, marks=pytest.mark.conformance, id="dense-tp-1"),
+        pytest.param(2, 0, id="dense-tp-2"),
+        pytest.param(1, 4, marks=pytest.mark.conformance, id="moe-tp-1"),
+    ],
 )
 def test_every_fiftieth_of_200_versions_runs_on_a_real_server(
     world: int, experts: int, tmp_path: Path
@@ -84,7 +89,7 @@ def test_every_fiftieth_of_200_versions_runs_on_a_real_server(
         subscriber.close()
 
 
-@pytest.mark.parametrize("moment", ["stage", "commit"])
+@pytest.mark.parametrize("moment", [pytest.param("stage", marks=pytest.mark.conformance), "commit"])
 def test_an_engine_killed_in_an_update_comes_back_with_the_whole_version(moment: str, tmp_path: Path) -> None:
     """SIGKILL, with the update half way; the process that takes its place loads the base model again."""
     initial = write_tiny_model(tmp_path / "model", seed=5, tied=False)

@@ -28,11 +28,11 @@ from tests.plugin.stand_in import eventually
 from tests.train.ray_world import Assassin, job_table
 from tests.train.world import file_publisher, running_world
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
 
 def gone(processes: list[psutil.Process]) -> None:
-    """They end; what their new parent has not yet collected has ended too."""
+    """They end, on crowded cores after minutes; what their new parent has not yet collected has ended too."""
 
     def alive(process: psutil.Process) -> bool:
         try:
@@ -41,7 +41,7 @@ def gone(processes: list[psutil.Process]) -> None:
             return False
 
     try:
-        eventually(lambda: not any(map(alive, processes)), "the end of Ray's processes", timeout_s=60)
+        eventually(lambda: not any(map(alive, processes)), "the end of Ray's processes", timeout_s=240)
     except AssertionError as error:
         left = [str(process) for process in processes if alive(process)]
         raise AssertionError(f"{error}: {left}") from None
@@ -50,7 +50,6 @@ def gone(processes: list[psutil.Process]) -> None:
 SMALL: dict[str, Any] = {"rollout": {"num_groups": 2, "group_size": 4}, "log": {"tensorboard": False}}
 
 
-@pytest.mark.alone  # Ray's processes notice late on crowded cores that their driver is dead
 def test_a_driver_killed_in_mid_step_goes_on_where_it_stopped(
     tmp_path: Path, policy_model: Path, short_tmp: Path
 ) -> None:
@@ -88,7 +87,7 @@ def test_a_driver_killed_in_mid_step_goes_on_where_it_stopped(
     assert len(set(newest.consumed_ids)) == 24 == consumed
 
 
-@pytest.mark.parametrize("victim", ["raylet", "gcs_server"])
+@pytest.mark.parametrize("victim", ["raylet", pytest.param("gcs_server", marks=pytest.mark.conformance)])
 def test_a_driver_whose_ray_cluster_is_killed_ends_and_says_so(
     tmp_path: Path, policy_model: Path, short_tmp: Path, victim: str
 ) -> None:

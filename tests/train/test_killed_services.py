@@ -89,7 +89,7 @@ class Deployment:
         await self._engine.wait()
 
 
-@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
+@pytest.mark.parametrize("mode", [pytest.param("synchronous", marks=pytest.mark.conformance), "asynchronous"])
 async def test_the_job_goes_on_and_applies_each_trajectory_once(
     tmp_path: Path, policy_model: Path, mode: str
 ) -> None:

@@ -135,6 +135,7 @@ def test_what_two_ranks_write_in_the_background_is_what_was_there_when_it_began(
     checkpoints.load(folders[1])
 
 
+@pytest.mark.conformance
 def test_adapters_on_two_ranks_equal_those_on_one(policy_model: Path, tmp_path: Path) -> None:
     """Of rank 3, which two ranks share unequally."""
     run_steps(policy_model, tmp_path / "one", lora=True)
