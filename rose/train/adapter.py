@@ -12,7 +12,8 @@ An adapter's checkpoint holds the adapter alone: it is of the model folder that 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,20 @@ def _config(params: LoraParams) -> Any:
         lora_dropout=0.0,  # proximal and current must be the same function
         task_type="CAUSAL_LM",
     )
+
+
+@contextmanager
+def left_out(model: Any) -> Iterator[None]:
+    """Inside, ``model`` computes as if it had no adapters.  They go on through it, times 0: the collectives of a sharded one stay as they are."""
+    scalings: list[dict[str, float]] = [one.scaling for one in model.modules() if hasattr(one, "lora_A")]
+    before = [dict(one) for one in scalings]
+    for one in scalings:
+        one[ADAPTER] = 0.0
+    try:
+        yield
+    finally:
+        for one, was in zip(scalings, before, strict=True):
+            one.update(was)
 
 
 def parameters_of(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from rose.errors import TrainError
 from rose.train import checkpoint as checkpoints
-from rose.train.adapter import LoraParams
+from rose.train.adapter import LoraParams, left_out
 from rose.train.advantages import OverlongParams, group_advantages, overlong_penalty, uninformative_groups
 from rose.train.batch import (
     MAX_PART_TOKENS,
@@ -120,7 +120,8 @@ class TorchTrainer:
             lora=params.lora,
         )
         self._reference: FrozenModel | None = None
-        if params.loss.kl_weight > 0.0:
+        """The model that training began with; none where only adapters are trained beside it."""
+        if params.loss.kl_weight > 0.0 and params.lora is None:
             self._reference = FrozenModel(
                 model_path,
                 policy_dtype=params.policy_dtype,
@@ -189,9 +190,7 @@ class TorchTrainer:
         rate = params.learning_rate if learning_rate is None else learning_rate
         self._owners = owners_of(samples, self._policy.world_size)
         proximal, entropy_mean = self._forward(self._policy, samples, self._owners)
-        reference = None
-        if self._reference is not None:
-            reference = self._forward(self._reference, samples, self._owners)[0]
+        reference = self._reference_log_probs(samples)
         advantages = self._advantages(samples, proximal, reference)
         chosen = self._chosen(samples, advantages)
         starved = self._guard.is_starved(chosen.num_informative)
@@ -311,6 +310,15 @@ class TorchTrainer:
         self._policy.export(target)
 
     # --- inside a step ---------------------------------------------------------------------------------
+
+    def _reference_log_probs(self, samples: Sequence[TrainingSequence]) -> list[Tensor] | None:
+        """Under the weights that training began with; None where nobody asks.  Of adapters these are the model without them."""
+        if self._reference is not None:
+            return self._forward(self._reference, samples, self._owners)[0]
+        if self.params.loss.kl_weight == 0.0:
+            return None
+        with left_out(self._policy.computing):
+            return self._forward(self._policy, samples, self._owners)[0]
 
     @property
     def _trains_anyway(self) -> bool:

@@ -134,7 +134,8 @@ class TrainerSettings(Section):
     clip_low: float | None = Field(default=None, gt=0, le=1)
     clip_high: float | None = Field(default=None, gt=0)
     kl_weight: float | None = Field(default=None, ge=0)
-    """Of the divergence from the model that training began with; above 0 it is held in memory beside the policy."""
+    """Of the divergence from the model that training began with; above 0 it is held in memory beside the policy, unless adapters alone are
+    trained."""
     kl_kind: KLKind | None = None
     entropy_weight: float = Field(default=0.0, ge=0, le=1)
     correction: Correction = "token_truncate"

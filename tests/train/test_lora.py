@@ -16,6 +16,8 @@ from rose.errors import ConfigError
 from rose.train import checkpoint as checkpoints
 from rose.train.adapter import LoraParams
 from rose.train.batch import TrainingSequence, samples_of
+from rose.train.loss import LossParams, kl_estimate
+from rose.train.model import Dtype
 from rose.train.trainer import TorchTrainer, TrainerParams
 from rose.weights.publisher import WeightPublisher
 from rose.weights.stores import open_store
@@ -65,6 +67,20 @@ def test_only_linear_layers_move_and_by_a_small_rank(policy_model: Path) -> None
             assert 1 <= int(torch.linalg.matrix_rank(change.double(), rtol=1e-4)) <= 4, name
         else:
             assert not change.any(), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_first_model_is_the_trained_one_without_its_adapters(policy_model: Path, dtype: Dtype) -> None:
+    """No second one is held for a KL penalty, and what the first says stays the same while adapters move."""
+    params = replace(PARAMS, policy_dtype=dtype, loss=LossParams(kl_weight=0.1))
+    trainer = TorchTrainer(policy_model, params)
+    first = TorchTrainer(policy_model, replace(params, lora=None)).log_probs(samples(4))
+    assert trainer.step(samples(3)).kl_reference == 0.0
+    now = trainer.log_probs(samples(4))
+    told = trainer.step(samples(4)).kl_reference
+    assert told > 1e-4
+    assert told == pytest.approx(float(kl_estimate(torch.cat(now), torch.cat(first), "k3").mean()), rel=1e-3)
+    assert trainer._reference is None
 
 
 def test_what_is_merged_is_what_the_trainer_computes_with(policy_model: Path, tmp_path: Path) -> None:
