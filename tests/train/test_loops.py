@@ -19,7 +19,6 @@ from rose.lineage import parse_version
 from rose.policy.staleness import lag
 from rose.testing.toy_recipe import UNGUARDED
 from rose.train import checkpoint as checkpoints
-from rose.train.actors import Actors
 from rose.train.build import make_publisher
 from rose.train.cli import _line
 from rose.train.client import SchedulerClient
@@ -277,85 +276,6 @@ async def test_two_tasks_are_mixed_by_weight_scored_apart_and_known_to_the_sched
     for found in (held_out, *held_out["tasks"].values()):
         assert found["pass_at_1"] == pytest.approx(found["success_rate"])
         assert found["pass_at_3"] >= found["pass_at_1"]
-
-
-async def test_an_evaluation_reports_the_version_it_was_pinned_to(world: World) -> None:
-    evaluation = {"every_steps": 1, "num_tasks": 3}
-    script, _, result = await run(
-        world, {}, num_steps=2, eval=evaluation, rollout={**SMALL, "mode": "asynchronous"}
-    )
-    found = [record["eval"] for record in script.records]
-    assert [(one["version"], one["num_episodes"]) for one in found] == [("1.1", 3), ("1.2", 3)]
-    assert result.success_held_out == found[-1]["success_rate"]
-
-
-async def test_held_out_episodes_are_played_beside_the_next_steps_on_the_same_weights(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between two steps these evaluations would never end: but for the last one they wait for the next step's episodes to begin."""
-    rolling, evaluate, play = asyncio.Event(), Actors.evaluate, Actors.run
-
-    async def evaluating(self: Actors) -> dict[str, Any]:
-        rolling.clear()
-        if self.step < 3:
-            await rolling.wait()
-        return await evaluate(self)
-
-    async def playing(self: Actors, plans: Any) -> Any:
-        rolling.set()
-        return await play(self, plans)
-
-    monkeypatch.setattr(Actors, "evaluate", evaluating)
-    monkeypatch.setattr(Actors, "run", playing)
-    evaluation = {"every_steps": 1, "num_tasks": 3, "background": True}
-    script, config, result = await run(world, {}, num_steps=3, eval=evaluation)
-    found = [
-        (record["step"], record["eval"]["version"], record["eval"]["num_episodes"])
-        for record in script.records
-    ]
-    assert found == [(0, "1.1", 3), (1, "1.2", 3), (2, "1.3", 3)]
-    assert result.success_held_out == script.records[-1]["eval"]["success_rate"]
-    assert_applied_once(world, config)
-
-
-@pytest.mark.parametrize("victim", ["kill_manager", "kill_trainer"])
-async def test_a_death_costs_the_evaluation_in_the_background_and_no_line(
-    world: World, monkeypatch: pytest.MonkeyPatch, victim: str
-) -> None:
-    evaluate, play = Actors.evaluate, Actors.run
-
-    async def hanging(self: Actors) -> dict[str, Any]:
-        if self.step == 1:
-            await asyncio.Event().wait()
-        return await evaluate(self)
-
-    async def dying(self: Actors, plans: Any) -> Any:
-        if self.step == 1 and not self.num_restarts:
-            getattr(self, victim)()
-            await self.survey()  # hears of a manager's death
-            await self.train()  # of a trainer's
-        return await play(self, plans)
-
-    monkeypatch.setattr(Actors, "evaluate", hanging)
-    monkeypatch.setattr(Actors, "run", dying)
-    evaluation = {"every_steps": 1, "num_tasks": 3, "background": True}
-    script, config, result = await run(world, {}, num_steps=3, eval=evaluation)
-    assert [(record["step"], "eval" in record) for record in script.records] == [
-        (0, False),
-        (1, True),
-        (2, True),
-    ]
-    lines = (config.output_dir / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2]
-    assert (result.num_steps, result.num_restarts) == (3, 1)
-    assert_applied_once(world, config)
-
-
-def test_an_asynchronous_run_has_no_weights_that_stand_still_for_an_evaluation(world: World) -> None:
-    changes = {"rollout": {**SMALL, "mode": "asynchronous"}, "eval": {"at_end": True, "background": True}}
-    config = TrainConfig.model_validate(job_table(world, **changes))
-    with pytest.raises(ConfigError, match=r"eval\.background: is for synchronous runs"):
-        check_job(config)
 
 
 @pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])

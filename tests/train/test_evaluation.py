@@ -1,0 +1,106 @@
+"""Evaluations of whole runs: on which weights, beside what, and what a death costs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rose.errors import ConfigError
+from rose.train.actors import Actors
+from rose.train.loop import check_job
+from rose.train.train_config import TrainConfig
+from tests.train.local_run import SMALL, assert_applied_once, run
+from tests.train.ray_world import job_table
+from tests.train.world import World, running_world
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def world(tmp_path: Path, policy_model: Path) -> Iterator[World]:
+    with running_world(tmp_path, policy_model) as world:
+        yield world
+
+
+async def test_an_evaluation_reports_the_version_it_was_pinned_to(world: World) -> None:
+    evaluation = {"every_steps": 1, "num_tasks": 3}
+    script, _, result = await run(
+        world, {}, num_steps=2, eval=evaluation, rollout={**SMALL, "mode": "asynchronous"}
+    )
+    found = [record["eval"] for record in script.records]
+    assert [(one["version"], one["num_episodes"]) for one in found] == [("1.1", 3), ("1.2", 3)]
+    assert result.success_held_out == found[-1]["success_rate"]
+
+
+async def test_held_out_episodes_are_played_beside_the_next_steps_on_the_same_weights(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two steps these evaluations would never end: but for the last one they wait for the next step's episodes to begin."""
+    rolling, evaluate, play = asyncio.Event(), Actors.evaluate, Actors.run
+
+    async def evaluating(self: Actors) -> dict[str, Any]:
+        rolling.clear()
+        if self.step < 3:
+            await rolling.wait()
+        return await evaluate(self)
+
+    async def playing(self: Actors, plans: Any) -> Any:
+        rolling.set()
+        return await play(self, plans)
+
+    monkeypatch.setattr(Actors, "evaluate", evaluating)
+    monkeypatch.setattr(Actors, "run", playing)
+    evaluation = {"every_steps": 1, "num_tasks": 3, "background": True}
+    script, config, result = await run(world, {}, num_steps=3, eval=evaluation)
+    found = [
+        (record["step"], record["eval"]["version"], record["eval"]["num_episodes"])
+        for record in script.records
+    ]
+    assert found == [(0, "1.1", 3), (1, "1.2", 3), (2, "1.3", 3)]
+    assert result.success_held_out == script.records[-1]["eval"]["success_rate"]
+    assert_applied_once(world, config)
+
+
+@pytest.mark.parametrize("victim", ["kill_manager", "kill_trainer"])
+async def test_a_death_costs_the_evaluation_in_the_background_and_no_line(
+    world: World, monkeypatch: pytest.MonkeyPatch, victim: str
+) -> None:
+    evaluate, play = Actors.evaluate, Actors.run
+
+    async def hanging(self: Actors) -> dict[str, Any]:
+        if self.step == 1:
+            await asyncio.Event().wait()
+        return await evaluate(self)
+
+    async def dying(self: Actors, plans: Any) -> Any:
+        if self.step == 1 and not self.num_restarts:
+            getattr(self, victim)()
+            await self.survey()  # hears of a manager's death
+            await self.train()  # of a trainer's
+        return await play(self, plans)
+
+    monkeypatch.setattr(Actors, "evaluate", hanging)
+    monkeypatch.setattr(Actors, "run", dying)
+    evaluation = {"every_steps": 1, "num_tasks": 3, "background": True}
+    script, config, result = await run(world, {}, num_steps=3, eval=evaluation)
+    assert [(record["step"], "eval" in record) for record in script.records] == [
+        (0, False),
+        (1, True),
+        (2, True),
+    ]
+    lines = (config.output_dir / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2]
+    assert (result.num_steps, result.num_restarts) == (3, 1)
+    assert_applied_once(world, config)
+
+
+def test_an_asynchronous_run_has_no_weights_that_stand_still_for_an_evaluation(world: World) -> None:
+    changes = {"rollout": {**SMALL, "mode": "asynchronous"}, "eval": {"at_end": True, "background": True}}
+    config = TrainConfig.model_validate(job_table(world, **changes))
+    with pytest.raises(ConfigError, match=r"eval\.background: is for synchronous runs"):
+        check_job(config)
