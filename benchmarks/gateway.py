@@ -10,7 +10,10 @@ machine does not enter.  Arms are interleaved and repeated; medians.
   runs on uvloop; ``bare_uvloop`` is the same proxy on it.
 - ``chat_proxy``: an aiohttp proxy that makes the same render, generate and derender calls, decodes and journals the same
   record; what chat is compared with (bar: 0.5).
-- ``rose:NAME``: the same scheduler of another tree, ``--tree NAME=FOLDER``, such as ``out/compiled`` (``scripts/compiled.py``).
+- ``rose``: this tree, as Python (``ROSE_COMPILED=0``), whatever was built in it.
+- ``rose:NAME``: the same scheduler of another tree, ``--tree NAME=FOLDER``; compiled where a build lies in it
+  (``scripts/compile_policies.py``), and then it must fit (``ROSE_COMPILED=1``).  ``--tree compiled=.`` is this tree with its own
+  build.  ``compiled`` of the details says which were.
 - ``litellm``, ``vllm_router``, ``sglang_router``: from ``--rivals``, an environment that has them; null where they do not start.
 
 Latency: open loop at half of what the bare proxy could do in this run, or of what rose can, whichever is less; ``added`` is
@@ -76,6 +79,12 @@ def is_rose(arm: str) -> bool:
     return arm == "rose" or arm.startswith("rose:")
 
 
+def rose_arms(trees: dict[str, Path]) -> dict[str, tuple[Path, bool]]:
+    """Tree of each arm of ours, and whether it runs compiled: said, not left to what somebody built there."""
+    others = {f"rose:{name}": (tree, (tree / "rose" / "_compiled").is_dir()) for name, tree in trees.items()}
+    return {"rose": (ROOT, False), **others}
+
+
 class Bench:
     def __init__(self, folder: Path, rivals: Path | None, num_chunks: int, trees: dict[str, Path]) -> None:
         self.folder, self.rivals, self.num_chunks, self.trees = folder, rivals, num_chunks, trees
@@ -94,12 +103,9 @@ class Bench:
             "chat_proxy", [*me, "proxy", self.up.url, "--journal", str(self.folder / "proxy")]
         )
         settings = "cap_dedicated = 4096\n" + worker_table("w", self.up.url, MODEL)
-        for name, tree in {
-            "rose": ROOT,
-            **{f"rose:{name}": tree for name, tree in self.trees.items()},
-        }.items():
+        for name, (tree, compiled) in rose_arms(self.trees).items():
             command = scheduler_command(self.folder, settings, name.replace(":", "-"))
-            self.arms[name] = Arm(name, command, folder=tree)
+            self.arms[name] = Arm(name, command, folder=tree, compiled=compiled)
         if self.rivals is not None:
             self._start_rivals(self.rivals)
 
@@ -298,6 +304,7 @@ def _measure(bench: Bench, args: argparse.Namespace) -> tuple[dict[str, Any], di
         "turns_per_s": {f"{kind}/{arm}": [round(v) for v in values] for (kind, arm), values in per_s.items()},
         "p99_ms": {arm: [round(v, 2) for v in values] for arm, values in p99s.items()},
         "half_load_hz": round(half),
+        "compiled": {name: compiled for name, (_, compiled) in rose_arms(bench.trees).items()},
         "streams": found,
     }
     return summary, details

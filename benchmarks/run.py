@@ -49,6 +49,9 @@ MINUTES = {
     "sim": 8,
     "routing": 4,
     "activation": 5,
+    "crowd": 8,
+    "endpoint_memory": 10,
+    "standby": 3,
 }
 """Budget of each benchmark in a full `make bench`; twice that and it is stopped."""
 WHOLE = {

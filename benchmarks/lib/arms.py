@@ -43,9 +43,17 @@ class Arm:
     running: ClassVar[list[Arm]] = []
 
     def __init__(
-        self, name: str, command: list[str], *, ready: str = "ready", url: str = "", folder: Path = ROOT
+        self,
+        name: str,
+        command: list[str],
+        *,
+        ready: str = "ready",
+        url: str = "",
+        folder: Path = ROOT,
+        compiled: bool | None = None,
     ) -> None:
         self.name = name
+        chosen = {} if compiled is None else {"ROSE_COMPILED": str(int(compiled))}
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by end()
         self.process = subprocess.Popen(
             command,
@@ -56,6 +64,7 @@ class Arm:
             # LiteLLM would look for prices on the network.
             env={
                 **os.environ,
+                **chosen,
                 "LITELLM_LOCAL_MODEL_COST_MAP": "True",
                 "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",
             },

@@ -7,10 +7,11 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from benchmarks.gateway import check_answers
+from benchmarks.gateway import check_answers, rose_arms
 from benchmarks.lib import arms
 from benchmarks.lib.arms import Arm, Stuck, closed_loop, run_load
 from benchmarks.lib.wire import answer, connect, request
@@ -89,3 +90,30 @@ def test_cpu_time_counts_threads_that_have_ended() -> None:
 def test_another_answer_is_not_counted_as_a_turn() -> None:
     with pytest.raises(RuntimeError, match="answers something else"):
         check_answers("bare", "generate", [b'{"choices":[{"token_ids":[1],"finish_reason":"length"}]}'])
+
+
+def test_what_runs_compiled_is_said_and_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.gateway.ROOT", tmp_path / "built")
+    for name, has_build in (("built", True), ("plain", False)):
+        (tmp_path / name / "rose").mkdir(parents=True)
+        if has_build:
+            (tmp_path / name / "rose" / "_compiled").mkdir()
+    found = rose_arms({"compiled": tmp_path / "built", "other": tmp_path / "plain"})
+    assert found == {
+        "rose": (tmp_path / "built", False),
+        "rose:compiled": (tmp_path / "built", True),
+        "rose:other": (tmp_path / "plain", False),
+    }
+
+
+@pytest.mark.parametrize(("compiled", "said"), [(True, "1"), (False, "0"), (None, "none")])
+def test_a_program_is_told_whether_to_run_compiled(
+    compiled: bool | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROSE_COMPILED", "none")
+    tell = "import os; print('ready http://x:' + str(9), os.environ['ROSE_COMPILED'] + ':1')"
+    made = Arm("teller", [sys.executable, "-c", tell], compiled=compiled)
+    try:
+        assert made.url == f"{said}:1"
+    finally:
+        made.end()

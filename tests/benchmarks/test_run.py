@@ -81,3 +81,8 @@ def test_programs_have_the_options_that_they_are_given(name: str) -> None:
     given = [str(part) for part in (*run.WHOLE.get(name, ()), *run.CACHES.get(name, ()))]
 
     assert all(f"{option} " in told.stdout for option in given if option.startswith("--"))
+
+
+@pytest.mark.parametrize("name", sorted({*run.MINUTES, *run.LONG}))
+def test_each_benchmark_has_a_program(name: str) -> None:
+    assert "--json" in run.program_of(name).read_text()
