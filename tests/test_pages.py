@@ -7,7 +7,11 @@ import re
 from functools import cache
 from pathlib import Path
 
+import msgspec
 import pytest
+
+from rose.wire.samples import Ack, Lease, NewTrajectory, NewVersion, Resume
+from rose.wire.workers import Heartbeat, HeartbeatAnswer, Registration
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -99,6 +103,26 @@ def test_every_page_is_in_the_index() -> None:
     index = (DOCS / "README.md").read_text()
     pages = {str(page.relative_to(DOCS)) for page in KEPT} - {"README.md"}
     assert not [page for page in pages if f"({page})" not in index]
+
+
+@pytest.mark.parametrize(
+    ("before", "body"),
+    [
+        ("Worker registration: `", Registration),
+        ("Heartbeat, every 0.5 s: `", Heartbeat),
+        ("?}` ->\n`", HeartbeatAnswer),
+        ("| `POST /rose/v1/trajectories` | environment | `", NewTrajectory),
+        ("| `PUT /rose/v1/batches/{name}` | trainer | `", Lease),
+        ("| `POST /rose/v1/batches/{id}/ack` | trainer | `", Ack),
+        ("| `POST /rose/v1/versions` | trainer | `", NewVersion),
+        ("| `POST /rose/v1/jobs/{job}/resume` | trainer | `", Resume),
+    ],
+)
+def test_the_page_of_the_seams_has_every_field_of_a_body(before: str, body: type[msgspec.Struct]) -> None:
+    _, found, rest = (DOCS / "architecture.md").read_text().partition(before)
+    assert found
+    text = re.sub(r"\{\.\.\.\}|\[[^\]]*\]", "", rest[1 : rest.index("}`")])
+    assert {re.match(r"\s*(\w+)", field)[1] for field in text.split(",")} == set(body.__struct_fields__)  # pyright: ignore[reportOptionalSubscript]
 
 
 @pytest.mark.parametrize(
