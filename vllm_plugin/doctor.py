@@ -27,7 +27,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from rose.policy.advice import advice
 from rose.policy.compat import Row, Support, judge, row
@@ -109,7 +109,7 @@ def config_of(arguments: Sequence[str]) -> Any:
             parser = FlexibleArgumentParser(prog="vllm")
             command = serve.ServeSubcommand()
             command.subparser_init(parser.add_subparsers(required=False, dest="subparser"))
-            args = parser.parse_args(["serve", *arguments])
+            args = cast(Any, parser.parse_args(["serve", *arguments]))
             command.validate(args)
         args.grpc = False  # another front end before the same engine; its dispatch would start it
         where, args = _dispatched(serve, command, args)
@@ -149,11 +149,12 @@ def _engine_config(where: str, args: Any) -> Any:
     from vllm.entrypoints.launchers.cli_args import propagate_flash_late_interaction
     from vllm.usage.usage_lib import UsageContext
 
+    from vllm_plugin import internals
+
     engine_args = AsyncEngineArgs.from_cli_args(args)
     propagate_flash_late_interaction(args, engine_args)
     if where == "run_multi_api_server":
-        engine_args._api_process_count = args.api_server_count
-        engine_args._api_process_rank = -1
+        internals.say_servers(engine_args, args.api_server_count)
     return engine_args.create_engine_config(
         usage_context=UsageContext.OPENAI_API_SERVER, headless=where == "run_headless"
     )
@@ -224,7 +225,7 @@ def predicted_cache(config: Any) -> tuple[Any, bool] | None:
         name = f"model.layers.{index}.self_attn.attn"
         if kind == "full_attention" or (kind == "sliding_attention" and window is None):
             layers[name] = full(**common)
-        elif kind == "sliding_attention":
+        elif kind == "sliding_attention" and window is not None:
             layers[name] = SlidingWindowSpec(**common, sliding_window=window)
         elif kind == "chunked_attention" and chunk is not None:
             layers[name] = ChunkedLocalAttentionSpec(**common, attention_chunk_size=chunk)

@@ -49,7 +49,7 @@ import msgspec
 
 from rose.errors import ConfigError, Conflict, NotFound, RequestError, RoseError, TooLarge, Unauthorized
 from rose.wire.errors import error_body
-from vllm_plugin import selfcheck
+from vllm_plugin import internals, selfcheck
 from vllm_plugin.parses import CloseBody, FeedBody, Parses, VllmParse, WholeBody, parse_whole
 from vllm_plugin.roles import ENV_DIR, role
 
@@ -278,15 +278,13 @@ def _derenderer(request: Request) -> Any:
 
 
 def _counts_reasoning(request: Request) -> bool:
-    """Whether vLLM's own answers say how many tokens are reasoning: where a reasoning parser is configured."""
-    chat = getattr(request.app.state, "openai_serving_chat", None)
-    return bool(getattr(chat, "_include_reasoning_tokens_details", False))
+    return internals.counts_reasoning(getattr(request.app.state, "openai_serving_chat", None))
 
 
 def make_runner(derenderer: Any) -> Callable[[Callable[[], Any]], Awaitable[Any]]:
     """Runs parsing where vLLM runs its own."""
     loop = asyncio.get_running_loop()
-    return functools.partial(loop.run_in_executor, derenderer.renderer._executor)
+    return functools.partial(loop.run_in_executor, internals.render_threads(derenderer))
 
 
 def _version(body: StageBody | CommitBody) -> WeightVersion:

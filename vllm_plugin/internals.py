@@ -1,4 +1,4 @@
-"""vLLM's block pool, scheduler and engine as the rest of the plugin uses them: version-free helpers over private names.
+"""vLLM's block pool, scheduler, engine, workers and API server as the rest of the plugin uses them: version-free helpers over private names.
 
 Like :mod:`vllm_plugin.compat`, it is read by :mod:`vllm_plugin.selfcheck` before anything is touched; ``import vllm`` happens inside functions.
 """
@@ -368,3 +368,45 @@ def finish_with_partial_output(scheduler: Any, engine: Any, request_ids: Iterabl
             )
         )
     return sum(len(outputs) for outputs in by_client.values())
+
+
+def warm_up_if_wanted(worker: Any) -> None:
+    """What vLLM's own measure of memory does on the side on a CPU, for a worker that measures nothing."""
+    if worker._should_warm_up_model():
+        worker.model_runner.warming_up_model()
+
+
+def has_open_weight_session(worker: Any) -> bool:
+    """Whether vLLM has an update of the weights open on this worker."""
+    return bool(getattr(worker, "_weight_update_active", False))
+
+
+def counts_reasoning(chat: Any) -> bool:
+    """Whether the answers of vLLM's chat route say how many tokens are reasoning: where a reasoning parser is configured."""
+    return bool(getattr(chat, "_include_reasoning_tokens_details", False))
+
+
+def render_threads(derenderer: Any) -> Any:
+    """The threads on which vLLM renders and parses."""
+    return derenderer.renderer._executor
+
+
+def chat_template_kwargs(derenderer: Any, request: Any) -> dict[str, Any]:
+    """What a parser of this request is to know of its template."""
+    return derenderer._resolve_chat_template_kwargs(request)
+
+
+def named_logprobs(given: Any, tokenizer: Any, context: list[int], text_offset: int | None) -> Any:
+    """Log-probs of the generate route with text in place of ids, in the chat shape, or from ``text_offset`` in that of completions."""
+    from vllm.renderers import online_derenderer as d
+
+    named = d._resolve_logprobs(given, tokenizer, initial_context_token_ids=context)
+    if text_offset is None:
+        return named
+    return d._convert_chat_logprobs_to_completion_logprobs(named, initial_text_offset=text_offset)
+
+
+def say_servers(engine_args: Any, count: int) -> None:
+    """As ``vllm serve`` does before it starts ``count`` API servers."""
+    engine_args._api_process_count = count
+    engine_args._api_process_rank = -1

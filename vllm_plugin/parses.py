@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal, Protocol
 import msgspec
 
 from rose.errors import CapacityError, Conflict, Gone, RequestError
+from vllm_plugin import internals
 
 MAX_PARSES = 2048
 MAX_BYTES = 512 * 2**20
@@ -483,7 +484,7 @@ def _parser(derenderer: Any, request: Any) -> Any:
     """A parser of this request's own, in the state that vLLM's has; None where none is configured."""
     if derenderer.parser is None:
         return None
-    kwargs = derenderer._resolve_chat_template_kwargs(request)
+    kwargs = internals.chat_template_kwargs(derenderer, request)
     made = [
         derenderer.parser(
             derenderer.renderer.get_tokenizer(),
@@ -521,7 +522,6 @@ def _named_logprobs(
     """Ids as text, in the chat shape, or from ``text_offset`` in that of completions."""
     from pydantic import ValidationError
     from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateLogProbs
-    from vllm.renderers import online_derenderer
 
     try:
         given = GenerateLogProbs.model_validate(logprobs)
@@ -529,9 +529,4 @@ def _named_logprobs(
         raise RequestError("is not what the generate route answers", field="logprobs") from None
     if given.content is not None:
         del given.content[count:]
-    named = online_derenderer._resolve_logprobs(given, tokenizer, initial_context_token_ids=context)
-    if text_offset is not None:
-        named = online_derenderer._convert_chat_logprobs_to_completion_logprobs(
-            named, initial_text_offset=text_offset
-        )
-    return named.model_dump(mode="json")
+    return internals.named_logprobs(given, tokenizer, context, text_offset).model_dump(mode="json")

@@ -203,7 +203,7 @@ API: tuple[Owner, ...] = (
         names="_resolve_logprobs _convert_chat_logprobs_to_completion_logprobs",
     ),
     Owner(where="vllm.renderers", names="online_derenderer"),  # a module: behind those that load it
-    Owner(where="vllm.renderers.base:BaseRenderer", calls={"get_tokenizer": "self"}),
+    Owner(where="vllm.renderers.base:BaseRenderer", names="_executor", calls={"get_tokenizer": "self"}),
     Owner(
         where="vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat",
         names="_include_reasoning_tokens_details",

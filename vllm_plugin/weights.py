@@ -106,8 +106,10 @@ class WeightWorkerMixin:
 
     def rose_weights_staged(self) -> dict[str, Any]:
         """Where this rank stands: :meth:`RankWeights.report`, and whether vLLM has an update session open."""
+        from vllm_plugin import internals
+
         answer = self._answer(lambda rank: rank.report())
-        answer["session"] = bool(getattr(self, "_weight_update_active", False))
+        answer["session"] = internals.has_open_weight_session(self)
         return answer
 
     def rose_weights_outcome(self) -> dict[str, Any]:

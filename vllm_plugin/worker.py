@@ -13,7 +13,7 @@ from typing import Any
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from rose.coserve.pages import RESERVE_BYTES
-from vllm_plugin import compat, selfcheck
+from vllm_plugin import compat, internals, selfcheck
 from vllm_plugin.elastic import ENV_RESERVE, ElasticKv
 from vllm_plugin.kv_memory import HostKvMemory, KvMemory
 from vllm_plugin.roles import role
@@ -38,8 +38,7 @@ class RoseCPUWorker(ElasticKv, WeightWorkerMixin, CPUWorker):
         if role() != "rollout" or explicit_bytes is None:
             return super().determine_available_memory()
         # A range of addresses, of which what is lent will be backed: production may well hold nearly all of it now.
-        if self._should_warm_up_model():
-            self.model_runner.warming_up_model()
+        internals.warm_up_if_wanted(self)
         return explicit_bytes
 
     def rose_kv_memory(self) -> KvMemory:

@@ -188,6 +188,26 @@ def test_every_name_of_vllm_that_the_plugin_uses_is_checked_at_start(path: Path)
     assert missing == set(), "put them into vllm_plugin/selfcheck.py"
 
 
+def test_vllms_private_names_are_in_two_files() -> None:
+    """A port to another release begins with these two."""
+    private = {
+        name
+        for owner in OWNERS
+        if owner.where.startswith("vllm")
+        for name in (*owner.names.split(), *owner.calls)
+        if name.startswith("_") and not name.startswith("__")
+    }
+    assert len(private) > 10
+    found = {
+        (path.name, name)
+        for path in SOURCES
+        if path.name not in ("compat.py", "internals.py")
+        for used, _ in used_in(path.read_text(), path.name)
+        if (name := used.rpartition(":")[2]) in private
+    }
+    assert found == set()
+
+
 @pytest.mark.parametrize(
     ("source", "name"),
     [
