@@ -25,7 +25,7 @@ from rose.train.workers import Parts
 from tests.train.ray_world import Assassin, job_table
 from tests.train.world import file_publisher, running_world
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.conformance, pytest.mark.timeout(400)]
 
 ALPHA, NUM_STEPS, NUM_GROUPS, GROUP_SIZE = 1, 6, 2, 4
 VICTIMS = {0: "EnvManager", 1: "RewardWorker", 3: "TrainWorker"}

@@ -14,8 +14,7 @@ from rose.train.trainer import TorchTrainer
 from tests.train.writer_main import PARAMS, samples
 
 
-@pytest.mark.parametrize("word", ["begun", "staged", "durable"])
-@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize(("word", "step"), [("begun", 1), ("staged", 3), ("durable", 3)])
 def test_what_was_durable_survives_a_kill(policy_model: Path, tmp_path: Path, word: str, step: int) -> None:
     durable = 0
     command = [sys.executable, "-m", "tests.train.writer_main", str(policy_model), str(tmp_path)]

@@ -126,7 +126,11 @@ def failing_trainer(config: TrainConfig) -> FailingTrainer:
 
 
 @pytest.mark.parametrize(
-    ("rank", "told"), [(0, "an actor failed: RuntimeError: "), (1, "rank 1: RuntimeError: ")]
+    ("rank", "told"),
+    [
+        pytest.param(0, "an actor failed: RuntimeError: ", marks=pytest.mark.conformance),
+        (1, "rank 1: RuntimeError: "),
+    ],
 )
 def test_an_error_of_one_rank_is_told_as_what_it_is_and_nobody_is_replaced(
     tmp_path: Path, policy_model: Path, short_tmp: Path, rank: int, told: str
