@@ -187,7 +187,8 @@ class ControlRoutes:
         name = request.match_info["id"]
         body = await read_wire(request, Finish)
         info = bounded_json(body.info, field="info", max_bytes=self._config.limits.max_info_bytes)
-        fresh = self._store.get(name).finish is None
+        trajectory = self._store.get(name)
+        fresh = trajectory.finish is None
         if body.reward is not None:
             actions = self._store.finish(
                 FinishRecord(id=name, reward=body.reward, success=body.success, info=packed(info))
@@ -197,7 +198,7 @@ class ControlRoutes:
         else:
             actions = self._store.close(name)
         # A finished trajectory takes no more turns; what still runs would be recorded nowhere.
-        return await self._scored(name, actions, fresh=fresh)
+        return await self._scored(trajectory, actions, fresh=fresh)
 
     async def score(self, request: web.Request) -> web.Response:
         name = request.match_info["id"]
@@ -217,27 +218,32 @@ class ControlRoutes:
                 branches=_numbered(trajectory, body.branches, "branches"),
             )
         )
-        return await self._scored(name, actions, fresh=fresh)
+        return await self._scored(trajectory, actions, fresh=fresh)
 
-    async def _scored(self, name: str, actions: list[sp.Action], *, fresh: bool) -> web.Response:
-        trajectory = self._store.get(name)
+    async def _scored(self, trajectory: Trajectory, actions: list[sp.Action], *, fresh: bool) -> web.Response:
         if fresh and trajectory.finish is not None:
             self._timeline.on_finished(
                 trajectory.created.job, trajectory.finish.reward, trajectory.finish.success
             )
         self._carry_out(actions)
         if trajectory.closed or trajectory.finish is not None:
-            self._dispatcher.cancel_trajectory(name, "finished")
-        await self._store.journal.commit()
-        state, reason = self._store.state(name)
-        return json_response({"id": name, "state": state, "reason": reason})
+            self._dispatcher.cancel_trajectory(trajectory.id, "finished")
+        return await self._ended(trajectory.id, actions)
 
     async def cancel(self, request: web.Request) -> web.Response:
         name = request.match_info["id"]
-        self._carry_out(self._store.cancel(name, "cancelled"))
+        actions = self._store.cancel(name, "cancelled")
+        self._carry_out(actions)
+        return await self._ended(name, actions)
+
+    async def _ended(self, name: str, actions: list[sp.Action]) -> web.Response:
+        """What became of a trajectory; one that is final may be forgotten already."""
         await self._store.journal.commit()
-        state, reason = self._store.state(name)
-        return json_response({"id": name, "state": state, "reason": reason})
+        discards = (each for each in actions if isinstance(each, sp.Discard) and name in each.trajectory_ids)
+        reason = next((each.reason for each in discards), "")
+        state = sp.SampleState.STALE if reason == "stale" else sp.SampleState.CANCELLED
+        told = (state.value, reason) if name not in self._store.trajectories else self._store.state(name)
+        return json_response({"id": name, "state": told[0], "reason": told[1]})
 
     # --- batches (trainer) -----------------------------------------------------------------------------
 

@@ -242,3 +242,16 @@ async def test_metadata_is_small_text(world: World, metadata: dict[str, Any]) ->
     await world.start()
     status, refused = await world.call("POST", "/rose/v1/trajectories", {"job": "job", "metadata": metadata})
     assert (status, refused["error"]["param"]) == (400, "metadata")
+
+
+async def test_what_is_kept_no_longer_than_it_lasts_is_answered_for(world: World) -> None:
+    """Nothing final is retained: an ended trajectory is forgotten before its end is answered."""
+    await world.start(limits={"retained_finals": 0}, batches={"filter_equal": True})
+    await world.add("a")
+    session, _ = await talked(world)
+    answer = await world.ok("DELETE", f"/rose/v1/trajectories/{session}")
+    assert answer == {"id": session, "state": "cancelled", "reason": "cancelled"}
+    members = [(await talked(world, group_id="g", group_size=2))[0] for _ in range(2)]
+    answers = [await post(world, member, "finish", {"reward": 1.0}) for member in members]
+    assert [status for status, _ in answers] == [200, 200]
+    assert [(await world.call("GET", f"/rose/v1/trajectories/{name}"))[0] for name in members] == [404, 404]
