@@ -155,6 +155,7 @@ def test_a_rank_that_dies_costs_an_attempt_and_two_ranks_learn_as_one(
         changes = {
             "trainer": {"num_ranks": 2, "fine_tuning_steps": 0},
             "ray": {"temp_dir": str(short_tmp / "a")},
+            "eval": {"every_steps": 1, "num_tasks": 2, "background": True},
         }
         config = TrainConfig.model_validate(job_table(world, num_steps=2, **SMALL, **changes))
 
@@ -163,6 +164,8 @@ def test_a_rank_that_dies_costs_an_attempt_and_two_ranks_learn_as_one(
         )
 
     assert (result.num_steps, result.attempt) == (2, 2)
+    # Each evaluation is of its step's weights; the rank dies when the first has been told, in the middle of the next step.
+    assert [record["eval"]["version"] for record in assassin.records] == ["1.1", "2.2"]
     # Log-probs of engine and trainer agree: what two ranks published is what they compute with.
     assert all(record["logprob_diff_max"] < 1e-3 for record in assassin.records)
     newest, _ = checkpoints.load_latest(config.output_dir / "checkpoints")
