@@ -444,7 +444,7 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
         except Exception as error:  # noqa: BLE001  # a vLLM that cannot even be imported
             found = Answer(support=None, problem=f"vLLM cannot be asked: {_words(error)}")
         if problem := loaded_problem(os.environ, _installed()):
-            fix = "pip install rose-rl into that environment, and 'rose' among VLLM_PLUGINS where it is set"
+            fix = "pip install ROSE's checkout into that environment, and 'rose' among VLLM_PLUGINS where it is set"
             found = replace(found, problem=found.problem or problem, fix=found.fix or fix)
     return _shown(asdict(found), sorted(secrets_in(arguments, os.environ), key=len, reverse=True))
 

@@ -114,7 +114,7 @@ class CudaDriver:
         try:
             from cuda.bindings import driver  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
         except ImportError as error:
-            raise LedgerError("cuda-bindings is not installed", fix="pip install 'rose-rl[gpu]'") from error
+            raise LedgerError("cuda-bindings is not installed", fix="pip install 'rose-rl[cuda]'") from error
         self._cuda: Any = driver
         self._number = device
         self._context: Any = None

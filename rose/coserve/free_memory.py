@@ -59,7 +59,7 @@ class GpuMemory:
             import pynvml  # pyright: ignore[reportMissingImports, reportMissingModuleSource]
         except ImportError as error:
             raise LedgerError(
-                "nvidia-ml-py is not installed", field="device.kind", fix="pip install 'rose-rl[gpu]'"
+                "nvidia-ml-py is not installed", field="device.kind", fix="pip install 'rose-rl[cuda]'"
             ) from error
         self._nvml: Any = pynvml
         self._call("device.kind", pynvml.nvmlInit)
