@@ -497,16 +497,16 @@ def headlines(runs: list[Run]) -> str:
     end, end_noise = every("overhead", "end_ratio"), every("overhead", "end_aa_ratio")
     return "\n".join(
         [
-            "| committed runs, on two CPU cores | measured | noise, or what was possible |",
+            "| committed runs, on two CPU cores | measured | A/A control, or 95 % confidence interval |",
             "|---|---|---|",
-            "| production's P99 beside rollouts over alone: first token; between tokens "
-            "([before](docs/evidence.md#what-breaks-these-rules)) "
-            f"| {span(ratios, '{:.2f}x')}; {span(between, '{:.2f}x')}; bars met in {sum(every('coserve', 'bar_met')):.0f} of {len(ratios)} "
-            f"| two arms alone: {span(noise, '{:.2f}x')}; {span(between_noise, '{:.2f}x')} |",
-            f"| RL steps a minute with harvesting on over off, `make demo` with three seeds ([before](docs/evidence.md#what-breaks-these-rules)) "
-            f"| {span(sorted(steps), '{:.2f}x')} | 95 % interval: {min(low, default=0):.2f}x to {max(high, default=0):.2f}x |",
-            f"| a request through vLLM's server with ROSE over without, nothing lent, {len(end)} runs "
-            f"| {span(end, '{:.3f}x')} | two alike: {span(end_noise, '{:.3f}x')} |",
+            "| production's P99 TTFT; P99 inter-token latency: rollouts on its core, relative to none "
+            "([earlier](docs/evidence.md#what-breaks-these-rules)) "
+            f"| {span(ratios, '{:.2f}x')}; {span(between, '{:.2f}x')}; limits met in {sum(every('coserve', 'bar_met')):.0f} of {len(ratios)} "
+            f"| {span(noise, '{:.2f}x')}; {span(between_noise, '{:.2f}x')} |",
+            f"| RL training steps a minute, harvesting on relative to off, `make demo` with three seeds ([earlier](docs/evidence.md#what-breaks-these-rules)) "
+            f"| {span(sorted(steps), '{:.2f}x')} | {min(low, default=0):.2f}x to {max(high, default=0):.2f}x |",
+            f"| latency of a request end to end, with the plugin and nothing lent, relative to stock vLLM, {len(end)} runs "
+            f"| {span(end, '{:.3f}x')} | {span(end_noise, '{:.3f}x')} |",
             "",
         ]
     )  # fmt: skip
