@@ -5,7 +5,7 @@ an episode per prompt through rose-scheduler and hands back the exact tokens, lo
 ``TrainerCallback`` publishes after each optimiser step: :class:`PublishSteps` sends the weights as ROSE's own trainer does and
 lets no engine below them take a turn, so the next rollout runs on them::
 
-    pip install 'rose-rl[trl]'
+    pip install '.[trl]'                                                      # from a checkout
     rose-scheduler & rose relay --directory /dev/shm/weights & ...           # and at least one rollout engine
     python examples/trl_grpo.py --model PATH --store http://127.0.0.1:8470 --steps 100
 
@@ -15,6 +15,9 @@ answers is refused.  TRL uses the recorded log-probs in its loss only with ``use
 weights at every step, so it recomputes them.  One process; under ``accelerate launch`` each rank plays its own prompts and the first
 publishes, as long as every rank holds the whole model.
 """
+
+# pyright: reportMissingImports=false
+# TRL is an extra, and not where everything else is.
 
 from __future__ import annotations
 

@@ -99,6 +99,11 @@ def test_every_step_of_a_lifecycle_names_a_function() -> None:
     assert not [each[:60] for each in steps if not PLACE.search(each)]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_page_installs_from_an_index_that_does_not_have_us(page: Path) -> None:
+    assert not re.findall(r"pip install [^\n`]*rose-rl", page.read_text())
+
+
 def test_every_page_is_in_the_index() -> None:
     index = (DOCS / "README.md").read_text()
     pages = {str(page.relative_to(DOCS)) for page in KEPT} - {"README.md"}

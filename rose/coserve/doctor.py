@@ -149,7 +149,12 @@ def ask_engine(role: str, command: Command) -> dict[str, Any]:
         problem = f"{command.python} -m vllm_plugin.doctor ended with {done.returncode} and no answer: is ROSE installed there?"
     finally:
         os.close(answers)
-    return {"support": None, "problem": problem, "fix": "pip install ROSE's checkout where vLLM is", "rows": []}
+    return {
+        "support": None,
+        "problem": problem,
+        "fix": "pip install ROSE's checkout where vLLM is",
+        "rows": [],
+    }
 
 
 def engine_checks(name: str, answer: Mapping[str, Any]) -> Iterator[Check]:
