@@ -80,6 +80,14 @@ CLAIMS = (
         keys=("makespan", "makespan_low", "makespan_high"), form="{:.3f}x", bar=(2, "<=", 1.0), every=True,
     ),
     Claim(
+        text="50 times on and off beside requests of every kind, production restarted three times while lent: requests that failed, answers that differ from stock vLLM's",
+        benchmark="cycles", keys=("errors", "different_from_stock"), form="{:.0f}", bar=(None, "<=", 0.0), every=True,
+    ),
+    Claim(
+        text="the same: bytes that production grew by, and stock vLLM, whose growth and 16 MiB are the bound", benchmark="cycles",
+        keys=("resident_bytes_growth_max", "resident_bytes_growth_stock"), form="{:.0f}", bar=(0, "<=", (1, 16777216.0)), every=True,
+    ),
+    Claim(
         text="steps that stop at a layer for a prompt, on a CPU: late prompts beyond those of production alone, without and with stops", benchmark="coserve",
         keys=("tight_added_misses_without", "tight_added_misses_with"), form="{:.0f}", bar=(1, "<=", 1.68), every=True,
     ),
