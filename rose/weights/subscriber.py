@@ -203,7 +203,7 @@ class WeightSubscriber:
                     run_id=self._run_id, target=version, base=base, model=self._host.model, tensors=tensors
                 )
                 try:
-                    write_update(path, update, self._map)
+                    write_update(path, update)
                 except OSError as error:
                     raise CapacityError(
                         f"cannot be written: {error.strerror}", status=507, field=path.name

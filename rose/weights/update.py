@@ -21,11 +21,11 @@ is None exactly then.  A 64-bit tensor travels dense only.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Protocol, Self, TypeVar
+from typing import Any, BinaryIO, Self
 
 import msgspec
 import numpy as np
@@ -36,9 +36,6 @@ from rose.errors import RoseError, SectionCorrupt, WeightsError
 from rose.lineage import WeightVersion
 from rose.weights import kernels, statehash
 from rose.weights.spec import MAX_TENSORS, TensorSpec, model_digest
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 SCHEMA = 1
 MAX_UPDATE_BYTES = 1 << 40
@@ -107,23 +104,10 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tensors: dict[str, TensorHeader]
 
 
-class Map(Protocol):
-    """``list(map(work, items))``, perhaps on several threads."""
-
-    def __call__(self, work: Callable[[T], R], items: Iterable[T], /) -> list[R]: ...
-
-
-def _in_turn(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    return [work(item) for item in items]
-
-
-def write_update(path: Path | str, update: Update, each: Map = _in_turn) -> int:
+def write_update(path: Path | str, update: Update) -> int:
     """Write ``update`` at once or not at all (temporary file, rename); returns the size in bytes.
 
     Nothing waits for a disk: the file is read while the machine is up, and is written again after that.
-
-    Args:
-        each: Checks and writes the tensors; they touch nothing of each other.
 
     Raises:
         WeightsError: ``update`` breaks a rule of the format.
@@ -132,10 +116,10 @@ def write_update(path: Path | str, update: Update, each: Map = _in_turn) -> int:
     path = Path(path)
     arrays: dict[str, NDArray[Any]] = {}
     rows: dict[str, TensorHeader] = {}
-    each(lambda tensor: _check(tensor, update.base), update.tensors.values())
     for name, tensor in update.tensors.items():
         if name != tensor.spec.name:
             raise WeightsError(f"is filed under '{name}'", field=tensor.spec.name)
+        _check(tensor, update.base)
         if tensor.dense is not None:
             # Not ascontiguousarray, which makes one axis of none: a scale of shape () would become another tensor.
             arrays[f"dense/{name}"] = np.asarray(tensor.dense, order="C")
@@ -163,41 +147,30 @@ def write_update(path: Path | str, update: Update, each: Map = _in_turn) -> int:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
-            size_bytes = _save(file, arrays, {"rose": msgspec.json.encode(header).decode()}, each)
+            _save(file, arrays, {"rose": msgspec.json.encode(header).decode()})
+            size_bytes = file.tell()
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     return size_bytes
 
 
-def _save(file: BinaryIO, arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str], each: Map) -> int:
+def _save(file: BinaryIO, arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> None:
     """As ``safetensors.numpy.save_file``, which copies each array first: of a large model that takes as long as writing it.
 
     Format: https://huggingface.co/docs/safetensors (8 bytes of length, JSON, data without holes).
     """
     table: dict[str, Any] = {"__metadata__": metadata}
-    places: list[tuple[int, NDArray[Any]]] = []
     end = 0
     for name, array in arrays.items():
         kind = f"{'I' if array.dtype.kind == 'i' else 'U'}{8 * array.itemsize}"
         table[name] = {"dtype": kind, "shape": array.shape, "data_offsets": (end, end + array.nbytes)}
-        places.append((end, array))
         end += array.nbytes
     head = msgspec.json.encode(table)
     head += b" " * (-len(head) % 8)
-    begin = file.write(len(head).to_bytes(8, "little") + head)
-    file.flush()
-    descriptor = file.fileno()
-
-    def put(place: tuple[int, NDArray[Any]]) -> None:
-        offset, array = place
-        left = array.reshape(-1).view(np.uint8).data
-        while left:  # the kernel takes two gigabytes at a time
-            done = os.pwrite(descriptor, left, begin + offset)
-            left, offset = left[done:], offset + done
-
-    each(put, places)
-    return begin + end
+    file.write(len(head).to_bytes(8, "little") + head)
+    for array in arrays.values():
+        file.write(array.reshape(-1).view(np.uint8).data)
 
 
 class UpdateFile:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -98,13 +97,6 @@ def test_round_trip_keeps_every_bit_and_hash(path: Path) -> None:
                 assert np.array_equal(a, b)
     assert read.num_changed == 3 + 3 + 1
     assert list(path.parent.iterdir()) == [path]  # no temporary file is left
-
-
-def test_threads_write_the_same_bytes_as_one(tmp_path: Path) -> None:
-    write_update(tmp_path / "one", make_update())
-    with ThreadPoolExecutor(4) as pool:
-        write_update(tmp_path / "four", make_update(), lambda work, items: list(pool.map(work, items)))
-    assert (tmp_path / "four").read_bytes() == (tmp_path / "one").read_bytes()
 
 
 def test_a_dense_update_needs_no_base(tmp_path: Path) -> None:
