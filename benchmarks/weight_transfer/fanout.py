@@ -294,7 +294,11 @@ def main() -> int:
             for name, num_below in (("one", 0), ("tree", 4)):
                 arms[name].append(fan_out(place(f"{name}-{number}"), args, num_below))
                 report.progress(f"rounds ({name})", number + 1, args.rounds)
-        held = [leases(place(f"leases-{count}"), count, args.leases) for count in (100, 10_000)]
+        held = []
+        for number, count in enumerate((100, 10_000)):
+            report.progress("leases", number, 2)
+            held.append(leases(place(f"leases-{count}"), count, args.leases))
+        report.progress("a killed relay", 0, 1)
         kill = killed(place("kill"), args)
 
     def best(name: str, key: str) -> float:
