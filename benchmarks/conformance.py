@@ -2,7 +2,8 @@
 """Every shape of model that vLLM builds here x every feature that can be switched on here, each a real production engine beside a
 real node agent and rollout engine: does it end refused, compute-only or elastic, as docs/compatibility.md says?   (`make conformance`)
 
-What is expected is written down below, a row of the table for each shape and each feature; of several the one that allows least.
+Which rows of the table a shape and a feature touch is written down below; what they allow together is the table's own judgement
+(``rose.policy.compat``).
 
 - *refused*: production answers as plain vLLM, its lease says ``off`` and names the row, a rollout engine holds nothing.
 - *compute-only*: production keeps all its memory while rollouts generate in a fixed budget of their own; its greedy tokens and
@@ -39,7 +40,7 @@ import httpx  # noqa: E402
 
 from benchmarks.lib.report import Report, machine, write  # noqa: E402
 from rose.coserve.records import Phase  # noqa: E402
-from rose.policy.compat import Row, Support, row, row_of_number  # noqa: E402
+from rose.policy.compat import Row, Support, judge, row, row_of_number, together  # noqa: E402
 from rose.shared_memory import SharedMemorySweep  # noqa: E402
 from tests.engine_launcher import EngineServer, EngineStartError  # noqa: E402
 from tests.pair.memory import TOTAL_PAGES  # noqa: E402
@@ -121,11 +122,12 @@ class Cell:
 
     @property
     def rows(self) -> list[Row]:
-        return [row(SHAPE_ROWS[self.shape]), row(FEATURES[self.feature][0])]
+        names = [SHAPE_ROWS[self.shape], FEATURES[self.feature][0]]
+        return [row(name) for name in [*names, *together(names)]]
 
     @property
     def expected(self) -> Support:
-        return min(one.serving for one in self.rows)
+        return judge("serving", [one.name for one in self.rows])[0]
 
     def args(self, model: Path) -> list[str]:
         length = SHORT.get(self.shape)

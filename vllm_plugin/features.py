@@ -16,7 +16,7 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 from rose.errors import ConfigError
-from rose.policy.compat import Support, judge, row
+from rose.policy.compat import Support, judge, row, together
 from rose.policy.engine_fields import KV_KINDS, Value, is_restricted, is_section, row_of_field
 from vllm_plugin.kv_layout import kv_entries
 
@@ -116,8 +116,8 @@ def kv_findings(kv_cache_config: Any, piece_bytes: int, *, drafts: bool = False)
         found.append(("kv_groups", f"{len(groups)} groups: {_kinds(groups)}"))
         if "MLAAttentionSpec" in kinds:
             found.append(("kv_kind", "latents beside other groups"))
-        if drafts:
-            found.append(("grouped_drafts", f"speculative_config, with {len(groups)} groups"))
+        met = together(("kv_groups", "speculative")) if drafts else []
+        found += [(name, f"speculative_config, with {len(groups)} groups") for name in met]
     if judge("serving", (name for name, _ in found))[0] is Support.ELASTIC:
         hashed = kv_cache_config.hash_block_size
         if hashed is not None and any(hashed != group.kv_cache_spec.block_size for group in groups):

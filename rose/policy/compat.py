@@ -115,6 +115,7 @@ TABLE: tuple[Row, ...] = (
     _row(36, "cuda_graphs", "CUDA graphs (CUDA without --enforce-eager)", _ALL, "a rollout engine's warm-up and capture write to KV memory, of which it has none yet", _NO),
     _row(35, "other_option", "an option with a value that is not listed below", _NO, "nobody has tried it"),
 )  # fmt: skip
+_TOGETHER = {"grouped_drafts": ("kv_groups", "speculative")}
 _BY_NAME = {row.name: row for row in TABLE}
 _BY_NUMBER = {row.number: row for row in TABLE}
 
@@ -127,6 +128,12 @@ def row(name: str) -> Row:
 def row_of_number(number: int) -> Row:
     """The row that a lease names; a number from a newer program is unlisted."""
     return _BY_NUMBER.get(number, UNLISTED)
+
+
+def together(features: Iterable[str]) -> list[str]:
+    """Rows that apply because of several features at once, each of which may be well alone."""
+    names = set(features)
+    return [name for name, of in _TOGETHER.items() if names.issuperset(of)]
 
 
 def judge(role: str, features: Iterable[str], *, allow_unmeasured: bool = False) -> tuple[Support, Row]:

@@ -83,6 +83,8 @@ def test_a_cell_is_expected_to_get_what_the_stricter_of_its_rows_allows() -> Non
     assert expected["qwen3 x plain"] == expected["moe x tensor_parallel"] == "elastic"
     assert expected["mla x speculative"] == expected["qwen3 x lora"] == expected["gemma3 x lora"] == "elastic"
     assert expected["qwen3 x offload"] == expected["gemma3 x offload"] == "compute-only"
+    for shape in ("gemma3", "gpt_oss"):  # drafts beside several groups have a row of their own
+        assert expected[f"{shape} x speculative"] == expected[f"{shape} x draft_model"] == "compute-only"
     assert expected["gemma3 x priority"] == expected["pooling x kv_events"] == "refused"
     assert every[0].name == "qwen3 x plain"
     assert row("decoder").serving == max(one.serving for cell in every for one in cell.rows)
