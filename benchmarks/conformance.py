@@ -5,7 +5,9 @@ real node agent and rollout engine: does it end refused, compute-only or elastic
 Which rows of the table a shape and a feature touch is written down below; what they allow together is the table's own judgement
 (``rose.policy.compat``).
 
-- *refused*: production answers as plain vLLM, its lease says ``off`` and names the row, a rollout engine holds nothing.
+- *refused*: production's lease says ``off`` and names the row, and so does its log; it has none of the files by which memory would be
+  lent; the agent, told to lend, says that production does not share; a rollout engine that has heard of that holds nothing; production
+  answers as before.
 - *compute-only*: production keeps all its memory while rollouts generate in a fixed budget of their own; its greedy tokens and
   log-probs are those that it gave alone.
 - *elastic*: memory is lent, by the kernel's figure; tokens and log-probs are the same while rollouts generate in it; ``off`` brings
@@ -39,11 +41,11 @@ sys.path.insert(0, str(ROOT))
 import httpx  # noqa: E402
 
 from benchmarks.lib.report import Report, machine, write  # noqa: E402
-from rose.coserve.records import Phase  # noqa: E402
+from rose.coserve.records import Phase, ServingLease  # noqa: E402
 from rose.policy.compat import Row, Support, judge, row, row_of_number, together  # noqa: E402
 from rose.shared_memory import SharedMemorySweep  # noqa: E402
 from tests.engine_launcher import EngineServer, EngineStartError  # noqa: E402
-from tests.pair.memory import TOTAL_PAGES  # noqa: E402
+from tests.pair.memory import TOTAL_PAGES, writer_of  # noqa: E402
 from tests.pair.pair import HELD_PAGES, PRODUCTION_ARGS, Pair  # noqa: E402
 from tests.tiny_shapes import SHAPES, write_shape  # noqa: E402
 
@@ -109,6 +111,10 @@ FIXED_PAGES = 8
 NUM_PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 3, 100, 16
 TOLERANCE = 1e-3
 PATIENCE_S = 120.0
+LENDERS = ("serving.board", "serving.chunks", "serving.rank0")
+"""Files that production has only if it takes part."""
+IS_OFF = "ROSE is off, serving goes on as without it: "
+NOT_SHARED = "serving does not share: "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +155,38 @@ class Outcome:
     logprob_diff: float = 0.0
     wrong: list[str] = field(default_factory=list)
     why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Words:
+    """What is said of a production that is refused, by itself, the agent and a rollout engine."""
+
+    lease: ServingLease
+    log: str
+    """Production's."""
+    shared: list[str]
+    """Files of :data:`LENDERS` that a process of it writes."""
+    status: dict[str, Any]
+    """The agent's."""
+    held_pages: int
+
+
+def signs_of_a_loan(words: Words, because: Row) -> list[str]:
+    """What is not as it has to be beside a production that is refused by this row."""
+    lease, waits_for = words.lease, words.status["engine"]["waits_for"] or ""
+    lent = lease.total_pages or lease.reserved_pages or lease.lent_pages
+    signs = {
+        f"its lease says {lease}": lease.phase != Phase.OFF or lent,
+        f"its log does not say that ROSE is off by {because.name}": f"{IS_OFF}{because.feature}"
+        not in words.log,
+        f"it writes {', '.join(words.shared)}": words.shared,
+        f"the agent waits for {waits_for!r}": not waits_for.startswith(f"{NOT_SHARED}{because.feature}"),
+        f"the agent lends {words.status['lending']['lend_pages']} pages": words.status["lending"][
+            "lend_pages"
+        ],
+        f"a rollout engine holds {words.held_pages} pages": words.held_pages,
+    }
+    return [sign for sign, is_there in signs.items() if is_there]
 
 
 def cells() -> list[Cell]:
@@ -212,7 +250,7 @@ class Matrix:
             outcome.wrong.append(f"by the row {outcome.row}, not {' or '.join(sorted(allowed))}")
         alone = await self._answers(cell)
         if support == Support.REFUSED:
-            await self._refused(outcome)
+            await self._refused(cell, outcome, alone)
         elif support == Support.COMPUTE_ONLY:
             await self._compute_only(cell, outcome, alone)
         else:
@@ -222,14 +260,38 @@ class Matrix:
         lease = self.pair.lease()
         return lease is not None and lease.phase in (Phase.READY, Phase.OFF)
 
-    async def _refused(self, outcome: Outcome) -> None:
-        lease = self.pair.lease()
-        if lease is None or lease.phase != Phase.OFF:
-            outcome.wrong.append("its lease is not off")
-        await self.pair.until(lambda: self.pair.set_mode("on"), "the agent listens")
-        await asyncio.sleep(1.0)
-        if self._held():
-            outcome.wrong.append(f"a rollout engine holds {self._held()} pages beside it")
+    async def _refused(self, cell: Cell, outcome: Outcome, alone: list[Any]) -> None:
+        """Nothing is lent, by everybody's word who would have a part in it, when they have heard ``on``."""
+        pair = self.pair
+        await pair.until(lambda: pair.set_mode("on", max_lend_pages=TOTAL_PAGES), "the agent listens")
+        await pair.until(self._agent_has_met, "the agent says that production does not share", PATIENCE_S)
+        await pair.until(self._engine_has_heard, "a rollout engine, if there is one, hears on", PATIENCE_S)
+        outcome.wrong += signs_of_a_loan(self._words(), row(outcome.row))
+        await self._same(cell, outcome, alone, rollouts=False)
+
+    def _agent_has_met(self) -> bool:
+        status = self.pair.status()
+        return status is not None and (status["engine"]["waits_for"] or "").startswith(NOT_SHARED)
+
+    def _engine_has_heard(self) -> bool:
+        """There is none, or it has read what the agent wrote after ``on``."""
+        pair, node = self.pair, self.pair.files.node()
+        try:
+            told, held = node.read(), pair.rollout()
+            return held is None or (told is not None and held.acked_epoch == told.epoch)
+        finally:
+            node.close()
+
+    def _words(self) -> Words:
+        pair, held = self.pair, self.pair.rollout()
+        assert pair.server is not None
+        return Words(
+            lease=pair.lease() or ServingLease(),
+            log=pair.server.log_path.read_text(errors="replace"),
+            shared=[one for one in LENDERS if writer_of(pair.production_pids(), pair.dir / one) is not None],
+            status=pair.status() or {},
+            held_pages=held.reserved_pages if held is not None else 0,
+        )
 
     async def _compute_only(self, cell: Cell, outcome: Outcome, alone: list[Any]) -> None:
         pair = self.pair

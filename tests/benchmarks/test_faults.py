@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import conformance, faults
 from benchmarks.faults import FILES, PROCESSES, Case, Found, plan, summarise
 from rose.coserve.node_dir import NodeDir
+from rose.coserve.records import Phase, ServingLease
 from rose.policy.compat import UNLISTED, row
 from tests.pair.memory import TOTAL_PAGES
 from tests.tiny_shapes import SHAPES
@@ -88,6 +91,38 @@ def test_a_cell_is_expected_to_get_what_the_stricter_of_its_rows_allows() -> Non
     assert expected["gemma3 x priority"] == expected["pooling x kv_events"] == "refused"
     assert every[0].name == "qwen3 x plain"
     assert row("decoder").serving == max(one.serving for cell in every for one in cell.rows)
+
+
+REFUSED = conformance.Words(
+    lease=ServingLease(phase=Phase.OFF, row=row("lora").number),
+    log=f"ERROR [compat.py] ROSE is off, serving goes on as without it: {row('lora').feature}: why",
+    shared=[],
+    status={
+        "engine": {"waits_for": f"serving does not share: {row('lora').feature}: why"},
+        "lending": {"lend_pages": 0},
+    },
+    held_pages=0,
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "sign"),
+    [
+        ({}, None),
+        ({"lease": ServingLease(phase=Phase.READY)}, "its lease says"),
+        ({"lease": ServingLease(phase=Phase.OFF, total_pages=9, reserved_pages=9)}, "its lease says"),
+        ({"log": "INFO ready"}, "its log does not say"),
+        ({"shared": ["serving.chunks"]}, "it writes serving.chunks"),
+        ({"status": {**REFUSED.status, "engine": {"waits_for": None}}}, "the agent waits for ''"),
+        ({"status": {**REFUSED.status, "lending": {"lend_pages": 7}}}, "the agent lends 7 pages"),
+        ({"held_pages": 3}, "a rollout engine holds 3 pages"),
+    ],
+)
+def test_every_sign_of_a_loan_beside_a_refused_engine_is_seen(
+    change: dict[str, Any], sign: str | None
+) -> None:
+    found = conformance.signs_of_a_loan(replace(REFUSED, **change), row("lora"))
+    assert [one.startswith(sign or "?") for one in found] == ([] if sign is None else [True])
 
 
 def test_cases_have_names_of_their_own() -> None:
