@@ -154,6 +154,7 @@ def _lending(policy: Lending) -> dict[str, Any]:
         "cap_pages": policy.cap_pages,
         "headroom_pages": policy.headroom_pages,
         "reclaim_p99_s": policy.reclaim_p99_s,
+        "worst_reclaim_s": policy.worst_reclaim_s,
         "cuts": policy.num_cuts,
     }
     if isinstance(policy, LendingPolicy):

@@ -70,6 +70,13 @@ def test_a_case_is_judged_by_every_limit(change: dict[str, object], failure: str
     assert summarise([found])["cases_that_broke_a_limit"] == (failure is not None)
 
 
+def test_late_is_judged_by_what_the_agent_promises_now() -> None:
+    status = {"lending": {"worst_reclaim_s": 4.3}}
+    assert faults.promised_s(Case(what="kill", whom="core", number=0), status) == 4.3
+    for what, whom in (("stop", "agent"), ("freeze", "v1")):
+        assert faults.promised_s(Case(what=what, whom=whom, number=0), status) == 4.3 + faults.SILENCE_S
+
+
 def test_a_run_that_goes_on_knows_what_was_found_before(tmp_path: Path) -> None:
     done = [Found(**WELL), Found(**{**WELL, "name": "y", "errors": ["e"]})]  # type: ignore[arg-type]
     path = tmp_path / "faults.json"

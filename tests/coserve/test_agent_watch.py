@@ -80,6 +80,13 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     bench.close()
 
 
+def test_the_status_says_what_a_cut_may_take_at_the_worst_by_the_longest_kill(bench: Bench) -> None:
+    short_s = bench.agent.status()["lending"]["worst_reclaim_s"]
+    bench.agent.engine.exit_s = 2.5
+    bench.round()
+    assert bench.agent.status()["lending"]["worst_reclaim_s"] == pytest.approx(short_s - 0.5 + 2 * 2.5)
+
+
 def test_harvesting_ends_by_itself_after_broken_promises_and_begins_again_by_hand(bench: Bench) -> None:
     bench.round(breaches=2)
     assert bench.agent.mode == Mode.ON
