@@ -9,11 +9,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from rose.auth import Tokens
 from rose.errors import RoseError
 from rose.node_client import ControlClient
 from tests.builds import ROOT, copy_of_the_build
@@ -50,35 +52,100 @@ def until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.05)
 
 
+@dataclass
+class Production:
+    """It, the packages it runs from, and what an agent beside it needs."""
+
+    folder: Path
+    build: Path
+    tokens: Tokens
+    child: Child
+
+    def lease(self) -> list[str]:
+        return subprocess.run(
+            [sys.executable, "-c", LOOK],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=self.build,
+            env=environment(self.build, self.folder),
+        ).stdout.split()
+
+
+def environment(build: Path, folder: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(build), "ROSE_DIR": str(folder / "n")}
+
+
+def build_with(folder: Path, change: str | None) -> Path:
+    if change is None:
+        return ROOT
+    file, old, new, _ = CHANGES[change]
+    return copy_of_the_build(folder / "build", file=file, old=old, new=new)
+
+
+class Productions:
+    """One at a time, kept for all agents that are tried beside it one after the other: its start is what takes long."""
+
+    def __init__(self, folders: pytest.TempPathFactory) -> None:
+        self._folders = folders
+        self._running: tuple[str | None, Production] | None = None
+
+    def of(self, change: str | None) -> Production:
+        """Of the build with this change; None: of ours."""
+        if self._running is None or self._running[0] != change:
+            self.end()
+            self._running = change, self._start(change)
+        return self._running[1]
+
+    def _start(self, change: str | None) -> Production:
+        folder = self._folders.mktemp("production")
+        build = build_with(folder, change)
+        child = Child("serving", folder / "model")
+        with pytest.MonkeyPatch.context() as patch:
+            tokens = write_host(folder, patch)
+            patch.setenv("PYTHONPATH", str(build))
+            patch.chdir(build)
+            child.start()
+        return Production(folder, build, tokens, child)
+
+    def end(self) -> None:
+        if self._running is not None:
+            self._running[1].child.kill()
+            self._running = None
+
+
+@pytest.fixture(scope="module")
+def productions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Productions]:
+    productions = Productions(tmp_path_factory)
+    yield productions
+    productions.end()
+
+
 @pytest.mark.parametrize(
-    ("other", "change"),
+    ("plugin", "agent"),
     [
-        ("plugin", "a newer ledger"),
-        ("plugin", "a report with another field"),
-        ("agent", "an older ledger"),
-        ("agent", "a report with another field"),
+        (None, "an older ledger"),
+        (None, "a newer ledger"),
+        (None, "a report with another field"),
+        ("a newer ledger", None),
+        ("a report with another field", None),
     ],
 )
 def test_a_build_of_another_format_is_refused_by_name_and_production_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, other: str
+    tmp_path: Path, productions: Productions, plugin: str | None, agent: str | None
 ) -> None:
-    file, old, new, says = CHANGES[change]
-    build = copy_of_the_build(tmp_path / "build", file=file, old=old, new=new)
-    here = {"plugin": ROOT, "agent": ROOT} | {other: build}
-    tokens = write_host(tmp_path, monkeypatch)
-    serving = Child("serving", tmp_path / "model")
-    monkeypatch.setenv("PYTHONPATH", str(here["plugin"]))
-    monkeypatch.chdir(here["plugin"])
-    serving.start()
+    production = productions.of(plugin)
+    says = CHANGES[agent or plugin or ""][3]
+    serving, build = production.child, build_with(tmp_path, agent)
     with (tmp_path / "agent.log").open("w") as log:
-        agent = subprocess.Popen(
-            [sys.executable, "-m", "rose.cli", "node", "run", "--config", str(tmp_path / "node.toml")],
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rose.cli", "node", "run", f"--config={production.folder / 'node.toml'}"],
             stdout=log,
             stderr=log,
-            cwd=here["agent"],
-            env={**os.environ, "PYTHONPATH": str(here["agent"])},
+            cwd=build,
+            env=environment(build, production.folder),
         )
-    client = ControlClient(tmp_path / "n", tokens)
+    client = ControlClient(production.folder / "n", production.tokens)
     waits_for = ""
 
     def refused() -> bool:
@@ -95,15 +162,11 @@ def test_a_build_of_another_format_is_refused_by_name_and_production_goes_on(
         assert says in waits_for
         assert FIX in waits_for
         assert client.status()["engine"]["starts"] == 0
-        lease = subprocess.run(
-            [sys.executable, "-c", LOOK], capture_output=True, text=True, check=True, cwd=here["plugin"]
-        )
-        assert lease.stdout.split() == ["2", str(TOTAL_PAGES), "0", "True"], (
+        assert production.lease() == ["2", str(TOTAL_PAGES), "0", "True"], (
             "production is ready, without an error"
         )
         assert serving.process.poll() is None
     finally:
         client.close()
-        agent.terminate()
-        agent.wait(60)
-        serving.kill()
+        process.terminate()
+        process.wait(60)
