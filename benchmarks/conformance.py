@@ -13,7 +13,7 @@ Which rows of the table a shape and a feature touch is written down below; what 
 - *elastic*: memory is lent, by the kernel's figure; tokens and log-probs are the same while rollouts generate in it; ``off`` brings
   all of it back, and ``on`` lends it again.
 
-What vLLM itself does not start with the same arguments and without the plugin is named as such.  One engine after the other, about
+What vLLM itself does not start, or answer, with the same arguments and without the plugin is named as such.  One engine after the other, about
 a quarter of a minute each; the result is written after each.
 
     python benchmarks/conformance.py --resume           # goes on behind what out/conformance.json has
@@ -27,6 +27,7 @@ import asyncio
 import base64
 import io
 import json
+import re
 import sys
 import time
 from collections import Counter
@@ -213,26 +214,34 @@ class Matrix:
         else:
             try:
                 await self._look(cell, outcome)
+            except httpx.HTTPStatusError as error:
+                await self._explain(model, cell, outcome, error)
             except (TimeoutError, httpx.HTTPError, KeyError) as error:
                 outcome.wrong.append(f"{type(error).__name__}: {str(error)[:500]}")
         outcome.seconds = round(time.monotonic() - began_s, 1)
         return outcome
 
-    async def _explain(self, model: Path, cell: Cell, outcome: Outcome, error: EngineStartError) -> None:
-        """Whose fault is it that it does not start?"""
+    async def _explain(
+        self, model: Path, cell: Cell, outcome: Outcome, error: EngineStartError | httpx.HTTPStatusError
+    ) -> None:
+        """Whose fault is it that it does not start, or answers with an error?"""
 
-        def start_stock() -> str:
+        def ask_stock() -> tuple[str, str]:
             args = [*PRODUCTION_ARGS, *cell.args(model)]
             try:
-                with EngineServer(model, env={"VLLM_PLUGINS": ""}, args=args):
-                    return ""
-            except EngineStartError as stock:
-                return last_error(str(stock))
+                with EngineServer(model, env={"VLLM_PLUGINS": ""}, args=args) as stock:
+                    try:
+                        ask(stock.url, str(model), cell, 0)
+                    except httpx.HTTPError:
+                        return "vLLM does not answer", last_error(stock.log_path.read_text(errors="replace"))
+            except EngineStartError as failed:
+                return "vLLM does not start it", last_error(str(failed))
+            return "", ""
 
-        outcome.why = await asyncio.to_thread(start_stock)
-        outcome.got = "vLLM does not start it" if outcome.why else "not started"
-        if not outcome.why:
-            outcome.wrong.append(f"starts without the plugin only: {last_error(str(error))}")
+        got, outcome.why = await asyncio.to_thread(ask_stock)
+        outcome.got = got or outcome.got or "not started"
+        if not got:
+            outcome.wrong.append(f"without the plugin only: {last_error(str(error))}")
 
     async def _look(self, cell: Cell, outcome: Outcome) -> None:
         pair = self.pair
@@ -391,9 +400,9 @@ def embedded(shape: str, number: int) -> str:
 
 
 def last_error(log: str) -> str:
-    """The line of a server's log that says why it ended."""
-    lines = [line.strip() for line in log.splitlines()]
-    named = [line for line in lines if "Error" in line.partition(":")[0] or "error:" in line]
+    """What a server's log says last of why it ended, or why it did not answer."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    named = re.findall(r"\b(?:\w*Error|error): .*\S", log)
     return (named or lines or [""])[-1][:300]
 
 
