@@ -34,6 +34,7 @@ from rose.policy.compat import UNLISTED, Row, Support, judge, row
 from rose.units import PAGE_BYTES
 from vllm_plugin.features import Device, Findings, findings, kv_findings
 from vllm_plugin.kv_layout import CountedCache
+from vllm_plugin.peers import Peers, Trouble
 from vllm_plugin.roles import ENV_CORES, ENV_DIR, ENV_ENGINE
 from vllm_plugin.selfcheck import problems
 
@@ -50,6 +51,7 @@ ENV_ALLOW_UNMEASURED = "ROSE_ALLOW_UNMEASURED"
 
 START_WAIT_S = 1.0
 """Longest wait of production's start for memory that the rollout engine still holds: it dies at its deadline anyway."""
+START_LOOK_S = 0.01
 
 OS_PAGE_BYTES = 4096
 
@@ -248,13 +250,11 @@ def _take_everything_back() -> None:
             _starting = node_dir.serving_lease_writer()
         _starting.write(ServingLease(phase=Phase.STARTING, heartbeat_ns=time.monotonic_ns()))
         _starting.wake()
-        peer, until_s = node_dir.rollout_lease(), time.monotonic() + START_WAIT_S
-        while (left_s := until_s - time.monotonic()) > 0 and peer.alive():
-            word, record = peer.word(), peer.read()
-            if record is None or record.reserved_pages == 0:
-                break
-            peer.wait(word, left_s)
-        peer.close()
+        peers, until_s = Peers(node_dir, Trouble()), time.monotonic() + START_WAIT_S
+        # Workers may hold memory for a moment longer than their core lives: nobody wakes us for them.
+        while peers.pages() and time.monotonic() < until_s:
+            time.sleep(START_LOOK_S)
+        peers.close()
     except Exception as error:  # noqa: BLE001  # fail-open: production starts whatever is the matter with our files
         logger.warning("ROSE: the rollout engine may not have given everything back: %r", error)
 

@@ -67,6 +67,10 @@ class Peers:
         self._last_read: dict[int, int] = {}
         self._met = 0
 
+    def close(self) -> None:
+        self._lease.close()
+        self._ranks.close()
+
     def any_alive(self) -> bool:
         """Is there a rollout engine?  It says ``starting`` long before it runs a step.  Unreadable counts as one."""
         try:

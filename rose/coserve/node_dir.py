@@ -192,6 +192,10 @@ class RankReaders:
     def forget(self, rank: int) -> None:
         self._readers.pop(rank).close()
 
+    def close(self) -> None:
+        for rank in list(self._readers):
+            self.forget(rank)
+
 
 def _rank_name(rank: int) -> str:
     if not 0 <= rank < MAX_RANKS:

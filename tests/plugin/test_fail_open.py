@@ -447,8 +447,9 @@ def test_an_engine_that_could_not_be_attached_says_off(
     assert record.phase == Phase.OFF
 
 
+@pytest.mark.parametrize("holder", ["engine core", "worker whose core is dead"])
 def test_production_says_starting_before_its_workers_touch_the_device_and_waits_for_the_peer(
-    config: Any, node_dir: Path, rank: Any, monkeypatch: pytest.MonkeyPatch
+    config: Any, node_dir: Path, rank: Any, monkeypatch: pytest.MonkeyPatch, holder: str
 ) -> None:
     from vllm.v1.executor.abstract import Executor
 
@@ -458,17 +459,24 @@ def test_production_says_starting_before_its_workers_touch_the_device_and_waits_
 
     seen: list[tuple[int, int]] = []
     node = NodeDir(node_dir)
-    peer = node.rollout_lease_writer()
-    peer.write(RolloutLease(reserved_pages=3))
+    of_core = holder == "engine core"
+    peer: Any = node.rollout_lease_writer() if of_core else node.rank_writer("rollout", 0, 4)
+
+    def hold(pages: int) -> None:
+        peer.write(RolloutLease(reserved_pages=pages) if of_core else RankState(resident_pages=pages))
+        peer.wake()
+
+    hold(3)
 
     class Probe(Executor):
         """Boundary: no worker is started; what would be done before that is vLLM's own."""
 
         def _init_executor(self) -> None:
-            serving, rollout = node.serving_lease().read(), node.rollout_lease().read()
+            serving = node.serving_lease().read()
+            rollout = node.rollout_lease().read() if of_core else node.rank("rollout", 0, 4).read()
             assert serving is not None
             assert rollout is not None
-            seen.append((serving.phase, rollout.reserved_pages))
+            seen.append((serving.phase, getattr(rollout, "reserved_pages" if of_core else "resident_pages")))
 
         def collective_rpc(self, *_: Any, **__: Any) -> Any:
             raise NotImplementedError
@@ -478,8 +486,7 @@ def test_production_says_starting_before_its_workers_touch_the_device_and_waits_
 
     def give_back() -> None:
         eventually(lambda: readable(node.serving_lease()) == Phase.STARTING, "production is starting")
-        peer.write(RolloutLease(reserved_pages=0))
-        peer.wake()
+        hold(0)
 
     monkeypatch.setattr(compat, "START_WAIT_S", 60.0)
     monkeypatch.setenv("ROSE_ENGINE", "0")
