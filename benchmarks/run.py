@@ -44,7 +44,9 @@ MINUTES = {
     "coserve": 15,
     "train": 17,
     "weights": 8,
-    "weights_live": 12,
+    "weights_live": 15,
+    "weights_terms": 1,
+    "fanout": 4,
     "gateway": 8,
     "sim": 8,
     "routing": 4,
@@ -70,6 +72,7 @@ LONG = {
     "demo": 25,
     "learning": 150,
     "production_restart": 12,
+    "cycles": 25,
 }
 """Only in `make bench-full`.  It goes on where it was stopped: with the first benchmark that has not ended, and this one, where
 it can, with what it had found."""

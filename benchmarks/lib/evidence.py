@@ -193,6 +193,17 @@ CLAIMS = (
         benchmark="weights_live", keys=("acknowledged_s_median_idle", "acknowledged_s_median_busy"), form="{:.2f} s",
     ),
     Claim(
+        text="1,000 readers behind a tree of four relays: the relays' CPU seconds per GB, and of one relay for all; the busiest of the four, of the one", benchmark="fanout",
+        keys=("tree_cpu_s_per_gb", "one_cpu_s_per_gb", "busiest_share"), form="{:.2f}", bar=(2, "<=", 0.35), every=True,
+    ),
+    Claim(
+        text="the same: leases a minute while 10,000 are held", benchmark="fanout", keys=("leases_per_minute",), form="{:.0f}", bar=(0, ">=", 10_000.0), every=True,
+    ),
+    Claim(
+        text="the same, one of the four killed while a version goes out: readers that never have it, and seconds until all have", benchmark="fanout",
+        keys=("stuck", "after_kill_s"), form="{:.1f}", bar=(0, "<=", 0.0), every=True,
+    ),
+    Claim(
         text="pause of an engine for it, idle and busy", benchmark="weights_live",
         keys=("pause_ms_median_idle", "pause_ms_median_busy"), form="{:.0f} ms",
     ),

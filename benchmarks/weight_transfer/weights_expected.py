@@ -2,7 +2,7 @@
 
     python benchmarks/weight_transfer/weights_expected.py      # the table, term by term
 
-``weights_live/2026-11-21.json`` has the seconds per GB of dense weights of each phase, on one core and with real engines;
+``weights_live/2026-11-23.json`` has the seconds per GB of dense weights of each phase, with real engines;
 ``weights_terms/2026-11-23.json`` what the phases consist of, and what the relay takes.  Each term, and what is assumed of it:
 
 =============  ==========================================================================================================
@@ -11,7 +11,7 @@ publish        diff and encode, in proportion to size; divided by trainer ranks,
 relay in       bytes into the relay, times its CPU seconds per byte (measured): one process, whatever the ranks
 wire           the bytes at the link's rate, twice: to the relay, and from it to the node; not overlapped
 relay out      as relay in, for one node; every further node adds as much, for the relay serves all
-pull           the part of the host copy's phase that one thread does; not divided
+pull           bytes into the node, hashed: divided by the node agent's threads, eight at most (``rose/weights/subscriber.py``)
 decode         the rest of it, and collecting the update's changes: divided by the node agent's threads, which assumes that they gain
                in proportion (two threads on two virtual cores gained 1.5x)
 file           writing the update file: one thread; not divided
@@ -31,6 +31,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from rose.weights.subscriber import MOST_PULLS
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "weight_transfer"
 GBPS = (10, 200)
@@ -64,7 +68,7 @@ def measured() -> tuple[dict[str, Any], dict[str, Any]]:
     """Summaries of the two committed results: real engines, and the terms."""
     live, terms = (
         json.loads((RESULTS / name).read_text())["summary"]
-        for name in ("weights_live/2026-11-21.json", "weights_terms/2026-11-23.json")
+        for name in ("weights_live/2026-11-23.json", "weights_terms/2026-11-23.json")
     )
     return live, terms
 
@@ -85,7 +89,7 @@ def seconds(
         "relay_in": sent_gb * terms["relay_in_s_per_gb"],
         "wire": 2 * sent_gb * 8 / gbps,
         "relay_out": sent_gb * terms["relay_out_s_per_gb"],
-        "pull": copy_s * pulled,
+        "pull": copy_s * pulled / min(threads, MOST_PULLS),
         "decode": (copy_s * (1 - pulled) + write_s * (1 - filed)) / threads,
         "file": write_s * filed,
         "stage": dense_gb * live["large_stage_in_engine_s_per_gb"] * staged,

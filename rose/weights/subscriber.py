@@ -67,7 +67,9 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
 
-_MOST_PULLS = 8  # objects at once: what one connection does not fill, a few do
+MOST_PULLS = 8
+"""Objects at once: what one connection does not fill, a few do."""
+
 _LEASE_S = 600.0
 _KEPT_UPDATES = 4
 _MAX_KEPT_STEPS = 64
@@ -110,7 +112,7 @@ class WeightSubscriber:
         self._params = params or WeightsParams()
         threads = self._params.num_threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="rose-decode") if threads > 1 else None
-        pulls = min(threads, _MOST_PULLS)
+        pulls = min(threads, MOST_PULLS)
         self._pulls = ThreadPoolExecutor(pulls, thread_name_prefix="rose-pull") if threads > 1 else None
         self._following = threading.Lock()
         """Held by who pulls.  Taken before ``_lock``, which guards what lies in the directory and what the copy is."""

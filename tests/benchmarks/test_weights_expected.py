@@ -25,7 +25,7 @@ def changed(before: dict[str, float], after: dict[str, float]) -> set[str]:
 def test_every_term_is_in_the_sum_and_depends_on_what_the_code_depends_on() -> None:
     assert set(terms()) == set(expected.TERMS)
     assert changed(terms(), terms(gbps=10)) == {"wire"}
-    assert changed(terms(), terms(threads=1)) == {"decode"}
+    assert changed(terms(), terms(threads=1)) == {"pull", "decode"}
     assert changed(terms(), terms(replace(MODEL, trainer_ranks=1))) == {"publish"}
     assert changed(terms(), terms(replace(MODEL, engine_ranks=4))) == {"stage", "pause"}
     assert changed(terms(), terms(replace(MODEL, billions=1.0))) == set(expected.TERMS) - {"fixed"}
