@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-from tests.policy.coserving.explorer import Bounds, Broken, Mutant, explore
+from tests.policy.coserving.bounds import FILES, Bounds, Broken, Mutant
+from tests.policy.coserving.explorer import explore
 
 
 @pytest.mark.parametrize(
     "bounds",
     [
-        Bounds(chunks=2, ranks=1, kills=1),
-        Bounds(chunks=2, ranks=2, kills=0),
-        Bounds(chunks=2, ranks=1, kills=0, delayed=True),
-        Bounds(chunks=2, ranks=1, kills=0, unlinks=1, lost_wakes=1),
-        Bounds(chunks=2, ranks=1, kills=0, waits=2),
+        Bounds(kills=1),
+        Bounds(production_kills=1),
+        Bounds(silences=1),
+        Bounds(unlinks=1),
+        Bounds(lost_wakes=1),
+        Bounds(ranks=2),
+        Bounds(delayed=True),
+        Bounds(slow_reads=True),
+        Bounds(waits=1),
+        pytest.param(Bounds(waits=2), marks=pytest.mark.conformance),
+        pytest.param(Bounds(kills=1, silences=1), marks=pytest.mark.conformance),
+        pytest.param(Bounds(kills=1, production_kills=1), marks=pytest.mark.conformance),
     ],
     ids=str,
 )
@@ -25,13 +33,16 @@ def test_no_page_is_there_twice_and_production_gets_all_of_it_back(bounds: Bound
 @pytest.mark.parametrize(
     ("bounds", "mutant"),
     [
-        (Bounds(kills=0), Mutant(believes_old_reports=True, maps_unannounced=True)),
-        (Bounds(kills=0, delayed=True), Mutant(believes_old_reports=True)),
+        (Bounds(), Mutant(believes_old_reports=True, maps_unannounced=True)),
+        (Bounds(delayed=True), Mutant(believes_old_reports=True)),
         (Bounds(kills=1), Mutant(maps_unannounced=True)),
-        (Bounds(kills=0), Mutant(takes_what_is_held=True)),
-        (Bounds(kills=0, waits=1), Mutant(takes_what_is_stranded=True)),
-        (Bounds(kills=0), Mutant(reads_first=True)),
+        (Bounds(), Mutant(takes_what_is_held=True)),
+        (Bounds(waits=1), Mutant(takes_what_is_stranded=True)),
+        (Bounds(), Mutant(reads_first=True)),
+        (Bounds(slow_reads=True), Mutant(grows_unasked=True)),
         (Bounds(kills=1), Mutant(keeps_a_dead_file=True)),
+        (Bounds(production_kills=1), Mutant(starts_at_once=True)),
+        (Bounds(production_kills=1, kills=1), Mutant(forgets_workers=True)),
     ],
     ids=str,
 )
@@ -43,9 +54,9 @@ def test_what_puts_a_page_there_twice_is_found(bounds: Bounds, mutant: Mutant) -
 @pytest.mark.parametrize(
     ("bounds", "mutant"),
     [
-        (Bounds(kills=0, unlinks=1), Mutant(follows_the_name=True)),
-        (Bounds(kills=0, lost_wakes=1), Mutant(no_heartbeat=True)),
-        (Bounds(kills=0, waits=1), Mutant(stays_stranded=True)),
+        (Bounds(lost_wakes=1), Mutant(no_heartbeat=True)),
+        (Bounds(waits=1), Mutant(stays_stranded=True)),
+        (Bounds(silences=1), Mutant(trusts_the_silent=True)),
     ],
     ids=str,
 )
@@ -54,6 +65,27 @@ def test_what_strands_productions_memory_is_found(bounds: Bounds, mutant: Mutant
         explore(bounds, mutant)
 
 
+HARMLESS = {"node.state", "serving.lease", "serving.board"}
+"""Who cannot read these takes it that nothing is lent, or that nothing is claimed: production waits for what is given back anyway."""
+
+
+QUICK = ("serving.rank0", "rollout.lease")
+"""One that strands, one that puts a page there twice; the others in ``make conformance``."""
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        pytest.param(file, marks=() if file in QUICK else pytest.mark.conformance)
+        for file in FILES
+        if file not in HARMLESS
+    ],
+)
+def test_whoever_follows_a_name_that_is_gone_is_found_by_every_file_that_counts(file: str) -> None:
+    with pytest.raises(Broken, match=r"never comes home|are mapped on the device|has not mapped"):
+        explore(Bounds(unlinks=1, files=(file,)), Mutant(follows_the_name=True))
+
+
 def test_a_peer_that_is_waited_for_in_silence_is_found() -> None:
     with pytest.raises(Broken, match="are not said to be stranded"):
-        explore(Bounds(kills=0, waits=1), Mutant(waits_in_silence=True))
+        explore(Bounds(waits=1), Mutant(waits_in_silence=True))
