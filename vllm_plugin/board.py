@@ -16,7 +16,7 @@ from typing import Any
 from rose.coserve.ledger import RecordWriter
 from rose.coserve.records import ServingBoard
 from rose.policy.coserving.steps import StepBook
-from rose.policy.coserving.timing import prompt_work_s
+from rose.policy.coserving.timing import latest_start, prompt_work_s
 from rose.units import NS_PER_S
 from vllm_plugin import internals
 from vllm_plugin.capacity import Balloon
@@ -163,13 +163,13 @@ class Board:
         waiting_tokens = 0
         if running and slo_tpot_ns:
             decode_ns = int(model.predict(*steps.expects(running)) * NS_PER_S)
-            tpot_deadline = max(1, (steps.last_token_ns or now_ns) + slo_tpot_ns - decode_ns)
+            tpot_deadline = max(1, latest_start(steps.last_token_ns or now_ns, slo_tpot_ns, decode_ns))
         if num_waiting and slo_ttft_ns:
             oldest = internals.waiting_requests(scheduler, 1)
             if oldest and oldest[0].num_output_tokens and slo_tpot_ns:
                 # Preempted: it has had its first token, and waits for a next one like those that run.
                 prefill_ns = self._prompt_ns(oldest[0].num_tokens, running)
-                deadline = max(1, (steps.last_token_ns or now_ns) + slo_tpot_ns - prefill_ns)
+                deadline = max(1, latest_start(steps.last_token_ns or now_ns, slo_tpot_ns, prefill_ns))
                 tpot_deadline = min(tpot_deadline, deadline) if tpot_deadline else deadline
             if head is not None:
                 waiting_tokens = head.num_tokens
@@ -208,7 +208,7 @@ class Board:
     def _first_token_deadline(self, request: Any, tokens: int, num_decodes: int, now_ns: int) -> int:
         """Until when work on a prompt of ``tokens`` beside ``num_decodes`` requests must start."""
         age_ns = int((time.time() - request.arrival_time) * NS_PER_S)
-        return max(1, now_ns - age_ns + self.slo_ttft_ns - self._prompt_ns(tokens, num_decodes))
+        return max(1, latest_start(now_ns - age_ns, self.slo_ttft_ns, self._prompt_ns(tokens, num_decodes)))
 
     def _prompt_ns(self, tokens: int, num_decodes: int) -> int:
         """How long a prompt takes that is read beside ``num_decodes`` requests."""

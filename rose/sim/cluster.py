@@ -15,6 +15,7 @@ from rose.coserve.node_config import NodeConfig
 from rose.lineage import Version
 from rose.policy import turn_events as te
 from rose.policy.assigning import NOTHING_SAID, Switching
+from rose.policy.coserving.timing import is_late
 from rose.policy.lending import Lending
 from rose.policy.lending_events import (
     KillRollout,
@@ -446,12 +447,12 @@ class Cluster:
         self.counters.asked += request.prompt
         self.counters.found += request.cached
         self.ttft_s.append((request.arrived_s, first_s - request.arrived_s))
-        late = first_s - request.arrived_s > device.slo_ttft_s
+        late = is_late(first_s - request.arrived_s, device.slo_ttft_s)
         tokens = request.kept + request.target
         if tokens > 1:
             each_s = (now_s - first_s) / (tokens - 1)
             self.tpot_s.append((request.arrived_s, each_s))
-            late = late or each_s > device.slo_tpot_s
+            late = late or is_late(each_s, device.slo_tpot_s)
         if late:
             self.late[int(request.key[1:])] = request.arrived_s
 

@@ -20,7 +20,7 @@ from itertools import islice
 from typing import Protocol
 
 from rose.policy.admission import AdmissionParams, BoardView, Demand, Rule, admit
-from rose.policy.coserving.timing import prompt_work_s
+from rose.policy.coserving.timing import latest_start, prompt_work_s
 from rose.policy.stop_reasons import RECLAIMED
 from rose.sim.engine import Engine, Request
 from rose.sim.events import EventQueue
@@ -546,18 +546,19 @@ class Device:
                 chunk_tokens=serving.chunk_tokens,
                 decode_step_s=decode_s,
                 prefill_token_s=serving.prefill_s,
+                attention_s=(
+                    serving.prompt_attention_s(pending)[0]
+                    if serving.prefilling
+                    else serving.attention_s * pending * pending / 2
+                ),
             )
-            work_s += (
-                serving.prompt_attention_s(pending)[0]
-                if serving.prefilling
-                else serving.attention_s * pending * pending / 2
-            )
-            ttft_s = first.arrived_s + self.slo_ttft_s - work_s
+            ttft_s = latest_start(first.arrived_s, self.slo_ttft_s, work_s)
         return BoardView(
             running=serving.running,
             waiting=len(serving.prefilling) + len(serving.waiting),
             ttft_deadline_s=ttft_s,
-            tpot_deadline_s=now_s + self.slo_tpot_s - decode_s if serving.running else None,
+            # Between two steps: its last token has just come.
+            tpot_deadline_s=latest_start(now_s, self.slo_tpot_s, decode_s) if serving.running else None,
         )
 
     def check(self) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 from rose.errors import ConfigError
 from rose.lineage import Version
 from rose.policy import turn_events as te
+from rose.policy.coserving.timing import is_late
 from rose.policy.worker import Tier
 from rose.sim.arrivals import Arrivals, Floats, make_arrivals
 from rose.sim.cluster import JOB, Cluster, Counters
@@ -459,7 +460,9 @@ class World(Hooks):
             for device in self.serving_devices
             if device.serving is not None
             for request in device.serving.requests.values()
-            if (now_s if request.first_s is None else request.first_s) - request.arrived_s > device.slo_ttft_s
+            if is_late(
+                (now_s if request.first_s is None else request.first_s) - request.arrived_s, device.slo_ttft_s
+            )
         }
 
     def check(self) -> None:

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from collections import deque
 
+from rose.policy.coserving.timing import is_late
+
 MAX_IN_FLIGHT = 8
 """More than vLLM ever schedules ahead."""
 _DRAFTS_WEIGHT = 1 / 16
@@ -124,7 +126,7 @@ class StepBook:
         prefill, decode, drafts = self._in_flight.popleft()
         self.step_ns = now_ns - self.started_ns
         self.busy_ns += self.step_ns
-        if decode and 0 < slo_tpot_ns < self.step_ns:
+        if decode and is_late(self.step_ns, slo_tpot_ns):
             self.breaches += 1
         self.last_token_ns = now_ns
         if self._in_flight:
@@ -142,6 +144,6 @@ class StepBook:
 
     def waits_since(self, request_id: str, age_ns: float, slo_ttft_ns: int) -> None:
         """A request has waited ``age_ns`` for its first token; later than promised counts once."""
-        if slo_ttft_ns and age_ns > slo_ttft_ns and request_id != self._late_request:
+        if is_late(age_ns, slo_ttft_ns) and request_id != self._late_request:
             self._late_request = request_id
             self.breaches += 1

@@ -1,16 +1,42 @@
-"""When production's work must start at the latest, so that its promises are kept: one formula, live and simulated.
+"""When production's work must start at the latest, so that its promises are kept, and when one is broken: one formula, live and
+simulated.
 
-``promised - work``: the board's two deadlines (:class:`rose.policy.admission.BoardView`) are the earliest of these over production's
-requests.  Times and lengths in seconds, on any one clock.  Called on production's step path: scalars in, a scalar out.
+The board's two deadlines (:class:`rose.policy.admission.BoardView`) are the earliest :func:`latest_start` over production's requests.  What
+goes in is each engine's own: its step times, and how many prompt tokens fit one of its steps.  Times and lengths of one unit, on any one
+clock.  Called on production's step path: scalars in, a scalar out.
 """
 
 from __future__ import annotations
 
 from math import ceil
+from typing import TypeVar
+
+Time = TypeVar("Time", int, float)
+"""Whole nanoseconds stay whole."""
+
+
+def latest_start(since: Time, promised: Time, work: Time) -> Time:
+    """Until when work has to begin that takes so long.
+
+    Args:
+        since: A first token counts from the request's arrival, a next one from the one before.
+        promised: So long it may take from then on.
+    """
+    return since + promised - work
+
+
+def is_late(took: float, promised: float) -> bool:
+    """Is this a broken promise?  0: nothing is promised."""
+    return 0 < promised < took
 
 
 def prompt_work_s(
-    tokens: float, *, chunk_tokens: float, decode_step_s: float, prefill_token_s: float
+    tokens: float,
+    *,
+    chunk_tokens: float,
+    decode_step_s: float,
+    prefill_token_s: float,
+    attention_s: float = 0.0,
 ) -> float:
     """How long a prompt takes to its first token, once its first step starts.
 
@@ -21,5 +47,6 @@ def prompt_work_s(
         chunk_tokens: Prompt tokens that fit one step beside those decodes.
         decode_step_s: A step that has those decodes and nothing else.
         prefill_token_s: What each prompt token adds.
+        attention_s: What the whole prompt takes beyond that to look back at itself, where that is known apart.
     """
-    return ceil(tokens / chunk_tokens) * decode_step_s + tokens * prefill_token_s
+    return ceil(tokens / chunk_tokens) * decode_step_s + tokens * prefill_token_s + attention_s

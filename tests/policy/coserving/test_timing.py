@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rose.policy.coserving.timing import prompt_work_s
+from rose.policy.coserving.timing import is_late, latest_start, prompt_work_s
 
 
 def test_a_prompt_is_read_in_steps_that_others_decode_in() -> None:
@@ -17,3 +17,13 @@ def test_a_prompt_is_read_in_steps_that_others_decode_in() -> None:
 def test_a_prompt_of_one_chunk_is_one_step() -> None:
     assert prompt_work_s(512, chunk_tokens=512, decode_step_s=1.0, prefill_token_s=0.0) == 1.0
     assert prompt_work_s(513, chunk_tokens=512, decode_step_s=1.0, prefill_token_s=0.0) == 2.0
+
+
+def test_work_has_to_start_so_early_that_it_ends_in_time() -> None:
+    assert latest_start(100.0, 0.5, 0.2) == pytest.approx(100.3)
+    assert latest_start(7_000, 500, 200) == 7_300  # nanoseconds stay whole
+
+
+def test_late_is_longer_than_promised_and_without_a_promise_nothing_is() -> None:
+    assert [is_late(took, 0.5) for took in (0.4, 0.5, 0.6)] == [False, False, True]
+    assert not is_late(10**12, 0)
