@@ -360,11 +360,22 @@ def problems() -> list[str]:
     """What keeps ROSE from running on this vLLM; empty when nothing does."""
     import vllm
 
-    version = vllm.__version__
-    if version.split("+")[0].rsplit(".", 1)[0] != SUPPORTED_LINE:
+    if not is_of_line(vllm.__version__):
         # Not looked at further: in another line the modules themselves may be elsewhere.
-        return [f"vLLM {version} is not of the supported line {SUPPORTED_LINE}"]
+        return [f"vLLM {vllm.__version__} is not of the supported line {SUPPORTED_LINE}"]
     return [*problems_of(CORE), *_key_problems()]
+
+
+def is_of_line(version: str) -> bool:
+    """Is a build of this version one of the supported line, be it a release, after one or before one?"""
+    from packaging.version import InvalidVersion, Version  # vLLM needs it, too
+
+    try:
+        found = Version(version)
+    except InvalidVersion:  # what vLLM calls itself when its build knew no tag
+        return False
+    line = Version(SUPPORTED_LINE)
+    return (found.epoch, found.release[:2]) == (line.epoch, line.release)
 
 
 def problems_of(owners: tuple[Owner, ...]) -> list[str]:

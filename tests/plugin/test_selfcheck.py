@@ -288,6 +288,36 @@ def test_another_release_line_is_not_looked_at_further(monkeypatch: pytest.Monke
     assert selfcheck.problems() == ["vLLM 0.33.1+cpu is not of the supported line 0.32"]
 
 
+@pytest.mark.parametrize(
+    ("version", "is_known"),
+    [
+        ("0.32.0", True),
+        ("0.32", True),
+        ("0.32.3+cpu", True),
+        ("0.32.0.post2", True),
+        ("0.32.1.dev17+g1a2b3c4.cpu", True),
+        ("0.32.0rc1", True),
+        ("0.33.0.dev3", False),
+        ("0.33.0rc1", False),
+        ("0.3.2", False),
+        ("1.0.32", False),
+        ("1!0.32.0", False),
+        ("0.320.0", False),
+        ("dev", False),
+        ("", False),
+    ],
+)
+def test_which_line_a_build_is_of_its_release_says(
+    version: str, is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import vllm
+
+    monkeypatch.setattr(vllm, "__version__", version)
+    assert selfcheck.problems() == (
+        [] if is_known else [f"vLLM {version} is not of the supported line {selfcheck.SUPPORTED_LINE}"]
+    )
+
+
 class Plain:
     kept = 1
 
