@@ -4,8 +4,8 @@ One that comes back joins its request (:class:`~rose.scheduler.inflight_request.
 the end gets its answer: from the trajectory's turns, or, under an ``Idempotency-Key``, from the last few answers.
 
 Whether a request repeats another is decided by the name that its client gave it: ``Idempotency-Key``, else ``X-ROSE-Turn``.
-A request without a name is a new turn even if its body equals an earlier one's, since an agent may sample one prompt several times on
-purpose.  There are two exceptions: no client waits for the earlier request any more, or the request says that it is a retry
+A request without a name is a new turn even if its body equals an earlier one's, and what its headers demand (tier, oldest version,
+side), since an agent may sample one prompt several times on purpose.  There are two exceptions: no client waits for the earlier request any more, or the request says that it is a retry
 (``rose.scheduler.deliveries``).  Each retry takes one answer, and no other retry gets the same one.  It takes the first of these:
 
 1. a request that no client waits for any more, or an answer that was not sent to its end;
@@ -88,7 +88,7 @@ class InflightRequests:
         What comes is to be given to :meth:`delivering`.
 
         Raises:
-            RequestError: 422, the same name with another body.
+            RequestError: 422, the same name with another body, or other demands.
             CapacityError: 429, too many requests.
         """
         key = _key(asked)
@@ -461,7 +461,10 @@ class InflightRequests:
 def _check_same(digest: str, asked: TurnRequest, field: str) -> None:
     if digest != asked.digest:
         raise RequestError(
-            "the same turn was asked with another body", field=field, status=422, code="turn_conflict"
+            "the same turn was asked with another body, or with other X-ROSE headers",
+            field=field,
+            status=422,
+            code="turn_conflict",
         )
 
 

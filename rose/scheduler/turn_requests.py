@@ -9,7 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from rose.errors import CapacityError, NotFound, RequestError, Unauthorized
-from rose.lineage import parse_version
+from rose.lineage import format_version, parse_version
 from rose.scheduler import side
 from rose.scheduler.deliveries import retry_count
 from rose.scheduler.dispatch import Dispatcher
@@ -37,7 +37,7 @@ class TurnRequests:
         return None if name is None else self._store.open(name)
 
     def turn_request(self, request: web.Request, said: bytes, trajectory: Trajectory | None) -> TurnRequest:
-        """``said`` is what a retry repeats byte for byte."""
+        """``said`` is what a retry repeats byte for byte, as it does what its headers demand of the answer."""
         headers = request.headers
         deadline_ms = headers.get("X-ROSE-Deadline-Ms")
         minimum = headers.get("X-ROSE-Min-Version")
@@ -48,10 +48,15 @@ class TurnRequests:
         for name, value in keys.items():
             if len(value) > 256:
                 raise RequestError("must have at most 256 characters", field=name)
+        least = None if minimum is None else parse_version(minimum, "X-ROSE-Min-Version")
+        beside = side.said(headers.get(side.HEADER))
         named = hashlib.sha256(
             request.path.rsplit("/", 1)[-1].encode()
         )  # the CPU's own: twice blake2's speed
         named.update(said)
+        # A deadline is not of these: it says when the client stops waiting, and a retry has less time left.
+        if tier != "any" or least is not None or beside:
+            named.update(f"{tier} {'' if least is None else format_version(least)} {beside}".encode())
         return TurnRequest(
             request_id=request[REQUEST_ID],
             trajectory=trajectory,
@@ -60,9 +65,9 @@ class TurnRequests:
             idempotency_key=keys["Idempotency-Key"],
             retry=retry_count(headers),
             dedicated_only=tier == "dedicated",
-            min_version=None if minimum is None else parse_version(minimum, "X-ROSE-Min-Version"),
+            min_version=least,
             deadline_s=None if deadline_ms is None else _deadline_s(deadline_ms),
-            side=side.said(headers.get(side.HEADER)),
+            side=beside,
             trace_headers=trace_context(
                 headers.get("traceparent"), headers.get("tracestate"), is_traced=self._is_traced
             ),

@@ -130,6 +130,67 @@ async def test_a_retry_of_a_sample_that_still_runs_joins_it_once(world: World) -
     assert sorted(await turns_of(asked)) == [0, 0, 1, 1, 2]
 
 
+DEMANDS: list[dict[str, Any]] = [
+    {"X-ROSE-Min-Version": "0.0"},
+    {"X-ROSE-Tier": "dedicated"},
+    {"X-ROSE-Side": "yes"},
+]
+
+
+async def left(world: World, session: str, **demands: Any) -> None:
+    """A request whose client has gone while it runs."""
+    num_before = len(world.scheduler.book.turns)
+    asked = ask(world, session, **demands)
+    await world.until(lambda: len(world.scheduler.book.turns) > num_before)
+    asked.cancel()
+    await world.until(lambda: all(t.detached_at_s is not None for t in world.scheduler.book.turns.values()))
+
+
+@pytest.mark.parametrize("demands", DEMANDS, ids=lambda demands: next(iter(demands)))
+async def test_one_that_demands_something_else_joins_none_that_runs(
+    world: World, demands: dict[str, Any]
+) -> None:
+    await world.start(timeouts={"detach_s": 60.0})
+    engine = await world.add("a")
+    engine.hold = asyncio.Event()
+    session = await world.trajectory()
+    await left(world, session)
+    other = ask(world, session, **demands)
+    await world.until(lambda: engine.num_running == 2 or world.scheduler.status.num_duplicates)
+    assert world.scheduler.status.num_duplicates == 0
+    again = ask(world, session)
+    await world.until(lambda: world.scheduler.status.num_duplicates == 1)
+    engine.hold.set()
+    assert sorted(await turns_of([other, again])) == [0, 1]
+    # Nor is it given an answer that was not sampled as it demands.
+    assert await turns_of([ask(world, session, retry=1, **DEMANDS[0], **DEMANDS[1])]) == [2]
+
+
+@pytest.mark.parametrize(
+    ("tier", "demands"),
+    [("dedicated", {"X-ROSE-Min-Version": "0.5"}), ("harvested", {"X-ROSE-Tier": "dedicated"})],
+)
+async def test_one_that_demands_less_does_not_wait_with_one_that_no_worker_may_take(
+    world: World, tier: str, demands: dict[str, Any]
+) -> None:
+    await world.start(timeouts={"max_queue_s": 0.05})
+    await world.add("a", tier=tier)
+    session = await world.trajectory()
+    assert (await ask(world, session, **demands))[0] == 503
+    assert await turns_of([ask(world, session)]) == [0]
+    assert (await ask(world, session, retry=1, **demands))[0] == 503
+
+
+async def test_a_name_with_other_demands_is_a_conflict(world: World) -> None:
+    await world.start()
+    await world.add("a")
+    session = await world.trajectory()
+    name = {"X-ROSE-Turn": "0"}
+    assert await turns_of([ask(world, session, **name)]) == [0]
+    status, answer = await ask(world, session, **name, **DEMANDS[0])
+    assert (status, answer["error"]["code"]) == (422, "turn_conflict")
+
+
 async def test_an_idempotency_key_decides_where_there_is_one(world: World) -> None:
     await world.start()
     await world.add("a")
