@@ -164,6 +164,9 @@ class TurnSubmitted:
     group_id: str | None = None
     resumable: bool = True
     streamed: bool = False
+    """To its client, who cannot take back what it has read."""
+    streamed_here: bool = False
+    """To the scheduler, whatever its client gets."""
     min_version: Version | None = None
     dedicated_only: bool = False
     deadline_at_s: float | None = None
@@ -173,6 +176,11 @@ class TurnSubmitted:
     """New prompt tokens per sampled token, as the trainer measured them: the first guess of a kind's output."""
     run: str = ""
     """Whose weights sampled its trajectory so far; empty: nobody's yet, or of no name.  Counts where its job has named none."""
+
+    @property
+    def shows_tokens(self) -> bool:
+        """Its tokens arrive as they are sampled, so that a stall is seen."""
+        return self.streamed or self.streamed_here
 
     @property
     def history(self) -> str:

@@ -418,7 +418,7 @@ class TurnLife:
         if turn.state is TurnState.QUEUED:
             if not turn.answered_503:
                 next_s = min(next_s, turn.queued_at_s + params.max_queue_s)
-        elif spec.streamed:
+        elif spec.shows_tokens:
             next_s = min(next_s, max(turn.progress_at_s + params.stall_s, at_s + params.min_alarm_s))
         heapq.heappush(self._alarms, (next_s, spec.turn_id))
 
@@ -446,7 +446,7 @@ class TurnLife:
                         return actions
                     self.placer.try_again((spec.turn_id,))
         elif (
-            spec.streamed
+            spec.shows_tokens
             and turn.worker is not None
             and not turn.worker.gated
             and at_s - turn.progress_at_s >= params.stall_s

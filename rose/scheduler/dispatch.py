@@ -116,7 +116,7 @@ class Dispatcher:
         """By worker: what its node last said of its changes of run."""
         self._clock = clock
         self.max_running = max_running
-        self._stream_upstream = stream_upstream
+        self.stream_upstream = stream_upstream
         self._rng = random.Random(seed)
         self._on_action = on_action
         self._decisions = decisions
@@ -380,7 +380,7 @@ class Dispatcher:
     def _begin(self, action: te.Dispatch, handle: TurnHandle, engine: Endpoint) -> None:
         """Run one attempt and report how it went: without a task where its answer comes at once, over a connection that is open."""
         key = (action.turn_id, action.attempt)
-        streamed = self.book.turns[action.turn_id].spec.streamed or self._stream_upstream
+        streamed = self.book.turns[action.turn_id].spec.shows_tokens
         body = self._request(action, handle, streamed=streamed)
         if not streamed:
 

@@ -296,6 +296,7 @@ class InflightRequests:
             max_tokens=params["max_tokens"],
             resumable=is_resumable(params, streamed=streamed),
             streamed=streamed,
+            streamed_here=self.dispatcher.stream_upstream,
             min_version=max(floors, default=None),
             dedicated_only=asked.dedicated_only,
             deadline_at_s=now_s + min(self.turn_s, asked.deadline_s or self.turn_s),

@@ -177,10 +177,11 @@ def test_an_abandoned_turn_is_cancelled_after_a_while(book: TurnBook) -> None:
     assert (ended(actions).outcome, ended(actions).reason) == (te.TurnState.CANCELLED, "client_gone")
 
 
-def test_a_stalled_stream_moves_unless_its_engine_is_gated() -> None:
+@pytest.mark.parametrize("to", ["streamed", "streamed_here"])
+def test_a_stalled_stream_moves_unless_its_engine_is_gated(to: str) -> None:
     book = book_of(stall_s=3.0)
     join(book, "d", Tier.DEDICATED)
-    submit(book, "a", streamed=True)
+    submit(book, "a", **{to: True})
     for at_s in (1.0, 2.0, 3.0):
         hear(book, "d", at_s, gated=True)
         assert not any(isinstance(a, te.Requeued) for a in book.handle(te.ClockTicked(at_s=at_s)))

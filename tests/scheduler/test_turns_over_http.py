@@ -99,6 +99,18 @@ async def test_a_streamed_upstream_loses_no_token_when_its_engine_dies(world: Wo
     assert [(s["worker"], s["n"]) for s in answer["segments"]] == [("a", 5), ("b", 35)]
 
 
+async def test_a_streamed_upstream_that_stalls_moves_with_its_tokens(world: World) -> None:
+    """Though its client does not stream."""
+    await world.start(policy="round_robin", stream_upstream=True, timeouts={"stall_s": 0.3})
+    await world.add("a", mean_tokens=10_000)
+    engine = await world.add("b", mean_tokens=10_000)
+    world.engines["a"].faults.append(Fault(kind="stall", after=5))
+    answer = await generate(world)
+    assert answer["token_ids"] == engine.greedy(PROMPT, {"max_tokens": 40})[0]
+    assert [(s["worker"], s["n"]) for s in answer["segments"]] == [("a", 5), ("b", 35)]
+    assert world.scheduler.status.reroutes["stall"] == 1
+
+
 async def test_a_dead_process_moves_all_its_turns_at_once(world: World) -> None:
     await world.start(policy="round_robin")
     held = await world.add("a", mean_tokens=10_000)
