@@ -19,7 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote, urlencode, urlsplit
 
 import msgspec
@@ -36,7 +36,7 @@ from rose.errors import (
     Unauthorized,
 )
 from rose.lineage import WeightVersion
-from rose.weights import manifest
+from rose.weights import manifest, upcoming
 from rose.weights.addresses import Preference
 from rose.weights.manifest import MAX_OBJECT_BYTES, Head, check_key, check_run_id
 from rose.weights.store import (
@@ -48,8 +48,10 @@ from rose.weights.store import (
     check_prefix,
     check_range,
 )
+from rose.weights.upcoming import Upcoming
 from rose.wire.errors import read_refusal
 
+T = TypeVar("T")
 MAX_LIST_BYTES = 64 << 20
 _MAX_ERROR_BYTES = 64 << 10
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 1.0
@@ -267,16 +269,27 @@ class HttpStore:
         return self._head(run_id, {})
 
     def wait_head(self, run_id: str, after: WeightVersion | None, timeout_s: float) -> Head | None:
+        query = {} if after is None else {"after": str(after)}
+        return self._polled(timeout_s, lambda wait: self._head(run_id, query | wait))
+
+    def upcoming(self, run_id: str, mark: str, timeout_s: float) -> Upcoming | None:
+        path = f"/runs/{check_run_id(run_id)}/upcoming"
+
+        def ask(wait: dict[str, str]) -> Upcoming | None:
+            data, _ = self._call("GET", f"{path}?{urlencode({'mark': mark} | wait)}", upcoming.MAX_BYTES)
+            return upcoming.decode(data, run_id) if data else None
+
+        return self._polled(timeout_s, ask)
+
+    def _polled(self, timeout_s: float, ask: Callable[[dict[str, str]], T | None]) -> T | None:
+        """The first answer that says something."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             left_s = max(0.0, deadline_s - time.monotonic())
             # A poll stays below the socket's own timeout, so that a dead relay is told from a quiet one.
-            query = {"wait_s": f"{min(left_s, self._timeout_s / 2):.3f}"}
-            if after is not None:
-                query["after"] = str(after)
-            head = self._head(run_id, query)
-            if head is not None or left_s <= 0:
-                return head
+            found = ask({"wait_s": f"{min(left_s, self._timeout_s / 2):.3f}"})
+            if found is not None or left_s <= 0:
+                return found
 
     def _head(self, run_id: str, query: Mapping[str, str]) -> Head | None:
         path = f"/runs/{check_run_id(run_id)}/head"

@@ -9,6 +9,7 @@ A tree of them grows a fan-out: nobody serves more than its own children.  Above
   so is the one above it.
 * **Heads.**  One long poll upwards for each run that somebody asks for, however many wait here.  While nobody above answers,
   readers hear 503 and go to their next address; versions that are here already are served on.
+* **What comes** is asked for upwards in the same way; an object that a reader here pulls ahead is passed on while the trainer still sends it.
 * **Leases.**  One upwards for each version that somebody here holds, longer than any of theirs; it ends soon after the last of them.
 * **Writes** are refused: a trainer publishes at the root.
 
@@ -24,9 +25,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from aiohttp import web
@@ -38,8 +38,9 @@ from rose.weights.cache import CacheBook
 from rose.weights.leases import MAX_LEASE_S, LeaseBook, holder_name
 from rose.weights.manifest import Head, check_run_id
 from rose.weights.relay import Relay
-from rose.weights.sending import Source
+from rose.weights.sending import Arriving, Source
 from rose.weights.store import FileStore, ObjectStat, Store, Upload, check_prefix
+from rose.weights.upcoming import Upcoming
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -49,7 +50,6 @@ MAX_RUNS = 64
 MAX_PULLS = 1024
 _PULL_THREADS = 16
 _PIECE_BYTES = 8 << 20  # from a store that does not stream
-_WAKE_BYTES, _WAKE_S = 1 << 20, 0.02
 _WAIT_S = 25.0
 _RETRY_S = 0.5
 _UNUSED_S = 300.0  # a run that nobody has asked for is not followed any more
@@ -63,61 +63,12 @@ class _Streams(Protocol):
     def stream(self, key: str, begin: Callable[[int], None], write: Callable[[memoryview], None]) -> None: ...
 
 
-class _Pull:
-    """An object on its way.  In the event loop only."""
-
-    def __init__(self) -> None:
-        self.nbytes: int | None = None
-        self.path: Path | None = None
-        self._done = self._told = 0
-        self._told_at_s = 0.0
-        self._error: RoseError | None = None
-        self._moved = asyncio.Event()
-
-    def begun(self, nbytes: int, path: Path) -> None:
-        self.nbytes, self.path = nbytes, path
-        self._wake()
-
-    def arrived(self, count: int) -> None:
-        self._done += count
-        now_s = time.monotonic()
-        # Hundreds of readers that are woken for each piece cost more than what they are sent.
-        much = self._done - self._told >= _WAKE_BYTES or now_s - self._told_at_s >= _WAKE_S
-        if much or self._done == self.nbytes:
-            self._told, self._told_at_s = self._done, now_s
-            self._wake()
-
-    def failed(self, error: RoseError) -> None:
-        self._error = error
-        self._wake()
-
-    async def size(self) -> int:
-        """Of the object, once it is known; raises what went wrong."""
-        while self.nbytes is None:
-            await self._more()
-        return self.nbytes
-
-    async def beyond(self, position: int) -> int:
-        """Bytes that are there, once it is more than ``position``; raises what went wrong."""
-        while self._done <= position:
-            await self._more()
-        return self._done
-
-    async def _more(self) -> None:
-        if self._error is not None:
-            raise self._error
-        await self._moved.wait()
-
-    def _wake(self) -> None:
-        self._moved.set()
-        self._moved = asyncio.Event()
-
-
 class _Run:
-    """What is known of a run's head.  In the event loop only."""
+    """What is known of a run: its head, or what comes.  In the event loop only."""
 
     def __init__(self, now_s: float) -> None:
         self.head: Head | None = None
+        self.upcoming: Upcoming | None = None
         self.error: RoseError | None = None
         self.heard = asyncio.Event()
         """Set with the first answer, or error."""
@@ -141,8 +92,9 @@ class PullThroughRelay(Relay):
     ) -> None:
         super().__init__(store, tokens)
         self._above, self._name = above, name
-        self._pulls: dict[str, _Pull] = {}
+        self._pulls: dict[str, Arriving] = {}
         self._runs: dict[str, _Run] = {}
+        self._ahead: dict[str, _Run] = {}
         self._book_lock = threading.Lock()
         self._book = CacheBook(limit_bytes)
         self._renewed: dict[str, deque[float]] = {}
@@ -151,7 +103,7 @@ class PullThroughRelay(Relay):
         self._lease_lock = asyncio.Lock()
         self._holder = f"relay-{holder_name(store.directory)}"
         self._pull_threads = ThreadPoolExecutor(_PULL_THREADS, thread_name_prefix="rose-pull")
-        self._head_threads = ThreadPoolExecutor(MAX_RUNS + 8, thread_name_prefix="rose-head")
+        self._head_threads = ThreadPoolExecutor(2 * MAX_RUNS + 8, thread_name_prefix="rose-head")
 
     def application(self) -> web.Application:
         app = super().application()
@@ -172,10 +124,8 @@ class PullThroughRelay(Relay):
                     self._book.used(key)
                 return Source(file, os.fstat(file.fileno()).st_size)
             pull = self._pulls.get(key) or self._start(key)
-            nbytes = await pull.size()
-            assert pull.path is not None
             with contextlib.suppress(FileNotFoundError):
-                return Source(pull.path.open("rb"), nbytes, pull.beyond)
+                return await pull.source()
         raise CapacityError("objects are evicted as fast as they arrive", field=key)
 
     async def _stat(self, key: str) -> ObjectStat:
@@ -196,10 +146,10 @@ class PullThroughRelay(Relay):
         self._forget(key)
         self._above.distrust(key)
 
-    def _start(self, key: str) -> _Pull:
+    def _start(self, key: str) -> Arriving:
         if len(self._pulls) >= MAX_PULLS:
             raise CapacityError(f"{MAX_PULLS} objects are being pulled", status=429)
-        pull = self._pulls[key] = _Pull()
+        pull = self._pulls[key] = Arriving()
         loop = asyncio.get_running_loop()
 
         def tell(what: Callable[..., None], *args: Any) -> None:
@@ -215,7 +165,7 @@ class PullThroughRelay(Relay):
         return pull
 
     def _pull(
-        self, key: str, pull: _Pull, tell: Callable[..., None], ended: Callable[[RoseError | None], None]
+        self, key: str, pull: Arriving, tell: Callable[..., None], ended: Callable[[RoseError | None], None]
     ) -> None:
         """In a thread: bring one object."""
         upload: Upload | None = None
@@ -295,17 +245,28 @@ class PullThroughRelay(Relay):
     # -- heads
 
     async def _head_of(self, run_id: str) -> Head | None:
-        run = self._runs.get(run_id)
+        return (await self._known(self._runs, run_id, self._follow)).head
+
+    async def _upcoming_of(self, run_id: str) -> Upcoming:
+        found = (await self._known(self._ahead, run_id, self._look_ahead)).upcoming
+        if found is None:
+            raise NotFound(f"{self._name} does not tell what comes", field="upcoming")
+        return found
+
+    async def _known(
+        self, runs: dict[str, _Run], run_id: str, follow: Callable[[str, _Run], Coroutine[Any, Any, None]]
+    ) -> _Run:
+        run = runs.get(run_id)
         if run is None:
-            if len(self._runs) >= MAX_RUNS:
+            if len(runs) >= MAX_RUNS:
                 raise CapacityError(f"{MAX_RUNS} runs are followed", status=429, field="run_id")
-            run = self._runs[run_id] = _Run(time.monotonic())
-            run.task = asyncio.create_task(self._follow(check_run_id(run_id), run))
+            run = runs[run_id] = _Run(time.monotonic())
+            run.task = asyncio.create_task(follow(check_run_id(run_id), run))
         run.used_at_s = time.monotonic()
         await run.heard.wait()
         if run.error is not None:
             raise CapacityError(f"{self._name} does not answer: {run.error}", field="relay")
-        return run.head
+        return run
 
     async def _follow(self, run_id: str, run: _Run) -> None:
         """Keep ``run`` at what the store above says, until nobody has asked for it for a while."""
@@ -333,6 +294,25 @@ class PullThroughRelay(Relay):
                     await asyncio.sleep(_RETRY_S)
         finally:
             del self._runs[run_id]
+
+    async def _look_ahead(self, run_id: str, run: _Run) -> None:
+        """The same of what comes."""
+        try:
+            while time.monotonic() - run.used_at_s < _UNUSED_S:
+                mark = "" if run.upcoming is None else run.upcoming.mark
+                pause_s = 0.0
+                try:
+                    found = await self._ask(self._above.upcoming, run_id, mark, _WAIT_S)
+                    run.upcoming, run.error = found or run.upcoming, None
+                except NotFound:  # a store that does not tell may be another one tomorrow
+                    run.upcoming, run.error, pause_s = None, None, _UNUSED_S / 10
+                except RoseError as error:
+                    run.error, pause_s = error, _RETRY_S
+                run.heard.set()
+                self._stir()
+                await asyncio.sleep(pause_s)
+        finally:
+            del self._ahead[run_id]
 
     # -- leases
 
@@ -392,7 +372,10 @@ class PullThroughRelay(Relay):
             self.store.delete(key)
         lets_go = asyncio.create_task(self._let_go())
         yield
-        tasks = [lets_go, *(run.task for run in self._runs.values() if run.task is not None)]
+        tasks = [
+            lets_go,
+            *(run.task for run in (*self._runs.values(), *self._ahead.values()) if run.task is not None),
+        ]
         for task in tasks:
             task.cancel()
         self._above.close()

@@ -10,6 +10,7 @@ Routes, all behind a bearer token but the last two: of role ``relay`` or ``publi
     GET    /objects?prefix=RUN/             {"keys": [...]}
     PUT    /runs/{run_id}/head?expected=A.V|none
     GET    /runs/{run_id}/head?after=A.V&wait_s=S     204 when nothing newer
+    GET    /runs/{run_id}/upcoming?mark=M&wait_s=S    {"mark", "objects": [[key, nbytes]]} that no head names yet; 204 when nothing since M
     POST   /leases  {run_id, holder, version|null, ttl_s};  GET /leases?run_id=
     GET    /healthz, /metrics
 
@@ -21,6 +22,7 @@ objects is :mod:`rose.weights.pull_through`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import logging
 import os
@@ -49,13 +51,17 @@ from rose.signatures import PublicKeys
 from rose.weights import manifest
 from rose.weights.manifest import Head, check_key, check_run_id
 from rose.weights.sealed import believer, check_head
-from rose.weights.sending import OBJECT_TYPE, Sender, Source
+from rose.weights.sending import OBJECT_TYPE, Arriving, Sender, Source
 from rose.weights.store import MAX_HEAD_BYTES, FileStore, ObjectStat, check_lease, check_prefix
+from rose.weights.upcoming import Upcoming, UpcomingBook, version_of
 from rose.wire.errors import error_body
 
 MAX_WAIT_S = 60.0
 MAX_WAITERS = 1 << 16
-_WRITE_BYTES = 4 << 20  # of an upload, gathered before a thread writes them
+_WRITE_BYTES, _WRITE_S = (
+    4 << 20,
+    0.02,
+)  # of an upload, gathered before a thread writes them: readers may wait for them
 _STALL_S = 60.0  # an upload that brings nothing for this long is dropped
 _SHUTDOWN_S = 2.0  # transfers resume elsewhere or later; nothing is worth a slow stop
 _METHODS = frozenset({"GET", "HEAD", "PUT", "POST", "DELETE"})
@@ -86,6 +92,9 @@ class Relay:
         if trusted is not None:
             store.believes = believer(trusted)
         self._moved = asyncio.Event()  # set and replaced whenever some head moves
+        self._stirred = asyncio.Event()  # and whenever there is news of what comes
+        self._upcoming = UpcomingBook()
+        self._arriving: dict[str, Arriving] = {}
         self._stopping = asyncio.Event()
         self._num_waiters = 0
         self._sender = Sender()
@@ -108,6 +117,7 @@ class Relay:
         app.router.add_get("/objects", self._list_objects)
         app.router.add_put("/runs/{run_id}/head", self._put_head)
         app.router.add_get("/runs/{run_id}/head", self._get_head)
+        app.router.add_get("/runs/{run_id}/upcoming", self._get_upcoming)
         app.router.add_post("/leases", self._post_lease)
         app.router.add_get("/leases", self._get_leases)
         app.router.add_get("/healthz", self._healthz)
@@ -126,20 +136,44 @@ class Relay:
             raise RequestError("is needed", field="Content-Length", status=411)
         checksum = xxhash.xxh3_128()
         upload = self.store.begin(key, nbytes)
+        arriving = Arriving()
         try:
+            upload.write(b"")
+            arriving.begun(nbytes, upload.path)
+            await self._announce(key, nbytes, arriving)
             async for chunk in _gathered(request, nbytes):
                 checksum.update(chunk)
                 await asyncio.to_thread(upload.write, chunk)
+                arriving.arrived(len(chunk))
             expected = request.headers.get("X-Rose-Xxh3")
             if expected is not None and checksum.hexdigest() != expected:
                 raise SectionCorrupt("bytes do not match X-Rose-Xxh3", field=key, fix="send it again")
             await asyncio.to_thread(upload.commit)
+            arriving.committed = True
         except (ConnectionError, TimeoutError) as error:
             raise RequestError("upload ended early", field=key, status=408) from error
         finally:
             upload.discard()
+            self._ended(key, arriving)
         self._bytes.labels("in").inc(nbytes)
         return web.Response(status=201)
+
+    async def _announce(self, key: str, nbytes: int, arriving: Arriving) -> None:
+        owner = version_of(key)
+        if owner is None or key in self._arriving:
+            return
+        head = await self._head_of(owner[0])
+        if self._upcoming.begun(key, nbytes, None if head is None else head.identity):
+            self._arriving[key] = arriving
+            self._stir()
+
+    def _ended(self, key: str, arriving: Arriving) -> None:
+        if not arriving.committed:
+            arriving.failed(RequestError("upload ended early", field=key, status=408))
+        if self._arriving.get(key) is arriving:
+            del self._arriving[key]
+            if not arriving.committed and self._upcoming.gone(key):
+                self._stir()
 
     async def _get_object(self, request: web.Request) -> web.StreamResponse:
         key = check_key(request.match_info["key"])
@@ -155,6 +189,15 @@ class Relay:
 
     async def _source(self, key: str, request: web.Request) -> Source:
         """Where the bytes of an object come from; raises NotFound."""
+        with contextlib.suppress(NotFound):
+            return self._whole(key)
+        arriving = self._arriving.get(key)
+        if arriving is not None:
+            with contextlib.suppress(FileNotFoundError):
+                return await arriving.source()
+        return self._whole(key)
+
+    def _whole(self, key: str) -> Source:
         file = self.store.open(key)
         return Source(file, os.fstat(file.fileno()).st_size)
 
@@ -162,6 +205,8 @@ class Relay:
         key = request.match_info["key"]
         if not self.store.delete(key):
             raise NotFound("no such object", field=key)
+        if self._upcoming.gone(key):
+            self._stir()
         return web.Response(status=204)
 
     async def _list_objects(self, request: web.Request) -> web.StreamResponse:
@@ -182,6 +227,8 @@ class Relay:
             check_head(head, self._trusted)
         await asyncio.to_thread(self.store.set_head, head, expected=expected)
         self._wake_waiters()
+        if self._upcoming.moved(run_id, head.identity):
+            self._stir()
         _log.info("run %s is at %s", run_id, head.identity)
         return web.Response(status=200)
 
@@ -195,19 +242,40 @@ class Relay:
             head = await self._head_of(run_id)
             if head is not None and (newer_than is None or head.identity > newer_than):
                 return web.Response(body=manifest.encode(head), content_type="application/json")
-            left_s = deadline_s - asyncio.get_running_loop().time()
-            if left_s <= 0 or self._stopping.is_set():
+            if not await self._wait(moved, deadline_s):
                 return web.Response(status=204)
-            if self._num_waiters >= MAX_WAITERS:
-                raise CapacityError(f"{MAX_WAITERS} readers wait already", status=429)
-            self._num_waiters += 1
-            try:
-                async with asyncio.timeout(left_s):
-                    await moved.wait()
-            except TimeoutError:
-                pass
-            finally:
-                self._num_waiters -= 1
+
+    async def _wait(self, event: asyncio.Event, deadline_s: float) -> bool:
+        """Until ``event``, or nearly ``deadline_s``; False where that is over, or the relay ends."""
+        left_s = deadline_s - asyncio.get_running_loop().time()
+        if left_s <= 0 or self._stopping.is_set():
+            return False
+        if self._num_waiters >= MAX_WAITERS:
+            raise CapacityError(f"{MAX_WAITERS} readers wait already", status=429)
+        self._num_waiters += 1
+        try:
+            async with asyncio.timeout(left_s):
+                await event.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self._num_waiters -= 1
+        return True
+
+    async def _get_upcoming(self, request: web.Request) -> web.StreamResponse:
+        run_id = check_run_id(request.match_info["run_id"])
+        mark = request.query.get("mark", "")
+        deadline_s = asyncio.get_running_loop().time() + _number(request, "wait_s", MAX_WAIT_S)
+        while True:
+            stirred = self._stirred  # taken before the read: no wake-up is lost
+            found = await self._upcoming_of(run_id)
+            if found.mark != mark:
+                return web.Response(body=msgspec.json.encode(found), content_type="application/json")
+            if not await self._wait(stirred, deadline_s):
+                return web.Response(status=204)
+
+    async def _upcoming_of(self, run_id: str) -> Upcoming:
+        return self._upcoming.of(run_id)
 
     async def _head_of(self, run_id: str) -> Head | None:
         return self.store.believed_head(run_id)
@@ -284,10 +352,15 @@ class Relay:
     async def _stop_waiters(self, app: web.Application) -> None:
         self._stopping.set()
         self._wake_waiters()
+        self._stir()
 
     def _wake_waiters(self) -> None:
         self._moved.set()
         self._moved = asyncio.Event()
+
+    def _stir(self) -> None:
+        self._stirred.set()
+        self._stirred = asyncio.Event()
 
 
 def _roles_for(request: web.Request) -> tuple[str, ...]:
@@ -300,6 +373,8 @@ async def _gathered(request: web.Request, nbytes: int) -> AsyncIterator[bytes]:
     """The body in pieces of some megabytes; a body that is longer or shorter than announced is refused."""
     buffer = bytearray()
     total = 0
+    now_s = asyncio.get_running_loop().time
+    written_s = now_s()
     while True:
         async with asyncio.timeout(_STALL_S):
             chunk = await request.content.readany()
@@ -307,9 +382,10 @@ async def _gathered(request: web.Request, nbytes: int) -> AsyncIterator[bytes]:
         if total > nbytes:
             raise TooLarge(f"more than the announced {nbytes} bytes", field=request.path)
         buffer += chunk
-        if buffer and (len(buffer) >= _WRITE_BYTES or not chunk):
+        if buffer and (len(buffer) >= _WRITE_BYTES or now_s() - written_s >= _WRITE_S or not chunk):
             yield bytes(buffer)
             buffer.clear()
+            written_s = now_s()
         if not chunk:
             return
 

@@ -28,6 +28,7 @@ from rose.signatures import PublicKeys, SigningKey
 from rose.weights import manifest
 from rose.weights.manifest import MAX_OBJECT_BYTES, Head, ObjectRef
 from rose.weights.store import Buffer, Content, MovesHeads, ObjectStat, Store
+from rose.weights.upcoming import Upcoming
 
 _log = logging.getLogger(__name__)
 
@@ -141,6 +142,9 @@ class SealedStore:
                 _log.warning("%s; it is passed over, and the next version is whole", error)
             return None
         return msgspec.structs.replace(head, seal=None)
+
+    def upcoming(self, run_id: str, mark: str, timeout_s: float) -> Upcoming | None:
+        return self._store.upcoming(run_id, mark, timeout_s)
 
     def lease(self, run_id: str, holder: str, version: WeightVersion | None, ttl_s: float) -> None:
         self._store.lease(run_id, holder, version, ttl_s)

@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import BinaryIO
 
 from aiohttp import hdrs, web
@@ -23,6 +25,58 @@ OBJECT_TYPE = "application/octet-stream"
 _SMALL_BYTES = 256 << 10  # not worth a thread
 _TURN_BYTES = 16 << 20  # of one reader, before another's turn
 _MOST_THREADS = 8
+_WAKE_BYTES, _WAKE_S = 1 << 20, 0.02
+
+
+class Arriving:
+    """An object on its way into a file, for those who read it meanwhile.  In the event loop only."""
+
+    def __init__(self) -> None:
+        self.nbytes: int | None = None
+        self.path: Path | None = None
+        self.committed = False
+        self._done = self._told = 0
+        self._told_at_s = 0.0
+        self._error: RoseError | None = None
+        self._moved = asyncio.Event()
+
+    def begun(self, nbytes: int, path: Path) -> None:
+        self.nbytes, self.path = nbytes, path
+        self._wake()
+
+    def arrived(self, count: int) -> None:
+        self._done += count
+        now_s = time.monotonic()
+        # Hundreds of readers that are woken for each piece cost more than what they are sent.
+        much = self._done - self._told >= _WAKE_BYTES or now_s - self._told_at_s >= _WAKE_S
+        if much or self._done == self.nbytes:
+            self._told, self._told_at_s = self._done, now_s
+            self._wake()
+
+    def failed(self, error: RoseError) -> None:
+        self._error = error
+        self._wake()
+
+    async def source(self) -> Source:
+        """To send from; raises what went wrong, or FileNotFoundError where it has just come to its end."""
+        while self.nbytes is None or self.path is None:
+            await self._more()
+        return Source(self.path.open("rb"), self.nbytes, self.beyond)
+
+    async def beyond(self, position: int) -> int:
+        """Bytes that are there, once it is more than ``position``; raises what went wrong."""
+        while self._done <= position:
+            await self._more()
+        return self._done
+
+    async def _more(self) -> None:
+        if self._error is not None:
+            raise self._error
+        await self._moved.wait()
+
+    def _wake(self) -> None:
+        self._moved.set()
+        self._moved = asyncio.Event()
 
 
 class Source:

@@ -1,7 +1,8 @@
 """Objects of versions on their way to a reader's host copy, and those of its last few deltas, as files.
 
 What was pulled of an object stays when the transfer breaks, or the process dies: the next try appends.  A file has its object's name only when
-it is complete, and is checked each time that it is pulled.  Different objects may be pulled at once, by several threads.
+it is complete, and is checked each time that it is pulled.  Objects may be pulled at once, by several threads; each by one of them.
+Versions that are expected may be pulled before their manifest says what they are.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ import logging
 import mmap
 import os
 import shutil
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from rose.errors import CapacityError, NotAuthentic, RequestError, SectionCorrupt
+from rose.lineage import WeightVersion
 from rose.weights import sealed
 from rose.weights.manifest import Manifest, ObjectRef
 from rose.weights.store import Store
@@ -37,6 +41,9 @@ class Spool:
     def __init__(self, folder: Path, store: Store, keep_leased: Callable[[], None]) -> None:
         self.folder, self._store, self._keep_leased = folder, store, keep_leased
         folder.mkdir(exist_ok=True)
+        self._changed = threading.Condition()
+        self._busy: set[Path] = set()
+        self._expected: list[frozenset[WeightVersion]] = [frozenset(), frozenset()]
 
     def pull(self, step: Manifest, reference: ObjectRef) -> mmap.mmap | bytes:
         """An object, whole and checked.
@@ -46,12 +53,12 @@ class Spool:
             NotFound: It is not there.
             CapacityError: The store cannot be reached, or the disk is full.
         """
-        path = self._path(step, reference)
-        path.parent.mkdir(exist_ok=True)
+        path = self._path(step.identity, reference.key)
         sealed.require_bound(self._store, reference)
         for attempt in range(_TRIES):
-            if not path.exists():
-                self._download(reference, path)
+            with self._alone(path):
+                if not path.exists():
+                    self._download(reference.key, reference.nbytes, path)
             content = _mapped(path)
             if sealed.check_content(reference, memoryview(content)):
                 return content
@@ -62,9 +69,26 @@ class Spool:
             raise NotAuthentic("is not what was signed: damaged at rest, or replaced", field=reference.key)
         raise SectionCorrupt("checksum is wrong", field=reference.key)
 
+    def expect(self, versions: set[WeightVersion]) -> None:
+        """These may be pulled ahead.  Those expected before count once more: a version's head may be on its way."""
+        self._expected = [self._expected[1], frozenset(versions)]
+
+    def pull_ahead(
+        self, version: WeightVersion, key: str, nbytes: int, is_over: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Bring an object that no manifest names yet.
+
+        Raises:
+            RoseError: It did not come; what came of it stays.
+        """
+        path = self._path(version, key)
+        with self._alone(path):
+            if not path.exists():
+                self._download(key, nbytes, path, is_over)
+
     def read(self, step: Manifest, reference: ObjectRef) -> mmap.mmap | bytes:
         """One that was pulled before."""
-        return _mapped(self._path(step, reference))
+        return _mapped(self._path(step.identity, reference.key))
 
     def missing_bytes(self, steps: Sequence[Manifest]) -> int:
         """What is yet to be pulled of ``steps``."""
@@ -73,30 +97,49 @@ class Spool:
         return sum(max(0, nbytes - held.get(name, held.get(f"{name}.part", 0))) for name, nbytes in names)
 
     def clear(self, steps: Sequence[Manifest]) -> None:
-        """Drop all but the objects of ``steps``."""
+        """Drop all but the objects of ``steps``, and what is expected beyond them."""
         kept = {str(step.identity) for step in steps}
+        newest = steps[-1].identity if steps else None
+        kept |= {str(each) for told in self._expected for each in told if newest is None or each > newest}
         for folder in self.folder.iterdir():
             if folder.name not in kept:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _path(self, step: Manifest, reference: ObjectRef) -> Path:
-        return self.folder / str(step.identity) / Path(reference.key).name
+    def _path(self, version: WeightVersion, key: str) -> Path:
+        return self.folder / str(version) / Path(key).name
 
-    def _download(self, reference: ObjectRef, path: Path) -> None:
+    @contextmanager
+    def _alone(self, path: Path) -> Iterator[None]:
+        """One thread at a time for each object."""
+        with self._changed:
+            while path in self._busy:
+                self._changed.wait()
+            self._busy.add(path)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._busy.discard(path)
+                self._changed.notify_all()
+
+    def _download(
+        self, key: str, nbytes: int, path: Path, is_over: Callable[[], bool] = lambda: False
+    ) -> None:
         part = path.with_name(f"{path.name}.part")
         try:
+            path.parent.mkdir(exist_ok=True)
             with part.open("ab") as file:
                 done = file.tell()
-                while done < reference.nbytes:
-                    count = min(PULL_BYTES, reference.nbytes - done)
+                while done < nbytes:
+                    if is_over():
+                        return
+                    count = min(PULL_BYTES, nbytes - done)
                     self._keep_leased()
                     try:
-                        file.write(self._store.get_range(reference.key, done, count))
+                        file.write(self._store.get_range(key, done, count))
                     except RequestError as error:
                         if error.status == 416:
-                            raise SectionCorrupt(
-                                "is shorter than its manifest says", field=reference.key
-                            ) from error
+                            raise SectionCorrupt("is shorter than its manifest says", field=key) from error
                         raise
                     done += count
             os.replace(part, path)

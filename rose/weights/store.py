@@ -34,6 +34,7 @@ from rose.lineage import WeightVersion
 from rose.weights import manifest
 from rose.weights.leases import MAX_LEASE_S, LeaseBook, LeaseLog
 from rose.weights.manifest import MAX_MANIFEST_BYTES, MAX_OBJECT_BYTES, Head, check_key, check_run_id
+from rose.weights.upcoming import Upcoming
 
 Buffer = bytes | bytearray | memoryview
 Content = bytes | bytearray
@@ -98,6 +99,13 @@ class Store(Protocol):
         """
         ...
 
+    def upcoming(self, run_id: str, mark: str, timeout_s: float) -> Upcoming | None:
+        """What is being published, as soon as it is another than at ``mark`` (empty: now); None when ``timeout_s`` passes first.
+
+        Raises NotFound where the store does not tell.
+        """
+        ...
+
     def lease(self, run_id: str, holder: str, version: WeightVersion | None, ttl_s: float) -> None:
         """Hold ``version`` for ``ttl_s``, instead of what ``holder`` held before; None lets go."""
         ...
@@ -116,6 +124,9 @@ class MovesHeads:
 
     believes: Callable[[Head], bool] | None = None
     """Set by who knows signatures: a head for which it is False does not keep another from being set."""
+
+    def upcoming(self, run_id: str, mark: str, timeout_s: float) -> Upcoming | None:
+        raise NotFound("this store does not tell what comes", field="upcoming")
 
     def believed(self, head: Head | None) -> Head | None:
         """The head, None where there is none or it is not believed."""

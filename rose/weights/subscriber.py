@@ -14,6 +14,7 @@ What it guarantees:
 * Through a :class:`~rose.weights.sealed.SealedStore` it takes what a pinned key signed, objects by their BLAKE3 digests, and no head
   older than one that it saw before (:mod:`rose.weights.freshness`).
 * A broken transfer goes on where it stopped, also after a restart of this process or of the relay.
+* Objects of a version that is being published are pulled ahead of its head, where the store tells of them (:mod:`rose.weights.ahead`).
 * A new attempt leads to its own anchor; a delta is applied only to its base.
 
 Deltas of the last few versions stay in ``spool/``, so that an engine some versions behind gets one merged sparse
@@ -51,6 +52,7 @@ from rose.errors import (
 from rose.lineage import WeightVersion
 from rose.units import format_bytes
 from rose.weights import boxes, codec, manifest, retention, sealed, statehash
+from rose.weights.ahead import Ahead
 from rose.weights.freshness import Freshness
 from rose.weights.host_copy import HostCopy
 from rose.weights.leases import holder_name
@@ -120,6 +122,14 @@ class WeightSubscriber:
         self._host = HostCopy(directory, run_id)
         self._holder = f"sub-{holder_name(self._host.directory)}"
         self._spool = Spool(self._host.directory / "spool", store, self._renew_lease)
+        self._ahead = Ahead(
+            store,
+            run_id,
+            self._spool,
+            held=lambda: self.version,
+            has_room=self._has_room_ahead,
+            num_pulls=pulls,
+        )
         self._updates = self._host.directory / "updates"
         self._updates.mkdir(exist_ok=True)
         self._fresh = Freshness(self._host.directory / "seen", run_id, counts=sealed.is_sealed(store))
@@ -156,6 +166,8 @@ class WeightSubscriber:
                 what it was (or an intermediate version).  Worth another call after a pause.  NotAuthentic and RolledBack are among them.
             CapacityError: The store cannot be reached, or the directory has less room than the version takes.
         """
+        if self._params.pull_ahead:
+            self._ahead.start()
         held = self.version
         fresh = held is not None and held != self._told  # restored from disk: tell at once
         try:
@@ -234,6 +246,7 @@ class WeightSubscriber:
         """Give the directory back; the copy stays for the next process."""
         if self._owns_store:
             self._store.close()
+        self._ahead.close()
         with self._following, self._lock:
             self._host.close()
             for pool in (self._pool, self._pulls):
@@ -444,6 +457,10 @@ class WeightSubscriber:
                 status=507,
                 field="weights.directory",
             )
+
+    def _has_room_ahead(self, num_bytes: int) -> bool:
+        """What comes early must not keep out what is needed: a copy of the model is left free beside it."""
+        return shutil.disk_usage(self._host.directory).free - num_bytes > 1.2 * self._host.nbytes
 
     def _remember(self, step: Manifest) -> None:
         """Keep the deltas that a lagging engine may need; drop the rest of the spool."""

@@ -61,7 +61,9 @@ class World:
     def reader(self, name: str = "reader") -> WeightSubscriber:
         plain = HttpStore(self.relay.url, self.relay.tokens.relay, patience_s=5)
         trusted = PublicKeys.parse(self.key.public)
-        reader = WeightSubscriber(SealedStore(plain, trusted=trusted), "run", self.folder / name)
+        # What was pulled before the lie was told would not hear it.
+        params = WeightsParams(pull_ahead=False)
+        reader = WeightSubscriber(SealedStore(plain, trusted=trusted), "run", self.folder / name, params)
         self.readers.append(reader)
         return reader
 
