@@ -28,7 +28,7 @@ import numpy as np
 from benchmarks.weight_transfer.rl_checkpoints import ANSWER_TOKENS, GROUP_SIZE, problem
 from rose.auth import Tokens, bearer
 from rose.coserve.engine import RolloutEngine
-from rose.coserve.links import WeightLoop, WeightSource, open_weight_source
+from rose.coserve.links import WeightLoop, WeightSource, open_weight_source, trusted_keys
 from rose.coserve.node_config import EngineConfig, NodeConfig, WeightsLink
 from rose.lineage import WeightVersion
 from rose.signatures import SigningKey
@@ -36,8 +36,10 @@ from rose.train.batch import TrainingSequence
 from rose.weights import retention
 from rose.weights.http_store import HttpStore
 from rose.weights.manifest import Head
+from rose.weights.params import WeightsParams
 from rose.weights.publisher import PublishReport
 from rose.weights.sealed import SealedStore
+from rose.weights.shared_copy import open_shared
 from rose.wire.http_client import open_client
 from tests.engine_launcher import EngineServer
 from tests.plugin.weights_server import dedicated
@@ -153,6 +155,7 @@ class Node:
     Args:
         folder: Of this node; ``weights/`` in it is the host copy.  The server's ``ROSE_WEIGHTS_DIR`` must be it.
         before: See :data:`Before`.
+        pull_ahead: False: it begins to pull when the head has moved.
     """
 
     def __init__(
@@ -165,6 +168,7 @@ class Node:
         run_id: str,
         loop: LoopThread,
         before: Before = lambda path: 0,
+        pull_ahead: bool = True,
     ) -> None:
         self.server, self._loop = server, loop
         self.marks: dict[str, Marks] = {}
@@ -177,9 +181,19 @@ class Node:
         )
         self.began_at = time.monotonic()
         self.engine = RunningEngine(config, server.node_token, self.marks, before)
-        self._weights = WeightLoop(
-            link, folder, self.engine, TimedSource(open_weight_source(config, link, tokens), self.marks)
+        source = (
+            open_weight_source(config, link, tokens)
+            if pull_ahead
+            else open_shared(
+                relay_url,
+                run_id,
+                config.weights_dir,
+                token=tokens.relay,
+                trusted=trusted_keys(link, tokens),
+                params=WeightsParams(pull_ahead=False),
+            )
         )
+        self._weights = WeightLoop(link, folder, self.engine, TimedSource(source, self.marks))
         self.opened_at = time.monotonic()
         loop.call(self.engine.attach())
         self._task = loop.call(self._start())
@@ -264,11 +278,20 @@ class Run:
             yield server
 
     @contextlib.contextmanager
-    def node(self, server: EngineServer, name: str, before: Before = lambda path: 0) -> Iterator[Node]:
+    def node(
+        self,
+        server: EngineServer,
+        name: str,
+        before: Before = lambda path: 0,
+        *,
+        relay_url: str = "",
+        pull_ahead: bool = True,
+    ) -> Iterator[Node]:
         node = Node(
             server,
             self.nodes_folder(name),
-            relay_url=self.relay.url,
+            relay_url=relay_url or self.relay.url,
+            pull_ahead=pull_ahead,
             tokens=self.relay.tokens,
             run_id=RUN,
             loop=self.loop,

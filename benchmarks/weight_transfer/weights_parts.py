@@ -30,7 +30,7 @@ from tests.tiny_model import write_tiny_model, write_weights
 # --- large ------------------------------------------------------------------------------------------------
 
 
-def large_pairs(lr: str, size: str) -> tuple[dict[str, int], list[data.Pair]]:
+def large_pairs(lr: str, size: str) -> tuple[dict[str, Any], list[data.Pair]]:
     """Dimensions, and one generated step at the fitted density, with the head norms that the real model has."""
     shape = data.SHAPES[size]
     pairs = data.generate(shape, data.load_fit(lr))

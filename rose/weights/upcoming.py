@@ -14,6 +14,8 @@ from rose.errors import RequestError, SectionCorrupt
 from rose.lineage import WeightVersion
 from rose.weights import manifest
 
+LEAST_BYTES = 1 << 20
+"""Of an object that is told: a smaller one is pulled in the time that it takes to hear of it."""
 MOST_OBJECTS = 4096
 """Of one run; those beyond are pulled when the head names them."""
 MOST_RUNS = 1024
@@ -80,7 +82,7 @@ class UpcomingBook:
             head: Where its run is: what is not beyond it is no news to anybody.
         """
         owner = version_of(key)
-        if owner is None or not nbytes or (head is not None and owner[1] <= head):
+        if owner is None or nbytes < LEAST_BYTES or (head is not None and owner[1] <= head):
             return False
         run_id, version = owner
         objects = self._runs.setdefault(run_id, {})

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
 
 from rose.errors import NotFound, SectionCorrupt
@@ -18,6 +19,7 @@ from rose.weights.http_store import HttpStore
 from rose.weights.manifest import Head
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
+from rose.weights.source import RawBits
 from rose.weights.store import FileStore
 from rose.weights.subscriber import WeightSubscriber
 from rose.weights.upcoming import MOST_OBJECTS, UpcomingBook
@@ -27,8 +29,9 @@ from tests.weights.test_relay import wait_until
 from tests.weights.test_tree import sent
 from tests.weights.toy import ToyTrainer
 
-PARAMS = WeightsParams(fragment_elements=65_536, bucket_bytes=1 << 16, collect=False)
+PARAMS = WeightsParams(fragment_elements=1 << 20, bucket_bytes=2 << 20, collect=False)
 DATA = bytes(range(256)) * (64 << 10)  # 16 MiB: several pieces of an upload
+BIG = upcoming.LEAST_BYTES
 LIMIT_S = 30.0
 
 
@@ -41,41 +44,45 @@ def key(version: str, data: bytes = DATA, number: int = 0) -> str:
 
 def test_what_no_head_names_is_told_until_one_does() -> None:
     book = UpcomingBook()
-    assert book.begun(key("1.1"), 10, None)
-    assert book.begun(key("1.2"), 20, V("1.0"))
-    assert book.of("run").objects == ((key("1.1"), 10), (key("1.2"), 20))
+    assert book.begun(key("1.1"), BIG, None)
+    assert book.begun(key("1.2"), BIG + 1, V("1.0"))
+    assert book.of("run").objects == ((key("1.1"), BIG), (key("1.2"), BIG + 1))
     assert book.moved("run", V("1.1"))
-    assert book.of("run").objects == ((key("1.2"), 20),)
+    assert book.of("run").objects == ((key("1.2"), BIG + 1),)
 
 
 @pytest.mark.parametrize(
     "name", ["run/1.1/delta.json", "run/1.1", "run/1.1/a/b", "run/one/0000.00000-x", ".x/1.1/a"]
 )
 def test_what_is_no_object_of_a_version_is_not_told(name: str) -> None:
-    assert not UpcomingBook().begun(name, 10, None)
+    assert not UpcomingBook().begun(name, BIG, None)
+
+
+def test_what_is_pulled_as_fast_as_one_hears_of_it_is_not_told() -> None:
+    assert not UpcomingBook().begun(key("1.1"), BIG - 1, None)
 
 
 def test_what_a_head_has_passed_is_not_told() -> None:
-    assert not UpcomingBook().begun(key("1.1"), 10, V("1.1"))
+    assert not UpcomingBook().begun(key("1.1"), BIG, V("1.1"))
 
 
 def test_a_mark_changes_with_every_news_and_only_then() -> None:
     book = UpcomingBook()
     marks = [book.of("run").mark]
-    book.begun(key("1.1"), 10, None)
+    book.begun(key("1.1"), BIG, None)
     marks.append(book.of("run").mark)
     book.gone(key("1.1"))
     marks.append(book.of("run").mark)
     assert len(set(marks)) == 3
     book.gone(key("1.1"))
     book.moved("run", V("1.0"))
-    book.begun("other/1.1/0000.00000-x", 1, None)
+    book.begun("other/1.1/0000.00000-x", BIG, None)
     assert book.of("run").mark == marks[-1]
 
 
 def test_a_run_that_sends_without_end_is_told_in_part() -> None:
     book = UpcomingBook()
-    told = [book.begun(key("1.1", number=number), 1, None) for number in range(MOST_OBJECTS + 5)]
+    told = [book.begun(key("1.1", number=number), BIG, None) for number in range(MOST_OBJECTS + 5)]
     assert sum(told) == MOST_OBJECTS
     assert len(upcoming.msgspec.json.encode(book.of("run"))) < upcoming.MAX_BYTES
 
@@ -203,9 +210,10 @@ class Pair:
     """A trainer at the root and a reader of ``relay`` that waits for its next version."""
 
     def __init__(self, root: RelayProcess, relay: RelayProcess, run: str, folder: Path) -> None:
-        self.trainer = ToyTrainer(1)
+        self._rng = np.random.default_rng(1)
+        self.step()
         self.store = GatedHead(root)
-        self.publisher = WeightPublisher(self.trainer.tensors, self.store, run, 1, PARAMS)
+        self.publisher = WeightPublisher(self._tensors, self.store, run, 1, PARAMS)
         self.store.gate.set()
         self.publisher.publish(0)
         self.store.gate.clear()
@@ -215,6 +223,17 @@ class Pair:
         )
         assert self.reader.poll(LIMIT_S) == V("1.0")
         self.threads = ThreadPoolExecutor(2)
+
+    def _tensors(self) -> dict[str, object]:
+        return {"w": RawBits(self.bits, "BF16")}
+
+    def step(self) -> None:
+        """Every weight changes: three objects of 2 MiB."""
+        self.bits = self._rng.integers(0, 1 << 16, 3 << 20, dtype=np.uint16)
+
+    def arrived(self) -> bool:
+        """The reader has the trainer's weights."""
+        return same(copy_of(self.reader), {"w": self.bits})
 
     def close(self) -> None:
         self.store.gate.set()
@@ -240,29 +259,29 @@ def pair(
 
 
 def test_a_reader_has_the_objects_before_the_head_moves(pair: Pair, relay: RelayProcess) -> None:
-    pair.trainer.step(lr=1e-2)  # nearly every weight changes: five objects
+    pair.step()
     published = pair.threads.submit(pair.publisher.publish, 1)
     followed = pair.threads.submit(pair.reader.poll, LIMIT_S)
-    wait_until(lambda: len(pair.pulled("1.1")) == 5)
+    wait_until(lambda: len(pair.pulled("1.1")) == 3)
     before = sent(relay)
     pair.store.gate.set()
     assert followed.result(LIMIT_S) == V("1.1")
     report = published.result(LIMIT_S)
-    assert same(copy_of(pair.reader), pair.trainer.bits())
+    assert pair.arrived()
     assert sent(relay) - before < report.bytes_sent / 10  # the manifest
 
 
 def test_what_came_early_and_is_damaged_is_pulled_anew(pair: Pair) -> None:
-    pair.trainer.step()
+    pair.step()
     published = pair.threads.submit(pair.publisher.publish, 1)
     followed = pair.threads.submit(pair.reader.poll, LIMIT_S)
-    wait_until(lambda: len(pair.pulled("1.1")) == 1)
+    wait_until(lambda: len(pair.pulled("1.1")) == 3)
     path = pair.pulled("1.1")[0]
     path.write_bytes(bytes(path.stat().st_size))
     pair.store.gate.set()
     assert followed.result(LIMIT_S) == V("1.1")
     published.result(LIMIT_S)
-    assert same(copy_of(pair.reader), pair.trainer.bits())
+    assert pair.arrived()
 
 
 def test_what_no_head_came_to_name_is_dropped(pair: Pair) -> None:
@@ -271,11 +290,11 @@ def test_what_no_head_came_to_name_is_dropped(pair: Pair) -> None:
     wait_until(lambda: len(pair.pulled("1.1")) == 1)
     pair.store.gate.set()
     for version in (2, 3):
-        pair.trainer.step()
+        pair.step()
         pair.publisher.publish(version)
         pair.reader.poll(LIMIT_S)
     assert pair.pulled("1.1") == []
-    assert same(copy_of(pair.reader), pair.trainer.bits())
+    assert pair.arrived()
 
 
 def test_a_store_that_does_not_tell_is_read_as_before(tmp_path: Path) -> None:
