@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -87,3 +89,75 @@ def test_a_callback_publishes_what_the_trainer_of_transformers_trains(tmp_path: 
     assert version == WeightVersion(1, 5)
     assert same_bits(found, load_file(tmp_path / "out" / "model.safetensors"))
     assert not same_bits(found, before)
+
+
+def megatron() -> ModuleType:
+    spec = importlib.util.spec_from_file_location(
+        "megatron_weights", ROOT / "examples" / "megatron_weights.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(("tp", "pp", "ranks"), [(2, 2, 4), (1, 2, 4)])
+def test_ranks_that_hold_megatrons_tensors_publish_the_checkpoints(
+    tmp_path: Path, tp: int, pp: int, ranks: int
+) -> None:
+    """Expert parallel is what tensor parallel groups and stages leave: 1 and 2."""
+    args = [f"file://{tmp_path}/store", "--tp", str(tp), "--pp", str(pp)]
+    lines = run(tmp_path, "megatron_weights.py", *args, ranks=ranks)
+    assert [line.split()[:2] for line in lines] == [["1.0", "anchor"], ["1.1", "delta"], ["1.2", "delta"]]
+    version, found = read(tmp_path)
+    assert version == WeightVersion(1, 2)
+    toy = megatron()
+    assert len(found) == 3 + toy.LAYERS * 8 + 3 + (toy.LAYERS - 1) * (1 + 3 * toy.EXPERTS)
+    expected = {name: toy.initial(name, tuple(each.shape)) for name, each in found.items()}
+    for _ in range(2):
+        expected = {name: each * toy.DECAY for name, each in expected.items()}
+    assert same_bits(found, expected)
+
+
+def test_fused_matrices_are_read_as_megatron_lays_them_out() -> None:
+    """Made here by hand: groups of queries, key, value; gate over up; rows beyond the vocabulary are padding."""
+    toy = megatron()
+    shapes = {"q": (64, 32), "k": (32, 32), "v": (32, 32), "gate": (48, 32), "up": (48, 32)}
+    q, k, v, gate, up = (toy.initial(name, shape) for name, shape in shapes.items())
+    for tp in range(2):
+        groups = [(q[g * 16 :][:16], k[g * 8 :][:8], v[g * 8 :][:8]) for g in (2 * tp, 2 * tp + 1)]
+        held = {
+            "decoder.layers.1.self_attention.linear_qkv.weight": torch.cat(
+                [part for g in groups for part in g]
+            ),
+            "decoder.layers.1.mlp.experts.linear_fc1.weight1": torch.cat(
+                [gate[tp * 24 :][:24], up[tp * 24 :][:24]]
+            ),
+            "output_layer.weight": torch.zeros(128, 32),
+        }
+        at = toy.Place(tp=tp, pp=1, ep=1, tp_size=2, pp_size=2, ep_size=2)
+        table = toy.checkpoint_tensors(held, at)
+        layer = "model.layers.3"
+        wholes = {
+            f"{layer}.self_attn.{name}_proj.weight": each for name, each in (("q", q), ("k", k), ("v", v))
+        }
+        wholes |= {
+            f"{layer}.mlp.experts.3.{name}_proj.weight": each for name, each in (("gate", gate), ("up", up))
+        }
+        assert table.keys() == {*wholes, "lm_head.weight"}
+        assert table["lm_head.weight"].tensor.shape == ((128, 122)[tp], 32)
+        for name, whole in wholes.items():
+            parts = table[name] if isinstance(table[name], list) else [table[name]]
+            assert sum(part.tensor.shape[0] for part in parts) == whole.shape[0] // 2
+            for part in parts:
+                assert part.shape == tuple(whole.shape)
+                assert torch.equal(part.tensor, whole[part.offset[0] :][: part.tensor.shape[0]])
+
+
+def test_the_page_quotes_the_function_that_runs() -> None:
+    """Of ``docs/weights.md``, for a fused matrix."""
+    page = (ROOT / "docs" / "weights.md").read_text()
+    quoted = next(block.partition("```")[0] for block in page.split("```python\n") if "q_proj" in block)
+    assert quoted.strip() in (ROOT / "examples" / "megatron_weights.py").read_text()
