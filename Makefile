@@ -40,6 +40,8 @@ gpu-rehearse: setup  ## rehearse the minutes on a GPU: CPU engines, and a stand-
 
 conformance: setup  ## real engines: options, faults, every shape of model x every feature (about an hour; goes on where it was stopped)
 	@$(BIN)/python -m pytest -m conformance
+	@ROSE_TEST_VERSIONS=5000 $(BIN)/python -m pytest -m "" -k "random or every_type or 200" tests/plugin/test_weights_layouts.py \
+		tests/plugin/test_weights_any_tensor.py tests/plugin/test_weights_versions_engine.py
 	@$(BIN)/python benchmarks/conformance.py --resume $(ARGS)
 
 lint: setup      ## ruff, pyright, import-linter

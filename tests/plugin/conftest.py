@@ -1,4 +1,4 @@
-"""A tiny model's configuration and the node directory of a serving engine without one; files that need others define their own."""
+"""A tiny model's configuration, a relay, and the node directory of a serving engine without one; files that need others define their own."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 
+from rose.auth import Tokens
+from rose.testing.relay_thread import RelayThread
+from rose.weights.http_store import HttpStore
+from rose.weights.store import FileStore, Store
 from tests.plugin import harness
 from tests.tiny_model import write_tiny_model
 
@@ -17,6 +21,17 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("model")
     write_tiny_model(folder)
     return harness.engine_config(folder)
+
+
+@pytest.fixture(scope="module")
+def relay(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    """As trainers and readers reach it."""
+    tokens = Tokens.generate()
+    files = FileStore(tmp_path_factory.mktemp("relay"), durable=False)
+    with RelayThread(files, tokens) as thread:
+        store = HttpStore(thread.url, tokens.publish)
+        yield store
+        store.close()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,57 +12,25 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rose.auth import Tokens
 from rose.lineage import WeightVersion
-from rose.testing.relay_thread import RelayThread
 from rose.weights import statehash
-from rose.weights.http_store import HttpStore
 from rose.weights.params import WeightsParams
 from rose.weights.source import Shard
-from rose.weights.spec import DTYPE_BYTES, TensorSpec
-from rose.weights.store import FileStore, Store
+from rose.weights.spec import DTYPE_BYTES
+from rose.weights.store import Store
 from rose.weights.subscriber import WeightSubscriber
+from tests.plugin.weights_kit import TYPES, VERSIONS, bits_of, random_tensor, specs_of, state_hash, stepped
 from tests.weights.shards_kit import Held, Tensors, Trainer
 from vllm_plugin.plan import record
 from vllm_plugin.rank_weights import RankWeights, judge
 
-TYPES = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
-    "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64, "U64": torch.uint64, "F16": torch.float16,
-    "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-}  # fmt: skip
 SHAPES = [(), (0,), (0, 4), (3, 0), (1,), (7,), (1, 1), (5, 3), (13, 17), (2, 3, 5), (4, 1, 6), (300, 257)]
 PARAMS = WeightsParams(
     keep=("*",), fragment_elements=65_536, bucket_bytes=1 << 12, anchor_every=2, collect=False
 )
-_SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+SHARES = (1.0, 0.02, 0.0, 0.5)
+"""Of the elements, what each version of a run may change."""
 _runs = itertools.count()
-
-
-def random_tensor(rng: np.random.Generator, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Any bits at all, NaN payloads included; of booleans the two that there are."""
-    width = DTYPE_BYTES[dtype]
-    high = 2 if dtype == "BOOL" else 1 << (8 * width)
-    bits = rng.integers(0, high, shape, dtype=f"u{width}", endpoint=False)
-    signed = np.asarray(bits).view(np.uint8 if width == 1 else f"<i{width}")
-    return torch.from_numpy(np.array(signed)).view(TYPES[dtype])
-
-
-def bits_of(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.detach().contiguous().view(_SIGNED[tensor.element_size()]).numpy().reshape(-1)
-
-
-def stepped(rng: np.random.Generator, weights: Tensors, share: float) -> Tensors:
-    """Some elements replaced, never in place: what the trainer held before stays as it was."""
-    found: Tensors = {}
-    for name, tensor in weights.items():
-        other = random_tensor(rng, name.split("-")[0], tuple(tensor.shape))
-        pick = torch.from_numpy(np.asarray(rng.random(tuple(tensor.shape)) < share))
-        signed = _SIGNED[tensor.element_size()]
-        found[name] = torch.where(pick, other.view(signed), tensor.view(signed)).view(tensor.dtype)
-    return found
 
 
 def divided(size: int, dims: dict[str, int]) -> Any:
@@ -115,11 +82,12 @@ class Engine:
     """All ranks of an engine: stage, vote, commit."""
 
     def __init__(self, weights: Tensors, dims: dict[str, int], world: int) -> None:
-        specs = [TensorSpec(name, name.split("-")[0], tuple(t.shape)) for name, t in weights.items()]
         self.models = [Plain(weights, dims, rank, world) for rank in range(world)]
         for model in self.models:
             model.load_weights(weights.items())
-        self.ranks = [RankWeights(record(model, specs), WeightVersion(0, 0)) for model in self.models]
+        self.ranks = [
+            RankWeights(record(model, specs_of(weights)), WeightVersion(0, 0)) for model in self.models
+        ]
         assert not any(rank.plan.fallback or rank.plan.holes for rank in self.ranks)
 
     def take(self, path: Path, target: WeightVersion) -> None:
@@ -139,16 +107,6 @@ class Engine:
             assert rank.scan() == rank.hashes
 
 
-@pytest.fixture(scope="module")
-def relay(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-    tokens = Tokens.generate()
-    files = FileStore(tmp_path_factory.mktemp("relay"), durable=False)
-    with RelayThread(files, tokens) as thread:
-        store = HttpStore(thread.url, tokens.publish)
-        yield store
-        store.close()
-
-
 @st.composite
 def models(draw: st.DrawFn) -> list[tuple[str, tuple[int, ...], int]]:
     """(type, shape, which dimension is cut) of a few tensors."""
@@ -156,7 +114,8 @@ def models(draw: st.DrawFn) -> list[tuple[str, tuple[int, ...], int]]:
     return draw(st.lists(each, min_size=1, max_size=6))
 
 
-@settings(max_examples=40, deadline=None)
+@pytest.mark.timeout(120 + VERSIONS)
+@settings(max_examples=max(40, VERSIONS // len(SHARES)), deadline=None)
 @given(models(), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.integers(0, 2**32 - 1))
 @example([("F32", (), 0), ("BF16", (5, 3), 0)], 1, 1, 0)  # the scale of an fp8 matrix
 @example([("I64", (300, 257), 0)], 1, 1, 0)  # more than one fragment
@@ -179,15 +138,13 @@ def test_every_type_and_shape_arrives_bit_by_bit(
     engine, late = Engine(weights, dims, world), Engine(weights, dims, world)
     try:
         at: WeightVersion | None = None
-        for version, share in enumerate((1.0, 0.02, 0.0, 0.5)):
+        for version, share in enumerate(SHARES):
             weights = stepped(rng, weights, share)
             report = trainer.publish(weights, version)
             assert trainer.publishers[0].settle(30)
             newest = reader.poll(10)
             assert newest == report.version
-            expected = {
-                name: statehash.to_hex(statehash.hash_bits(bits_of(t))) for name, t in weights.items()
-            }
+            expected = {name: statehash.to_hex(state_hash(t)) for name, t in weights.items()}
             assert reader.state() == report.state == expected
             engine.take(reader.fetch(newest, at), newest)
             engine.check(weights)
@@ -204,6 +161,7 @@ def test_every_type_and_shape_arrives_bit_by_bit(
             joined.close()
     finally:
         reader.close()
+        trainer.close()
 
 
 def test_every_type_that_safetensors_can_load_is_in_the_property() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,49 @@ from numpy.typing import NDArray
 
 from rose.lineage import WeightVersion
 from rose.weights import statehash
-from rose.weights.spec import TensorSpec, model_digest
+from rose.weights.spec import DTYPE_BYTES, TensorSpec, model_digest
 from rose.weights.update import TensorUpdate, Update, write_update
 
 Tensors = dict[str, torch.Tensor]
-NAME_OF = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+VERSIONS = int(os.environ.get("ROSE_TEST_VERSIONS", "250"))
+"""How many random versions each property looks at; real engines take a hundredth of them, four at least."""
+TYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
+    "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64, "U64": torch.uint64, "F16": torch.float16,
+    "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+}  # fmt: skip
+NAME_OF = {each: name for name, each in TYPES.items()}
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def random_tensor(rng: np.random.Generator, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Any bits at all, NaN payloads included; of booleans the two that there are."""
+    width = DTYPE_BYTES[dtype]
+    high = 2 if dtype == "BOOL" else 1 << (8 * width)
+    bits = rng.integers(0, high, shape, dtype=f"u{width}", endpoint=False)
+    signed = np.asarray(bits).view(np.uint8 if width == 1 else f"<i{width}")
+    return torch.from_numpy(np.array(signed)).view(TYPES[dtype])
+
+
+def stepped(rng: np.random.Generator, weights: Tensors, share: float) -> Tensors:
+    """Some elements replaced, never in place: what the trainer held before stays as it was."""
+    found: Tensors = {}
+    for name, tensor in weights.items():
+        other = random_tensor(rng, NAME_OF[tensor.dtype], tuple(tensor.shape))
+        pick = torch.from_numpy(np.asarray(rng.random(tuple(tensor.shape)) < share))
+        found[name] = torch.where(pick, integers(other), integers(tensor)).view(tensor.dtype)
+    return found
+
+
+def integers(tensor: torch.Tensor) -> torch.Tensor:
+    """The same bits, of a type that torch can work with."""
+    return tensor.view(_INTEGER[tensor.element_size()])
 
 
 def bits_of(tensor: torch.Tensor) -> NDArray[Any]:
-    integer = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
-    return tensor.contiguous().view(integer).numpy().view(f"<u{tensor.element_size()}")
+    return integers(tensor.detach().contiguous()).numpy().view(f"<u{tensor.element_size()}")
 
 
 def specs_of(weights: Tensors) -> list[TensorSpec]:
@@ -92,7 +126,15 @@ class TinyLlama(torch.nn.Module):
 
     HIDDEN, HEAD, HEADS, KV_HEADS, INNER, VOCAB, PADDED = 12, 4, 4, 2, 8, 21, 32
 
-    def __init__(self, *, rank: int = 0, world: int = 1, tied: bool = True, experts: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        tied: bool = True,
+        experts: int = 0,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
         super().__init__()
         self.rank, self.world = rank, world
         self.q_rows = self.HEADS * self.HEAD // world
@@ -101,7 +143,7 @@ class TinyLlama(torch.nn.Module):
         self.vocab = self.PADDED // world
 
         def parameter(*shape: int) -> torch.nn.Parameter:
-            return torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16), requires_grad=False)
+            return torch.nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
 
         self.embed = parameter(self.vocab, self.HIDDEN)
         self.norm = parameter(self.HIDDEN)
@@ -180,12 +222,12 @@ class TinyLlama(torch.nn.Module):
         begin = min(self.rank * self.vocab, self.VOCAB)
         part = tensor.narrow(0, begin, min(self.vocab, self.VOCAB - begin))
         parameter[: part.shape[0]].data.copy_(part)
-        parameter[part.shape[0] :].data.fill_(0)
+        parameter[part.shape[0] :].data.zero_()
 
 
 def memory_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Bits of every parameter, copied."""
-    return {name: each.data.view(torch.int16).clone() for name, each in model.named_parameters()}
+    return {name: integers(each.data).clone() for name, each in model.named_parameters()}
 
 
 def same_memory(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:

@@ -105,6 +105,10 @@ class Trainer:
         )
         return reports[0]
 
+    def close(self) -> None:
+        for publisher in self.publishers:
+            publisher.close()
+
     def _start(self, size: int) -> None:
         stores, attempt, params, run_id = self._make
         self._size = size
@@ -192,16 +196,33 @@ def grid(size: int) -> Callable[[Tensors], list[Held]]:
     return cut
 
 
-def megatron(tp: int, ep: int, *, heads: int, kv_heads: int, head: int) -> Callable[[Tensors], list[Held]]:
-    """Megatron's fused matrices: queries, keys and values interleaved by group; gate over up; experts spread."""
+def megatron(
+    tp: int, ep: int, pp: int = 1, *, heads: int, kv_heads: int, head: int
+) -> Callable[[Tensors], list[Held]]:
+    """Megatron's fused matrices: queries, keys and values interleaved by group; gate over up; experts spread; and with
+    two stages of a pipeline attention on the first, the MLP on the last."""
 
     def cut(weights: Tensors) -> list[Held]:
         return [
-            _megatron_rank(weights, rank % tp, rank // tp, tp, ep, heads, kv_heads, head)
+            {
+                name: held
+                for name, held in _megatron_rank(
+                    weights, rank % tp, rank // tp, tp, ep, heads, kv_heads, head
+                ).items()
+                if stage in _stages(name, pp, tied="head" not in weights)
+            }
+            for stage in range(pp)
             for rank in range(tp * ep)
         ]
 
     return cut
+
+
+def _stages(name: str, pp: int, tied: bool) -> tuple[int, ...]:
+    """A tied embedding is on both ends."""
+    if name == "embed" and tied:
+        return 0, pp - 1
+    return (0,) if name in ("embed", "norm", "q", "k", "v", "out") else (pp - 1,)
 
 
 def _megatron_rank(
