@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from rose.train.envs.base import Observation, Task
 from rose.weights.stores import open_store
 from rose.weights.subscriber import WeightSubscriber
 from tests.train.world import running_world
+from tests.weights.reading import whole
 
 pytest.importorskip("trl", reason="TRL is not installed: pip install 'rose-rl[trl]'")
 
@@ -68,7 +69,7 @@ def follow(store: str, folder: Path, over: threading.Event) -> None:
             target = folder / "versions" / f"{version}.safetensors"
             if version is not None and not target.exists():
                 part = target.with_suffix(".part")
-                subscriber.export(part)
+                save_file(whole(subscriber, version), part)
                 os.rename(part, target)
     finally:
         subscriber.close()
