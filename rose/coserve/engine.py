@@ -77,8 +77,9 @@ class RolloutEngine:
         self.incarnation = ""
         self.lineage: Lineage | None = None
         self.vocab_size: int | None = None
-        self.max_num_seqs: int | None = None
         """Token ids that the model knows; None until the engine has said it."""
+        self.max_num_seqs: int | None = None
+        self.logprobs_mode: str | None = None
         self.weights_broken = False
         self.token = ""
         self.num_starts = 0
@@ -465,6 +466,8 @@ class RolloutEngine:
         self._own_ladder = ladder if isinstance(ladder, dict) else None
         max_num_seqs = status.get("max_num_seqs")
         self.max_num_seqs = max_num_seqs if type(max_num_seqs) is int and 0 < max_num_seqs <= 65_536 else None
+        mode = status.get("logprobs_mode")
+        self.logprobs_mode = mode if isinstance(mode, str) and 0 < len(mode) <= 64 else None
         return status
 
     async def call(

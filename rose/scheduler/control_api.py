@@ -370,7 +370,13 @@ class ControlRoutes:
                 cap=body.cap,
                 max_num_seqs=body.max_num_seqs,
             ),
-            Endpoint(worker_id=worker_id, url=url, token=body.engine_token, vocab_size=body.vocab_size),
+            Endpoint(
+                worker_id=worker_id,
+                url=url,
+                token=body.engine_token,
+                vocab_size=body.vocab_size,
+                logprobs_mode=body.logprobs_mode,
+            ),
         )
         return json_response(encode(Registered(worker_id=worker_id)))
 

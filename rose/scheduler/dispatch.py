@@ -69,6 +69,8 @@ class TurnHandle:
     """The first position whose routing to experts is not recorded yet; None: none is wanted."""
     routed: list[tuple[int, bytes]] = field(default_factory=list)
     """``(first position, what an engine returned)``, one for each attempt that gave tokens."""
+    logprobs_modes: dict[int, str] = field(default_factory=dict)
+    """By attempt, of the engines that said it."""
 
     def notify(self) -> None:
         for watcher in self.watchers:
@@ -463,6 +465,8 @@ class Dispatcher:
     def _accept(self, handle: TurnHandle, attempt: int, output: Output, engine: Endpoint) -> None:
         if handle.routed_from is not None:
             _keep_routing(handle, output, engine)
+        if engine.logprobs_mode is not None:
+            handle.logprobs_modes[attempt] = engine.logprobs_mode
         if output.finish_reason is None:
             event: te.TokensArrived | te.AttemptEnded = te.TokensArrived(
                 at_s=self.now_s(),

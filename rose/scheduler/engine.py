@@ -134,6 +134,8 @@ class Endpoint:
     url: str
     token: str | None = None
     vocab_size: int | None = None
+    logprobs_mode: str | None = None
+    """vLLM's ``--logprobs-mode``; None: it did not say."""
 
     def __repr__(self) -> str:
         return f"Endpoint({self.worker_id}, {self.url})"

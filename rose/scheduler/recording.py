@@ -13,6 +13,7 @@ from rose.scheduler.inflight_request import Finished, Inflight
 from rose.scheduler.prompts import Prompt
 from rose.scheduler.records import TurnRecord
 from rose.scheduler.trajectory import Trajectory
+from rose.wire.constraints import constraints_of
 
 RECORDED_SAMPLING = (
     "temperature",
@@ -70,6 +71,7 @@ def record_of(
         usage=done.summary["usage"],
         timing=done.summary["timing"],
         sampling={k: params[k] for k in RECORDED_SAMPLING if params.get(k) is not None},
+        constraints=constraints_of(params),
         context=prompt.context,
         digest=asked.digest,
         turn_key=asked.turn_key,
@@ -97,6 +99,7 @@ def summary_of(result: te.TurnResult, handle: TurnHandle, prompt: Prompt) -> dic
                 "start": s.start,
                 "n": s.num_tokens,
                 **({"run": s.run} if s.run else {}),
+                **({"logprobs_mode": mode} if (mode := handle.logprobs_modes.get(s.attempt)) else {}),
             }
             for s in result.segments
         ],

@@ -65,6 +65,8 @@ class TurnRecord(msgspec.Struct, tag="turn", frozen=True, gc=False, omit_default
     messages_of: int | None = None
     asks: str = ""
     """See :mod:`rose.scheduler.side`."""
+    constraints: tuple[str, ...] = ()
+    """See :mod:`rose.wire.constraints`."""
     routed_experts: list[tuple[int, bytes]] = []
     """``(first position, .npy bytes)``: see :class:`~rose.scheduler.dispatch.TurnHandle`."""
 

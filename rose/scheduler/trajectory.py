@@ -263,6 +263,7 @@ class Trajectory:
             "usage": record.usage,
             "timing": record.timing,
             "sampling": record.sampling,
+            "constraints": record.constraints,
             "id": record.id,
             "reward": self.turn_rewards.get(record.turn),
             "branch_reward": self.branch_rewards.get(record.turn),

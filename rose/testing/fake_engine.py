@@ -131,6 +131,8 @@ class FakeEngine(FakeText):
         """Whose its weights are; it refuses requests that ask for another run, as an engine with our plug-in does."""
         self.num_refused = 0
         self.kv_mixed: bool | None = None
+        self.logprobs_mode: str | None = None
+        """What its node says of it."""
         """What answers that come at once say of their context; None: nothing."""
         self.faults: deque[Fault] = deque()
         self.requests: deque[dict[str, Any]] = deque(maxlen=4096)
@@ -415,6 +417,7 @@ class FakeEngine(FakeText):
             "min_tokens": body.get("min_tokens", 0),
             "logprobs": logprobs,
             "allowed_token_ids": body.get("allowed_token_ids"),
+            **_constraints(body),
             "skip_clone": True,
             "output_kind": 2,
         }
@@ -532,6 +535,7 @@ class FakeNode:
             incarnation=self._incarnation,
             vocab_size=self.engine.tokenizer.vocab_size,
             engine_token=self._engine_token,
+            logprobs_mode=self.engine.logprobs_mode,
         )
         data = msgspec.json.encode(body)
         url = f"{self._addresses.current}/workers"
@@ -606,6 +610,15 @@ def _features(body: Mapping[str, Any], token_ids: Sequence[int]) -> dict[str, An
         "mm_placeholders": {"image": where},
         "kwargs_data": {"image": ["AAAA"] * count},
     }
+
+
+def _constraints(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Sampling parameters that a real engine would obey, and that vLLM makes of a form which is asked for."""
+    found = {name: body[name] for name in ("top_k", "bad_words", "logit_bias") if name in body}
+    form, choice = body.get("response_format") or {}, body.get("tool_choice")
+    if form.get("type", "text") != "text" or choice not in (None, "auto", "none"):
+        found["structured_outputs"] = {"json": {}}
+    return found
 
 
 def _least_above_most(params: Mapping[str, Any]) -> web.Response:

@@ -41,6 +41,8 @@ class Registration(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaul
     """Turns at once; None: by tier."""
     max_num_seqs: Positive | None = None
     """What is beyond it waits in the scheduler, where it can still go to whoever is free first."""
+    logprobs_mode: ShortName | None = None
+    """vLLM's ``--logprobs-mode``: of which distribution its log-probs are."""
 
 
 class Registered(Struct, kw_only=True):

@@ -50,6 +50,7 @@ def test_every_tensor_of_the_checkpoint_has_a_place(policy: Policy) -> None:
     (rank,) = status["ranks"]
     assert status["vocab_size"] == VOCAB_SIZE  # what may come in, without the padding
     assert status["max_num_seqs"] == 8
+    assert status["logprobs_mode"] == "processed_logprobs"
     assert rank["fallback"] == {}
     assert rank["holes"] == []
     assert policy.holds(policy.weights)

@@ -278,6 +278,30 @@ async def test_a_turn_that_moves_in_the_middle_answers_the_same(gateway: Gateway
             assert got == expected or {**got[0], "logprobs": []} == {**expected[0], "logprobs": []}
 
 
+FORM = {"type": "json_schema", "json_schema": {"name": "t", "schema": {"type": "object"}}}
+DRAWN_UNDER: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"top_p": 1.0, "extra_body": {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}}, ()),
+    (REQUESTS["no tools"], ()),
+    (REQUESTS["reasoning, then a tool call"], ()),
+    (REQUESTS["tools that must not be used"], ()),
+    (REQUESTS["a call that must be"], ("structured_outputs",)),
+    (REQUESTS["a named call"], ("structured_outputs",)),
+    ({"response_format": FORM, "max_tokens": 8}, ("structured_outputs",)),
+    ({"extra_body": {"bad_words": ["look"]}}, ("bad_words",)),
+    ({"extra_body": {"min_tokens": 2, "top_k": 5}, "temperature": 0.5}, ("min_tokens", "top_k")),
+]
+
+
+async def test_what_vllm_draws_under_is_recorded(gateway: Gateway) -> None:
+    store = gateway.scheduler.store
+    name = store.create(job="j", group_id=None, group_size=1, task=None, sampling={})
+    async with gateway.ours(f"/s/{name}") as api:
+        for fields, _ in DRAWN_UNDER:
+            await whole(api, **{**request_of("no tools"), **fields})
+    found = [turn.constraints for turn in store.trajectories[name].turns]
+    assert found == [names for _, names in DRAWN_UNDER]
+
+
 async def test_completions_equal_vllms_own(gateway: Gateway) -> None:
     request: dict[str, Any] = {
         "model": "policy",
