@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from rose.train.envs.base import Observation, Task
 from rose.weights.stores import open_store
 from rose.weights.subscriber import WeightSubscriber
-from tests.train.world import running_world
+from tests.train.world import RUN, running_world
 from tests.weights.reading import whole
 
 pytest.importorskip("trl", reason="TRL is not installed: pip install 'rose-rl[trl]'")
@@ -62,7 +62,7 @@ def parity() -> Parity:
 
 def follow(store: str, folder: Path, over: threading.Event) -> None:
     """What a node agent does with versions: follow the store, and hand each to the engines of the world."""
-    subscriber = WeightSubscriber(open_store(store), "trl", folder / "spool")
+    subscriber = WeightSubscriber(open_store(store), RUN, folder / "spool")
     try:
         while not over.is_set():
             version = subscriber.poll(timeout_s=0.1)
@@ -88,7 +88,7 @@ def test_trl_trains_on_the_engines_tokens_and_the_engines_on_its_weights(
             command += ["--url", world.url, "--store", str(tmp_path / "store"), "--model", str(policy_model)]
             command += ["--steps", str(NUM_STEPS), "--group-size", "4", "--groups", "2", "--max-tokens", "3"]
             command += ["--learning-rate", "1e-3", "--output-dir", str(tmp_path / "out")]
-            command += ["--token-file", str(tmp_path / "tokens.toml")]
+            command += ["--token-file", str(tmp_path / "tokens.toml"), "--job", RUN]
             env = os.environ | {"PYTHONPATH": f"{EXAMPLES.parent}:{os.environ.get('PYTHONPATH', '')}"}
             done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=250)
         finally:
