@@ -1,7 +1,9 @@
-"""verl's checkpoint engine over ROSE, between an actor of two ranks and two workers of a replica; verl itself is a stand-in.
+"""verl's checkpoint engine over ROSE, between an actor of two ranks and two workers of a replica.
 
-The stand-in has what ``verl/checkpoint_engine/base.py`` declares at commit 1dda039b (0.10.0.dev, August 2026): the registry, and the
-six abstract methods with their names and parameters.  It is driven as ``CheckpointEngineManager.update_weights`` does it.
+A stand-in has what ``verl/checkpoint_engine/base.py`` declares at commit 1dda039b (0.10.0.dev, August 2026): the registry, and the
+six abstract methods with their names and parameters.  Where verl is installed (``pip install --no-deps verl tensordict omegaconf
+hydra-core codetiming pyvers orjson antlr4-python3-runtime==4.9.3``; 0.9.1 was), all is done with its own classes too.  They are driven
+as ``CheckpointEngineManager.update_weights`` does it.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import torch
 from tests.tiny_model import write_tiny_model
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "verl_engine.py"
+BASE = "verl.checkpoint_engine.base"
 Pairs = list[tuple[str, torch.Tensor]]
 
 
@@ -71,20 +74,32 @@ class CheckpointEngineRegistry:
 
         return wrapper
 
+    @classmethod
+    def get(cls, backend: str) -> type[Any]:
+        return cls.known[backend]
 
-@pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The class that verl's registry has under ``rose`` once ``custom_backend_module`` is imported."""
-    base: Any = ModuleType("verl.checkpoint_engine.base")
-    base.CheckpointEngine, base.CheckpointEngineRegistry = CheckpointEngine, CheckpointEngineRegistry
+
+@pytest.fixture(params=["stand-in", "verl"])
+def base(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``verl.checkpoint_engine.base``."""
+    if request.param == "verl":
+        return pytest.importorskip(BASE, reason="verl is not installed")
+    module: Any = ModuleType(BASE)
+    module.CheckpointEngine, module.CheckpointEngineRegistry = CheckpointEngine, CheckpointEngineRegistry
     for name in ("verl", "verl.checkpoint_engine"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, base.__name__, base)
+    monkeypatch.setitem(sys.modules, BASE, module)
+    return module
+
+
+@pytest.fixture
+def engine(base: Any) -> Any:
+    """The class that verl's registry has under ``rose`` once ``custom_backend_module`` is imported."""
     spec = importlib.util.spec_from_file_location("verl_engine", EXAMPLE)
     assert spec is not None
     assert spec.loader is not None
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    return CheckpointEngineRegistry.known["rose"]
+    return base.CheckpointEngineRegistry.get("rose")
 
 
 @pytest.fixture
@@ -188,8 +203,9 @@ async def test_what_is_missing_is_named(engine: Any, kwargs: dict[str, Any]) -> 
     late.close()
 
 
-def test_every_method_has_the_parameters_that_verl_passes(engine: Any) -> None:
+def test_every_method_has_the_parameters_that_verl_passes(base: Any, engine: Any) -> None:
     assert not inspect.isabstract(engine)
+    assert base.CheckpointEngine.__abstractmethods__ == CheckpointEngine.__abstractmethods__
     for name in CheckpointEngine.__abstractmethods__:
-        theirs = list(inspect.signature(getattr(CheckpointEngine, name)).parameters)
+        theirs = list(inspect.signature(getattr(base.CheckpointEngine, name)).parameters)
         assert list(inspect.signature(getattr(engine, name)).parameters) == theirs, name
