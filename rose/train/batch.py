@@ -4,11 +4,11 @@
 says which ids it was prompted with and which it sampled; a conversation that only grows is **one**
 sequence, the last turn's prompt and sample, with a mask that is 1 exactly on sampled tokens.  Where the
 agent rewrote its history the conversation forks: a new sequence begins, and each sampled token is trained
-in one sequence only, the first that holds it.  Requests beside the task (``side``) are left out.
+in one sequence only, the first that holds it.  Requests beside the task (``side``) are left out, and so are turns that
+were drawn under something that the trainer does not reproduce (``rose.train.constrained``), unless the job has them trained.
 
 Nothing here trusts the trace: ids, lengths, log-probs, temperatures and sampling settings are checked,
-and what cannot be trained correctly is refused by name (top-p, for example: the recorded log-probs would
-be those of another distribution than the one the trainer computes).
+and what cannot be trained correctly is refused by name.
 
 Shapes: ``B`` sequences, ``T`` positions (right-padded), ``N`` sampled tokens of the minibatch.
 """
@@ -24,18 +24,8 @@ from torch import Tensor
 
 from rose.errors import TrainError
 from rose.train.collect import reward_of
+from rose.train.constrained import Constrained, constraints_on
 from rose.train.loss import distinct_restrictions
-
-NEUTRAL_SAMPLING: Mapping[str, tuple[Any, ...]] = {
-    "top_p": (None, 1, 1.0),
-    "top_k": (None, 0, -1),
-    "min_p": (None, 0, 0.0),
-    "presence_penalty": (None, 0, 0.0),
-    "frequency_penalty": (None, 0, 0.0),
-    "repetition_penalty": (None, 1, 1.0),
-    "logit_bias": (None, {}),
-}
-"""Settings that change the sampled distribution in ways the trainer does not reproduce, and their neutral values."""
 
 MIN_PART_SEQUENCES = 8
 MAX_PART_TOKENS = 16_384
@@ -100,8 +90,14 @@ class Minibatch:
         return self.targets_N.numel()
 
 
-def samples_of(trajectory: Mapping[str, Any], *, vocab_size: int, max_tokens: int) -> list[TrainingSequence]:
-    """Check a trajectory and return its training sequences; empty if nothing was sampled.
+def samples_of(
+    trajectory: Mapping[str, Any],
+    *,
+    vocab_size: int,
+    max_tokens: int,
+    constrained: Constrained = "leave-out",
+) -> list[TrainingSequence]:
+    """Check a trajectory and return its training sequences; empty if nothing was sampled that is trained on.
 
     Raises:
         TrainError: The trace is malformed or cannot be trained correctly; ``field`` says where.
@@ -137,6 +133,8 @@ def samples_of(trajectory: Mapping[str, Any], *, vocab_size: int, max_tokens: in
             raise TrainError("a sampled token needs a prompt before it", field=f"{where}.prompt_token_ids")
         if len(prompt) + len(sampled) > max_tokens:
             raise TrainError(f"is longer than {max_tokens} tokens", field=where)
+        if constraints_on(trajectory, turn, where) and constrained == "leave-out":
+            continue
         logprobs = _logprobs(turn, len(sampled), where)
         temperature, allowed = _sampling(turn, sampled, vocab_size, where)
         # The longest chain that this prompt continues; a branch point therefore starts a new chain, which
@@ -343,15 +341,6 @@ def _sampling(
     turn: Mapping[str, Any], sampled: list[int], vocab_size: int, where: str
 ) -> tuple[float, tuple[int, ...] | None]:
     sampling = turn.get("sampling") or {}
-    if not isinstance(sampling, Mapping):
-        raise TrainError("is not an object", field=f"{where}.sampling")
-    for name, neutral in NEUTRAL_SAMPLING.items():
-        if sampling.get(name) not in neutral:
-            raise TrainError(
-                f"{sampling[name]!r:.40} changes the sampled distribution",
-                field=f"{where}.sampling.{name}",
-                fix="leave it out: the trainer applies temperature and allowed_token_ids only",
-            )
     temperature = sampling.get("temperature")
     temperature = 1.0 if temperature is None else temperature
     if (

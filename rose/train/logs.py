@@ -286,6 +286,7 @@ GROUPS = {
         "num_resumed_turns",
         "num_kv_mixed_turns",
         "num_side_turns",
+        "num_constrained_turns",
     ),
     "time": ("step_s", "rollout_s", "train_s", "checkpoint_s", "publish_s", "eval_s"),
 }

@@ -18,6 +18,7 @@ from typing import Any
 
 from rose.lineage import Version, parse_version
 from rose.policy.staleness import lag
+from rose.train.constrained import constraints_on
 
 UNKNOWN_TIER = "unknown"
 
@@ -32,21 +33,15 @@ def trajectory_metrics(trajectories: Sequence[Mapping[str, Any]], *, version: Ve
     tokens: Counter[str] = Counter()
     lags: list[int] = []
     trained_lags: list[int] = []
-    num_turns, num_resumed, num_prompt_tokens, num_truncated, num_cut, num_mixed, num_side = (
-        0,
-        0,
-        0,
-        0,
-        0,
-        0,
-        0,
-    )
+    num_turns = num_resumed = num_prompt_tokens = num_truncated = num_cut = num_mixed = num_side = 0
+    num_constrained = 0
     for trajectory in trajectories:
         num_truncated += bool(_table(trajectory.get("info")).get("truncated"))
         for turn in _tables(trajectory.get("turns")):
             num_turns += 1
             num_mixed += turn.get("kv_mixed") is True
             num_side += turn.get("side") is True
+            num_constrained += turn.get("side") is not True and bool(constraints_on(trajectory, turn))
             # A turn of one token always ends at its limit.
             sampled = turn.get("token_ids") or ()
             num_cut += turn.get("finish_reason") == "length" and len(sampled) > 1
@@ -80,6 +75,7 @@ def trajectory_metrics(trajectories: Sequence[Mapping[str, Any]], *, version: Ve
         "num_resumed_turns": num_resumed,
         "num_kv_mixed_turns": num_mixed,
         "num_side_turns": num_side,
+        "num_constrained_turns": num_constrained,
         "tiers": {tier: {"turns": turns[tier], "tokens": tokens[tier]} for tier in sorted({*turns, *tokens})},
         "num_stale": sum(one.get("stale") is True for one in trajectories),
         "lag_max": max(lags, default=0),

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from rose.config import REQUIRED, Section
+from rose.train.constrained import Constrained
 from rose.train.recipes import (
     RECIPES,
     AdvantageScale,
@@ -144,6 +145,9 @@ class TrainerSettings(Section):
     truncation: float = Field(default=2.0, ge=1)
     truncation_low: float = Field(default=0.0, ge=0, lt=1)
     """Lower bound, of masks alone."""
+    constrained: Constrained = "leave-out"
+    """What becomes of turns that an agent had drawn under a grammar, top_p or the like (``rose.train.constrained``): left out of the loss, as context of
+    the turns after them, or trained on like others."""
     overlong: Overlong = Overlong()
     dynamic_sampling: DynamicSampling = DynamicSampling()
     guard: GuardSettings = GuardSettings()

@@ -37,6 +37,7 @@ from rose.errors import CapacityError, Gone, RoseError, TrainError
 from rose.train.build import make_publisher, torch_trainer, weight_store
 from rose.train.client import SchedulerClient
 from rose.train.collect import Acceptance, Collected, CollectParams
+from rose.train.constrained import FIX, constraints_on, own_constraints
 from rose.train.metrics import lengths_by_quantile, success_rate, trajectory_metrics
 from rose.train.train_config import TrainConfig
 
@@ -118,6 +119,8 @@ class TrainWorker:
         self._successes: deque[float] = deque(maxlen=BEST_OVER_STEPS)
         self._samples: dict[str, list[Any]] = {}
         """Of what is leased, by trajectory."""
+        self._warned: set[tuple[str, str]] = set()
+        """Constraints that were warned of."""
         self._name = secrets.token_hex(8)
         """Begins the names of this worker's batches, as no other's."""
         self._unacknowledged: list[tuple[str, int]] = []
@@ -214,6 +217,9 @@ class TrainWorker:
         filtered = [] if not self._collected.kept else list(self._collected.filtered.values())
         started_s = time.monotonic()
         samples = [sample for one in trajectories for sample in self._samples[one["id"]]]
+        if not samples and (names := _constraints(trajectories)):
+            text = f"all turns of step {step} were drawn under {', '.join(sorted(names))}, and are left out"
+            raise TrainError(text, field="trainer.constrained", fix=FIX)
         malformed = dict(self._collected.malformed)
         report = await asyncio.to_thread(
             trainer.step, samples, learning_rate=learning_rate, single_update=single_update
@@ -390,8 +396,25 @@ class TrainWorker:
 
         trainer = self._trainer
         self._samples[trajectory["id"]] = samples_of(
-            trajectory, vocab_size=trainer.vocab_size, max_tokens=trainer.max_tokens
+            trajectory,
+            vocab_size=trainer.vocab_size,
+            max_tokens=trainer.max_tokens,
+            constrained=self._config.trainer.constrained,
         )
+        self._warn(
+            "trajectories begin with %s, and are trained on as if they did not", own_constraints(trajectory)
+        )
+        if self._config.trainer.constrained == "leave-out":
+            self._warn(
+                f"turns that were drawn under %s are left out of the loss (num_constrained_turns): {FIX}",
+                _constraints([trajectory]),
+            )
+
+    def _warn(self, text: str, names: set[str]) -> None:
+        """Warn of what was not warned of."""
+        if new := sorted(name for name in names if (text, name) not in self._warned):
+            self._warned.update((text, name) for name in new)
+            logger.warning(text, ", ".join(new))
 
     def _forget(self) -> None:
         """What was leased is another step's, or has been trained on."""
@@ -468,3 +491,14 @@ class TrainWorker:
             "bytes_sent": int(report.bytes_sent),
             "density": float(report.density),
         }
+
+
+def _constraints(trajectories: Sequence[dict[str, Any]]) -> set[str]:
+    """What agents had their turns drawn under."""
+    return {
+        name
+        for one in trajectories
+        for turn in one["turns"]
+        if turn.get("side") is not True
+        for name in constraints_on(one, turn)
+    }

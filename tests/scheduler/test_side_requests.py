@@ -43,7 +43,8 @@ async def turns_of(world: World, session: str) -> list[tuple[bool, str | None]]:
     trace = await world.ok("GET", f"/rose/v1/trajectories/{session}")
     (listed,) = (await world.ok("GET", "/rose/v1/trajectories"))["trajectories"]
     assert listed["num_side_turns"] == sum(turn["side"] for turn in trace["turns"])
-    trained = samples_of(trace | {"reward": 1.0}, vocab_size=2**20, max_tokens=2**20)
+    limits = {"vocab_size": 2**20, "max_tokens": 2**20}
+    trained = samples_of(trace | {"reward": 1.0}, **limits, constrained="train")
     num_trained = sum(len(sequence.positions) for sequence in trained)
     assert num_trained == sum(len(turn["token_ids"]) for turn in trace["turns"] if not turn["side"])
     return [(turn["side"], turn["fork"]) for turn in trace["turns"]]

@@ -158,8 +158,9 @@ def test_a_stale_trajectory_is_marked_and_keeps_its_reward() -> None:
         ({"logprobs": []}, "logprobs"),
         ({"logprobs": [0.5]}, "logprobs"),
         ({"logprobs": [float("nan")]}, "logprobs"),
-        ({"sampling": {"top_p": 0.9}}, "top_p"),
-        ({"sampling": {"top_k": 40}}, "top_k"),
+        ({"sampling": [0.9]}, "sampling"),
+        ({"constraints": [1]}, "constraints"),
+        ({"segments": [1]}, "segments"),
         ({"sampling": {"temperature": 0.0}}, "temperature"),
         ({"sampling": {"allowed_token_ids": [2]}}, "allowed_token_ids"),
     ],
@@ -169,6 +170,52 @@ def test_what_cannot_be_trained_correctly_is_refused_by_name(changes: dict[str, 
         samples_of(trajectory([turn([10], [1]) | changes]), **LIMITS)
     assert caught.value.field is not None
     assert field in caught.value.field
+
+
+UNREPRODUCED: list[dict[str, Any]] = [
+    {"constraints": ["structured_outputs"]},
+    {"constraints": ["allowed_token_ids", "bad_words"]},
+    {"sampling": {"top_p": 0.9}},  # of a journal that does not name them
+    {"sampling": {"temperature": 0.5}, "segments": [{"logprobs_mode": "raw_logprobs"}]},
+    {"sampling": {"allowed_token_ids": [2, 3]}, "segments": [{}, {"logprobs_mode": "raw_logprobs"}]},
+    {"segments": [{"logprobs_mode": "raw_logits"}]},
+]
+
+
+@pytest.mark.parametrize("changes", UNREPRODUCED, ids=str)
+def test_a_turn_under_a_constraint_is_context_unless_the_job_has_it_trained(changes: dict[str, Any]) -> None:
+    turns = [
+        turn([10], [1]),
+        turn([10, 1, 11], [2, 3]) | changes,
+        turn([10, 1, 11, 2, 3, 12], [4]),
+        turn([50], [5]) | changes | {"side": True},
+    ]
+    whole = trajectory(turns)
+
+    (sample,) = samples_of(whole, **LIMITS)
+    assert (sample.token_ids, sample.positions) == ((10, 1, 11, 2, 3, 12, 4), (1, 6))
+    assert len(sample.logprobs) == len(sample.temperatures) == len(sample.allowed) == 2
+    assert trajectory_metrics([whole], version=(0, 0))["num_constrained_turns"] == 1
+
+    (sample,) = samples_of(whole, **LIMITS, constrained="train")
+    assert sample.positions == (1, 3, 4, 6)
+    assert samples_of(trajectory([turn([10], [2, 3]) | changes]), **LIMITS) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"constraints": ["allowed_token_ids"], "segments": [{"logprobs_mode": "processed_logprobs"}]},
+        {"constraints": [], "segments": [{"logprobs_mode": "raw_logprobs"}]},
+        {"constraints": ["top_p"], "sampling": {"top_p": 0.95}},
+    ],
+    ids=str,
+)
+def test_what_the_trainer_reproduces_and_what_the_job_chose_is_trained(changes: dict[str, Any]) -> None:
+    whole = trajectory([turn([10], [1]) | changes], sampling={"top_p": 0.95})
+    (sample,) = samples_of(whole, **LIMITS)
+    assert sample.positions == (1,)
+    assert trajectory_metrics([whole], version=(0, 0))["num_constrained_turns"] == 0
 
 
 @pytest.mark.parametrize("reward", [None, "1", True, float("nan"), float("inf")])
