@@ -131,6 +131,8 @@ class FakeEngine(FakeText):
         """Whose its weights are; it refuses requests that ask for another run, as an engine with our plug-in does."""
         self.num_refused = 0
         self.kv_mixed: bool | None = None
+        self.generation_config: dict[str, Any] = {}
+        """Sampling settings of the model's folder, for requests that name none."""
         self.logprobs_mode: str | None = None
         """What its node says of it."""
         """What answers that come at once say of their context; None: nothing."""
@@ -403,6 +405,7 @@ class FakeEngine(FakeText):
     ) -> web.Response:
         if len(token_ids) + body.get("max_tokens", 1) > self.max_model_len:
             return _error(400, f"exceeds the maximum context length of {self.max_model_len} tokens")
+        body = self.generation_config | body
         if (body.get("min_tokens") or 0) > body.get("max_tokens", 16):
             return _least_above_most(body)
         stop = body.get("stop")

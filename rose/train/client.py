@@ -46,6 +46,15 @@ PATIENCE_S = 20.0
 """With one of several schedulers, beyond what a call is to wait there: one that hangs keeps its connections, and another may have taken over."""
 
 _PROXY_STATUSES = (502, 503, 504)
+_UNCHANGED = {
+    "top_p": 1,
+    "top_k": 0,
+    "min_p": 0,
+    "repetition_penalty": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+}
+"""For each that a request does not name, vLLM takes what the model's generation_config.json says: the trainer would compute another distribution."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,6 +152,7 @@ class SchedulerClient:
             "messages": list(messages),
             "temperature": temperature,
             "max_tokens": max_tokens,
+            **_UNCHANGED,
         }
         if allowed_token_ids is not None:
             body["allowed_token_ids"] = list(allowed_token_ids)

@@ -80,6 +80,21 @@ async def test_a_group_becomes_a_batch_whose_log_probs_are_the_engines(world: Wo
         assert found.tolist() == pytest.approx(list(sample.logprobs), abs=1e-4)
 
 
+async def test_episodes_are_drawn_from_the_models_own_distribution(world: World) -> None:
+    """Whatever sampling settings its folder has for requests that name none."""
+    family = FrozenLakeFamily(FrozenLakeParams())
+    for engine in world.engines:
+        engine.generation_config = {"top_p": 0.8, "top_k": 20, "presence_penalty": 0.5}
+    async with client_of(world) as client:
+        await runner_of(world, client, family, job="own").run([group(family)])
+        leased = await client.lease(job="own", num_groups=1, attempt=0, version=0, ttl_s=60, wait_s=0)
+    for engine in world.engines:
+        engine.generation_config = {}
+    assert leased is not None
+    turns = [turn for one in leased[1] for turn in one["turns"]]
+    assert {tuple(turn["constraints"]) for turn in turns} == {("allowed_token_ids",)}
+
+
 class Endless(FrozenLakeFamily):
     """Environments that never answer; ``playing`` is set when ``count`` of them are at it."""
 
