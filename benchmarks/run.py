@@ -46,6 +46,7 @@ MINUTES = {
     "weights": 8,
     "weights_live": 15,
     "weights_terms": 1,
+    "weights_link": 8,
     "fanout": 4,
     "gateway": 8,
     "sim": 8,

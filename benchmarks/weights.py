@@ -2,14 +2,15 @@
 
 Three parts, each of which can be run alone (``--parts``):
 
-* ``size``: bytes per changed weight on consecutive checkpoints of a real RL run (``--rl``, made by
-  ``rl_checkpoints.py``) and on the generator fitted to it; against the iid Shannon bound and five rivals.
+* ``size``: bytes per changed weight on consecutive checkpoints of real RL runs (``--rl``, folders made by
+  ``rl_checkpoints.py``) and on the generator fitted to them; against the iid Shannon bound, against what the old exponents would
+  tell a coder that knew them (``context_bound_ratio``: a bound, no such coder is built; decision 0002), and against five rivals.
 * ``speed``: encode and decode + stage + commit at 1 % density, interleaved with numpy's compare + flatnonzero and
   with dense XOR + zstd.  Thread time of one core, so that other load distorts little; scaling over cores is wall
   time and only measured where the process may use more than one.
 * ``pause``: what a commit into live parameters takes at 5, 50 and 200 M parameters, against a bare scatter.
 
-    python benchmarks/weights.py --json FILE [--rl out/rl] [--parts size speed pause]
+    python benchmarks/weights.py --json FILE [--rl out/rl out/rl-moe] [--parts size speed pause]
 """
 
 from __future__ import annotations
@@ -51,19 +52,20 @@ BARS = {
 # --- size -------------------------------------------------------------------------------------------------
 
 
-def measure_sizes(rl: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
+def measure_sizes(rl: list[Path]) -> tuple[dict[str, Any], dict[str, Any]]:
     """(summary, details)."""
     sets: dict[str, dict[str, float]] = {}
-    folders = sorted(rl.glob("lr-*")) if rl else []
+    folders = [folder for each in rl for folder in sorted(each.glob("lr-*"))]
     for folder in folders:
+        of = f"{folder.parent.name}_" if len(rl) > 1 else ""
         late: list[dict[str, float]] = []
         for step, before, after in data.checkpoint_pairs(folder):
             found = rivals.sizes(data.load_pair(before, after))
-            sets[f"{folder.name}_step_{step}"] = found
+            sets[f"{of}{folder.name}_step_{step}"] = found
             if step >= data.RAMP_UP_STEPS:
                 late.append(found)
         if late:
-            sets[f"rl_{folder.name.removeprefix('lr-')}"] = {
+            sets[f"rl_{of}{folder.name.removeprefix('lr-')}"] = {
                 key: sum(each[key] for each in late) for key in late[0]
             }
     for lr in json.loads(data.FIT_FILE.read_text())["fits"]:
@@ -90,6 +92,7 @@ def measure_sizes(rl: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
     for name, row in judged.items():
         summary[f"bytes_per_change_{name}"] = row["planes"] / row["changes"]
         summary[f"shannon_ratio_{name}"] = row["planes"] / row["shannon"]
+        summary[f"context_bound_ratio_{name}"] = row["side_information"] / row["shannon"]
         summary[f"density_{name}"] = row["changes"] / row["elements"]
     return summary, {"sets": sets, "runs": [run_of(folder) for folder in folders]}
 
@@ -98,7 +101,7 @@ def run_of(folder: Path) -> dict[str, Any]:
     """What an RL run was: steps done, tokens a step, reward and density along the way."""
     rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     return {
-        "run": folder.name,
+        "run": f"{folder.parent.name}/{folder.name}",
         "steps": len(rows),
         "loss_tokens_per_step": rows[0]["num_tokens"],
         "at_steps": [
@@ -406,9 +409,15 @@ def main() -> int:
     )
     parser.add_argument("--json", type=Path, help="write summary and details here")
     parser.add_argument(
-        "--rl", type=Path, help="folder made by rl_checkpoints.py; without it only the fit is used"
+        "--rl",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="folders made by rl_checkpoints.py; without any only the fit is used",
     )
-    parser.add_argument("--fit", action="store_true", help="make weights_fit.json anew from --rl first")
+    parser.add_argument(
+        "--fit", action="store_true", help="make weights_fit.json anew from the first of --rl"
+    )
     parser.add_argument(
         "--parts", nargs="+", choices=PARTS, default=PARTS, help="others that the --json file has are kept"
     )
@@ -419,7 +428,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.fit:
         fits = {
-            folder.name.removeprefix("lr-"): data.fit_of(folder) for folder in sorted(args.rl.glob("lr-*"))
+            folder.name.removeprefix("lr-"): data.fit_of(folder) for folder in sorted(args.rl[0].glob("lr-*"))
         }
         data.FIT_FILE.write_text(json.dumps({"fits": fits}, indent=1) + "\n")
     details: dict[str, Any] = {}

@@ -51,6 +51,19 @@ MODEL = {
     "max_position_embeddings": 128,
     "tie_word_embeddings": True,
 }
+MOE_MODEL = {
+    **{key: value for key, value in MODEL.items() if key != "intermediate_size"},
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 256,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
+"""A mixture of experts, 8.0 M parameters: an expert sees a quarter of the tokens."""
+KINDS = ("dense", "moe")
 PAIRS = (1, 10, 25, 50, 100, 110, 120, 130, 140, 150, 175, 200, 225, 250, 275, 299, 300)
 
 
@@ -62,13 +75,17 @@ def problem(rng: np.random.Generator) -> tuple[list[int], list[int]]:
     return [*letters, SEPARATOR], [*ascending, SEPARATOR, *ascending[::-1], END]
 
 
-def make_base(folder: Path, *, steps: int, seed: int) -> None:
+def make_base(folder: Path, *, steps: int, seed: int, kind: str = "dense") -> None:
     """Supervised steps from random weights; the result is saved in bf16."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
-    model = Qwen3ForCausalLM(Qwen3Config(**MODEL))
+    model: torch.nn.Module
+    if kind == "moe":
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**MOE_MODEL))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**MODEL))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(steps):
         for group in optimizer.param_groups:
@@ -85,7 +102,7 @@ def make_base(folder: Path, *, steps: int, seed: int) -> None:
         show(f"base {step + 1}/{steps}: loss {float(loss.detach()):.3f}")
     temporary = folder.with_name(".base.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    model.to(torch.bfloat16).save_pretrained(temporary)
+    model.to(torch.bfloat16).save_pretrained(temporary)  # type: ignore[operator]
     temporary.rename(folder)
 
 
@@ -205,6 +222,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("out/rl"), help="folder to write (default out/rl)")
+    parser.add_argument(
+        "--model", choices=KINDS, default="dense", help="a base that is there already is taken as it is"
+    )
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-6, 5e-6], help="one run per learning rate")
     parser.add_argument("--steps", type=int, default=300, help="RL steps per run (default 300)")
     parser.add_argument("--groups", type=int, default=16, help="groups of 8 answers a step (default 16)")
@@ -218,7 +238,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     args.out.mkdir(parents=True, exist_ok=True)
     if not (args.out / "base").exists():
-        make_base(args.out / "base", steps=args.base_steps, seed=args.seed)
+        make_base(args.out / "base", steps=args.base_steps, seed=args.seed, kind=args.model)
     for lr in args.lr:
         run(
             args.out,
