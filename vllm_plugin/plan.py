@@ -38,7 +38,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rose.errors import WeightsError
+from rose.errors import SectionCorrupt, WeightsError
 from rose.weights import kernels
 from rose.weights.spec import TensorSpec
 from vllm_plugin.cover import Region, cover, is_nested
@@ -69,26 +69,40 @@ class Box:
     def num_elements(self) -> int:
         return math.prod(self.shape)
 
-    def locate(self, index: NDArray[Any]) -> tuple[slice | NDArray[np.int64], NDArray[np.int64]]:
-        """Map flat checkpoint indices (increasing, uint32 or int64) to storage indices.
+    def locate(
+        self, index: NDArray[Any]
+    ) -> tuple[slice | NDArray[np.int64], NDArray[Any], NDArray[np.int64]]:
+        """Map flat checkpoint indices (uint32 or int64) to storage indices.  Only those near the box are looked at.
 
         Returns:
-            ``(inside, storage)``: ``index[inside]`` are those that lie in the box, and where those live.
+            ``(inside, mine, storage)``: ``mine`` is a copy of ``index[inside]``, those that lie in the box; and where they live.
+
+        Raises:
+            SectionCorrupt: They do not increase.
         """
         if not self.num_elements:
-            return slice(0, 0), np.empty(0, np.int64)
+            return slice(0, 0), index[:0].copy(), np.empty(0, np.int64)
         shape, src, dst = self.shape or (1,), self.src_strides or (1,), self.dst_strides or (1,)
         last = self.src_offset + sum((size - 1) * stride for size, stride in zip(shape, src, strict=True))
         # A rank's rows of a matrix are one stretch of it: the other ranks' changes are not looked at.
         low = int(np.searchsorted(index, index.dtype.type(self.src_offset)))
         high = int(np.searchsorted(index, index.dtype.type(last), side="right"))
         if (src, dst) == ((1,), (1,)):
-            return slice(low, high), index[low:high].astype(np.int64) + (self.dst_offset - self.src_offset)
+            # What is checked is the copy: the original may be a file's.
+            mine = index[low:high].copy()
+            if mine.size and not (
+                mine[0] >= self.src_offset and mine[-1] <= last and kernels.increases(mine)
+            ):
+                raise SectionCorrupt("indices do not increase", field="idx")
+            return slice(low, high), mine, mine.astype(np.int64) + (self.dst_offset - self.src_offset)
         inside, storage = (np.empty(high - low, np.int64) for _ in range(2))
         found = kernels.locate(
             index[low:high], *(np.array(axes, np.int64) for axes in (shape, src, dst)), self.src_offset, inside, storage
         )  # fmt: skip
-        return inside[:found] + low, storage[:found] + self.dst_offset
+        if found < 0:
+            raise SectionCorrupt("indices do not increase", field="idx")
+        inside = inside[:found] + low
+        return inside, index[inside], storage[:found] + self.dst_offset
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
         """The box inside a flat storage, shaped ``shape``."""

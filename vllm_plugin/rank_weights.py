@@ -294,11 +294,11 @@ class RankWeights:
                     )
                 after = held
                 if row.num_changed and left is not None:
-                    hashes[name] = after = self._hash_dense(file.read(name))
+                    hashes[name] = after = self._hash_dense(file.view(name))
                     num_changed += sum(box.num_elements for box in self.plan.boxes[name])
                     left.append(name)
                 elif row.num_changed:
-                    found, after = self._place(file.read(name))
+                    found, after = self._place(file.view(name))
                     pieces += found
                     hashes[name] = after
                     num_changed += sum(piece.new.numel() for piece in found)
@@ -386,25 +386,18 @@ class RankWeights:
         bits = self._bits(box)
         if tensor.dense is not None:
             flat = flat_of(tensor)
-            place = box.source_view(flat)
-            # A part is copied, so that it does not keep the whole tensor in memory.
-            new = place.contiguous() if place.numel() == flat.numel() else place.clone()
+            new = box.source_view(flat).clone(memory_format=torch.contiguous_format)
             return Piece(
                 name=tensor.spec.name, box=box, storage=None, index=None, new=parked(new, bits),
                 old=parked(box.view(bits).to("cpu", copy=True), bits),
             )  # fmt: skip
         assert tensor.idx is not None
         assert tensor.val is not None
-        inside, found = box.locate(tensor.idx)
+        inside, index, found = box.locate(tensor.idx)
         if found.size == 0:
             return None
         storage = torch.from_numpy(found)
-        index, values = tensor.idx[inside], tensor.val[inside]
-        if isinstance(inside, slice) and found.size < tensor.idx.size:
-            index, values = (
-                index.copy(),
-                values.copy(),
-            )  # so that a part does not keep the whole tensor in memory
+        values = tensor.val[inside].copy() if isinstance(inside, slice) else tensor.val[inside]
         if bits.device.type == "cpu":  # loads the compiled loops, so that no commit waits for a compiler
             nothing = np.empty(0, tensor.spec.bits_dtype)
             kernels.put(nothing, np.empty(0, np.int64), nothing)

@@ -40,7 +40,7 @@ from vllm_plugin.plan import record
 from vllm_plugin.rank_weights import RankWeights
 
 RANKS = (1, 2, 4, 8)
-ROWS, COLUMNS = 2048, 1024
+ROWS, COLUMNS = 4096, 1536
 RUN = "terms"
 
 
@@ -131,7 +131,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--matrices", type=int, default=32, help="of 2 M elements each")
+    parser.add_argument(
+        "--matrices", type=int, default=16, help="of 6.3 M elements each, as the experts of a model of 235 B"
+    )
     parser.add_argument("--versions", type=int, default=5)
     parser.add_argument(
         "--density", type=float, default=0.031, help="share of weights that change per version"

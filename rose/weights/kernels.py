@@ -541,8 +541,8 @@ def increases(index: Any) -> Any:
 
 @_compiled
 def locate(index: Any, shape: Any, src: Any, dst: Any, start: Any, positions: Any, places: Any) -> Any:
-    """Which of ``index`` (increasing, less ``start`` at least 0) lie in a box, and where: ``positions`` in ``index``, and ``places``.  Both
-    have room for all; returns how many there are.
+    """Which of ``index`` (less ``start`` at least 0) lie in a box, and where: ``positions`` in ``index``, and ``places``.  Both
+    have room for all; returns how many there are, -1 where ``index`` does not increase.
 
     The box has an element at ``c . src`` for each ``c`` below ``shape``, whose place is ``c . dst``; strides fall, and each spans the axes
     behind it.  Neighbours share all coordinates but the last, so there is one division for each stretch of those.
@@ -552,8 +552,12 @@ def locate(index: Any, shape: Any, src: Any, dst: Any, start: Any, positions: An
     begin, end, base = np.int64(0), np.int64(-1), np.int64(0)
     inside = False
     found = 0
+    before = np.int64(-1)
     for k in range(index.size):
         rest = np.int64(index[k]) - start
+        if rest <= before:
+            return -1
+        before = rest
         if rest >= end:
             inside, base, begin, end = True, np.int64(0), np.int64(0), np.int64(1) << 62
             for axis in range(last):

@@ -20,6 +20,8 @@ is None exactly then.  A 64-bit tensor travels dense only.
 
 from __future__ import annotations
 
+import math
+import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -104,6 +106,14 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tensors: dict[str, TensorHeader]
 
 
+class _Place(msgspec.Struct, frozen=True):
+    """An array in the table of a safetensors file."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
 def write_update(path: Path | str, update: Update) -> int:
     """Write ``update`` at once or not at all (temporary file, rename); returns the size in bytes.
 
@@ -162,6 +172,8 @@ def _save(file: BinaryIO, arrays: Mapping[str, NDArray[Any]], metadata: Mapping[
     """
     table: dict[str, Any] = {"__metadata__": metadata}
     end = 0
+    # The widest first: then each lies where a processor reads it in place (:meth:`UpdateFile.view`).
+    arrays = dict(sorted(arrays.items(), key=lambda item: -item[1].itemsize))
     for name, array in arrays.items():
         kind = f"{'I' if array.dtype.kind == 'i' else 'U'}{8 * array.itemsize}"
         table[name] = {"dtype": kind, "shape": array.shape, "data_offsets": (end, end + array.nbytes)}
@@ -177,7 +189,7 @@ class UpdateFile:
     """An update file open for reading, one tensor at a time; a context manager.
 
     The constructor checks the header and that header and stored arrays agree in name, type and shape;
-    :meth:`read` checks a tensor's values.  Memory: one tensor, and the header.  What is open reads on when its name is gone or another
+    :meth:`read` copies a tensor and checks its values, :meth:`view` does neither.  Memory: one tensor, and the header.  What is open reads on when its name is gone or another
     file's: whoever wrote it may delete it at any time.
 
     Raises:
@@ -191,6 +203,7 @@ class UpdateFile:
         except OSError as error:
             raise SectionCorrupt(f"cannot be read: {error.strerror}", field=self.path.name) from error
         self._file: Any = None
+        self._map: mmap.mmap | None = None
         try:
             self._as_opened = self._identity()
             size_bytes = self._as_opened[0]
@@ -201,6 +214,7 @@ class UpdateFile:
                 lambda: safe_open(f"/proc/self/fd/{self._descriptor}", framework="numpy")
             )
             self._load_header()
+            self._load_places(size_bytes)
         except BaseException:
             self.close()
             raise
@@ -238,14 +252,45 @@ class UpdateFile:
             if name not in self.specs or kind not in ("dense", "idx", "val"):
                 raise self._corrupt(f"unknown array '{key[:80]}'")
 
+    def _load_places(self, size_bytes: int) -> None:
+        """Where each array lies; the library, which has checked the file's table, does not tell."""
+        length = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
+        self._data_at = 8 + length
+        text = os.pread(self._descriptor, length, 8)
+        self._places = self._guard(lambda: msgspec.json.decode(text, type=dict[str, msgspec.Raw]))
+        self._map = mmap.mmap(self._descriptor, size_bytes, access=mmap.ACCESS_COPY)
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.specs)
 
     def read(self, name: str) -> TensorUpdate:
-        """One tensor, checked."""
+        """One tensor, copied and checked."""
+        return self._tensor(name, lambda key: self._file.get_tensor(key), indices=True)
+
+    def view(self, name: str) -> TensorUpdate:
+        """One tensor as it lies in the file: only what is looked at is read.
+
+        That indices increase within the tensor is not checked, and whoever can write to the file may change the arrays: what is acted on
+        is to be copied first, and checked then.
+        """
+        return self._tensor(name, self._mapped, indices=False)
+
+    def _mapped(self, key: str) -> NDArray[Any]:
+        assert self._map is not None
+        place = msgspec.json.decode(self._places[key], type=_Place)
+        begin, end = place.data_offsets
+        found = np.frombuffer(
+            self._map, np.dtype(f"<{place.dtype[0].lower()}{int(place.dtype[1:]) // 8}"),
+            count=math.prod(place.shape), offset=self._data_at + begin,
+        )  # fmt: skip
+        if found.nbytes != end - begin:
+            raise ValueError(f"'{key}' is of another size")
+        return (found if found.flags.aligned else found.copy()).reshape(place.shape)
+
+    def _tensor(self, name: str, get: Callable[[str], NDArray[Any]], *, indices: bool) -> TensorUpdate:
         row = self.header.tensors[name]
         arrays = {
-            kind: self._guard(lambda k=kind: self._file.get_tensor(f"{k}/{name}"))
+            kind: self._guard(lambda k=kind: get(f"{k}/{name}"))
             for kind in ("dense", "idx", "val")
             if f"{kind}/{name}" in self._stored
         }
@@ -257,7 +302,7 @@ class UpdateFile:
                 **arrays,
             )
         )
-        self._guard(lambda: _check(tensor, self.base))
+        self._guard(lambda: _check(tensor, self.base, indices=indices))
         if tensor.num_changed != row.num_changed:
             raise self._corrupt(
                 f"'{name}' has {tensor.num_changed} changes, its header says {row.num_changed}"
@@ -265,8 +310,9 @@ class UpdateFile:
         return tensor
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """Safe to call twice.  Views stay good."""
         file, self._file = self._file, None
+        self._map = None  # not closed: views may be in use, and the last of them takes it with it
         if file is not None:
             file.__exit__(None, None, None)
         descriptor, self._descriptor = self._descriptor, -1
@@ -311,8 +357,8 @@ def read_update(path: Path | str, *, max_bytes: int = MAX_UPDATE_BYTES) -> Updat
         )
 
 
-def _check(tensor: TensorUpdate, base: WeightVersion | None) -> None:
-    """The rules of one tensor, for writer and reader alike."""
+def _check(tensor: TensorUpdate, base: WeightVersion | None, *, indices: bool = True) -> None:
+    """The rules of one tensor, for writer and reader alike; ``indices`` False: all but their order and range."""
     spec = tensor.spec
 
     def refuse(message: str) -> WeightsError:
@@ -345,5 +391,5 @@ def _check(tensor: TensorUpdate, base: WeightVersion | None) -> None:
         raise refuse(f"values are {val.dtype}{val.shape}, need {spec.bits_dtype}{idx.shape}")
     if idx.size == 0:
         raise refuse("a sparse change of nothing; leave the tensor out")
-    if int(idx[0]) < 0 or int(idx[-1]) >= spec.num_elements or not kernels.increases(idx):
+    if indices and (int(idx[0]) < 0 or int(idx[-1]) >= spec.num_elements or not kernels.increases(idx)):
         raise refuse(f"indices must increase strictly within 0..{spec.num_elements - 1}")

@@ -51,7 +51,7 @@ def test_located_indices_are_those_that_the_views_name(rank: int, world: int) ->
     for name, boxes in plan.boxes.items():
         index = torch.arange(weights[name].numel())
         for box in boxes:
-            inside, storage = box.locate(index.numpy())
+            inside, _, storage = box.locate(index.numpy())
             addresses = torch.arange(plan.targets[box.target].flat.numel())
             assert sorted(zip(index[inside].tolist(), storage.tolist(), strict=True)) == sorted(
                 zip(
@@ -85,7 +85,7 @@ def test_an_index_is_located_in_a_box_exactly_when_it_has_coordinates_there(data
 
     asked = data.draw(st.sets(st.integers(0, offset + span + 10)))
     index = np.array(sorted(asked), data.draw(st.sampled_from([np.uint32, np.int64])))
-    inside, storage = box.locate(index)
+    inside, _, storage = box.locate(index)
     assert dict(zip(index[inside].tolist(), storage.tolist(), strict=True)) == {
         at: place for at, place in expected.items() if at in asked
     }

@@ -7,12 +7,16 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 
 from rose.errors import RoseError, SectionCorrupt, VersionRefused, WeightsError, WrongBase
 from rose.lineage import WeightVersion
 from rose.weights.spec import TensorSpec
+from rose.weights.update import UpdateFile
 from tests.plugin.weights_kit import (
     Tensors,
     TinyLlama,
@@ -70,6 +74,31 @@ class Bench:
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path)
+
+
+@pytest.mark.parametrize("wrong", ["swapped", "twice", "beyond", "below"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_indices_that_are_no_increasing_ones_are_refused_before_anything_is_computed_with_them(
+    tmp_path: Path, world: int, wrong: str
+) -> None:
+    benches = [Bench(tmp_path, rank=number, world=world) for number in range(world)]
+    path = Path(benches[0].update())
+    with UpdateFile(path) as file:
+        metadata = {"rose": msgspec.json.encode(file.header).decode()}
+    stored = load_file(path)
+    for key, index in stored.items():
+        if key.startswith("idx/") and index.size > 2:
+            stored[key] = index = index.astype(np.int64)
+            if wrong == "swapped":
+                index[[0, -1]] = index[[-1, 0]]
+            else:
+                at, value = {"twice": (1, index[0]), "beyond": (-1, 1 << 40), "below": (0, -5)}[wrong]
+                index[at] = value
+    save_file(stored, path, metadata=metadata)
+    reports = [bench.stage(str(path)) for bench in benches]
+    with pytest.raises(RoseError):  # of what lies in no rank's part, the sum of all is wrong
+        judge(reports, V1)
+    assert all(bench.unchanged for bench in benches)
 
 
 @pytest.mark.parametrize("how", [{}, {"dense": True}, {"base": None}])

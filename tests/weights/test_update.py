@@ -99,6 +99,45 @@ def test_round_trip_keeps_every_bit_and_hash(path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]  # no temporary file is left
 
 
+@pytest.mark.parametrize("library", [False, True], ids=["ours", "safetensors"])
+def test_a_view_is_what_was_written_wherever_it_lies(path: Path, library: bool) -> None:
+    if library:  # another order of the arrays, and another place for each
+        rewrite(path)
+    wrote = make_update()
+    with UpdateFile(path) as file:
+        views = {name: file.view(name) for name in file}
+    path.unlink()
+    for name, view in views.items():  # after the file was closed, and without its name
+        for kind in ("dense", "idx", "val"):
+            a, b = getattr(view, kind), getattr(wrote.tensors[name], kind)
+            assert (a is None) == (b is None)
+            if a is not None:
+                assert a.flags.aligned
+                assert (a.dtype, a.shape) == (b.dtype, b.shape)
+                assert np.array_equal(a, b)
+
+
+def test_our_files_need_no_copy_to_be_read_in_place(tmp_path: Path) -> None:
+    """Arrays of two bytes lie behind those of four, so that these are where a processor wants them."""
+    specs = [TensorSpec(name, "BF16", (9,)) for name in "abc"]
+    tensors = {
+        spec.name: TensorUpdate(
+            spec=spec, h_before=1, h_after=2, idx=np.array([3], np.uint32), val=np.array([4], np.uint16)
+        )
+        for spec in specs
+    }
+    update = Update(
+        run_id="run",
+        target=WeightVersion(1, 1),
+        base=WeightVersion(1, 0),
+        model=model_digest(specs),
+        tensors=tensors,
+    )
+    write_update(tmp_path / "u", update)
+    with UpdateFile(tmp_path / "u") as file:
+        assert all(file.view(name).idx.base is not None for name in "abc")  # a view of the file's memory
+
+
 def test_a_dense_update_needs_no_base(tmp_path: Path) -> None:
     spec = SPECS[0]
     bits = np.arange(32, dtype=np.uint16).reshape(4, 8)
