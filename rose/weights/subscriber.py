@@ -75,6 +75,8 @@ MOST_PULLS = 8
 _LEASE_S = 600.0
 _KEPT_UPDATES = 4
 _MAX_KEPT_STEPS = 64
+_DECODED_FRACTION = 0.15
+"""Of the model's bytes, kept of the newest step as decoded, for the engine that is one version behind: most are."""
 
 
 @dataclass(slots=True)
@@ -85,6 +87,10 @@ class _Staged:
     values: NDArray[Any]
     idx: NDArray[np.uint32] | None
     """Places counted from the section's start; None: ``values`` is the whole box."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + (0 if self.idx is None else self.idx.nbytes)
 
 
 class WeightSubscriber:
@@ -123,19 +129,16 @@ class WeightSubscriber:
         self._holder = f"sub-{holder_name(self._host.directory)}"
         self._spool = Spool(self._host.directory / "spool", store, self._renew_lease)
         self._ahead = Ahead(
-            store,
-            run_id,
-            self._spool,
-            held=lambda: self.version,
-            has_room=self._has_room_ahead,
-            num_pulls=pulls,
-        )
+            store, run_id, self._spool, held=lambda: self.version, has_room=self._has_room_ahead, num_pulls=pulls
+        )  # fmt: skip
         self._updates = self._host.directory / "updates"
         self._updates.mkdir(exist_ok=True)
         self._fresh = Freshness(self._host.directory / "seen", run_id, counts=sealed.is_sealed(store))
         for path in self._updates.iterdir():  # of an engine that an earlier process fed
             path.unlink()
         self._steps: list[Manifest] = []  # deltas in the spool, contiguous, ending at the copy's version
+        self._newest: dict[tuple[str, int], _Staged] = {}
+        """What the last step of ``_steps`` wrote, by tensor and start; empty where it is too much to keep."""
         self._told: WeightVersion | None = None
         self._failed: Manifest | None = None  # the step that did not work
         self._given_up: WeightVersion | None = None  # the version whose anchor did not help
@@ -328,11 +331,10 @@ class WeightSubscriber:
             self._check_base(step)
             staged = self._stage(step)
             with self._lock:
-                self._check_base(
-                    step
-                )  # again: whoever asked for a file meanwhile may have found the copy damaged
+                # Again: whoever asked for a file meanwhile may have found the copy damaged.
+                self._check_base(step)
                 self._commit(step, staged)
-                self._remember(step)
+                self._remember(step, staged)
         self._failed = None
 
     def _check_base(self, step: Manifest) -> None:
@@ -434,6 +436,7 @@ class WeightSubscriber:
     def _forget_copy(self) -> None:
         self._host.begin()
         self._steps.clear()
+        self._newest = {}
         for path in self._updates.iterdir():  # the repaired copy has the same version, and would find them
             path.unlink()
         self._told = None  # what was handed out may be damaged too: the repaired copy is news
@@ -462,17 +465,22 @@ class WeightSubscriber:
         """What comes early must not keep out what is needed: a copy of the model is left free beside it."""
         return shutil.disk_usage(self._host.directory).free - num_bytes > 1.2 * self._host.nbytes
 
-    def _remember(self, step: Manifest) -> None:
-        """Keep the deltas that a lagging engine may need; drop the rest of the spool."""
+    def _remember(self, step: Manifest, staged: list[_Staged]) -> None:
+        """Keep the deltas that a lagging engine may need, the newest as decoded; drop the rest of the spool."""
+        self._newest = {}
         if step.base is None:
             self._steps.clear()
         else:
             self._steps.append(step)
+            if sum(each.nbytes for each in staged) <= _DECODED_FRACTION * step.bytes_dense:
+                self._newest = {(each.section.tensor, each.section.start): each for each in staged}
         budget_bytes = self._params.chain_fraction * step.bytes_dense
         while self._steps and (
             len(self._steps) > _MAX_KEPT_STEPS or sum(s.bytes_sent for s in self._steps) > budget_bytes
         ):
             self._steps.pop(0)
+        if not self._steps:
+            self._newest = {}
         self._spool.clear(self._steps)
 
     def _lease(self, version: WeightVersion | None) -> None:
@@ -526,9 +534,10 @@ class WeightSubscriber:
         h_after = self._host.h[spec.name]
         h_before = None
         idx: NDArray[Any] | None = None
+        val: NDArray[Any] | None = None
         if before:
             h_before = statehash.from_hex(before[spec.name] or "")
-            idx = self._changed(spec, sections)
+            idx, val = self._changed(spec, sections)
         if idx is None:
             # The engine would refuse it, and ask for the same again.
             if statehash.hash_bits(bits) != h_after:
@@ -536,34 +545,46 @@ class WeightSubscriber:
             return TensorUpdate(spec=spec, h_before=h_before, h_after=h_after, dense=bits.reshape(spec.shape))
         if idx.size == 0:
             return TensorUpdate(spec=spec, h_before=h_before, h_after=h_after)
-        return TensorUpdate(spec=spec, h_before=h_before, h_after=h_after, idx=idx, val=bits[idx])
+        return TensorUpdate(
+            spec=spec, h_before=h_before, h_after=h_after, idx=idx, val=bits[idx] if val is None else val
+        )
 
-    def _changed(self, spec: TensorSpec, sections: Sequence[tuple[Manifest, Section]]) -> NDArray[Any] | None:
-        """Indices that any of ``sections`` touched, sorted; None when writing the whole tensor is smaller."""
+    def _changed(
+        self, spec: TensorSpec, sections: Sequence[tuple[Manifest, Section]]
+    ) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
+        """Indices that any of ``sections`` touched, sorted, and the bits there now (None: look); no indices when writing the whole tensor is
+        smaller."""
         dtype = np.dtype(np.uint32 if spec.num_elements <= 1 << 32 else np.int64)
         limit = spec.nbytes // (dtype.itemsize + spec.width_bytes) if spec.width_bytes <= 4 else 0
         pieces: list[NDArray[Any]] = []
+        values: list[NDArray[Any]] = []
         total = 0
         for step, section in sections:
             if section.encoding == "raw":
-                return None
+                return None, None
             total += section.num_changed
             if total > 2 * limit:  # steps overlap by a quarter or so: the union is above the limit too
-                return None
-            reference = step.objects[section.object]
-            content = self._spool.read(step, reference)
-            payload = memoryview(content)[section.offset : section.offset + section.nbytes]
-            delta = codec.decode(payload, section.num_elements, spec.bits_dtype)
-            idx = boxes.positions(section.box, delta.idx)
+                return None, None
+            decoded = self._newest.get((spec.name, section.start)) if step is self._steps[-1] else None
+            if decoded is not None and decoded.idx is not None:
+                idx = decoded.idx
+                values.append(decoded.values)
+            else:
+                content = self._spool.read(step, step.objects[section.object])
+                payload = memoryview(content)[section.offset : section.offset + section.nbytes]
+                delta = codec.decode(payload, section.num_elements, spec.bits_dtype)
+                idx = boxes.positions(section.box, delta.idx)
             pieces.append(idx.astype(dtype) + dtype.type(section.start))
         if not pieces:
-            return np.empty(0, dtype)
-        merged = np.concatenate(pieces)
+            return np.empty(0, dtype), None
+        merged, val = np.concatenate(pieces), None
         if not bool(
             np.all(merged[1:] > merged[:-1])
         ):  # several steps, pieces with gaps, or sections out of order
             merged = np.unique(merged)
-        return merged if merged.size <= limit else None
+        elif len(values) == len(pieces):
+            val = np.concatenate(values)
+        return (merged, val) if merged.size <= limit else (None, None)
 
     def _trim_updates(self, newest: Path) -> None:
         """Drop old update files; an engine that has one open keeps reading it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from safetensors import safe_open
 
 from rose.errors import Gone, NotFound, SectionCorrupt
 from rose.lineage import WeightVersion
-from rose.weights import statehash
+from rose.weights import codec, statehash
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
 from rose.weights.subscriber import WeightSubscriber
@@ -40,6 +41,27 @@ def test_an_engine_fed_by_updates_equals_one_loaded_whole(
         engine = apply_update(engine, update)
         assert same(engine, trainer.bits())
         at = newest
+
+
+def test_a_step_is_decoded_once(
+    publisher: WeightPublisher, trainer: ToyTrainer, reader: WeightSubscriber, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish_steps(publisher, trainer, 0, 1)
+    reader.poll(0)
+    publish_steps(publisher, trainer, 2, 2)
+    decoded: list[int] = []
+    decode = codec.decode
+
+    def counted(payload: Any, num_elements: int, dtype: Any) -> Any:
+        decoded.append(num_elements)
+        return decode(payload, num_elements, dtype)
+
+    monkeypatch.setattr(codec, "decode", counted)
+    reader.poll(0)
+    sections = len(decoded)
+    assert sections > 0
+    reader.fetch(V("1.2"), V("1.1"))
+    assert len(decoded) == sections
 
 
 def test_asking_again_gives_the_very_same_file(publisher: WeightPublisher, reader: WeightSubscriber) -> None:
