@@ -80,7 +80,9 @@ def engine(model_path: Path, dtype: str) -> Any:
     from tests.engine_launcher import EngineServer
 
     args = ("--enable-scale-out", "--logprobs-mode=processed_logprobs", "--served-model-name=policy")
-    return EngineServer(model_path, args=(*args, f"--dtype={dtype}"))
+    # As a model's folder may have it: nothing of it is to bear on episodes.
+    defaults = '--override-generation-config={"top_k": 3, "top_p": 0.5, "presence_penalty": 1.0}'
+    return EngineServer(model_path, args=(*args, f"--dtype={dtype}", defaults))
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
