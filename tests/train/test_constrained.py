@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from rose.errors import TrainError
 from rose.train.client import SchedulerClient
+from rose.wire.samples import NewTrajectory
 from tests.train.local_run import run
 from tests.train.world import World, running_world
 
@@ -57,3 +59,21 @@ async def test_a_step_of_which_nothing_is_left_says_why(
         await run(world, {}, num_steps=1)
     assert caught.value.field == "trainer.constrained"
     assert 'trainer.constrained = "train"' in str(caught.value.fix)
+
+
+async def test_what_the_job_chose_for_all_its_turns_is_trained_on_with_one_warning(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    original = SchedulerClient._call
+
+    async def call(self: Any, method: str, path: str, auth: Any, body: Any = None, **named: Any) -> Any:
+        if isinstance(body, NewTrajectory):
+            body = msgspec.structs.replace(body, sampling={"top_p": 0.95})
+        return await original(self, method, path, auth, body, **named)
+
+    monkeypatch.setattr(SchedulerClient, "_call", call)
+    script, _, _ = await run(world, {}, num_steps=2)
+    assert [record["num_constrained_turns"] for record in script.records] == [0, 0]
+    assert all(record["num_tokens"] == record["num_turns"] for record in script.records)
+    told = [record.getMessage() for record in caplog.records if "top_p" in record.getMessage()]
+    assert told == ["trajectories begin with top_p, and are trained on as if they did not"]
