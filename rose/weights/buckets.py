@@ -13,7 +13,7 @@ from typing import Self
 
 import msgspec
 
-from rose.errors import Conflict, RoseError, WeightsError
+from rose.errors import Conflict, NotFound, RoseError, TooLarge, WeightsError
 from rose.lineage import WeightVersion
 from rose.weights import manifest
 from rose.weights.manifest import ObjectRef
@@ -83,9 +83,24 @@ class Buckets:
         try:
             self._created.append(key)
             self._store.put_new(key, data)
-        except Conflict:  # an earlier try of the same version: the name says it is the same content
-            self._created.pop()
+        except Conflict:  # an earlier try of the same version, if it has not been damaged since
+            if self._is_there(key, data):
+                self._created.pop()
+            else:
+                self._replace(key, data)
         return strong
+
+    def _is_there(self, key: str, data: bytearray) -> bool:
+        with contextlib.suppress(NotFound, TooLarge):
+            return self._store.get(key, max_bytes=len(data)) == data
+        return False
+
+    def _replace(self, key: str, data: bytearray) -> None:
+        self._store.delete(key)
+        try:
+            self._store.put_new(key, data)
+        except Conflict as error:
+            raise WeightsError("is taken by other bytes, again and again", field=key) from error
 
     def discard(self) -> None:
         """Delete what was uploaded here, as far as the store can be reached.  Nothing refers to it."""

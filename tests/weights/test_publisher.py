@@ -13,6 +13,7 @@ import pytest
 from rose.errors import CapacityError, ConfigError, RoseError, VersionRefused, WeightsError, WrongBase
 from rose.lineage import WeightVersion
 from rose.weights import retention, statehash
+from rose.weights.buckets import Buckets
 from rose.weights.manifest import Head
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import PublishReport, WeightPublisher
@@ -442,11 +443,33 @@ def test_a_store_that_loses_an_object_is_found_out_before_the_head_moves(
         return None
 
     store.fail_at = evict
-    with pytest.raises(WeightsError, match="store holds 0 bytes"):
+    with pytest.raises(WeightsError, match="taken by other bytes"):
         publisher.publish(1)
     head = store.get_head("run")
     assert head is not None
     assert head.identity == V("1.0")
+
+
+def test_an_object_of_an_earlier_try_that_was_damaged_since_is_replaced(
+    publisher: WeightPublisher, trainer: ToyTrainer, store: FlakyStore, reader: WeightSubscriber
+) -> None:
+    publisher.publish(0)
+    trainer.step()
+    store.fail_at = lambda method, argument: "before" if POINTS["manifest"](method, argument) else None
+    discard = Buckets.discard
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Buckets, "discard", lambda self: None)  # it was killed before it could
+        with pytest.raises(CapacityError):
+            publisher.publish(1)
+    assert Buckets.discard is discard
+    store.fail_at = lambda method, argument: None
+    (left,) = [key for key in store.list("run/1.1/") if not key.endswith(".json")]
+    data = store.get(left)
+    store.delete(left)
+    store.put_new(left, bytes(len(data)))  # as long, and something else
+    publisher.publish(1)
+    assert store.get(left) == data
+    assert holds(reader, trainer)
 
 
 def test_a_store_that_was_wiped_gets_an_anchor(trainer: ToyTrainer, store: FlakyStore, tmp_path: Any) -> None:
