@@ -22,13 +22,24 @@ def changed(before: dict[str, float], after: dict[str, float]) -> set[str]:
     return {name for name in before if before[name] != pytest.approx(after[name])}
 
 
-def test_every_term_is_in_the_sum_and_depends_on_what_the_code_depends_on() -> None:
+def test_every_term_depends_on_what_the_code_depends_on() -> None:
     assert set(terms()) == set(expected.TERMS)
     assert changed(terms(), terms(gbps=10)) == {"wire"}
     assert changed(terms(), terms(threads=1)) == {"pull", "decode"}
     assert changed(terms(), terms(replace(MODEL, trainer_ranks=1))) == {"publish"}
     assert changed(terms(), terms(replace(MODEL, engine_ranks=4))) == {"stage", "pause"}
     assert changed(terms(), terms(replace(MODEL, billions=1.0))) == set(expected.TERMS) - {"fixed"}
+
+
+def test_the_way_to_the_node_takes_as_long_as_its_slowest_part_and_the_last_object() -> None:
+    by_term = terms(gbps=10)
+    sent_gb = expected.sent_gigabytes(MODEL, expected.measured()[0])
+    slower_link = by_term | {"wire": 1000.0}  # 500 s on each side of the relay
+    rest = sum(by_term[name] for name in ("fixed", "decode", "file", "stage", "pause"))
+    assert rest + 500 < expected.total(slower_link, sent_gb) < rest + 500 + 20
+    assert expected.total(by_term, sent_gb) < sum(by_term.values())
+    one_object = expected.total(by_term, expected.BUCKET_GB / 2)
+    assert one_object == pytest.approx(sum(by_term.values()))  # nothing is beside anything
 
 
 def test_more_engine_ranks_do_not_divide_staging() -> None:
