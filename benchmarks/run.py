@@ -74,6 +74,7 @@ LONG = {
     "learning": 150,
     "production_restart": 12,
     "cycles": 25,
+    "weights_kills": 30,
 }
 """Only in `make bench-full`.  It goes on where it was stopped: with the first benchmark that has not ended, and this one, where
 it can, with what it had found."""

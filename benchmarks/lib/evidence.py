@@ -204,6 +204,18 @@ CLAIMS = (
         keys=("stuck", "after_kill_s"), form="{:.1f}", bar=(0, "<=", 0.0), every=True,
     ),
     Claim(
+        text="1,000 SIGKILLs at random instants over a trainer, relays and subscribers: wrong, stuck, processes that ended by themselves",
+        benchmark="weights_kills", keys=("wrong", "stuck", "fallen"), form="{:.0f}", bar=(None, "<=", 0.0), every=True,
+    ),
+    Claim(
+        text="the same: until all had a version that was published after the kill, median, P99 and longest", benchmark="weights_kills",
+        keys=("recovery_s_p50", "recovery_s_p99", "recovery_s_max"), form="{:.1f} s", bar=(2, "<=", 20.0), every=True,
+    ),
+    Claim(
+        text="50 more with a vLLM engine and its node agent: wrong, stuck, processes that ended by themselves",
+        benchmark="weights_kills", keys=("engine_wrong", "engine_stuck", "engine_fallen"), form="{:.0f}", bar=(None, "<=", 0.0), every=True,
+    ),
+    Claim(
         text="pause of an engine for it, idle and busy", benchmark="weights_live",
         keys=("pause_ms_median_idle", "pause_ms_median_busy"), form="{:.0f} ms",
     ),

@@ -19,21 +19,27 @@ class RelayProcess:
         tokens: None: of its own.
         options: More of ``rose relay``'s.
         signed: Its own token file names a public key, as one of ``rose tokens`` does: heads that it did not sign are refused.
+        port: 0: any.  One below those that the system hands out stays free while the relay is down.
     """
 
     def __init__(
-        self, folder: Path, tokens: Tokens | None = None, *options: str, signed: bool = False
+        self,
+        folder: Path,
+        tokens: Tokens | None = None,
+        *options: str,
+        signed: bool = False,
+        port: int = 0,
     ) -> None:
         made = Tokens.generate()
         self.tokens = tokens or (made if signed else replace(made, public_key="", publish_key=""))
-        self._options = options
+        self._options, self._port = options, port
         folder.mkdir(exist_ok=True)
         self._folder = folder
         self._token_file = folder / "tokens.toml"
         self.tokens.save(self._token_file)
 
     def __enter__(self) -> RelayProcess:
-        self.process, self.url = self._start(0)
+        self.process, self.url = self._start(self._port)
         return self
 
     def __exit__(self, *_: object) -> None:
