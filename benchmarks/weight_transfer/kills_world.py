@@ -6,26 +6,27 @@ Each says in a file of lines (JSON) what it does, for the judge, who believes no
   weights from a checkpoint, a later attempt perhaps from an older one, and changes them by random steps;
 * a **subscriber** is what a node agent runs (:func:`rose.weights.shared_copy.open_shared`) with a stand-in for the engine: memory that each
   update file is applied to.  After every version it writes down the sha256 of that memory, and of the host copy's file.
-
-    python -m benchmarks.weight_transfer.kills_world publisher|subscriber|node SETTINGS
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,14 +36,18 @@ from rose.errors import RoseError
 from rose.lineage import WeightVersion
 from rose.signatures import PublicKeys, SigningKey
 from rose.weights import statehash
+from rose.weights.cli import relay_main
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
 from rose.weights.shared_copy import open_shared
 from rose.weights.source import RawBits
 from rose.weights.stores import open_store
 from rose.weights.update import Update, read_update
+from rose.weights.warmup import warm_up
+from tests.weights.relay_process import RelayProcess
 
 ROOT = Path(__file__).resolve().parents[2]
+MODULE = "benchmarks.weight_transfer.kills_world"
 RUN = "kills"
 PARAMS = WeightsParams(fragment_elements=1 << 18, bucket_bytes=1 << 20, anchor_every=12)
 KEPT_CHECKPOINTS = 6
@@ -255,23 +260,78 @@ def node(settings: dict[str, Any]) -> None:
 # -- their processes ---------------------------------------------------------------------------------
 
 
+class Child:
+    """A process that the nursery made, as far as the judge has to do with it."""
+
+    stdout = None
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._descriptor = os.pidfd_open(pid)
+
+    def send_signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._descriptor, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def ended(self) -> bool:
+        return bool(select.select([self._descriptor], [], [], 0)[0])
+
+    def wait(self, timeout_s: float) -> None:
+        if not select.select([self._descriptor], [], [], timeout_s)[0]:
+            raise TimeoutError(f"process {self.pid} has not ended after {timeout_s:.0f} s")
+
+
+class Nursery:
+    """Has imported everything and loaded every kernel, and forks whoever is asked for: on a few cores, starting anew what is killed
+    would otherwise be most of what a thousand kills take.  All that it made ends with it, and it with the benchmark."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", MODULE, str(os.getpid())]
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def start(self, role: str, settings: Any, errors: Path) -> Child:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps([role, settings, str(errors)]) + "\n")
+        self._process.stdin.flush()
+        return Child(int(self._process.stdout.readline()))
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
 class Role:
     """A process of this module; killed and started again, with other settings perhaps."""
 
-    def __init__(self, role: str, settings: dict[str, Any], errors: Path) -> None:
+    def __init__(self, nursery: Nursery, role: str, settings: dict[str, Any], errors: Path) -> None:
         self.settings = settings
-        self._role, self._errors = role, errors
+        self._nursery, self._role, self._errors = nursery, role, errors
         self.start()
 
     def start(self) -> None:
-        module = "benchmarks.weight_transfer.kills_world"
-        command = [sys.executable, "-m", module, self._role, str(os.getpid()), json.dumps(self.settings)]
-        with self._errors.open("ab") as errors:
-            self.process = subprocess.Popen(command, cwd=ROOT, stderr=errors)
+        self.process = self._nursery.start(self._role, self.settings, self._errors)
 
     def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
+        self.process.kill()
         self.process.wait(10)
+
+
+class NurseryRelay(RelayProcess):
+    """On a port that is given; who asks before it listens asks again."""
+
+    def __init__(self, nursery: Nursery, folder: Path, tokens: Tokens, *options: str, port: int) -> None:
+        super().__init__(folder, tokens, *options, port=port)
+        self._nursery = nursery
+
+    def _start(self, port: int) -> tuple[Child, str]:
+        child = self._nursery.start("relay", self._argv(port), self._folder.with_suffix(".errors"))
+        return child, f"http://127.0.0.1:{port}"
 
 
 def low_ports(rng: np.random.Generator, count: int) -> list[int]:
@@ -290,11 +350,48 @@ def low_ports(rng: np.random.Generator, count: int) -> list[int]:
     return found
 
 
-def main(role: str, parent: str, settings: str) -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: none outlives the benchmark
-    if os.getppid() == int(parent):
-        {"publisher": publisher, "subscriber": subscriber, "node": node}[role](json.loads(settings))
+def relay(argv: list[str]) -> None:
+    sys.argv = ["rose relay", *argv]
+    relay_main()
+
+
+ROLES = {"publisher": publisher, "subscriber": subscriber, "node": node, "relay": relay}
+
+
+def die_with(parent: int) -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def nursery(parent: int) -> None:
+    die_with(parent)
+    warm_up()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody here asks how they ended
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the benchmark, which then ends us
+    here = os.getpid()
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            begin(here, *json.loads(line))
+        print(pid, flush=True)
+
+
+def begin(parent: int, role: str, settings: Any, errors: str) -> NoReturn:
+    """The rest of a forked process's life."""
+    try:
+        die_with(parent)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        told = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        for number, descriptor in enumerate((nothing, nothing, told)):
+            os.dup2(descriptor, number)
+        ROLES[role](settings)
+    except BaseException:  # noqa: BLE001 - a process's last words
+        traceback.print_exc()
+        sys.stderr.flush()
+    os._exit(1)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    nursery(int(sys.argv[1]))

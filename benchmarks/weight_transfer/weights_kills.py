@@ -43,6 +43,8 @@ import numpy as np
 from benchmarks.lib.report import Report, write
 from benchmarks.weight_transfer.kills_world import (
     RUN,
+    Nursery,
+    NurseryRelay,
     Role,
     Weights,
     digest_of_copy,
@@ -53,11 +55,9 @@ from benchmarks.weight_transfer.kills_world import (
 )
 from rose.auth import Tokens
 from rose.lineage import WeightVersion
-from rose.weights.warmup import warm_up
 from tests.engine_launcher import EngineServer, session_processes
 from tests.plugin.weights_server import dedicated
 from tests.tiny_model import write_tiny_model
-from tests.weights.relay_process import RelayProcess
 
 BOUND_S = 20.0
 LOOK_S = 0.01
@@ -217,7 +217,9 @@ class World:
         self._stack = contextlib.ExitStack()
         self._tokens = Tokens.generate()
         self._attempt = 1
-        self.relays: dict[str, RelayProcess] = {}
+        self._nursery = Nursery()
+        self._stack.callback(self._nursery.close)
+        self.relays: dict[str, NurseryRelay] = {}
         self.roles: dict[str, Role] = {}
         self.engine: EngineServer | None = None
         self._engine_stack = contextlib.ExitStack()
@@ -255,8 +257,9 @@ class World:
             options = (
                 [f"--upstream={self.relays[ROOT_RELAY].url}", "--max-total-gib=0.1"] if self.relays else []
             )
-            relay = RelayProcess(self.folder / name, self._tokens, *options, port=port)
-            self.relays[name] = self._stack.enter_context(relay)
+            relay = NurseryRelay(self._nursery, self.folder / name, self._tokens, *options, port=port)
+            self._stack.enter_context(relay)
+            self.relays[name] = relay
         self._types = {name: kind for name, (kind, _) in weights.items()}
         self._role(PUBLISHER, "publisher", self._publisher(0))
         for name in self.judge.files:
@@ -271,7 +274,7 @@ class World:
             self._start_engine()
 
     def _role(self, name: str, role: str, settings: dict[str, Any]) -> None:
-        self.roles[name] = Role(role, settings, self.folder / f"{name}.errors")
+        self.roles[name] = Role(self._nursery, role, settings, self.folder / f"{name}.errors")
 
     def _urls(self, name: str) -> str:
         return ",".join(self.relays[relay].url for relay in WAYS[name])
@@ -349,11 +352,10 @@ class World:
 
     def check_alive(self) -> None:
         for name, each in {**self.relays, **self.roles}.items():
-            code = each.process.poll()
-            if code is not None:
+            if each.process.ended():
                 errors = self.folder / f"{name}.errors"
                 tail = errors.read_text()[-2000:] if errors.exists() else ""
-                self.fallen.append(f"{name} ended with {code}: {tail}")
+                self.fallen.append(f"{name} ended: {tail}")
                 self.restart(name, 0)
 
     def wait(self, bound_s: float) -> list[str]:
@@ -425,7 +427,6 @@ def run(
     """The whole schedule in a world of its own; what was found."""
     rows: list[dict[str, Any]] = []
     done = 0
-    warm_up()  # as set-up does: a process that compiles is no stuck one
     with World(folder, seed, model=model) as world:
         world.judge.expect(0.0)
         late = world.wait(6 * BOUND_S)

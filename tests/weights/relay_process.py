@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rose.auth import Tokens
 
@@ -59,11 +60,19 @@ class RelayProcess:
         if self.process.stdout is not None:
             self.process.stdout.close()
 
-    def _start(self, port: int) -> tuple[subprocess.Popen[str], str]:
-        command = [
-            sys.executable, "-c", "from rose.weights.cli import relay_main; relay_main()",
-            f"--directory={self._folder / 'relay'}", f"--port={port}", f"--token-file={self._token_file}",
+    def _argv(self, port: int) -> list[str]:
+        """Of ``rose relay``."""
+        directory = self._folder / "relay"
+        return [
+            f"--directory={directory}",
+            f"--port={port}",
+            f"--token-file={self._token_file}",
             *self._options,
+        ]
+
+    def _start(self, port: int) -> tuple[Any, str]:
+        command = [
+            sys.executable, "-c", "from rose.weights.cli import relay_main; relay_main()", *self._argv(port),
         ]  # fmt: skip
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         assert process.stdout is not None
