@@ -11,13 +11,14 @@ counts what passes (:mod:`benchmarks.lib.held_link`); trainer, relays, link, nod
   transfer alone.
 * ``equal``: both engines' memory has the state hashes of what was published, at the end of each cell.
 
-    python benchmarks/weight_transfer/weights_link.py --json FILE
+    python benchmarks/weight_transfer/weights_link.py --json FILE [--trace FILE]
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import sys
 import tempfile
 import time
@@ -35,7 +36,7 @@ import torch
 from benchmarks.lib.held_link import HeldLink
 from benchmarks.lib.report import Report
 from benchmarks.weight_transfer import weights_data as data
-from benchmarks.weight_transfer.weights_nodes import RUN, Node, Run
+from benchmarks.weight_transfer.weights_nodes import RUN, Marks, Node, Run
 from benchmarks.weight_transfer.weights_parts import large_pairs
 from rose.shared_memory import SharedMemorySweep
 from rose.weights import retention
@@ -76,6 +77,7 @@ class World:
     def __init__(self, run: Run, servers: list[EngineServer], states: list[dict[str, RawBits]]) -> None:
         self._run, self._servers, self._states = run, servers, states
         self._attempt = 0
+        self.events: list[dict[str, Any]] = []
 
     @contextlib.contextmanager
     def linked(self, gbps: float, folder: Path) -> Iterator[str]:
@@ -110,6 +112,10 @@ class World:
                     published_s = time.monotonic()
                     marks = [node.wait_for(str(report.version)) for node in nodes]
                     last = max(marks, key=lambda mark: mark["acknowledged_at"])
+                    name = f"{report.version} {kind} {arm}"
+                    self.events += timeline(
+                        name, began_s, self._run.timed.head_at[str(report.version)], marks
+                    )
                     rows.append(
                         {
                             "arm": arm,
@@ -143,6 +149,27 @@ class World:
             seconds = time.monotonic() - began_s
         store.close()
         return seconds
+
+
+def timeline(name: str, began_s: float, head_s: float, marks: list[Marks]) -> list[dict[str, Any]]:
+    """One version in Chrome's trace format: the trainer's row, and one of each engine."""
+    events = [("trainer", f"publish {name}", began_s, head_s)]
+    for number, mark in enumerate(marks):
+        points = [
+            ("copy", head_s),
+            ("file", mark["copied_at"]),
+            ("stage", mark["written_at"]),
+            ("commit", mark["staged_at"]),
+        ]
+        ends = [*(at for _, at in points[1:]), mark["acknowledged_at"]]
+        events += [
+            (f"engine {number}", f"{phase} {name}", begin, max(begin, end))
+            for (phase, begin), end in zip(points, ends, strict=True)
+        ]
+    return [
+        {"name": what, "ph": "X", "pid": 1, "tid": row, "ts": 1e6 * begin, "dur": 1e6 * (end - begin)}
+        for row, what, begin, end in events
+    ]
 
 
 def summary_of(cells: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -180,6 +207,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, help="write summary and details here")
+    parser.add_argument(
+        "--trace", type=Path, help="write every version's timeline here, for chrome://tracing or Perfetto"
+    )
     parser.add_argument("--size", choices=sorted(data.SHAPES), default="200M")
     parser.add_argument(
         "--lr", default="5e-06", help="of the fitted step: how much of the model a delta changes"
@@ -225,6 +255,8 @@ def main() -> int:
                     found = world.versions(kind, url, args.pairs)
                     cells[cell.name] = {"kind": kind, "gbps": gbps, **found}
                     report.progress(cell.name, len(cells), total)
+    if args.trace:
+        args.trace.write_text(json.dumps({"traceEvents": world.events}))
     summary = summary_of(cells)
     report.finish(summary, {"size": args.size, "lr": args.lr, "cells": cells}, args.json)
     return 0 if summary["bar_met"] else 1
