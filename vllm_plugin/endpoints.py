@@ -460,7 +460,7 @@ class EngineControl:
         return await asyncio.shield(asyncio.ensure_future(self._commit(target, kv, run)))
 
     async def _commit(self, target: WeightVersion, kv: str, run: str) -> dict[str, Any]:
-        from vllm_plugin.rank_weights import judge
+        from vllm_plugin.weight_vote import judge
 
         async with self._exclusive():
             reports = await self._ranks("rose_weights_staged")

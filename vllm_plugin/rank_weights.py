@@ -19,7 +19,7 @@ holds one tensor more than the model.
 
 What proves an update: the header lists the state hash of *every* tensor before and after.  A tensor that
 this rank holds whole is compared here; of one that is cut across ranks, :meth:`RankWeights.report` gives this
-rank's part and :func:`judge` compares the sums of all ranks.  Commit is not possible before that vote.
+rank's part and :func:`~vllm_plugin.weight_vote.judge` compares the sums of all ranks.  Commit is not possible before that vote.
 
 Invariants: the running hashes are those of the memory; ``version`` is the version that the memory holds,
 save between a successful commit and ``finish``; a failed stage changes nothing; nothing here raises into
@@ -37,7 +37,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -99,6 +100,17 @@ class _Staged:
             self.file.close()
 
 
+@dataclass(kw_only=True, slots=True)
+class _StagedTensor:
+    pieces: list[Piece] = field(default_factory=list)
+    num_changed: int = 0
+    hash: int | None = None
+    """This rank's, once committed; None: unchanged."""
+    partial: dict[str, Any] | None = None
+    """For :func:`~vllm_plugin.weight_vote.judge`, of a tensor that this rank does not hold whole."""
+    streams: bool = False
+
+
 @dataclass(kw_only=True)
 class _Slot:
     """The one update at hand.  Guarded by the rank's lock."""
@@ -126,15 +138,23 @@ class RankWeights:
         version: What the model was loaded as.
         run: Whose that is; empty: nobody has said.
         streams: Whole versions stream; None: where the model is on a device.
+        num_threads: That stage, beside the engine's steps.
 
     Any thread may call :meth:`stage` and :meth:`report`; :meth:`commit`, :meth:`undo`, :meth:`finish` and
     :meth:`scan` belong to the thread that runs the model.
     """
 
     def __init__(
-        self, plan: ShardPlan, version: WeightVersion, run: str = "", *, streams: bool | None = None
+        self,
+        plan: ShardPlan,
+        version: WeightVersion,
+        run: str = "",
+        *,
+        streams: bool | None = None,
+        num_threads: int = 1,
     ) -> None:
         self.plan = plan
+        self._num_threads = num_threads
         on_device = any(target.flat.device.type != "cpu" for target in plan.targets)
         self._streams = on_device if streams is None else streams
         self.version = version
@@ -161,7 +181,7 @@ class RankWeights:
     def report(self) -> dict[str, Any]:
         """Version and phase, and for a staged update the hashes of tensors that this rank holds in part.
 
-        Plain data; hashes in hex.  :func:`judge` reads the reports of all ranks.
+        Plain data; hashes in hex.  :func:`~vllm_plugin.weight_vote.judge` reads the reports of all ranks.
         """
         with self._lock:
             slot = self._slot
@@ -258,7 +278,7 @@ class RankWeights:
         partial: dict[str, dict[str, Any]] = {}
         num_changed = 0
         left: list[str] | None = None
-        with torch.no_grad(), ExitStack() as opened:
+        with ExitStack() as opened:
             file = opened.enter_context(UpdateFile(path))
             if self._streams and file.base is None:
                 left = []
@@ -271,50 +291,23 @@ class RankWeights:
                     fix="name the run whose weights are wanted",
                 )
             if file.header.model != self.model:
-                raise WrongBase(
-                    "the update is of another model: names, types or shapes differ", field="model"
-                )
-            for name in file:
+                raise WrongBase("of another model: names, types or shapes differ", field="model")
+
+            def stage(name: str) -> _StagedTensor:
                 if cancelled.is_set():
                     raise WeightsError(f"staging of {target} was cancelled", field="version")
-                row = file.header.tensors[name]
-                if name in self.plan.fallback:
-                    if row.num_changed:
-                        raise WeightsError(f"cannot be patched: {self.plan.fallback[name]}", field=name)
-                    self._need_label(file, name)
-                    continue
-                if not self.plan.boxes[name]:
-                    continue  # another rank's, or one that the model's loader skips; judge() tells them apart
-                before = None if row.h_before is None else statehash.from_hex(row.h_before)
-                whole = self.plan.is_whole(name)
-                held = self.hashes[name]
-                if whole and before is not None and before != held:
-                    raise WrongBase(
-                        f"holds {statehash.to_hex(held)}, the update is for {row.h_before}", field=name
-                    )
-                after = held
-                if row.num_changed and left is not None:
-                    hashes[name] = after = self._hash_dense(file.view(name))
-                    num_changed += sum(box.num_elements for box in self.plan.boxes[name])
+                with torch.no_grad():  # a thread's own
+                    return self._stage_tensor(file, name, streams=left is not None)
+
+            for name, found in zip(file, self._in_turn(stage, file), strict=True):
+                pieces += found.pieces
+                num_changed += found.num_changed
+                if found.hash is not None:
+                    hashes[name] = found.hash
+                if found.partial is not None:
+                    partial[name] = found.partial
+                if found.streams and left is not None:
                     left.append(name)
-                elif row.num_changed:
-                    found, after = self._place(file.view(name))
-                    pieces += found
-                    hashes[name] = after
-                    num_changed += sum(piece.new.numel() for piece in found)
-                if whole:
-                    if after != statehash.from_hex(row.h_after):
-                        raise SectionCorrupt(
-                            f"would become {statehash.to_hex(after)}, the header says {row.h_after}",
-                            field=name,
-                        )
-                else:
-                    partial[name] = {
-                        "before": row.h_before,
-                        "after": row.h_after,
-                        "num_elements": self.plan.tensors[name].num_elements,
-                        "parts": self._parts(name, held, after),
-                    }
             if left is not None:
                 opened.pop_all()
         return _Staged(
@@ -329,6 +322,56 @@ class RankWeights:
             left=left,
             file=None if left is None else file,
         )
+
+    def _in_turn(self, work: Callable[[str], _StagedTensor], names: Iterable[str]) -> Iterator[_StagedTensor]:
+        """In the order of ``names``, on all threads."""
+        if self._num_threads == 1:
+            yield from map(work, names)
+            return
+        threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="rose-stage")
+        try:
+            yield from threads.map(work, names)
+        finally:
+            threads.shutdown(cancel_futures=True)
+
+    def _stage_tensor(self, file: UpdateFile, name: str, *, streams: bool) -> _StagedTensor:
+        """What becomes of one tensor; several threads may ask, each for another."""
+        row = file.header.tensors[name]
+        if name in self.plan.fallback:
+            if row.num_changed:
+                raise WeightsError(f"cannot be patched: {self.plan.fallback[name]}", field=name)
+            self._need_label(file, name)
+            return _StagedTensor()
+        if not self.plan.boxes[name]:
+            return (
+                _StagedTensor()
+            )  # another rank's, or one that the model's loader skips; judge() tells them apart
+        before = None if row.h_before is None else statehash.from_hex(row.h_before)
+        whole = self.plan.is_whole(name)
+        after = held = self.hashes[name]
+        if whole and before is not None and before != held:
+            raise WrongBase(f"holds {statehash.to_hex(held)}, the update is for {row.h_before}", field=name)
+        found = _StagedTensor()
+        if row.num_changed and streams:
+            found.hash = after = self._hash_dense(file.view(name))
+            found.num_changed = sum(box.num_elements for box in self.plan.boxes[name])
+            found.streams = True
+        elif row.num_changed:
+            found.pieces, after = self._place(file.view(name))
+            found.hash = after
+            found.num_changed = sum(piece.new.numel() for piece in found.pieces)
+        if not whole:
+            found.partial = {
+                "before": row.h_before,
+                "after": row.h_after,
+                "num_elements": self.plan.tensors[name].num_elements,
+                "parts": self._parts(name, held, after),
+            }
+        elif after != statehash.from_hex(row.h_after):
+            raise SectionCorrupt(
+                f"would become {statehash.to_hex(after)}, the header says {row.h_after}", field=name
+            )
+        return found
 
     def _need_label(self, file: UpdateFile, name: str) -> None:
         """A tensor that we cannot hash is taken on the word of the version alone."""
@@ -422,9 +465,8 @@ class RankWeights:
         there is no :attr:`more`; a call behind the last changes nothing.
 
         Raises:
-            WeightsError: Nothing is staged for ``target``; or the memory did not become what was staged,
-            in which
-                case the old bits are back.
+            WeightsError: Nothing is staged for ``target``; or the memory did not become what was staged, in which case the old bits
+                are back.
         """
         with self._lock:
             slot = self._slot
@@ -548,42 +590,6 @@ class RankWeights:
 
 
 # -- the vote ----------------------------------------------------------------------------------------
-
-
-def judge(reports: Sequence[Mapping[str, Any]], target: WeightVersion) -> None:
-    """All ranks have staged ``target``, and the tensors they share add up; otherwise raise.
-
-    Raises:
-        WeightsError: Some rank said no, or is not ready.
-        WrongBase, SectionCorrupt: The sum over the ranks of a tensor's hash is not the header's.
-    """
-    for rank, report in enumerate(reports):
-        if report["phase"] != Phase.STAGED or report["target"] != str(target):
-            why = f": {report['error']['message']}" if report["error"] else ""
-            raise WeightsError(
-                f"{target} is not staged on rank {rank}, which is {report['phase']}{why}", field="version"
-            )
-    if len({(report["header"], report["target_run"]) for report in reports}) != 1:
-        raise WeightsError("the ranks have staged different files; stage it again", field="version")
-    for name in sorted({name for report in reports for name in report["partial"]}):
-        rows = [report["partial"][name] for report in reports if name in report["partial"]]
-        parts = {str(row["parts"]["regions"]): row["parts"] for row in rows}  # replicas count once
-        num_elements = sum(part["num_elements"] for part in parts.values())
-        if num_elements != rows[0]["num_elements"]:
-            raise WeightsError(
-                f"the ranks hold {num_elements} of {rows[0]['num_elements']} elements", field=name
-            )
-        for side, error in (("before", WrongBase), ("after", SectionCorrupt)):
-            if rows[0][side] is None:
-                continue
-            total = 0
-            for part in parts.values():
-                total = statehash.add(total, statehash.from_hex(part[side]))
-            if statehash.to_hex(total) != rows[0][side]:
-                raise error(
-                    f"the ranks hold {statehash.to_hex(total)} {side}, the header says {rows[0][side]}",
-                    field=name,
-                )
 
 
 def _identity(path: str) -> tuple[int, ...] | None:

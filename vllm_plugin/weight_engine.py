@@ -34,10 +34,11 @@ from rose.errors import ConfigError, RoseError, WeightsError
 from rose.lineage import Lineage, WeightVersion
 from rose.wire.errors import error_data
 from vllm_plugin.plan import NO_CHECKPOINT, check_contents, checkpoint_tensors, record
-from vllm_plugin.rank_weights import RankWeights, judge
+from vllm_plugin.rank_weights import RankWeights
 from vllm_plugin.roles import role
 from vllm_plugin.weight_feed import FeedInfo, WeightFeed, open_copy, read_info
-from vllm_plugin.weights import initial_lineage, model_folder
+from vllm_plugin.weight_vote import judge
+from vllm_plugin.weights import initial_lineage, model_folder, staging_threads
 
 T = TypeVar("T")
 logger = logging.getLogger("vllm.rose")
@@ -87,7 +88,8 @@ class RoseWeightTransferEngine(WeightTransferEngine[RoseInitInfo, RoseUpdateInfo
             plan = check_contents(plan, folder)
         checked_s = time.monotonic()
         initial = initial_lineage()
-        self.rank_weights = RankWeights(plan, initial.version, initial.run)
+        threads = staging_threads(vllm_config.parallel_config.world_size)
+        self.rank_weights = RankWeights(plan, initial.version, initial.run, num_threads=threads)
         self._outcome: dict[str, Any] = {}
         self._is_stock = role() is None
         self._feed: WeightFeed | None = None

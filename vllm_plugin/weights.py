@@ -39,6 +39,22 @@ ENV_RUN = "ROSE_WEIGHT_RUN"
 """The run that it is of; nobody's when it is not set."""
 
 
+ENV_THREADS = "ROSE_WEIGHTS_THREADS"
+"""That stage an update, of all ranks together; one of each rank when it is not set."""
+
+
+def staging_threads(num_ranks: int) -> int:
+    """Of one rank of ``num_ranks``.
+
+    Raises:
+        ConfigError: The variable is no whole number of 1 to 256.
+    """
+    text = os.environ.get(ENV_THREADS) or "1"
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text[:9]) <= 256):
+        raise ConfigError(f"must be a whole number of 1..256, got {text[:40]!r}", field=ENV_THREADS)
+    return max(1, int(text) // num_ranks)
+
+
 def register_backend() -> None:
     """Make ``--weight-transfer-config '{"backend": "rose"}'`` known to this process.  Idempotent."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory

@@ -283,6 +283,7 @@ class RolloutEngine:
                 "ROSE_DECISIONS_MAX_BYTES": str(decisions.max_bytes),
                 "ROSE_DECISIONS_MAX_FILES": str(decisions.max_files),
                 "ROSE_WEIGHTS_DIR": str(config.weights_dir) if config.weights is not None else None,
+                "ROSE_WEIGHTS_THREADS": str(config.weights.threads) if config.weights is not None else None,
                 "ROSE_RESERVE_BYTES": str(config.device.reserve) if config.device.kind == "host" else None,
                 "ROSE_GPU_RESERVE_BYTES": str(config.device.reserve) if config.device.kind == "gpu" else None,
                 "ROSE_NODE_TOKEN": self.token,

@@ -200,7 +200,7 @@ class WeightsLink(Section):
     timeout_s: Positive = 300.0
     """Staging one version in the engine."""
     threads: int = Field(default=1, ge=1, le=256)
-    """That decode a version and write the engine's update file; beside serving they take its cores."""
+    """That decode a version, and that stage it in the engine, all its ranks together; beside serving they take its cores."""
 
 
 class NodeDecisions(DecisionConfig):

@@ -22,7 +22,8 @@ from rose.weights.subscriber import WeightSubscriber
 from tests.plugin.weights_kit import TYPES, VERSIONS, bits_of, random_tensor, specs_of, state_hash, stepped
 from tests.weights.shards_kit import Held, Tensors, Trainer
 from vllm_plugin.plan import record
-from vllm_plugin.rank_weights import RankWeights, judge
+from vllm_plugin.rank_weights import RankWeights
+from vllm_plugin.weight_vote import judge
 
 SHAPES = [(), (0,), (0, 4), (3, 0), (1,), (7,), (1, 1), (5, 3), (13, 17), (2, 3, 5), (4, 1, 6), (300, 257)]
 PARAMS = WeightsParams(

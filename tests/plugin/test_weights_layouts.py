@@ -45,7 +45,8 @@ from tests.weights.shards_kit import (
     tensor_parallel,
 )
 from vllm_plugin.plan import record
-from vllm_plugin.rank_weights import RankWeights, judge
+from vllm_plugin.rank_weights import RankWeights
+from vllm_plugin.weight_vote import judge
 
 LINEAGE = 25
 HEADS = {"heads": TinyLlama.HEADS, "kv_heads": TinyLlama.KV_HEADS, "head": TinyLlama.HEAD}

@@ -29,7 +29,8 @@ from tests.plugin.weights_kit import (
 )
 from vllm_plugin import rank_weights
 from vllm_plugin.plan import record
-from vllm_plugin.rank_weights import RankWeights, judge
+from vllm_plugin.rank_weights import RankWeights
+from vllm_plugin.weight_vote import judge
 
 V1, V2 = WeightVersion(1, 1), WeightVersion(1, 2)
 
@@ -38,7 +39,14 @@ class Bench:
     """A rank that holds ``old`` as version 0.0, and what it would hold after loading ``new`` afresh."""
 
     def __init__(
-        self, folder: Path, *, rank: int = 0, world: int = 1, load: Any = None, streams: bool | None = None
+        self,
+        folder: Path,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        load: Any = None,
+        streams: bool | None = None,
+        threads: int = 1,
     ) -> None:
         self.folder = folder
         self.old = TinyLlama.weights()
@@ -47,7 +55,7 @@ class Bench:
         self.model.load_weights(self.old.items())
         loader = None if load is None else load(self.model)
         plan = record(self.model, specs_of(self.old), load=loader)
-        self.rank = RankWeights(plan, WeightVersion(0, 0), streams=streams)
+        self.rank = RankWeights(plan, WeightVersion(0, 0), streams=streams, num_threads=threads)
         self.before = memory_of(self.model)
         fresh = TinyLlama(rank=rank, world=world)
         fresh.load_weights(self.new.items())
@@ -74,6 +82,32 @@ class Bench:
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("how", [{}, {"dense": True}, {"base": None}])
+def test_threads_change_nothing(tmp_path: Path, how: dict[str, Any], streams: bool) -> None:
+    alone, several = (Bench(tmp_path, streams=streams, threads=threads) for threads in (1, 3))
+    path = alone.update(**how)
+    for bench in (alone, several):
+        assert bench.stage(path)["phase"] == "staged"
+        bench.rank.commit(V1)
+        while bench.rank.more:
+            bench.rank.commit(V1)
+        bench.rank.finish()
+        assert bench.changed
+    first, second = (bench.rank.report() for bench in (alone, several))
+    assert first | {"stage_s": 0.0} == second | {"stage_s": 0.0}
+
+
+def test_what_one_thread_refuses_is_refused_for_all(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, threads=3)
+    path = bench.update()
+    bench.rank.hashes[next(iter(bench.rank.hashes))] ^= 1
+    report = bench.stage(path)
+    assert report["phase"] == "failed"
+    assert "the update is for" in report["error"]["message"]
+    assert bench.unchanged
 
 
 @pytest.mark.parametrize("wrong", ["swapped", "twice", "beyond", "below"])

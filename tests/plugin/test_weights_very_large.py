@@ -19,7 +19,8 @@ from rose.weights import statehash
 from rose.weights.spec import TensorSpec, model_digest
 from rose.weights.update import TensorUpdate, Update, write_update
 from vllm_plugin.plan import record
-from vllm_plugin.rank_weights import RankWeights, judge
+from vllm_plugin.rank_weights import RankWeights
+from vllm_plugin.weight_vote import judge
 
 ROWS, COLUMNS = (1 << 16) + 1, 1 << 16
 """2**32 + 2**16 elements of one byte."""
