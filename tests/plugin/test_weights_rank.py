@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from rose.errors import RoseError, SectionCorrupt, VersionRefused, WeightsError, WrongBase
+from rose.errors import ConfigError, RoseError, SectionCorrupt, VersionRefused, WeightsError, WrongBase
 from rose.lineage import WeightVersion
 from rose.weights.spec import TensorSpec
 from rose.weights.update import UpdateFile
@@ -31,6 +31,7 @@ from vllm_plugin import rank_weights
 from vllm_plugin.plan import record
 from vllm_plugin.rank_weights import RankWeights
 from vllm_plugin.weight_vote import judge
+from vllm_plugin.weights import ENV_THREADS, staging_threads
 
 V1, V2 = WeightVersion(1, 1), WeightVersion(1, 2)
 
@@ -612,3 +613,20 @@ def test_all_ranks_stream_the_same_version(
         commit_all(bench.rank)
         assert bench.changed
         assert bench.rank.finish() == V1
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "expected"), [("", 1, 1), ("1", 8, 1), ("4", 2, 2), ("32", 8, 4), ("5", 2, 2)]
+)
+def test_an_engines_threads_are_shared_by_its_ranks(
+    monkeypatch: pytest.MonkeyPatch, text: str, ranks: int, expected: int
+) -> None:
+    monkeypatch.setenv(ENV_THREADS, text)
+    assert staging_threads(ranks) == expected
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "257", "two", "1.5", "9" * 5000])
+def test_a_wrong_number_of_threads_is_named(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(ENV_THREADS, text)
+    with pytest.raises(ConfigError, match=r"ROSE_WEIGHTS_THREADS.*1\.\.256"):
+        staging_threads(1)

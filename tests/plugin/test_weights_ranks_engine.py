@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Policy]:
     policy = Policy(tmp_path_factory.mktemp("policy"), tied=False)
-    env = {"ROSE_WEIGHTS_DIR": str(policy.folder), "VLLM_SERVER_DEV_MODE": "1"}
+    env = {"ROSE_WEIGHTS_DIR": str(policy.folder), "ROSE_WEIGHTS_THREADS": "4", "VLLM_SERVER_DEV_MODE": "1"}
     args = ["--tensor-parallel-size=2", FAULTS]
     with dedicated(policy.folder / "model", env=env, args=args) as policy.server:
         yield policy
