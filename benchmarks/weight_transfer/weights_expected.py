@@ -2,8 +2,8 @@
 
     python benchmarks/weight_transfer/weights_expected.py      # the table, term by term
 
-``weights_live/2026-11-23.json`` has the seconds per GB of dense weights of each phase, with real engines;
-``weights_terms/2026-11-23.json`` what the phases consist of, and what the relay takes.  Each term, and what is assumed of it:
+``weights_live/2026-11-24.json`` has the seconds per GB of dense weights of each phase, with real engines;
+``weights_terms/2026-11-24.json`` what the phases consist of, and what the relay takes.  Each term, and what is assumed of it:
 
 =============  ==========================================================================================================
 fixed          publish to acknowledged of a model so small that only waits, calls and polls are left: measured
@@ -15,8 +15,8 @@ pull           bytes into the node, hashed: divided by the node agent's threads,
 decode         the rest of it, and what is left of collecting the update's changes: divided by the node agent's threads, which assumes that
                they gain in proportion (two threads on two virtual cores gained 1.5x)
 file           writing the update file: one thread; not divided
-stage          **not** divided by the engine's ranks: each reads the whole file; what is measured is how much less a rank of T takes
-               than a rank alone
+stage          **not** divided by the engine's ranks alone: what is measured is how much less a rank of T takes than a rank alone.  Divided by
+               the rank's share of the node agent's threads, as if they gained in proportion (two on two virtual cores gained 1.3x)
 pause          writing, in proportion to size; divided by the ranks, which each write their own part: derived
 =============  ==========================================================================================================
 
@@ -76,7 +76,7 @@ def measured() -> tuple[dict[str, Any], dict[str, Any]]:
     """Summaries of the two committed results: real engines, and the terms."""
     live, terms = (
         json.loads((RESULTS / name).read_text())["summary"]
-        for name in ("weights_live/2026-11-23.json", "weights_terms/2026-11-23.json")
+        for name in ("weights_live/2026-11-24.json", "weights_terms/2026-11-24.json")
     )
     return live, terms
 
@@ -100,7 +100,10 @@ def seconds(
         "pull": copy_s * pulled / min(threads, MOST_PULLS),
         "decode": (copy_s * (1 - pulled) + write_s * (1 - filed)) / threads,
         "file": write_s * filed,
-        "stage": dense_gb * live["large_stage_in_engine_s_per_gb"] * staged,
+        "stage": dense_gb
+        * live["large_stage_in_engine_s_per_gb"]
+        * staged
+        / max(1, threads // model.engine_ranks),
         "pause": dense_gb * live["large_commit_in_pause_s_per_gb"] / model.engine_ranks,
     }
 

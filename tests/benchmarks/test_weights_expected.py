@@ -25,7 +25,7 @@ def changed(before: dict[str, float], after: dict[str, float]) -> set[str]:
 def test_every_term_depends_on_what_the_code_depends_on() -> None:
     assert set(terms()) == set(expected.TERMS)
     assert changed(terms(), terms(gbps=10)) == {"wire"}
-    assert changed(terms(), terms(threads=1)) == {"pull", "decode"}
+    assert changed(terms(), terms(threads=1)) == {"pull", "decode", "stage"}
     assert changed(terms(), terms(replace(MODEL, trainer_ranks=1))) == {"publish"}
     assert changed(terms(), terms(replace(MODEL, engine_ranks=4))) == {"stage", "pause"}
     assert changed(terms(), terms(replace(MODEL, billions=1.0))) == set(expected.TERMS) - {"fixed"}
@@ -42,9 +42,16 @@ def test_the_way_to_the_node_takes_as_long_as_its_slowest_part_and_the_last_obje
     assert one_object == pytest.approx(sum(by_term.values()))  # nothing is beside anything
 
 
-def test_more_engine_ranks_do_not_divide_staging() -> None:
-    alone, eight = terms(replace(MODEL, engine_ranks=1)), terms(replace(MODEL, engine_ranks=8))
-    assert alone["stage"] / 2 < eight["stage"] <= alone["stage"]
+def test_ranks_share_the_threads_that_stage() -> None:
+    alone, eight = (terms(replace(MODEL, engine_ranks=ranks), threads=32) for ranks in (1, 8))
+    whole = [terms(replace(MODEL, engine_ranks=ranks), threads=1) for ranks in (1, 8)]
+    assert alone["stage"] == pytest.approx(whole[0]["stage"] / 32)
+    assert eight["stage"] == pytest.approx(whole[1]["stage"] / 4)
+
+
+def test_more_engine_ranks_do_not_divide_staging_by_their_number() -> None:
+    alone, eight = (terms(replace(MODEL, engine_ranks=ranks), threads=1) for ranks in (1, 8))
+    assert alone["stage"] / 8 < eight["stage"] <= alone["stage"]
     assert eight["pause"] == pytest.approx(alone["pause"] / 8)
 
 
