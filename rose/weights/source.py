@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,7 +118,7 @@ def collect(source: Any, *, cast: str = "BF16", keep: tuple[str, ...] = ()) -> l
     """List what this rank holds now, in the source's own order, tied tensors once.
 
     Args:
-        source: A torch module, or a function returning a mapping by checkpoint name of tensors, DTensors,
+        source: A torch module (one of transformers by the names of its checkpoint), or a function returning a mapping by checkpoint name of tensors, DTensors,
             :class:`Shard` or lists of :class:`Shard`.  A plain tensor is a whole one; where several ranks hold
             it, one of them publishes it.
         cast: Type that floats of 16 bits and more are rounded to: BF16, F16 or F32.
@@ -128,10 +129,15 @@ def collect(source: Any, *, cast: str = "BF16", keep: tuple[str, ...] = ()) -> l
         WeightsError: A tensor of a type that cannot travel.
     """
     source = getattr(source, _COMPILED, source)
+    if type(source).__name__ == "DistributedDataParallel":  # whose names all begin with "module."
+        source = source.module
+        source = getattr(source, _COMPILED, source)
     is_module = callable(getattr(source, "state_dict", None))
     if not is_module and not callable(source):
         raise ConfigError("needs a torch module or a function that returns tensors by name", field="tensors")
-    table = _plain_names(source.state_dict() if is_module else source())
+    table = (
+        _checkpoint_names(source, _plain_names(source.state_dict())) if is_module else _plain_names(source())
+    )
     # A list, or a mapping by name.
     tied = frozenset(getattr(source, "_tied_weights_keys", None) or ()) if is_module else None
     names = _chosen(table, tied)
@@ -142,6 +148,36 @@ def collect(source: Any, *, cast: str = "BF16", keep: tuple[str, ...] = ()) -> l
             for shard in _shards(name, value):
                 found += _pieces(name, shard, cast, kept)
     return found
+
+
+_CONVERTED: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+"""Of modules of transformers, whether their checkpoint has other names."""
+
+
+def _checkpoint_names(module: Any, table: dict[str, Any]) -> dict[str, Any]:
+    """What ``save_pretrained`` would write: transformers keeps the experts of a mixture in one tensor each layer, the checkpoint one by one.
+
+    Raises:
+        ConfigError: The names differ, and a tensor is divided over ranks: transformers' conversion takes whole ones.
+    """
+    loading = sys.modules.get("transformers.core_model_loading")
+    revert = getattr(loading, "revert_weight_conversion", None)
+    if revert is None or not callable(getattr(module, "save_pretrained", None)):
+        return table
+    if module not in _CONVERTED:
+        empty = sys.modules["torch"].empty
+        shapes = {name: empty(tuple(value.shape), device="meta") for name, value in table.items()}
+        _CONVERTED[module] = set(revert(module, shapes)) != set(table)
+    if not _CONVERTED[module]:
+        return table
+    for name, value in table.items():
+        if hasattr(value, "to_local") and hasattr(value, "device_mesh"):
+            raise ConfigError(
+                "is divided over ranks, and the checkpoint has this model's experts under other names",
+                field=f"tensors.{name}",
+                fix="pass a function that returns Shards by the checkpoint's names",
+            )
+    return dict(revert(module, table))
 
 
 def _plain_names(table: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ from rose.errors import ConfigError, WeightsError
 from rose.weights.source import Piece, RawBits, Shard, collect, round_to_bf16
 
 torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+load_file = pytest.importorskip("safetensors.torch").load_file
 
 
 def bits(tensor: Piece) -> np.ndarray:
@@ -210,3 +213,64 @@ def test_a_conjugate_that_torch_has_not_made_yet_travels_as_its_values() -> None
     values = torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex64)
     found = by_name(lambda: {"w": values.conj()}, keep=("*",))["w"]
     assert np.array_equal(bits(found), values.conj().resolve_conj().numpy().view("<u8"))
+
+
+# -- modules of transformers
+
+
+def tiny(kind: str) -> Any:
+    sizes = {
+        "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+        "max_position_embeddings": 32, "intermediate_size": 24, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    experts = {"num_experts": 4, "num_experts_per_tok": 2}
+    made = {
+        "dense": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, head_dim=8)),
+        "olmoe": lambda: transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**sizes, **experts)),
+        "mixtral": lambda: transformers.MixtralForCausalLM(
+            transformers.MixtralConfig(**sizes, num_local_experts=4)
+        ),
+        "qwen3_moe": lambda: transformers.Qwen3MoeForCausalLM(
+            transformers.Qwen3MoeConfig(**sizes, **experts, head_dim=8, moe_intermediate_size=24)
+        ),
+    }
+    torch.manual_seed(1)
+    return made[kind]()
+
+
+@pytest.mark.parametrize("kind", ["dense", "olmoe", "mixtral", "qwen3_moe"])
+def test_a_model_of_transformers_goes_by_its_checkpoints_names(kind: str, tmp_path: Path) -> None:
+    """A mixture's experts are one tensor in the module, and many in the file that an engine loads."""
+    model = tiny(kind)
+    pieces = {piece.spec.name: piece for piece in collect(model)}
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert set(pieces) == set(saved)
+    for name, tensor in saved.items():
+        assert pieces[name].spec.shape == tuple(tensor.shape)
+        expected = tensor.contiguous().view(torch.int16).numpy().view(np.uint16).reshape(-1)
+        assert np.array_equal(pieces[name].bits(0, tensor.numel()), expected)
+
+
+def test_a_mixture_of_experts_that_trains_on_is_read_as_it_is_now() -> None:
+    model = tiny("olmoe")
+    name = "model.layers.0.mlp.experts.3.down_proj.weight"
+    first = {piece.spec.name: piece for piece in collect(model)}[name].copied()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    second = {piece.spec.name: piece for piece in collect(model)}[name]
+    assert not np.array_equal(first.bits(0, 16 * 24), second.bits(0, 16 * 24))
+
+
+def test_a_module_under_data_parallel_keeps_its_names() -> None:
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = tiny("olmoe")
+        wrapped = torch.nn.parallel.DistributedDataParallel(torch.compile(model))
+        assert [piece.spec.name for piece in collect(wrapped)] == [
+            piece.spec.name for piece in collect(model)
+        ]
+    finally:
+        distributed.destroy_process_group()
