@@ -314,6 +314,8 @@ def _torch_reader(
     own = _TORCH_NAMES.get(str(value.dtype))
     if own is None:
         raise WeightsError(f"type {value.dtype} cannot travel", field=name)
+    if value.device.type == "meta":
+        raise WeightsError("is on the meta device, where nothing is kept: load the model first", field=name)
     target = cast if own in _WIDE_FLOATS and not kept else own
     width_bytes = DTYPE_BYTES[target]
     torch = sys.modules["torch"]

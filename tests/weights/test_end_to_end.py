@@ -231,3 +231,8 @@ def test_the_command_line_speaks_to_a_relay(published: FileStore, tmp_path: Path
 def test_bad_arguments_are_one_clear_error(arguments: list[str]) -> None:
     with pytest.raises(ConfigError):
         run(*arguments)
+
+
+def test_a_run_that_nobody_published_is_said_to_be_none(published: FileStore) -> None:
+    with pytest.raises(NotFound, match="nobody: no version is published"):
+        run("ls", "nobody", "--directory", published.directory)

@@ -274,3 +274,8 @@ def test_a_module_under_data_parallel_keeps_its_names() -> None:
         ]
     finally:
         distributed.destroy_process_group()
+
+
+def test_a_tensor_without_memory_is_named() -> None:
+    with pytest.raises(WeightsError, match=r"0\.weight: is on the meta device"):
+        collect(torch.nn.Sequential(torch.nn.Linear(2, 2, device="meta")))
