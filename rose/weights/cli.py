@@ -140,7 +140,7 @@ def list_versions(
     store = _open(relay, directory, token_file, public_key)
     head = store.get_head(run_id)
     head_version = None if head is None else head.identity
-    versions = manifest.versions_in(store.list(f"{run_id}/"), run_id)
+    versions = list(manifest.versions_in(store.list(f"{run_id}/"), run_id))
     if not versions and head is None:
         raise NotFound("no version is published", field=run_id)
     typer.echo(f"{'version':>12}  {'kind':<7} {'from':>10}  {'sent':>10} {'dense':>10}  {'changed':>8}  step")
