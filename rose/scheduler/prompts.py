@@ -13,6 +13,7 @@ sentinel's ids is enough.  The output may already end with the start of the clos
 that was sampled): the longest overlap is left out; a missing end-of-turn token is thereby inserted, with
 mask 0.
 
+A system or developer message among the new ones has to show in the bridge: where the template writes it elsewhere, the turn forks.
 A template that refuses an answer without its tool calls is bridged by its own growth: the render of the
 history, which ends as every answer of this template ends, is a prefix of the render of the whole.  Otherwise the turn *forks*:
 it is rendered afresh and starts a branch of its own.  Reasons: ``context`` (tools, template arguments or
@@ -45,6 +46,7 @@ from rose.scheduler.trajectory import Trajectory
 CallEngine = Callable[[str, str | None, bytes], Awaitable[bytes]]
 """``(path, model, body) -> answer`` on any worker that renders for this model."""
 
+_INSTRUCTS = ("system", "developer")
 _MAX_CACHED_TOKENS = 4_000_000
 _MAX_CONTEXTS = 1024
 _ENGINE_SETS = ("skip_clone", "output_kind")
@@ -232,9 +234,18 @@ class Prompts:
             if rendered.token_ids[: len(full)] != full:
                 return None
             return rendered.token_ids[len(full) :], dict(rendered.sampling_params)
+        instructs = any(message.get("role") in _INSTRUCTS for message in messages[base:])
         try:
             after, params = await self._after_answer(messages, base, body, context)
+            if instructs and after is not None:
+                # A template may write them elsewhere, or nowhere: then the whole is rendered, as for a first turn.
+                word = self._sentinels[1]
+                other, _ = await self._after_answer(_instructing(messages, base, word), base, body, context)
+                if other == after:
+                    return None
         except RequestError:
+            if instructs:
+                return None
             # Some templates want every tool message announced by the call that it answers.
             if not messages[base - 1].get("tool_calls"):
                 raise
@@ -248,7 +259,7 @@ class Prompts:
     ) -> tuple[list[int] | None, dict[str, Any]]:
         def with_answer(word: str) -> dict[str, Any]:
             changed = [*messages[: base - 1], {"role": "assistant", "content": word}, *messages[base:]]
-            return {**body, "messages": changed}
+            return {**body, "messages": [_in_place(message) for message in changed]}
 
         # These prompts are never sent, so the cache would only fill up with them.
         one = await self._render_uncached(with_answer(self._sentinels[0]))
@@ -323,6 +334,20 @@ class Prompts:
         while len(self._cache) > self._cache_entries or self._cached_tokens > _MAX_CACHED_TOKENS:
             _, old = self._cache.popitem(last=False)
             self._cached_tokens -= len(old.token_ids)
+
+
+def _in_place(message: dict[str, Any]) -> dict[str, Any]:
+    """vLLM 0.32 puts what a developer says in front of the conversation, and with it all that a system message says; system messages
+    alone it leaves to the template."""
+    return {**message, "role": "system"} if message.get("role") == "developer" else message
+
+
+def _instructing(messages: Sequence[dict[str, Any]], base: int, word: str) -> list[dict[str, Any]]:
+    """The messages, with nothing but ``word`` in those from ``base`` on that instruct the model."""
+    return [
+        {**message, "content": word} if at >= base and message.get("role") in _INSTRUCTS else message
+        for at, message in enumerate(messages)
+    ]
 
 
 def _words(messages: Sequence[Mapping[str, Any]]) -> list[str]:

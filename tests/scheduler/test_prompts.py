@@ -55,6 +55,17 @@ MISTRAL = (
     "{% else %}{% if m.tool_calls %}{% set ns.calls = 1 %}[TOOL_CALLS] {{ m.tool_calls | tojson }}"
     "{% else %}{{ m.content or '' }}{% endif %}<|eot|>{% endif %}{% endfor %}"
 )
+FIRST_ONLY = (
+    # Writes what any system message says in front.
+    "{% for m in messages %}{% if m.role == 'system' %}<|im_start|>system\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+REFUSING = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('system first') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content or '' }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 TEMPLATES = {"chatml": CHATML, "thinking": THINKING, "llama": LLAMA, "mistral": MISTRAL}
 SPECIAL = ["<|bos|>", "<|im_start|>", "<|im_end|>", "<|start|>", "<|end|>", "<|eot|>"]
 
@@ -79,8 +90,17 @@ def hf(name: str) -> HFTokenizer:
     eos = "<|eot|>" if name in ("llama", "mistral") else "<|im_end|>"
     wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=eos)
     wrapped.add_special_tokens({"additional_special_tokens": SPECIAL})
-    wrapped.chat_template = TEMPLATES[name]
+    wrapped.chat_template = (TEMPLATES | {"first_only": FIRST_ONLY, "refusing": REFUSING})[name]
     return HFTokenizer(wrapped)
+
+
+def as_vllm_reads(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """vLLM 0.32: once there is a developer message, it and all system messages are one in front."""
+    if all(message["role"] != "developer" for message in messages):
+        return messages
+    said = [message["content"] for message in messages if message["role"] in ("system", "developer")]
+    rest = [message for message in messages if message["role"] not in ("system", "developer")]
+    return [{"role": "system", "content": "\n\n".join(said)}, *rest]
 
 
 class Bench:
@@ -99,6 +119,7 @@ class Bench:
         decoded = msgspec.json.decode(body)
         if decoded.get("add_generation_prompt") is None:
             decoded["add_generation_prompt"] = True
+        decoded["messages"] = as_vllm_reads(decoded["messages"])
         try:
             ids = self.tokenizer.chat(decoded)
         except Exception as error:
@@ -413,3 +434,41 @@ async def test_a_prompt_that_is_not_all_tokens_is_refused_by_name(kind: str) -> 
         await made
     assert (refused.value.status, refused.value.code) == (400, "multimodal_unsupported")
     assert refused.value.field == ("messages" if kind == "chat" else "prompt")
+
+
+MIDDLE = [
+    [{"role": "developer", "content": "remember"}],
+    [{"role": "system", "content": "remember"}],
+    [{"role": "developer", "content": "be brief"}, {"role": "system", "content": "remember"}],
+]
+
+
+@pytest.mark.parametrize("middle", MIDDLE, ids=["developer", "system", "both"])
+@pytest.mark.parametrize("name", ["chatml", "llama", "first_only"])
+async def test_what_is_said_to_the_model_in_the_middle_reaches_it(
+    name: str, middle: list[dict[str, Any]]
+) -> None:
+    bench = Bench(hf(name))
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "you"}, user("left or right")]
+    answer = {"role": "assistant", "content": "left"}
+    await bench.turn(messages, bench.tokenizer.encode("left"), answer)
+    prompt = await bench.turn([*messages, answer, *middle, user("up")], [5], answer)
+    text = bench.tokenizer.decode(prompt.token_ids)
+    assert all(message["content"] in text for message in middle)
+    assert text.count("remember") == 1
+    if name == "first_only":  # the whole is rendered anew
+        assert (prompt.parent, prompt.fork) == (None, "unbridgeable")
+    else:
+        assert (prompt.parent, prompt.fork) == (0, None)
+        assert text.index("left") < text.index("remember") < text.index("up")
+
+
+async def test_a_template_that_takes_it_only_in_front_gets_the_developers_word_there() -> None:
+    bench = Bench(hf("refusing"))
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "you"}, user("left or right")]
+    answer = {"role": "assistant", "content": "left"}
+    await bench.turn(messages, bench.tokenizer.encode("left"), answer)
+    said = {"role": "developer", "content": "remember"}
+    prompt = await bench.turn([*messages, answer, said, user("up")], [5], answer)
+    assert (prompt.parent, prompt.fork) == (None, "unbridgeable")
+    assert "remember" in bench.tokenizer.decode(prompt.token_ids)
