@@ -467,3 +467,29 @@ async def test_tokenize_and_health_are_vllms(world: World) -> None:
     assert (await world.ok("POST", "/tokenize", {"prompt": "hello"}))["count"] > 0
     status, refused = await world.call("POST", "/tokenize", {"prompt": ["hello"]})
     assert (status, refused["error"]["param"]) == (400, "prompt")
+
+
+# --- sampling --------------------------------------------------------------------------------------------
+
+SAMPLING: dict[str, Any] = {
+    "top_k": 5, "min_p": 0.1, "seed": 3, "stop_token_ids": [7], "min_tokens": 2, "ignore_eos": True,
+    "presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "logit_bias": {"5": 1.0},
+    "bad_words": ["no"], "allowed_token_ids": [1, 2], "structured_outputs": {"choice": ["a"]}, "thinking_token_budget": 4,
+    "skip_special_tokens": False, "include_stop_str_in_output": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_how_a_turn_is_sampled_is_the_same_in_every_protocol(name: str) -> None:
+    given = {name: SAMPLING[name]}
+    assert MessagesRequest({"messages": [user("x")], **given}).body[name] == SAMPLING[name]
+    assert ResponsesRequest({"input": "x", **given}, None).body[name] == SAMPLING[name]
+
+
+@pytest.mark.parametrize("asked", [2, 0, "1"])
+def test_several_answers_where_a_protocol_has_one_are_refused(asked: Any) -> None:
+    with pytest.raises(RequestError, match="n: "):
+        MessagesRequest({"messages": [user("x")], "n": asked})
+    with pytest.raises(RequestError, match="n: "):
+        ResponsesRequest({"input": "x", "n": asked}, None)
+    assert "n" not in ResponsesRequest({"input": "x", "n": 1}, None).body

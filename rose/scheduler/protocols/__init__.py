@@ -180,5 +180,33 @@ def no_media(kind: str, field: str) -> RequestError:
     )
 
 
+VLLM_SAMPLING = (
+    "top_k",
+    "min_p",
+    "seed",
+    "stop_token_ids",
+    "min_tokens",
+    "ignore_eos",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "bad_words",
+    "allowed_token_ids",
+    "structured_outputs",
+    "thinking_token_budget",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+    "chat_template_kwargs",
+)
+"""vLLM's own fields of a chat completion, which are of the same name in every protocol."""
+
+
+def one_answer(request: Mapping[str, Any]) -> None:
+    """Raises RequestError where more than one is asked for: these protocols have no place for it."""
+    if request.get("n") not in (None, 1):
+        raise RequestError("is not supported here", field="n", fix="ask n times, or by /v1/chat/completions")
+
+
 def not_here(what: str, field: str) -> RequestError:
     return RequestError(f"{what} is not supported here", field=field)

@@ -19,6 +19,7 @@ import msgspec
 
 from rose.errors import RequestError, RoseError
 from rose.scheduler.protocols import (
+    VLLM_SAMPLING,
     Body,
     Message,
     Part,
@@ -30,6 +31,7 @@ from rose.scheduler.protocols import (
     encode,
     no_media,
     not_here,
+    one_answer,
     one_content,
     sse,
 )
@@ -40,12 +42,10 @@ _SAME = {
     "stop_sequences": "stop",
     "temperature": "temperature",
     "top_p": "top_p",
-    "top_k": "top_k",
     "model": "model",
     "stream": "stream",
     "session_id": "session_id",
-    "chat_template_kwargs": "chat_template_kwargs",
-    "seed": "seed",
+    **{name: name for name in VLLM_SAMPLING},
 }
 """Field -> field of a chat completion of the same meaning."""
 _HOSTED = ("web_search", "web_fetch", "code_execution", "tool_search", "mcp", "advisor")
@@ -72,6 +72,7 @@ class MessagesRequest:
 
     def __init__(self, request: Mapping[str, Any]) -> None:
         self._left_out: list[str] = []
+        one_answer(request)
         body: Body = {ours: request[name] for name, ours in _SAME.items() if request.get(name) is not None}
         body |= self._read_tools(request)
         output = as_object(request.get("output_config") or {}, "output_config")

@@ -19,6 +19,7 @@ import msgspec
 
 from rose.errors import NotFound, RoseError
 from rose.scheduler.protocols import (
+    VLLM_SAMPLING,
     Body,
     Message,
     Part,
@@ -30,6 +31,7 @@ from rose.scheduler.protocols import (
     encode,
     no_media,
     not_here,
+    one_answer,
     one_content,
     sse,
 )
@@ -37,23 +39,10 @@ from rose.scheduler.protocols.response_tools import CUSTOM_INPUT, Tools, custom_
 from rose.scheduler.trajectory import Trajectory
 
 _SAMPLING = (
+    *VLLM_SAMPLING,
     "temperature",
     "top_p",
-    "top_k",
-    "min_p",
-    "seed",
     "stop",
-    "stop_token_ids",
-    "min_tokens",
-    "ignore_eos",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "skip_special_tokens",
-    "include_stop_str_in_output",
-    "allowed_token_ids",
-    "chat_template_kwargs",
     "parallel_tool_calls",
     "model",
     "stream",
@@ -82,6 +71,7 @@ class ResponsesRequest:
         for field in _REFUSED:
             if request.get(field):
                 raise not_here(field, field)
+        one_answer(request)
         self._request = request
         self._tools = Tools(request)
         body: Body = {field: request[field] for field in _SAMPLING if request.get(field) is not None}
