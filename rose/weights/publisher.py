@@ -144,7 +144,7 @@ class WeightPublisher:
         self._chain: Chain | None = None  # what leads to the head; rank 0 only
         self._upkeep = Upkeep(store, run_id, self._params) if self._ranks.rank == 0 else None
         self._pending: _Pending | None = None
-        self._damaged = False
+        self._damaged = self._closed = False
         self._executor: ThreadPoolExecutor | None = None
 
     @property
@@ -166,9 +166,14 @@ class WeightPublisher:
             CapacityError: The store cannot be reached or is full.  After any of these the baseline is what
                 readers hold, and publishing again is right.
         """
-        identity = WeightVersion(self._attempt, version)
+        identity = self._next(version)
         with self._lock:
             return self._publish_with_room(identity, self._collect, step, lr)
+
+    def _next(self, version: int) -> WeightVersion:
+        if self._closed:
+            raise WeightsError("is closed", field="publisher")
+        return WeightVersion(self._attempt, version)
 
     def publish_async(
         self, version: int, *, step: int | None = None, lr: float | None = None
@@ -177,7 +182,7 @@ class WeightPublisher:
 
         Waits for an earlier background publish first, so that one extra copy exists at most.
         """
-        identity = WeightVersion(self._attempt, version)
+        identity = self._next(version)
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="rose-publish")
         self._executor.submit(lambda: None).result()
@@ -201,7 +206,8 @@ class WeightPublisher:
         return self._upkeep is None or self._upkeep.wait(timeout_s)
 
     def close(self) -> None:
-        """Wait for a background publish and end its thread; an anchor that is being composed is given up."""
+        """Wait for a background publish and end its thread; an anchor that is being composed is given up.  Nothing is published after it."""
+        self._closed = True
         if self._executor is not None:
             self._executor.shutdown(wait=True)
             self._executor = None

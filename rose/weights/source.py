@@ -129,7 +129,10 @@ def collect(source: Any, *, cast: str = "BF16", keep: tuple[str, ...] = ()) -> l
         WeightsError: A tensor of a type that cannot travel.
     """
     source = getattr(source, _COMPILED, source)
-    if type(source).__name__ == "DistributedDataParallel":  # whose names all begin with "module."
+    if type(source).__name__ in (
+        "DataParallel",
+        "DistributedDataParallel",
+    ):  # whose names all begin with "module."
         source = source.module
         source = getattr(source, _COMPILED, source)
     is_module = callable(getattr(source, "state_dict", None))
@@ -138,6 +141,15 @@ def collect(source: Any, *, cast: str = "BF16", keep: tuple[str, ...] = ()) -> l
     table = (
         _checkpoint_names(source, _plain_names(source.state_dict())) if is_module else _plain_names(source())
     )
+    if not table:
+        raise ConfigError("gave no tensors", field="tensors", fix="load the model first")
+    adapter = next((name for name in table if ".lora_A." in f".{name}" or ".base_layer." in f".{name}"), None)
+    if adapter is not None:
+        raise ConfigError(
+            "is of an adapter beside the model, which an engine of its checkpoint does not have",
+            field=f"tensors.{adapter}",
+            fix="pass a function that returns merged weights by the checkpoint's names",
+        )
     # A list, or a mapping by name.
     tied = frozenset(getattr(source, "_tied_weights_keys", None) or ()) if is_module else None
     names = _chosen(table, tied)
@@ -314,6 +326,8 @@ def _torch_reader(
     own = _TORCH_NAMES.get(str(value.dtype))
     if own is None:
         raise WeightsError(f"type {value.dtype} cannot travel", field=name)
+    if str(value.layout) != "torch.strided":
+        raise WeightsError(f"is {value.layout}, and only dense tensors travel", field=name)
     if value.device.type == "meta":
         raise WeightsError("is on the meta device, where nothing is kept: load the model first", field=name)
     target = cast if own in _WIDE_FLOATS and not kept else own
@@ -350,7 +364,7 @@ def _memory_of(value: Any) -> Any:
     if hasattr(value, "to_local") and hasattr(value, "device_mesh"):
         value = value.detach().to_local()
     if hasattr(value, "data_ptr") and hasattr(value, "stride"):
-        if value.numel() == 0:
+        if value.numel() == 0 or str(getattr(value, "layout", "torch.strided")) != "torch.strided":
             return None
         return (str(value.device), value.data_ptr(), str(value.dtype), tuple(value.shape), value.stride())
     return None

@@ -11,6 +11,7 @@ anything else            fsspec: ``s3://``, ``gs://``, ``abfs://``, ``memory://`
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from rose.errors import ConfigError
@@ -19,6 +20,7 @@ from rose.weights.sealed import SealedStore
 from rose.weights.store import FileStore, Store
 
 PATIENCE_S = 20.0
+_HOST_AND_PORT = re.compile(r"[A-Za-z0-9._-]+:[0-9]+")
 
 
 def open_store(
@@ -49,6 +51,12 @@ def open_store(
 def _open(url: str, token: str, timeout_s: float, patience_s: float) -> Store:
     scheme, separator, rest = url.partition("://")
     if not separator:
+        if _HOST_AND_PORT.fullmatch(url):
+            raise ConfigError(
+                f"{url!r} is a host and a port",
+                field="store",
+                fix=f"write http://{url}, or ./{url} for a folder",
+            )
         scheme, rest = "file", url
     if not rest:
         raise ConfigError(f"{url!r} names no place", field="store")

@@ -73,8 +73,7 @@ MOST_PULLS = 8
 """Objects at once: what one connection does not fill, a few do."""
 
 _LEASE_S = 600.0
-_KEPT_UPDATES = 4
-_MAX_KEPT_STEPS = 64
+_KEPT_UPDATES, _MAX_KEPT_STEPS = 4, 64
 _DECODED_FRACTION = 0.15
 """Of the model's bytes, kept of the newest step as decoded, for the engine that is one version behind: most are."""
 
@@ -144,7 +143,7 @@ class WeightSubscriber:
         self._given_up: WeightVersion | None = None  # the version whose anchor did not help
         self._handed_out: list[Path] = []
         """Update files, the newest last."""
-        self._refused = ""
+        self._refused, self._is_closed = "", False
         self._leased_once = False
         self._leased: WeightVersion | None = None
         self._leased_at_s = 0.0
@@ -169,6 +168,8 @@ class WeightSubscriber:
                 what it was (or an intermediate version).  Worth another call after a pause.  NotAuthentic and RolledBack are among them.
             CapacityError: The store cannot be reached, or the directory has less room than the version takes.
         """
+        if self._is_closed:
+            raise WeightsError("is closed", field="subscriber")
         if self._params.pull_ahead:
             self._ahead.start()
         held = self.version
@@ -247,6 +248,7 @@ class WeightSubscriber:
 
     def close(self) -> None:
         """Give the directory back; the copy stays for the next process."""
+        self._is_closed = True
         if self._owns_store:
             self._store.close()
         self._ahead.close()

@@ -622,3 +622,24 @@ def test_bad_parameters_are_named(name: str, value: Any) -> None:
 def test_bad_run_ids_are_refused(run_id: str) -> None:
     with pytest.raises(RoseError, match="run_id"):
         WeightPublisher(dict, MemoryStore(), run_id, 1)
+
+
+def test_after_close_nothing_is_published(publisher: WeightPublisher, store: FlakyStore) -> None:
+    publisher.publish(0)
+    publisher.close()
+    for publish in (publisher.publish, publisher.publish_async):
+        with pytest.raises(WeightsError, match="is closed"):
+            publish(1)
+    head = store.get_head("run")
+    assert head is not None
+    assert head.identity == V("1.0")
+
+
+def test_after_close_a_reader_leaves_its_directory_alone(
+    publisher: WeightPublisher, store: FlakyStore, tmp_path: Any
+) -> None:
+    reader = WeightSubscriber(store, "run", tmp_path / "closed")
+    reader.close()
+    publisher.publish(0)
+    with pytest.raises(WeightsError, match="is closed"):
+        reader.poll(0)

@@ -279,3 +279,27 @@ def test_a_module_under_data_parallel_keeps_its_names() -> None:
 def test_a_tensor_without_memory_is_named() -> None:
     with pytest.raises(WeightsError, match=r"0\.weight: is on the meta device"):
         collect(torch.nn.Sequential(torch.nn.Linear(2, 2, device="meta")))
+
+
+def test_a_model_that_is_not_there_yet_is_no_version() -> None:
+    with pytest.raises(ConfigError, match="gave no tensors"):
+        collect(lambda: {})
+
+
+@pytest.mark.parametrize("name", ["q.base_layer.weight", "q.lora_A.default.weight"])
+def test_an_adapter_beside_the_model_is_refused_with_the_way_out(name: str) -> None:
+    with pytest.raises(ConfigError, match="merged weights") as caught:
+        collect(lambda: {name: np.zeros(3, np.float32)})
+    assert caught.value.field == f"tensors.{name}"
+
+
+def test_a_sparse_tensor_is_named() -> None:
+    with pytest.raises(WeightsError, match=r"w: is torch\.sparse_coo"):
+        collect(lambda: {"w": torch.eye(3).to_sparse()})
+
+
+def test_replicas_of_one_process_keep_their_names() -> None:
+    assert [piece.spec.name for piece in collect(torch.nn.DataParallel(torch.nn.Linear(2, 2)))] == [
+        "weight",
+        "bias",
+    ]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rose.auth import Tokens
-from rose.errors import CapacityError, Conflict, NotFound, RequestError, SectionCorrupt, TooLarge
+from rose.errors import CapacityError, ConfigError, Conflict, NotFound, RequestError, SectionCorrupt, TooLarge
 from rose.lineage import WeightVersion
 from rose.testing.relay_thread import RelayThread
 from rose.weights import manifest
@@ -20,6 +20,7 @@ from rose.weights.http_store import HttpStore
 from rose.weights.manifest import Head, Kind, ObjectRef
 from rose.weights.mooncake_store import MooncakeStore
 from rose.weights.store import FileStore, MemoryStore, Store
+from rose.weights.stores import open_store
 from tests.weights.mooncake_kit import mooncake_cluster
 from tests.weights.s3_server import BUCKET, s3_server
 
@@ -423,3 +424,9 @@ def test_a_corrupt_head_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "runs/run/head.json").write_text("{}")
     with pytest.raises(SectionCorrupt, match=r"^head: "):
         store.get_head("run")
+
+
+@pytest.mark.parametrize("url", ["relay:8470", "127.0.0.1:8470"])
+def test_an_address_without_its_scheme_is_no_folder(url: str) -> None:
+    with pytest.raises(ConfigError, match=f"http://{url}"):
+        open_store(url)
