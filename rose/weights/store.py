@@ -126,6 +126,7 @@ class MovesHeads:
     """Set by who knows signatures: a head for which it is False does not keep another from being set."""
 
     def upcoming(self, run_id: str, mark: str, timeout_s: float) -> Upcoming | None:
+        """See :meth:`Store.upcoming`: these do not tell."""
         raise NotFound("this store does not tell what comes", field="upcoming")
 
     def believed(self, head: Head | None) -> Head | None:

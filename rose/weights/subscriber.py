@@ -567,7 +567,11 @@ class WeightSubscriber:
             total += section.num_changed
             if total > 2 * limit:  # steps overlap by a quarter or so: the union is above the limit too
                 return None, None
-            decoded = self._newest.get((spec.name, section.start)) if step is self._steps[-1] else None
+            decoded = (
+                self._newest.get((spec.name, section.start))
+                if self._newest and step is self._steps[-1]
+                else None
+            )
             if decoded is not None and decoded.idx is not None:
                 idx = decoded.idx
                 values.append(decoded.values)
