@@ -211,9 +211,11 @@ def test_sections_of_a_giant_tensor_are_checked_and_give_64_bit_indices(tmp_path
         folder = tmp_path / "reader" / "spool" / str(THIS)
         folder.mkdir()
         (folder / Path(record.objects[0].key).name).write_bytes(encoded.data)
-        index = reader._changed(GIANT, [(record, section)])
+        index, values = reader._changed(GIANT, [(record, section)])
     finally:
         reader.close()
+    assert index is not None
+    assert values is None  # the copy says what is there
     assert index.dtype == np.int64
     assert index.tolist() == [start + 3, GIANT.num_elements - 1]
 
