@@ -32,7 +32,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from rose.errors import Conflict, NotFound, SectionCorrupt, VersionRefused, WeightsError
+from rose.errors import ConfigError, Conflict, NotFound, SectionCorrupt, VersionRefused, WeightsError
 from rose.lineage import WeightVersion
 from rose.weights import layout, manifest, retention, sealed, statehash
 from rose.weights.baseline import Baseline, Change, state_after
@@ -370,6 +370,8 @@ class WeightPublisher:
             if len(claims) != len(openings):
                 raise WeightsError("some ranks have begun, others not", field="ranks")
             division = layout.assign(claims)
+            if not division.specs:
+                raise ConfigError("no rank gave any", field="tensors", fix="load the model first")
             owned, self._specs = division.owned, division.specs
             self._model = model_digest(self._specs.values())
         damaged = any(each.damaged for each in openings)

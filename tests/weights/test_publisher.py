@@ -643,3 +643,9 @@ def test_after_close_a_reader_leaves_its_directory_alone(
     publisher.publish(0)
     with pytest.raises(WeightsError, match="is closed"):
         reader.poll(0)
+
+
+def test_a_model_that_is_not_there_yet_is_no_version(store: FlakyStore) -> None:
+    with pytest.raises(ConfigError, match="no rank gave any"):
+        WeightPublisher(lambda: {}, store, "run", 1, SMALL).publish(0)
+    assert store.get_head("run") is None

@@ -281,11 +281,6 @@ def test_a_tensor_without_memory_is_named() -> None:
         collect(torch.nn.Sequential(torch.nn.Linear(2, 2, device="meta")))
 
 
-def test_a_model_that_is_not_there_yet_is_no_version() -> None:
-    with pytest.raises(ConfigError, match="gave no tensors"):
-        collect(lambda: {})
-
-
 @pytest.mark.parametrize("name", ["q.base_layer.weight", "q.lora_A.default.weight"])
 def test_an_adapter_beside_the_model_is_refused_with_the_way_out(name: str) -> None:
     with pytest.raises(ConfigError, match="merged weights") as caught:
