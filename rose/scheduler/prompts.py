@@ -17,8 +17,8 @@ A system or developer message among the new ones has to show in the bridge: wher
 A template that refuses an answer without its tool calls is bridged by its own growth: the render of the
 history, which ends as every answer of this template ends, is a prefix of the render of the whole.  Otherwise the turn *forks*:
 it is rendered afresh and starts a branch of its own.  Reasons: ``context`` (tools, template arguments or
-model changed), ``history`` (messages rewritten, truncated or reordered), ``branch`` (an answer continued a
-second time), ``ambiguous`` (answers of several turns that nothing in the messages tells apart), ``unbridgeable``,
+model changed), ``history`` (messages rewritten, truncated or reordered, or others from the start), ``branch`` (an answer
+continued, or a prompt sampled, a second time), ``ambiguous`` (answers of several turns that nothing in the messages tells apart), ``unbridgeable``,
 ``template`` (``history = template`` and the template strips what was sampled), ``prompt`` (raw prompts).
 
 Invariant: the ids of a continued turn start with its parent's prompt and output.
@@ -38,7 +38,7 @@ from typing import Any
 import msgspec
 
 from rose.errors import EngineError, RequestError
-from rose.scheduler.ids import MAX_TOKEN_ID
+from rose.scheduler.ids import MAX_TOKEN_ID, pack_ids
 from rose.scheduler.lineage import continued
 from rose.scheduler.messages import chain, context_digest
 from rose.scheduler.trajectory import Trajectory
@@ -192,6 +192,8 @@ class Prompts:
             if any(record.tip == b"" for record in trajectory.turns) and not trajectory.tips:
                 fork = "prompt"
         rendered = await self.render_chat(body)
+        if fork == "history" and _was_sampled(trajectory, context, rendered.token_ids):
+            fork = "branch"
         return Prompt(
             token_ids=rendered.token_ids,
             num_inherited=0,
@@ -363,6 +365,15 @@ def _words(messages: Sequence[Mapping[str, Any]]) -> list[str]:
                     if len(words) == 4:
                         return words
     return words
+
+
+def _was_sampled(trajectory: Trajectory, context: bytes, token_ids: Sequence[int]) -> bool:
+    """Did a turn that continues none begin with this very prompt?"""
+    packed = pack_ids(token_ids)
+    return any(
+        record.parent is None and record.context == context and record.suffix_ids == packed
+        for record in trajectory.turns
+    )
 
 
 def continuation(trajectory: Trajectory, token_ids: Sequence[int]) -> tuple[int | None, int]:

@@ -88,6 +88,22 @@ async def test_a_second_continuation_of_one_answer_is_a_branch(world: World) -> 
     assert trace["branches"] == [1, 2]
 
 
+async def test_a_prompt_that_is_sampled_again_is_a_branch(world: World) -> None:
+    await world.start()
+    await world.add("a")
+    session = await world.trajectory()
+    first = await world.chat(session, [user("hello")], max_tokens=8)
+    await world.chat(session, [user("hello"), first["choices"][0]["message"], user("on")], max_tokens=8)
+    again = await world.chat(session, [user("hello")], max_tokens=8)
+    await world.chat(session, [user("hello")], max_tokens=8, n=2)
+    other = await world.chat(session, [user("another")], max_tokens=8)
+    assert (again["rose"]["fork"], other["rose"]["fork"]) == ("branch", "history")
+    trace = await world.ok("GET", f"/rose/v1/trajectories/{session}")
+    assert [turn["parent"] for turn in trace["turns"]] == [None, 0, None, None, None, None]
+    assert [turn["fork"] for turn in trace["turns"]] == [None, None, "branch", "branch", "branch", "history"]
+    assert world.scheduler.status.forks == {"branch": 3, "history": 1}
+
+
 async def test_equal_prompts_are_rendered_once(world: World) -> None:
     await world.start()
     engine = await world.add("a")
