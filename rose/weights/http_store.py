@@ -109,6 +109,10 @@ class HttpStore:
         self._preference = Preference([_Address.parse(each) for each in urls])
         self._preference_lock = threading.Lock()
         self._distrusted: set[str] = set()
+        if not token.isascii() or any(char.isspace() or not char.isprintable() for char in token):
+            raise ConfigError(
+                "has a space or a line break in it", field="token", fix="strip what was read of a file"
+            )
         self._token = token
         self._timeout_s = timeout_s
         self._patience_s = patience_s

@@ -196,7 +196,9 @@ class WeightPublisher:
             with self._lock:
                 return self._publish_with_room(identity, lambda: copies, step, lr)
 
-        return self._executor.submit(work)
+        future = self._executor.submit(work)
+        future.add_done_callback(lambda done: _say(identity, done))
+        return future
 
     def settle(self, timeout_s: float | None = None) -> bool:
         """Wait until anchors that are due are composed and what may go is deleted; False when ``timeout_s`` passed.
@@ -639,3 +641,9 @@ class WeightPublisher:
         sizes = [step.bytes_sent + len(manifest.encode(step)) for step in (anchor, *steps)]
         deltas = tuple((step.identity, nbytes) for step, nbytes in zip(steps, sizes[1:], strict=True))
         self._chain = Chain(anchor=anchor.identity, deltas=deltas, bytes_anchor=sizes[0])
+
+
+def _say(version: WeightVersion, done: Future[PublishReport]) -> None:
+    """A failure that nobody asks for."""
+    if not done.cancelled() and done.exception() is not None:
+        _log.warning("%s was not published: %s", version, done.exception())

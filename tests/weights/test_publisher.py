@@ -649,3 +649,14 @@ def test_a_model_that_is_not_there_yet_is_no_version(store: FlakyStore) -> None:
     with pytest.raises(ConfigError, match="no rank gave any"):
         WeightPublisher(lambda: {}, store, "run", 1, SMALL).publish(0)
     assert store.get_head("run") is None
+
+
+def test_a_background_failure_that_nobody_asks_for_is_logged(
+    publisher: WeightPublisher, trainer: ToyTrainer, store: FlakyStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher.publish(0)
+    trainer.step()
+    store.fail_at = lambda method, argument: "before"
+    publisher.publish_async(1)
+    publisher.close()
+    assert "1.1 was not published: cut off" in caplog.text

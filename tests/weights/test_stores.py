@@ -430,3 +430,10 @@ def test_a_corrupt_head_file_is_named(tmp_path: Path) -> None:
 def test_an_address_without_its_scheme_is_no_folder(url: str) -> None:
     with pytest.raises(ConfigError, match=f"http://{url}"):
         open_store(url)
+
+
+@pytest.mark.parametrize("token", ["secret\n", "sec ret", "sécret"])
+def test_a_token_that_is_none_is_refused_and_not_told(token: str) -> None:
+    with pytest.raises(ConfigError, match="token") as caught:
+        open_store("http://127.0.0.1:1", token)
+    assert token.strip() not in str(caught.value)
