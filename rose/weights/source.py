@@ -138,9 +138,12 @@ def collect(source: Any, *, cast: str = "BF16", keep: tuple[str, ...] = ()) -> l
     is_module = callable(getattr(source, "state_dict", None))
     if not is_module and not callable(source):
         raise ConfigError("needs a torch module or a function that returns tensors by name", field="tensors")
-    table = (
-        _checkpoint_names(source, _plain_names(source.state_dict())) if is_module else _plain_names(source())
-    )
+    table = _plain_names(source.state_dict() if is_module else source())
+    # A module ties its own names, so one of each is chosen before they become the checkpoint's.
+    names = _chosen(table, _tied_names(source) if is_module else None)
+    table = {name: value for name, value in table.items() if name in names}
+    if is_module:
+        table = _checkpoint_names(source, table)
     adapter = next((name for name in table if ".lora_A." in f".{name}" or ".base_layer." in f".{name}"), None)
     if adapter is not None:
         raise ConfigError(
@@ -148,16 +151,19 @@ def collect(source: Any, *, cast: str = "BF16", keep: tuple[str, ...] = ()) -> l
             field=f"tensors.{adapter}",
             fix="pass a function that returns merged weights by the checkpoint's names",
         )
-    # A list, or a mapping by name.
-    tied = frozenset(getattr(source, "_tied_weights_keys", None) or ()) if is_module else None
-    names = _chosen(table, tied)
     found: list[Piece] = []
     for name, value in table.items():
-        if name in names:
-            kept = any(fnmatchcase(name, pattern) for pattern in keep)
-            for shard in _shards(name, value):
-                found += _pieces(name, shard, cast, kept)
+        kept = any(fnmatchcase(name, pattern) for pattern in keep)
+        for shard in _shards(name, value):
+            found += _pieces(name, shard, cast, kept)
     return found
+
+
+def _tied_names(module: Any) -> frozenset[str]:
+    """The names that a module declares as second ones: transformers 5 lists those of its parts too, others have a list or a mapping."""
+    declared = getattr(module, "_tied_weights_keys", None) or ()
+    everywhere = getattr(module, "all_tied_weights_keys", None) or ()
+    return frozenset(declared) | frozenset(everywhere)
 
 
 _CONVERTED: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()

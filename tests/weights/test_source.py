@@ -224,7 +224,30 @@ def tiny(kind: str) -> Any:
         "max_position_embeddings": 32, "intermediate_size": 24, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
     experts = {"num_experts": 4, "num_experts_per_tok": 2}
+    sight = {
+        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "image_size": 28, "patch_size": 14, "projection_dim": 16,
+    }  # fmt: skip
+    gemma = {**sizes, "model_type": "gemma", "head_dim": 8}
+    qwen = {**sizes, "model_type": "qwen2", "tie_word_embeddings": True}
     made = {
+        "gemma3_sees": lambda: transformers.Gemma3ForConditionalGeneration(
+            transformers.Gemma3Config(
+                text_config={**sizes, "head_dim": 8}, vision_config=sight, mm_tokens_per_image=4
+            )
+        ),
+        "paligemma": lambda: transformers.PaliGemmaForConditionalGeneration(
+            transformers.PaliGemmaConfig(
+                text_config=gemma, vision_config={**sight, "model_type": "siglip_vision_model"}
+            )
+        ),
+        "llava_tied": lambda: transformers.LlavaForConditionalGeneration(
+            transformers.LlavaConfig(
+                text_config=qwen,
+                vision_config={**sight, "model_type": "clip_vision_model"},
+                tie_word_embeddings=True,
+            )
+        ),
         "dense": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, head_dim=8)),
         "olmoe": lambda: transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**sizes, **experts)),
         "mixtral": lambda: transformers.MixtralForCausalLM(
@@ -238,9 +261,12 @@ def tiny(kind: str) -> Any:
     return made[kind]()
 
 
-@pytest.mark.parametrize("kind", ["dense", "olmoe", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "kind", ["dense", "olmoe", "mixtral", "qwen3_moe", "gemma3_sees", "paligemma", "llava_tied"]
+)
 def test_a_model_of_transformers_goes_by_its_checkpoints_names(kind: str, tmp_path: Path) -> None:
-    """A mixture's experts are one tensor in the module, and many in the file that an engine loads."""
+    """A mixture's experts are one tensor in the module and many in the file that an engine loads; a model that sees
+    has other prefixes there, and ties its own names."""
     model = tiny(kind)
     pieces = {piece.spec.name: piece for piece in collect(model)}
     model.to(torch.bfloat16).save_pretrained(tmp_path)
