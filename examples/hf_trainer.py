@@ -22,12 +22,11 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from rose.auth import Tokens
-from rose.signatures import SigningKey
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import PublishReport, WeightPublisher
 from rose.weights.ranks import TorchRanks
 from rose.weights.store import Store
-from rose.weights.stores import open_store
+from rose.weights.stores import trainer_store
 
 
 class PublishWeights(TrainerCallback):
@@ -90,9 +89,7 @@ def main() -> None:
     signs = not args.unsigned and os.environ.get("RANK", "0") == "0"  # the others need no key
     needs = ["publish"] if args.store.startswith("http") else []
     needs += ["publish_key"] if signs else []
-    tokens = Tokens.load(None, needs) if needs else None
-    key = SigningKey.parse(tokens.publish_key) if tokens is not None and signs else None
-    store = open_store(args.store, tokens.publish if tokens is not None else "", key=key)
+    store = trainer_store(args.store, Tokens.load(None, needs) if needs else None, signs=signs)
 
     # Masters in fp32: in bf16 most small updates would be lost in training.
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)

@@ -24,11 +24,10 @@ import torch
 import torch.distributed as dist
 
 from rose.auth import Tokens
-from rose.signatures import SigningKey
 from rose.weights.publisher import WeightPublisher
 from rose.weights.ranks import TorchRanks
 from rose.weights.source import Shard
-from rose.weights.stores import open_store
+from rose.weights.stores import trainer_store
 
 LAYERS, HIDDEN, INNER, EXPERTS = 4, 32, 48, 4
 HEADS, KV_HEADS, HEAD_SIZE = 8, 4, 8
@@ -209,9 +208,7 @@ def main() -> None:
     signs = not args.unsigned and rank == 0  # the others need no key
     needs = ["publish"] if args.store.startswith("http") else []
     needs += ["publish_key"] if signs else []
-    tokens = Tokens.load(None, needs) if needs else None
-    key = SigningKey.parse(tokens.publish_key) if tokens is not None and signs else None
-    store = open_store(args.store, tokens.publish if tokens is not None else "", key=key)
+    store = trainer_store(args.store, Tokens.load(None, needs) if needs else None, signs=signs)
 
     held = made(at)
     publisher = WeightPublisher(

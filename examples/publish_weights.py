@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 
 from rose.auth import Tokens
-from rose.signatures import PublicKeys, SigningKey
+from rose.signatures import PublicKeys
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import PublishReport, WeightPublisher
 from rose.weights.ranks import TorchRanks
-from rose.weights.stores import open_store
+from rose.weights.stores import open_store, trainer_store
 from rose.weights.subscriber import WeightSubscriber
 
 
@@ -44,8 +44,6 @@ def main() -> None:
     signs = not args.unsigned and int(os.environ.get("RANK", "0")) == 0  # the others need no key
     needs += ["public_key", "publish_key"] if signs else []
     known = Tokens.load(None, needs) if needs else None
-    token = "" if known is None else known.publish
-    key = SigningKey.parse(known.publish_key) if known is not None and signs else None
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(
@@ -59,7 +57,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-6)
     publisher = WeightPublisher(  # masters in fp32, engines in bf16: `cast` is what engines compute in
         model,
-        open_store(args.store, token, key=key),
+        trainer_store(args.store, known, signs=signs),
         args.run_id,
         args.attempt,
         WeightsParams(cast="BF16", anchor_every=20),
@@ -83,7 +81,8 @@ def main() -> None:
     if not distributed or dist.get_rank() == 0:  # what a node does with it
         with tempfile.TemporaryDirectory() as folder:
             trusted = PublicKeys.parse(known.public_key) if known is not None and signs else None
-            subscriber = WeightSubscriber(open_store(args.store, token, trusted=trusted), args.run_id, folder)
+            store = open_store(args.store, "" if known is None else known.publish, trusted=trusted)
+            subscriber = WeightSubscriber(store, args.run_id, folder)
             version = subscriber.poll(timeout_s=10)
             same = subscriber.state() == dict(report.state)
             print(f"a reader is at {version}; its weights are {'bit-identical' if same else 'DIFFERENT'}")

@@ -19,9 +19,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rose.auth import Tokens
-from rose.signatures import SigningKey
 from rose.weights.publisher import WeightPublisher
-from rose.weights.stores import open_store
+from rose.weights.stores import trainer_store
 
 
 def post(server: str, path: str, body: object = None, **query: str) -> None:
@@ -56,7 +55,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     tokens = Tokens.load(args.token_file, ["publish", "public_key", "publish_key"])
-    store = open_store(args.store, tokens.publish, key=SigningKey.parse(tokens.publish_key))
+    store = trainer_store(args.store, tokens)
     masters = {name: each.float() for name, each in load_file(args.model / "model.safetensors").items()}
     publisher = WeightPublisher(lambda: masters, store, args.run, args.attempt)  # fp32 here, bf16 there
     info = {"store": args.store, "run": args.run, "public_key": tokens.public_key}

@@ -40,7 +40,6 @@ from trl import GRPOConfig, GRPOTrainer
 
 from rose.auth import Tokens
 from rose.errors import ConfigError, TrainError
-from rose.signatures import SigningKey
 from rose.train.batch import samples_of
 from rose.train.client import SchedulerClient
 from rose.train.envs.base import Family, Message
@@ -49,7 +48,7 @@ from rose.train.rollout import EpisodeParams, EpisodeRunner
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
 from rose.weights.store import Store
-from rose.weights.stores import open_store
+from rose.weights.stores import trainer_store
 
 
 async def first_prompts(family: Family, count: int) -> dict[str, Any]:
@@ -213,10 +212,9 @@ def main() -> None:
     needs += ["publish"] if args.store.startswith("http") else []
     needs += [] if args.unsigned else ["publish_key"]
     tokens = Tokens.load(args.token_file, needs)
-    key = None if args.unsigned else SigningKey.parse(tokens.publish_key)
     family = make_family(args.env, {})
     known = asyncio.run(first_prompts(family, 1024))
-    store = open_store(args.store, tokens.publish, key=key)
+    store = trainer_store(args.store, tokens, signs=not args.unsigned)
     trainer = GRPOTrainer(
         model=str(args.model),
         processing_class=AutoTokenizer.from_pretrained(args.model, padding_side="left"),

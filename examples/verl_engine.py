@@ -33,11 +33,11 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from rose.auth import Tokens
 from rose.errors import ConfigError, WeightsError
 from rose.lineage import WeightVersion
-from rose.signatures import PublicKeys, SigningKey
+from rose.signatures import PublicKeys
 from rose.weights.params import WeightsParams
 from rose.weights.publisher import WeightPublisher
 from rose.weights.shared_copy import SharedCopy, make_own, open_shared
-from rose.weights.stores import open_store
+from rose.weights.stores import trainer_store
 from rose.weights.update import UpdateFile
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -145,8 +145,7 @@ class RoseCheckpointEngine(CheckpointEngine):
     def _publish(self, version: int) -> Any:
         if self._publisher is None:
             tokens = Tokens.load(self._token_file, ["publish", "publish_key"]) if self._token_file else None
-            key = None if tokens is None else SigningKey.parse(tokens.publish_key)
-            store = open_store(self._store, "" if tokens is None else tokens.publish, key=key)
+            store = trainer_store(self._store, tokens)
             params = WeightsParams(cast=self._cast)
             self._publisher = WeightPublisher(lambda: self._sent, store, self._run_id, self._attempt, params)
         return self._publisher.publish(version)

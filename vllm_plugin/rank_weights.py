@@ -51,7 +51,7 @@ import torch
 from rose.errors import RoseError, SectionCorrupt, VersionRefused, WeightsError, WrongBase
 from rose.lineage import Lineage, WeightVersion
 from rose.weights import kernels, statehash
-from rose.weights.spec import model_digest
+from rose.weights.spec import differences, model_digest
 from rose.weights.update import TensorUpdate, UpdateFile
 from rose.wire.errors import error_data
 from vllm_plugin.plan import Box, ShardPlan
@@ -291,7 +291,8 @@ class RankWeights:
                     fix="name the run whose weights are wanted",
                 )
             if file.header.model != self.model:
-                raise WrongBase("of another model: names, types or shapes differ", field="model")
+                unlike = differences(self.plan.tensors, file.specs)
+                raise WrongBase(f"of another model than this engine's: {unlike}", field="model")
 
             def stage(name: str) -> _StagedTensor:
                 if cancelled.is_set():

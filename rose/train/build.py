@@ -115,17 +115,16 @@ def weight_store(config: TrainConfig, tokens: Tokens, *, signs: bool = True) -> 
     Raises:
         ConfigError: There is no key to sign with, or no place.
     """
-    from rose.weights.stores import open_store
+    from rose.weights.stores import trainer_store
 
     settings = config.weights
-    key = signing_key(tokens) if settings.signed and signs else None
-    # Several while a new key takes over: the attempts that were published under the old one count.
-    trusted = None if key is None or not tokens.public_key else PublicKeys.parse(tokens.public_key)
-    if settings.relay_url is not None:
-        return open_store(settings.relay_url, tokens.publish, trusted=trusted, key=key)
-    if settings.directory is not None:
-        return open_store(str(settings.directory), trusted=trusted, key=key)
-    raise ConfigError("needs relay_url or directory", field="weights")
+    signs = signs and settings.signed
+    if signs:
+        signing_key(tokens)
+    place = settings.relay_url or settings.directory
+    if place is None:
+        raise ConfigError("needs relay_url or directory", field="weights")
+    return trainer_store(str(place), tokens, signs=signs)
 
 
 def signing_key(tokens: Tokens) -> SigningKey:

@@ -146,6 +146,8 @@ def list_versions(
     typer.echo(f"{'version':>12}  {'kind':<7} {'from':>10}  {'sent':>10} {'dense':>10}  {'changed':>8}  step")
     for identity in versions:
         mark = " <- head" if identity == head_version else ""
+        if head_version is None or identity > head_version:
+            mark = " (begun, not the head yet)"
         damage: list[str] = []
         records = _manifests(store, run_id, identity, damage)
         for record in records:

@@ -1,7 +1,7 @@
 """Who publishes what: from what every trainer rank holds to one owner for each piece of each tensor.
 
 A piece that several ranks hold (replicated norms, data-parallel copies) is published by one of them, the one with
-the least to publish so far.  :func:`assign` refuses a division that overlaps or leaves a hole: a tensor that nobody
+the least to publish so far, and compared now and then (:mod:`rose.weights.replicas`).  :func:`assign` refuses a division that overlaps or leaves a hole: a tensor that nobody
 publishes whole would be found by no checksum.
 
 Pure.
@@ -36,10 +36,12 @@ class Layout:
     """Args:
     specs: Every tensor of the model, in the order in which the ranks named them.
     owned: By rank, numbers of the claims that it publishes, ascending.
+    shared: By rank, numbers of the claims that another rank has too, ascending.
     """
 
     specs: dict[str, TensorSpec]
     owned: list[list[int]]
+    shared: list[list[int]]
 
 
 def claims_of(pieces: Sequence[Piece]) -> list[Claim]:
@@ -85,9 +87,16 @@ def assign(claims: Sequence[Sequence[Claim]]) -> Layout:
         if wrong is not None:
             raise WeightsError(wrong, field=name, fix="check the offsets and shapes that the ranks give")
     owned: list[list[int]] = [[] for _ in claims]
+    shared: list[list[int]] = [[] for _ in claims]
     load_bytes = [0] * len(claims)
     for (name, box), ranks in sorted(holders.items(), key=lambda item: len(item[1])):
         rank, number = min(ranks, key=lambda holder: (load_bytes[holder[0]], holder[0]))
         owned[rank].append(number)
         load_bytes[rank] += box[1] * specs[name].width_bytes
-    return Layout(specs=specs, owned=[sorted(numbers) for numbers in owned])
+        for rank, number in ranks if len(ranks) > 1 and box[1] else ():
+            shared[rank].append(number)
+    return Layout(
+        specs=specs,
+        owned=[sorted(numbers) for numbers in owned],
+        shared=[sorted(numbers) for numbers in shared],
+    )

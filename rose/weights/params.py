@@ -29,6 +29,8 @@ class WeightsParams:
         bucket_bytes: Bytes per object, about.
         num_threads: Threads that encode (publisher) or decode, write and hash (subscriber).
         collect: Delete versions that no reader can need, and more of them when the store is full.
+        check_replicas: Compare what several ranks of a trainer hold, some of it at each publish, and refuse to publish copies
+            that drifted apart.
         pull_ahead: A reader pulls objects before the head names them, where the store tells of them.
         max_store_bytes: What the run may take at the store, at least two full copies; None: what the store has.  Above
             it versions go that only leases keep, and anchors come sooner.
@@ -45,6 +47,7 @@ class WeightsParams:
     bucket_bytes: int = 64 << 20
     num_threads: int = 1
     collect: bool = True
+    check_replicas: bool = True
     pull_ahead: bool = True
     max_store_bytes: int | None = None
 

@@ -23,7 +23,6 @@ go on.  One lock: any thread may call, one publish runs at a time.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -34,11 +33,11 @@ from typing import Any, TypeVar
 
 from rose.errors import ConfigError, Conflict, NotFound, SectionCorrupt, VersionRefused, WeightsError
 from rose.lineage import WeightVersion
-from rose.weights import layout, manifest, retention, sealed, statehash
+from rose.weights import layout, manifest, replicas, retention, sealed, standing, statehash
 from rose.weights.baseline import Baseline, Change, state_after
 from rose.weights.buckets import Buckets
 from rose.weights.layout import Claim
-from rose.weights.manifest import Base, Head, Kind, Manifest, ObjectRef, TensorState
+from rose.weights.manifest import Base, Head, Kind, Manifest, ObjectRef
 from rose.weights.params import WeightsParams
 from rose.weights.ranks import Ranks, SoloRank, StoreFull, agree
 from rose.weights.retention import Need
@@ -53,7 +52,7 @@ from rose.weights.rounds import (
     Part,
     State,
     added,
-    merged,
+    manifest_of,
 )  # fmt: skip
 from rose.weights.routes import route
 from rose.weights.source import Piece, collect
@@ -137,6 +136,9 @@ class WeightPublisher:
         self._baseline = Baseline(self._params)
         self._claims: list[Claim] = []
         self._mine: list[int] | None = None  # numbers of the pieces that this rank publishes
+        self._shared: list[int] = []  # and of those that another rank has too
+        self._turns = 1
+        self._num_published = 0
         self._specs: dict[str, TensorSpec] = {}  # of the whole model; rank 0 only
         self._model = ""
         self._published: WeightVersion | None = None
@@ -160,11 +162,15 @@ class WeightPublisher:
             lr: Learning rate, for people.
 
         Raises:
-            VersionRefused: Going back, other weights under a published version, another trainer on this run,
+            VersionRefused: Going back, other weights under a number that is spent, another trainer on this run,
                 or another model.
-            WeightsError: A tensor that cannot travel, a store that lost bytes, or a rank that is gone.
-            CapacityError: The store cannot be reached or is full.  After any of these the baseline is what
-                readers hold, and publishing again is right.
+            WeightsError: A tensor that cannot travel, copies on two ranks that differ, a store that lost bytes, or a rank that
+                is gone.
+            CapacityError: The store cannot be reached or is full.
+            RequestError: The store refused; it says why.
+
+        After any of these the baseline is what readers hold, and publishing again is right: the same weights under
+        the same number, changed ones under the next, since the one that failed may be spent.
         """
         identity = self._next(version)
         with self._lock:
@@ -186,9 +192,9 @@ class WeightPublisher:
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="rose-publish")
         self._executor.submit(lambda: None).result()
-        mine = None if self._mine is None else set(self._mine)
+        needed = None if self._mine is None else {*self._mine, *self._to_compare()}
         copies = [
-            piece.copied() if mine is None or number in mine else piece
+            piece.copied() if needed is None or number in needed else piece
             for number, piece in enumerate(self._collect())
         ]
 
@@ -274,9 +280,11 @@ class WeightPublisher:
         opened = self._agree(opening, self._open, Opening, Opened)
         head = opened.head
         self._resolve_pending(head)
-        self._admit(identity, head)
+        standing.admit(identity, head, self._published)
         if opened.owned is not None:
             self._mine, self._claims = opened.owned[self._ranks.rank], layout.claims_of(pieces)
+            self._shared = opened.shared[self._ranks.rank] if opened.shared is not None else []
+            self._turns = opened.turns
             self._baseline.hold([pieces[number] for number in self._mine])
         assert self._mine is not None
         mine = [pieces[number] for number in self._mine]
@@ -289,8 +297,12 @@ class WeightPublisher:
             changes: list[Change] = []
 
             def diff() -> Counted:
+                copies = [
+                    replicas.copy_of(self._claims[number], pieces[number], self._params.fragment_elements)
+                    for number in self._to_compare()
+                ]
                 changes.extend(self._baseline.changes(mine, whole, buckets))
-                return Counted(num_changed=sum(change.num_changed for change in changes))
+                return Counted(num_changed=sum(change.num_changed for change in changes), copies=copies)
 
             counts = self._agree(diff, lambda parts: self._count(parts, whole), Counted, Counts)
 
@@ -329,6 +341,12 @@ class WeightPublisher:
         self._chain = self._chain.from_anchor(news.anchor)
         return news.bytes_anchor
 
+    def _to_compare(self) -> list[int]:
+        """Numbers of the pieces that this rank and another hold, and compare at the next version."""
+        if not self._params.check_replicas:
+            return []
+        return replicas.due(self._claims, self._shared, self._num_published, self._turns)
+
     def _keep_within(self, most_bytes: int | None) -> None:
         """The chain alone is too large, because no anchor fits beside it: begin anew."""
         if most_bytes is not None and self._chain is not None and self._chain.nbytes > most_bytes:
@@ -338,8 +356,8 @@ class WeightPublisher:
 
     def _opening(self, identity: WeightVersion, pieces: list[Piece]) -> Opening:
         claims = layout.claims_of(pieces)
-        if self._mine is not None and claims != self._claims:
-            raise VersionRefused("tensors changed their names, types, shapes or division", field="model")
+        if self._mine is not None:
+            standing.same_model(self._claims, claims)
         if self._published is not None and not self._baseline.scrub(1 / self._params.anchor_every):
             _log.warning("baseline is damaged in memory; the next version is whole")
             self._damaged = True
@@ -366,7 +384,8 @@ class WeightPublisher:
                 field="ranks",
                 fix="restart the trainer with the next attempt",
             )
-        owned = None
+        owned = shared = None
+        turns = 1
         claims = [each.claims for each in openings if each.claims is not None]
         if claims:
             if len(claims) != len(openings):
@@ -374,10 +393,12 @@ class WeightPublisher:
             division = layout.assign(claims)
             if not division.specs:
                 raise ConfigError("no rank gave any", field="tensors", fix="load the model first")
-            owned, self._specs = division.owned, division.specs
+            owned, shared, self._specs = division.owned, division.shared, division.specs
+            turns = replicas.turns(sum(map(len, shared)) // len(openings), self._params.anchor_every)
             self._model = model_digest(self._specs.values())
         damaged = any(each.damaged for each in openings)
-        return Opened(head=head, damaged=damaged, bound=sealed.is_sealed(self._store), owned=owned)
+        bound = sealed.is_sealed(self._store)
+        return Opened(head=head, damaged=damaged, bound=bound, owned=owned, shared=shared, turns=turns)
 
     def _resolve_pending(self, head: Head | None) -> None:
         """An earlier publish whose head's fate was unknown: it landed, or it never will."""
@@ -385,38 +406,10 @@ class WeightPublisher:
         if pending is not None and head == pending.head:
             self._advance(pending)
 
-    def _admit(self, identity: WeightVersion, head: Head | None) -> None:
-        """Refuse what would contradict what is published."""
-        if self._published is not None:
-            if identity < self._published:
-                raise VersionRefused(f"{self._published} is published, {identity} goes back", field="version")
-            if head is not None and head.identity < self._published:  # no trainer moves a head back
-                _log.warning(
-                    "the store went back from %s to %s; the next version is whole",
-                    self._published,
-                    head.identity,
-                )
-            elif head is not None and head.identity != self._published:
-                raise VersionRefused(
-                    f"head is at {head.identity}, this trainer published {self._published}",
-                    field="run_id",
-                    fix="another trainer writes to this run; give each its own run_id",
-                )
-        elif head is not None:
-            if head.attempt > self._attempt:
-                raise VersionRefused(
-                    f"attempt {head.attempt} has begun, this is attempt {self._attempt}", field="attempt"
-                )
-            if head.attempt == self._attempt and head.identity != identity:
-                raise VersionRefused(
-                    f"attempt {self._attempt} is in use, at {head.identity}",
-                    field="attempt",
-                    fix=f"a restarted trainer takes attempt {self._attempt + 1}",
-                )
-
     # -- diff and describe
 
     def _count(self, parts: Sequence[Counted], whole: bool) -> Counts:
+        replicas.compare([part.copies for part in parts])
         num_changed = sum(part.num_changed for part in parts)
         num_elements = sum(spec.num_elements for spec in self._specs.values())
         dense = num_elements > 0 and num_changed / num_elements > self._params.anchor_density
@@ -439,7 +432,27 @@ class WeightPublisher:
         step: int | None,
         lr: float | None,
     ) -> Described:
-        record = self._manifest(identity, kind, parts, num_changed, step, lr)
+        base = None
+        anchor = identity
+        if kind == "delta":
+            assert self._published is not None
+            assert self._chain is not None
+            base = Base(attempt=self._attempt, version=self._published.version, kind=self._kind)
+            anchor = self._chain.anchor
+        record = manifest_of(
+            parts,
+            self._specs,
+            run_id=self._run_id,
+            identity=identity,
+            kind=kind,
+            base=base,
+            anchor=anchor,
+            model=self._model,
+            num_changed=num_changed,
+            created_s=time.time(),
+            lr=lr,
+            step=step,
+        )
         reference = self._put_manifest(record)
         head = Head(
             schema=manifest.SCHEMA,
@@ -456,56 +469,6 @@ class WeightPublisher:
             bytes_sent=record.bytes_sent,
             num_elements=record.num_elements,
             state=record.state(),
-        )
-
-    def _manifest(
-        self,
-        identity: WeightVersion,
-        kind: Kind,
-        parts: Sequence[Part],
-        num_changed: int,
-        step: int | None,
-        lr: float | None,
-    ) -> Manifest:
-        base = None
-        anchor = identity
-        if kind == "delta":
-            assert self._published is not None
-            assert self._chain is not None
-            base = Base(attempt=self._attempt, version=self._published.version, kind=self._kind)
-            anchor = self._chain.anchor
-        before, after = added([part.before for part in parts]), added([part.after for part in parts])
-        objects = tuple(itertools.chain.from_iterable(part.objects for part in parts))
-        num_elements = sum(spec.num_elements for spec in self._specs.values())
-        return Manifest(
-            schema=manifest.SCHEMA,
-            run_id=self._run_id,
-            attempt=identity.attempt,
-            version=identity.version,
-            kind=kind,
-            base=base,
-            anchor=(anchor.attempt, anchor.version),
-            model=self._model,
-            objects=objects,
-            sections=merged(parts, self._specs),
-            tensors=tuple(
-                TensorState(
-                    name=name,
-                    dtype=spec.dtype,
-                    shape=spec.shape,
-                    h_before=None if kind == "anchor" else before.get(name, ZERO),
-                    h_after=after.get(name, ZERO),
-                )
-                for name, spec in self._specs.items()
-            ),
-            num_changed=num_changed,
-            num_elements=num_elements,
-            bytes_dense=sum(spec.nbytes for spec in self._specs.values()),
-            bytes_sent=sum(reference.nbytes for reference in objects),
-            density=num_changed / num_elements if num_elements else 0.0,
-            created_s=time.time(),
-            lr=lr,
-            step=step,
         )
 
     def _put_manifest(self, record: Manifest) -> ObjectRef:
@@ -532,13 +495,7 @@ class WeightPublisher:
             ):
                 return
             raise
-        same_base = existing.base == record.base or kind != record.kind
-        if existing.model != record.model or existing.state() != record.state() or not same_base:
-            raise VersionRefused(
-                f"{record.identity} is published with other weights",
-                field="version",
-                fix="take the next version",
-            )
+        standing.same_weights(existing, record)
 
     # -- point
 
@@ -552,10 +509,13 @@ class WeightPublisher:
             try:
                 self._store.set_head(head, expected=None if before is None else before.identity)
             except Conflict as error:
+                passed_over = sealed.passed_over(self._store)
                 raise VersionRefused(
-                    str(error),
-                    field="run_id",
-                    fix="another trainer writes to this run; give each its own run_id",
+                    passed_over or str(error),
+                    field="run_id" if passed_over is None else "public_key",
+                    fix=standing.ANOTHER_TRAINER
+                    if passed_over is None
+                    else "pin that key here too while a new key takes over",
                 ) from error
             return Nothing()
 
@@ -566,6 +526,7 @@ class WeightPublisher:
     def _advance(self, pending: _Pending) -> None:
         """The head has moved: the baseline becomes what was published."""
         self._published, self._kind = pending.head.identity, pending.head.kind
+        self._num_published += 1
         if self._kind == "anchor":
             self._chain = Chain(anchor=pending.anchor, deltas=(), bytes_anchor=pending.nbytes)
             self._damaged = False

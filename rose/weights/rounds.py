@@ -5,13 +5,16 @@ Messages are JSON.  It decides nothing.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from rose.lineage import WeightVersion
 from rose.weights import statehash
 from rose.weights.layout import Claim
-from rose.weights.manifest import Head, Kind, ObjectRef, Section
+from rose.weights.manifest import SCHEMA, Base, Head, Kind, Manifest, ObjectRef, Section, TensorState
+from rose.weights.replicas import Copy
 from rose.weights.spec import TensorSpec
 
 
@@ -30,10 +33,14 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True):
     bound: bool
     """Objects are named with their BLAKE3 digests."""
     owned: list[list[int]] | None
+    shared: list[list[int]] | None = None
+    turns: int = 1
+    """Over how many versions the comparison of what is shared is spread."""
 
 
 class Counted(msgspec.Struct, frozen=True, kw_only=True):
     num_changed: int
+    copies: list[Copy] = []
 
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,3 +99,60 @@ def merged(parts: Sequence[Part], specs: Mapping[str, TensorSpec]) -> tuple[Sect
         num_objects += len(part.objects)
     order = {name: number for number, name in enumerate(specs)}
     return tuple(sorted(found, key=lambda section: (order[section.tensor], section.start)))
+
+
+def manifest_of(
+    parts: Sequence[Part],
+    specs: Mapping[str, TensorSpec],
+    *,
+    run_id: str,
+    identity: WeightVersion,
+    kind: Kind,
+    base: Base | None,
+    anchor: WeightVersion,
+    model: str,
+    num_changed: int,
+    created_s: float,
+    lr: float | None,
+    step: int | None,
+) -> Manifest:
+    """All ranks' parts of a version as its manifest.
+
+    Args:
+        base, anchor: What it starts from, and the last whole version of its chain; an anchor has itself and no base.
+        model: Digest of ``specs``.
+        created_s: Unix time.
+    """
+    before, after = added([part.before for part in parts]), added([part.after for part in parts])
+    objects = tuple(itertools.chain.from_iterable(part.objects for part in parts))
+    num_elements = sum(spec.num_elements for spec in specs.values())
+    return Manifest(
+        schema=SCHEMA,
+        run_id=run_id,
+        attempt=identity.attempt,
+        version=identity.version,
+        kind=kind,
+        base=base,
+        anchor=(anchor.attempt, anchor.version),
+        model=model,
+        objects=objects,
+        sections=merged(parts, specs),
+        tensors=tuple(
+            TensorState(
+                name=name,
+                dtype=spec.dtype,
+                shape=spec.shape,
+                h_before=None if kind == "anchor" else before.get(name, ZERO),
+                h_after=after.get(name, ZERO),
+            )
+            for name, spec in specs.items()
+        ),
+        num_changed=num_changed,
+        num_elements=num_elements,
+        bytes_dense=sum(spec.nbytes for spec in specs.values()),
+        bytes_sent=sum(reference.nbytes for reference in objects),
+        density=num_changed / num_elements if num_elements else 0.0,
+        created_s=created_s,
+        lr=lr,
+        step=step,
+    )

@@ -59,7 +59,8 @@ class SealedStore:
                 fix="nodes would refuse what it signs: use the key of that public_key, or pin its own",
             )
         self._store, self.trusted, self.key = store, trusted, key
-        self._told = ""
+        self.told = ""
+        """Why the last head that was read counts as none; empty: it counts."""
         if self.is_trainers and isinstance(store, MovesHeads):
             store.believes = believer(trusted)
 
@@ -132,13 +133,15 @@ class SealedStore:
         try:
             head = read()
             if head is None:
+                self.told = ""
                 return None
             check_head(head, self.trusted)
+            self.told = ""
         except SectionCorrupt as error:
             if not self.is_trainers:
                 raise
-            if str(error) != self._told:
-                self._told = str(error)
+            if str(error) != self.told:
+                self.told = str(error)
                 _log.warning("%s; it is passed over, and the next version is whole", error)
             return None
         return msgspec.structs.replace(head, seal=None)
@@ -205,6 +208,11 @@ def stored_manifest(store: Store, record: manifest.Manifest) -> bytes:
     """
     data = manifest.encode_manifest(record)
     return store.seal(record.kind, record.run_id, data) if isinstance(store, SealedStore) else data
+
+
+def passed_over(store: Store) -> str | None:
+    """Why the head that is there counts as none to this trainer; None: none was passed over."""
+    return store.told or None if isinstance(store, SealedStore) else None
 
 
 def remove_forged(store: Store, key: str, error: SectionCorrupt) -> bool:

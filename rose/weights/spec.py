@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -92,3 +92,29 @@ def model_digest(specs: Iterable[TensorSpec]) -> str:
             raise WeightsError("named twice", field=str(after[0]))
     text = json.dumps(rows, ensure_ascii=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def differences(here: Mapping[str, TensorSpec], there: Mapping[str, TensorSpec]) -> str:
+    """In which tensors two models differ, for people: what ``there`` lacks, has besides, or has otherwise; a few of each by name."""
+    other = [
+        f"{name} ({_words(there[name])}, here {_words(spec)})"
+        for name, spec in here.items()
+        if name in there and there[name] != spec
+    ]
+    parts = [
+        _named("it lacks", [name for name in here if name not in there]),
+        _named("it has besides", [name for name in there if name not in here]),
+        _named("it has otherwise", other),
+    ]
+    return "; ".join(part for part in parts if part)
+
+
+def _words(spec: TensorSpec) -> str:
+    return f"{spec.dtype}{list(spec.shape)}"
+
+
+def _named(what: str, names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{what} {', '.join(names[:3])}{rest}"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from rose.auth import Tokens
 from rose.errors import ConfigError
 from rose.signatures import PublicKeys, SigningKey
 from rose.weights.sealed import SealedStore
@@ -46,6 +47,24 @@ def open_store(
     """
     store = _open(url, token, timeout_s, patience_s)
     return store if trusted is None and key is None else SealedStore(store, trusted=trusted, key=key)
+
+
+def trainer_store(url: str, tokens: Tokens | None, *, signs: bool = True) -> Store:
+    """The store at ``url`` as a trainer opens it.
+
+    Args:
+        tokens: ``publish`` for a relay.  With ``publish_key`` versions are signed, and what a key of ``public_key`` signed is believed:
+            several while a new key takes over, so that the trainer finds the head that the old one signed.  None: neither.
+        signs: False: of a rank that signs nothing, or where nobody else can write to the store.
+
+    Raises:
+        ConfigError: As of :func:`open_store`.
+    """
+    if tokens is None:
+        return open_store(url)
+    key = SigningKey.parse(tokens.publish_key) if signs and tokens.publish_key else None
+    trusted = PublicKeys.parse(tokens.public_key) if key is not None and tokens.public_key else None
+    return open_store(url, tokens.publish, trusted=trusted, key=key)
 
 
 def _open(url: str, token: str, timeout_s: float, patience_s: float) -> Store:

@@ -59,7 +59,7 @@ from rose.weights.leases import holder_name
 from rose.weights.manifest import MAX_STORED_BYTES, Head, Kind, Manifest, Section
 from rose.weights.params import WeightsParams
 from rose.weights.routes import route
-from rose.weights.spec import TensorSpec
+from rose.weights.spec import TensorSpec, differences
 from rose.weights.spool import Spool
 from rose.weights.statehash import Bits
 from rose.weights.store import Store
@@ -346,7 +346,7 @@ class WeightSubscriber:
         if step.base.identity != self.version:
             raise WrongBase(f"starts from {step.base.identity}, the copy is at {self.version}", field=name)
         if step.model != self._host.model:
-            raise WrongBase("is of another model", field=name)
+            raise WrongBase(f"is of another model: {differences(self._host.specs, step.specs())}", field=name)
         held = self._host.h
         wrong = [t.name for t in step.tensors if t.h_before != statehash.to_hex(held[t.name])]
         if wrong:

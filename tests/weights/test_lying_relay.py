@@ -17,7 +17,15 @@ import pytest
 from typer.testing import CliRunner
 
 from rose.auth import Tokens, key_text, write_own
-from rose.errors import ConfigError, NotAuthentic, RolledBack, RoseError, SectionCorrupt, Unauthorized
+from rose.errors import (
+    ConfigError,
+    NotAuthentic,
+    RolledBack,
+    RoseError,
+    SectionCorrupt,
+    Unauthorized,
+    VersionRefused,
+)
 from rose.lineage import WeightVersion
 from rose.signatures import PublicKeys, SigningKey
 from rose.weights import composer, manifest, retention
@@ -28,7 +36,7 @@ from rose.weights.publisher import WeightPublisher
 from rose.weights.sealed import SealedStore, sealed_head
 from rose.weights.source import RawBits
 from rose.weights.store import FileStore, MemoryStore, Store
-from rose.weights.stores import open_store
+from rose.weights.stores import open_store, trainer_store
 from rose.weights.subscriber import WeightSubscriber
 from tests.weights.relay_process import RelayProcess
 from tests.weights.subscriber.kit import V, copy_of, same
@@ -417,6 +425,37 @@ def test_a_forged_head_in_any_store_keeps_the_trainer_out_no_more(tmp_path: Path
     assert reader.poll(0) == V("1.1")
     assert same(copy_of(reader), trainer.bits())
     reader.close()
+
+
+# --- a new key
+
+
+def test_a_trainer_that_pins_the_old_key_beside_its_new_one_goes_on(tmp_path: Path) -> None:
+    """As docs/operating.md says it: both at the relay and the nodes, and both in the trainer's token file."""
+    old, new = Tokens.generate(), SigningKey.generate()
+    both = f"{old.public_key} {new.public}"
+    tokens = replace(old, public_key=both)
+    with RelayProcess(tmp_path, tokens=tokens) as relay:
+        trainer = ToyTrainer(1)
+        publish(
+            WeightPublisher(trainer.tensors, trainer_store(relay.url, tokens), "run", 1, PARAMS), trainer, 0
+        )
+        reader = WeightSubscriber(
+            open_store(relay.url, old.relay, trusted=PublicKeys.parse(both)), "run", tmp_path / "reader"
+        )
+        assert reader.poll(5) == V("1.0")
+
+        forgot = replace(tokens, publish_key=new.text, public_key=new.public)
+        with pytest.raises(
+            VersionRefused, match=r"^public_key: head 1\.0 of run.*not pinned.*pin that key here too"
+        ):
+            WeightPublisher(trainer.tensors, trainer_store(relay.url, forgot), "run", 2, PARAMS).publish(0)
+
+        store = trainer_store(relay.url, replace(tokens, publish_key=new.text))
+        publish(WeightPublisher(trainer.tensors, store, "run", 2, PARAMS), trainer, 1)
+        assert reader.poll(5) == V("2.1")
+        assert same(copy_of(reader), trainer.bits())
+        reader.close()
 
 
 # --- anchors composed by others, and what a composer believes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import pytest
 from rose.errors import CapacityError, RoseError, VersionRefused, WeightsError
 from rose.lineage import WeightVersion
 from rose.signatures import PublicKeys, SigningKey
-from rose.weights import retention
+from rose.weights import replicas, retention
+from rose.weights.layout import assign, claims_of
 from rose.weights.params import WeightsParams
 from rose.weights.sealed import SealedStore
-from rose.weights.source import Shard
+from rose.weights.source import Shard, collect
 from rose.weights.store import FileStore, MemoryStore
 from rose.weights.subscriber import WeightSubscriber
 from rose.weights.update import read_update
@@ -397,3 +399,39 @@ def test_ranks_that_ask_for_different_versions_are_stopped(store: FlakyStore) ->
     publishers[1].publish, real = lambda version: real(version + 1), publishers[1].publish  # type: ignore[method-assign,assignment]
     with pytest.raises(WeightsError, match="ranks are at different versions"):
         trainer.publish(make_weights(), 1)
+
+
+# -- copies that are none ------------------------------------------------------------------------------
+
+
+def test_copies_that_drifted_apart_are_refused_by_name(store: FlakyStore) -> None:
+    """Each rank publishes some of the tensors: a mixture of two models would have right checksums."""
+    steps = iter([0.0, 0.25])
+    trainer = Trainer(lambda weights: [weights, {"x": weights["x"] + next(steps)}], store, 1, PARAMS)
+    trainer.publish({"x": X}, 0)
+    with pytest.raises(WeightsError, match="x: ranks 0 and 1 hold other values"):
+        trainer.publish({"x": X}, 1)
+    assert store.get_head("run") is not None
+    assert store.get_head("run").version == 0  # type: ignore[union-attr]
+
+
+def test_copies_may_differ_where_the_trainer_says_so(store: FlakyStore, reader: WeightSubscriber) -> None:
+    params = replace(PARAMS, check_replicas=False)
+    trainer = Trainer(lambda weights: [weights, {"x": weights["x"] + 1}], store, 1, params)
+    trainer.publish({"x": X}, 0)
+    assert reader.poll(0) == WeightVersion(1, 0)
+
+
+@pytest.mark.parametrize("layout", ["fsdp-2", "hsdp-2x2", "megatron-tp-2"])
+def test_every_copy_is_compared_in_its_turn(layout: str) -> None:
+    weights = make_weights()
+    held = [claims_of(collect(lambda held=held: held)) for held in LAYOUTS[layout](weights)]
+    shared = assign(held).shared
+    twins = [
+        number
+        for number, claim in enumerate(held[0])
+        if any((claim.name, claim.box) == (each.name, each.box) for other in held[1:] for each in other)
+    ]
+    assert shared[0] == twins
+    found = [number for turn in range(5) for number in replicas.due(held[0], shared[0], turn, 5)]
+    assert sorted(found) == twins
