@@ -134,7 +134,7 @@ class NodeAgent(Node):
             )
         control = ControlServer(self, config.socket_path, self._tokens)
         await control.start()
-        self.released = self.lent_s == 0.0
+        self.released = self.lent_s == 0.0 or not self.told
         self._log_anew()
         self._set_mode()
         loop = asyncio.get_running_loop()
@@ -435,6 +435,7 @@ class NodeAgent(Node):
     def assign(self, answer: HeartbeatAnswer) -> None:
         """What rose-scheduler said last.  While it is away, that stays so."""
         self.assignment = answer
+        self.told = self.told or answer.known
         if answer.active:
             self._unwanted_s = None
         elif self._unwanted_s is None:
@@ -466,7 +467,7 @@ class NodeAgent(Node):
 
     def _heed_assignment(self) -> None:
         unwanted = self._unwanted_s is not None and time.monotonic() - self._unwanted_s >= RELEASE_AFTER_S
-        owned, held = self.lent_s == 0.0, self.assignment.held
+        owned, held = self.lent_s == 0.0, self.assignment.held or not self.told
         if (unwanted or owned or held) != self.released:
             self.released = unwanted or owned or held
             if self.released:
@@ -474,6 +475,8 @@ class NodeAgent(Node):
                     "its owner has this device"
                     if owned
                     else "the fleet is switched off here"
+                    if self.assignment.held
+                    else "rose-scheduler has not said yet whether the fleet is on"
                     if held
                     else "no job wants this device"
                 )

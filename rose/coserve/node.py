@@ -57,6 +57,8 @@ class Node:
         self.want_engine = True
         self.assignment = HeartbeatAnswer()
         """Whom rose-scheduler wants this device to serve, by its last answer."""
+        self.told = config.scheduler is None or config.serving is None
+        """rose-scheduler has said whether the fleet is on, or has no say: until then production's device is held."""
         self.released = False
         """No job wants this device, or its owner has it: nothing is lent to its engine, which stays where it is."""
         self.lent_until_s: float | None = None

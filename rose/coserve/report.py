@@ -62,7 +62,7 @@ def heartbeat(
         slo_tpot_s=node.slo_tpot_ms / 1e3 if "tpot" in p99_s else None,
         group=None if node.config.scheduler is None else node.config.scheduler.group,
         mode=_MODES[node.mode],
-        held=node.assignment.held,
+        held=node.assignment.held or not node.told,
         held_pages=rollout.reserved_pages if rollout is not None else 0,
     )
 
@@ -116,7 +116,7 @@ def status(node: Node) -> dict[str, Any]:
             "job": node.assignment.job,
             "run": node.assignment.run,
             "active": not node.released,
-            "held": node.assignment.held,
+            "held": node.assignment.held or not node.told,
         },
         "lent_s": node.lent_s,
         "weights": None if node.weights is None else _weights(node.weights),

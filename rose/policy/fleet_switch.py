@@ -5,6 +5,7 @@ has set it.  So the fleet's switch never starts harvesting on a node whose opera
 
 A release goes in *stages*: the canary groups first, then the rest.  Each stage is watched for ``watch_s``.  A node that has kept
 production's promises and then breaks one for ``late_s`` on end takes its stage back: the stage is held again and the release ends.
+So does one that was judged and then is not heard for as long: what became of production there nobody can tell.
 A node that was late when it was released is not judged until it has been in time.  No stage follows one of which no node was
 heard and measured at its end.
 
@@ -141,14 +142,14 @@ class FleetSwitch:
             return []
         groups = release.stages[release.index]
         for name, node in sorted(self._nodes.items()):
+            if not node.judged or not self._is_of(node, groups):
+                continue
             since_s = node.late_since_s
-            if (
-                self._is_of(node, groups)
-                and node.judged
-                and since_s is not None
-                and at_s - since_s >= self.late_s
-            ):
+            if since_s is not None and at_s - since_s >= self.late_s:
                 return self._take_back(groups, f"{name} in group {node.group}: {node.says}")
+            silent_s = at_s - max(node.heard_s, release.began_s)
+            if silent_s >= max(self.late_s, self.silent_s):
+                return self._take_back(groups, f"{name} in group {node.group}: silent for {silent_s:.0f} s")
         if at_s - release.began_s < release.watch_s:
             return []
         last = release.index + 1 == len(release.stages)

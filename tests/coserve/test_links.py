@@ -34,6 +34,7 @@ class Registry:
         self.beats: list[Heartbeat] = []
         self.removed: list[str] = []
         self.down = False
+        self.num_asked = 0
         self.stands_by = False
         self.in_pieces = False
         self.assignment: dict[str, Any] = {}
@@ -58,6 +59,7 @@ class Registry:
             await self._runner.cleanup()
 
     def _check(self, request: web.Request) -> None:
+        self.num_asked += 1
         if self.down:
             raise web.HTTPServiceUnavailable
         if self.stands_by:
@@ -170,10 +172,11 @@ async def test_a_new_engine_process_registers_with_its_own_token(device: Device,
 async def test_a_scheduler_that_is_away_is_tried_again_and_lending_goes_on(
     device: Device, registry: Registry
 ) -> None:
-    registry.down = True
     agent = linked(device, registry)
-    await until(lambda: "answered 503" in (agent.status()["scheduler"] or {}).get("error", ""))
     await until(lambda: device.resident_pages() == 16)
+    registry.down = True
+    await until(lambda: "answered 503" in (agent.status()["scheduler"] or {}).get("error", ""))
+    assert device.resident_pages() == 16
     registry.down = False
     await until(lambda: agent.status()["scheduler"]["connected"])
 
@@ -384,6 +387,21 @@ async def test_a_device_that_no_job_wants_gives_its_memory_back_and_keeps_its_en
     assert agent.engine.num_kills == 0
     assert device.production is not None
     assert device.production.overdrawn == 0
+
+
+async def test_an_agent_that_starts_while_the_scheduler_is_away_lends_nothing_before_it_is_told(
+    device: Device, registry: Registry
+) -> None:
+    """It may have been held, and died since."""
+    registry.down = True
+    agent = linked(device, registry)
+    await until(lambda: agent.engine.state == "ready")
+    asked = registry.num_asked
+    await until(lambda: registry.num_asked >= asked + 3)
+    assert (agent.policy.lend_pages, device.resident_pages()) == (0, 0)
+
+    registry.down = False
+    await until(lambda: device.resident_pages() > 0)
 
 
 async def test_a_node_whose_fleet_is_switched_off_gives_its_memory_back_at_once_and_keeps_its_mode(

@@ -55,7 +55,7 @@ def test_a_canary_that_nobody_hears_or_measures_is_waited_for() -> None:
     switch = FleetSwitch()
     switch.off()
     switch.on(0.0, canary=("canary",), watch_s=60.0)
-    say(switch, 50.0, "n", "canary")
+    say(switch, 52.0, "n", "canary")
     assert switch.tick(60.0) == []  # silent since
     say(switch, 61.0, "n", "canary", measured=False)
     say(switch, 61.0, "m", "eu")
@@ -76,6 +76,17 @@ def test_a_group_that_breaks_its_promise_for_long_is_held_again_and_nothing_foll
     assert held(switch) == list(GROUPS)
     assert switch.tick(1000.0) == []
     assert switch.taken_back
+
+
+def test_a_canary_that_falls_silent_is_held_again() -> None:
+    switch = FleetSwitch()
+    switch.off()
+    say(switch, 0.0, "n", "canary")
+    switch.on(30.0, canary=("canary",), watch_s=60.0)
+    assert switch.tick(39.0) == []
+    (action,) = switch.tick(40.0)
+    assert action == TakenBack(groups=("canary",), reason="n in group canary: silent for 10 s")
+    assert held(switch) == list(GROUPS)
 
 
 def test_a_moment_is_no_broken_promise() -> None:
