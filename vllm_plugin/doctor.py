@@ -290,9 +290,13 @@ def judge_engine(role: str, arguments: Sequence[str]) -> Answer:
 
 def _name_problems(role: str) -> list[str]:
     """What the plugin of that role would miss in this vLLM, in any of its processes."""
+    import vllm
+
     from vllm_plugin import compat, selfcheck
 
     problems = selfcheck.problems()
+    if not selfcheck.is_of_line(vllm.__version__):
+        return [*problems, selfcheck.moved()]
     if problems or role != "rollout":
         return problems
     on_cpu = selfcheck.CPU_WORKER if compat.device() == "cpu" else ()

@@ -378,6 +378,21 @@ def is_of_line(version: str) -> bool:
     return (found.epoch, found.release[:2]) == (line.epoch, line.release)
 
 
+def moved() -> str:
+    """Of a vLLM of another line: which names that are used have moved or gone, for whoever would bring ROSE to it."""
+    owners = (*CORE, *API, *WORKER, *CPU_WORKER, *DOCTOR)
+    found: list[str] = []
+    for owner in owners:
+        try:
+            found += owner.problems()
+        except Exception as error:  # noqa: BLE001 - another line's modules may do anything when they are loaded
+            found.append(f"{owner.where} cannot be looked at: {error!r}")
+    found = list(dict.fromkeys(found))
+    if not found:
+        return "none of the names that are used has moved, but nobody has tried it"
+    return f"{len(found)} of the names that are used have moved: {'; '.join(found)}"
+
+
 def problems_of(owners: tuple[Owner, ...]) -> list[str]:
     return [problem for owner in owners for problem in owner.problems()]
 

@@ -242,11 +242,19 @@ def tiny(tmp_path: Path) -> list[str]:
 
 def test_another_release_line_says_what_moved(tiny: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm
+    from vllm.v1.worker.cpu_worker import CPUWorker
 
     monkeypatch.setattr(vllm, "__version__", "0.33.0")
     answer = doctor.judge_engine("serving", tiny)
     assert (answer.support, answer.rows[0].row) == ("refused", "unknown_version")
     assert "0.33.0 is not of the supported line" in answer.rows[0].found
+    assert "none of the names that are used has moved" in answer.rows[0].found
+
+    monkeypatch.delattr(CPUWorker, "determine_available_memory")
+    monkeypatch.delattr(selfcheck.importlib.import_module("vllm.v1.worker.gpu_worker").Worker, "determine_available_memory")  # fmt: skip
+    found = doctor.judge_engine("serving", tiny).rows[0].found
+    assert "of the names that are used have moved: " in found
+    assert "CPUWorker.determine_available_memory is gone" in found
 
 
 def test_names_that_only_a_rollout_engine_needs_refuse_that(
