@@ -321,7 +321,10 @@ def test_it_tells_how_many_turns_it_put_back_for_want_of_memory(server: EngineSe
     host.lend(1)  # 4,096 tokens less one block, and eight turns that grow to 512 each
     before = settled(server, 1)["num_preemptions"]
 
+    busy_without_slack(host)
     turns = [Turn(server, [*PROMPT, 20 + number], 500) for number in range(8)]
+    eventually(lambda: (now := status(server))["running"] + now["waiting"] == 8, "eight turns are there")
+    idle(host)  # so they grow side by side
 
     assert {turn.choice()["finish_reason"] for turn in turns} == {"length"}
     assert status(server)["num_preemptions"] > before

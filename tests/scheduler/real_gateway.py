@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -31,7 +32,9 @@ class Door:
         self.lose_parse_at: int | None = None
         """After so many calls of the parse route, lose what the next one is for, once."""
         self.lose_how = ""
+        """With one set, tokens pass one by one: the next when what came before was parsed."""
         self.num_lost = 0
+        self._parsed = asyncio.Event()
         self.cut_after: int | None = None
         self.num_cuts = 0
 
@@ -39,6 +42,8 @@ class Door:
         body = await request.read()
         self.num_bytes[request.path] += len(body)
         self.num_calls[request.path] += 1
+        if request.path == "/rose/parse":
+            self._parsed.set()
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.engine.node_token}"}
         if request.path == "/rose/parse" and self.lose_parse_at is not None:
             self.lose_parse_at -= 1
@@ -75,7 +80,13 @@ class Door:
                         assert request.transport is not None
                         request.transport.abort()
                         return response
+                self._parsed.clear()
                 await response.write(line)
+                if self.lose_how and line.startswith(b"data: {"):
+                    with contextlib.suppress(
+                        TimeoutError
+                    ):  # what ends a stream is parsed with what came before
+                        await asyncio.wait_for(self._parsed.wait(), 1.0)
             return response
 
     async def open(self) -> str:
