@@ -236,13 +236,13 @@ class Prompts:
             if rendered.token_ids[: len(full)] != full:
                 return None
             return rendered.token_ids[len(full) :], dict(rendered.sampling_params)
-        instructs = any(message.get("role") in _INSTRUCTS for message in messages[base:])
+        instructs = [at for at in range(base, len(messages)) if messages[at].get("role") in _INSTRUCTS]
         try:
             after, params = await self._after_answer(messages, base, body, context)
-            if instructs and after is not None:
-                # A template may write them elsewhere, or nowhere: then the whole is rendered, as for a first turn.
-                word = self._sentinels[1]
-                other, _ = await self._after_answer(_instructing(messages, base, word), base, body, context)
+            for at in instructs if after is not None else ():
+                # A template may write each of them elsewhere, or nowhere: then the whole is rendered, as for a first turn.
+                said = [*messages[:at], {**messages[at], "content": self._sentinels[1]}, *messages[at + 1 :]]
+                other, _ = await self._after_answer(said, base, body, context)
                 if other == after:
                     return None
         except RequestError:
@@ -342,14 +342,6 @@ def _in_place(message: dict[str, Any]) -> dict[str, Any]:
     """vLLM 0.32 puts what a developer says in front of the conversation, and with it all that a system message says; system messages
     alone it leaves to the template."""
     return {**message, "role": "system"} if message.get("role") == "developer" else message
-
-
-def _instructing(messages: Sequence[dict[str, Any]], base: int, word: str) -> list[dict[str, Any]]:
-    """The messages, with nothing but ``word`` in those from ``base`` on that instruct the model."""
-    return [
-        {**message, "content": word} if at >= base and message.get("role") in _INSTRUCTS else message
-        for at, message in enumerate(messages)
-    ]
 
 
 def _words(messages: Sequence[Mapping[str, Any]]) -> list[str]:

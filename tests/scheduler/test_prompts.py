@@ -66,6 +66,12 @@ REFUSING = (
     "<|im_start|>{{ m.role }}\n{{ m.content or '' }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+LAST_OF_TWO = (
+    # Of system messages one behind the other the last alone is written.
+    "{% for m in messages %}{% if m.role != 'system' or loop.last or loop.nextitem.role != 'system' %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content or '' }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 TEMPLATES = {"chatml": CHATML, "thinking": THINKING, "llama": LLAMA, "mistral": MISTRAL}
 SPECIAL = ["<|bos|>", "<|im_start|>", "<|im_end|>", "<|start|>", "<|end|>", "<|eot|>"]
 
@@ -90,7 +96,9 @@ def hf(name: str) -> HFTokenizer:
     eos = "<|eot|>" if name in ("llama", "mistral") else "<|im_end|>"
     wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=eos)
     wrapped.add_special_tokens({"additional_special_tokens": SPECIAL})
-    wrapped.chat_template = (TEMPLATES | {"first_only": FIRST_ONLY, "refusing": REFUSING})[name]
+    wrapped.chat_template = (
+        TEMPLATES | {"first_only": FIRST_ONLY, "refusing": REFUSING, "last_of_two": LAST_OF_TWO}
+    )[name]
     return HFTokenizer(wrapped)
 
 
@@ -461,6 +469,16 @@ async def test_what_is_said_to_the_model_in_the_middle_reaches_it(
     else:
         assert (prompt.parent, prompt.fork) == (0, None)
         assert text.index("left") < text.index("remember") < text.index("up")
+
+
+async def test_a_template_that_drops_one_of_two_forks() -> None:
+    bench = Bench(hf("last_of_two"))
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "you"}, user("left or right")]
+    answer = {"role": "assistant", "content": "left"}
+    await bench.turn(messages, bench.tokenizer.encode("left"), answer)
+    both = [{"role": "system", "content": "remember"}, {"role": "system", "content": "be brief"}]
+    prompt = await bench.turn([*messages, answer, *both, user("up")], [5], answer)
+    assert (prompt.parent, prompt.fork) == (None, "unbridgeable")
 
 
 async def test_a_template_that_takes_it_only_in_front_gets_the_developers_word_there() -> None:
