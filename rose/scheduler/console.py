@@ -111,6 +111,8 @@ def list_(
 ) -> None:
     """All trajectories that the scheduler remembers."""
     table = Table("id", "job", "group", "state", "reason", "turns", "reward")
+    table.columns[0].no_wrap = True  # whole: it is what other commands take
+    table.columns[0].overflow = "ignore"
     for each in Client(url, token_file).get("/rose/v1/trajectories", job=job, state=state)["trajectories"]:
         reward = "" if each["reward"] is None else f"{each['reward']:g}"
         names = ("id", "job", "group_id", "state", "reason", "num_turns")

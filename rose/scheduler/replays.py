@@ -1,7 +1,7 @@
 """Rebuild the answer of a recorded turn, for a client that asks for it again.
 
 Answers are not stored: text, tool calls and log-probs follow from a turn's ids, parsed again by the same routes.  The alternatives
-of ``top_logprobs`` are not recorded, so a repeated answer lacks them.
+of ``top_logprobs`` are not recorded, so a repeated answer has the sampled token alone there, as one has that asked for none.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ def _finished(trajectory: Trajectory, record: TurnRecord, prompts: dict[int, Pro
         sampling_params={},
         tier=last.get("tier", ""),
         worker_id=last.get("worker", ""),
-        entries=[TokenLogprob(token_id=t, logprob=p) for t, p in zip(token_ids, logprobs, strict=True)],
+        entries=[
+            TokenLogprob(token_id=t, logprob=p, top_logprobs=[{"token_id": t, "logprob": p}])
+            for t, p in zip(token_ids, logprobs, strict=True)
+        ],
     )
     result = te.TurnResult(
         turn_id=record.id,

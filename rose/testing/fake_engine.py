@@ -597,7 +597,9 @@ def _entry(token: int, logprob: float, params: Mapping[str, Any]) -> dict[str, A
         {"token_id": abs(token - rank - 1), "logprob": logprob - rank / 8, "rank": rank + 1}
         for rank in range(params.get("logprobs") or 0)
     ]
-    return {"token_id": token, "logprob": logprob, "rank": 1, "top_logprobs": others}
+    # As vLLM, whose list begins with the sampled token where nothing else was asked for.
+    top = others or [{"token_id": token, "logprob": logprob, "rank": 1}]
+    return {"token_id": token, "logprob": logprob, "rank": 1, "top_logprobs": top}
 
 
 def _features(body: Mapping[str, Any], token_ids: Sequence[int]) -> dict[str, Any] | None:

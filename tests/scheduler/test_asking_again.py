@@ -74,6 +74,18 @@ async def test_one_turn_number_with_two_bodies_is_a_conflict(world: World) -> No
     assert (status, answer["error"]["code"]) == (422, "turn_conflict")
 
 
+async def test_the_log_probs_of_a_repeat_are_those_of_the_answer(world: World) -> None:
+    await world.start()
+    await world.add("a")
+    session = await world.trajectory()
+    headers = {"X-Session-ID": session, "X-ROSE-Turn": "0"}
+    body = {"model": "policy", "messages": [user("x")], "max_tokens": 8, "logprobs": True}
+    first = await world.ok("POST", "/v1/chat/completions", body, headers=headers)
+    again = await world.ok("POST", "/v1/chat/completions", body, headers=headers)
+    assert again["choices"][0]["logprobs"] == first["choices"][0]["logprobs"]
+    assert len(first["choices"][0]["logprobs"]["content"]) == 8
+
+
 def ask(world: World, session: str, *, retry: int = 0, **extra: Any) -> asyncio.Task[Any]:
     body = {"model": "policy", "messages": [user("x")], "max_tokens": 8}
     headers = {"X-Session-ID": session, **extra}

@@ -220,9 +220,9 @@ async def test_the_console_shows_lists_and_exports_trajectories(world: World, tm
     world.tokens.save(tmp_path / "tokens.toml")
     where = ["--url", world.url, "--token-file", str(tmp_path / "tokens.toml")]
 
-    async def rose(*arguments: str) -> str:
+    async def rose(*arguments: str, columns: int = 200) -> str:
         result = await asyncio.to_thread(
-            CliRunner().invoke, console.app, [*arguments, *where], env={"COLUMNS": "200"}
+            CliRunner().invoke, console.app, [*arguments, *where], env={"COLUMNS": str(columns)}
         )
         assert result.exit_code == 0, result.output
         return result.output
@@ -231,6 +231,7 @@ async def test_the_console_shows_lists_and_exports_trajectories(world: World, tm
     assert "hello" in shown
     assert "harvested" in shown
     assert name in await rose("ls")
+    assert name in await rose("ls", columns=40), "as other commands take it"
     out = tmp_path / "all.jsonl"
     await rose("export", "--out", str(out))
     (line,) = out.read_text().splitlines()
