@@ -24,6 +24,7 @@ from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.engine import Endpoint
 from rose.scheduler.fleet_api import FleetRoutes
 from rose.scheduler.http import bounded_json, encode, json_response, read_wire
+from rose.scheduler.protocols import named_as
 from rose.scheduler.records import FinishRecord, ScoreRecord, packed
 from rose.scheduler.scheduler_config import SchedulerConfig
 from rose.scheduler.search import Search
@@ -33,28 +34,8 @@ from rose.scheduler.timeline import Promise, Timeline
 from rose.scheduler.trajectory import Trajectory
 from rose.wire.pool import Target
 from rose.wire.samples import Ack, Finish, Lease, NewTrajectory, NewVersion, Resume, Score, Scored
+from rose.wire.sampling import OfTrajectory, check_sampling
 from rose.wire.workers import Heartbeat, HeartbeatAnswer, Registered, Registration
-
-SAMPLING_FIELDS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "max_tokens",
-    "min_tokens",
-    "allowed_token_ids",
-    "logit_bias",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "skip_special_tokens",
-    "chat_template_kwargs",
-)
-"""What a trajectory may fix for all its turns."""
 
 DEFAULT_TTL_S = 600.0
 """Of a lease."""
@@ -91,9 +72,7 @@ class ControlRoutes:
         if body.group_id is None and group_size != 1:
             raise RequestError("is required when group_size is over 1", field="group_id")
         sampling = body.sampling or {}
-        for name in sampling:
-            if name not in SAMPLING_FIELDS:
-                raise RequestError("unknown field", field=f"sampling.{name[:64]}")
+        check_sampling(sampling, OfTrajectory, "sampling.")
         if body.deadline_s is not None and body.deadline_s > most_s:
             raise RequestError(f"must be at most {most_s:g}", field="deadline_s")
         key = request.headers.get("Idempotency-Key", "")
@@ -117,7 +96,7 @@ class ControlRoutes:
         return json_response({"id": name, "key": self._tokens.key_of(name)})
 
     async def get(self, request: web.Request) -> web.Response:
-        trajectory = self._store.get(request.match_info["id"])
+        trajectory = self._named(request)
         async with self._looking:
             state = self._store.state(trajectory.id)
             return json_response(await _trace(trajectory, state, Slices(), whole_prompts=True))
@@ -175,6 +154,11 @@ class ControlRoutes:
                 group["group_size"] = created.group_size
             return json_response({"groups": await slices.json_list(found.values())})
 
+    def _named(self, request: web.Request) -> Trajectory:
+        """Raises NotFound that names the path's id: no header says which trajectory is meant here."""
+        with named_as({"X-Session-ID": "id"}):
+            return self._store.get(request.match_info["id"])
+
     async def _found(self, wanted: Search, slices: Slices) -> AsyncIterator[tuple[Trajectory, str, str]]:
         async for trajectory in slices.over(list(self._store.trajectories.values())):
             if trajectory.id not in self._store.trajectories:
@@ -187,7 +171,7 @@ class ControlRoutes:
         name = request.match_info["id"]
         body = await read_wire(request, Finish)
         info = bounded_json(body.info, field="info", max_bytes=self._config.limits.max_info_bytes)
-        trajectory = self._store.get(name)
+        trajectory = self._named(request)
         fresh = trajectory.finish is None
         if body.reward is not None:
             actions = self._store.finish(
@@ -206,7 +190,7 @@ class ControlRoutes:
         info = bounded_json(body.info, field="info", max_bytes=self._config.limits.max_info_bytes)
         if body.reward is None and (body.success is not None or info is not None):
             raise RequestError("is required with success or info", field="reward")
-        trajectory = self._store.get(name)
+        trajectory = self._named(request)
         fresh = trajectory.finish is None
         actions = self._store.add_scores(
             ScoreRecord(
@@ -231,7 +215,7 @@ class ControlRoutes:
         return await self._ended(trajectory.id, actions)
 
     async def cancel(self, request: web.Request) -> web.Response:
-        name = request.match_info["id"]
+        name = self._named(request).id
         actions = self._store.cancel(name, "cancelled")
         self._carry_out(actions)
         return await self._ended(name, actions)
@@ -494,6 +478,7 @@ def _numbered(trajectory: Trajectory, scored: list[Scored], field: str) -> list[
         )
     named = trajectory.turn_numbers() if any(isinstance(each.turn, str) for each in scored) else {}
     found: list[tuple[int, float]] = []
+    seen: set[int] = set()
     for at, each in enumerate(scored):
         turn = named.get(each.turn) if isinstance(each.turn, str) else each.turn
         if turn is None or turn >= len(trajectory.turns):
@@ -504,6 +489,9 @@ def _numbered(trajectory: Trajectory, scored: list[Scored], field: str) -> list[
                 field=f"{field}[{at}].turn",
                 fix="name the branch by its last turn, or score the turn under turns",
             )
+        if turn in seen:
+            raise RequestError("is named twice", field=f"{field}[{at}].turn")
+        seen.add(turn)
         found.append((turn, each.reward))
     return found
 

@@ -51,6 +51,7 @@ from rose.scheduler.streams import replay_stream, replay_tokens, stream_job, str
 from rose.scheduler.trajectory import Trajectory
 from rose.scheduler.turn_requests import TurnRequests, said
 from rose.wire.reading import read
+from rose.wire.sampling import Chat, Completion, Generated, check_sampling
 from rose.wire.turns import Generate
 
 REFUSED_PARAMS = ("output_kind", "skip_clone", "extra_args", "prompt_logprobs")
@@ -102,6 +103,7 @@ class OpenAIRoutes:
         self, request: web.Request, sent: ProtocolRequest, trajectory: Trajectory | None
     ) -> web.StreamResponse:
         self._requests.check_messages(sent.body)
+        check_sampling(sent.body, Chat)
         asks = side.kind_of(sent.body)
         sent.body = body = self._requests.with_sampling(sent.body, trajectory)
         num_choices = self._requests.num_choices(body)
@@ -139,6 +141,7 @@ class OpenAIRoutes:
         for field in ("echo", "suffix", "use_beam_search", "prompt_logprobs", "prompt_embeds"):
             if body.get(field):
                 raise RequestError("is not supported here", field=field)
+        check_sampling(body, Completion)
         trajectory = self._requests.trajectory(request, body.get("session_id"))
         body = self._requests.with_sampling(body, trajectory)
         num_choices = self._requests.num_choices(body)
@@ -195,10 +198,10 @@ class OpenAIRoutes:
         for name in REFUSED_PARAMS:
             if name in given:
                 raise RequestError("is not allowed", field=f"sampling_params.{name}")
+        check_sampling(given, Generated, "sampling_params.")
         given = self._requests.with_sampling(given, trajectory)
         given.pop("chat_template_kwargs", None)  # of the trajectory's chat turns
-        if given.pop("n", 1) != 1:
-            raise RequestError("must be 1", field="sampling_params.n")
+        given.pop("n", None)
         params = self._requests.params(given, given, len(token_ids), model, prefix="sampling_params.")
         asked = self._requests.turn_request(request, data, trajectory)
         if body.stream:

@@ -15,6 +15,7 @@ from rose.scheduler.store import UNSCORED
 MAX_FOUND = 10_000
 _STATES = (*(state.value for state in sp.SampleState), UNSCORED)
 _META = "meta."
+_NAMES = ("job", "group_id", "state", "limit")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +37,9 @@ class Search:
             RequestError: A value cannot be one.
         """
         query = request.query
+        for name in query:
+            if name not in _NAMES and not name.startswith(_META):
+                raise RequestError(f"is none of {', '.join(_NAMES)}, {_META}NAME", field=name[:64])
         state = query.get("state")
         if state is not None and state not in _STATES:
             raise RequestError(f"must be one of {', '.join(_STATES)}", field="state")

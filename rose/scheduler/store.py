@@ -209,7 +209,15 @@ class Store(Books):
             same = msgspec.structs.replace(record, filter_equal=trajectory.finish.filter_equal)
             if trajectory.finish == same:
                 return []
-            raise Conflict("trajectory was finished with another reward", field="reward")
+            other = next(
+                (
+                    name
+                    for name in ("reward", "success")
+                    if getattr(trajectory.finish, name) != getattr(same, name)
+                ),
+                "info",
+            )
+            raise Conflict(f"trajectory was finished with another {other}", field=other)
         return self._write(record)
 
     def check_sampled(self, job: str, segments: Sequence[Mapping[str, Any]]) -> None:

@@ -15,6 +15,7 @@ from rose.scheduler.deliveries import retry_count
 from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.http import KEY_OF, REQUEST_ID, check_storable, encode, trace_context, whole_number
 from rose.scheduler.inflight_request import TurnRequest
+from rose.scheduler.protocols import no_media
 from rose.scheduler.scheduler_config import SchedulerConfig
 from rose.scheduler.store import Store
 from rose.scheduler.trajectory import Trajectory
@@ -81,6 +82,13 @@ class TurnRequests:
         for index, message in enumerate(messages):
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
                 raise RequestError("must be an object with a role", field=f"messages[{index}]")
+            content = message.get("content")
+            if content is None and message["role"] in ("tool", "function"):
+                messages[index] = {**message, "content": ""}  # what a tool that returns nothing sends
+            elif isinstance(content, list):
+                _check_parts(content, f"messages[{index}].content")
+            elif content is not None and not isinstance(content, str):
+                raise RequestError("must be text, or a list of parts", field=f"messages[{index}].content")
 
     def num_choices(self, body: dict[str, Any]) -> int:
         best_of = body.get("best_of")
@@ -167,6 +175,20 @@ class TurnRequests:
     def vocab_size(self, model: str) -> int | None:
         served = self._dispatcher.models().get(model)
         return None if served is None else served.vocab_size
+
+
+_MEDIA = ("image", "audio", "video", "file")
+
+
+def _check_parts(parts: list[Any], field: str) -> None:
+    for at, part in enumerate(parts):
+        if isinstance(part, str):
+            continue
+        if not isinstance(part, dict):
+            raise RequestError("must be an object with a type, or text", field=f"{field}[{at}]")
+        kind = str(part.get("type"))
+        if any(each in kind for each in _MEDIA):
+            raise no_media(kind[:64], f"{field}[{at}]")
 
 
 def _deadline_s(text: str) -> float:

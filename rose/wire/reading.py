@@ -6,7 +6,7 @@ Bodies come from anybody.  Their size is bounded by who receives them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, TypeVar, cast
 
@@ -17,6 +17,7 @@ from rose import lineage
 from rose.errors import RequestError
 
 T = TypeVar("T")
+D = TypeVar("D")
 S = TypeVar("S", bound=msgspec.Struct)
 _FAULT = re.compile(r"(?P<what>.*?)(?: - at `(?:key` in `)?\$\.?(?P<where>[^`]*)`)?\Z", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(.{1,64}?)`")
@@ -32,13 +33,32 @@ def read(kind: type[S], data: bytes) -> S:
     try:
         return read_struct(data or b"{}", cast("msgspec.json.Decoder[S]", _decoder(kind)).decode)
     except RequestError as error:
-        must = requirements(kind).get(error.field or "")
-        if must is None or not error.message.startswith("wrong type"):
-            raise
-        raise RequestError(f"must be {must}", field=error.field) from error.__cause__
+        raise _in_words(kind, error) from error.__cause__
 
 
-def read_struct(data: bytes, decode: Callable[[bytes], T]) -> T:
+def check(kind: type[msgspec.Struct], values: Mapping[str, Any], prefix: str = "") -> None:
+    """Are ``values``, parts of a body that was read as JSON, what ``kind`` says?
+
+    Args:
+        prefix: Where they are in the body, with its dot.
+
+    Raises:
+        RequestError: As :func:`read`.
+    """
+    try:
+        read_struct(values, lambda found: msgspec.convert(found, kind))
+    except RequestError as error:
+        told = _in_words(kind, error)
+        raise RequestError(told.message, field=prefix + (told.field or "")) from None
+
+
+def _in_words(kind: type[msgspec.Struct], error: RequestError) -> RequestError:
+    """What the field that was wrong must be."""
+    must = _requirement(kind, error.field or "") if error.message.startswith("wrong type") else None
+    return error if must is None else RequestError(f"must be {must}", field=error.field)
+
+
+def read_struct(data: D, decode: Callable[[D], T]) -> T:
     """``data`` as what a typed decoder makes of it.
 
     Raises:
@@ -49,16 +69,16 @@ def read_struct(data: bytes, decode: Callable[[bytes], T]) -> T:
     except msgspec.ValidationError as error:
         text = str(error)
         unknown, missing = _UNKNOWN.match(text), _MISSING.match(text)
-        if unknown is not None:
-            raise RequestError("unknown field", field=unknown[1]) from None
         fault = _FAULT.match(text)
         assert fault is not None
-        if missing is not None and not fault["where"]:
-            raise RequestError("is required", field=missing[1]) from None
         where = fault["where"] or ""
+        for said, told in ((unknown, "unknown field"), (missing, "is required")):
+            if said is not None:
+                raise RequestError(told, field=f"{where}.{said[1]}".lstrip(".")) from None
         if not where and text.startswith("Expected `object`"):
             raise RequestError("must be a JSON object", field="body") from error
-        field = (where or "body").split("[", 1)[0].split(".", 1)[0]
+        # A value of an object has no name here: it is its object that is wrong.
+        field = (where or "body").split("[...]", 1)[0]
         raise RequestError(f"wrong type: {fault['what'].lower()}", field=field) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError(f"is not JSON: {error}", field="body") from error
@@ -77,6 +97,24 @@ def requirements(kind: type[msgspec.Struct]) -> dict[str, str]:
     info = inspect.type_info(kind)
     assert isinstance(info, inspect.StructType)
     return {field.encode_name: describe(field.type) for field in info.fields}
+
+
+_STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]")
+
+
+def _requirement(kind: type[msgspec.Struct], path: str) -> str | None:
+    """What is asked for at ``path`` (``turns[0].reward``), in words; None: there is no such place."""
+    found: list[inspect.Type] = [inspect.type_info(kind)]
+    for name, index in _STEP.findall(path):
+        within: list[inspect.Type] = []
+        for each in found:
+            for one in each.types if isinstance(each, inspect.UnionType) else (each,):
+                if isinstance(one, inspect.StructType) and name:
+                    within += [field.type for field in one.fields if field.encode_name == name]
+                elif isinstance(one, inspect.ListType) and index:
+                    within.append(one.item_type)
+        found = within
+    return describe(found[0]) if found and path else None
 
 
 def describe(kind: inspect.Type) -> str:
@@ -98,7 +136,11 @@ def describe(kind: inspect.Type) -> str:
             return "a number" + _between(least, most)
         case inspect.LiteralType(values=values):
             return "one of " + ", ".join(map(str, values))
-        case inspect.DictType() | inspect.StructType():
+        case inspect.DictType(value_type=value, max_length=most):
+            bound = "" if most is None else f" of at most {most} names"
+            each = "" if isinstance(value, inspect.AnyType) else f", each {describe(value)}"
+            return f"an object{bound}{each}"
+        case inspect.StructType():
             return "an object"
         case inspect.ListType(item_type=item, min_length=least, max_length=most):
             size = f" of {least}" if least is not None and least == most else ""

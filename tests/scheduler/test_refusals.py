@@ -42,9 +42,9 @@ WORKER = {
         ("POST", "/v1/completions", {"prompt": "x", "echo": True}, "agent", 400, "echo"),
         ("POST", "/rose/v1/generate", {"token_ids": []}, "agent", 400, "token_ids"),
         ("POST", "/rose/v1/generate", {"token_ids": [512]}, "agent", 400, "token_ids"),
-        ("POST", "/rose/v1/generate", {"token_ids": [-1]}, "agent", 400, "token_ids"),
-        ("POST", "/rose/v1/generate", {"token_ids": [True]}, "agent", 400, "token_ids"),
-        ("POST", "/rose/v1/generate", {"token_ids": ["1"]}, "agent", 400, "token_ids"),
+        ("POST", "/rose/v1/generate", {"token_ids": [-1]}, "agent", 400, "token_ids[0]"),
+        ("POST", "/rose/v1/generate", {"token_ids": [True]}, "agent", 400, "token_ids[0]"),
+        ("POST", "/rose/v1/generate", {"token_ids": ["1"]}, "agent", 400, "token_ids[0]"),
         ("POST", "/rose/v1/generate", {"token_ids": [1] * 4096}, "agent", 400, "token_ids"),
         ("POST", "/rose/v1/generate", {"token_ids_b64": "AAA="}, "agent", 400, "token_ids_b64"),
         ("POST", "/rose/v1/generate", {"token_ids": [1], "max_token": 4}, "agent", 400, "max_token"),
@@ -67,9 +67,36 @@ WORKER = {
             "sampling.temp",
         ),
         ("POST", "/rose/v1/trajectories", {"job": "j", "group_size": 2}, "environment", 400, "group_id"),
-        ("GET", "/rose/v1/trajectories/none", None, "environment", 404, "X-Session-ID"),
+        ("GET", "/rose/v1/trajectories/none", None, "environment", 404, "id"),
         ("GET", "/rose/v1/trajectories?state=odd", None, "environment", 400, "state"),
-        ("POST", "/rose/v1/trajectories/none/finish", {"reward": 1}, "environment", 404, "X-Session-ID"),
+        ("POST", "/rose/v1/trajectories/none/finish", {"reward": 1}, "environment", 404, "id"),
+        ("POST", "/rose/v1/trajectories/none/score", {"reward": 1}, "environment", 404, "id"),
+        ("DELETE", "/rose/v1/trajectories/none", None, "environment", 404, "id"),
+        ("GET", "/rose/v1/trajectories?jobb=x", None, "environment", 400, "jobb"),
+        (
+            "POST",
+            "/rose/v1/trajectories",
+            {"job": "j", "sampling": {"temperature": "x"}},
+            "environment",
+            400,
+            "sampling.temperature",
+        ),
+        (
+            "POST",
+            "/rose/v1/trajectories",
+            {"job": "j", "metadata": {"epoch": 1}},
+            "environment",
+            400,
+            "metadata",
+        ),
+        (
+            "POST",
+            "/rose/v1/generate",
+            {"token_ids": [1], "sampling_params": {"max_token": 2}},
+            "agent",
+            400,
+            "sampling_params.max_token",
+        ),
         (
             "POST",
             "/rose/v1/batches/lease",
@@ -174,9 +201,61 @@ async def test_an_image_is_refused_and_not_left_out(world: World) -> None:
         body = {"messages": [{"role": "user", "content": [text, picture]}], "stream": stream}
         status, answer = await world.call("POST", "/v1/chat/completions", body, headers=headers)
         assert (status, answer["error"]["code"]) == (400, "multimodal_unsupported")
-        assert answer["error"]["param"] == "messages"
+        assert answer["error"]["param"] == "messages[0].content[1]"
     assert not engine.requests
     await world.chat(session, [{"role": "user", "content": [text]}], max_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("temperature", "hot", "must be a number of at least 0"),
+        ("seed", "x", "must be a whole number"),
+        ("stop", [1], "must be text"),
+        ("top_logprobs", 50, "must be a whole number from 0 to 20"),
+        ("response_format", 5, "must be an object"),
+        ("logit_bias", [], "must be an object"),
+        ("tool_choice", 5, "must be text or an object"),
+        ("bad_words", "no", "must be a list"),
+    ],
+)
+async def test_a_field_of_sampling_that_cannot_be_is_named(
+    world: World, name: str, value: Any, says: str
+) -> None:
+    await world.start()
+    await world.add("a")
+    body = {"messages": [user("x")], name: value}
+    status, answer = await world.call("POST", "/v1/chat/completions", body)
+    error = answer["error"]
+    assert (status, error["param"].partition("[")[0]) == (400, name)
+    assert says in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "param"),
+    [({"a": 1}, "messages[2].content"), (7, "messages[2].content"), ([3], "messages[2].content[0]")],
+)
+async def test_a_tools_result_that_is_no_text_is_named(world: World, content: Any, param: str) -> None:
+    await world.start()
+    await world.add("a")
+    call = {"id": "c", "type": "function", "function": {"name": "get", "arguments": "{}"}}
+    messages = [user("x"), {"role": "assistant", "content": None, "tool_calls": [call]}]
+    body = {"messages": [*messages, {"role": "tool", "tool_call_id": "c", "content": content}]}
+    status, answer = await world.call("POST", "/v1/chat/completions", body)
+    assert (status, answer["error"]["param"]) == (400, param)
+
+
+async def test_a_tool_that_returns_nothing_says_null(world: World) -> None:
+    await world.start()
+    await world.add("a")
+    call = {"id": "c", "type": "function", "function": {"name": "get", "arguments": "{}"}}
+    messages = [user("x"), {"role": "assistant", "content": None, "tool_calls": [call]}]
+    body = {
+        "messages": [*messages, {"role": "tool", "tool_call_id": "c", "content": None}],
+        "max_tokens": 2,
+    }
+    status, _ = await world.call("POST", "/v1/chat/completions", body)
+    assert status == 200
 
 
 def test_the_page_of_the_endpoint_has_a_row_for_each_refusal_of_a_turn() -> None:

@@ -150,7 +150,10 @@ async def test_rewards_outlive_a_restart(world: World, compacted: bool) -> None:
     [
         ({"turns": [{"turn": 2, "reward": 1}]}, "turns[0].turn"),
         ({"branches": [{"turn": "n-0000000000000000", "reward": 1}]}, "branches[0].turn"),
-        ({"turns": [{"turn": 0}]}, "turns"),
+        ({"turns": [{"turn": 0}]}, "turns[0].reward"),
+        ({"turns": [{"turn": 0, "reward": "x"}]}, "turns[0].reward"),
+        ({"turns": [{"turn": -1, "reward": 1}]}, "turns[0].turn"),
+        ({"turns": [{"turn": 0, "reward": 1}, {"turn": 0, "reward": 2}]}, "turns[1].turn"),
         ({"turns": [{"turn": 0, "reward": 1}] * 3}, "turns"),
         ({"branches": [{"turn": 0, "reward": 1}]}, "branches[0].turn"),
         ({"success": True}, "reward"),

@@ -86,7 +86,7 @@ async def test_a_side_channel_that_is_not_known_is_refused(world: World) -> None
     await world.start()
     body = {"job": "job", "record": ["hidden_states"]}
     status, refused = await world.call("POST", "/rose/v1/trajectories", body)
-    assert (status, refused["error"]["param"]) == (400, "record")
+    assert (status, refused["error"]["param"]) == (400, "record[0]")
 
 
 async def test_the_routing_outlives_a_restart_and_counts_as_bytes(world: World) -> None:
