@@ -48,6 +48,7 @@ from rose.scheduler.timeline import Timeline
 from rose.scheduler.tracing import Tracing
 from rose.scheduler.turn_requests import TurnRequests
 from rose.scheduler.watch_api import PERIOD_S, WatchRoutes
+from rose.wire.reading import Reports
 
 log = logging.getLogger("rose.scheduler")
 
@@ -189,6 +190,7 @@ class Scheduler:
             self.timeline,
             self.fleet_routes,
             self.looking,
+            Reports(log, self.status.on_unread),
         )
         self.watch = WatchRoutes(
             self.store,

@@ -23,7 +23,7 @@ from rose.policy.worker import Duty, Tier, Worker
 from rose.scheduler.dispatch import Dispatcher
 from rose.scheduler.engine import Endpoint
 from rose.scheduler.fleet_api import FleetRoutes
-from rose.scheduler.http import bounded_json, encode, json_response, read_wire
+from rose.scheduler.http import bounded_json, encode, json_response, read_report, read_wire
 from rose.scheduler.protocols import named_as
 from rose.scheduler.records import FinishRecord, ScoreRecord, packed
 from rose.scheduler.scheduler_config import SchedulerConfig
@@ -33,6 +33,7 @@ from rose.scheduler.store import Store
 from rose.scheduler.timeline import Promise, Timeline
 from rose.scheduler.trajectory import Trajectory
 from rose.wire.pool import Target
+from rose.wire.reading import Reports
 from rose.wire.samples import Ack, Finish, Lease, NewTrajectory, NewVersion, Resume, Score, Scored
 from rose.wire.sampling import OfTrajectory, check_sampling
 from rose.wire.workers import Heartbeat, HeartbeatAnswer, Registered, Registration
@@ -51,7 +52,9 @@ class ControlRoutes:
         timeline: Timeline,
         fleet: FleetRoutes,
         looking: asyncio.Lock,
+        reports: Reports,
     ) -> None:
+        self._reports = reports
         self._looking = looking
         self._tokens = tokens
         self._fleet = fleet
@@ -332,7 +335,7 @@ class ControlRoutes:
     # --- workers (node) --------------------------------------------------------------------------------
 
     async def register(self, request: web.Request) -> web.Response:
-        body = await read_wire(request, Registration)
+        body = await read_report(request, Registration, self._reports)
         worker_id, url = body.worker_id, body.url.rstrip("/")
         try:
             if "?" in url or "#" in url:
@@ -366,7 +369,7 @@ class ControlRoutes:
 
     async def heartbeat(self, request: web.Request) -> web.Response:
         worker_id = request.match_info["id"]
-        body = await read_wire(request, Heartbeat)
+        body = await read_report(request, Heartbeat, self._reports)
         known = self._dispatcher.heartbeat(
             te.WorkerHeartbeat(
                 at_s=self._dispatcher.now_s(),

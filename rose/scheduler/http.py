@@ -19,7 +19,7 @@ from rose.auth import Tokens
 from rose.errors import PolicyError, RequestError, RoseError, TooLarge
 from rose.scheduler.front import SENT, NotHere, ShortRequest
 from rose.wire.errors import anthropic_error_body, error_body, error_headers
-from rose.wire.reading import read, read_struct
+from rose.wire.reading import Reports, read, read_struct
 
 log = logging.getLogger("rose.scheduler")
 
@@ -150,6 +150,11 @@ async def read_object(request: web.Request) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RequestError("must be a JSON object", field="body")
     return value
+
+
+async def read_report(request: web.Request, kind: type[S], reports: Reports) -> S:
+    """The body as what a node reports; raises as :func:`read_wire`."""
+    return reports.read(kind, await read_body(request))
 
 
 async def read_wire(request: web.Request, kind: type[S]) -> S:

@@ -46,6 +46,9 @@ class Status:
         self._fenced = Tally("rose_fenced_results", "Late results dropped", registry=registry)
         self._duplicates = Tally("rose_duplicate_requests", "Requests joined", registry=registry)
         self._stale = Tally("rose_dropped_stale", "Stale trajectories dropped", registry=registry)
+        self._unread = Tally(
+            "rose_unread_reports", "Reports of nodes with fields unknown here", ["body"], registry=registry
+        )
         self._forks = Tally("rose_token_forks", "Histories started afresh", ["reason"], registry=registry)
         self._queue_s = Durations("rose_queue_seconds", "Wait for a worker", _SECONDS, registry=registry)
         self._ttft_s = Durations("rose_ttft_seconds", "To the first token", _SECONDS, registry=registry)
@@ -182,6 +185,9 @@ class Status:
 
     def on_refused(self, bound: str) -> None:
         self._refused.counts[bound] += 1
+
+    def on_unread(self, body: str) -> None:
+        self._unread.counts[body] += 1
 
     def on_breaches(self, count: int) -> None:
         self._breaches.counts[()] += count

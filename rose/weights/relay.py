@@ -69,7 +69,9 @@ _log = logging.getLogger(__name__)
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class _Lease(msgspec.Struct, forbid_unknown_fields=True):
+class _Lease(msgspec.Struct):
+    """Of a node, which may be newer than this relay: what else it says is passed over."""
+
     run_id: str
     holder: str
     version: str | None

@@ -5,6 +5,7 @@ Bodies come from anybody.  Their size is bounded by who receives them.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 from functools import lru_cache
@@ -19,6 +20,7 @@ from rose.errors import RequestError
 T = TypeVar("T")
 D = TypeVar("D")
 S = TypeVar("S", bound=msgspec.Struct)
+_MAX_NAMED = 64
 _FAULT = re.compile(r"(?P<what>.*?)(?: - at `(?:key` in `)?\$\.?(?P<where>[^`]*)`)?\Z", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(.{1,64}?)`")
 _MISSING = re.compile(r"Object missing required field `(.{1,64}?)`")
@@ -56,6 +58,38 @@ def _in_words(kind: type[msgspec.Struct], error: RequestError) -> RequestError:
     """What the field that was wrong must be."""
     must = _requirement(kind, error.field or "") if error.message.startswith("wrong type") else None
     return error if must is None else RequestError(f"must be {must}", field=error.field)
+
+
+class Reports:
+    """Reads what nodes report, which may be newer than this program: unknown fields are passed over, counted, and each named once in the log.
+
+    Args:
+        logger: Of the program that reads.
+        on_unread: Called with the name of the body for each that had such a field.
+    """
+
+    def __init__(self, logger: logging.Logger, on_unread: Callable[[str], None] = lambda body: None) -> None:
+        self._logger, self._on_unread = logger, on_unread
+        self._named: set[tuple[str, str]] = set()
+
+    def read(self, kind: type[S], data: bytes) -> S:
+        """As :func:`read`."""
+        report = read(kind, data)
+        unread = sorted(_keys(data) - requirements(kind).keys())
+        if unread:
+            self._on_unread(kind.__name__)
+            new = [name for name in unread if (kind.__name__, name) not in self._named]
+            if new and len(self._named) < _MAX_NAMED:
+                self._named.update((kind.__name__, name) for name in new[:_MAX_NAMED])
+                text = ", ".join(name[:64] for name in new[:8])
+                self._logger.warning(
+                    "%s of a newer node: not read here: %r; upgrade this program", kind.__name__, text
+                )
+        return report
+
+
+def _keys(data: bytes) -> set[str]:
+    return set(msgspec.json.decode(data, type=dict[str, msgspec.Raw]))
 
 
 def read_struct(data: D, decode: Callable[[D], T]) -> T:

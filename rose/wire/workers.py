@@ -1,4 +1,9 @@
-"""Node agents to rose-scheduler: ``POST /workers`` and ``POST /workers/{id}/heartbeat``."""
+"""Node agents to rose-scheduler: ``POST /workers`` and ``POST /workers/{id}/heartbeat``.
+
+A fleet is upgraded host by host, so both ends let through what they do not know: a newer node's report is read without what is new in
+it (:class:`rose.wire.reading.Reports` counts that and names it once), and answers are read in the same way.  What is added to one of
+these has a default, for an older node does not send it.  Bodies of clients are strict: there an unknown field is a mistake.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +29,7 @@ MAX_COPIES = 64
 """More than these a node does not name."""
 
 
-class Registration(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Registration(Struct, kw_only=True, omit_defaults=True):
     """An engine that may take turns, once per incarnation of it."""
 
     worker_id: ShortName
@@ -52,7 +57,7 @@ class Registered(Struct, kw_only=True):
 
 
 class Heartbeat(Struct, kw_only=True, omit_defaults=True):
-    """Twice a second.  Unknown fields are let through: a newer node may say more than is read here."""
+    """Twice a second."""
 
     incarnation: ShortName
     seq: Count

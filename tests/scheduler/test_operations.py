@@ -65,6 +65,26 @@ async def test_an_unknown_worker_is_told_to_register_again(world: World) -> None
     }
 
 
+async def test_a_node_that_is_newer_or_older_than_the_scheduler_works(world: World) -> None:
+    await world.start()
+    oldest = {
+        "worker_id": "a", "url": "http://127.0.0.1:9", "tier": "dedicated", "model": "policy", "max_model_len": 4096,
+        "incarnation": "x",
+    }  # fmt: skip
+    beat = {"incarnation": "x", "seq": 1, "version": "1.0", "state": "ready"}
+
+    for told in ({}, {"of_tomorrow": {"x": [1]}}):
+        await world.ok("POST", "/workers", oldest | told, role="node")
+        answer = await world.ok("POST", "/workers/a/heartbeat", beat | told, role="node")
+        assert answer["known"]
+        beat["seq"] += 1
+
+    async with world.session.get(f"{world.url}/metrics") as response:
+        text = await response.text()
+    assert 'rose_unread_reports_total{body="Registration"} 1.0' in text
+    assert 'rose_unread_reports_total{body="Heartbeat"} 1.0' in text
+
+
 async def test_nothing_is_kept_of_workers_that_went(world: World) -> None:
     await world.start()
     engine = {"url": "http://127.0.0.1:9", "tier": "dedicated", "model": "policy", "max_model_len": 4096}

@@ -110,7 +110,6 @@ WORKER = {
         ("POST", "/workers", {**WORKER, "url": "file:///etc/passwd"}, "node", 400, "url"),
         ("POST", "/workers", {"worker_id": "x"}, "node", 400, "url"),
         ("POST", "/workers", {**WORKER, "tier": "spot"}, "node", 400, "tier"),
-        ("POST", "/workers", {**WORKER, "rank": 3}, "node", 400, "rank"),
         ("DELETE", "/workers/none", None, "node", 404, "worker_id"),
         ("POST", "/workers/a/explode", None, "node", 404, "path"),
         ("POST", "/rose/v1/trajectories", {"job": "j"}, "trainer", 401, "Authorization"),

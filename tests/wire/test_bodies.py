@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -14,7 +15,7 @@ from rose.policy.routing import POLICY_NAMES
 from rose.policy.samples import STALE_RULES
 from rose.policy.worker import Tier
 from rose.wire.errors import error_body, error_headers, error_of, read_refusal
-from rose.wire.reading import read
+from rose.wire.reading import Reports, read
 from rose.wire.samples import (
     Ack,
     Finish,
@@ -91,16 +92,54 @@ def test_what_is_not_json_is_refused(data: bytes) -> None:
     assert refused.value.field == "body"
 
 
-def test_a_heartbeat_of_a_newer_node_is_read() -> None:
-    assert read(Heartbeat, encoded({**BEAT, "said_by_nobody_yet": 1.0})).seq == 1
+REGISTRATION = {"worker_id": "a", "url": "http://h:1", "tier": "dedicated", "model": "m", "max_model_len": 9, "incarnation": "1"}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "body"), [(Registration, REGISTRATION), (Heartbeat, BEAT)])
+def test_a_newer_node_is_read_without_what_is_new_counted_and_named_once(
+    kind: Any, body: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    counted: list[str] = []
+    reports = Reports(logging.getLogger("rose.test"), counted.append)
+
+    for value in (1.0, {"nested": [1]}, None):
+        assert reports.read(kind, encoded({**body, "said_by_nobody_yet": value})) == read(kind, encoded(body))
+    assert reports.read(kind, encoded(body)) == read(kind, encoded(body))
+
+    assert counted == [kind.__name__] * 3
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{kind.__name__} of a newer node: not read here: 'said_by_nobody_yet'; upgrade this program"
+    ]
+
+
+def test_a_report_that_names_a_million_fields_is_told_of_briefly(caplog: pytest.LogCaptureFixture) -> None:
+    reports = Reports(logging.getLogger("rose.test"))
+
+    for start in range(0, 4000, 1000):
+        reports.read(
+            Heartbeat, encoded({**BEAT, **{f"x\n{n:06}" * 20: 0 for n in range(start, start + 1000)}})
+        )
+
+    assert len(caplog.records) == 1
+    assert len(caplog.text) < 1000
+    assert "\n" not in caplog.records[0].getMessage()
+
+
+@pytest.mark.parametrize("kind", [Heartbeat, HeartbeatAnswer, Registered])
+def test_an_older_program_reads_what_a_newer_one_says(kind: Any) -> None:
+    """It knows the first two fields, say, and one more that the newer one has not."""
+    old = [(field.name, field.type, field.default) for field in msgspec.structs.fields(kind)[:2]]
+    older = msgspec.defstruct("Older", [*old, ("was_once", int, 7)], kw_only=True)
+
+    assert read(older, encoded({**BEAT, "worker_id": "a", "known": True})).was_once == 7
 
 
 @pytest.mark.parametrize("kind", BODIES)
 def test_a_body_says_of_itself_how_it_is_read(kind: Any) -> None:
-    """What may be left out has a default, and nothing but heartbeats and answers lets unknown fields through."""
+    """What may be left out has a default, and nothing but reports of nodes and answers lets unknown fields through."""
     schema = schemas([kind])[kind.__name__]
 
-    open_ = kind in (Heartbeat, HeartbeatAnswer, Registered)
+    open_ = kind in (Registration, Heartbeat, HeartbeatAnswer, Registered)
     assert schema.get("additionalProperties", True) is open_
     required = [field.encode_name for field in msgspec.structs.fields(kind) if field.required]
     assert schema.get("required", []) == required
