@@ -13,7 +13,7 @@ device.  It has not run on a GPU; the tests run it on the stand-in for the drive
 
 Whatever fails here switches the stops off for good and lets the step go on: it is then as long as it was without them.
 
-Callers: :mod:`vllm_plugin.elastic`, the tests.  No vLLM import.
+No vLLM import.
 """
 
 from __future__ import annotations

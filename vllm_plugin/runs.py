@@ -6,7 +6,7 @@ looks, at admission and again before other weights are put in place: whatever as
 that goes, ends at once with ``finish_reason "abort"``, ``stop_reason "rose:other_run"`` and its tokens so far, all of them
 the old run's.  Who placed it places it elsewhere.
 
-Engine thread only.  Caller: the rollout scheduler (:mod:`vllm_plugin.scheduler`).
+Engine thread only.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ served before stay, up to ``weights.max_policies`` and as long as the disk holds
 stays too); ``weights.run_id``, the node's own, is the
 one that is never removed.
 
-Blocking; any thread may call.  Caller: ``rose.coserve.links``.
+Blocking; any thread may call.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ first does not matter, so the payload is the same every time.
 What it has been checked on is Triton's interpreter, element by element against the CPU codec
 (``tests/weights/test_device.py``); the tests marked ``gpu`` do the same on a device.  No speed is claimed.
 
-Caller: :mod:`rose.weights.baseline`, for a trainer whose tensors are on a GPU; torch and triton are imported with this
-module, and nothing else in ``rose.weights`` needs them.
+For a trainer whose tensors are on a GPU.  Torch and triton are imported with this module, and nothing else in ``rose.weights``
+needs them.
 """
 
 from __future__ import annotations
