@@ -36,7 +36,7 @@ from rose.wire.errors import error_data
 from vllm_plugin.plan import NO_CHECKPOINT, check_contents, checkpoint_tensors, record
 from vllm_plugin.rank_weights import RankWeights
 from vllm_plugin.roles import role
-from vllm_plugin.weight_feed import FeedInfo, WeightFeed, open_copy, read_info
+from vllm_plugin.weight_feed import ANY, FeedInfo, WeightFeed, open_copy, read_info
 from vllm_plugin.weight_vote import judge
 from vllm_plugin.weights import initial_lineage, model_folder, staging_threads
 
@@ -190,6 +190,8 @@ class RoseWeightTransferEngine(WeightTransferEngine[RoseInitInfo, RoseUpdateInfo
     def _take(self, target: WeightVersion, info: RoseUpdateInfo) -> None:
         """Fetch, stage and commit ``target`` on all ranks, or leave all as they are.  Each :meth:`_agree` is a call of all of them."""
         weights = self.rank_weights
+        if info.base not in (None, ANY):
+            WeightVersion.parse(info.base, field="base")
         weights.finish()  # of an update before it in the same session
         if self._run and (weights.run, weights.version) == (self._run, target):
             return  # asked for again: an answer was lost

@@ -165,7 +165,14 @@ class WeightFeed:
             if self._version != target:
                 raise Gone(f"the run is at {self._version} already, past {target}", field="version")
         sparse = base != ANY and held.run == self.run
-        return self._copy.fetch(target, held.version if sparse else None)
+        try:
+            return self._copy.fetch(target, held.version if sparse else None)
+        except OSError as error:
+            raise CapacityError(
+                f"{error.filename or 'a file'} cannot be written: {error.strerror}",
+                field="directory",
+                fix="POST /init_weight_transfer_engine makes the copy anew",
+            ) from error
 
     def close(self) -> None:
         """Give the directory back; the copy stays in it."""

@@ -142,7 +142,7 @@ def list_versions(
     head_version = None if head is None else head.identity
     versions = list(manifest.versions_in(store.list(f"{run_id}/"), run_id))
     if not versions and head is None:
-        raise NotFound("no version is published", field=run_id)
+        raise _no_version(run_id)
     typer.echo(f"{'version':>12}  {'kind':<7} {'from':>10}  {'sent':>10} {'dense':>10}  {'changed':>8}  step")
     for identity in versions:
         mark = " <- head" if identity == head_version else ""
@@ -176,6 +176,7 @@ def verify(
 
     store = _open(relay, directory, token_file, public_key)
     num_bad = 0
+    _require_versions(store, run_id)
     for identity in manifest.versions_in(store.list(f"{run_id}/"), run_id):
         damage: list[str] = []
         records = _manifests(store, run_id, identity, damage)
@@ -225,8 +226,12 @@ def diff(
     begin = WeightVersion.parse(first, field="first")
     head = store.get_head(run_id)
     if head is None:
-        raise NotFound("no version is published", field=run_id)
+        raise _no_version(run_id)
     end = head.identity if second is None else WeightVersion.parse(second, field="second")
+    if end < begin:
+        raise ConfigError(
+            f"{begin} is later than {end}", field="first", fix=f"rose weights diff {run_id} {end} {begin}"
+        )
     steps = _deltas_between(store, run_id, begin, end)
     before, after = _state_of(store, run_id, begin), _state_of(store, run_id, end)
     if steps is None:
@@ -307,24 +312,54 @@ def compose(
     store = _open(relay, directory, token_file, role="publish", key=read_key(key))
     console = Console(stderr=True)
     at: WeightVersion | None = None
+    anchored: WeightVersion | None = None
     while True:
         head = store.wait_head(run_id, at, _WAIT_S if follow else 0.0)
         if head is not None:
             at = head.identity
             record = retention.read_manifest(store, run_id, at, head.kind)
-            num_since = at.version - record.anchor[1]
-            if num_since >= every:
+            # The trainer's next delta names what was composed; until then that counts here.
+            anchored = max(WeightVersion(*record.anchor), anchored or _newest_anchor(store, run_id, at))
+            num_since = at.version - anchored.version if anchored.attempt == at.attempt else at.version
+            if not follow and anchored == at:
+                typer.echo(f"there is an anchor of {at}")
+            elif num_since >= every:
                 with console.status(f"composing {at}"), upkeep.holding(store, run_id, at) as still_held:
                     anchor = composer.compose(store, run_id, at, WeightsParams(), still_held)
+                anchored = at
                 typer.echo(f"composed {at}, {format_bytes(anchor.bytes_sent)}")
             elif not follow:
                 typer.echo(
                     f"{at} is {num_since} versions past its anchor, and nothing is to do (--every {every})"
                 )
+        elif passed_over := sealed.passed_over(store):
+            raise NotAuthentic(
+                passed_over, field="key", fix="use the trainer's key, or one of rose tokens --anchor-key"
+            )
         elif not follow:
-            typer.echo("no version is published")
+            raise _no_version(run_id)
         if not follow:
             return
+
+
+def _newest_anchor(store: Store, run_id: str, upto: WeightVersion) -> WeightVersion:
+    """Of the versions up to one, the last that is there whole."""
+    keys = set(store.list(f"{run_id}/"))
+    found = [
+        identity
+        for identity in manifest.versions_in(list(keys), run_id)
+        if identity <= upto and manifest.manifest_key(run_id, identity, "anchor") in keys
+    ]
+    return max(found, default=WeightVersion(upto.attempt, 0))
+
+
+def _require_versions(store: Store, run_id: str) -> None:
+    if not store.list(f"{run_id}/"):
+        raise _no_version(run_id)
+
+
+def _no_version(run_id: str) -> NotFound:
+    return NotFound("no version is published", field=run_id, fix="is that the run_id, and this its store?")
 
 
 @app.command()
@@ -340,7 +375,9 @@ def gc(
 ) -> None:
     """Delete versions that no reader can need, and what failed publishes left; leased versions stay."""
     need = retention.Need.OVER if ignore_leases else retention.Need.TIDY
-    deleted = retention.collect(_open(relay, directory, token_file, public_key, "publish"), run_id, need)
+    store = _open(relay, directory, token_file, public_key, "publish")
+    _require_versions(store, run_id)
+    deleted = retention.collect(store, run_id, need)
     typer.echo(f"deleted {len(deleted)} versions" + (f", up to {deleted[-1]}" if deleted else ""))
 
 

@@ -55,6 +55,8 @@ T = TypeVar("T")
 MAX_LIST_BYTES = 64 << 20
 _MAX_ERROR_BYTES = 64 << 10
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 1.0
+_LEAST_PATIENCE_S = 1.0
+"""Of a poll that is over sooner: a relay that is started again is not away."""
 _CONNECT_S = 5.0
 _PIECE_BYTES = 256 << 10
 _MAX_DISTRUSTED = 1000
@@ -274,30 +276,33 @@ class HttpStore:
 
     def wait_head(self, run_id: str, after: WeightVersion | None, timeout_s: float) -> Head | None:
         query = {} if after is None else {"after": str(after)}
-        return self._polled(timeout_s, lambda wait: self._head(run_id, query | wait))
+        return self._polled(timeout_s, lambda wait, patience_s: self._head(run_id, query | wait, patience_s))
 
     def upcoming(self, run_id: str, mark: str, timeout_s: float) -> Upcoming | None:
         path = f"/runs/{check_run_id(run_id)}/upcoming"
 
-        def ask(wait: dict[str, str]) -> Upcoming | None:
-            data, _ = self._call("GET", f"{path}?{urlencode({'mark': mark} | wait)}", upcoming.MAX_BYTES)
+        def ask(wait: dict[str, str], patience_s: float) -> Upcoming | None:
+            url = f"{path}?{urlencode({'mark': mark} | wait)}"
+            data, _ = self._call("GET", url, upcoming.MAX_BYTES, patience_s=patience_s)
             return upcoming.decode(data, run_id) if data else None
 
         return self._polled(timeout_s, ask)
 
-    def _polled(self, timeout_s: float, ask: Callable[[dict[str, str]], T | None]) -> T | None:
+    def _polled(self, timeout_s: float, ask: Callable[[dict[str, str], float], T | None]) -> T | None:
         """The first answer that says something."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             left_s = max(0.0, deadline_s - time.monotonic())
             # A poll stays below the socket's own timeout, so that a dead relay is told from a quiet one.
-            found = ask({"wait_s": f"{min(left_s, self._timeout_s / 2):.3f}"})
+            patience_s = max(_LEAST_PATIENCE_S, left_s)  # the caller's own end comes first
+            found = ask({"wait_s": f"{min(left_s, self._timeout_s / 2):.3f}"}, patience_s)
             if found is not None or left_s <= 0:
                 return found
 
-    def _head(self, run_id: str, query: Mapping[str, str]) -> Head | None:
+    def _head(self, run_id: str, query: Mapping[str, str], patience_s: float | None = None) -> Head | None:
         path = f"/runs/{check_run_id(run_id)}/head"
-        data, _ = self._call("GET", f"{path}?{urlencode(query)}" if query else path, MAX_HEAD_BYTES)
+        url = f"{path}?{urlencode(query)}" if query else path
+        data, _ = self._call("GET", url, MAX_HEAD_BYTES, patience_s=patience_s)
         return manifest.decode_head(data, run_id) if data else None
 
     def lease(self, run_id: str, holder: str, version: WeightVersion | None, ttl_s: float) -> None:
@@ -316,14 +321,21 @@ class HttpStore:
 
     # -- transport
 
-    def _patience(self) -> _Patience:
-        return _Patience(self._patience_s, self._closed, len(self._preference.all))
+    def _patience(self, most_s: float | None = None) -> _Patience:
+        patience_s = self._patience_s if most_s is None else min(self._patience_s, most_s)
+        return _Patience(patience_s, self._closed, len(self._preference.all))
 
     def _call(
-        self, method: str, path: str, max_bytes: int, body: Buffer | None = None
+        self,
+        method: str,
+        path: str,
+        max_bytes: int,
+        body: Buffer | None = None,
+        *,
+        patience_s: float | None = None,
     ) -> tuple[bytes, Mapping[str, str]]:
         """A request that may simply be repeated, with a small answer."""
-        patience = self._patience()
+        patience = self._patience(patience_s)
         while True:
             try:
                 return self._send(method, path, body=body, max_bytes=max_bytes)
@@ -507,7 +519,8 @@ class _Patience:
         self._num_tries += 1
         if self._num_tries < self._num_addresses:
             return
-        if time.monotonic() + self._pause_s > self._until_s:
+        ends = not threading.main_thread().is_alive()  # the program waits for nothing but this thread
+        if ends or time.monotonic() + self._pause_s > self._until_s:
             raise CapacityError(
                 f"relay {url} cannot be reached: {str(error) or type(error).__name__}"
             ) from error

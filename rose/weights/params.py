@@ -16,7 +16,8 @@ class WeightsParams:
 
     Args:
         cast: Type that the engines hold floats in; fp32 masters are rounded to it.
-        keep: Name patterns of tensors that keep their own type (router corrections, scales).
+        keep: Name patterns (shell globs: ``*.e_score_correction_bias``) of tensors that keep their own type.  One that no tensor
+            has is warned of.
         anchor_every: A full copy is composed every so many versions, beside the deltas and the trainer; more often
             where room is short.
         compose: False: somebody else composes them (``rose weights compose``, with a key that may sign anchors alone), and the
@@ -55,6 +56,8 @@ class WeightsParams:
         def refuse(name: str, rule: str) -> ConfigError:
             return ConfigError(f"must be {rule}, got {getattr(self, name)!r}", field=f"weights.{name}")
 
+        if isinstance(self.keep, str) or not all(isinstance(pattern, str) for pattern in self.keep):
+            raise refuse("keep", "a tuple of name patterns")
         if self.cast not in _CASTS:
             raise refuse("cast", f"one of {', '.join(_CASTS)}")
         for name in ("raw_density", "anchor_density", "chain_fraction"):

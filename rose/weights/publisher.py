@@ -24,11 +24,13 @@ go on.  One lock: any thread may call, one publish runs at a time.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 from rose.errors import ConfigError, Conflict, NotFound, SectionCorrupt, VersionRefused, WeightsError
@@ -126,6 +128,9 @@ class WeightPublisher:
         *,
         ranks: Ranks | None = None,
     ) -> None:
+        if params is not None and not isinstance(params, WeightsParams):
+            raise ConfigError(f"must be WeightsParams, got {type(params).__name__}", field="params")
+        self._pid = os.getpid()
         self._source = tensors
         self._store = store
         self._run_id = manifest.check_run_id(run_id)
@@ -179,6 +184,10 @@ class WeightPublisher:
     def _next(self, version: int) -> WeightVersion:
         if self._closed:
             raise WeightsError("is closed", field="publisher")
+        if os.getpid() != self._pid:
+            raise WeightsError(
+                "was made by another process", field="publisher", fix="make one after the fork"
+            )
         return WeightVersion(self._attempt, version)
 
     def publish_async(
@@ -396,6 +405,9 @@ class WeightPublisher:
             owned, shared, self._specs = division.owned, division.shared, division.specs
             turns = replicas.turns(sum(map(len, shared)) // len(openings), self._params.anchor_every)
             self._model = model_digest(self._specs.values())
+            for pattern in self._params.keep:
+                if not any(fnmatchcase(name, pattern) for name in self._specs):
+                    _log.warning("weights.keep: no tensor is called %s", pattern)
         damaged = any(each.damaged for each in openings)
         bound = sealed.is_sealed(self._store)
         return Opened(head=head, damaged=damaged, bound=bound, owned=owned, shared=shared, turns=turns)

@@ -144,6 +144,13 @@ def collect(source: Any, *, cast: str = "BF16", keep: tuple[str, ...] = ()) -> l
     table = {name: value for name, value in table.items() if name in names}
     if is_module:
         table = _checkpoint_names(source, table)
+    made = next((name for name in table if ".parametrizations." in f".{name}"), None)
+    if made is not None:
+        raise ConfigError(
+            "is what a parametrization computes a weight from, which an engine does not have",
+            field=f"tensors.{made}",
+            fix="torch.nn.utils.parametrize.remove_parametrizations, or a function that returns the weights",
+        )
     adapter = next((name for name in table if ".lora_A." in f".{name}" or ".base_layer." in f".{name}"), None)
     if adapter is not None:
         raise ConfigError(

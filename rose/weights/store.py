@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from rose.errors import CapacityError, Conflict, NotFound, RequestError, SectionCorrupt, TooLarge
+from rose.errors import CapacityError, ConfigError, Conflict, NotFound, RequestError, SectionCorrupt, TooLarge
 from rose.lineage import WeightVersion
 from rose.weights import manifest
 from rose.weights.leases import MAX_LEASE_S, LeaseBook, LeaseLog
@@ -374,7 +374,10 @@ class FileStore(_WakesReaders):
         self._runs = self.directory / "runs"
         self._temporary = self.directory / "tmp"
         for folder in (self._objects, self._runs, self._temporary):
-            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(f"{folder} cannot be made: {error.strerror}", field="directory") from error
         self._leases: dict[str, LeaseLog] = {}
         self._lease_lock = threading.Lock()
         self._total_bytes = sum(path.stat().st_size for path in self.paths())

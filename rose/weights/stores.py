@@ -3,7 +3,7 @@
 ======================  ===========================================================================================
 ``http(s)://HOST:PORT``  an embedded relay (``rose relay``), the default; several with commas between them: the nearest first, then
                          its parent, for when it does not answer
-``/path``, ``file://``   a folder on this machine or a shared file system
+``/path``, ``file://``   a folder on this machine or a shared file system; a bare word only where it is one already
 ``mooncake://HOST:PORT`` Mooncake Store (optional extra ``relay-mooncake``); the master's address
 anything else            fsspec: ``s3://``, ``gs://``, ``abfs://``, ``memory://``, ...
 ======================  ===========================================================================================
@@ -21,6 +21,8 @@ from rose.weights.sealed import SealedStore
 from rose.weights.store import FileStore, Store
 
 PATIENCE_S = 20.0
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+-]*:/")
+_WORD = re.compile(r"[A-Za-z0-9._-]*[A-Za-z0-9][A-Za-z0-9._-]*")
 _HOST_AND_PORT = re.compile(r"[A-Za-z0-9._-]+:[0-9]+")
 
 
@@ -69,6 +71,7 @@ def trainer_store(url: str, tokens: Tokens | None, *, signs: bool = True) -> Sto
 
 def _open(url: str, token: str, timeout_s: float, patience_s: float) -> Store:
     scheme, separator, rest = url.partition("://")
+    scheme = scheme.lower()
     if not separator:
         if _HOST_AND_PORT.fullmatch(url):
             raise ConfigError(
@@ -76,14 +79,22 @@ def _open(url: str, token: str, timeout_s: float, patience_s: float) -> Store:
                 field="store",
                 fix=f"write http://{url}, or ./{url} for a folder",
             )
-        scheme, rest = "file", url
+        if _SCHEME.match(url):
+            raise ConfigError(f"{url!r} lacks the // behind its scheme", field="store")
+        if _WORD.fullmatch(url) and not Path(url).is_dir():
+            raise ConfigError(
+                f"{url!r} is no folder here",
+                field="store",
+                fix=f"write ./{url} for a new folder, or http://{url}:8470 for a relay there",
+            )
+        scheme, rest = "file", str(Path(url).expanduser()) if url else ""
     if not rest:
         raise ConfigError(f"{url!r} names no place", field="store")
     match scheme:
         case "http" | "https":
             from rose.weights.http_store import HttpStore
 
-            return HttpStore(url, token, timeout_s=timeout_s, patience_s=patience_s)
+            return HttpStore(f"{scheme}://{rest}", token, timeout_s=timeout_s, patience_s=patience_s)
         case "file":
             return FileStore(Path(rest))
         case "mooncake":

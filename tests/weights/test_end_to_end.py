@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from rose.auth import Tokens
-from rose.errors import ConfigError, NotFound
+from rose.auth import Tokens, key_text, write_own
+from rose.errors import ConfigError, NotAuthentic, NotFound
 from rose.lineage import WeightVersion
 from rose.signatures import SigningKey
 from rose.testing.relay_thread import RelayThread
@@ -233,6 +235,60 @@ def test_bad_arguments_are_one_clear_error(arguments: list[str]) -> None:
         run(*arguments)
 
 
-def test_a_run_that_nobody_published_is_said_to_be_none(published: FileStore) -> None:
-    with pytest.raises(NotFound, match="nobody: no version is published"):
-        run("ls", "nobody", "--directory", published.directory)
+@pytest.mark.parametrize(
+    "command", [["ls"], ["verify"], ["gc"], ["diff", "1.0"], ["compose", "--key", "KEY"]], ids=lambda c: c[0]
+)
+def test_a_run_that_nobody_published_is_said_to_be_none(
+    published: FileStore, tmp_path: Path, command: list[str]
+) -> None:
+    write_own(tmp_path / "anchor.key", key_text(SigningKey.generate().text))
+    name, *rest = [str(tmp_path / "anchor.key") if part == "KEY" else part for part in command]
+    with pytest.raises(NotFound, match=r"nobody: no version is published"):
+        run(name, "nobody", *rest, "--directory", published.directory)
+
+
+def test_a_diff_that_goes_backwards_says_how_it_is_meant(published: FileStore) -> None:
+    with pytest.raises(ConfigError, match=r"rose weights diff run 1\.1 1\.2"):
+        run("diff", "run", "1.2", "1.1", "--directory", published.directory)
+
+
+def test_a_version_that_is_not_the_head_yet_is_marked(published: FileStore) -> None:
+    head = published.get_head("run")
+    assert head is not None
+    record = retention.read_manifest(published, "run", head.identity, head.kind)
+    later = msgspec.structs.replace(record, version=4)
+    published.put_new(manifest.manifest_key("run", later.identity, "delta"), manifest.encode_manifest(later))
+    code, text = run("ls", "run", "--directory", published.directory)
+    assert code == 0
+    assert [line.split()[0] for line in text.splitlines() if line.endswith("not the head yet)")] == ["1.4"]
+
+
+def test_the_command_composes_one_anchor_in_so_many_versions(tmp_path: Path) -> None:
+    """Also where the trainer's next delta does not name it yet."""
+    key, trainer = SigningKey.generate(), ToyTrainer(3)
+    write_own(tmp_path / "tokens.key", key_text(key.text))
+    store = SealedStore(FileStore(tmp_path / "store", durable=False), key=key)
+    params = replace(PARAMS, compose=False)
+    publisher = WeightPublisher(trainer.tensors, store, "run", 1, params)
+    told = []
+    for version in range(7):
+        publisher.publish(version)
+        trainer.step()
+        command = ["compose", "run", "--every", "2", "--key", tmp_path / "tokens.key"]
+        told.append(run(*command, "--directory", tmp_path / "store")[1].split(",")[0].strip())
+    assert [text for text in told if text.startswith("composed")] == [
+        "composed 1.2",
+        "composed 1.4",
+        "composed 1.6",
+    ]
+    code, text = run(*command, "--directory", tmp_path / "store")
+    assert (code, text.strip()) == (0, "there is an anchor of 1.6")
+
+
+def test_a_composer_with_another_key_is_told_so(tmp_path: Path) -> None:
+    trainer = ToyTrainer(3)
+    store = SealedStore(FileStore(tmp_path / "store", durable=False), key=SigningKey.generate())
+    WeightPublisher(trainer.tensors, store, "run", 1, PARAMS).publish(0)
+    write_own(tmp_path / "other.key", key_text(SigningKey.generate().text))
+    with pytest.raises(NotAuthentic, match=r"^key: head 1\.0 of run.*not pinned"):
+        run("compose", "run", "--key", tmp_path / "other.key", "--directory", tmp_path / "store")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -649,6 +650,34 @@ def test_a_model_that_is_not_there_yet_is_no_version(store: FlakyStore) -> None:
     with pytest.raises(ConfigError, match="no rank gave any"):
         WeightPublisher(lambda: {}, store, "run", 1, SMALL).publish(0)
     assert store.get_head("run") is None
+
+
+def test_patterns_are_a_tuple_and_one_that_fits_nothing_is_warned_of(
+    trainer: ToyTrainer, store: FlakyStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ConfigError, match=r"^weights\.keep: must be a tuple"):
+        WeightsParams(keep="lm_head.*")  # type: ignore[arg-type]
+    WeightPublisher(trainer.tensors, store, "run", 1, WeightsParams(keep=("*", "no-such-*"))).publish(0)
+    assert [each.message for each in caplog.records if "keep" in each.message] == [
+        "weights.keep: no tensor is called no-such-*"
+    ]
+
+
+def test_parameters_are_of_their_own_type(trainer: ToyTrainer, store: FlakyStore) -> None:
+    with pytest.raises(ConfigError, match=r"^params: must be WeightsParams, got dict"):
+        WeightPublisher(trainer.tensors, store, "run", 1, {"cast": "BF16"})  # type: ignore[arg-type]
+
+
+def test_a_fork_publishes_nothing(publisher: WeightPublisher) -> None:
+    publisher.publish(0)
+    child = os.fork()
+    if child == 0:
+        try:
+            publisher.publish_async(1)
+        except WeightsError as error:
+            os._exit(0 if error.field == "publisher" else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_background_failure_that_nobody_asks_for_is_logged(

@@ -278,6 +278,12 @@ def test_a_model_of_transformers_goes_by_its_checkpoints_names(kind: str, tmp_pa
         assert np.array_equal(pieces[name].bits(0, tensor.numel()), expected)
 
 
+def test_a_weight_that_is_computed_from_others_is_refused_with_the_way_out() -> None:
+    model = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(3, 2))
+    with pytest.raises(ConfigError, match=r"parametrizations.*remove_parametrizations"):
+        collect(model)
+
+
 def test_a_mixture_of_experts_that_trains_on_is_read_as_it_is_now() -> None:
     model = tiny("olmoe")
     name = "model.layers.0.mlp.experts.3.down_proj.weight"

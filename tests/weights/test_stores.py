@@ -13,6 +13,7 @@ import pytest
 from rose.auth import Tokens
 from rose.errors import CapacityError, ConfigError, Conflict, NotFound, RequestError, SectionCorrupt, TooLarge
 from rose.lineage import WeightVersion
+from rose.proc import free_port
 from rose.testing.relay_thread import RelayThread
 from rose.weights import manifest
 from rose.weights.fsspec_store import FsspecStore
@@ -430,6 +431,41 @@ def test_a_corrupt_head_file_is_named(tmp_path: Path) -> None:
 def test_an_address_without_its_scheme_is_no_folder(url: str) -> None:
     with pytest.raises(ConfigError, match=f"http://{url}"):
         open_store(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [("http:/relay:8470", "lacks the //"), ("localhost", "is no folder here"), ("my-store", r"\./my-store")],
+)
+def test_what_may_be_meant_as_an_address_is_no_folder(
+    url: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        open_store(url)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_may_be_named_as_in_a_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for url in ("./new", "~/store"):
+        open_store(url).close()
+    open_store("new").close()  # it is there now
+    assert {path.name for path in tmp_path.iterdir()} == {"new", "home"}
+    open_store("HTTP://127.0.0.1:1").close()
+
+
+def test_a_folder_that_cannot_be_made_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"^directory: /proc/x.* cannot be made"):
+        FileStore("/proc/x")
+
+
+def test_a_poll_of_a_relay_that_is_away_ends_when_its_caller_said() -> None:
+    store = open_store(f"http://127.0.0.1:{free_port()}", "secret-secret-secret", patience_s=3600)
+    with pytest.raises(CapacityError, match="cannot be reached"):
+        store.wait_head("run", None, 0.1)
+    store.close()
 
 
 @pytest.mark.parametrize("token", ["secret\n", "sec ret", "sécret"])
