@@ -131,6 +131,7 @@ class Reclaim:
     pressure_events: int = 0
     cuts: int = 0
     cut_requests: int = 0
+    """Turns that were stopped for that, with the tokens they had."""
     resumed_turns: int = 0
     """Turns that lost their engine on the way and were finished by another."""
     continued_turns: int = 0
@@ -247,6 +248,9 @@ SUMMARY_KEYS = (
     "weight_bytes_dense",
     "weight_bytes_sent",
     "sent_over_dense",
+    "pressure_events",
+    "cuts",
+    "cut_requests",
     "resumed_turns",
     "resumed_turns_seen",
     "resumed_with_8_tokens_each_side",
@@ -291,6 +295,9 @@ def summarize(result: DemoResult) -> dict[str, float | int | None]:
         "weight_bytes_dense": dense_bytes if sent else None,
         "weight_bytes_sent": sent_bytes if sent else None,
         "sent_over_dense": round(sent_bytes / dense_bytes, 4) if dense_bytes else None,
+        "pressure_events": result.reclaim.pressure_events,
+        "cuts": result.reclaim.cuts,
+        "cut_requests": result.reclaim.cut_requests,
         "resumed_turns": result.reclaim.resumed_turns,
         "resumed_turns_seen": len(result.resumed),
         "resumed_with_8_tokens_each_side": sum(
