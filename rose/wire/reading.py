@@ -75,7 +75,7 @@ class Reports:
     def read(self, kind: type[S], data: bytes) -> S:
         """As :func:`read`."""
         report = read(kind, data)
-        unread = sorted(_keys(data) - _fields(kind))
+        unread = sorted(_keys(data) - requirements(kind).keys())
         if unread:
             self._on_unread(kind.__name__)
             new = [name for name in unread if (kind.__name__, name) not in self._named]
@@ -126,8 +126,11 @@ def _decoder(kind: type[msgspec.Struct]) -> msgspec.json.Decoder[Any]:
 
 
 @lru_cache(maxsize=64)
-def _fields(kind: type[msgspec.Struct]) -> frozenset[str]:
-    return frozenset(field.encode_name for field in msgspec.structs.fields(kind))
+def requirements(kind: type[msgspec.Struct]) -> dict[str, str]:
+    """What each field must be, in words."""
+    info = inspect.type_info(kind)
+    assert isinstance(info, inspect.StructType)
+    return {field.encode_name: describe(field.type) for field in info.fields}
 
 
 _STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]")
