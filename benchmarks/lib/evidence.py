@@ -72,6 +72,14 @@ CLAIMS = (
         every=True,
     ),
     Claim(
+        text="two jobs with one model name on two real engines that change hands, scheduler killed on the way: from the order to the run in force, median and longest", benchmark="two_jobs",
+        keys=("switch_s", "switch_max_s"), form="{:.2f} s", bar=(0, "<=", 1.0), every=True,
+    ),
+    Claim(
+        text="the same: tokens of another run, turns that an engine started with those weights does not sample, trajectories lost, requests of production that failed", benchmark="two_jobs",
+        keys=("mixed", "different", "lost", "failed"), form="{:.0f}", bar=(1, "<=", 0.0), every=True,
+    ),
+    Claim(
         text="provisioning: tokens over half of the harvested engines for each job, and the ends of its 95 % interval", benchmark="provisioning",
         keys=("gain_over_always", "gain_over_always_low", "gain_over_always_high"), form="{:.3f}x", bar=(1, ">=", 1.0), every=True,
     ),
