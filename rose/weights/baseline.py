@@ -13,14 +13,15 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from rose.weights import boxes, codec, manifest, statehash
+from rose.weights import boxes, codec, ending, manifest, statehash
 from rose.weights.boxes import Box
 from rose.weights.buckets import Buckets
 from rose.weights.manifest import Encoding, Section
@@ -103,13 +104,21 @@ class Baseline:
             for fragment in held.fragments
         ]
         num_threads = self._params.num_threads
-        with ThreadPoolExecutor(num_threads, thread_name_prefix="rose-encode") as pool:
-            for begin in range(0, len(work), num_threads):  # a window: results wait for their upload
-                batch = work[begin : begin + num_threads]
-                run = pool.map if num_threads > 1 else map
-                for change in run(lambda item: self._change(item[0], item[1], item[2], whole), batch):
+        for begin in range(0, len(work), num_threads):  # a window: results wait for their upload
+            batch = [partial(self._change, *item, whole) for item in work[begin : begin + num_threads]]
+            if len(batch) == 1:
+                change = batch[0]()
+                _upload(change, buckets)
+                yield change
+                continue
+            encoded = [ending.begin(encode, "rose-encode") for encode in batch]
+            try:
+                for each in encoded:
+                    change = each.result()
                     _upload(change, buckets)
                     yield change
+            finally:
+                wait(encoded)  # nothing reads the trainer's tensors any more
 
     def _change(self, piece: Piece, held: Held, fragment: Fragment, whole: bool) -> Change:
         old = held.bits[fragment.start : fragment.stop]

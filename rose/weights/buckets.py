@@ -7,7 +7,7 @@ returns only when every object is in the store with its full size.  Memory: two 
 from __future__ import annotations
 
 import contextlib
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import Self
 
@@ -15,7 +15,7 @@ import msgspec
 
 from rose.errors import Conflict, NotFound, RoseError, TooLarge, WeightsError
 from rose.lineage import WeightVersion
-from rose.weights import manifest
+from rose.weights import ending, manifest
 from rose.weights.manifest import ObjectRef
 from rose.weights.store import Buffer, Store
 
@@ -41,7 +41,6 @@ class Buckets:
         self._bucket_bytes, self._bound = bucket_bytes, bound
         self._buffer = bytearray()
         self._objects: list[ObjectRef] = []
-        self._uploader = ThreadPoolExecutor(1, thread_name_prefix="rose-upload")
         self._upload: Future[str | None] | None = None
         self._created: list[str] = []
 
@@ -75,7 +74,7 @@ class Buckets:
         key = manifest.object_key(self._run_id, self._identity, self._writer, len(self._objects), xxh3)
         self._wait()  # one upload at a time: memory stays at two buckets
         self._objects.append(ObjectRef(key=key, nbytes=len(data), xxh3=xxh3))
-        self._upload = self._uploader.submit(self._put, key, data)
+        self._upload = ending.begin(lambda: self._put(key, data), "rose-upload")
 
     def _put(self, key: str, data: bytearray) -> str | None:
         """Returns the digest, which is made here: the next bucket fills meanwhile."""
@@ -121,4 +120,5 @@ class Buckets:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._uploader.shutdown(wait=True)
+        if self._upload is not None:
+            wait([self._upload], ending.PATIENCE_S if kind is KeyboardInterrupt else None)

@@ -36,7 +36,7 @@ from rose.errors import (
     Unauthorized,
 )
 from rose.lineage import WeightVersion
-from rose.weights import manifest, upcoming
+from rose.weights import ending, manifest, upcoming
 from rose.weights.addresses import Preference
 from rose.weights.manifest import MAX_OBJECT_BYTES, Head, check_key, check_run_id
 from rose.weights.store import (
@@ -519,8 +519,7 @@ class _Patience:
         self._num_tries += 1
         if self._num_tries < self._num_addresses:
             return
-        ends = not threading.main_thread().is_alive()  # the program waits for nothing but this thread
-        if ends or time.monotonic() + self._pause_s > self._until_s:
+        if time.monotonic() + self._pause_s > ending.bounded(self._until_s):
             raise CapacityError(
                 f"relay {url} cannot be reached: {str(error) or type(error).__name__}"
             ) from error

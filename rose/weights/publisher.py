@@ -25,17 +25,18 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 from rose.errors import ConfigError, Conflict, NotFound, SectionCorrupt, VersionRefused, WeightsError
 from rose.lineage import WeightVersion
-from rose.weights import layout, manifest, replicas, retention, sealed, standing, statehash
+from rose.weights import ending, layout, manifest, replicas, retention, sealed, standing, statehash
 from rose.weights.baseline import Baseline, Change, state_after
 from rose.weights.buckets import Buckets
 from rose.weights.layout import Claim
@@ -152,7 +153,7 @@ class WeightPublisher:
         self._upkeep = Upkeep(store, run_id, self._params) if self._ranks.rank == 0 else None
         self._pending: _Pending | None = None
         self._damaged = self._closed = False
-        self._executor: ThreadPoolExecutor | None = None
+        self._background: Future[PublishReport] | None = None
 
     @property
     def published(self) -> WeightVersion | None:
@@ -198,9 +199,8 @@ class WeightPublisher:
         Waits for an earlier background publish first, so that one extra copy exists at most.
         """
         identity = self._next(version)
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, thread_name_prefix="rose-publish")
-        self._executor.submit(lambda: None).result()
+        if self._background is not None:
+            wait([self._background])
         needed = None if self._mine is None else {*self._mine, *self._to_compare()}
         copies = [
             piece.copied() if needed is None or number in needed else piece
@@ -211,9 +211,9 @@ class WeightPublisher:
             with self._lock:
                 return self._publish_with_room(identity, lambda: copies, step, lr)
 
-        future = self._executor.submit(work)
-        future.add_done_callback(lambda done: _say(identity, done))
-        return future
+        self._background = ending.begin(work, "rose-publish")
+        self._background.add_done_callback(lambda done: _say(identity, done))
+        return self._background
 
     def settle(self, timeout_s: float | None = None) -> bool:
         """Wait until anchors that are due are composed and what may go is deleted; False when ``timeout_s`` passed.
@@ -223,13 +223,16 @@ class WeightPublisher:
         return self._upkeep is None or self._upkeep.wait(timeout_s)
 
     def close(self) -> None:
-        """Wait for a background publish and end its thread; an anchor that is being composed is given up.  Nothing is published after it."""
+        """Wait for a background publish, on the way out of Ctrl-C two seconds at most; an anchor that is being composed is given up.
+        Nothing is published after it."""
         self._closed = True
-        if self._executor is not None:
-            self._executor.shutdown(wait=True)
-            self._executor = None
+        if os.getpid() != self._pid:
+            return
+        timeout_s = ending.PATIENCE_S if isinstance(sys.exc_info()[1], KeyboardInterrupt) else None
+        if self._background is not None:
+            wait([self._background], timeout_s)
         if self._upkeep is not None:
-            self._upkeep.close()
+            self._upkeep.close(timeout_s)
 
     # -- one publish, round by round
 

@@ -149,14 +149,17 @@ class Upkeep:
         finally:
             self._stop.clear()
 
-    def close(self) -> None:
-        """Give up what is being composed, delete its parts, and end the thread."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """Give up what is being composed, delete its parts, and end the thread; that is waited for ``timeout_s`` at most."""
         with self._changed:
             self._closed, self._wanted = True, None
             self._stop.set()
             self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join()
+        thread = self._thread
+        if thread is not None:
+            thread.join(timeout_s)
+            if thread.is_alive():
+                return  # its store does not answer
         self._thread, self._closed = None, False
         self._stop.clear()
 

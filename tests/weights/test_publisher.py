@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 
 from rose.errors import CapacityError, ConfigError, RoseError, VersionRefused, WeightsError, WrongBase
 from rose.lineage import WeightVersion
+from rose.proc import free_port
 from rose.weights import retention, statehash
 from rose.weights.buckets import Buckets
 from rose.weights.manifest import Head
@@ -678,6 +681,47 @@ def test_a_fork_publishes_nothing(publisher: WeightPublisher) -> None:
             os._exit(0 if error.field == "publisher" else 1)
         os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+AT_THE_END = """
+import sys
+import numpy as np
+from rose.weights.publisher import WeightPublisher
+from rose.weights.stores import open_store
+from rose.weights.params import WeightsParams
+many = {str(n): np.ones(9, np.float32) for n in range(9)}
+store = open_store(sys.argv[1], patience_s=3600)
+publisher = WeightPublisher(lambda: many, store, "run", 1, WeightsParams(num_threads=2, bucket_bytes=1 << 10))
+publisher.publish_async(0)
+if sys.argv[2] == "closed":
+    try:
+        raise KeyboardInterrupt
+    finally:
+        publisher.close()
+if sys.argv[2] == "interrupted":
+    raise KeyboardInterrupt
+"""
+
+
+def end_of_a_trainer(store: str, how: str) -> subprocess.CompletedProcess[str]:
+    asked = [sys.executable, "-c", AT_THE_END, store, how]
+    return subprocess.run(asked, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize("how", ["over", "interrupted", "closed"])
+def test_a_program_that_ends_gives_a_relay_that_is_away_up(how: str) -> None:
+    """The store itself would try for an hour."""
+    done = end_of_a_trainer(f"http://127.0.0.1:{free_port()}", how)
+    assert "1.0 was not published: relay" in done.stderr
+    assert ("KeyboardInterrupt" in done.stderr) == (how != "over")
+
+
+@pytest.mark.parametrize("how", ["over", "interrupted", "closed"])
+def test_a_program_that_ends_finishes_what_it_publishes_in_the_background(how: str, tmp_path: Path) -> None:
+    end_of_a_trainer(str(tmp_path), how)
+    head = FileStore(tmp_path).get_head("run")
+    assert head is not None
+    assert head.identity == V("1.0")
 
 
 def test_a_background_failure_that_nobody_asks_for_is_logged(
