@@ -38,6 +38,7 @@ RETRY_S = 1.0
 """From a refusal to the next try, when nobody asks for a version meanwhile."""
 MAX_WAIT_S = 1200.0
 """The other ranks wait for rank 0, and torch gives them 30 minutes."""
+NO_ROOM = 507
 ANY = "any"
 """A base that says: send every tensor whole, whatever the engine holds."""
 
@@ -113,6 +114,11 @@ def open_copy(info: FeedInfo) -> SharedCopy:
     return open_shared(info.store, info.run, directory, token=token, trusted=trusted, params=params)
 
 
+def _may_pass(error: RoseError) -> bool:
+    """Whether the next poll may do better: the store is away, or busy."""
+    return isinstance(error, CapacityError) and error.status != NO_ROOM
+
+
 class WeightFeed:
     """Follows one run in a thread of its own until :meth:`close`; any thread may call.
 
@@ -142,7 +148,8 @@ class WeightFeed:
 
         Raises:
             WrongBase: The engine is at another version than ``base``.
-            SectionCorrupt, NotAuthentic, RolledBack, CapacityError: The newest version cannot be had, and why.
+            SectionCorrupt, NotAuthentic, RolledBack, CapacityError: The newest version cannot be had, and why.  A store that is away
+                may come back within ``timeout_s``.
             Gone: The run has gone on to a later version.
         """
         if not 0 <= timeout_s <= MAX_WAIT_S:
@@ -155,24 +162,18 @@ class WeightFeed:
             while self._version is None or self._version < target:
                 self._asked.set()
                 if not self._news.wait(max(0.0, until_s - time.monotonic())):
+                    why = "" if self._error is None else f": {self._error}"
                     raise CapacityError(
-                        f"{target} did not come within {timeout_s:g} s; the copy is at {self._version}",
+                        f"{target} did not come within {timeout_s:g} s; the copy is at {self._version}{why}",
                         status=504,
                         field="version",
                     )
-                if self._num_errors != num_errors and self._error is not None:
+                if self._num_errors != num_errors and self._error is not None and not _may_pass(self._error):
                     raise self._error
             if self._version != target:
                 raise Gone(f"the run is at {self._version} already, past {target}", field="version")
         sparse = base != ANY and held.run == self.run
-        try:
-            return self._copy.fetch(target, held.version if sparse else None)
-        except OSError as error:
-            raise CapacityError(
-                f"{error.filename or 'a file'} cannot be written: {error.strerror}",
-                field="directory",
-                fix="POST /init_weight_transfer_engine makes the copy anew",
-            ) from error
+        return self._copy.fetch(target, held.version if sparse else None)
 
     def close(self) -> None:
         """Give the directory back; the copy stays in it."""
@@ -197,8 +198,9 @@ class WeightFeed:
             with self._news:
                 if version is not None:
                     self._version = version
+                self._error = error
                 if error is not None:
-                    self._error, self._num_errors = error, self._num_errors + 1
+                    self._num_errors += 1
                 if version is not None or error is not None:
                     self._news.notify_all()
             if error is not None and not self._closed:

@@ -91,6 +91,19 @@ class HostCopy:
     def nbytes(self) -> int:
         return sum(spec.nbytes for spec in self.specs.values())
 
+    def require_there(self) -> None:
+        """Raises WeightsError where the directory was deleted under us: another process may have its name by now, and its lock."""
+        try:
+            same = os.path.samestat(os.fstat(self._lock.fileno()), os.stat(self.directory / "lock"))
+        except FileNotFoundError:
+            same = False
+        if not same:
+            raise WeightsError(
+                "was deleted while this process kept the copy in it",
+                field=str(self.directory),
+                fix="open the copy anew: start the process again, or POST /init_weight_transfer_engine to a stock server",
+            )
+
     def bits(self, name: str) -> Bits:
         """All bits of a tensor, flat; writes go to the copy and are allowed between begin and finish only."""
         return self._bits[name]

@@ -188,6 +188,7 @@ class WeightSubscriber:
             head = None
         with self._following:
             if head is not None:
+                self._host.require_there()
                 self._fresh.see(head.identity)
                 self._advance(head)
             with self._lock:
@@ -210,6 +211,7 @@ class WeightSubscriber:
         with self._lock:
             if self.version is None or version != self.version:
                 raise Gone(f"the host copy is at {self.version}, not at {version}", field="version")
+            self._host.require_there()
             steps = self._steps_from(engine_version)
             base = engine_version if steps else None
             path = self._updates / f"{version}-from-{base or 'any'}.safetensors"

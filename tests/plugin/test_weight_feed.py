@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rose.errors import CapacityError, ConfigError, Gone, NotAuthentic, RequestError, WrongBase
+from rose.errors import CapacityError, ConfigError, Gone, NotAuthentic, RequestError, WeightsError, WrongBase
 from rose.lineage import Lineage
+from rose.proc import free_port
 from rose.signatures import SigningKey
 from rose.weights.publisher import WeightPublisher
 from rose.weights.sealed import SealedStore
@@ -50,6 +54,30 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     world.feed.close()
 
 
+class Polled:
+    """A host copy whose polls end so, one after the other; after the last they only wait."""
+
+    def __init__(self, path: Path, answers: list[Any]) -> None:
+        self._path, self._answers = path, answers
+        self.is_out, self._closed = threading.Event(), threading.Event()
+
+    def poll(self, timeout_s: float) -> Any:
+        if not self._answers:
+            self.is_out.set()
+            self._closed.wait()
+            return None
+        answer = self._answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def fetch(self, *_: Any) -> Path:
+        return self._path
+
+    def close(self) -> None:
+        self._closed.set()
+
+
 def base_of(path: Path) -> str | None:
     with UpdateFile(path) as file:
         return None if file.base is None else str(file.base)
@@ -87,6 +115,50 @@ def test_a_version_that_is_past_and_a_wrong_base_are_refused(world: World) -> No
         world.feed.take(V("1.0"), NOBODY, None, 30)
     with pytest.raises(WrongBase, match=r"the engine is at run@1\.0, not at 1\.7"):
         world.feed.take(V("1.1"), Lineage("run", V("1.0")), "1.7", 30)
+
+
+def test_a_store_that_is_away_for_a_while_does_not_end_an_update(tmp_path: Path) -> None:
+    """Longer than one poll."""
+    away = CapacityError("relay cannot be reached")
+    copy: Any = Polled(tmp_path, [away, away, V("1.0")])
+    feed = WeightFeed(copy, "run")
+    assert feed.take(V("1.0"), NOBODY, None, 60) == tmp_path
+    feed.close()
+
+
+def test_a_store_that_stays_away_is_named_when_the_time_is_over(tmp_path: Path) -> None:
+    copy: Any = Polled(tmp_path, [CapacityError("relay cannot be reached")])
+    feed = WeightFeed(copy, "run")
+    copy.is_out.wait(30)
+    with pytest.raises(
+        CapacityError, match=r"1\.0 did not come within 0 s; the copy is at None: relay cannot be reached"
+    ):
+        feed.take(V("1.0"), NOBODY, None, 0)
+    feed.close()
+
+
+def test_a_store_that_nobody_serves_is_said_to_the_log_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = threading.Event()
+    monkeypatch.setattr(weight_feed.logger, "warning", lambda *_: told.set())
+    info = FeedInfo(f"http://127.0.0.1:{free_port()}", "run", str(tmp_path / "copy"), signed=False)
+    feed = WeightFeed(open_copy(info), "run")
+    assert told.wait(60), "before anybody asks for a version"
+    feed.close()
+
+
+def test_a_copy_that_was_deleted_is_said_and_made_anew_by_the_next_feed(world: World) -> None:
+    world.publish(1, 0)
+    world.feed.take(V("1.0"), NOBODY, None, 30)
+    directory = Path(world.info.directory)
+    shutil.rmtree(directory)
+    world.publish(2, 0)
+    with pytest.raises(WeightsError, match=rf"^{directory}: was deleted .*POST /init_weight_transfer_engine"):
+        world.feed.take(V("2.0"), NOBODY, None, 30)
+    world.feed.close()
+    world.feed = WeightFeed(open_copy(world.info), "run")
+    assert world.feed.take(V("2.0"), NOBODY, None, 30).exists()
 
 
 def test_two_servers_of_one_machine_share_the_copy(world: World) -> None:
