@@ -17,7 +17,7 @@ from rose.lineage import WeightVersion
 from rose.signatures import PublicKeys, SigningKey
 from rose.units import format_bytes
 from rose.weights import composer, manifest, retention, sealed, upkeep
-from rose.weights.manifest import Kind, Manifest
+from rose.weights.manifest import Head, Kind, Manifest
 from rose.weights.params import WeightsParams
 from rose.weights.spec import TensorSpec
 from rose.weights.store import FileStore, Store
@@ -314,7 +314,7 @@ def compose(
     at: WeightVersion | None = None
     anchored: WeightVersion | None = None
     while True:
-        head = store.wait_head(run_id, at, _WAIT_S if follow else 0.0)
+        head = _head_for(store, run_id, at, _WAIT_S if follow else 0.0)
         if head is not None:
             at = head.identity
             record = retention.read_manifest(store, run_id, at, head.kind)
@@ -332,14 +332,24 @@ def compose(
                 typer.echo(
                     f"{at} is {num_since} versions past its anchor, and nothing is to do (--every {every})"
                 )
-        elif passed_over := sealed.passed_over(store):
-            raise NotAuthentic(
-                passed_over, field="key", fix="use the trainer's key, or one of rose tokens --anchor-key"
-            )
         elif not follow:
             raise _no_version(run_id)
         if not follow:
             return
+
+
+def _head_for(store: Store, run_id: str, after: WeightVersion | None, timeout_s: float) -> Head | None:
+    """The next head to compose an anchor of.  Raises NotAuthentic where ``--key`` is not of its trainer."""
+    refused: str | None
+    try:
+        head, refused = store.wait_head(run_id, after, timeout_s), sealed.passed_over(store)
+    except NotAuthentic as error:  # to a key that may sign anchors only; a trainer's passes it over
+        head, refused = None, f"{error.field}: {error.message}"
+    if refused is not None:
+        raise NotAuthentic(
+            refused, field="key", fix="use the trainer's key, or one of rose tokens --anchor-key"
+        )
+    return head
 
 
 def _newest_anchor(store: Store, run_id: str, upto: WeightVersion) -> WeightVersion:

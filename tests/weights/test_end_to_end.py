@@ -285,10 +285,12 @@ def test_the_command_composes_one_anchor_in_so_many_versions(tmp_path: Path) -> 
     assert (code, text.strip()) == (0, "there is an anchor of 1.6")
 
 
-def test_a_composer_with_another_key_is_told_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("delegated", [False, True])
+def test_a_composer_with_another_key_is_told_so(delegated: bool, tmp_path: Path) -> None:
     trainer = ToyTrainer(3)
     store = SealedStore(FileStore(tmp_path / "store", durable=False), key=SigningKey.generate())
     WeightPublisher(trainer.tensors, store, "run", 1, PARAMS).publish(0)
-    write_own(tmp_path / "other.key", key_text(SigningKey.generate().text))
-    with pytest.raises(NotAuthentic, match=r"^key: head 1\.0 of run.*not pinned"):
+    other = SigningKey.generate()
+    write_own(tmp_path / "other.key", key_text((other.delegate() if delegated else other).text))
+    with pytest.raises(NotAuthentic, match=r"^key: head 1\.0 of run.*not pinned.*--anchor-key"):
         run("compose", "run", "--key", tmp_path / "other.key", "--directory", tmp_path / "store")
