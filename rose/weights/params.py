@@ -72,3 +72,14 @@ class WeightsParams:
             raise refuse("fragment_elements", f"a multiple of {SEGMENT}, at most 2**26")
         if not 1 << 10 <= self.bucket_bytes <= 1 << 29:
             raise refuse("bucket_bytes", "within 1 KiB..512 MiB")
+
+
+def given(params: WeightsParams | None) -> WeightsParams:
+    """The settings of who was given ``params``.
+
+    Raises:
+        ConfigError: They are something else.
+    """
+    if params is not None and not isinstance(params, WeightsParams):
+        raise ConfigError(f"must be WeightsParams, got {type(params).__name__}", field="params")
+    return params or WeightsParams()

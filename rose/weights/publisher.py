@@ -31,17 +31,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 from rose.errors import ConfigError, Conflict, NotFound, SectionCorrupt, VersionRefused, WeightsError
 from rose.lineage import WeightVersion
-from rose.weights import ending, layout, manifest, replicas, retention, sealed, standing, statehash
+from rose.weights import ending, layout, manifest, replicas, retention, sealed, settings, standing, statehash
 from rose.weights.baseline import Baseline, Change, state_after
 from rose.weights.buckets import Buckets
 from rose.weights.layout import Claim
 from rose.weights.manifest import Base, Head, Kind, Manifest, ObjectRef
-from rose.weights.params import WeightsParams
+from rose.weights.params import WeightsParams, given
 from rose.weights.ranks import Ranks, SoloRank, StoreFull, agree
 from rose.weights.retention import Need
 from rose.weights.rounds import (
@@ -129,14 +128,12 @@ class WeightPublisher:
         *,
         ranks: Ranks | None = None,
     ) -> None:
-        if params is not None and not isinstance(params, WeightsParams):
-            raise ConfigError(f"must be WeightsParams, got {type(params).__name__}", field="params")
         self._pid = os.getpid()
         self._source = tensors
         self._store = store
         self._run_id = manifest.check_run_id(run_id)
         self._attempt = WeightVersion(attempt, 0).attempt
-        self._params = params or WeightsParams()
+        self._params = given(params)
         self._ranks: Ranks = ranks or SoloRank()
         self._lock = threading.Lock()
         self._baseline = Baseline(self._params)
@@ -248,9 +245,9 @@ class WeightPublisher:
         while True:
             try:
                 return self._publish(identity, source, step, lr)
-            except StoreFull:
+            except StoreFull as error:
                 if not needs:
-                    raise
+                    raise settings.too_large(error, self._specs) from error
                 need = needs.pop(0)
                 self._make_room(need)
 
@@ -294,6 +291,8 @@ class WeightPublisher:
         self._resolve_pending(head)
         standing.admit(identity, head, self._published)
         if opened.owned is not None:
+            if self._ranks.rank == 0:
+                settings.say_of_rounding(pieces)
             self._mine, self._claims = opened.owned[self._ranks.rank], layout.claims_of(pieces)
             self._shared = opened.shared[self._ranks.rank] if opened.shared is not None else []
             self._turns = opened.turns
@@ -408,9 +407,7 @@ class WeightPublisher:
             owned, shared, self._specs = division.owned, division.shared, division.specs
             turns = replicas.turns(sum(map(len, shared)) // len(openings), self._params.anchor_every)
             self._model = model_digest(self._specs.values())
-            for pattern in self._params.keep:
-                if not any(fnmatchcase(name, pattern) for name in self._specs):
-                    _log.warning("weights.keep: no tensor is called %s", pattern)
+            settings.check(self._params, self._specs)
         damaged = any(each.damaged for each in openings)
         bound = sealed.is_sealed(self._store)
         return Opened(head=head, damaged=damaged, bound=bound, owned=owned, shared=shared, turns=turns)

@@ -90,12 +90,14 @@ class Piece:
             next call, and only as long as the trainer does not step.
         read_there: The same range where the tensor is, as torch's ``uint8`` or ``int16``; None: it is on the host, or its elements
             are wider.
+        own: The type that the trainer holds it in; empty: it is not told.
     """
 
     spec: TensorSpec
     box: Box
     read: Callable[[int, int], NDArray[Any]]
     read_there: Callable[[int, int], Any] | None = None
+    own: str = ""
 
     def bits(self, start: int, stop: int) -> Bits:
         """Elements ``start`` .. ``stop`` of the box as they are now, as unsigned integers ``[stop - start]``.
@@ -272,6 +274,7 @@ def _shards_of_dtensor(name: str, value: Any) -> list[Shard]:
 def _pieces(name: str, shard: Shard, cast: str, kept: bool) -> Iterator[Piece]:
     extent = _shape_of(name, shard.tensor)
     dtype, read, there = _reader(name, shard.tensor, cast, kept)
+    own = _TORCH_NAMES.get(str(getattr(shard.tensor, "dtype", "")), "")
     spec = TensorSpec(name, dtype, tuple(int(n) for n in shard.shape))
     try:
         found = boxes.of_slice(spec.shape, shard.offset, extent)
@@ -282,7 +285,7 @@ def _pieces(name: str, shard: Shard, cast: str, kept: bool) -> Iterator[Piece]:
     begin = 0
     for box in found:
         later = None if there is None else _later(there, begin)
-        yield Piece(spec, box, _later(read, begin), later)
+        yield Piece(spec, box, _later(read, begin), later, own)
         begin += box.num_elements
 
 

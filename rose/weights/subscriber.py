@@ -57,7 +57,7 @@ from rose.weights.freshness import Freshness
 from rose.weights.host_copy import HostCopy
 from rose.weights.leases import holder_name
 from rose.weights.manifest import MAX_STORED_BYTES, Head, Kind, Manifest, Section
-from rose.weights.params import WeightsParams
+from rose.weights.params import WeightsParams, given
 from rose.weights.routes import route
 from rose.weights.spec import TensorSpec, differences
 from rose.weights.spool import Spool
@@ -116,7 +116,7 @@ class WeightSubscriber:
     ) -> None:
         self._store, self._owns_store = store, owns_store
         self._run_id = manifest.check_run_id(run_id)
-        self._params = params or WeightsParams()
+        self._params = given(params)
         threads = self._params.num_threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="rose-decode") if threads > 1 else None
         pulls = min(threads, MOST_PULLS)

@@ -140,10 +140,8 @@ class Upkeep:
                 self._wanted = None
                 self._changed.wait_for(lambda: not self._working)
             deleted = retention.collect(self._store, self._run_id, need)
-            if deleted:
+            if deleted:  # else the publish says it, once nothing else helps
                 _log.warning("store is full; deleted %d versions of %s", len(deleted), self._run_id)
-            else:
-                _log.warning("store is full, and nothing of %s can be deleted yet", self._run_id)
         except RoseError as error:
             _log.warning("store is full, and room cannot be made: %s", error)
         finally:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from rose.errors import CapacityError, ConfigError, RoseError, VersionRefused, WeightsError, WrongBase
 from rose.lineage import WeightVersion
@@ -666,7 +667,45 @@ def test_patterns_are_a_tuple_and_one_that_fits_nothing_is_warned_of(
     ]
 
 
-def test_parameters_are_of_their_own_type(trainer: ToyTrainer, store: FlakyStore) -> None:
+def test_halves_that_become_the_other_kind_are_told_once(
+    store: FlakyStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2)).half()
+    publisher = WeightPublisher(model, store, "run", 1)
+    for version in range(2):
+        publisher.publish(version)
+    assert [each.message for each in caplog.records if "BF16" in each.message] == [
+        "4 tensors are F16 and are published as BF16, 0.weight first: for engines of float16 say WeightsParams(cast='F16')"
+    ]
+    caplog.clear()
+    WeightPublisher(model, store, "same", 1, WeightsParams(cast="F16")).publish(0)
+    WeightPublisher(model.float(), store, "masters", 1).publish(0)
+    assert not caplog.records
+
+
+def test_a_store_that_is_to_take_less_than_two_copies_is_told(
+    trainer: ToyTrainer, store: FlakyStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    WeightPublisher(trainer.tensors, store, "run", 1, WeightsParams(max_store_bytes=1 << 10)).publish(0)
+    assert [
+        each.message for each in caplog.records if each.message.startswith("weights.max_store_bytes: 1.0 KiB")
+    ]
+
+
+def test_an_anchor_that_is_larger_than_the_store_is_said_once_and_in_the_error(
+    trainer: ToyTrainer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    small = FileStore(tmp_path, max_total_bytes=1000, durable=False)
+    with pytest.raises(
+        CapacityError, match=r"store is full.*nothing is left to delete; a full copy of this model takes"
+    ):
+        WeightPublisher(trainer.tensors, small, "run", 1).publish(0)
+    assert not caplog.records
+
+
+def test_parameters_are_of_their_own_type(trainer: ToyTrainer, store: FlakyStore, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^params: must be WeightsParams, got dict"):
+        WeightSubscriber(store, "run", tmp_path, {"cast": "BF16"})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"^params: must be WeightsParams, got dict"):
         WeightPublisher(trainer.tensors, store, "run", 1, {"cast": "BF16"})  # type: ignore[arg-type]
 
