@@ -175,8 +175,8 @@ def _tied_names(module: Any) -> frozenset[str]:
     return frozenset(declared) | frozenset(everywhere)
 
 
-_CONVERTED: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
-"""Of modules of transformers, whether their checkpoint has other names."""
+_CONVERTED: WeakKeyDictionary[Any, frozenset[str]] = WeakKeyDictionary()
+"""Of modules of transformers, the names that they or their checkpoint have and the other has not."""
 
 
 def _checkpoint_names(module: Any, table: dict[str, Any]) -> dict[str, Any]:
@@ -192,16 +192,16 @@ def _checkpoint_names(module: Any, table: dict[str, Any]) -> dict[str, Any]:
     if module not in _CONVERTED:
         empty = sys.modules["torch"].empty
         shapes = {name: empty(tuple(value.shape), device="meta") for name, value in table.items()}
-        _CONVERTED[module] = set(revert(module, shapes)) != set(table)
-    if not _CONVERTED[module]:
+        _CONVERTED[module] = frozenset(set(table) ^ set(revert(module, shapes)))
+    unlike = _CONVERTED[module]
+    if not unlike:
         return table
-    for name, value in table.items():
-        if hasattr(value, "to_local") and hasattr(value, "device_mesh"):
-            raise ConfigError(
-                "is divided over ranks, and the checkpoint has this model's experts under other names",
-                field=f"tensors.{name}",
-                fix="pass a function that returns Shards by the checkpoint's names",
-            )
+    if any(hasattr(value, "to_local") and hasattr(value, "device_mesh") for value in table.values()):
+        raise ConfigError(
+            "is several tensors in the checkpoint, or has another name there, and the model is divided over ranks",
+            field=f"tensors.{min(unlike & set(table) or unlike)}",
+            fix="pass a function that returns Shards by the checkpoint's names",
+        )
     return dict(revert(module, table))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,10 @@ from rose.errors import ConfigError, WeightsError
 from rose.weights.source import Piece, RawBits, Shard, collect, round_to_bf16
 
 torch = pytest.importorskip("torch")
+peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
+init_device_mesh = pytest.importorskip("torch.distributed.device_mesh").init_device_mesh
+fully_shard = pytest.importorskip("torch.distributed.fsdp").fully_shard
 load_file = pytest.importorskip("safetensors.torch").load_file
 
 
@@ -293,6 +298,48 @@ def test_a_mixture_of_experts_that_trains_on_is_read_as_it_is_now() -> None:
             parameter.add_(1.0)
     second = {piece.spec.name: piece for piece in collect(model)}[name]
     assert not np.array_equal(first.bits(0, 16 * 24), second.bits(0, 16 * 24))
+
+
+def test_a_mixture_that_is_divided_over_ranks_is_refused_by_the_name_of_its_experts() -> None:
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = tiny("olmoe")
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(ConfigError, match="several tensors in the checkpoint") as caught:
+            collect(model)
+        assert caught.value.field == "tensors.model.layers.0.mlp.experts.down_proj"
+    finally:
+        distributed.destroy_process_group()
+
+
+def recipe(name: str) -> Any:
+    """A function of the page."""
+    page = (Path(__file__).parents[2] / "docs" / "weights.md").read_text()
+    block = next(
+        text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if f"def {name}(" in text
+    )
+    found: dict[str, Any] = {"torch": torch}
+    exec(block.partition("publisher =")[0], found)
+    return found[name]
+
+
+def test_the_pages_recipe_publishes_what_an_adapter_merges_to() -> None:
+    """Bit by bit, at each version, and the base never moves."""
+    torch.manual_seed(2)
+    model = peft.get_peft_model(tiny("dense"), peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"]))
+    merged = recipe("merged")
+    for _ in range(2):
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:
+                    parameter.normal_()
+        expected = copy.deepcopy(model).merge_and_unload().state_dict()
+        pieces = {piece.spec.name: piece for piece in collect(lambda: merged(model))}
+        assert set(pieces) == set(expected)
+        for name, tensor in expected.items():
+            bits = tensor.to(torch.bfloat16).contiguous().view(torch.int16).numpy().view(np.uint16)
+            assert np.array_equal(pieces[name].bits(0, tensor.numel()), bits.reshape(-1))
 
 
 def test_a_module_under_data_parallel_keeps_its_names() -> None:
