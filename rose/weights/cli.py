@@ -408,7 +408,7 @@ def _open(
             raise ConfigError(f"{directory} is not the folder of a store", field="directory")
         url = str(directory)
     assert url is not None
-    if url.startswith(("http://", "https://")):
+    if url.lower().startswith(("http://", "https://")):
         tokens = Tokens.load(token_file, [role])
         token = getattr(tokens, role)
         pinned = pinned or (tokens.public_key if public_key is None else "")

@@ -21,9 +21,9 @@ from rose.weights.sealed import SealedStore
 from rose.weights.store import FileStore, Store
 
 PATIENCE_S = 20.0
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+-]*:/")
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+-]*:")
 _WORD = re.compile(r"[A-Za-z0-9._-]*[A-Za-z0-9][A-Za-z0-9._-]*")
-_HOST_AND_PORT = re.compile(r"[A-Za-z0-9._-]+:[0-9]+")
+_HOST_AND_PORT = re.compile(r"[A-Za-z0-9._-]+:[0-9]+(/|$)")
 
 
 def open_store(
@@ -73,21 +73,26 @@ def _open(url: str, token: str, timeout_s: float, patience_s: float) -> Store:
     scheme, separator, rest = url.partition("://")
     scheme = scheme.lower()
     if not separator:
-        if _HOST_AND_PORT.fullmatch(url):
+        if _HOST_AND_PORT.match(url):
             raise ConfigError(
                 f"{url!r} is a host and a port",
                 field="store",
                 fix=f"write http://{url}, or ./{url} for a folder",
             )
         if _SCHEME.match(url):
-            raise ConfigError(f"{url!r} lacks the // behind its scheme", field="store")
+            raise ConfigError(
+                f"{url!r} lacks the // behind its scheme", field="store", fix=f"or write ./{url} for a folder"
+            )
         if _WORD.fullmatch(url) and not Path(url).is_dir():
             raise ConfigError(
                 f"{url!r} is no folder here",
                 field="store",
                 fix=f"write ./{url} for a new folder, or http://{url}:8470 for a relay there",
             )
-        scheme, rest = "file", str(Path(url).expanduser()) if url else ""
+        try:
+            scheme, rest = "file", str(Path(url).expanduser()) if url else ""
+        except RuntimeError as error:
+            raise ConfigError(f"{url!r} is in nobody's home: {error}", field="store") from error
     if not rest:
         raise ConfigError(f"{url!r} names no place", field="store")
     match scheme:
@@ -104,4 +109,4 @@ def _open(url: str, token: str, timeout_s: float, patience_s: float) -> Store:
         case _:
             from rose.weights.fsspec_store import FsspecStore
 
-            return FsspecStore(url)
+            return FsspecStore(f"{scheme}://{rest}")

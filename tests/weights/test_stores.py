@@ -435,7 +435,14 @@ def test_an_address_without_its_scheme_is_no_folder(url: str) -> None:
 
 @pytest.mark.parametrize(
     ("url", "message"),
-    [("http:/relay:8470", "lacks the //"), ("localhost", "is no folder here"), ("my-store", r"\./my-store")],
+    [
+        ("http:/relay:8470", "lacks the //"),
+        ("http:relay:8470", "lacks the //"),
+        ("relay:8470/below", "http://relay:8470/below"),
+        ("~no-such-user/store", "nobody's home"),
+        ("localhost", "is no folder here"),
+        ("my-store", r"\./my-store"),
+    ],
 )
 def test_what_may_be_meant_as_an_address_is_no_folder(
     url: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -453,7 +460,8 @@ def test_folders_may_be_named_as_in_a_shell(tmp_path: Path, monkeypatch: pytest.
         open_store(url).close()
     open_store("new").close()  # it is there now
     assert {path.name for path in tmp_path.iterdir()} == {"new", "home"}
-    open_store("HTTP://127.0.0.1:1").close()
+    for url in ("HTTP://127.0.0.1:1", "MEMORY://here", f"FILE://{tmp_path}/new"):
+        open_store(url).close()
 
 
 def test_a_folder_that_cannot_be_made_is_named() -> None:
