@@ -380,7 +380,10 @@ class FileStore(_WakesReaders):
                 raise ConfigError(f"{folder} cannot be made: {error.strerror}", field="directory") from error
         self._leases: dict[str, LeaseLog] = {}
         self._lease_lock = threading.Lock()
-        self._total_bytes = sum(path.stat().st_size for path in self.paths())
+        self._total_bytes = 0
+        for path in self.paths():
+            with contextlib.suppress(FileNotFoundError):  # another process deletes
+                self._total_bytes += path.stat().st_size
 
     @property
     def total_bytes(self) -> int:
@@ -396,7 +399,7 @@ class FileStore(_WakesReaders):
 
     def paths(self) -> Iterator[Path]:
         """Of all objects."""
-        return (path for path in self._objects.rglob("*") if path.is_file())
+        return _files_below(self._objects)
 
     def key_of(self, path: Path) -> str:
         """Of the object at ``path``; the other way round of :meth:`path_of`."""
@@ -466,8 +469,7 @@ class FileStore(_WakesReaders):
 
     def list(self, prefix: str) -> list[str]:
         root = self._objects / check_prefix(prefix)[:-1]
-        found = (p for p in root.rglob("*") if p.is_file() and not p.is_symlink()) if root.is_dir() else ()
-        return sorted(p.relative_to(self._objects).as_posix() for p in found)
+        return sorted(self.key_of(path) for path in _files_below(root) if not path.is_symlink())
 
     def delete(self, key: str) -> bool:
         try:
@@ -550,6 +552,12 @@ class FileStore(_WakesReaders):
             ) from error
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Also while another process deletes: a folder that goes meanwhile has none."""
+    for parent, _, names in os.walk(folder):
+        yield from (path for path in (Path(parent, name) for name in names) if path.is_file())
 
 
 def check_range(key: str, offset: int, nbytes: int, size: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 from collections.abc import Iterator
@@ -409,6 +410,25 @@ def test_of_two_uploads_of_one_key_the_first_to_finish_wins(tmp_path: Path) -> N
     second.discard()
     assert store.get("run/a") == b"2"
     assert store.total_bytes == 1
+
+
+def test_a_folder_that_another_process_deletes_meanwhile_is_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FileStore(tmp_path, durable=False)
+    for version in ("1.0", "1.1"):
+        store.put_new(f"run/{version}/a", b"x")
+    lists = os.scandir
+
+    def scandir(path: Any) -> Any:
+        if str(path).endswith("/run/1.0"):
+            store.delete("run/1.0/a")
+        return lists(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert store.list("run/") == ["run/1.1/a"]
+    store.put_new("run/1.0/a", b"x")
+    assert FileStore(tmp_path).total_bytes == 1
 
 
 def test_an_object_cannot_be_a_folder_too(tmp_path: Path) -> None:
