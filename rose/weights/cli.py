@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import tempfile
@@ -29,6 +30,7 @@ relay_app = typer.Typer(add_completion=False)
 _ABOVE_TIMEOUT_S, _ABOVE_PATIENCE_S = 10.0, 3.0  # readers here have other addresses to go to
 _log = logging.getLogger(__name__)
 UNCHECKED = "none"
+_MOST_RUNS = 20
 _WAIT_S = 30.0
 
 TokenFile = Annotated[
@@ -142,7 +144,7 @@ def list_versions(
     head_version = None if head is None else head.identity
     versions = list(manifest.versions_in(store.list(f"{run_id}/"), run_id))
     if not versions and head is None:
-        raise _no_version(run_id)
+        raise _no_version(store, run_id)
     typer.echo(f"{'version':>12}  {'kind':<7} {'from':>10}  {'sent':>10} {'dense':>10}  {'changed':>8}  step")
     for identity in versions:
         mark = " <- head" if identity == head_version else ""
@@ -226,7 +228,7 @@ def diff(
     begin = WeightVersion.parse(first, field="first")
     head = store.get_head(run_id)
     if head is None:
-        raise _no_version(run_id)
+        raise _no_version(store, run_id)
     end = head.identity if second is None else WeightVersion.parse(second, field="second")
     if end < begin:
         raise ConfigError(
@@ -333,7 +335,7 @@ def compose(
                     f"{at} is {num_since} versions past its anchor, and nothing is to do (--every {every})"
                 )
         elif not follow:
-            raise _no_version(run_id)
+            raise _no_version(store, run_id)
         if not follow:
             return
 
@@ -365,11 +367,17 @@ def _newest_anchor(store: Store, run_id: str, upto: WeightVersion) -> WeightVers
 
 def _require_versions(store: Store, run_id: str) -> None:
     if not store.list(f"{run_id}/"):
-        raise _no_version(run_id)
+        raise _no_version(store, run_id)
 
 
-def _no_version(run_id: str) -> NotFound:
-    return NotFound("no version is published", field=run_id, fix="is that the run_id, and this its store?")
+def _no_version(store: Store, run_id: str) -> NotFound:
+    """That nothing of the run is there, and what is: a name is easily misspelt."""
+    runs: list[str] = []
+    with contextlib.suppress(NotFound):  # a relay of an earlier build does not tell
+        runs = store.runs()
+    more = f" and {len(runs) - _MOST_RUNS} more" if len(runs) > _MOST_RUNS else ""
+    there = f"there are: {', '.join(runs[:_MOST_RUNS])}{more}" if runs else "is this its store?"
+    return NotFound("no version is published", field=run_id, fix=there)
 
 
 @app.command()

@@ -142,6 +142,9 @@ class FlatStore(MovesHeads, ABC):
     def get_head(self, run_id: str) -> Head | None:
         return self._head(check_run_id(run_id))[1]
 
+    def runs(self) -> list[str]:
+        return sorted({name.split("/")[1] for name in self._find("runs/") if _number_of(name) >= 0})
+
     def _head(self, run_id: str) -> tuple[int, Head | None]:
         for _ in range(_TRIES):
             names = self._head_names(run_id)

@@ -274,6 +274,10 @@ class HttpStore:
     def get_head(self, run_id: str) -> Head | None:
         return self._head(run_id, {})
 
+    def runs(self) -> list[str]:
+        data, _ = self._call("GET", "/runs", MAX_LIST_BYTES)
+        return _decode(data, dict[str, list[str]])["runs"]
+
     def wait_head(self, run_id: str, after: WeightVersion | None, timeout_s: float) -> Head | None:
         query = {} if after is None else {"after": str(after)}
         return self._polled(timeout_s, lambda wait, patience_s: self._head(run_id, query | wait, patience_s))

@@ -244,6 +244,9 @@ class PullThroughRelay(Relay):
 
     # -- heads
 
+    async def _names(self) -> list[str]:
+        return await self._ask(self._above.runs)
+
     async def _head_of(self, run_id: str) -> Head | None:
         return (await self._known(self._runs, run_id, self._follow)).head
 

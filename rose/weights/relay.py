@@ -8,6 +8,7 @@ Routes, all behind a bearer token but the last two: of role ``relay`` or ``publi
 
     PUT GET HEAD DELETE /objects/{key}      201, 409 exists; Range; X-Rose-Xxh3 is checked on the way in
     GET    /objects?prefix=RUN/             {"keys": [...]}
+    GET    /runs                            {"runs": [...]} that have a head
     PUT    /runs/{run_id}/head?expected=A.V|none
     GET    /runs/{run_id}/head?after=A.V&wait_s=S     204 when nothing newer
     GET    /runs/{run_id}/upcoming?mark=M&wait_s=S    {"mark", "objects": [[key, nbytes]]} that no head names yet; 204 when nothing since M
@@ -117,6 +118,7 @@ class Relay:
         app.router.add_get("/objects/{key:.+}", self._get_object)  # and HEAD
         app.router.add_delete("/objects/{key:.+}", self._delete_object)
         app.router.add_get("/objects", self._list_objects)
+        app.router.add_get("/runs", self._list_runs)
         app.router.add_put("/runs/{run_id}/head", self._put_head)
         app.router.add_get("/runs/{run_id}/head", self._get_head)
         app.router.add_get("/runs/{run_id}/upcoming", self._get_upcoming)
@@ -219,6 +221,12 @@ class Relay:
         return await asyncio.to_thread(self.store.list, prefix)
 
     # -- heads
+
+    async def _list_runs(self, request: web.Request) -> web.StreamResponse:
+        return _json({"runs": await self._names()})
+
+    async def _names(self) -> list[str]:
+        return await asyncio.to_thread(self.store.runs)
 
     async def _put_head(self, request: web.Request) -> web.StreamResponse:
         run_id = check_run_id(request.match_info["run_id"])

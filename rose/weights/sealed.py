@@ -128,6 +128,9 @@ class SealedStore:
     def wait_head(self, run_id: str, after: WeightVersion | None, timeout_s: float) -> Head | None:
         return self._judged(lambda: self._store.wait_head(run_id, after, timeout_s))
 
+    def runs(self) -> list[str]:
+        return self._store.runs()
+
     def _judged(self, read: Callable[[], Head | None]) -> Head | None:
         """The head without its seal.  Raises NotAuthentic, or SectionCorrupt, where we are not the trainer."""
         try:

@@ -33,7 +33,7 @@ from rose.errors import CapacityError, ConfigError, Conflict, NotFound, RequestE
 from rose.lineage import WeightVersion
 from rose.weights import manifest
 from rose.weights.leases import MAX_LEASE_S, LeaseBook, LeaseLog
-from rose.weights.manifest import MAX_MANIFEST_BYTES, MAX_OBJECT_BYTES, Head, check_key, check_run_id
+from rose.weights.manifest import MAX_OBJECT_BYTES, Head, check_key, check_run_id
 from rose.weights.upcoming import Upcoming
 
 Buffer = bytes | bytearray | memoryview
@@ -90,6 +90,10 @@ class Store(Protocol):
 
     def get_head(self, run_id: str) -> Head | None:
         """The run's head; None when it has none yet."""
+        ...
+
+    def runs(self) -> list[str]:
+        """Names of the runs that have a head, sorted; for people."""
         ...
 
     def wait_head(self, run_id: str, after: WeightVersion | None, timeout_s: float) -> Head | None:
@@ -268,6 +272,9 @@ class MemoryStore(_WakesReaders):
 
     def get_head(self, run_id: str) -> Head | None:
         return self._heads.get(check_run_id(run_id))
+
+    def runs(self) -> list[str]:
+        return sorted(self._heads)
 
     def lease(self, run_id: str, holder: str, version: WeightVersion | None, ttl_s: float) -> None:
         check_lease(run_id, holder, ttl_s)
@@ -501,6 +508,9 @@ class FileStore(_WakesReaders):
             return None
         return manifest.decode_head(data, run_id)
 
+    def runs(self) -> list[str]:
+        return sorted(path.parent.name for path in self._runs.glob("*/head.json"))
+
     def believed_head(self, run_id: str) -> Head | None:
         """:meth:`get_head`, and None for one that is not believed or, by who knows signatures, cannot be read."""
         try:
@@ -594,16 +604,3 @@ def _locked(path: Path) -> Iterator[None]:
     with path.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-__all__ = [
-    "MAX_MANIFEST_BYTES",
-    "MAX_OBJECT_BYTES",
-    "Buffer",
-    "Content",
-    "FileStore",
-    "Head",
-    "MemoryStore",
-    "ObjectStat",
-    "Store",
-]

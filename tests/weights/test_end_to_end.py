@@ -243,7 +243,7 @@ def test_a_run_that_nobody_published_is_said_to_be_none(
 ) -> None:
     write_own(tmp_path / "anchor.key", key_text(SigningKey.generate().text))
     name, *rest = [str(tmp_path / "anchor.key") if part == "KEY" else part for part in command]
-    with pytest.raises(NotFound, match=r"nobody: no version is published"):
+    with pytest.raises(NotFound, match=r"^nobody: no version is published \(there are: run\)$"):
         run(name, "nobody", *rest, "--directory", published.directory)
 
 

@@ -257,6 +257,15 @@ def test_a_head_elsewhere_or_going_back_is_refused(store: Store, version: str, e
     assert store.get_head("run") == head("1.5")
 
 
+def test_the_runs_that_have_a_head_are_named(store: Store) -> None:
+    assert store.runs() == []
+    store.lease("held", "reader", V("1.0"), 60)
+    store.put_new("begun/1.0/0.0", b"x")
+    for run_id in ("b", "a"):
+        store.set_head(head("1.0", run_id), expected=None)
+    assert store.runs() == ["a", "b"]
+
+
 def test_setting_the_same_head_again_is_a_retry_not_a_conflict(store: Store) -> None:
     store.set_head(head("1.5"), expected=None)
     store.set_head(head("1.5"), expected=None)
