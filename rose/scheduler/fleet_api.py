@@ -97,6 +97,11 @@ class FleetRoutes:
         self._require_room((*body.groups, *body.canary))
         if body.groups and not set(body.canary) <= set(body.groups):
             raise RequestError("names a group that is not among groups", field="canary")
+        known = {said.group or DEFAULT_GROUP for _, said in self._said.values()}
+        for group in body.canary:  # watched for nothing, it would never be followed by the rest
+            if group not in known:
+                there = f"there are: {', '.join(sorted(known))}" if known else "no node has been heard"
+                raise RequestError(f"no node is of group '{group}'", field="canary", fix=there)
         self._order(lambda: self._switch.on(self._dispatcher.now_s(), body.groups, body.canary, body.watch_s))
         return json_response(self._status())
 

@@ -100,6 +100,16 @@ async def test_the_canary_first_then_the_rest(world: World) -> None:
             pass
 
 
+async def test_a_canary_that_no_node_is_of_is_refused(world: World) -> None:
+    await nodes_of(world)
+    status, refused = await world.call(
+        "POST", "/fleet/on", {"canary": ["canaries"], "watch_s": 1.0}, role="admin"
+    )
+    assert (status, refused["error"]["param"]) == (400, "canary")
+    assert "no node is of group 'canaries'" in refused["error"]["message"]
+    assert (await world.ok("GET", "/fleet"))["release"] is None
+
+
 async def test_a_canary_that_breaks_its_promise_is_off_again_and_the_rest_was_never_on(world: World) -> None:
     nodes = await nodes_of(world)
     world.scheduler.fleet_routes._switch.late_s = 0.1
