@@ -285,9 +285,11 @@ class SampleLife:
         return sample
 
     def _is_of_another_run(self, group: Group) -> bool:
-        """Has it tokens that other weights than those of its job's run sampled?"""
+        """Has it tokens that other weights than those of its job's run sampled?  Of a job that names none: of two runs."""
         run = self.runs.get(group.job, "")
-        return run != "" and any(one != run for name in group.members for one in self.samples[name].runs)
+        if run:
+            return any(one != run for name in group.members for one in self.samples[name].runs)
+        return len({one for name in group.members for one in self.samples[name].runs}) > 1
 
     def _is_leased(self, group: Group) -> bool:
         return any(self.samples[name].state is SampleState.LEASED for name in group.members)

@@ -232,7 +232,7 @@ class SampleBook(SampleLife):
             self._check_waiting(known)
         if any(self._is_of_another_run(self.groups[known.job, name]) for name in known.group_ids):
             raise Gone(
-                f"batch {event.batch_id} has samples of another run than {self.runs[event.job]}",
+                f"batch {event.batch_id} has samples of another run than {self.runs.get(event.job) or 'its first'}",
                 field="batch_id",
                 fix="choose another name",
             )

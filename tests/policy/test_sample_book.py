@@ -210,6 +210,20 @@ def test_no_batch_has_what_another_run_sampled_from_when_its_job_is_one_run_s(bo
     assert sp.Discard(trajectory_ids=("theirs", "both"), reason="stale") in actions
 
 
+def test_no_group_of_a_job_that_names_no_run_has_two(book: sp.SampleBook) -> None:
+    """Nobody could say whose policy its advantages are of."""
+    for name, run in (("one", "run-a"), ("other", "run-b")):
+        create(book, name, group="mixed", size=2)
+        book.handle(sp.TurnAdded(trajectory_id=name, oldest=(1, 0), num_tokens=10, runs=(run,)))
+        finish(book, name)
+    of_run(book, "whole", "run-b")
+
+    actions = lease(book, num_groups=1)
+
+    assert leased(actions) == ("whole",)
+    assert sp.Discard(trajectory_ids=("one", "other"), reason="stale") in actions
+
+
 def test_a_lease_that_ran_out_is_not_had_again_with_another_run_s_samples(book: sp.SampleBook) -> None:
     of_run(book, "theirs", "run-b")
     lease(book, "before")
