@@ -71,7 +71,8 @@ def validate(cls: type[S], table: Mapping[str, Any]) -> S:
             raise ConfigError("is required", field=name, fix=fix) from None
         given = repr(first.get("input"))
         given = given if len(given) <= 60 else given[:57] + "..."
-        raise ConfigError(f"{first['msg'].lower()}, got {given}", field=name) from None
+        words = first["msg"][:1].lower() + first["msg"][1:]  # a pattern keeps its letters
+        raise ConfigError(f"{words}, got {given}", field=name) from None
 
 
 def apply_override(table: dict[str, Any], override: str) -> None:

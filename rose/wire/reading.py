@@ -113,7 +113,8 @@ def read_struct(data: D, decode: Callable[[D], T]) -> T:
             raise RequestError("must be a JSON object", field="body") from error
         # A value of an object has no name here: it is its object that is wrong.
         field = (where or "body").split("[...]", 1)[0]
-        raise RequestError(f"wrong type: {fault['what'].lower()}", field=field) from error
+        what = fault["what"][:1].lower() + fault["what"][1:]  # a pattern keeps its letters
+        raise RequestError(f"wrong type: {what}", field=field) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError(f"is not JSON: {error}", field="body") from error
     except RecursionError as error:

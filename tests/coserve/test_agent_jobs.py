@@ -18,7 +18,7 @@ from rose.coserve.engine import RolloutEngine
 from rose.coserve.node_config import NodeConfig
 from rose.coserve.node_dir import NodeDir
 from rose.coserve.records import RankState
-from rose.errors import EngineError, RequestError
+from rose.errors import ConfigError, EngineError, RequestError
 from rose.wire.http_client import open_client
 
 
@@ -99,3 +99,8 @@ def test_the_engines_decision_log_has_the_nodes_name_and_bounds(
     assert env["ROSE_DECISIONS"] == (str(tmp_path / "d") if logs else None)
     assert (env["ROSE_DECISIONS_NAME"], env["ROSE_DECISIONS_MAX_FILES"]) == ("n0", "3")
     assert env["ROSE_DECISIONS_MAX_BYTES"] == str(max_bytes)
+
+
+def test_a_pattern_that_is_not_met_is_shown_as_it_is(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\[A-Za-z0-9\]"):
+        settings(tmp_path, weights={"relay_url": "http://r:1", "run_id": "a b"})
