@@ -48,7 +48,7 @@ from rose.shared_memory import SharedMemorySweep  # noqa: E402
 from tests.engine_launcher import EngineServer, EngineStartError  # noqa: E402
 from tests.pair.memory import TOTAL_PAGES, writer_of  # noqa: E402
 from tests.pair.pair import HELD_PAGES, PRODUCTION_ARGS, Pair  # noqa: E402
-from tests.tiny_shapes import SHAPES, write_shape  # noqa: E402
+from tests.tiny_shapes import SHAPE_ARGS, SHAPES, write_shape  # noqa: E402
 
 NAME = "conformance"
 SHAPE_ROWS = {
@@ -60,8 +60,12 @@ SHAPE_ROWS = {
     "chunked": "kv_kind",
     "sliding": "kv_kind",
     "mla": "mla",
-    "hybrid": "hybrid",
-    "mamba": "hybrid",
+    "qwen3_next": "hybrid",
+    "granite": "hybrid",
+    "lfm2": "hybrid",
+    "mamba2": "hybrid",
+    "jamba": "state_kind",
+    "mamba": "state_kind",
     "encoder_decoder": "encoder_decoder",
     "multimodal": "multimodal",
     "pooling": "pooling",
@@ -139,7 +143,8 @@ class Cell:
     def args(self, model: Path) -> list[str]:
         length = SHORT.get(self.shape)
         feature = [one.replace("MODEL", str(model)) for one in FEATURES[self.feature][1]]
-        return [*ARGS, *feature, *([f"--max-model-len={length}"] if length else [])]
+        length_args = [f"--max-model-len={length}"] if length else []
+        return [*ARGS, *SHAPE_ARGS.get(self.shape, ()), *feature, *length_args]
 
 
 @dataclass(kw_only=True)

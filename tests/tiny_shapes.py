@@ -106,7 +106,81 @@ SHAPES: dict[str, dict[str, Any]] = {
         topk_method="greedy",
         v_head_dim=32,
     ),
-    "hybrid": _shape(
+    "qwen3_next": _shape(
+        "Qwen3NextForCausalLM",
+        "qwen3_next",
+        decoder_sparse_step=1,
+        hidden_size=128,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+        linear_conv_kernel_dim=4,
+        linear_key_head_dim=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_value_head_dim=64,
+        mlp_only_layers=[],
+        moe_intermediate_size=64,
+        norm_topk_prob=True,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=4,
+        shared_expert_intermediate_size=64,
+        tie_word_embeddings=False,  # vLLM's model has no other way
+    ),
+    "granite": _shape(
+        "GraniteMoeHybridForCausalLM",
+        "granitemoehybrid",
+        attention_multiplier=0.17,
+        hidden_size=128,
+        layer_types=["mamba"] * 3 + ["attention"],
+        mamba_chunk_size=64,
+        mamba_d_conv=4,
+        mamba_d_head=64,
+        mamba_d_state=32,
+        mamba_expand=2,
+        mamba_n_groups=1,
+        mamba_n_heads=4,
+        num_experts_per_tok=0,
+        num_hidden_layers=4,
+        num_local_experts=0,
+        position_embedding_type="rope",
+        shared_intermediate_size=160,
+    ),
+    "lfm2": _shape(
+        "Lfm2ForCausalLM",
+        "lfm2",
+        block_auto_adjust_ff_dim=False,
+        block_dim=128,
+        block_ff_dim=160,
+        block_ffn_dim_multiplier=1.0,
+        block_multiple_of=32,
+        conv_L_cache=3,
+        conv_bias=False,
+        conv_dim=128,
+        hidden_size=128,
+        layer_types=["conv", "conv", "full_attention", "conv"],
+        norm_eps=1e-5,
+        num_hidden_layers=4,
+    ),
+    "mamba2": _shape(
+        "Mamba2ForCausalLM",
+        "mamba2",
+        _COMMON,
+        chunk_size=64,
+        conv_kernel=4,
+        expand=2,
+        head_dim=64,
+        hidden_size=128,
+        intermediate_size=256,
+        layer_norm_epsilon=1e-5,
+        n_groups=1,
+        num_heads=4,
+        num_hidden_layers=2,
+        state_size=32,
+        tie_word_embeddings=True,
+        use_bias=False,
+        use_conv_bias=True,
+    ),
+    "jamba": _shape(
         "JambaForCausalLM",
         "jamba",
         attn_layer_offset=1,
@@ -181,9 +255,26 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+SHAPE_ARGS: dict[str, tuple[str, ...]] = {"granite": ("--no-enable-prefix-caching",)}
+"""Without which vLLM's CPU build does not answer: it stores no Mamba-2 state in mid-prompt."""
+
+
 def write_shape(folder: Path, name: str) -> Path:
     """Write ``config.json`` and a tokenizer for the shape ``name``; the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(SHAPES[name], indent=1))
     write_tokenizer(folder, VOCAB_SIZE)
     return folder
+
+
+def write_weights(folder: Path, *, std: float = 0.1, seed: int = 0) -> None:
+    """Weights beside a shape's ``config.json``, large enough that what comes first in a prompt reaches its last token."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    ours = (folder / "config.json").read_bytes()
+    config = AutoConfig.from_pretrained(folder)
+    config.initializer_range = std
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(torch.bfloat16).save_pretrained(folder)
+    (folder / "config.json").write_bytes(ours)

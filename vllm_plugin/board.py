@@ -56,6 +56,7 @@ class Board:
         self._scheduler, self._balloon, self._steps, self._model = scheduler, balloon, steps, model
         self._trouble = trouble
         self._chunk_pages = plan.chunk_pages
+        self._stride = internals.state_stride(scheduler)
         self._block_pages = plan.total_pages / max(1, plan.num_blocks)
         self._asked = 0
         """Counts the background thread's requests to become the writer.  It is the writer once ``_given`` has the same number."""
@@ -214,10 +215,14 @@ class Board:
         """How long a prompt takes that is read beside ``num_decodes`` requests."""
         model = self._model
         drafts, num_decodes = self._steps.expects(num_decodes)
+        chunk, stride = max(1, self._scheduler.max_num_scheduled_tokens - num_decodes - drafts), self._stride
+        if 0 < stride <= chunk:
+            chunk -= chunk % stride
         seconds = prompt_work_s(
             tokens,
-            chunk_tokens=max(1, self._scheduler.max_num_scheduled_tokens - num_decodes - drafts),
+            chunk_tokens=chunk,
             decode_step_s=model.predict(drafts, num_decodes),
             prefill_token_s=model.prefill_token_s,
+            more_steps=0 < stride < tokens,  # up to the last state that is cached, and from there
         )
         return int(seconds * NS_PER_S)

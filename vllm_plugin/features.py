@@ -100,7 +100,10 @@ def kv_findings(kv_cache_config: Any, piece_bytes: int, *, drafts: bool = False)
         spec = group.kv_cache_spec
         kind = type(spec).__name__
         because = KV_KINDS.get(kind, "unlisted")
-        if because is not None:
+        if kind == "MambaSpec":
+            found.append(("hybrid", f"a group of {kind} of {plain(spec.mamba_type)}"))
+            found += _look(spec, "state_spec", {})
+        elif because is not None:
             found.append((because, f"a group of {kind}"))
         else:
             found += _look(spec, "kv_cache_spec", {})

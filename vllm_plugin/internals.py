@@ -304,6 +304,11 @@ def let_past(scheduler: Any, fits: Callable[[Any], bool], limit: int) -> None:
         )
 
 
+def state_stride(scheduler: Any) -> int:
+    """Hybrid models with a prefix cache: tokens between places where a prompt's step ends, so that its state can be cached; else 0."""
+    return scheduler.cache_config.block_size if scheduler.need_mamba_block_aligned_split else 0
+
+
 def set_cache_salt(request: Any, salt: str) -> None:
     """Key the prefixes of a request that has computed nothing; its block hashes are made anew."""
     request.cache_salt = salt

@@ -105,7 +105,7 @@ CORE: tuple[Owner, ...] = (
         names="""
             waiting kv_holding_waiting running requests kv_cache_manager block_size max_num_scheduled_tokens pause_state
             max_num_active_reqs num_waiting_for_streaming_input _is_blocked_waiting_status lora_config use_eagle_block_drop
-            kv_cache_config""",
+            kv_cache_config cache_config need_mamba_block_aligned_split""",
         calls={
             "schedule": "self throttle_prefills",
             "update_from_output": "self scheduler_output model_runner_output",

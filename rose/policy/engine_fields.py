@@ -144,6 +144,10 @@ HARMLESS: dict[str, str] = {
     "kv_cache_tensor": "size layers layer_stride block_stride offset",
     "kv_cache_group": "layer_names kv_cache_spec enable_kv_transfer",
     "kv_cache_spec": "block_size max_tp_shards num_kv_heads head_size head_size_v dcp_sharded cache_dtype_str",
+    # Of a MambaSpec: nothing of it is lent.
+    "state_spec": """
+        block_size dcp_sharded block_stride_alignment shapes dtypes page_size_padded mamba_cache_mode num_speculative_blocks
+        num_prefill_checkpoint_blocks prefill_checkpoint_alignment num_heads tokens_per_state tp_replicated""",
 }  # fmt: skip
 """Section -> names of the fields that may have any value.  A name that is a section of its own is looked into."""
 
@@ -218,6 +222,12 @@ RESTRICTED: tuple[Field, ...] = (
         ("model.has_inner_state", *_OFF),
         ("cache_config.is_attention_free", *_OFF),
     ),
+    *_restricted(
+        "other_option",
+        ("model.attn_type", ("decoder", "hybrid", "attention_free")),
+        own=(("hybrid", "hybrid"), ("attention_free", "hybrid")),
+    ),
+    *_restricted("state_kind", ("state_spec.mamba_type", ("GDN_ATTN", "MAMBA2", "SHORT_CONV"))),
     *_restricted("encoder_decoder", ("model.is_encoder_decoder", *_OFF)),
     *_restricted(
         "multimodal",
@@ -325,7 +335,6 @@ RESTRICTED: tuple[Field, ...] = (
     *_restricted(
         "other_option",
         ("model.is_diffusion", *_OFF),
-        ("model.attn_type", ("decoder",)),
         ("model.requires_raw_input_tokens", *_OFF),
         ("model_config.is_submodel_config", *_OFF),
         ("model_config.model_class_overrides", _UNSET),

@@ -142,8 +142,8 @@ ROWS: list[tuple[str, Change, str]] = [
     ("speculative", lambda config: speculative(config, "ngram"), "elastic"),
     ("speculative", lambda config: speculative(config, "eagle"), "elastic"),
     ("drafts", lambda config: speculative(config, "medusa"), "refused"),
-    ("hybrid", says("is_hybrid", True), "refused"),
-    ("hybrid", says("is_attention_free", True), "refused"),
+    ("hybrid", says("is_hybrid", True), "compute-only"),
+    ("hybrid", says("is_attention_free", True), "compute-only"),
     ("encoder_decoder", says("is_encoder_decoder", True), "refused"),
     ("multimodal", says("is_multimodal_model", True), "refused"),
     ("pooling", put("model_config.runner", "pooling"), "refused"),
@@ -264,7 +264,8 @@ def test_the_least_that_any_feature_allows_counts(config: Any) -> None:
 
 def test_every_row_has_a_test_here() -> None:
     elsewhere = {"gpu", "other_device", "mig", "rust_frontend", "unknown_version", "small_cache"}
-    elsewhere |= {"kv_groups", "kv_layout", "sliding_window", "grouped_drafts"}  # test_kv_cache_table.py
+    # test_kv_cache_table.py
+    elsewhere |= {"kv_groups", "kv_layout", "sliding_window", "grouped_drafts", "state_kind"}
     elsewhere |= {"cuda_graphs"}
     assert {name for name, _, _ in ROWS} | elsewhere == {one.name for one in TABLE}
 

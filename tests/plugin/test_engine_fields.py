@@ -14,6 +14,7 @@ import pytest
 from rose.policy.compat import TABLE, judge
 from rose.policy.engine_fields import HARMLESS, KV_KINDS, RESTRICTED, is_section, row_of_field
 from tests.engine_launcher import BASE_ARGS
+from tests.plugin.test_compute_only_engine import STATES
 from tests.plugin.test_kv_cache_table import cache_of
 from tests.tiny_shapes import write_shape
 from vllm_plugin import compat
@@ -86,8 +87,13 @@ def answer(config: Any, role: str = "serving") -> tuple[str, str]:
         ("sliding", ("elastic", "decoder")),
         ("chunked", ("elastic", "decoder")),
         ("mla", ("elastic", "decoder")),
-        ("hybrid", ("refused", "hybrid")),
-        ("mamba", ("refused", "hybrid")),
+        # Of which kind their states are, too.
+        ("qwen3_next", ("compute-only", "hybrid")),
+        ("granite", ("compute-only", "hybrid")),
+        ("lfm2", ("compute-only", "hybrid")),
+        ("mamba2", ("compute-only", "hybrid")),
+        ("jamba", ("compute-only", "hybrid")),
+        ("mamba", ("compute-only", "hybrid")),
         ("encoder_decoder", ("refused", "encoder_decoder")),
         ("multimodal", ("refused", "multimodal")),
         ("pooling", ("refused", "pooling")),
@@ -230,7 +236,10 @@ def test_every_field_of_vllm_is_placed_and_every_placed_field_is_vllms(complete:
     ours = {f"{path}.{name}".lstrip(".") for path, names in HARMLESS.items() for name in names.split()}
     ours |= {field.path for field in RESTRICTED}
     ours = {path for path in ours if not path.startswith(("kv_cache_config.", "kv_cache_tensor."))}
-    ours = {path for path in ours if not path.startswith(("kv_cache_group.", "kv_cache_spec.", "model."))}
+    ours = {
+        path for path in ours if not path.startswith(("kv_cache_group.", "kv_cache_spec.", "state_spec."))
+    }
+    ours = {path for path in ours if not path.startswith("model.")}
     assert theirs == ours
 
 
@@ -242,6 +251,7 @@ def test_every_cache_field_of_vllm_is_placed() -> None:
         ("kv_cache_tensor", theirs.KVCacheTensor),
         ("kv_cache_group", theirs.KVCacheGroupSpec),
         ("kv_cache_spec", theirs.MLAAttentionSpec),
+        ("state_spec", theirs.MambaSpec),
     ]:
         kinds = (kind, theirs.SlidingWindowSpec) if path == "kv_cache_spec" else (kind,)
         names = {field.name for one in kinds for field in dataclasses.fields(one)}
@@ -316,6 +326,8 @@ def test_tried_is_what_the_engines_of_the_tests_run_with(shapes: Path) -> None:
                 if not (absent and rest) and (first != "kv_cache_spec" or hasattr(place, rest)):
                     values.add(plain(one))
     seen["parallel_config.worker_cls"] = set()
+    seen["state_spec.mamba_type"] = set(STATES.values())
+    seen["model.attn_type"] |= {config_of(shapes, shape).model_config.attn_type for shape in STATES}
     # That there is such a section, or a window, is a row of its own.
     seen["lora_config"] = seen["speculative_config"] = seen["kv_cache_spec.sliding_window"] = {None}
     wrong = [(f.path, seen[f.path], f.tried) for f in RESTRICTED if seen[f.path] != set(f.tried)]

@@ -38,6 +38,7 @@ def specs_of(shape: str) -> list[Any]:
     import torch
     from vllm.v1 import kv_cache_interface as k
     from vllm.v1.attention.backend import MultipleOf
+    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
     common = {"block_size": 128, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
     full = k.FullAttentionSpec(**common)
@@ -47,6 +48,7 @@ def specs_of(shape: str) -> list[Any]:
     state = k.MambaSpec(
         block_size=512, shapes=((3, 192), (192, 16)), dtypes=(torch.bfloat16,) * 2, page_size_padded=32768
     )
+    older = dataclasses.replace(state, mamba_type=MambaAttentionBackendEnum.MAMBA1)
     return {
         "dense": [full, full],
         "gemma3": [sliding] * 5 + [full],
@@ -55,7 +57,9 @@ def specs_of(shape: str) -> list[Any]:
         "tokens": [full, k.FullAttentionSpec(**common | {"num_kv_heads": 1}), sliding],
         "chunked": [k.ChunkedLocalAttentionSpec(**common, attention_chunk_size=WINDOW), full],
         "mla": [k.MLAAttentionSpec(**latent)] * 2,
-        "mamba": [state, state],
+        "mamba": [older, older],
+        "mamba2": [state, state],
+        "hybrid": [state, full],
         "cross": [k.CrossAttentionSpec(**common)] * 2,
         "padded": [k.MLAAttentionSpec(**latent | {"block_stride_alignment": 512})] * 2,
         "sparse": [k.MLAAttentionSpec(**latent, is_index_group_leader=True)] * 2,
@@ -96,7 +100,9 @@ def cache_of(config: Any, shape: str) -> Any:
         ("mla", ("elastic", "decoder"), ""),
         ("padded", ("compute-only", "kv_layout"), "kv_cache_spec.block_stride_alignment = 512"),
         ("sparse", ("compute-only", "kv_kind"), "kv_cache_spec.is_index_group_leader = True"),
-        ("mamba", ("refused", "hybrid"), "a group of MambaSpec"),
+        ("mamba", ("refused", "state_kind"), "state_spec.mamba_type = 'MAMBA1'"),
+        ("mamba2", ("compute-only", "hybrid"), "a group of MambaSpec of MAMBA2"),
+        ("hybrid", ("compute-only", "hybrid"), "a group of MambaSpec of MAMBA2"),
         ("cross", ("refused", "encoder_decoder"), "a group of CrossAttentionSpec"),
         ("fp8", ("elastic", "decoder"), ""),
         ("e4m3", ("refused", "kv_quant"), "kv_cache_spec.dtype = 'float8_e4m3fn'"),

@@ -37,6 +37,7 @@ def prompt_work_s(
     decode_step_s: float,
     prefill_token_s: float,
     attention_s: float = 0.0,
+    more_steps: int = 0,
 ) -> float:
     """How long a prompt takes to its first token, once its first step starts.
 
@@ -48,5 +49,7 @@ def prompt_work_s(
         decode_step_s: A step that has those decodes and nothing else.
         prefill_token_s: What each prompt token adds.
         attention_s: What the whole prompt takes beyond that to look back at itself, where that is known apart.
+        more_steps: That it takes beyond those.
     """
-    return ceil(tokens / chunk_tokens) * decode_step_s + tokens * prefill_token_s + attention_s
+    steps = ceil(tokens / chunk_tokens) + more_steps
+    return steps * decode_step_s + tokens * prefill_token_s + attention_s
