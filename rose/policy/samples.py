@@ -186,6 +186,9 @@ class SampleBook(SampleLife):
 
     def _ask(self, event: BatchAsked) -> list[Action]:
         self._check_unused(event.batch_id)
+        attempt = self.attempts.get((event.job, event.consumer), 0)
+        if event.version[0] < attempt:
+            raise Conflict(f"attempt {event.version[0]} was replaced by {attempt}", field="version")
         params = self._params_for(event)
         known = self.batches.get(event.batch_id) or self.expired.get(event.batch_id)
         if known is not None:
@@ -398,7 +401,10 @@ class SampleBook(SampleLife):
             raise Conflict(f"batch {event.batch_id} was acknowledged with step {done[0]}", field="step")
         batch = self.batches.get(event.batch_id) or self.expired.get(event.batch_id)
         if batch is None:
-            raise Gone(f"batch {event.batch_id} is unknown or was returned", field="batch_id")
+            raise Gone(
+                f"batch {event.batch_id} is unknown or was returned: its lease ran out, or its consumer resumed",
+                field="batch_id",
+            )
         if event.attempt < self.attempts.get((batch.job, batch.consumer), 0):
             raise Conflict(f"attempt {event.attempt} was replaced by a later one", field="attempt")
         if self.batches.pop(event.batch_id, None) is None:

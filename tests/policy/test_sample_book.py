@@ -147,13 +147,22 @@ def test_a_restarted_trainer_gets_back_what_it_had_not_consumed(book: sp.SampleB
     lease(book, num_groups=2)
     actions = book.handle(sp.JobResumed(job="j", attempt=2, consumed=("p0", "p1")))
     assert sp.Consumed(trajectory_ids=("p0", "p1")) in actions
-    assert leased(lease(book, "b2")) == ("q0", "q1")
+    assert leased(lease(book, "b2", version=(2, 0))) == ("q0", "q1")
+
+
+def test_a_replaced_trainer_can_no_longer_lease(book: sp.SampleBook) -> None:
+    """Its groups would be lost to the one that replaced it until the lease ran out."""
+    fill(book, "p")
+    book.handle(sp.JobResumed(job="j", attempt=2, consumed=()))
+    with pytest.raises(Conflict, match="replaced"):
+        lease(book, version=(1, 0))
+    assert leased(lease(book, version=(2, 0))) == ("p0", "p1")
 
 
 def test_a_replaced_trainer_can_no_longer_acknowledge(book: sp.SampleBook) -> None:
     fill(book, "p")
     book.handle(sp.JobResumed(job="j", attempt=2, consumed=()))
-    lease(book)
+    lease(book, version=(2, 0))
     with pytest.raises(Conflict, match="replaced"):
         book.handle(sp.BatchAcked(batch_id="b", step=1, attempt=1))
     with pytest.raises(Conflict, match="replaced"):

@@ -105,7 +105,9 @@ async def test_a_restarted_trainer_resumes(world: World) -> None:
         "POST", "/rose/v1/jobs/job/resume", {"attempt": 2, "consumed": [names[0]]}, role="trainer"
     )
     assert resumed == {"returned_groups": 2, "consumed": 1}
-    batch = await world.ok("POST", "/rose/v1/batches/lease", {**lease, "num_groups": 1}, role="trainer")
+    batch = await world.ok(
+        "POST", "/rose/v1/batches/lease", {**lease, "num_groups": 1, "version": [2, 0]}, role="trainer"
+    )
     assert [t["id"] for t in batch["trajectories"]] == [names[1]]
 
 

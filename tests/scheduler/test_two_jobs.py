@@ -72,6 +72,19 @@ async def test_a_second_trainer_cannot_take_a_job_by_its_name(world: World) -> N
     assert world.scheduler.book.runs == {"policy": "mine"}
 
 
+async def test_a_trainer_that_was_replaced_leases_nothing(world: World) -> None:
+    """Its acknowledgement would be refused, and until then the new one went without the groups."""
+    await world.start()
+    resumed = {"attempt": 2, "consumed": []}
+    await world.ok("POST", "/rose/v1/jobs/job/resume", resumed, role="trainer")
+
+    lease = {"job": "job", "num_groups": 1, "version": [1, 5]}
+    status, answer = await world.call("POST", "/rose/v1/batches/lease", lease, role="trainer")
+    assert (status, answer["error"]["param"]) == (409, "version")
+    lease["version"] = [2, 0]
+    assert (await world.call("POST", "/rose/v1/batches/lease", lease, role="trainer"))[0] == 204
+
+
 async def test_what_another_run_sampled_before_a_job_named_its_own_is_never_leased(world: World) -> None:
     await world.start()
     (await world.add("a")).switch("run-a", "1.5")
