@@ -443,8 +443,12 @@ class TurnParams:
     """A turn of the trajectory with the longest predicted rest is queued as if it were this much older; the
     shortest not at all.  So nobody is overtaken by a turn that came more than this later.  0: by age alone."""
     oldest_first_s: float = 0.0
-    """A turn is queued as if it had come with the first turn of its group, but at most this much earlier.  Groups then end
-    in about the order of their start, before their first tokens are old.  0: each turn by its own age."""
+    """How much of the age of its group counts for a turn, at most.  Groups then end in about the order of their start, before
+    their first tokens are old.  0: each turn by its own age."""
+    oldest_first_share: float = 1.0
+    """A turn is queued as if it had come earlier by this share of its group's age.  At 1 the oldest group always goes first, and
+    groups that began together are served one after the other; below, a turn is overtaken only for a time in proportion to the
+    difference in age."""
     affine_wait_s: float = 0.0
     """While more turns wait than workers are open, one whose prefix is on a worker waits this long for a slot there, but
     no longer than it takes to read the prefix again.  0: off."""

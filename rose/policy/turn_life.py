@@ -163,7 +163,7 @@ class TurnLife:
         begun_s = self._begun_s.setdefault(group, event.at_s)
         if len(self._begun_s) > MAX_GROUPS:
             self._begun_s.popitem(last=False)
-        return max(begun_s, event.at_s - limit_s)
+        return event.at_s - self.params.oldest_first_share * min(limit_s, event.at_s - begun_s)
 
     def _tokens(self, event: TokensArrived) -> list[Action]:
         turn = self._live_attempt(event.turn_id, event.attempt)

@@ -230,8 +230,11 @@ class SchedulerConfig(Section):
     adaptive_cap: bool = False
     """Lower a worker's limit when its engine is short of KV memory, and raise it again, inside the cap."""
     oldest_first_s: float = Field(default=60.0, ge=0)
-    """A turn is queued as if it had come with the first of its group, but at most this much earlier: groups end in about the
-    order of their start.  0 is each turn's own age."""
+    """How much of the age of its group counts for a turn in the queue, at most: groups end in about the order of their start.
+    0 is each turn's own age."""
+    oldest_first_share: float = Field(default=0.75, ge=0, le=1)
+    """A turn is queued as if it had come earlier by this share of its group's age.  At 1 groups that began together are served one
+    after the other, so the last of them wait for all; at 0 nobody is preferred."""
     affine_wait_s: float = Field(default=0.5, ge=0, le=60)
     """While more turns wait than workers are open, one whose prefix is on a worker waits for a slot there instead of reading
     its prompt again elsewhere: this long, and no longer than to read it takes.  Where there are slots for all it does nothing; 0 is off."""
@@ -273,6 +276,7 @@ class SchedulerConfig(Section):
             max_backoff_s=8 * self.timeouts.backoff_s,
             longest_first_s=self.longest_first_s,
             oldest_first_s=self.oldest_first_s,
+            oldest_first_share=self.oldest_first_share,
             affine_wait_s=self.affine_wait_s,
             tail_fraction=self.tail_fraction,
             migrate_ratio=self.migrate_ratio,

@@ -93,6 +93,19 @@ def test_the_oldest_group_goes_first_but_a_later_turn_overtakes_by_no_more_than_
     assert [turn_id for _, turn_id in book.queue] == ["old-1", "old-2", "young-1", "old-3", "lone"]
 
 
+def test_groups_that_began_together_take_turns_where_a_share_of_their_age_counts() -> None:
+    book = book_of(oldest_first_s=60.0, oldest_first_share=0.75)
+    submit(book, "first-1", at_s=0.0, group_id="first")
+    submit(book, "second-1", at_s=0.4, group_id="second")
+    submit(book, "late", at_s=10.0, group_id=None)
+    submit(book, "second-2", at_s=10.0, group_id="second")
+    submit(book, "first-2", at_s=11.0, group_id="first")
+    submit(book, "first-3", at_s=12.0, group_id="first")
+    # As if from 0 s, 0.4 s, 10 s, 10 - 0.75 * 9.6 = 2.8 s, 11 - 0.75 * 11 = 2.75 s, and 3 s: 0.4 s of age are not worth 2 s of waiting.
+    order = ["first-1", "second-1", "first-2", "second-2", "first-3", "late"]
+    assert [turn_id for _, turn_id in book.queue] == order
+
+
 def test_in_a_full_fleet_a_turn_waits_a_moment_for_a_slot_where_its_prefix_is() -> None:
     """Two workers of one slot: `x` has run on `a`, whose slot `p` holds; then `b` opens."""
 

@@ -162,7 +162,7 @@ def test_the_lists_of_what_is_not_simulated_name_parameters_that_exist() -> None
 
 
 def test_the_simulated_scheduler_is_told_what_the_daemon_s_is(tmp_path: Path) -> None:
-    config = SchedulerConfig(oldest_first_s=7.0, cap_harvested=3, adaptive_cap=True)
+    config = SchedulerConfig(oldest_first_s=7.0, oldest_first_share=0.5, cap_harvested=3, adaptive_cap=True)
     tokens = Tokens.generate()
     live = Scheduler(config, tokens, tmp_path)
     simulated = World(SCENARIO.model_copy(update={"scheduler": config}), ROSE, Journal(None), None)
