@@ -444,6 +444,8 @@ class NodeAgent(Node):
         if self.weights is not None and answer.floor_run is not None and answer.floor is not None:
             self.weights.require(answer.floor_run, WeightVersion.parse(answer.floor))
         if answer.run is None:
+            if answer.own_run and self.weights is not None:
+                self.weights.follow_own()
             return
         if self.weights is not None:
             self.weights.follow(answer.run)

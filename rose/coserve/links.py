@@ -236,6 +236,10 @@ class WeightLoop:
             self.serves = run
             self._ordered.set()
 
+    def follow_own(self) -> None:
+        """Serve the configured run again."""
+        self.follow(self._link.run_id)
+
     def require(self, run: str, version: WeightVersion) -> None:
         """What the trainer of ``run`` has published."""
         self._copies.require(run, version)

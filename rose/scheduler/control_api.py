@@ -406,6 +406,7 @@ class ControlRoutes:
         answer = HeartbeatAnswer(known=known)
         if known:
             answer.held = self._fleet.heard(worker_id, body)
+            answer.own_run = self._config.provisioning.mode != "on"
         if worker is not None and worker.job is not None:
             answer.active = worker.job != ""
             answer.job = worker.job or None

@@ -118,7 +118,10 @@ class HeartbeatAnswer(Struct, kw_only=True):
     job: Name | None = None
     """Which job it works for; None: any, or none."""
     run: RunName | None = None
-    """Whose policy it is to have; None: as it is."""
+    """Whose policy it is to have; None: as it is, unless ``own_run``."""
+    own_run: bool = False
+    """This scheduler assigns nobody (``provisioning.mode``): the node is to have the policy that its own configuration names, also
+    where this scheduler, before it was restarted, had told it to have another's."""
     floor_run: RunName | None = None
     floor: VersionText | None = None
     """What the trainer of ``floor_run`` has published, by its own word: a store that names an older version has gone back."""

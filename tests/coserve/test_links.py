@@ -348,6 +348,28 @@ async def test_a_node_serves_the_run_that_the_scheduler_assigns(device: Device, 
     assert back.commit_s != there.commit_s
 
 
+async def test_a_node_goes_back_to_its_own_run_where_nobody_assigns_any_more(
+    device: Device, registry: Registry
+) -> None:
+    """Provisioning was switched off: devices kept the run of whom they had served last, and their own job had none."""
+    sources = {run: Source(device.path / "w") for run in ("r", "s")}
+    sources["r"].published.put(WeightVersion(1, 5))
+    sources["s"].published.put(WeightVersion(1, 3))
+    copies = PolicyCopies("r", device.path / "w", lambda run, folder: sources[run], most=2)
+    linked(device, registry, source=copies, weights=weights_of_r(device))
+    registry.assignment = {"active": True, "job": "b", "run": "s"}
+    await until(lambda: bool(registry.beats) and registry.beats[-1].run == "s")
+    registry.assignment = {"active": True}  # a scheduler that has just started and will assign again
+    asked = registry.num_asked
+    await until(lambda: registry.num_asked > asked + 3)
+    assert registry.beats[-1].run == "s"
+
+    registry.assignment = {"active": True, "own_run": True}
+
+    await until(lambda: registry.beats[-1].run == "r")
+    assert registry.beats[-1].version == "1.5"
+
+
 async def test_an_order_that_is_taken_back_before_its_weights_came_is_no_switch(
     device: Device, registry: Registry
 ) -> None:

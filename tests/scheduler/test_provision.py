@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from rose.decisions.log import logs, replay
 from rose.policy.provisioning_events import Adopt
 from rose.policy.worker import Health
@@ -254,3 +256,15 @@ async def test_without_provisioning_every_worker_serves_every_job(world: World) 
     name = await world.trajectory()
     await world.chat(name, [user("x")], max_tokens=4)
     assert world.scheduler.book.fleet.workers["a"].job is None
+
+
+@pytest.mark.parametrize(("mode", "own"), [("off", True), ("observe", True), ("on", False)])
+async def test_a_node_is_told_to_serve_its_own_run_unless_devices_are_assigned(
+    world: World, mode: str, own: bool
+) -> None:
+    await world.start(provisioning={"mode": mode})
+    await world.add("h", tier="harvested")
+    await world.until(lambda: world.nodes["h"].answer is not None)
+    answer = world.nodes["h"].answer
+    assert answer is not None
+    assert (answer.own_run, answer.run) == (own, None)
