@@ -288,7 +288,8 @@ class ControlRoutes:
 
     async def ack(self, request: web.Request) -> web.Response:
         body, name = await read_wire(request, Ack), request.match_info["id"]
-        batch = self._store.book.batches.get(name)
+        book = self._store.book
+        batch = book.batches.get(name) or book.expired.get(name)
         if batch is not None:
             self._store.check_run(batch.job, body.run or "")
         self._carry_out(self._store.ack(name, body.step, body.attempt))

@@ -384,16 +384,21 @@ class Store(Books):
     def check_run(self, job: str, run: str) -> None:
         """A job is one run's, from when its trainer has named it: samples of another would be taken for its own.
 
+        Args:
+            run: What a trainer says of itself; empty: nothing, which any trainer of any run could have said.
+
         Raises:
-            Conflict: It is another's.
+            Conflict: It is another's, or this trainer does not say that it is the job's.
         """
         whose = self.runs.get(job, "")
-        if run and whose and run != whose:
-            raise Conflict(
-                f"job {job} is trained by run {whose}",
-                field="run",
-                fix="give each trainer a job name of its own",
-            )
+        if not whose or run == whose:
+            return
+        mine = f'a trainer of this run says "run": "{whose}" in each of its calls'
+        raise Conflict(
+            f"job {job} is trained by run {whose}, and {f'this is run {run}' if run else 'no run was named'}",
+            field="run",
+            fix=f"{mine}; any other needs a job name of its own",
+        )
 
     def drop_spent(
         self,

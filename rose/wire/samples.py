@@ -90,7 +90,8 @@ class Lease(_Body):
     prompts: Literal["suffix", "whole"] | None = None
     consumer: Name | None = None
     run: RunName | None = None
-    """Whose weights will train on it: refused where the job is another run's; so is an :class:`Ack`."""
+    """Whose weights will train on it: refused where the job is a run's, and this is another or left out; so are :class:`Ack`,
+    :class:`Resume` and :class:`NewVersion`."""
 
 
 class Ack(_Body):
@@ -108,7 +109,7 @@ class Resume(_Body):
     consumed: list[str]
     """Trajectories that it has been trained on."""
     run: RunName | None = None
-    """Under which name it publishes: refused where the job is another run's."""
+    """Under which name it publishes."""
     consumer: Name | None = None
 
 

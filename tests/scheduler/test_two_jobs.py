@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
 from aiohttp import web
 
 from rose.scheduler.app import Scheduler
@@ -68,7 +69,13 @@ async def test_a_second_trainer_cannot_take_a_job_by_its_name(world: World) -> N
     assert (await publish(world, "policy", (2, 0), run="theirs"))[0] == 409
     body = {"attempt": 2, "consumed": [], "run": "theirs"}
     assert (await world.call("POST", "/rose/v1/jobs/policy/resume", body, role="trainer"))[0] == 409
-    assert (await publish(world, "policy", (2, 0)))[0] == 200, "who says no name is taken for the one who did"
+    status, answer = await publish(world, "policy", (2, 0))
+    assert (status, answer["error"]["param"]) == (409, "run"), "who names no run may be anybody's trainer"
+    assert "mine" in answer["error"]["message"]
+    assert (await world.call("POST", "/rose/v1/jobs/policy/resume", body | {"run": None}, role="trainer"))[
+        0
+    ] == 409
+    assert (await publish(world, "policy", (2, 0), run="mine"))[0] == 200
     assert world.scheduler.book.runs == {"policy": "mine"}
 
 
@@ -96,7 +103,7 @@ async def test_what_another_run_sampled_before_a_job_named_its_own_is_never_leas
 
     await publish(world, "job-b", (1, 3), run="run-b")
 
-    lease = {"job": "job-b", "num_groups": 1, "version": [1, 3]}
+    lease = {"job": "job-b", "num_groups": 1, "version": [1, 3], "run": "run-b"}
     status, _ = await world.call("POST", "/rose/v1/batches/lease", lease, role="trainer")
     assert status == 204
     trace = await world.ok("GET", f"/rose/v1/trajectories/{name}")
@@ -194,7 +201,10 @@ async def test_the_turns_of_a_trajectory_are_of_one_run_also_where_its_job_names
     assert "run" in answer["error"]["message"]
 
 
-async def test_a_trainer_of_another_run_leases_and_acknowledges_nothing(world: World) -> None:
+@pytest.mark.parametrize("said", [{"run": "theirs"}, {}], ids=["another", "none"])
+async def test_a_trainer_of_another_run_or_of_none_leases_and_acknowledges_nothing(
+    world: World, said: dict[str, str]
+) -> None:
     await world.start()
     (await world.add("a")).switch("mine", "1.5")
     await world.nodes["a"].beat()
@@ -204,12 +214,13 @@ async def test_a_trainer_of_another_run_leases_and_acknowledges_nothing(world: W
     await world.ok("POST", f"/rose/v1/trajectories/{name}/finish", {"reward": 1.0})
 
     lease = {"job": "policy", "num_groups": 1, "version": [1, 5]}
-    status, answer = await world.call("PUT", "/rose/v1/batches/b", {**lease, "run": "theirs"}, role="trainer")
+    status, answer = await world.call("PUT", "/rose/v1/batches/b", lease | said, role="trainer")
     assert (status, answer["error"]["param"]) == (409, "run")
+    assert '"run": "mine"' in answer["error"]["message"]
     await world.ok("PUT", "/rose/v1/batches/b", {**lease, "run": "mine"}, role="trainer")
     ack = {"step": 0, "attempt": 1}
-    status, answer = await world.call(
-        "POST", "/rose/v1/batches/b/ack", {**ack, "run": "theirs"}, role="trainer"
-    )
-    assert (status, answer["error"]["param"]) == (409, "run")
+    for _ in range(2):  # while it is leased, and after the lease has run out
+        status, answer = await world.call("POST", "/rose/v1/batches/b/ack", ack | said, role="trainer")
+        assert (status, answer["error"]["param"]) == (409, "run")
+        world.scheduler.store.expire(float("inf"))
     await world.ok("POST", "/rose/v1/batches/b/ack", {**ack, "run": "mine"}, role="trainer")
