@@ -344,6 +344,14 @@ CLAIMS = (
         every=True, undecided=True,
     ),
     Claim(
+        text="simulator's skill on differences between arms whose steps take turns, over no difference at all, and the ends of its 95 % interval", benchmark="skill",
+        keys=("over_as_alone", "over_as_alone_low", "over_as_alone_high"), form="{:.2f}", bar=(1, ">=", 0.0), every=True,
+    ),
+    Claim(
+        text="the same over the mean difference of the other live workloads", benchmark="skill",
+        keys=("over_constant", "over_constant_low", "over_constant_high"), form="{:.2f}", bar=(1, ">=", 0.0), every=True,
+    ),
+    Claim(
         text="simulated, the paper's setting founded anew, by cell: ROSE over the tuned fixed baseline (lower ends)", benchmark="sim_paper",
         keys=("*_256_*.rose.gain_low",), form="{:.2f}x", bar=(None, ">=", 1.0),
     ),
