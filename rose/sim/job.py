@@ -5,6 +5,9 @@ time, at most ``alpha`` versions ahead of what is trained.  Batches, leases and 
 :class:`rose.policy.samples.SampleBook`'s.  Under DAPO a group whose rewards are all alike is thrown away and replaced; as
 many are started as the running share of usable groups calls for.
 
+With ``job.streamed`` the trainer works on groups as they end (:meth:`Job._trained_s`), and what is left when the batch is complete is
+the last of them.
+
 Where trajectories hold slots (:class:`rose.sim.systems.System`), no more of them are under way than the engines have slots.
 
 Invariants: each trajectory is created once and ends once (finished, cancelled or still running); at most one batch trains.
@@ -16,6 +19,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
+from rose.errors import ConfigError
 from rose.lineage import Version
 from rose.policy import turn_events as te
 from rose.policy.samples import (
@@ -140,7 +144,15 @@ class Job:
         self._accepted = (
             1.0 if self.config.algorithm == "grpo" else (self.config.keep_low + self.config.keep_high) / 2
         )
+        if self.config.streamed and system.extra == "trainers":
+            raise ConfigError(
+                "the training GPUs sample while the batch is not complete",
+                field="job.streamed",
+                fix="false, or a system that does not borrow them",
+            )
         self._training = False
+        self._trainer_free_s = 0.0
+        """When the last optimiser step ended: gradients of the next are of its weights."""
         self._tokens: dict[str, int] = {}
         self._finished_s: dict[str, float] = {}
         self._next_turn = 0
@@ -348,8 +360,10 @@ class Job:
         step.trajectories = len(ids)
         oldest = [self.book.samples[name].oldest for name in ids]
         step.lag = worst_lag(self.version, [version for version in oldest if version is not None])
-        step.tokens = sum(self._tokens.pop(name) for name in ids)
-        times = sorted(self._finished_s.pop(name) for name in ids)
+        tokens = [self._tokens.pop(name) for name in ids]
+        step.tokens = sum(tokens)
+        finished = [self._finished_s.pop(name) for name in ids]
+        times = sorted(finished)
         step.tail_s = now_s - times[max(0, math.ceil(0.75 * len(times)) - 1)]
         wait_s = 0.0
         if not self.asynchronous:
@@ -364,15 +378,33 @@ class Job:
                     self._cancel_sample(name, "redundant")
             self._groups.clear()
             self._waiting.clear()
+        self.journal.write(now_s, "train", step.number, step.tokens)
+        size = self.config.group_size
+        groups = [
+            (max(finished[at : at + size]), sum(tokens[at : at + size])) for at in range(0, len(ids), size)
+        ]
+        self.queue.at(self._trained_s(groups, now_s + wait_s), self._trained, step)
+
+    def _trained_s(self, groups: list[tuple[float, int]], ready_s: float) -> float:
+        """When the optimiser has stepped.
+
+        Args:
+            groups: When each was complete, and its tokens.
+            ready_s: When the trainer may begin with a whole batch.
+        """
         fleet, efficiency = self.scenario.fleet, self.scenario.efficiency
         flops = fleet.trainers * self.gpu.flops * efficiency.training
-        train_s = TRAIN_FLOPS_PER_PARAM * self.model.num_params * step.tokens / flops
-        self.journal.write(now_s, "train", step.number, step.tokens)
-        self.queue.at(now_s + wait_s + train_s, self._trained, step)
+        token_s = TRAIN_FLOPS_PER_PARAM * self.model.num_params / flops
+        if not self.config.streamed:
+            return ready_s + token_s * sum(num_tokens for _, num_tokens in groups)
+        end_s = self._trainer_free_s
+        for complete_s, num_tokens in sorted(groups):
+            end_s = max(end_s, complete_s) + token_s * num_tokens
+        return end_s
 
     def _trained(self, now_s: float, step: Step) -> None:
         self._training = False
-        step.trained_s = now_s
+        self._trainer_free_s = step.trained_s = now_s
         for action in self.book.handle(BatchAcked(batch_id=f"b{step.number}", step=step.number, attempt=0)):
             for name in getattr(action, "trajectory_ids", ()):
                 self.book.forget(name)

@@ -170,6 +170,9 @@ class JobSection(Section):
     keep_low: float = Field(default=0.2, gt=0, le=1)
     """DAPO: share of groups with a usable reward, drawn for each step between low and high."""
     keep_high: float = Field(default=0.9, gt=0, le=1)
+    streamed: bool = False
+    """Forward and backward of a group begin when it is complete and the trainer is free, while the others still sample; one
+    optimiser step follows the last.  False: they begin with the whole batch."""
     fixed_slots: Literal["trajectory", "turn"] = "trajectory"
     """What holds a slot of the fixed systems' engines; see :class:`rose.sim.systems.System`."""
     max_model_len: int = Field(default=32768, ge=64)

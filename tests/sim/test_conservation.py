@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rose.sim.scenario import Scenario
@@ -41,6 +41,7 @@ SCENARIOS = st.fixed_dictionaries(
             {
                 "algorithm": st.sampled_from(["grpo", "dapo"]),
                 "num_groups": st.integers(1, 3),
+                "streamed": st.booleans(),
                 "fixed_slots": st.sampled_from(["trajectory", "turn"]),
                 "group_size": st.integers(1, 6),
                 "turns_median": st.floats(1.0, 5.0),
@@ -62,7 +63,9 @@ SCENARIOS = st.fixed_dictionaries(
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(changes=SCENARIOS, system=st.sampled_from(sorted(SYSTEMS)))
 def test_books_balance_at_any_moment_of_any_scenario(changes: dict[str, object], system: str) -> None:
-    run = simulate(Scenario.model_validate({"name": "any", **changes}), system, check=True)
+    scenario = Scenario.model_validate({"name": "any", **changes})
+    assume(not (scenario.job.streamed and system == "trainers"))  # refused: they sample meanwhile
+    run = simulate(scenario, system, check=True)
 
     counters = run.counters
     assert 0 <= counters.found <= counters.asked

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +19,7 @@ from rose.sim.summary import SETTLE_S, compare_misses
 from rose.sim.systems import SYSTEMS
 from rose.sim.world import World, simulate
 
-TINY = {
+TINY: dict[str, Any] = {
     "name": "tiny",
     "duration_s": 300.0,
     "num_steps": 2,
@@ -90,6 +92,39 @@ def test_a_step_is_rollout_then_training_then_weights() -> None:
     for step in run.steps:
         assert step.start_s < step.ready_s < step.trained_s < step.end_s
     assert run.steps[0].end_s == run.steps[1].start_s
+
+
+def test_a_streamed_step_trains_the_same_while_it_samples() -> None:
+    whole, streamed = (
+        simulate(
+            tiny(job={**TINY["job"], "algorithm": "grpo", "num_groups": 6, "streamed": on}, num_steps=1),
+            "fixed_sync",
+            check=True,
+        ).steps[0]
+        for on in (False, True)
+    )
+
+    assert (streamed.ready_s, streamed.tokens) == (whole.ready_s, whole.tokens)
+    # At least the last group is left, and at most half of them: the others had ended long before.
+    left = (streamed.trained_s - streamed.ready_s) / (whole.trained_s - whole.ready_s)
+    assert 0.02 < left < 0.5
+
+
+def test_gradients_of_a_step_wait_for_the_weights_of_the_one_before() -> None:
+    """Asynchronous: groups of the next batch end while this one trains."""
+    job = {**TINY["job"], "algorithm": "grpo", "streamed": True}
+    fleet = {**TINY["fleet"], "trainers": 1}
+    run = simulate(tiny(job=job, fleet=fleet, num_steps=4), "fixed_async", check=True)
+
+    token_s = 8.0 * 8.19e9 / (989e12 * 0.35)  # of Qwen3-8B on one H100
+    assert len(run.steps) == 4
+    for before, step in itertools.pairwise(run.steps):
+        assert step.trained_s >= before.trained_s + 0.99 * token_s * step.tokens
+
+
+def test_gpus_that_are_lent_while_a_batch_is_sampled_cannot_train_on_its_groups() -> None:
+    with pytest.raises(ConfigError, match=r"job\.streamed"):
+        simulate(tiny(job={**TINY["job"], "streamed": True}), "trainers")
 
 
 def test_a_trajectory_of_a_fixed_system_keeps_its_slot_so_its_prefix_stays() -> None:

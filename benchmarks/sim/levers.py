@@ -1,0 +1,207 @@
+#!/usr/bin/env python
+"""What each lever for the tail of a step adds, to a tuned job by itself and to ROSE on it.   (simulated)
+
+    python benchmarks/sim/levers.py --settings SIM_PAPER.json --json benchmarks/results/sim/levers/DATE.json [--cell CELL] [--seconds 500]
+
+The cells are those of ``benchmarks/sim_paper.py``, with batches of 256.  ``fixed`` and ``rose`` stand in each as its search left them, and are not
+tuned again for a lever.  Levers, each alone, and all of them:
+
+- ``streamed``: forward and backward of a group begin when it is complete (``job.streamed``);
+- ``stops``: rollout steps stop at a layer for a prompt of production, and read 512 tokens at a time while it stands still (``fleet.preempt_s``,
+  ``fleet.idle_chunk_tokens``); ROSE alone has such steps;
+- ``longest``: the longest predicted rest goes first in the queue (``scheduler.longest_first_s = 60``), on both, where ROSE's scheduler places the job's turns;
+- ``tail``: a tenth of the trajectories, the longest expected, goes to dedicated engines (``scheduler.tail_fraction = 0.1``), ROSE alone.
+
+Gain: step time without a lever over with it, same seed, on ``fixed`` and on ``rose``.  ``harvest``: step time of ``fixed`` over ``rose``'s, both with the
+lever: what is left of it is harvesting's.  ``misses_added``: requests of production that are late beside ``rose`` with the lever less those late without rollouts,
+of all, request by request.  Mean over 14 seeds, 200 to 213, of two steps each, with 95 % intervals by Student's t.
+
+**Bar**, written before the first run on these seeds: a lever *pays* on a system where the lower end of its gain is above 1; on ``rose`` it must also leave the upper end of
+``misses_added`` no higher than without it, or at most 0.0002.  What pays in every cell that was run may be a default once it was measured live.
+
+Results are kept in FILE as they come: start it again and it goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.lib.report import Report, write  # noqa: E402
+from benchmarks.sim.paper_cells import CELLS, Cell, Setting, scenario_of  # noqa: E402
+from benchmarks.sim_paper import MOST_ADDED, arrivals_of  # noqa: E402
+from rose.errors import ConfigError  # noqa: E402
+from rose.evaluation.statistics import mean_interval  # noqa: E402
+from rose.sim.scenario import Scenario  # noqa: E402
+from rose.sim.summary import compare_misses, summarize  # noqa: E402
+from rose.sim.world import simulate  # noqa: E402
+
+SEEDS = tuple(range(200, 214))
+LEVERS: dict[str, dict[str, dict[str, float | bool]]] = {
+    "none": {},
+    "streamed": {"job": {"streamed": True}},
+    "stops": {"fleet": {"preempt_s": 0.001, "idle_chunk_tokens": 512}},
+    "longest": {"scheduler": {"longest_first_s": 60.0}},
+    "tail": {"scheduler": {"tail_fraction": 0.1}},
+}
+LEVERS["all"] = {
+    section: {name: value for each in LEVERS.values() for name, value in each.get(section, {}).items()}
+    for section in ("job", "fleet", "scheduler")
+}
+OF_ROSE = ("stops", "tail")
+"""Levers that do nothing to a job by itself."""
+SYSTEMS = ("fixed", "rose")
+BATCH = 256
+
+Row = dict[str, Any]
+
+
+def with_lever(scenario: Scenario, lever: str) -> Scenario:
+    sections = {
+        section: getattr(scenario, section).model_copy(update=changes)
+        for section, changes in LEVERS[lever].items()
+    }
+    return scenario.model_copy(update=sections)
+
+
+def run(cell: Cell, system: str, setting: Setting, lever: str, seed: int) -> Row:
+    """One run: step time (s; None where not all steps ended), and which requests were late."""
+    scenario, name = scenario_of(cell, system, setting, seed)
+    done = simulate(with_lever(scenario, lever), name, arrivals=arrivals_of(cell, seed))
+    row = summarize(done)
+    return {
+        "step_s": row["step_s"] if row["steps"] == scenario.num_steps else None,
+        "end_s": done.duration_s,
+        "late": sorted((number, round(at_s, 6)) for number, at_s in done.late.items()),
+    }
+
+
+def key_of(system: str, lever: str) -> str:
+    return f"{system}/none" if system == "fixed" and lever in OF_ROSE else f"{system}/{lever}"
+
+
+def conclude(data: dict[str, dict[str, Row]]) -> dict[str, Any]:
+    """The flat summary of the cells that are whole."""
+    summary: dict[str, Any] = {}
+    for cell in CELLS:
+        rows = data.get(cell.name, {})
+        wanted = {
+            f"{key_of(system, lever)}/{seed}" for system in SYSTEMS for lever in LEVERS for seed in SEEDS
+        }
+        if not wanted <= rows.keys():
+            continue
+
+        def step_s(system: str, lever: str, seed: int, rows: dict[str, Row] = rows) -> float:
+            found = rows[f"{key_of(system, lever)}/{seed}"]["step_s"]
+            return math.nan if found is None else found
+
+        def add(name: str, values: list[float], digits: int = 4, cell: Cell = cell) -> tuple[float, float]:
+            mean, half = mean_interval(values)
+            summary[f"{cell.name}.{name}"] = round(mean, digits)
+            summary[f"{cell.name}.{name}_low"] = round(mean - half, digits)
+            summary[f"{cell.name}.{name}_high"] = round(mean + half, digits)
+            return mean - half, mean + half
+
+        most_without = math.inf
+        for lever in LEVERS:
+            add(
+                f"{lever}.harvest",
+                [step_s("fixed", lever, seed) / step_s("rose", lever, seed) for seed in SEEDS],
+            )
+            missed = []
+            for seed in SEEDS:
+                mine, alone = rows[f"rose/{lever}/{seed}"], rows[f"fixed/none/{seed}"]
+                end_s = min(row["end_s"] for name, row in rows.items() if name.endswith(f"/{seed}"))
+                found = compare_misses(
+                    dict(mine["late"]), dict(alone["late"]), arrivals_of(cell, seed).at_s, end_s
+                )
+                missed.append(found.share or 0.0)
+            _, most = add(f"{lever}.misses_added", missed, 6)
+            if lever == "none":
+                most_without = most
+                continue
+            for system in SYSTEMS:
+                if system == "fixed" and lever in OF_ROSE:
+                    continue
+                gains = [step_s(system, "none", seed) / step_s(system, lever, seed) for seed in SEEDS]
+                low, _ = add(f"{lever}.{system}_gain", gains)
+                safe = system == "fixed" or most <= max(most_without, MOST_ADDED)
+                summary[f"{cell.name}.{lever}.pays_on_{system}"] = low > 1 and safe
+    return summary
+
+
+def settings_of(path: Path) -> dict[str, dict[str, Setting]]:
+    """Of ``benchmarks/sim_paper.py``'s file: by cell, the settings of the systems that it has searched.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    try:
+        cells = json.loads(path.read_text())["details"]["cells"]
+        return {
+            name: {system: Setting(**cell["settings"][system]) for system in SYSTEMS}
+            for name, cell in cells.items()
+            if all(system in cell["settings"] for system in SYSTEMS)
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"is no result of benchmarks/sim_paper.py: {error}", field=str(path)) from error
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--settings", type=Path, required=True, help="result of benchmarks/sim_paper.py")
+    parser.add_argument("--json", type=Path, required=True, help="where results are, and go")
+    names = [cell.name for cell in CELLS if cell.batch == BATCH]
+    parser.add_argument("--cell", action="append", choices=names, help="repeatable; all that were searched")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="stop after this long; start again to go on"
+    )
+    args = parser.parse_args()
+    report = Report("levers")
+    try:
+        settings = settings_of(args.settings)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    data: dict[str, dict[str, Row]] = {}
+    if args.json.exists():
+        data = json.loads(args.json.read_text())["details"]["cells"]
+    end_s, cells = (
+        time.monotonic() + args.seconds,
+        [c for c in CELLS if c.name in (args.cell or names) and c.name in settings],
+    )
+    todo = [
+        (c, s, lever, seed)
+        for c in cells
+        for seed in SEEDS
+        for lever in LEVERS
+        for s in SYSTEMS
+        if key_of(s, lever) == f"{s}/{lever}"
+    ]
+    for number, (cell, system, lever, seed) in enumerate(todo, 1):
+        rows = data.setdefault(cell.name, {})
+        key = f"{system}/{lever}/{seed}"
+        if key not in rows:
+            if time.monotonic() > end_s:
+                print("time is up: start it again to go on")
+                break
+            rows[key] = run(cell, system, settings[cell.name][system], lever, seed)
+            report.progress("runs", number, len(todo))
+            if number % 20 == 0:
+                write(args.json, report.name, conclude(data), {"cells": data})
+    report.finish(conclude(data), {"cells": data}, args.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

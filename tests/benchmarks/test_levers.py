@@ -1,0 +1,64 @@
+"""The verdict on a lever: paid where its gain's interval is above 1, and production misses no more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.sim import levers
+from benchmarks.sim.paper_cells import CELLS
+
+CELL = next(cell for cell in CELLS if cell.name == "grpo_8b_256_quiet")
+
+
+def rows(late: dict[str, int], step_s: dict[str, float]) -> dict[str, dict[str, Any]]:
+    """Step times by ``system/lever``, 100 s where not said; so many late requests, none where not said."""
+    found: dict[str, dict[str, Any]] = {}
+    for seed in levers.SEEDS:
+        for lever in levers.LEVERS:
+            for system in levers.SYSTEMS:
+                key = levers.key_of(system, lever)
+                found[f"{key}/{seed}"] = {
+                    "step_s": step_s.get(key, 100.0) + 0.01 * seed,
+                    "end_s": 300.0,
+                    "late": [(number, 10.0) for number in range(late.get(key, 0))],
+                }
+    return found
+
+
+@pytest.fixture(scope="module")
+def summary() -> dict[str, Any]:
+    late = {"rose/stops": 400, "rose/none": 1}
+    took = {"rose/none": 80.0, "rose/streamed": 70.0, "rose/stops": 70.0, "fixed/streamed": 90.0}
+    return levers.conclude({CELL.name: rows(late, took)})
+
+
+def told(summary: dict[str, Any], name: str) -> Any:
+    return summary[f"{CELL.name}.{name}"]
+
+
+def test_a_lever_that_shortens_steps_pays_and_says_what_is_left_of_harvesting(
+    summary: dict[str, Any],
+) -> None:
+    assert told(summary, "streamed.pays_on_rose")
+    assert told(summary, "streamed.pays_on_fixed")
+    assert told(summary, "none.harvest") == pytest.approx(102.065 / 82.065, abs=1e-3)
+    assert told(summary, "streamed.harvest") == pytest.approx(92.065 / 72.065, abs=1e-3)
+
+
+def test_one_that_changes_nothing_does_not_pay(summary: dict[str, Any]) -> None:
+    assert told(summary, "longest.fixed_gain") == 1.0
+    assert not told(summary, "longest.pays_on_fixed")
+
+
+def test_one_that_costs_production_does_not_pay(summary: dict[str, Any]) -> None:
+    assert told(summary, "stops.rose_gain_low") > 1
+    assert told(summary, "stops.misses_added_high") > levers.MOST_ADDED
+    assert not told(summary, "stops.pays_on_rose")
+
+
+def test_a_cell_that_is_not_whole_says_nothing() -> None:
+    part = rows({}, {})
+    del part[f"rose/all/{levers.SEEDS[-1]}"]
+    assert levers.conclude({CELL.name: part}) == {}
