@@ -62,6 +62,7 @@ async def test_an_unknown_worker_is_told_to_register_again(world: World) -> None
         "floor_run": None,
         "floor": None,
         "held": False,
+        "own_run": False,
     }
 
 
