@@ -89,6 +89,8 @@ class _Run:
     cached: int
     start_v: float = 0.0
     reported: int = 0
+    stamp: str | None = None
+    """Whose weights sample it; None: nobody asks."""
 
 
 @dataclass
@@ -399,6 +401,7 @@ class World:
         fresh = item.turns[item.at].fresh if action.attempt == 1 else 0
         self.recomputed += max(0, read - fresh)
         run = _Run(action.turn_id, action.attempt, item, num_prompt, read, action.max_tokens, cached)
+        run.stamp = self.stamp_of(engine)
         engine.reading.append(run)
         self.plan(engine)
 
@@ -432,6 +435,10 @@ class World:
                 engine.keep(run.trajectory.group, run.trajectory.turns[0].fresh)
             self.answer(run, run.want, "stop", None)
 
+    def stamp_of(self, engine: Engine) -> str | None:
+        """The run whose weights it has; None: nobody asks."""
+        return None
+
     def answer(self, run: _Run, count: int, reason: str, stop: str | None) -> None:
         if count:
             self.feed(
@@ -447,6 +454,7 @@ class World:
                 finish_reason=reason,
                 stop_reason=stop,
                 num_cached_tokens=run.cached,
+                run=run.stamp,
             )
         )
 

@@ -273,6 +273,9 @@ class SharedFleet(World):
             self.answer(run, min(count, run.want), "abort", OTHER_RUN)
         self._beat(engine)
 
+    def stamp_of(self, engine: Engine) -> str | None:
+        return self.has.get(engine.name, "")
+
     def on_back(self, name: str, epoch: int) -> None:
         """A new process has the base model's weights until its node brings the run's."""
         self.has.pop(name, None)

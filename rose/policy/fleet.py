@@ -157,6 +157,8 @@ class Fleet:
         worker.seq = seq
         worker.heard_at_s = at_s
         worker.until_s = until_s(worker, at_s, lent_s)
+        if worker.unstamped:
+            run = ""
         if (version, run) != (worker.version, worker.run):
             worker.version, worker.run = version, run
             worker.kv_epoch += 1
@@ -230,6 +232,14 @@ class Fleet:
         """A request came to its end, or as far as production let it."""
         if worker.failures_in_a_row:
             worker.failures_in_a_row, worker.rests_until_s = 0, None
+            if self.workers.get(worker.worker_id) is worker:
+                self.table.sync(worker)
+
+    def stamped(self, worker: Worker, run: str | None) -> None:
+        """An answer of its engine said whose weights had sampled it; None: it did not, so what its node says of them is nothing."""
+        worker.unstamped = run is None
+        if run is None:
+            worker.run = ""
             if self.workers.get(worker.worker_id) is worker:
                 self.table.sync(worker)
 

@@ -205,7 +205,8 @@ class AttemptEnded:
 
     ``versions`` are spans over all of this attempt's own tokens, if it told.  ``kv_mixed``: its context held keys
     and values of other weights than its newest tokens; None if it did not say.  ``run``: whose weights sampled them, by the
-    engine's own stamps, which count for more than what was believed of it; None if it does not stamp.
+    engine's own stamps, which count for more than what was believed of it; None if it does not stamp, and then no job that names a run
+    keeps them.
     """
 
     at_s: float

@@ -202,11 +202,9 @@ class TurnLife:
     def _end_attempt(self, turn: Turn, worker: Worker, event: AttemptEnded) -> list[Action]:
         turn.relabel(event.versions)
         num_new = len(turn.token_ids) - turn.attempt_start
-        if event.run is not None and num_new:
-            turn.relabel_run(event.run)
-            if self._is_of_another_run(turn):  # its node was behind with the news
-                turn.infra_left -= 1
-                return self._refused(turn, worker, event.at_s, "it has another run's weights")
+        if num_new and (problem := self._heed_stamps(turn, worker, event.run)):
+            turn.infra_left -= 1
+            return self._refused(turn, worker, event.at_s, problem)
         self.fleet.answered(worker)
         turn.attempt_mixed = event.kv_mixed
         prefilled = turn.spec.num_prompt_tokens + turn.attempt_start
@@ -250,6 +248,20 @@ class TurnLife:
         turn.backoff_until_s[worker.worker_id] = event.at_s + wait_s
         reason = "reclaim" if reclaimed else "migrate" if moved else "abort"
         return self._requeue(turn, event.at_s, reason, abort=False)
+
+    def _heed_stamps(self, turn: Turn, worker: Worker, run: str | None) -> str:
+        """Whose weights sampled the live attempt, by its engine's own word; why its tokens cannot be kept, empty where they can."""
+        if run is not None:
+            self.fleet.stamped(worker, run)
+            turn.relabel_run(run)
+            return "it has another run's weights" if self._is_of_another_run(turn) else ""
+        if not self.runs.get(turn.spec.job):
+            return ""
+        self.fleet.stamped(worker, None)
+        for name in self._live[worker.worker_id]:  # what else it samples for such jobs is nobody's either
+            if self.runs.get(self.turns[name].spec.job):
+                self.turns[name].relabel_run("")
+        return "it does not say whose weights sampled its tokens"
 
     def _learn_speed(
         self,

@@ -69,7 +69,9 @@ class Worker:
     """The only job it works for; None: any."""
     version: Version | None = None
     run: str = ""
-    """The run whose weights these are; empty where its node follows none."""
+    """The run whose weights these are; empty where its node follows none, or its engine is ``unstamped``."""
+    unstamped: bool = False
+    """Its last whole answer did not say whose weights had sampled it."""
     seq: int = -1
     kv_budget_tokens: int | None = None
     kv_used_tokens: int | None = None

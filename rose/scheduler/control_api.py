@@ -20,7 +20,7 @@ from rose.policy import samples as sp
 from rose.policy import turn_events as te
 from rose.policy.assigning import Switching
 from rose.policy.worker import Duty, Tier, Worker
-from rose.scheduler.dispatch import Dispatcher
+from rose.scheduler.dispatch import UNSTAMPED, Dispatcher
 from rose.scheduler.engine import Endpoint
 from rose.scheduler.fleet_api import FleetRoutes
 from rose.scheduler.http import bounded_json, encode, json_response, read_report, read_wire
@@ -533,6 +533,7 @@ def worker_status(worker: Worker, now_s: float) -> dict[str, Any]:
         "incarnation": worker.incarnation,
         "version": None if worker.version is None else format_version(worker.version),
         "run": worker.run,
+        "refused": UNSTAMPED if worker.unstamped else "",
         "job": worker.job,
         "lent_s": max(0.0, round(worker.until_s - now_s, 3)) if worker.tier is Tier.BORROWED else None,
         "inflight": worker.inflight,

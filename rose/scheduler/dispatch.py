@@ -88,6 +88,12 @@ class ServedModel(NamedTuple):
 NO_MODEL = ServedModel(2**62, None, False)
 
 
+UNSTAMPED = (
+    "its answers do not say whose weights sampled them (weight_versions), so no job that names a run is given to it; start the "
+    "engine with the plugin, under a node agent"
+)
+
+
 class Dispatcher:
     """Args:
     book: The turn book; owned from here on.
@@ -489,7 +495,11 @@ class Dispatcher:
                 logprobs=output.logprobs,
                 run=output.run,
             )
+        worker = None if output.run else self.book.fleet.workers.get(engine.worker_id)
+        was_unstamped = worker is None or worker.unstamped
         self.feed(event, output)
+        if worker is not None and worker.unstamped and not was_unstamped:
+            log.error("worker %s: %s", engine.worker_id, UNSTAMPED)
 
     async def _attempt_failed(
         self, turn_id: str, attempt: int, engine: Endpoint, failure: EngineFailure

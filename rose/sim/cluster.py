@@ -470,6 +470,7 @@ class Cluster:
                 finish_reason="stop",
                 token_ids=ZEROS[:produced],
                 num_cached_tokens=request.cached,
+                run=node.run or None,
             )
         )
 
@@ -492,6 +493,7 @@ class Cluster:
                 token_ids=ZEROS[:produced],
                 stop_reason=OTHER_RUN if node.is_switching else reason,
                 num_cached_tokens=request.cached,
+                run=node.run or None,
             )
         )
 

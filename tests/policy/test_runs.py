@@ -130,6 +130,32 @@ def test_a_segment_names_the_run_that_its_engine_stamped() -> None:
     assert [segment.run for segment in ended.result.segments] == ["run-a"]
 
 
+@pytest.mark.parametrize("job", ["a", "chat"])
+def test_what_an_engine_does_not_stamp_no_job_that_names_a_run_keeps(job: str) -> None:
+    """Its node's heartbeat was believed: the engine may have any weights."""
+    book = Book()
+    book.tell(te.VersionRequired, job="a", version=(1, 5), run="run-a")
+    book.worker("w", run="run-a")
+    for turn in ("t", "u"):
+        book.turn(turn, job)
+        book.tokens(turn)
+
+    actions = book.tell(te.AttemptEnded, turn_id="t", attempt=1, finish_reason="stop", token_ids=(7,))
+
+    if job == "chat":
+        assert any(isinstance(action, te.TurnEnded) for action in actions)
+        return
+    assert not any(isinstance(action, te.TurnEnded) for action in actions)
+    assert not book.book.turns["t"].token_ids
+    # What it was still sampling is nobody's either, and it is given no more, whatever its node says.
+    book.tell(te.AttemptFailed, turn_id="u", attempt=1, kind="lost", message="reset")
+    assert not book.book.turns["u"].token_ids
+    book.now_s += 60.0
+    assert placed(book.beat("w", run="run-a")) == []
+    assert book.book.turns["t"].hold == "run"
+    assert placed(book.worker("v", run="run-a")) == ["v", "v"]
+
+
 def test_a_turn_that_its_engine_refuses_goes_elsewhere_and_keeps_its_tokens() -> None:
     book = Book()
     book.tell(te.VersionRequired, job="a", version=(1, 5), run="run-a")

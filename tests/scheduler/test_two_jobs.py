@@ -110,6 +110,29 @@ async def test_what_another_run_sampled_before_a_job_named_its_own_is_never_leas
     assert trace["state"] == "stale"
 
 
+async def test_what_an_engine_does_not_stamp_is_not_recorded_for_a_job_that_names_a_run(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its node said whose weights it has, and nobody asked the engine."""
+    await world.start()
+    await publish(world, "job-a", (1, 5), run="run-a")
+    (await world.add("a", report_versions=False)).switch("run-a", "1.5")
+    await world.nodes["a"].beat()
+
+    asking = asyncio.create_task(generate(world, "job-a"))
+    await world.until(lambda: world.scheduler.book.fleet.workers["a"].unstamped)
+
+    (worker,) = (await world.ok("GET", "/workers", role="node"))["workers"]
+    assert "weight_versions" in worker["refused"]
+    assert "worker a: its answers do not say" in caplog.text
+    await world.nodes["a"].beat()
+    (await world.add("b")).switch("run-a", "1.5")
+    await world.nodes["b"].beat()
+    assert [(one["worker"], one["run"]) for one in (await asking)["segments"]] == [("b", "run-a")]
+    answer = await generate(world, "of-no-run")
+    assert answer["segments"]
+
+
 class SlowParser(FakeEngine):
     """Reads an answer when it is let."""
 
