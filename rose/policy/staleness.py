@@ -25,6 +25,11 @@ def lag(consuming: Version, sampled: Version) -> int:
     return abs(consuming[1] - sampled[1])
 
 
+def set_back(version: Version, earlier: Version) -> int:
+    """Steps by which an attempt is below what an earlier one had reached: it began anew from an older checkpoint, or from none."""
+    return max(0, earlier[1] - version[1]) if version[0] > earlier[0] else 0
+
+
 def is_spent(newest: Version, sampled: Version, alpha: int) -> bool:
     """Whether a sample is too old for a trainer at ``newest`` and will be for each later version.
 

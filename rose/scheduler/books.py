@@ -87,6 +87,8 @@ class Books:
         self._deadlines: list[tuple[float, str]] = []
         """Heap of ``(seconds since 1970, trajectory)``; those that ended meanwhile are passed over, and taken out when they are most."""
         self.on_stale = on_stale
+        self.on_ahead: Callable[[int], None] = lambda count: None
+        """Told how many of these were of later steps than their trainer's, which began anew below them."""
         self.num_stale = 0
         self._max_trajectories = max_trajectories
         self._retained_finals = retained_finals

@@ -6,6 +6,7 @@ Thin: read the body, call the store or the dispatcher, wait for the disk where t
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -19,6 +20,7 @@ from rose.lineage import format_version, parse_version
 from rose.policy import samples as sp
 from rose.policy import turn_events as te
 from rose.policy.assigning import Switching
+from rose.policy.staleness import set_back
 from rose.policy.worker import Duty, Tier, Worker
 from rose.scheduler.dispatch import UNSTAMPED, Dispatcher
 from rose.scheduler.engine import Endpoint
@@ -37,6 +39,8 @@ from rose.wire.reading import Reports
 from rose.wire.samples import Ack, Finish, Lease, NewTrajectory, NewVersion, Resume, Score, Scored
 from rose.wire.sampling import OfTrajectory, check_sampling
 from rose.wire.workers import Heartbeat, HeartbeatAnswer, Registered, Registration
+
+log = logging.getLogger("rose.scheduler")
 
 DEFAULT_TTL_S = 600.0
 """Of a lease."""
@@ -320,6 +324,17 @@ class ControlRoutes:
     async def version(self, request: web.Request) -> web.Response:
         body = await read_wire(request, NewVersion)
         job, version = body.job, (body.attempt, body.version)
+        before = self._store.versions.get(job, version)
+        alpha = self._store.book.params.of(job).alpha if body.alpha is None else body.alpha
+        steps = set_back(version, before)
+        warning = (
+            f"job {job}: attempt {version[0]} begins at step {version[1]}, {steps} below step {before[1]} of attempt {before[0]}; what "
+            f"was sampled more than {alpha} versions away is lost to it. If it was to go on, stop it and start it from its checkpoint"
+            if steps > alpha
+            else ""
+        )
+        if warning:
+            log.error("%s", warning)
         if self._store.require(job, version, body.run or ""):
             self._timeline.on_step(job, format_version(version))
         # Also when the version is known: the call before may have got no further.
@@ -331,7 +346,8 @@ class ControlRoutes:
         self._carry_out(spent)
         self._dispatcher.require(job, version, self._store.runs[job])
         await self._store.journal.commit()
-        return json_response({"job": job, "version": format_version(version)})
+        told = {"job": job, "version": format_version(version)}
+        return json_response(told | ({"warning": warning} if warning else {}))
 
     # --- workers (node) --------------------------------------------------------------------------------
 

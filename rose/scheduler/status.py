@@ -46,6 +46,9 @@ class Status:
         self._fenced = Tally("rose_fenced_results", "Late results dropped", registry=registry)
         self._duplicates = Tally("rose_duplicate_requests", "Requests joined", registry=registry)
         self._stale = Tally("rose_dropped_stale", "Stale trajectories dropped", registry=registry)
+        self._ahead = Tally(
+            "rose_dropped_ahead", "Stale trajectories of later steps than their trainer's", registry=registry
+        )
         self._unread = Tally(
             "rose_unread_reports", "Reports of nodes with fields unknown here", ["body"], registry=registry
         )
@@ -182,6 +185,9 @@ class Status:
     def on_stale(self, count: int) -> None:
         self.num_stale += count
         self._stale.counts[()] += count
+
+    def on_ahead(self, count: int) -> None:
+        self._ahead.counts[()] += count
 
     def on_refused(self, bound: str) -> None:
         self._refused.counts[bound] += 1

@@ -11,6 +11,7 @@ resume are on disk before their caller is answered (``await store.journal.commit
 from __future__ import annotations
 
 import heapq
+import logging
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ import msgspec
 from rose.errors import CapacityError, Conflict, Gone, RequestError
 from rose.lineage import Version, format_version
 from rose.policy import samples as sp
+from rose.policy.staleness import set_back
 from rose.scheduler.books import Books
 from rose.scheduler.holdings import created_bytes
 from rose.scheduler.records import (
@@ -44,6 +46,8 @@ from rose.scheduler.trajectory import Trajectory, joined_names
 
 UNSCORED = "unscored"
 """State of a trajectory that takes no more turns and has no reward yet."""
+
+log = logging.getLogger("rose.scheduler")
 
 
 class Store(Books):
@@ -334,6 +338,7 @@ class Store(Books):
             )
             self.journal.append(record)
             self._mark_stale(record)
+        self._note_ahead(job, version, actions)
         self._after(actions)
         return leased, actions
 
@@ -423,6 +428,26 @@ class Store(Books):
             name = f"b-{secrets.token_hex(10)}"
             record = LeaseRecord(batch_id=name, job=job, group_ids=[], stale_group_ids=dropped, ttl_s=0.0)
             self.journal.append(record)
+
+    def _note_ahead(self, job: str, version: Version, actions: list[sp.Action]) -> None:
+        """Say what a trainer that began anew below its own earlier steps loses by it; to be asked before :meth:`_after`."""
+        oldest = [
+            self.trajectories[name].oldest
+            for action in actions
+            if isinstance(action, sp.Discard) and action.reason == "stale"
+            for name in action.trajectory_ids
+        ]
+        ahead = [each for each in oldest if each is not None and set_back(version, each)]
+        if ahead:
+            self.on_ahead(len(ahead))
+            log.error(
+                "job %s: %d trajectories are dropped: weights of up to %s sampled them, too far above %s, where its trainer began anew; "
+                "if that was without its checkpoint, stop it and start it from there",
+                job,
+                len(ahead),
+                format_version(max(ahead)),
+                format_version(version),
+            )
 
     def _stale_groups(self, actions: list[sp.Action]) -> list[str]:
         """To be asked before :meth:`_after`, which may forget their trajectories."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,8 @@ from rose.wire.addresses import Addresses
 from rose.wire.errors import NOT_ACTIVE, error_of, read_refusal
 from rose.wire.pool import AnswerTooLarge, PeerLost, Pool, Target, encode_headers
 from rose.wire.samples import Ack, Finish, Lease, NewTrajectory, NewVersion, Resume, StaleRule
+
+log = logging.getLogger("rose.train")
 
 CONNECT_S = 10.0
 MAX_ANSWER_BYTES = 2**28
@@ -292,7 +295,9 @@ class SchedulerClient:
         ``alpha`` and ``on_stale`` as with :meth:`lease`.
         """
         body = NewVersion(job=job, attempt=attempt, version=version, run=run, alpha=alpha, on_stale=on_stale)
-        await self._call("POST", "/rose/v1/versions", self._by("trainer"), body)
+        answer = await self._call("POST", "/rose/v1/versions", self._by("trainer"), body)
+        if answer.get("warning"):
+            log.error("%s", answer["warning"])
 
     async def latest_attempt(self, job: str) -> int:
         """The highest attempt of the job that the scheduler knows; 0 for none."""

@@ -111,6 +111,35 @@ async def test_a_restarted_trainer_resumes(world: World) -> None:
     assert [t["id"] for t in batch["trajectories"]] == [names[1]]
 
 
+async def test_a_trainer_that_begins_anew_far_below_its_own_steps_hears_what_it_loses(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without its checkpoint, say: its groups went without a word."""
+    await world.start()
+    await world.add("a", version="1.9")
+    news = {"job": "job", "attempt": 1, "version": 9}
+    assert "warning" not in await world.ok("POST", "/rose/v1/versions", news, role="trainer")
+    name = await world.trajectory()
+    await world.chat(name, [user("x")], max_tokens=4)
+    await world.ok("POST", f"/rose/v1/trajectories/{name}/finish", {"reward": 1})
+    near = await world.ok("POST", "/rose/v1/versions", {**news, "attempt": 2, "version": 5}, role="trainer")
+    assert "warning" not in near, "its checkpoint is a few steps old"
+    caplog.clear()
+
+    await world.ok("POST", "/rose/v1/versions", {**news, "attempt": 3, "version": 9}, role="trainer")
+    told = await world.ok("POST", "/rose/v1/versions", {**news, "attempt": 4, "version": 0}, role="trainer")
+    lease = {"job": "job", "num_groups": 1, "version": [4, 0]}
+    assert (await world.call("POST", "/rose/v1/batches/lease", lease, role="trainer"))[0] == 204
+
+    assert "attempt 4 begins at step 0, 9 below step 9 of attempt 3" in told["warning"]
+    lost = [record.getMessage() for record in caplog.records if "are dropped" in record.getMessage()]
+    assert [one.startswith("job job: 1 trajectories are dropped: weights of up to 1.9") for one in lost] == [
+        True
+    ]
+    async with world.session.get(f"{world.url}/metrics") as response:
+        assert "rose_dropped_ahead_total 1.0" in await response.text()
+
+
 async def test_cancelling_a_trajectory_stops_its_turn_in_the_engine(world: World) -> None:
     await world.start()
     engine = await world.add("a")
