@@ -10,6 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from rose.policy.provisioning_events import Release
+from rose.scheduler.scheduler_config import JobShare, ProvisioningConfig
 from rose.wire.samples import Ack, Lease, NewTrajectory, NewVersion, Resume
 from rose.wire.workers import Heartbeat, HeartbeatAnswer, Registration
 
@@ -133,6 +135,43 @@ def test_the_page_of_the_seams_has_every_field_of_a_body(before: str, body: type
         assert {name for name in told if not told[name]} == {
             field.name for field in msgspec.structs.fields(body) if field.required
         }
+
+
+def test_the_page_of_operators_has_every_setting_of_provisioning_with_its_default() -> None:
+    page = (DOCS / "operating.md").read_text()
+    _, found, rest = page.partition("| `[provisioning]` | default | |\n|---|---|---|\n")
+    assert found
+    rows = [row.split(" | ") for row in rest[: rest.index("\n\n")].splitlines()]
+    told: dict[str, str] = {}
+    for names, defaults, *_ in rows:
+        each = re.findall(r"`([\w.]+)`", names)
+        told |= zip(
+            each,
+            defaults.split(", ") if len(each) == len(defaults.split(", ")) else [defaults] * 9,
+            strict=False,
+        )
+    fields = ProvisioningConfig.model_fields
+    assert {name.removesuffix(".NAME") for name in told} == set(fields)
+    for name, field in fields.items():
+        if isinstance(field.default, (int, float)) and not isinstance(field.default, bool):
+            assert float(told[name]) == field.default, name
+    for name in JobShare.model_fields:
+        assert f"`{name}`" in rows[-1][-1]
+    reasons = re.findall(r"\w+", (Release.__doc__ or "").partition("reason``:")[2].partition(";")[0])
+    assert {"idle", "fair_share"} <= set(reasons)
+    for reason in (
+        "idle",
+        "pressure",
+        "cap",
+        "job_gone",
+        "no_weights",
+        "returned",
+        "turn",
+        "value",
+        "fair_share",
+    ):
+        assert reason in reasons
+        assert f"`{reason}`" in rest.partition("\n\n")[2].partition("\n\n")[0]
 
 
 @pytest.mark.parametrize(
