@@ -1,5 +1,5 @@
-"""A model with several KV groups (Gemma 3's shape: five of sliding windows, one of full attention), on a real production engine: its
-memory is lent and comes back, its requests run, and its tokens are stock vLLM's."""
+"""A model with several KV groups, on a real production engine: its memory is lent and comes back, its requests run, and its tokens are
+stock vLLM's.  Gemma 3's shape: five of sliding windows, one of full attention; gpt-oss's: one of each, experts, and attention sinks."""
 
 from __future__ import annotations
 
@@ -17,39 +17,34 @@ from tests.engine_launcher import EngineServer
 from tests.plugin.ask_doctor import ask_about
 from tests.plugin.stand_in import eventually
 from tests.plugin.test_serving_engine import Agent
-from tests.tiny_shapes import write_shape
+from tests.tiny_shapes import write_shape, write_weights
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
 
 KV_BYTES = 16 << 20
 PAGES = KV_BYTES >> 21
-ARGS = ("--load-format=dummy", "--max-model-len=4096", f"--kv-cache-memory-bytes={KV_BYTES}")
+ARGS = ("--max-model-len=4096", f"--kv-cache-memory-bytes={KV_BYTES}")
 LONG = [5 + i % 200 for i in range(3900)]
-"""With its answer 31 blocks of full attention and 18 of each sliding group at once: 121 of the 511 that there are, 63 of them unlent."""
+"""With its answer 31 blocks of full attention and 18 of each sliding group at once: of Gemma 3's shape 121 of the 511 that there are, 63 of
+them unlent; of gpt-oss's 49 of 255, 31 unlent."""
 
 
-@pytest.fixture(scope="module")
-def node_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("node")
-    folder.chmod(0o700)
+@pytest.fixture(scope="module", params=["gemma3", pytest.param("gpt_oss", marks=pytest.mark.conformance)])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_shape(tmp_path_factory.mktemp("model") / request.param, request.param)
+    write_weights(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_shape(tmp_path_factory.mktemp("model") / "gemma3", "gemma3")
-
-
-@pytest.fixture(scope="module")
-def server(model: Path, node_dir: Path) -> Iterator[EngineServer]:
-    env = {"ROSE_DIR": str(node_dir), "ROSE_GUARD": "1"}
-    with EngineServer(model, role="serving", env=env, args=ARGS) as server:
+def server(model: Path) -> Iterator[EngineServer]:
+    with EngineServer(model, role="serving", env={"ROSE_GUARD": "1"}, args=ARGS) as server:
         yield server
 
 
 @pytest.fixture
-def agent(server: EngineServer, node_dir: Path) -> Iterator[Agent]:
-    agent = Agent(node_dir)
+def agent(server: EngineServer) -> Iterator[Agent]:
+    agent = Agent(server.rose_dir)
     eventually(lambda: agent.lease().phase == Phase.READY, "serving is ready")
     yield agent
     agent.write(mode=int(Mode.OFF), held=0)
