@@ -48,7 +48,7 @@ from rose.shared_memory import SharedMemorySweep  # noqa: E402
 from tests.engine_launcher import EngineServer, EngineStartError  # noqa: E402
 from tests.pair.memory import TOTAL_PAGES, writer_of  # noqa: E402
 from tests.pair.pair import HELD_PAGES, PRODUCTION_ARGS, Pair  # noqa: E402
-from tests.tiny_shapes import SHAPE_ARGS, SHAPES, write_shape  # noqa: E402
+from tests.tiny_shapes import SHAPE_ARGS, SHAPES, image_url, write_shape  # noqa: E402
 
 NAME = "conformance"
 SHAPE_ROWS = {
@@ -67,7 +67,8 @@ SHAPE_ROWS = {
     "jamba": "state_kind",
     "mamba": "state_kind",
     "encoder_decoder": "encoder_decoder",
-    "multimodal": "multimodal",
+    "idefics3": "multimodal",
+    "multimodal": "modalities",
     "pooling": "pooling",
 }
 PLAIN = "plain"
@@ -383,6 +384,17 @@ def ask(url: str, model: str, cell: Cell, number: int) -> tuple[Any, list[float]
         "ignore_eos": True,
         "logprobs": 1,
     }
+    if cell.shape == "idefics3":
+        words = " ".join(f"w{one}" for one in ids)
+        content = [
+            {"type": "image_url", "image_url": {"url": image_url(number)}},
+            {"type": "text", "text": words},
+        ]
+        chat = body | {"logprobs": True, "messages": [{"role": "user", "content": content}]}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=chat, timeout=60.0)
+        answer.raise_for_status()
+        said = answer.json()["choices"][0]["logprobs"]["content"]
+        return [one["token"] for one in said], [one["logprob"] for one in said]
     prompt = (
         {"prompt_embeds": embedded(cell.shape, number)}
         if cell.feature == "prompt_embeds"

@@ -16,6 +16,7 @@ ARCHITECTURES = (
     "EagleLlamaForCausalLM",
     "Gemma3ForCausalLM",
     "GptOssForCausalLM",
+    "Idefics3ForConditionalGeneration",
     "JambaForCausalLM",
     "Llama4ForCausalLM",
     "LlamaForCausalLM",

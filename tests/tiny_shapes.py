@@ -5,6 +5,8 @@ For configuration-only tests, and with ``--load-format=dummy`` for real engines 
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from tests.tiny_model import VOCAB_SIZE, write_tokenizer
 
 WINDOW = 128
 """Tokens of every sliding window and attention chunk here."""
+IMAGE_TOKEN, IMAGE_SIZE, PATCH_SIZE = 9, 112, 14
+"""An image is a square of so many pixels, and 64 tokens."""
 
 _COMMON: dict[str, Any] = {
     "bos_token_id": 1,
@@ -226,6 +230,24 @@ SHAPES: dict[str, dict[str, Any]] = {
         encoder_layers=1,
         max_position_embeddings=128,
     ),
+    "idefics3": {
+        "architectures": ["Idefics3ForConditionalGeneration"],
+        "model_type": "idefics3",
+        "image_token_id": IMAGE_TOKEN,
+        "scale_factor": 1,
+        "text_config": _shape("LlamaForCausalLM", "llama", tie_word_embeddings=False),
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vision_config": {
+            "model_type": "idefics3_vision",
+            "hidden_size": 64,
+            "image_size": IMAGE_SIZE,
+            "intermediate_size": 96,
+            "num_attention_heads": 2,
+            "num_hidden_layers": 2,
+            "patch_size": PATCH_SIZE,
+        },
+    },
     "multimodal": {
         "architectures": ["Qwen2AudioForConditionalGeneration"],
         "model_type": "qwen2_audio",
@@ -264,17 +286,57 @@ def write_shape(folder: Path, name: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(SHAPES[name], indent=1))
     write_tokenizer(folder, VOCAB_SIZE)
+    if "image_token_id" in SHAPES[name]:
+        _write_image_processor(folder)
     return folder
+
+
+def _write_image_processor(folder: Path) -> None:
+    """Beside a tokenizer, in which the image's words take the place of others."""
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    names = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
+    ours = dict(enumerate(names, IMAGE_TOKEN))
+    words: dict[str, int] = tokenizer["model"]["vocab"]
+    tokenizer["model"]["vocab"] = {ours.get(number, word): number for word, number in words.items()}
+    added = tokenizer["added_tokens"]
+    added += [added[0] | {"id": number, "content": word} for number, word in ours.items()]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    image = {
+        "image_processor_type": "Idefics3ImageProcessor",
+        "do_image_splitting": False,
+        "size": {"longest_edge": IMAGE_SIZE},
+        "max_image_size": {"longest_edge": IMAGE_SIZE},
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(image))
+    processor = {"processor_class": "Idefics3Processor", "image_seq_len": (IMAGE_SIZE // PATCH_SIZE) ** 2}
+    (folder / "processor_config.json").write_text(json.dumps(processor))
+
+
+def image_url(seed: int) -> str:
+    """A seeded image of coarse squares, as a request carries it."""
+    import numpy
+    from PIL import Image
+
+    squares = numpy.random.default_rng(seed).integers(0, 256, (4, 4, 3))
+    side = IMAGE_SIZE // 4
+    file = io.BytesIO()
+    Image.fromarray(squares.repeat(side, 0).repeat(side, 1).astype("uint8")).save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def write_weights(folder: Path, *, std: float = 0.1, seed: int = 0) -> None:
     """Weights beside a shape's ``config.json``, large enough that what comes first in a prompt reaches its last token."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(seed)
     ours = (folder / "config.json").read_bytes()
     config = AutoConfig.from_pretrained(folder)
-    config.initializer_range = std
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(torch.bfloat16).save_pretrained(folder)
+    parts = [getattr(config, name) for name in ("text_config", "vision_config") if hasattr(config, name)]
+    for one in (config, *parts):
+        one.initializer_range = std
+    kind = AutoModelForImageTextToText if parts else AutoModelForCausalLM
+    kind.from_config(config, dtype=torch.float32).to(torch.bfloat16).save_pretrained(folder)
     (folder / "config.json").write_bytes(ours)

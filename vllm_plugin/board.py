@@ -16,7 +16,7 @@ from typing import Any
 from rose.coserve.ledger import RecordWriter
 from rose.coserve.records import ServingBoard
 from rose.policy.coserving.steps import StepBook
-from rose.policy.coserving.timing import latest_start, prompt_work_s
+from rose.policy.coserving.timing import encoder_steps, latest_start, prompt_work_s
 from rose.units import NS_PER_S
 from vllm_plugin import internals
 from vllm_plugin.capacity import Balloon
@@ -169,7 +169,7 @@ class Board:
             oldest = internals.waiting_requests(scheduler, 1)
             if oldest and oldest[0].num_output_tokens and slo_tpot_ns:
                 # Preempted: it has had its first token, and waits for a next one like those that run.
-                prefill_ns = self._prompt_ns(oldest[0].num_tokens, running)
+                prefill_ns = self._prompt_ns(oldest[0], oldest[0].num_tokens, running)
                 deadline = max(1, latest_start(steps.last_token_ns or now_ns, slo_tpot_ns, prefill_ns))
                 tpot_deadline = min(tpot_deadline, deadline) if tpot_deadline else deadline
             if head is not None:
@@ -209,20 +209,26 @@ class Board:
     def _first_token_deadline(self, request: Any, tokens: int, num_decodes: int, now_ns: int) -> int:
         """Until when work on a prompt of ``tokens`` beside ``num_decodes`` requests must start."""
         age_ns = int((time.time() - request.arrival_time) * NS_PER_S)
-        return max(1, latest_start(now_ns - age_ns, self.slo_ttft_ns, self._prompt_ns(tokens, num_decodes)))
+        work_ns = self._prompt_ns(request, tokens, num_decodes)
+        return max(1, latest_start(now_ns - age_ns, self.slo_ttft_ns, work_ns))
 
-    def _prompt_ns(self, tokens: int, num_decodes: int) -> int:
-        """How long a prompt takes that is read beside ``num_decodes`` requests."""
+    def _prompt_ns(self, request: Any, tokens: int, num_decodes: int) -> int:
+        """How long ``tokens`` of a request's prompt take, and what its images need first, beside ``num_decodes`` requests."""
         model = self._model
         drafts, num_decodes = self._steps.expects(num_decodes)
         chunk, stride = max(1, self._scheduler.max_num_scheduled_tokens - num_decodes - drafts), self._stride
         if 0 < stride <= chunk:
             chunk -= chunk % stride
+        more_steps = int(0 < stride < tokens)  # up to the last state that is cached, and from there
+        encoder = [size for _, size in internals.encoder_left(self._scheduler, request)]
+        if encoder:
+            more_steps += encoder_steps(encoder, internals.encoder_budget(self._scheduler)) - 1
         seconds = prompt_work_s(
             tokens,
             chunk_tokens=chunk,
             decode_step_s=model.predict(drafts, num_decodes),
             prefill_token_s=model.prefill_token_s,
-            more_steps=0 < stride < tokens,  # up to the last state that is cached, and from there
+            encoder_s=sum(encoder) * model.encoder_token_s,
+            more_steps=more_steps,
         )
         return int(seconds * NS_PER_S)

@@ -27,6 +27,8 @@ Findings = dict[str, str]
 _ASKED = ("is_", "has_", "use_", "uses_", "requires_")
 """A model answers with properties of these names what it is; vLLM has no list of them."""
 _ASKED_TOO = ("runner_type", "rswa_window", "attn_type")
+_TEXT_AND_IMAGES = {"text_config", "vision_config"}
+"""What the configuration of such a model is made of."""
 _LONGEST = 80
 
 
@@ -82,6 +84,11 @@ def findings(
     }
     found += _look(config, "", places)
     found += _model(config.model_config)
+    parts = set(getattr(config.model_config.hf_config, "sub_configs", {}))
+    if config.model_config.is_multimodal_model and parts != _TEXT_AND_IMAGES:
+        found.append(
+            ("modalities", f"model_config.hf_config of {', '.join(sorted(parts)) or 'unknown parts'}")
+        )
     return _ordered(found)
 
 

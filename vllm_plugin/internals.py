@@ -214,6 +214,35 @@ def drafts_in(scheduler_output: Any) -> tuple[int, int]:
     return len(drafts), sum(map(len, drafts.values()))
 
 
+def encoder_tokens_in(scheduler_output: Any, scheduler: Any) -> int:
+    """What the encoder of a multimodal model makes of this step's images and the like, in tokens."""
+    encoded = scheduler_output.scheduled_encoder_inputs
+    if not encoded:
+        return 0
+    requests = scheduler.requests
+    return sum(requests[one].get_num_encoder_embeds(item) for one, items in encoded.items() for item in items)
+
+
+def encoder_budget(scheduler: Any) -> int:
+    """Encoder tokens of one step at most."""
+    return scheduler.max_num_encoder_input_tokens
+
+
+def encoder_left(scheduler: Any, request: Any) -> list[tuple[int, int]]:
+    """Of a request's images and the like, in their order, those that are still to be encoded: where in the prompt each begins, and what is
+    made of it, in tokens.  Any thread.
+    """
+    if not request.has_encoder_inputs:
+        return []
+    cached, done = scheduler.encoder_cache_manager.cached, request.num_computed_tokens
+    left: dict[str, tuple[int, int]] = {}  # what comes twice is encoded once
+    for number, item in enumerate(request.mm_features):
+        begins = item.mm_position.offset
+        if begins + item.mm_position.length > done and item.identifier not in cached:
+            left.setdefault(item.identifier, (begins, request.get_num_encoder_embeds(number)))
+    return list(left.values())
+
+
 def looks_past_last_hit(scheduler: Any) -> bool:
     """Does vLLM leave out the last block of a prefix that it finds, so that its drafter has what it begins with?"""
     return scheduler.use_eagle_block_drop
@@ -239,7 +268,7 @@ def is_blocked(scheduler: Any, request: Any) -> bool:
 def wait_for_blocks(scheduler: Any, limit: int) -> list[Any]:
     """The first ``limit`` requests that blocks alone could set running: there is a seat for each, and none of them waits for a grammar, for
     keys and values from elsewhere, for its client, or for a slot for its adapter.  vLLM puts those back in front of the queue, so they are
-    looked past, not counted.  Engine thread, between two steps.
+    looked past, not counted.  At one that waits for the encoder vLLM stops, and so do we.  Engine thread, between two steps.
     """
     from vllm.v1.core.sched.interface import PauseState
 
@@ -255,7 +284,8 @@ def wait_for_blocks(scheduler: Any, limit: int) -> list[Any]:
     blocked = scheduler._is_blocked_waiting_status
     looked_at = itertools.islice(queues, LOOKED_PAST)
     ready = (request for request in looked_at if not blocked(request.status))
-    return list(itertools.islice(_with_adapter_slots(scheduler, ready), min(limit, seats)))
+    ready = _with_encoder_room(scheduler, _with_adapter_slots(scheduler, ready))
+    return list(itertools.islice(ready, min(limit, seats)))
 
 
 def _with_adapter_slots(scheduler: Any, requests: Iterable[Any]) -> Iterable[Any]:
@@ -274,6 +304,31 @@ def _with_adapter_slots(scheduler: Any, requests: Iterable[Any]) -> Iterable[Any
         return True
 
     return filter(has_slot, requests)
+
+
+def _with_encoder_room(scheduler: Any, requests: Iterable[Any]) -> Iterable[Any]:
+    """Those of ``requests`` before the first that begins with an image for which the encoder's step or its cache has no room."""
+    budget = scheduler.max_num_encoder_input_tokens
+    if not budget:  # no encoder
+        return requests
+    left = [budget, scheduler.encoder_cache_manager.num_freeable_slots]
+    for request in scheduler.running:
+        _take_encoder(left, encoder_left(scheduler, request))
+
+    def has_room(request: Any) -> bool:
+        items = encoder_left(scheduler, request)
+        if items and items[0][0] <= request.num_computed_tokens and items[0][1] > min(left):
+            return False
+        _take_encoder(left, items)
+        return True
+
+    return itertools.takewhile(has_room, requests)
+
+
+def _take_encoder(left: list[int], items: Iterable[tuple[int, int]]) -> None:
+    """Encode ``items`` in their order, as far as the step and the cache have room."""
+    for _, tokens in itertools.takewhile(lambda item: item[1] <= min(left), items):
+        left[:] = [one - tokens for one in left]
 
 
 def _adapter_of(request: Any) -> int:

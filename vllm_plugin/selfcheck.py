@@ -105,7 +105,8 @@ CORE: tuple[Owner, ...] = (
         names="""
             waiting kv_holding_waiting running requests kv_cache_manager block_size max_num_scheduled_tokens pause_state
             max_num_active_reqs num_waiting_for_streaming_input _is_blocked_waiting_status lora_config use_eagle_block_drop
-            kv_cache_config cache_config need_mamba_block_aligned_split""",
+            kv_cache_config cache_config need_mamba_block_aligned_split max_num_encoder_input_tokens
+            encoder_cache_manager""",
         calls={
             "schedule": "self throttle_prefills",
             "update_from_output": "self scheduler_output model_runner_output",
@@ -123,7 +124,7 @@ CORE: tuple[Owner, ...] = (
         where="vllm.v1.core.sched.output:SchedulerOutput",
         names="""
             num_scheduled_tokens total_num_scheduled_tokens preempted_req_ids scheduled_new_reqs
-            scheduled_cached_reqs scheduled_spec_decode_tokens""",
+            scheduled_cached_reqs scheduled_spec_decode_tokens scheduled_encoder_inputs""",
     ),
     Owner(
         where="vllm.v1.core.sched.output:NewRequestData",
@@ -162,8 +163,17 @@ CORE: tuple[Owner, ...] = (
         where="vllm.v1.request:Request",
         names="""
             request_id num_tokens num_computed_tokens num_output_tokens arrival_time block_hashes cache_salt client_index
-            trace_headers skip_reading_prefix_cache status sampling_params lora_request""",
-        calls={"take_events": "self", "update_block_hashes": "self"},
+            trace_headers skip_reading_prefix_cache status sampling_params lora_request mm_features has_encoder_inputs""",
+        calls={
+            "take_events": "self",
+            "update_block_hashes": "self",
+            "get_num_encoder_embeds": "self input_id",
+        },
+    ),
+    Owner(where="vllm.multimodal.inputs:MultiModalFeatureSpec", names="identifier mm_position"),
+    Owner(where="vllm.multimodal.inputs:PlaceholderRange", names="offset length"),
+    Owner(
+        where="vllm.v1.core.encoder_cache_manager:EncoderCacheManager", names="cached num_freeable_slots"
     ),
     Owner(where="vllm.lora.request:LoRARequest", names="lora_int_id"),
     Owner(where="vllm.config.lora:LoRAConfig", names="max_loras"),

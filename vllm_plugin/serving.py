@@ -136,7 +136,7 @@ class ServingSide:
         self._rests = False
         """Nothing is claimed or remembered: while nothing is lent, there is nothing to do before a step."""
 
-        self._measured: collections.deque[tuple[int, int, float]] = collections.deque(maxlen=64)
+        self._measured: collections.deque[tuple[int, int, int, float]] = collections.deque(maxlen=64)
         self.model = first_model()
 
         self.row = because if because is not None else row("decoder" if elastic else "kv_connector")
@@ -265,7 +265,8 @@ class ServingSide:
             decode = list(scheduled.values()).count(1)
             verifying, drafts = internals.drafts_in(output)
             decode += verifying
-        if self.steps.scheduled(total - decode - drafts, decode, time.monotonic_ns(), drafts):
+        encoder = internals.encoder_tokens_in(output, self._scheduler)
+        if self.steps.scheduled(total - decode - drafts, decode, time.monotonic_ns(), drafts, encoder):
             self._forecast()
         self.prefixes.note(output)
         # No wake: a rollout engine looks before each of its steps, and gets no new slack from a step that starts.
@@ -276,7 +277,9 @@ class ServingSide:
         """How long the step takes that has the workers now, for those who look at the board meanwhile."""
         oldest = self.steps.oldest
         if self._board.watched and oldest is not None:
-            self.steps.step_ns = int(self.model.predict(*oldest) * NS_PER_S)
+            tokens, decodes, encoder = oldest
+            seconds = self.model.predict(tokens, decodes, encoder_tokens=encoder)
+            self.steps.step_ns = int(seconds * NS_PER_S)
 
     def after_update(self) -> None:
         """A step has ended."""
@@ -367,8 +370,10 @@ class ServingSide:
             for _ in range(len(self._measured) - FITTED_UNWATCHED):
                 self._measured.popleft()
         while self._measured:  # the fit is too slow for the step path
-            prefill, decode, seconds = self._measured.popleft()
-            self.model.observe(prefill_tokens=prefill, num_decodes=decode, seconds=seconds)
+            prefill, decode, encoder, seconds = self._measured.popleft()
+            self.model.observe(
+                prefill_tokens=prefill, num_decodes=decode, encoder_tokens=encoder, seconds=seconds
+            )
         book, at_s = self.book, time.monotonic()
         self._check_own_files()
         reports, retained = self._pagers.reports()

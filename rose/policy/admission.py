@@ -33,21 +33,22 @@ _FORGET = 0.998
 _MAX_VARIANCE = 1e6
 """Directions that traffic does not exercise would otherwise blow up as the past is forgotten."""
 
-_SCALES = (1e-2, 1e-4, 1e-3, 1e-6)
-"""Typical seconds per step, prefill token, decode and context token: makes the four unknowns of order one."""
+_SCALES = (1e-2, 1e-4, 1e-3, 1e-6, 1e-4)
+"""Typical seconds per step, prefill token, decode, context token and encoder token: makes the unknowns of order one."""
 _FIRST_VARIANCE = 10.0
 SHORTEST_S = 1e-5
 """No engine makes a step in less; a measurement that says so is wrong, and by its relative error it would outweigh all others."""
 
 
 class StepModel:
-    """Length of one engine step: ``base + prefill tokens + decoding requests + context tokens``, linear.
+    """Length of one engine step: ``base + prefill tokens + decoding requests + context tokens + encoder tokens``, linear.
 
     Args:
         base_s: A step with nothing in it.
         prefill_token_s: Each prompt token, and each draft that is verified.
         decode_s: Each request that gets one token.
         context_token_s: Each token that attention reads, summed over the batch.
+        encoder_token_s: Each token that an image is made into, in the step that runs its encoder.
 
     Raises:
         ConfigError: A coefficient is negative or no number, or all are zero.
@@ -55,7 +56,7 @@ class StepModel:
     Holds no reference to a clock or an engine; one owner.
     """
 
-    __slots__ = ("_coefficients", "_spread", "num_observed", "relative_error")
+    __slots__ = ("_coefficients", "_num_unknown", "_spread", "num_observed", "relative_error")
 
     def __init__(
         self,
@@ -64,19 +65,23 @@ class StepModel:
         prefill_token_s: float = 0.0002,
         decode_s: float = 0.0005,
         context_token_s: float = 0.0,
+        encoder_token_s: float = 0.0002,
     ) -> None:
         given = {
             "base_s": base_s,
             "prefill_token_s": prefill_token_s,
             "decode_s": decode_s,
             "context_token_s": context_token_s,
+            "encoder_token_s": encoder_token_s,
         }
         for name, value in given.items():
             if not 0.0 <= value < math.inf:
                 raise ConfigError(f"{value} is not a number of seconds", field=name)
-        if not any(given.values()):
+        if not any((base_s, prefill_token_s, decode_s, context_token_s)):
             raise ConfigError("a step cannot take no time", field="base_s")
         self._coefficients = list(given.values())
+        self._num_unknown = 4
+        """Five from the first encoder on: an engine without one does not pay for what it would cost."""
         self._spread = _diagonal(_FIRST_VARIANCE)
         self.num_observed = 0
         self.relative_error = 0.0
@@ -98,13 +103,30 @@ class StepModel:
     def context_token_s(self) -> float:
         return self._coefficients[3]
 
-    def predict(self, prefill_tokens: float = 0, num_decodes: int = 0, context_tokens: int = 0) -> float:
+    @property
+    def encoder_token_s(self) -> float:
+        return self._coefficients[4]
+
+    def predict(
+        self,
+        prefill_tokens: float = 0,
+        num_decodes: int = 0,
+        context_tokens: int = 0,
+        encoder_tokens: int = 0,
+    ) -> float:
         """Seconds."""
-        base_s, prefill_s, decode_s, context_s = self._coefficients
-        return base_s + prefill_tokens * prefill_s + num_decodes * decode_s + context_tokens * context_s
+        base_s, prefill_s, decode_s, context_s, encoder_s = self._coefficients
+        seconds = base_s + prefill_tokens * prefill_s + num_decodes * decode_s + context_tokens * context_s
+        return seconds + encoder_tokens * encoder_s
 
     def observe(
-        self, *, prefill_tokens: int, num_decodes: int, seconds: float, context_tokens: int = 0
+        self,
+        *,
+        prefill_tokens: int,
+        num_decodes: int,
+        seconds: float,
+        context_tokens: int = 0,
+        encoder_tokens: int = 0,
     ) -> None:
         """Correct the model by one measured step (recursive least squares on the *relative* error).
 
@@ -113,26 +135,39 @@ class StepModel:
         if not SHORTEST_S <= seconds < math.inf:
             return
         # Divided by the measurement: a long step must not outweigh a hundred short ones.
-        counts = (1.0, float(prefill_tokens), float(num_decodes), float(context_tokens))
+        counts = (
+            1.0,
+            float(prefill_tokens),
+            float(num_decodes),
+            float(context_tokens),
+            float(encoder_tokens),
+        )
+        if encoder_tokens:
+            self._num_unknown = 5
+        n = self._num_unknown
         x = [count * scale / seconds for count, scale in zip(counts, _SCALES, strict=True)]
         w = [value / scale for value, scale in zip(self._coefficients, _SCALES, strict=True)]
         p = self._spread
-        px = [sum(p[i][j] * x[j] for j in range(4)) for i in range(4)]
-        denominator = _FORGET + sum(x[i] * px[i] for i in range(4))
+        px = [sum(p[i][j] * x[j] for j in range(n)) for i in range(n)]
+        denominator = _FORGET + sum(x[i] * px[i] for i in range(n))
         gain = [value / denominator for value in px]
-        residual = 1.0 - self.predict(prefill_tokens, num_decodes, context_tokens) / seconds
-        w = [max(0.0, w[i] + gain[i] * residual) for i in range(4)]
-        if any(w):
+        residual = 1.0 - self.predict(prefill_tokens, num_decodes, context_tokens, encoder_tokens) / seconds
+        learned = [max(0.0, w[i] + gain[i] * residual) for i in range(n)]
+        if any(learned):
+            w[:n] = learned
             self._coefficients = [value * scale for value, scale in zip(w, _SCALES, strict=True)]
-        p = [[(p[i][j] - gain[i] * px[j]) / _FORGET for j in range(4)] for i in range(4)]
-        self._spread = p if sum(p[i][i] for i in range(4)) < _MAX_VARIANCE else _diagonal(_FIRST_VARIANCE)
+        for i in range(n):
+            p[i][:n] = [(p[i][j] - gain[i] * px[j]) / _FORGET for j in range(n)]
+        if sum(p[i][i] for i in range(n)) >= _MAX_VARIANCE:
+            self._spread = _diagonal(_FIRST_VARIANCE)
         self.num_observed += 1
         weight = max(1.0 / self.num_observed, 0.01)
         self.relative_error += weight * (abs(residual) - self.relative_error)
 
 
 def _diagonal(value: float) -> list[list[float]]:
-    return [[value if i == j else 0.0 for j in range(4)] for i in range(4)]
+    size = range(len(_SCALES))
+    return [[value if i == j else 0.0 for j in size] for i in size]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

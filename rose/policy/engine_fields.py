@@ -46,6 +46,11 @@ HARMLESS: dict[str, str] = {
         logprobs_mode use_fp64_gumbel disable_sliding_window disable_cascade_attn skip_tokenizer_init
         served_model_name config_format hf_token hf_overrides generation_config override_generation_config
         sleep_preserve_parameter_names sleep_mode_backend sleep_mode_offload_cudagraph renderer_num_workers""",
+    "model_config.multimodal_config": """
+        language_model_only limit_per_prompt media_io_kwargs mm_processor_kwargs mm_device_do_normalize mm_processor_cache_gb
+        mm_processor_cache_type mm_hasher_algorithm mm_shm_cache_max_object_size_mb mm_encoder_tp_mode mm_encoder_attn_backend
+        mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin
+        interleave_mm_strings skip_mm_profiling video_pruning_method mm_tensor_ipc""",
     "cache_config": """
         block_size user_specified_block_size kv_cache_layout gpu_memory_utilization num_gpu_blocks_override sliding_window
         enable_prefix_caching prefix_caching_hash_algo prefix_cache_retention_interval kv_cache_dtype_skip_layers
@@ -231,11 +236,20 @@ RESTRICTED: tuple[Field, ...] = (
     *_restricted("encoder_decoder", ("model.is_encoder_decoder", *_OFF)),
     *_restricted(
         "multimodal",
-        ("model.is_multimodal_model", *_OFF),
+        ("model.is_multimodal_model", (False, True), (None,)),
+        ("scheduler_config.is_multimodal_model", (False, True), (None,)),
+        own=((True, "multimodal"),),
+    ),
+    *_restricted("multimodal", ("model_config.multimodal_config", _UNSET)),
+    *_restricted(
+        "modalities",
         ("model.is_multimodal_raw_input_only_model", *_OFF),
         ("model.is_mm_prefix_lm", *_OFF),
-        ("model_config.multimodal_config", _UNSET),
-        ("scheduler_config.is_multimodal_model", *_OFF),
+        ("model_config.multimodal_config.enable_mm_embeds", *_OFF),
+        ("model_config.multimodal_config.allow_missing_mm_embeddings", *_OFF),
+        ("model_config.multimodal_config.mm_encoder_only", *_OFF),
+        ("model_config.multimodal_config.mm_ipc_gpu_memory_gb", (0,)),
+        ("model_config.multimodal_config.video_pruning_rate", _UNSET),
         ("ec_manager_config.encoder_cache_manager_cls", _UNSET),
     ),
     *_restricted(

@@ -6,6 +6,7 @@ A rank file is written as the worker's pager would; steps are answered with made
 from __future__ import annotations
 
 import queue
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -89,9 +90,16 @@ def build(cls: Any, config: Any, cache: Any = None) -> Any:
     )
 
 
-def request(request_id: str, num_tokens: int = 20, max_tokens: int = 4, adapter: int = 0) -> Any:
-    """``adapter``: number of its LoRA adapter."""
+def request(
+    request_id: str,
+    num_tokens: int = 20,
+    max_tokens: int = 4,
+    adapter: int = 0,
+    images: Sequence[tuple[int, int]] = (),
+) -> Any:
+    """``adapter``: number of its LoRA adapter; ``images``: where in its prompt each begins, and how many tokens it is."""
     from vllm.lora.request import LoRARequest
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
 
@@ -101,7 +109,19 @@ def request(request_id: str, num_tokens: int = 20, max_tokens: int = 4, adapter:
         sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
         pooling_params=None,
         lora_request=LoRARequest(f"adapter {adapter}", adapter, "nowhere") if adapter else None,
+        mm_features=[
+            MultiModalFeatureSpec(None, "image", f"{request_id} {at}", PlaceholderRange(at, length))
+            for at, length in images
+        ],
     )
+
+
+def give_encoder(scheduler: Any, budget: int, room: int | None = None) -> None:
+    """As a multimodal model has one: ``budget`` tokens in a step, and a cache of as many or of ``room``."""
+    from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+
+    scheduler.max_num_encoder_input_tokens = budget
+    scheduler.encoder_cache_manager = EncoderCacheManager(budget if room is None else room)
 
 
 def step(scheduler: Any) -> Any:

@@ -168,3 +168,28 @@ def test_slots_for_a_drafters_keys_are_claimed_with_the_prompts(
     scheduler.num_spec_tokens = scheduler.num_lookahead_tokens = drafts
     add_many(scheduler)
     assert claim(scheduler) == chunks
+
+
+@pytest.mark.parametrize(
+    ("budget", "room", "begins", "chunks"),
+    [(64, 64, 0, 0), (64 * 64, 64, 0, 0), (64, 64 * 64, 0, 0), (64 * 64, 64 * 64, 0, 3), (64, 64, 100, 3)],
+    ids=["no room", "no room in its cache", "no time in a step", "room for all", "words before it"],
+)
+def test_what_waits_for_the_encoder_claims_nothing(
+    scheduler: Any, budget: int, room: int, begins: int, chunks: int
+) -> None:
+    """64 prompts of 300 tokens, each with an image of 60: where only the first can be encoded, vLLM starts the first alone."""
+    harness.give_encoder(scheduler, budget, room)
+    scheduler.max_num_active_reqs = 64
+    for number in range(300):
+        scheduler.add_request(harness.request(f"waits{number}", 300, images=[(begins, 60)]))
+    assert claim(scheduler) == chunks
+
+
+def test_an_image_that_is_encoded_already_needs_no_room(scheduler: Any) -> None:
+    harness.give_encoder(scheduler, 64)
+    scheduler.max_num_active_reqs = 64
+    scheduler.encoder_cache_manager.cached = {f"waits{number} 0": set() for number in range(300)}
+    for number in range(300):
+        scheduler.add_request(harness.request(f"waits{number}", 300, images=[(0, 60)]))
+    assert claim(scheduler) == 3

@@ -64,7 +64,7 @@ def test_a_step_that_verifies_drafts_reads_no_prompt(device: Device) -> None:
     assert output.num_scheduled_tokens == {"a": 1 + NUM_DRAFTS, "b": 1}
 
     steps = device.side.steps
-    assert steps.oldest == (NUM_DRAFTS, 2)
+    assert steps.oldest == (NUM_DRAFTS, 2, 0)
     assert not steps.reads_prompt()
     board = device.node.serving_board().read()
     assert board is not None
@@ -88,7 +88,7 @@ def test_a_prompt_beside_drafts_is_told_apart(device: Device) -> None:
 
     assert output.num_scheduled_tokens == {"a": 3, "b": 1, "c": 60}
     assert device.side.steps.reads_prompt()
-    assert device.side.steps.oldest == (62, 2)
+    assert device.side.steps.oldest == (62, 2, 0)
 
 
 def test_production_must_start_earlier_where_its_steps_verify_drafts(device: Device) -> None:

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from vllm_plugin.features import findings, plain
 FILLED_IN: dict[str, tuple[Any, ...]] = {"worker_cls": ("auto",), "method": (None,)}
 """What vLLM puts something else in the place of before anybody looks."""
 KV = {"kv_cache_memory_bytes": 48 << 20}
+OPTIONAL = ("lora_config", "speculative_config", "model_config.multimodal_config")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 ENGINES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("qwen3", "dense", {}),
@@ -40,6 +42,7 @@ ENGINES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("qwen3", "fp8", {"kv_cache_dtype": "fp8"}),
     ("mla", "mla", {}),
     ("gemma3", "gemma3", {}),
+    ("idefics3", "dense", {}),
 )
 """``SELF``: the model is its own drafter.  Shape, kind of cache and options of what the engines of the tests run with, as far as fields with a row of their own are concerned."""
 
@@ -95,7 +98,8 @@ def answer(config: Any, role: str = "serving") -> tuple[str, str]:
         ("jamba", ("compute-only", "hybrid")),
         ("mamba", ("compute-only", "hybrid")),
         ("encoder_decoder", ("refused", "encoder_decoder")),
-        ("multimodal", ("refused", "multimodal")),
+        ("idefics3", ("elastic", "decoder")),
+        ("multimodal", ("refused", "modalities")),
         ("pooling", ("refused", "pooling")),
     ],
 )
@@ -217,7 +221,9 @@ def full(shapes: Path) -> Any:
 @pytest.fixture(scope="module")
 def complete(shapes: Path) -> Any:
     """One with every optional section that the allowlist looks into."""
-    return config_of(
+    from vllm.config.multimodal import MultiModalConfig
+
+    config = config_of(
         shapes,
         kv_events_config={"enable_kv_cache_events": True, "publisher": "zmq"},
         reasoning_parser="deepseek_r1",
@@ -225,6 +231,8 @@ def complete(shapes: Path) -> Any:
         enable_lora=True,
         speculative_config=NGRAM,
     )
+    config.model_config.multimodal_config = MultiModalConfig()
+    return config
 
 
 def test_every_field_of_vllm_is_placed_and_every_placed_field_is_vllms(complete: Any) -> None:
@@ -322,14 +330,17 @@ def test_tried_is_what_the_engines_of_the_tests_run_with(shapes: Path) -> None:
                     if one is None:
                         break
                 # A section that is not there has no values, and a kind of cache has not every kind's fields.
-                absent = first in ("lora_config", "speculative_config") and getattr(config, first) is None
-                if not (absent and rest) and (first != "kv_cache_spec" or hasattr(place, rest)):
+                absent = any(
+                    path.startswith(f"{section}.") and attrgetter(section)(config) is None
+                    for section in OPTIONAL
+                )
+                if not absent and (first != "kv_cache_spec" or hasattr(place, rest)):
                     values.add(plain(one))
     seen["parallel_config.worker_cls"] = set()
     seen["state_spec.mamba_type"] = set(STATES.values())
     seen["model.attn_type"] |= {config_of(shapes, shape).model_config.attn_type for shape in STATES}
     # That there is such a section, or a window, is a row of its own.
-    seen["lora_config"] = seen["speculative_config"] = seen["kv_cache_spec.sliding_window"] = {None}
+    seen |= {path: {None} for path in (*OPTIONAL, "kv_cache_spec.sliding_window")}
     wrong = [(f.path, seen[f.path], f.tried) for f in RESTRICTED if seen[f.path] != set(f.tried)]
     assert wrong == []
     assert all(not set(field.tried) & set(field.read) for field in RESTRICTED)

@@ -215,7 +215,7 @@ def test_vllms_private_names_are_in_two_files() -> None:
         ("def f(anything): return anything._hidden_of_vllm", "_hidden_of_vllm"),
         ("def f(pool): pool.made_up()", "made_up"),
         ("def f(self): return self._scheduler.made_up", "made_up"),
-        ("def f(x): return x.encoder_cache_manager", "encoder_cache_manager"),
+        ("def f(x): return x.structured_output_manager", "structured_output_manager"),
         ("def f(self): super().made_up()", "made_up"),
         ("def f(x): return getattr(x, '_weight_update_passive', 0)", "_weight_update_passive"),
         ("from vllm.v1.core.block_pool import Bathtub", "vllm.v1.core.block_pool:Bathtub"),

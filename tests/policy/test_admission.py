@@ -199,6 +199,24 @@ def test_the_model_learns_to_within_ten_percent_of_held_out_steps(seed: int) -> 
     assert model.num_observed == 400
 
 
+def test_the_model_learns_what_an_encoder_costs_apart_from_the_prompt() -> None:
+    rng, model = random.Random(0), StepModel()
+    for _ in range(500):
+        prefill, decodes, context, seconds = measured(rng, 0.02)
+        encoder = rng.choice([0, 0, 256, 1024])
+        model.observe(
+            prefill_tokens=prefill,
+            num_decodes=decodes,
+            context_tokens=context,
+            encoder_tokens=encoder,
+            seconds=seconds + encoder * 0.001,
+        )
+    assert model.encoder_token_s == pytest.approx(0.001, rel=0.1)
+    prefill, decodes, context, seconds = measured(rng, 0.0)
+    assert model.predict(prefill, decodes, context) == pytest.approx(seconds, rel=0.1)
+    assert model.predict(prefill, decodes, context, 512) == pytest.approx(seconds + 0.512, rel=0.1)
+
+
 def test_the_model_follows_a_machine_that_became_slower() -> None:
     rng, model = random.Random(0), StepModel()
     for slower in (1.0, 2.0):

@@ -4,7 +4,7 @@ The engine thread of production's core owns it and calls, in this order::
 
     claim(...)         before vLLM puts a step together, while anything is lent
     scheduled(...)     a step has been put together; it starts now unless one is still under way
-                       (with speculative decoding: and how many drafts it verifies)
+                       (with speculative decoding: and how many drafts it verifies; with images: and what of them it encodes)
     ended()            the oldest of them has ended
     waits_since(...)   for the request that has waited longest for its first token, once a step
 
@@ -60,9 +60,9 @@ class StepBook:
         self.drafts_per_decode = 0.0
         self._chunk_blocks = chunk_blocks
         self._late_request = ""
-        self._in_flight: deque[tuple[int, int, int]] = deque(maxlen=MAX_IN_FLIGHT)
-        """Prompt tokens, requests that decode and their drafts, of each step that was put together and has not ended: two with
-        asynchronous scheduling."""
+        self._in_flight: deque[tuple[int, int, int, int]] = deque(maxlen=MAX_IN_FLIGHT)
+        """Prompt tokens, requests that decode, their drafts and encoder tokens, of each step that was put together and has not ended:
+        two with asynchronous scheduling."""
 
     def claim(self, *, lent_chunks: int, free_blocks: int, waiting_blocks: int) -> bool:
         """Work out the claim anew; whether it is another one now.
@@ -87,43 +87,45 @@ class StepBook:
         """What serving must come to hold while it claims memory, else 0."""
         return usable_chunks + self.claim_chunks if self.claim_chunks else 0
 
-    def scheduled(self, prefill: int, decode: int, now_ns: int, drafts: int = 0) -> bool:
+    def scheduled(self, prefill: int, decode: int, now_ns: int, drafts: int = 0, encoder: int = 0) -> bool:
         """A step has been put together; whether it starts at once.
 
         Args:
             prefill: Prompt tokens.
             decode: Requests that decode, with one token each.
             drafts: Tokens beyond those, that the step verifies; how many of them come out nobody knows yet.
+            encoder: What an encoder makes of its images and the like, in tokens; it runs before the rest of the step.
         """
         self.step += 1
         if decode:
             self.drafts_per_decode += _DRAFTS_WEIGHT * (drafts / decode - self.drafts_per_decode)
-        self._in_flight.append((prefill, decode, drafts))
+        self._in_flight.append((prefill, decode, drafts, encoder))
         if len(self._in_flight) != 1:
             return False
         self.started_ns = now_ns
         return True
 
     @property
-    def oldest(self) -> tuple[int, int] | None:
-        """Of the step that has the workers: tokens that it computes beyond one for each request that decodes, and those requests.
+    def oldest(self) -> tuple[int, int, int] | None:
+        """Of the step that has the workers: tokens that it computes beyond one for each request that decodes, those requests, and
+        encoder tokens.
 
         A draft is computed as a prompt token is, whatever becomes of it.
         """
         if not self._in_flight:
             return None
-        prefill, decode, drafts = self._in_flight[0]
-        return prefill + drafts, decode
+        prefill, decode, drafts, encoder = self._in_flight[0]
+        return prefill + drafts, decode, encoder
 
     def expects(self, num_decodes: int) -> tuple[float, int]:
-        """The same of a step that has ``num_decodes`` requests and no prompt."""
+        """The same of a step that has ``num_decodes`` requests, no prompt and no image."""
         return self.drafts_per_decode * num_decodes, num_decodes
 
-    def ended(self, now_ns: int, slo_tpot_ns: int) -> tuple[int, int] | None:
+    def ended(self, now_ns: int, slo_tpot_ns: int) -> tuple[int, int, int] | None:
         """The oldest step has ended, the next one starts; what it was as :attr:`oldest` says it, None where none was under way."""
         if not self._in_flight:
             return None
-        prefill, decode, drafts = self._in_flight.popleft()
+        prefill, decode, drafts, encoder = self._in_flight.popleft()
         self.step_ns = now_ns - self.started_ns
         self.busy_ns += self.step_ns
         if decode and is_late(self.step_ns, slo_tpot_ns):
@@ -131,7 +133,7 @@ class StepBook:
         self.last_token_ns = now_ns
         if self._in_flight:
             self.started_ns = now_ns
-        return prefill + drafts, decode
+        return prefill + drafts, decode, encoder
 
     def is_busy(self) -> bool:
         """Whether a step with tokens is under way.  Any thread."""
@@ -140,7 +142,7 @@ class StepBook:
 
     def reads_prompt(self) -> bool:
         """Whether a step under way reads (a part of) a prompt.  Any thread."""
-        return any(prefill for prefill, _, _ in tuple(self._in_flight))
+        return any(step[0] for step in tuple(self._in_flight))
 
     def waits_since(self, request_id: str, age_ns: float, slo_ttft_ns: int) -> None:
         """A request has waited ``age_ns`` for its first token; later than promised counts once."""

@@ -8,6 +8,7 @@ clock.  Called on production's step path: scalars in, a scalar out.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import ceil
 from typing import TypeVar
 
@@ -37,6 +38,7 @@ def prompt_work_s(
     decode_step_s: float,
     prefill_token_s: float,
     attention_s: float = 0.0,
+    encoder_s: float = 0.0,
     more_steps: int = 0,
 ) -> float:
     """How long a prompt takes to its first token, once its first step starts.
@@ -49,7 +51,20 @@ def prompt_work_s(
         decode_step_s: A step that has those decodes and nothing else.
         prefill_token_s: What each prompt token adds.
         attention_s: What the whole prompt takes beyond that to look back at itself, where that is known apart.
+        encoder_s: What an encoder takes for its images and the like.
         more_steps: That it takes beyond those.
     """
     steps = ceil(tokens / chunk_tokens) + more_steps
-    return steps * decode_step_s + tokens * prefill_token_s + attention_s
+    return steps * decode_step_s + tokens * prefill_token_s + attention_s + encoder_s
+
+
+def encoder_steps(items: Iterable[int], budget: int) -> int:
+    """In how many steps an encoder gets through ``items``, in their order: each is so many tokens and is encoded in one step, and a step
+    encodes at most ``budget`` of them.
+    """
+    steps, left = 0, 0
+    for tokens in items:
+        if tokens > left or not steps:
+            steps, left = steps + 1, budget
+        left -= tokens
+    return steps

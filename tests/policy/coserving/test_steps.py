@@ -50,9 +50,9 @@ def test_a_second_step_has_the_workers_only_when_the_first_has_ended() -> None:
 
     assert book.scheduled(100, 1, 10 * MS)
     assert not book.scheduled(0, 2, 15 * MS)
-    assert book.ended(30 * MS, 0) == (100, 1)
+    assert book.ended(30 * MS, 0) == (100, 1, 0)
 
-    assert (book.started_ns, book.step_ns, book.oldest) == (30 * MS, 20 * MS, (0, 2))
+    assert (book.started_ns, book.step_ns, book.oldest) == (30 * MS, 20 * MS, (0, 2, 0))
 
 
 def test_a_step_without_tokens_is_not_busy() -> None:
@@ -128,8 +128,8 @@ def test_drafts_are_work_and_no_prompt() -> None:
 
     assert book.is_busy()
     assert not book.reads_prompt()
-    assert book.oldest == (12, 4)
-    assert book.ended(10 * MS, 0) == (12, 4)
+    assert book.oldest == (12, 4, 0)
+    assert book.ended(10 * MS, 0) == (12, 4, 0)
 
 
 def test_a_step_that_verifies_drafts_can_break_the_promise_of_who_decodes() -> None:
@@ -166,3 +166,14 @@ def test_a_step_without_decodes_teaches_nothing_of_drafts() -> None:
     book.scheduled(500, 0, 0)
 
     assert book.drafts_per_decode == before > 0
+
+
+def test_what_an_encoder_does_belongs_to_its_step() -> None:
+    book = StepBook(num_blocks=100, chunk_blocks=8)
+
+    book.scheduled(80, 2, 0, encoder=64)
+    book.scheduled(0, 3, 0)
+
+    assert book.oldest == (80, 2, 64)
+    assert book.ended(10 * MS, 0) == (80, 2, 64)
+    assert book.oldest == (0, 3, 0)

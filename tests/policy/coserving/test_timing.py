@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rose.policy.coserving.timing import is_late, latest_start, prompt_work_s
+from rose.policy.coserving.timing import encoder_steps, is_late, latest_start, prompt_work_s
 
 
 def test_a_prompt_is_read_in_steps_that_others_decode_in() -> None:
@@ -27,3 +27,19 @@ def test_work_has_to_start_so_early_that_it_ends_in_time() -> None:
 def test_late_is_longer_than_promised_and_without_a_promise_nothing_is() -> None:
     assert [is_late(took, 0.5) for took in (0.4, 0.5, 0.6)] == [False, False, True]
     assert not is_late(10**12, 0)
+
+
+def test_images_are_encoded_whole_as_many_as_a_step_has_room_for() -> None:
+    assert encoder_steps([], 100) == 0
+    assert encoder_steps([60], 100) == 1
+    assert encoder_steps([60, 40], 100) == 1
+    assert encoder_steps([60, 50, 50], 100) == 2
+    assert encoder_steps([60, 60, 60], 100) == 3
+
+
+def test_an_encoder_comes_before_the_prompt_that_has_its_images() -> None:
+    text_s = prompt_work_s(512, chunk_tokens=512, decode_step_s=1.0, prefill_token_s=0.0)
+    assert (
+        prompt_work_s(512, chunk_tokens=512, decode_step_s=1.0, prefill_token_s=0.0, encoder_s=0.5)
+        == text_s + 0.5
+    )
