@@ -22,8 +22,9 @@ demo: setup      ## run the main job on this machine and write out/demo/report.h
 .venv/.models: .venv/.ready tests/model_infos.py
 	@$(BIN)/python -m tests.model_infos && touch $@
 
+# Images often forbid bytecode; without it each of the tests' many processes compiles our modules again, and each run the tests.
 test: setup .venv/.models  ## run all tests; lists the ones that need a GPU and were skipped
-	@$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder $(ARGS)
 
 bench: setup     ## run the benchmarks (about an hour) and keep their figures in benchmarks/results/
 	@$(BIN)/python benchmarks/run.py $(ARGS)
