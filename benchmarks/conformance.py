@@ -104,7 +104,15 @@ FEATURES: dict[str, tuple[str, tuple[str, ...]]] = {  # MODEL: the shape's own f
     "fp8_kv": ("fp8_kv", ("--kv-cache-dtype=fp8",)),
     "priority": ("priority", ("--scheduling-policy=priority",)),
     "expert_parallel": ("expert_parallel", ("--enable-expert-parallel",)),
-    "pipeline_parallel": ("pipeline_parallel", ("--pipeline-parallel-size=2",)),
+    "pipeline_parallel": (
+        "pipeline_parallel",
+        # With a warm-up: without one vLLM's CPU build has no buffers for a later stage.
+        (
+            "--pipeline-parallel-size=2",
+            "--no-enforce-eager",
+            '--compilation-config={"mode":1,"backend":"eager"}',
+        ),
+    ),
     "other_scheduler": (
         "other_scheduler",
         ("--scheduler-cls=vllm.v1.core.sched.scheduler.Scheduler",),

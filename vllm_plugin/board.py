@@ -164,13 +164,13 @@ class Board:
         waiting_tokens = 0
         if running and slo_tpot_ns:
             decode_ns = int(model.predict(*steps.expects(running)) * NS_PER_S)
-            tpot_deadline = max(1, latest_start(steps.last_token_ns or now_ns, slo_tpot_ns, decode_ns))
+            tpot_deadline = max(1, latest_start(steps.due_since_ns or now_ns, slo_tpot_ns, decode_ns))
         if num_waiting and slo_ttft_ns:
             oldest = internals.waiting_requests(scheduler, 1)
             if oldest and oldest[0].num_output_tokens and slo_tpot_ns:
                 # Preempted: it has had its first token, and waits for a next one like those that run.
                 prefill_ns = self._prompt_ns(oldest[0], oldest[0].num_tokens, running)
-                deadline = max(1, latest_start(steps.last_token_ns or now_ns, slo_tpot_ns, prefill_ns))
+                deadline = max(1, latest_start(steps.due_since_ns or now_ns, slo_tpot_ns, prefill_ns))
                 tpot_deadline = min(tpot_deadline, deadline) if tpot_deadline else deadline
             if head is not None:
                 waiting_tokens = head.num_tokens

@@ -359,6 +359,11 @@ def let_past(scheduler: Any, fits: Callable[[Any], bool], limit: int) -> None:
         )
 
 
+def has_stages(scheduler: Any) -> bool:
+    """Are its workers a pipeline, with a step in each?"""
+    return scheduler.use_pp
+
+
 def state_stride(scheduler: Any) -> int:
     """Hybrid models with a prefix cache: tokens between places where a prompt's step ends, so that its state can be cached; else 0."""
     return scheduler.cache_config.block_size if scheduler.need_mamba_block_aligned_split else 0

@@ -106,7 +106,7 @@ CORE: tuple[Owner, ...] = (
             waiting kv_holding_waiting running requests kv_cache_manager block_size max_num_scheduled_tokens pause_state
             max_num_active_reqs num_waiting_for_streaming_input _is_blocked_waiting_status lora_config use_eagle_block_drop
             kv_cache_config cache_config need_mamba_block_aligned_split max_num_encoder_input_tokens
-            encoder_cache_manager""",
+            encoder_cache_manager use_pp""",
         calls={
             "schedule": "self throttle_prefills",
             "update_from_output": "self scheduler_output model_runner_output",

@@ -112,7 +112,9 @@ class ServingSide:
         self.prefixes = PrefixWatch(
             internals.block_pool(scheduler), self.plan, self._block_tokens, self.ghost, learns=elastic
         )
-        self.steps = StepBook(self.plan.num_blocks, self.plan.chunk_blocks)
+        self.steps = StepBook(
+            self.plan.num_blocks, self.plan.chunk_blocks, stages=internals.has_stages(scheduler)
+        )
         """Engine thread only, but for numbers that the background thread reads."""
         self._block_pages = self.plan.total_pages / max(1, self.plan.num_blocks)
         self.failed: str | None = None

@@ -21,7 +21,10 @@ _ADVICE: dict[str, str | tuple[str, str]] = {
     "data_parallel_moe": "run without --data-parallel-size: a server and a ROSE_DIR for each device, behind a load balancer",
     "data_parallel_hosts": "run one host's engine cores under one command (--data-parallel-size alone), or a server for each device",
     "expert_parallel": "leave out --enable-expert-parallel and --enable-eplb",
-    "pipeline_parallel": "leave out --pipeline-parallel-size; --tensor-parallel-size is supported on one host",
+    "pipeline_parallel": (
+        "take --tensor-parallel-size in its place to lend memory too",
+        "leave out --pipeline-parallel-size; --tensor-parallel-size is supported on one host",
+    ),
     "context_parallel": "leave out --decode-context-parallel-size and --prefill-context-parallel-size",
     "lora": ("", "leave out --enable-lora"),
     "speculative": ("", "leave out --speculative-config"),

@@ -134,7 +134,7 @@ ROWS: list[tuple[str, Change, str]] = [
     ("expert_parallel", put("parallel_config.enable_eplb", True), "refused"),
     ("multi_host", put("parallel_config.data_parallel_backend", "ray"), "refused"),
     ("other_option", put("scheduler_config.prefill_schedule_interval", 2), "refused"),
-    ("pipeline_parallel", put("parallel_config.pipeline_parallel_size", 2), "refused"),
+    ("pipeline_parallel", put("parallel_config.pipeline_parallel_size", 2), "compute-only"),
     ("context_parallel", put("parallel_config.decode_context_parallel_size", 2), "refused"),
     ("context_parallel", put("parallel_config.prefill_context_parallel_size", 2), "refused"),
     ("lora", lambda config: adapters(config), "elastic"),

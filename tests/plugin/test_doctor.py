@@ -76,6 +76,7 @@ CASES = [
     Case("priority", "qwen3", ("--scheduling-policy=priority",), ("refused", "priority")),
     Case("data parallel", "qwen3", ("--data-parallel-size=2",), ("elastic", "data_parallel")),
     Case("experts' ranks", "moe", ("--data-parallel-size=2",), ("refused", "data_parallel_moe")),
+    Case("stages", "qwen3", ("--pipeline-parallel-size=2",), ("compute-only", "pipeline_parallel")),
     Case("tensor parallel", "qwen3", ("--tensor-parallel-size=2",), ("elastic", "tensor_parallel")),
     Case("api servers", "qwen3", ("--api-server-count=2",), ("elastic", "api_servers"), cache="dense"),
     Case("offload", "qwen3", (OFFLOAD,), ("compute-only", "kv_connector")),

@@ -19,8 +19,8 @@ from collections import deque
 
 from rose.policy.coserving.timing import is_late
 
-MAX_IN_FLIGHT = 8
-"""More than vLLM ever schedules ahead."""
+MAX_IN_FLIGHT = 64
+"""More than vLLM ever schedules ahead: a step for each stage of a pipeline, and one."""
 _DRAFTS_WEIGHT = 1 / 16
 """Of a step's drafts in what is expected of the next: about the last 16 steps that decode count."""
 WATERMARK_FRACTION = 0.05
@@ -33,6 +33,8 @@ class StepBook:
     Args:
         num_blocks: Of production's whole KV memory.
         chunk_blocks: Of one chunk.
+        stages: The workers are a pipeline: steps under way overlap, and each takes from when it was put together until it ends.  The gaps
+            between their ends are shorter than what anybody waits for a token.
 
     Attributes:
         step: Number of the last step that was put together; the first is 1.
@@ -40,13 +42,14 @@ class StepBook:
         step_ns: How long that step takes, as far as is known: a forecast, set from outside, until it has ended.
         busy_ns: Of all steps that have ended.
         last_token_ns: When the last step ended.
+        due_since_ns: Since when whoever comes next has waited for a token.
         claim_chunks: What serving must get back now, beyond what it can use.
         pressure_seq: How often a claim has begun.
         breaches: Promises that were broken: first tokens that came late, and steps between tokens that were too long.
         drafts_per_decode: Drafts that a step verifies for each request that decodes, of late; 0 without speculative decoding.
     """
 
-    def __init__(self, num_blocks: int, chunk_blocks: int) -> None:
+    def __init__(self, num_blocks: int, chunk_blocks: int, *, stages: bool = False) -> None:
         self.watermark_blocks = int(WATERMARK_FRACTION * num_blocks)
         self.step = 0
         self.started_ns = 0
@@ -60,9 +63,10 @@ class StepBook:
         self.drafts_per_decode = 0.0
         self._chunk_blocks = chunk_blocks
         self._late_request = ""
-        self._in_flight: deque[tuple[int, int, int, int]] = deque(maxlen=MAX_IN_FLIGHT)
-        """Prompt tokens, requests that decode, their drafts and encoder tokens, of each step that was put together and has not ended:
-        two with asynchronous scheduling."""
+        self._stages = stages
+        self._in_flight: deque[tuple[int, int, int, int, int]] = deque(maxlen=MAX_IN_FLIGHT)
+        """Prompt tokens, requests that decode, their drafts and encoder tokens, and when it was put together, of each step that has not
+        ended: two with asynchronous scheduling."""
 
     def claim(self, *, lent_chunks: int, free_blocks: int, waiting_blocks: int) -> bool:
         """Work out the claim anew; whether it is another one now.
@@ -99,8 +103,8 @@ class StepBook:
         self.step += 1
         if decode:
             self.drafts_per_decode += _DRAFTS_WEIGHT * (drafts / decode - self.drafts_per_decode)
-        self._in_flight.append((prefill, decode, drafts, encoder))
-        if len(self._in_flight) != 1:
+        self._in_flight.append((prefill, decode, drafts, encoder, now_ns))
+        if self._front() is not self._in_flight[-1]:
             return False
         self.started_ns = now_ns
         return True
@@ -112,10 +116,24 @@ class StepBook:
 
         A draft is computed as a prompt token is, whatever becomes of it.
         """
-        if not self._in_flight:
+        step = self._front()
+        if step is None:
             return None
-        prefill, decode, drafts, encoder = self._in_flight[0]
+        prefill, decode, drafts, encoder, _ = step
         return prefill + drafts, decode, encoder
+
+    def _front(self) -> tuple[int, int, int, int, int] | None:
+        """The step that ends next.  A pipeline's steps without tokens, which fill it up beside a single batch, are passed over."""
+        steps = self._in_flight
+        if not self._stages:
+            return steps[0] if steps else None
+        return next((step for step in steps if any(step[:4])), None)
+
+    @property
+    def due_since_ns(self) -> int:
+        if self._stages and self._front() is not None:
+            return self.started_ns  # its requests had their last token just before
+        return self.last_token_ns
 
     def expects(self, num_decodes: int) -> tuple[float, int]:
         """The same of a step that has ``num_decodes`` requests, no prompt and no image."""
@@ -125,20 +143,27 @@ class StepBook:
         """The oldest step has ended, the next one starts; what it was as :attr:`oldest` says it, None where none was under way."""
         if not self._in_flight:
             return None
-        prefill, decode, drafts, encoder = self._in_flight.popleft()
-        self.step_ns = now_ns - self.started_ns
-        self.busy_ns += self.step_ns
+        prefill, decode, drafts, encoder, began_ns = self._in_flight.popleft()
+        if self._stages:
+            if not prefill + decode:
+                return 0, 0, 0
+            self.step_ns = now_ns - began_ns
+            self.busy_ns += now_ns - max(began_ns, self.last_token_ns)
+        else:
+            self.step_ns = now_ns - self.started_ns
+            self.busy_ns += self.step_ns
         if decode and is_late(self.step_ns, slo_tpot_ns):
             self.breaches += 1
         self.last_token_ns = now_ns
-        if self._in_flight:
-            self.started_ns = now_ns
+        following = self._front()
+        if following is not None:
+            self.started_ns = following[4] if self._stages else now_ns
         return prefill + drafts, decode, encoder
 
     def is_busy(self) -> bool:
         """Whether a step with tokens is under way.  Any thread."""
         # A copy, made in one go: the engine thread may take a step out meanwhile.
-        return any(map(any, tuple(self._in_flight)))
+        return any(any(step[:4]) for step in tuple(self._in_flight))
 
     def reads_prompt(self) -> bool:
         """Whether a step under way reads (a part of) a prompt.  Any thread."""

@@ -177,3 +177,40 @@ def test_what_an_encoder_does_belongs_to_its_step() -> None:
     assert book.oldest == (80, 2, 64)
     assert book.ended(10 * MS, 0) == (80, 2, 64)
     assert book.oldest == (0, 3, 0)
+
+
+# --- pipeline parallelism
+
+
+def test_a_pipelines_step_takes_from_when_it_was_put_together() -> None:
+    """Two stages, two batches that take turns: one ends every 10 ms, and a token takes 20."""
+    book = StepBook(num_blocks=100, chunk_blocks=8, stages=True)
+    assert book.scheduled(0, 4, 0)
+    assert not book.scheduled(0, 3, 10 * MS)
+    for end in range(20, 200, 10):
+        ended = book.ended(end * MS, 15 * MS)
+        assert ended == ((0, 4, 0) if end % 20 == 0 else (0, 3, 0))
+        assert book.step_ns == 20 * MS
+        assert (book.started_ns, book.due_since_ns) == ((end - 10) * MS,) * 2  # of the other one
+        assert not book.scheduled(0, ended[1], end * MS)
+
+    assert book.breaches == 18  # each, though no gap is longer than promised
+    assert book.busy_ns == 190 * MS
+
+
+def test_steps_that_fill_a_pipeline_up_count_for_nothing() -> None:
+    """One batch: vLLM puts a step without tokens together beside each of its steps."""
+    book = StepBook(num_blocks=100, chunk_blocks=8, stages=True)
+    book.scheduled(0, 4, 0)
+    book.scheduled(0, 0, 1 * MS)
+    assert book.ended(20 * MS, 0) == (0, 4, 0)
+    assert not book.is_busy()
+    assert (book.oldest, book.due_since_ns) == (None, 20 * MS)
+
+    assert book.scheduled(0, 4, 21 * MS)
+    assert book.ended(22 * MS, 0) == (0, 0, 0)
+
+    assert (book.oldest, book.started_ns, book.due_since_ns) == ((0, 4, 0), 21 * MS, 21 * MS)
+    assert book.step_ns == 20 * MS
+    assert book.ended(41 * MS, 0) == (0, 4, 0)
+    assert book.busy_ns == 40 * MS
