@@ -193,6 +193,7 @@ class WeightLoop:
     """Brings the engine to the newest version of the run that it serves, again after each of its restarts.
 
     Attributes:
+        own: The run that the node's configuration names.
         serves: The run whose policy the engine is to have; the configured one until the scheduler says otherwise (:meth:`follow`).
         commit_s: What the last change of the run took once its policy was on the host: bringing the copy into the engine; None = none yet.
         pull_s: What the last policy took to arrive of which nothing was on the host; None = there was none yet, or it had to be waited for.
@@ -207,7 +208,7 @@ class WeightLoop:
             if isinstance(source, PolicyCopies)
             else PolicyCopies(link.run_id, directory, lambda run, folder: source, most=1)
         )
-        self.serves = link.run_id
+        self.own = self.serves = link.run_id
         self.num_commits = 0
         self.num_switches = 0
         self.commit_s: float | None = None
@@ -238,7 +239,7 @@ class WeightLoop:
 
     def follow_own(self) -> None:
         """Serve the configured run again."""
-        self.follow(self._link.run_id)
+        self.follow(self.own)
 
     def require(self, run: str, version: WeightVersion) -> None:
         """What the trainer of ``run`` has published."""

@@ -207,6 +207,7 @@ def _switching(weights: WeightLoop | None) -> dict[str, Any]:
 
 def _weights(weights: WeightLoop) -> dict[str, Any]:
     return {
+        "run_id": weights.own,
         "serves": weights.serves,
         "switches": weights.num_switches,
         "commit_s": weights.commit_s,

@@ -279,7 +279,14 @@ class Placer:
         open_ = table.fits(open_, num_tokens=turn.num_tokens, need_tokens=turn.need_tokens)
         if open_.any():
             return "backoff" if not table.any_ends or self._in_time(turn, open_, at_s).any() else "ends"
-        return "pinned" if dedicated_only and not turn.spec.dedicated_only else "capacity"
+        if dedicated_only and not turn.spec.dedicated_only:
+            return "pinned"
+        suits = self._suiting((model, job, dedicated_only, floor, run)) & (
+            table.max_len[:count] > turn.num_tokens
+        )
+        if (suits & table.open[:count]).any():
+            return "memory"
+        return "capacity" if (table.free[:count][suits] <= 0).any() else "closed"
 
     def check(self) -> None:
         """The queue is sorted and holds exactly the turns without a worker."""

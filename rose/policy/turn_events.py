@@ -13,7 +13,10 @@ from rose.lineage import Version
 from rose.policy.worker import Duty, Tier
 
 HOLDS = {
-    "capacity": "all engines are full",
+    "capacity": "all engines that may take it (by model, job, run and weights) are full",
+    "memory": "the engines with a free slot have no KV memory for a context that long now",
+    "closed": "the engines that may take it take no turn now: they start, are silent, rest after failures, are cordoned, or production has "
+    "its memory back (GET /workers)",
     "job": "no engine works for this job",
     "model": "no engine serves this model with a context that long",
     "tier": "no dedicated engine is there",

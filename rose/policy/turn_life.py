@@ -228,7 +228,9 @@ class TurnLife:
             return self._finish(turn, event.at_s, TurnState.DONE, "length", None)
         if event.stop_reason == OTHER_RUN:
             turn.num_futile = 0 if num_new else turn.num_futile + 1
-            return self._refused(turn, worker, event.at_s, "it has another run's weights")
+            return self._refused(
+                turn, worker, event.at_s, f"worker {worker.worker_id} has another run's weights"
+            )
         if turn.asked_to_leave_s is not None or goes_back(worker, event.at_s, self.fleet.params.drain_s):
             return self._requeue(turn, event.at_s, "returned", abort=False)
         reclaimed = event.stop_reason == RECLAIMED
@@ -254,14 +256,18 @@ class TurnLife:
         if run is not None:
             self.fleet.stamped(worker, run)
             turn.relabel_run(run)
-            return "it has another run's weights" if self._is_of_another_run(turn) else ""
+            return (
+                f"worker {worker.worker_id} has another run's weights"
+                if self._is_of_another_run(turn)
+                else ""
+            )
         if not self.runs.get(turn.spec.job):
             return ""
         self.fleet.stamped(worker, None)
         for name in self._live[worker.worker_id]:  # what else it samples for such jobs is nobody's either
             if self.runs.get(self.turns[name].spec.job):
                 self.turns[name].relabel_run("")
-        return "it does not say whose weights sampled its tokens"
+        return f"worker {worker.worker_id} does not say whose weights sampled its tokens"
 
     def _learn_speed(
         self,
@@ -466,7 +472,8 @@ class TurnLife:
             turn.infra_left -= 1
             turn.backoff_until_s[turn.worker.worker_id] = at_s + params.max_backoff_s
             if turn.infra_left < 0:
-                return self._finish(turn, at_s, TurnState.FAILED, "infra", message="the engines stalled")
+                message = f"worker {turn.worker.worker_id} stalled"
+                return self._finish(turn, at_s, TurnState.FAILED, "infra", message=message)
             return self._requeue(turn, at_s, "stall", abort=True)
         self._watch(turn, at_s)
         return actions

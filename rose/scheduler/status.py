@@ -263,6 +263,9 @@ class Status:
         book = dispatcher.book
         queued = [book.turns[turn_id] for _, turn_id in book.queue]
         held = Counter(turn.hold for turn in queued)
+        by_job: dict[str, Counter[str]] = {}
+        for turn in queued:
+            by_job.setdefault(turn.spec.job, Counter())[turn.hold] += 1
         oldest = sorted(book.turns.values(), key=lambda turn: turn.spec.at_s)[:20]
         return {
             "uptime_s": round(now_s - started_at_s, 3),
@@ -294,6 +297,7 @@ class Status:
             "queue": {
                 "depth": len(queued),
                 "held": dict(held),
+                "held_by_job": {job: dict(holds) for job, holds in by_job.items()},
                 "oldest_s": round(max((now_s - t.spec.at_s for t in queued), default=0.0), 3),
             },
             "trajectories": dict(store.book.counts()),

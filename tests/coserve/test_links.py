@@ -316,6 +316,7 @@ async def test_a_node_serves_the_run_that_the_scheduler_assigns(device: Device, 
     first = registry.beats[-1]
     assert (first.pull_s, first.commit_s, first.num_switches, first.copies) == (None, None, 0, ["r"])
     assert first.follows == "r"
+    assert agent.status()["weights"]["run_id"] == "r"
 
     registry.assignment = {"active": True, "job": "b", "run": "s"}
     await until(lambda: registry.beats[-1].run == "s")

@@ -88,9 +88,22 @@ def test_kv_room_is_reserved_and_given_back(book: TurnBook) -> None:
     hear(book, "h", 0.0, kv_budget_tokens=30)
     assert len(dispatches(submit(book, "a"))) == 1  # 10 + 8 of 30
     assert dispatches(submit(book, "b")) == []
+    assert book.turns["b"].hold == "memory", "a slot is free, the worker is not full"
     assert book.fleet.workers["h"].reserved_tokens == 18
     (sent,) = dispatches(end(book, "a", 1))
     assert sent.turn_id == "b"
+
+
+def test_why_a_turn_waits_beside_idle_engines_is_said_as_it_is(book: TurnBook) -> None:
+    """That all engines were full was said of one that was cordoned, and beside one of another run."""
+    for name in ("d", "h"):
+        book.handle(te.WorkerDuty(at_s=0.0, worker_id=name, duty=Duty.CORDONED))
+    submit(book, "a")
+    (said,) = [
+        each for each in book.handle(te.ClockTicked(at_s=400.0)) if isinstance(each, te.AnswerUnavailable)
+    ]
+    assert said.hold == "closed"
+    assert set(te.HOLDS) >= {"closed", "memory", "capacity"}
 
 
 def test_a_full_cache_lowers_what_a_worker_gets() -> None:

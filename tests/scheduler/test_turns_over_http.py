@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
 from collections import deque
 
 import pytest
@@ -166,6 +167,7 @@ async def test_so_many_engines_may_fail_a_turn_and_no_more(world: World, kind: s
     faults.extend([Fault(kind=kind)] * (most + 1))
     status, answer = await world.call("POST", "/rose/v1/generate", {"token_ids": PROMPT})
     assert (status, answer["error"]["code"]) == (502, "engine_failed")
+    assert re.search(r"worker e\d ", answer["error"]["message"])
     assert not faults
 
 

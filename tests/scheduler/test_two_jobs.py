@@ -55,6 +55,8 @@ async def test_a_turn_that_no_engine_may_run_says_that_none_follows_its_run(worl
 
     assert status == 503
     assert "run" in answer["error"]["message"]
+    queue = (await world.ok("GET", "/status"))["queue"]
+    assert (queue["held"], queue["held_by_job"]) == ({"run": 1}, {"job-b": {"run": 1}})
 
 
 async def test_a_second_trainer_cannot_take_a_job_by_its_name(world: World) -> None:
