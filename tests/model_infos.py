@@ -1,7 +1,7 @@
 """Tell vLLM's cache about the models of the tests: ``python -m tests.model_infos``, about 20 s, once.
 
 vLLM looks at a class of models in a process of its own, the first time on a machine, and keeps what it found.  That is some ten seconds of
-a core each, and the tests have fifteen; in one process it is the imports of their modules.
+a core each, and the tests have twenty; in one process it is the imports of their modules.
 """
 
 from __future__ import annotations
@@ -16,15 +16,19 @@ ARCHITECTURES = (
     "EagleLlamaForCausalLM",
     "Gemma3ForCausalLM",
     "GptOssForCausalLM",
+    "GraniteMoeHybridForCausalLM",
     "Idefics3ForConditionalGeneration",
     "JambaForCausalLM",
+    "Lfm2ForCausalLM",
     "Llama4ForCausalLM",
     "LlamaForCausalLM",
+    "Mamba2ForCausalLM",
     "MambaForCausalLM",
     "MistralForCausalLM",
     "Qwen2AudioForConditionalGeneration",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
+    "Qwen3NextForCausalLM",
     "TransformersForCausalLM",
     "TransformersMoEForCausalLM",
 )
