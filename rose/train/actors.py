@@ -270,6 +270,10 @@ class Actors:
         rate, fine = self.config.learning_rate_at(self.step), self.config.is_fine_tuning(self.step)
         return await answer_of(self._trainer.train.remote(rate, single_update=fine))
 
+    async def begin(self) -> int:
+        """See :meth:`rose.train.workers.TrainWorker.begin`."""
+        return await answer_of(self._trainer.begin.remote())
+
     async def evaluate(self) -> dict[str, Any]:
         """Play the held-out tasks on the current weights; their mean, and the versions that played.
 

@@ -50,7 +50,7 @@ class AsyncLoop:
             TrainError: Too many groups failed, or the trainer cannot go on.
         """
         started_s = time.monotonic()
-        wanted = self._config.rollout.num_groups
+        wanted, held = self._config.rollout.num_groups, 0
         is_first = True
         while True:
             death = self._reap()
@@ -59,12 +59,12 @@ class AsyncLoop:
             # Of a death that is known at the first look, the replacement is seen to already.
             is_first = False
             await self._recover()
-            await self._fill(wanted)
+            await self._fill(wanted, held)
             # Also ends when a lease finds too little: then this loop looks after its groups again.
             record = await self._actors.train()
             if "step" in record:
                 break
-            wanted = max(wanted, record["launch"])
+            wanted, held = max(wanted, record["launch"]), record["held"]
         await self._leave_stale()
         counts = {
             "num_episodes": self._num_episodes,
@@ -96,10 +96,10 @@ class AsyncLoop:
         except ActorDied:
             pass  # the step stands; the next one finds out
 
-    async def _fill(self, wanted: int) -> None:
-        """Begin groups up to the bound; at least what the trainer is known to lack."""
+    async def _fill(self, wanted: int, held: int) -> None:
+        """Begin groups up to the bound; at least what the trainer is known to lack.  ``held``: what it has of that already."""
         config, actors = self._config, self._actors
-        begun = len(self._running) + await actors.num_ready()
+        begun = len(self._running) + held + await actors.num_ready()
         bound = (config.alpha + 1) * max(config.rollout.num_groups, wanted)
         num_new = bound - begun
         if num_new <= 0:

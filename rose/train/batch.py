@@ -71,7 +71,7 @@ class Minibatch:
     temperature_N: Tensor
     advantage_N: Tensor
     share_N: Tensor
-    """What each token counts in the loss (``rose.train.loss.token_shares``)."""
+    """What each token counts in the loss (``rose.train.loss.undivided_shares``)."""
     allowed_KV: Tensor | None
     allowed_index_N: Tensor
 

@@ -6,7 +6,7 @@ the checkpoint, and nobody is handed it again.
 
 So is a group in which nothing was sampled at all (its episodes were over when they began), with dynamic sampling or without.
 
-A step with too few groups of unequal rewards waits for more, where the job says so: it keeps what it has.
+A *round* is what the step lacks, leased at once or in parts: only when all of it is there is more asked for.  A step with too few groups of unequal rewards waits for more, where the job says so: it keeps what it has.
 
 A trajectory that cannot be trained on (a trace that makes no sense, sampling settings that the trainer does not reproduce) is set
 aside by itself, counted and named; a step of which most are ends the run.
@@ -43,9 +43,9 @@ class CollectParams:
     """A trajectory with a token older than this many versions is measured, not trained on."""
     dynamic_sampling: bool = False
     max_rounds: int = 8
-    """Leases of one step; then it is trained on what there is."""
+    """Of one step; then it is trained on what there is."""
     min_informative: int = 0
-    """Groups with unequal rewards that are waited for, with more groups, for ``starved_rounds`` leases."""
+    """Groups with unequal rewards that are waited for, with more groups, for ``starved_rounds`` rounds."""
     starved_rounds: int = 4
 
 
@@ -68,6 +68,17 @@ class Acceptance:
 
 
 @dataclass(slots=True)
+class Round:
+    """Groups of the round under way, or of the last."""
+
+    num_due: int = 0
+    """Still to be leased; 0: it is over."""
+    num_kept: int = 0
+    num_seen: int = 0
+    num_informative: int = 0
+
+
+@dataclass(slots=True)
 class Collected:
     """The leases of one step."""
 
@@ -83,19 +94,25 @@ class Collected:
     num_informative: int = 0
     """Kept groups with unequal rewards."""
     num_leases_starved: int = 0
-    """Leases after which the step still had too few of these."""
+    """Rounds after which the step still had too few of these."""
+    num_rounds: int = 0
+    """That are over."""
+    round: Round = field(default_factory=Round)
+    first_malformed: RoseError | None = None
 
     @property
     def num_missing(self) -> int:
         """Groups to lease before the step can be taken; 0 = it can."""
-        if len(self.batch_ids) >= self.params.max_rounds:
+        if self.round.num_due:
+            return self.round.num_due
+        if self.num_rounds >= self.params.max_rounds:
             return 0
         return max(0, self.params.num_groups - len(self.kept)) or self.num_starving
 
     @property
     def num_starving(self) -> int:
         """Groups with unequal rewards that are still waited for."""
-        if not self.batch_ids or len(self.batch_ids) >= self.params.starved_rounds:
+        if not self.num_rounds or self.num_rounds >= self.params.starved_rounds:
             return 0
         return max(0, self.params.min_informative - self.num_informative)
 
@@ -118,18 +135,24 @@ class Collected:
         trajectories: list[dict[str, Any]],
         version: Version,
         check: Callable[[dict[str, Any]], Any] | None = None,
+        *,
+        num_groups: int | None = None,
     ) -> tuple[int, int]:
-        """Take a leased batch in; ``(groups kept, groups seen)``.  Marks what is too old for ``version``.
+        """Take a leased batch in; ``(groups kept, groups seen)`` of the round so far.  Marks what is too old for ``version``.
+
+        Args:
+            num_groups: Of this lease; None = all that the step lacks.
 
         A trajectory without a usable id, group, version or reward, or for which ``check`` raises, is set aside by itself: its
         group goes on without it.
 
         Raises:
-            TrainError: More than :data:`MAX_MALFORMED_FRACTION` of the step's trajectories were: then it is not they.
+            TrainError: More than :data:`MAX_MALFORMED_FRACTION` of the step's trajectories were, when a round is over: then it is not they.
         """
+        begins, due = not self.round.num_due, self.num_missing
+        due = max(0, due - (due if num_groups is None else num_groups))
         members: dict[str, list[dict[str, Any]]] = {}
         malformed: dict[str, str] = {}
-        first: RoseError | None = None
         for one in trajectories:
             try:
                 for name in ("id", "group_id"):
@@ -140,13 +163,14 @@ class Collected:
                 if check is not None:
                     check(marked)
             except RoseError as error:
-                first = first or error
+                self.first_malformed = self.first_malformed or error
                 known = isinstance(one.get("id"), str) and one["id"]
                 malformed[one["id"] if known else f"{NAMELESS}{len(malformed)}"] = str(error)
                 continue
             members.setdefault(one["group_id"], []).append(marked)
         num_bad, num_seen = len(self.malformed) + len(malformed), self.num_seen + len(trajectories)
-        if first is not None and num_bad > MAX_MALFORMED_FRACTION * num_seen:
+        first = self.first_malformed
+        if first is not None and not due and num_bad > MAX_MALFORMED_FRACTION * num_seen:
             text = f"{num_bad} of {num_seen} trajectories cannot be trained on, the first: {first}"
             raise TrainError(text, field=first.field) from first
         usable = [one for group in members.values() for one in group]
@@ -156,14 +180,24 @@ class Collected:
         if self.params.dynamic_sampling:
             dull |= equal
         too_old = {name for name, group in members.items() if all(one.get("stale") for one in group)}
-        self.num_informative += len(members.keys() - dull - equal - too_old)
+        if begins:
+            self.round = Round()
+        found = self.round
+        found.num_due = due
+        found.num_kept += len(members) - len(dull)
+        found.num_seen += len(members)
+        num_informative = len(members.keys() - dull - equal - too_old)
+        found.num_informative += num_informative
+        self.num_informative += num_informative
         self.batch_ids.append(batch_id)
         self.malformed |= malformed
         self.num_seen = num_seen
         for group_id, group in members.items():
             (self.filtered if group_id in dull else self.kept)[group_id] = group
-        self.num_leases_starved += self.num_informative < self.params.min_informative
-        return len(members) - len(dull), len(members)
+        if not due:
+            self.num_rounds += 1
+            self.num_leases_starved += self.num_informative < self.params.min_informative
+        return found.num_kept, found.num_seen
 
     def clear(self) -> None:
         self.batch_ids.clear()
@@ -173,6 +207,9 @@ class Collected:
         self.num_seen = 0
         self.num_informative = 0
         self.num_leases_starved = 0
+        self.num_rounds = 0
+        self.round = Round()
+        self.first_malformed = None
 
 
 def reward_of(trajectory: Mapping[str, Any]) -> float:

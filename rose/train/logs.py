@@ -268,6 +268,7 @@ GROUPS = {
         "num_starved",
         "num_starved_leases",
         "num_overlong",
+        "num_begun_in_vain",
     ),
     "batch": (
         "num_trajectories",
@@ -288,7 +289,7 @@ GROUPS = {
         "num_side_turns",
         "num_constrained_turns",
     ),
-    "time": ("step_s", "rollout_s", "train_s", "checkpoint_s", "publish_s", "eval_s"),
+    "time": ("step_s", "rollout_s", "train_s", "checkpoint_s", "publish_s", "streamed_s", "eval_s"),
 }
 """How scalars are grouped on a board; what is in no group stays in ``metrics.jsonl`` alone."""
 

@@ -34,15 +34,16 @@ from typing import Any
 
 from rose.auth import Tokens
 from rose.errors import ConfigError, RunInterrupted, TrainError
+from rose.policy.streaming import StepShape, refusal_of
 from rose.train.actors import ActorDied, Actors, EvaluationFailed
 from rose.train.async_loop import AsyncLoop
 from rose.train.cluster import ray_died, ray_for
 from rose.train.device_loan import DeviceLoan
 from rose.train.env_manager import family_of
 from rose.train.logs import open_logs
-from rose.train.plan import plan_groups, split_plans
+from rose.train.plan import GroupPlan, plan_groups, split_plans
 from rose.train.rewards import make_reward
-from rose.train.rollout import single_token_ids
+from rose.train.rollout import RolloutReport, single_token_ids
 from rose.train.train_config import TrainConfig
 from rose.train.workers import Parts
 
@@ -112,6 +113,19 @@ def check_job(config: TrainConfig) -> None:
             field="eval.background",
             fix="leave it out: episodes of training go on during an evaluation there",
         )
+    refused = refusal_of(
+        config.trainer.stream_groups,
+        StepShape(
+            num_epochs=config.trainer.num_epochs,
+            minibatch_sequences=config.trainer.minibatch_sequences,
+            batch_sequences=config.rollout.num_groups * config.rollout.group_size,
+            scale_advantages=config.trainer.recipe.scale_advantages,
+            on_stale=config.rollout.on_stale,
+            lends_device=config.lend.node_dir is not None,
+        ),
+    )
+    if refused is not None:
+        raise ConfigError(refused.reason, field=refused.field, fix=refused.fix)
     if not (config.model / "config.json").is_file():
         raise ConfigError(f"{config.model} is not a model folder", field="model")
     named = {task.name for task in config.tasks if task.max_tokens is not None}
@@ -276,7 +290,7 @@ async def _synchronous_step(
         launched += len(plans)
         last_failure = ""
         async with loan.lent():
-            reports = await actors.run(split_plans(plans, actors.num_managers))
+            reports = await _played(config, actors, split_plans(plans, actors.num_managers))
             played_s = time.monotonic()
             await end_evaluation()  # before the weights change
             started_s += time.monotonic() - played_s  # told apart, as `eval_s`
@@ -303,6 +317,22 @@ async def _synchronous_step(
         field="rollout.num_groups",
         fix="see the scheduler's /status for discarded groups",
     )
+
+
+async def _played(config: TrainConfig, actors: Actors, plans: list[list[GroupPlan]]) -> list[RolloutReport]:
+    """Play the episodes; where steps are streamed, the trainer computes on groups that are complete meanwhile."""
+    playing = asyncio.ensure_future(actors.run(plans))
+    try:
+        while config.trainer.stream_groups != "off" and not playing.done():
+            if not await actors.begin():
+                break
+    except ActorDied:
+        pass  # the trainer: what is played counts all the same, and the step finds out
+    except BaseException:
+        playing.cancel()
+        await asyncio.gather(playing, return_exceptions=True)
+        raise
+    return await playing
 
 
 def _evaluates_after(config: TrainConfig, num_steps: int) -> bool:

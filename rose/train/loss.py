@@ -100,18 +100,27 @@ def entropy(log_probs_NV: Tensor) -> Tensor:
     return -(log_probs_NV.exp() * finite_NV).sum(-1)
 
 
-def token_shares(lengths: Sequence[int], aggregation: Aggregation, sum_tokens: int = 1) -> list[float]:
-    """Share of one token of each sequence.  But for ``sum``, the shares of all tokens of the minibatch add up to 1.
+def undivided_shares(lengths: Sequence[int], aggregation: Aggregation, sum_tokens: int = 1) -> list[float]:
+    """Share of one token of each sequence, but for what depends on the whole minibatch: the sum of the loss is divided by :func:`share_divisor` at the end.
+
+    But for ``sum``, the shares of all tokens of the minibatch then add up to 1.
 
     Args:
-        lengths: Sampled tokens per sequence of the whole minibatch, all ranks and parts together; each > 0.
+        lengths: Sampled tokens per sequence; each > 0.
         sum_tokens: See :class:`LossParams`.
     """
     if aggregation == "token":
-        return [1.0 / sum(lengths)] * len(lengths)
-    if aggregation == "sum":
-        return [1.0 / (len(lengths) * sum_tokens)] * len(lengths)
-    return [1.0 / (len(lengths) * length) for length in lengths]
+        return [1.0] * len(lengths)
+    return [1.0 / (sum_tokens if aggregation == "sum" else length) for length in lengths]
+
+
+def share_divisor(lengths: Sequence[int], aggregation: Aggregation) -> float:
+    """What the loss of a minibatch is divided by.
+
+    Args:
+        lengths: Of the whole minibatch, all ranks and parts together.
+    """
+    return float(sum(lengths) if aggregation == "token" else len(lengths))
 
 
 def policy_loss(
@@ -127,7 +136,7 @@ def policy_loss(
 ) -> tuple[Tensor, Tensor]:
     """The loss of the module's docstring, and how many tokens the clip held back.
 
-    Parts of a minibatch add up: shares are of the whole.
+    Parts of a minibatch add up.
 
     Args:
         sequence_N: Number of the sequence that a token is of; all tokens of a sequence are in one part.

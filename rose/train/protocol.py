@@ -54,6 +54,8 @@ class TrainReport:
     """1 for a step that changed nothing because too few groups had unequal rewards."""
     num_overlong: int = 0
     """Sequences left out because they were cut."""
+    num_begun_in_vain: int = 0
+    """Sequences whose gradients had begun before the batch was complete, and were dropped because the step turned out to need others."""
 
     def to_dict(self) -> dict[str, Any]:
         """For the metrics file."""
@@ -91,6 +93,18 @@ class Trainer(Protocol):
             learning_rate: None: the configured one.
             single_update: One update on all samples, whatever the configured minibatches and epochs are.
         """
+        ...
+
+    def begin(self, samples: Sequence[TrainingSequence]) -> None:
+        """Compute what can be of a step whose batch is not complete.  Only with ``trainer.stream_groups``.
+
+        Args:
+            samples: Whole groups, which the step will be given with the rest of its batch.
+        """
+        ...
+
+    def forget(self) -> None:
+        """What the step has begun with will not be its batch."""
         ...
 
     def save(

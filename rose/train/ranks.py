@@ -129,15 +129,13 @@ class RankedTrainer:
         learning_rate: float | None = None,
         single_update: bool = False,
     ) -> TrainReport:
-        told = {"learning_rate": learning_rate, "single_update": single_update}
-        ordered, world_size = in_order(samples), 1 + len(self._ranks)
-        calls = [
-            rank.call.remote("step", share_of(ordered, number, world_size), **told)
-            for number, rank in enumerate(self._ranks, start=1)
-        ]
-        answer = self._own(self._trainer.step, ordered, **told)
-        self._wait(calls)
-        return answer
+        return self._shared("step", samples, learning_rate=learning_rate, single_update=single_update)
+
+    def begin(self, samples: Sequence[TrainingSequence]) -> None:
+        self._shared("begin", samples)
+
+    def forget(self) -> None:
+        self._all("forget")
 
     def save(
         self,
@@ -184,6 +182,17 @@ class RankedTrainer:
     def publish(self, version: int, **told: Any) -> Any:
         """With every rank's publisher; rank 0's report."""
         return self._all("publish", version, **told, of="publisher")
+
+    def _shared(self, name: str, samples: Sequence[TrainingSequence], **told: Any) -> Any:
+        """A call of which each rank is told its share of ``samples``."""
+        ordered, world_size = in_order(samples), 1 + len(self._ranks)
+        calls = [
+            rank.call.remote(name, share_of(ordered, number, world_size), **told)
+            for number, rank in enumerate(self._ranks, start=1)
+        ]
+        answer = self._own(getattr(self._trainer, name), ordered, **told)
+        self._wait(calls)
+        return answer
 
     def _all(self, name: str, *arguments: Any, of: str = "trainer", **named: Any) -> Any:
         calls = [rank.call.remote(name, *arguments, of=of, **named) for rank in self._ranks]

@@ -8,11 +8,13 @@ Hugging Face causal language model (``rose.train.model``) in one process, or on 
   each.  A minibatch is computed in parts of bounded size whose gradients add up.  Masked trajectories, and those that were cut
   where these are filtered, are measured and count in their group, but are left out of the updates.  Idle ones, which could teach nothing (advantage 0, no entropy
   bonus, no KL penalty), are not computed, but keep their places in minibatches and in the divisor (``count_idle``).
+- **Streamed** (:meth:`TorchTrainer.begin`): groups whose batch is not complete yet are computed as far as ``streamed`` says, and the step takes it from there.  Whatever
+  does not turn out to be exact then (another batch, several minibatches, other advantages) is computed again.
 - **The guard** (``rose.train.guard``) clips, takes back what goes too far, or leaves the step out.
 - **Ranks.**  Every rank knows of the whole batch who is in it and how long, and of its own share the tokens (``rose.train.batch.share_of``).  One that has
   nothing of a part computes a stand-in of weight 0, because the collectives of a sharded model need everybody.
 - **Determinism.**  The same state and the same trajectories, in any order, give the same weights: samples
-  are sorted by id and shuffled by a generator that is part of the checkpoint.
+  are sorted by id and shuffled by a generator that is part of the checkpoint.  (Streamed gradients are summed in the order in which groups came.)
 - **Identity.**  Who made the weights is ``(attempt, version)``.  Restoring a checkpoint starts a new attempt:
   weights of two lives of a trainer never carry the same name.
 
@@ -23,7 +25,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,12 +35,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rose.errors import TrainError
+from rose.policy.streaming import Streamed
 from rose.train import checkpoint as checkpoints
 from rose.train.adapter import LoraParams, left_out
-from rose.train.advantages import OverlongParams, group_advantages, overlong_penalty, uninformative_groups
+from rose.train.advantages import OverlongParams, group_advantages, overlong_penalty
 from rose.train.batch import (
     MAX_PART_TOKENS,
-    Minibatch,
     TrainingSequence,
     in_order,
     make_minibatch,
@@ -56,11 +58,13 @@ from rose.train.loss import (
     mismatch,
     outside_fraction,
     policy_loss,
-    token_shares,
+    share_divisor,
+    undivided_shares,
 )
-from rose.train.model import ComputingModel, Device, Dtype, FrozenModel, PolicyModel, whole_of
+from rose.train.model import ComputingModel, Device, Dtype, FrozenModel, PolicyModel, local_of, whole_of
 from rose.train.protocol import TrainReport
 from rose.train.recipes import AdvantageScale, Baseline
+from rose.train.step_parts import Begun, Chosen, Totals, chosen_of, key_of, stand_in
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +96,8 @@ class TrainerParams:
     """Masters and moments in host memory."""
     lora: LoraParams | None = None
     """Train adapters instead of the whole model."""
+    streamed: Streamed = "off"
+    """What :meth:`TorchTrainer.begin` computes."""
     seed: int = 0
 
     @property
@@ -142,8 +148,7 @@ class TorchTrainer:
         self._guard = StepGuard(params.guard)
         self._moved: list[Tensor] = []
         """By the last update."""
-        self._owners: list[int] = []
-        """Rank that computes each of the step's sequences."""
+        self._begun = Begun()
         self._writer = checkpoints.BackgroundWriter()
         self._step_index = 0
 
@@ -188,26 +193,39 @@ class TorchTrainer:
         if not samples:
             raise TrainError("a step needs at least one sampled token", field="samples")
         rate = params.learning_rate if learning_rate is None else learning_rate
-        self._owners = owners_of(samples, self._policy.world_size)
-        proximal, entropy_mean = self._forward(self._policy, samples, self._owners)
-        reference = self._reference_log_probs(samples)
+        owners = owners_of(samples, self._policy.world_size)
+        num_early = len(self._begun.advantages)
+        if not self._begun.is_of(samples):
+            self.forget()
+            self._measure(samples, owners)
+        begun = self._begun
+        proximal = [begun.proximal[key_of(sample)] for sample in samples]
+        reference = [begun.reference[key_of(sample)] for sample in samples] if begun.reference else None
         advantages = self._advantages(samples, proximal, reference)
         chosen = self._chosen(samples, advantages)
         starved = self._guard.is_starved(chosen.num_informative)
-        totals = _Totals()
+        size = max(1, len(chosen.taken)) if single_update else params.minibatch_sequences
+        totals, minibatches = Totals(), list[list[int]]()
         if not starved:
-            size = max(1, len(chosen.taken)) if single_update else params.minibatch_sequences
             minibatches = self._minibatches(chosen, size, 1 if single_update else params.num_epochs)
+        wanted = {key_of(samples[index]): advantages[samples[index].trajectory_id] for index in chosen.active}
+        early = begun.totals if len(minibatches) == 1 and begun.advantages == wanted else None
+        if early is None:
+            self._optimizer.zero_grad(set_to_none=True)
+        if not starved:
             probe = self._probe(samples)
             for done, part in enumerate(minibatches, start=1):
                 self._set_rate(rate * self._guard.rate_factor, totals)
-                self._minibatch(part, chosen.active, samples, advantages, proximal, reference, totals)
+                active = [index for index in part if index in chosen.active]
+                found = early or self._gradients(active, samples, owners, advantages, proximal, reference)
+                sizes = [len(samples[index].positions) for index in part]
+                self._apply(found, share_divisor(sizes, params.loss.aggregation), totals)
                 if probe:
-                    self._hold_back(
-                        probe, samples, proximal, self._guard.allowed(done, len(minibatches)), totals
-                    )
+                    allowed = self._guard.allowed(done, len(minibatches))
+                    self._hold_back(probe, samples, owners, proximal, allowed, totals)
             self._policy.merge()
         self._step_index += 1
+        self._begun = Begun()
         proximal_N = torch.cat(proximal)
         behaviour_N = torch.tensor([value for sample in samples for value in sample.logprobs])
         if behaviour_N.numel() < proximal_N.numel():
@@ -224,7 +242,7 @@ class TorchTrainer:
             num_updates=totals.num_updates,
             learning_rate=totals.rate / totals.num_updates if totals.num_updates else rate,
             loss=totals.loss / max(1, totals.num_updates),
-            entropy=entropy_mean,
+            entropy=begun.entropy_sum / max(1, proximal_N.numel()),
             clip_fraction=totals.num_held / max(1, totals.num_tokens),
             grad_norm=totals.grad_norm / max(1, totals.num_updates),
             ess=effective_sample_size(weight_N),
@@ -238,8 +256,32 @@ class TorchTrainer:
             num_shortened_updates=totals.num_shortened,
             num_starved=int(starved),
             num_overlong=chosen.num_overlong,
+            num_begun_in_vain=num_early if early is None else 0,
             **mismatch(behaviour_N, proximal_N),
         )
+
+    def begin(self, samples: Sequence[TrainingSequence]) -> None:
+        """Compute what can be of a step whose batch is not complete.  All ranks.
+
+        Args:
+            samples: Whole groups that the step will be given, and that it did not begin with before; on each rank its share of them, or all.
+        """
+        samples, params = in_order(samples), self.params
+        owners = owners_of(samples, self._policy.world_size)
+        proximal, reference = self._measure(samples, owners)
+        if params.streamed != "gradients":
+            return
+        advantages = self._advantages(samples, proximal, reference)
+        active = sorted(self._chosen(samples, advantages).active)
+        found = self._gradients(active, samples, owners, advantages, proximal, reference)
+        self._begun.totals = (self._begun.totals or Totals()).plus(found)
+        told = {key_of(samples[index]): advantages[samples[index].trajectory_id] for index in active}
+        self._begun.advantages |= told
+
+    def forget(self) -> None:
+        """What the step has begun with will not be its batch."""
+        self._begun = Begun()
+        self._optimizer.zero_grad(set_to_none=True)
 
     def log_probs(self, samples: Sequence[TrainingSequence]) -> list[Tensor]:
         """Log-probs of the sampled tokens under the weights as they are now, one tensor per sample.  All ranks."""
@@ -300,6 +342,7 @@ class TorchTrainer:
             TrainError: The checkpoint is of another model; nothing was changed.
         """
         self._policy.restore(checkpoint, self._optimizer)
+        self.forget()
         self._shuffle.setstate(checkpoint.shuffle_state)
         if "torch" in checkpoint.rng:
             torch.set_rng_state(torch.frombuffer(bytearray(checkpoint.rng["torch"]), dtype=torch.uint8))
@@ -311,14 +354,29 @@ class TorchTrainer:
 
     # --- inside a step ---------------------------------------------------------------------------------
 
-    def _reference_log_probs(self, samples: Sequence[TrainingSequence]) -> list[Tensor] | None:
+    def _measure(
+        self, samples: Sequence[TrainingSequence], owners: Sequence[int]
+    ) -> tuple[list[Tensor], list[Tensor] | None]:
+        """Log-probs of ``samples``, proximal and reference, which the step then has."""
+        begun = self._begun
+        proximal, entropy_sum = self._forward(self._policy, samples, owners)
+        reference = self._reference_log_probs(samples, owners)
+        keys = [key_of(sample) for sample in samples]
+        begun.proximal |= dict(zip(keys, proximal, strict=True))
+        begun.reference |= dict(zip(keys, reference or (), strict=reference is not None))
+        begun.entropy_sum += entropy_sum
+        return proximal, reference
+
+    def _reference_log_probs(
+        self, samples: Sequence[TrainingSequence], owners: Sequence[int]
+    ) -> list[Tensor] | None:
         """Under the weights that training began with; None where nobody asks.  Of adapters these are the model without them."""
         if self._reference is not None:
-            return self._forward(self._reference, samples, self._owners)[0]
+            return self._forward(self._reference, samples, owners)[0]
         if self.params.loss.kl_weight == 0.0:
             return None
         with left_out(self._policy.computing):
-            return self._forward(self._policy, samples, self._owners)[0]
+            return self._forward(self._policy, samples, owners)[0]
 
     @property
     def _trains_anyway(self) -> bool:
@@ -350,30 +408,17 @@ class TorchTrainer:
             scale=params.scale_advantages,
         )
 
-    def _chosen(self, samples: Sequence[TrainingSequence], advantages: Mapping[str, float]) -> _Chosen:
-        """What of ``samples`` takes part in the updates."""
-        left = [index for index, sample in enumerate(samples) if not sample.masked]
-        if self.params.overlong.filtering:
-            eligible = [index for index in left if not samples[index].truncated]
-        else:
-            eligible = left
-        teaching = [index for index in eligible if advantages[samples[index].trajectory_id] != 0.0]
-        # By the task's own rewards: penalties of length or KL differ in every group, and say nothing of the task.
-        equal = uninformative_groups(
-            {sample.trajectory_id: sample.reward for sample in samples},
-            {sample.trajectory_id: sample.group_id for sample in samples},
-        )
-        # Idle ones are not computed; whether they count is another question.
-        active = eligible if self._trains_anyway else teaching
-        return _Chosen(
-            taken=eligible if self.params.count_idle else active,
-            active=frozenset(active),
-            num_groups=len({sample.group_id for sample in samples}),
-            num_informative=len({samples[index].group_id for index in teaching} - equal),
-            num_overlong=len(left) - len(eligible),
+    def _chosen(self, samples: Sequence[TrainingSequence], advantages: Mapping[str, float]) -> Chosen:
+        params = self.params
+        return chosen_of(
+            samples,
+            advantages,
+            overlong_filtering=params.overlong.filtering,
+            idle_train=self._trains_anyway,
+            count_idle=params.count_idle,
         )
 
-    def _minibatches(self, chosen: _Chosen, size: int, num_epochs: int) -> list[list[int]]:
+    def _minibatches(self, chosen: Chosen, size: int, num_epochs: int) -> list[list[int]]:
         """Every epoch's minibatches, shuffled anew; those in which nothing is active are left out."""
         found: list[list[int]] = []
         order = list(chosen.taken)
@@ -383,29 +428,26 @@ class TorchTrainer:
             found += [part for part in parts if any(index in chosen.active for index in part)]
         return found
 
-    def _minibatch(
+    def _gradients(
         self,
-        chosen: Sequence[int],
-        active: Collection[int],
+        active: Sequence[int],
         samples: Sequence[TrainingSequence],
-        advantages: dict[str, float],
-        proximal: list[Tensor],
-        reference: list[Tensor] | None,
-        totals: _Totals,
-    ) -> None:
-        """One update on ``samples[chosen]``."""
+        owners: Sequence[int],
+        advantages: Mapping[str, float],
+        proximal: Sequence[Tensor],
+        reference: Sequence[Tensor] | None,
+    ) -> Totals:
+        """Add the gradients of ``samples[active]`` to the masters', not divided yet; what this rank summed."""
         loss_params = self.params.loss
-        sizes = [len(samples[index].positions) for index in chosen]
-        shares = dict(
-            zip(chosen, token_shares(sizes, loss_params.aggregation, loss_params.sum_tokens), strict=True)
-        )
+        sizes = [len(samples[index].positions) for index in active]
+        undivided = undivided_shares(sizes, loss_params.aggregation, loss_params.sum_tokens)
+        shares = dict(zip(active, undivided, strict=True))
         lengths = [sample.length for sample in samples]
-        found = _Totals()
-        computed = [index for index in chosen if index in active]
-        for part in split_by_length(computed, lengths, self.params.max_part_tokens):
-            mine = [index for index in part if self._owners[index] == self._policy.rank]
+        found = Totals()
+        for part in split_by_length(active, lengths, self.params.max_part_tokens):
+            mine = [index for index in part if owners[index] == self._policy.rank]
             if not mine:
-                log_probs_N, _ = self._policy.log_probs(_stand_in().to(self._policy.device))
+                log_probs_N, _ = self._policy.log_probs(stand_in().to(self._policy.device))
                 (0.0 * log_probs_N.sum()).backward()
                 self._policy.collect_gradients()
                 continue
@@ -438,8 +480,15 @@ class TorchTrainer:
             found.loss += float(loss.detach())
             found.num_held += int(num_held)
             found.num_tokens += batch.num_tokens
+        return found
+
+    def _apply(self, found: Totals, divisor: float, totals: Totals) -> None:
+        """One update by the gradients of a minibatch, which are divided first."""
+        for master in self._policy.masters:
+            if master.grad is not None:
+                local_of(master.grad).div_(divisor)
         found.add_ranks(self._policy.world_size)
-        totals.loss += found.loss
+        totals.loss += found.loss / divisor
         totals.num_held += found.num_held
         totals.num_tokens += found.num_tokens
         totals.grad_limit = self._guard.grad_limit(self.params.max_grad_norm)
@@ -456,7 +505,7 @@ class TorchTrainer:
         groups = [sample.group_id for sample in samples]
         return probe_of(groups, self.params.minibatch_sequences, self._step_index)
 
-    def _set_rate(self, rate: float, totals: _Totals) -> None:
+    def _set_rate(self, rate: float, totals: Totals) -> None:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         totals.rate += rate
@@ -465,17 +514,18 @@ class TorchTrainer:
         self,
         probe: Sequence[int],
         samples: Sequence[TrainingSequence],
+        owners: Sequence[int],
         proximal: list[Tensor],
         allowed: float,
-        totals: _Totals,
+        totals: Totals,
     ) -> None:
         """Leave as much of the last update in the weights as the guard does."""
         seen = [samples[index] for index in probe]
-        owners = [self._owners[index] for index in probe]
+        probe_owners = [owners[index] for index in probe]
         started_N = torch.cat([proximal[index] for index in probe])
         kept = 1.0
         while True:
-            current_N = torch.cat(self._forward(self._policy, seen, owners)[0])
+            current_N = torch.cat(self._forward(self._policy, seen, probe_owners)[0])
             # Half the square of the log-ratio: one rare token that became likely is one token, not a hundred.
             totals.update_kl = float(kl_estimate(current_N, started_N, "k2").mean())
             smaller = self._guard.smaller(kept, totals.update_kl, allowed)
@@ -504,7 +554,7 @@ class TorchTrainer:
     def _forward(
         self, model: ComputingModel, samples: Sequence[TrainingSequence], owners: Sequence[int]
     ) -> tuple[list[Tensor], float]:
-        """Log-probs of each sample, and the mean entropy; the same on all ranks.  ``owners``: who computes which."""
+        """Log-probs of each sample, and the sum of entropies; the same on all ranks.  ``owners``: who computes which."""
         offsets = [0]
         for sample in samples:
             offsets.append(offsets[-1] + len(sample.positions))
@@ -514,7 +564,7 @@ class TorchTrainer:
         for part in split_by_length(range(len(samples)), lengths, self.params.max_part_tokens):
             mine = [index for index in part if owners[index] == model.rank]
             if not mine:
-                model.log_probs(_stand_in().to(model.device))
+                model.log_probs(stand_in().to(model.device))
                 continue
             batch = make_minibatch([samples[index] for index in mine], vocab_size=self.vocab_size)
             log_probs_N, entropy_N = (one.cpu() for one in model.log_probs(batch.to(model.device)))
@@ -527,56 +577,4 @@ class TorchTrainer:
             dist.all_reduce(found_N)
             dist.all_reduce(entropy_sum)
         values = list(found_N.split([len(sample.positions) for sample in samples]))
-        return values, float(entropy_sum) / max(1, offsets[-1])
-
-
-@dataclass(frozen=True, slots=True)
-class _Chosen:
-    """Indices of samples, and what was counted in choosing them."""
-
-    taken: Sequence[int]
-    """Have a place in a minibatch."""
-    active: frozenset[int]
-    """Are computed, and change the weights."""
-    num_groups: int
-    num_informative: int
-    """Groups of unequal rewards of which an active sequence has an advantage."""
-    num_overlong: int
-
-
-@dataclass(slots=True)
-class _Totals:
-    """Sums over the parts of a minibatch, or over the updates of a step."""
-
-    loss: float = 0.0
-    num_held: int = 0
-    num_tokens: int = 0
-    num_updates: int = 0
-    grad_norm: float = 0.0
-    rate: float = 0.0
-    update_kl: float = 0.0
-    grad_limit: float = 0.0
-    num_clipped: int = 0
-    num_shortened: int = 0
-
-    def add_ranks(self, world_size: int) -> None:
-        """Sum what each rank computed of a minibatch."""
-        if world_size > 1:
-            sums = torch.tensor([self.loss, self.num_held, self.num_tokens], dtype=torch.float64)
-            dist.all_reduce(sums)
-            self.loss, self.num_held, self.num_tokens = float(sums[0]), int(sums[1]), int(sums[2])
-
-
-def _stand_in() -> Minibatch:
-    """One token, for a rank that has nothing to do while the others compute."""
-    nothing = TrainingSequence(
-        trajectory_id="-",
-        group_id="-",
-        reward=0.0,
-        token_ids=(0, 0),
-        positions=(1,),
-        logprobs=(0.0,),
-        temperatures=(1.0,),
-        allowed=(None,),
-    )
-    return make_minibatch([nothing], vocab_size=1)
+        return values, float(entropy_sum)

@@ -12,6 +12,9 @@ Order inside a step, and why nothing is lost or applied twice::
 A checkpoint is written every ``checkpoint_every`` steps, in the background where the job says so.  Leases are acknowledged when one is durable that was
 trained on them: after a death the others are leased again, in their order, and the versions that were made of them end with the attempt.
 
+With ``trainer.stream_groups`` a step leases group by group, and computes on what it has while it waits for the rest.  What has begun is in memory alone: until the
+checkpoint its leases are as open as those of a step that has not begun, and go the same way after a death.
+
 Version = number of steps behind the weights.  Blocking work (torch, disk, relay) runs in a thread, so that the
 worker goes on answering.  A worker does one thing at a time; its caller sees to that.
 
@@ -45,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 LEASE_WAIT_S = 5.0
 """The groups are complete when a lease is asked for; waiting longer would hide that one was lost."""
+STREAM_WAIT_S = 1.0
+"""For a group to be complete while others are played; then the driver has a look at them."""
 PUBLISH_PAUSE_S = 1.0
 """Before a publish that failed is tried again."""
 RESUMED_STEPS = 4
@@ -119,6 +124,12 @@ class TrainWorker:
         self._successes: deque[float] = deque(maxlen=BEST_OVER_STEPS)
         self._samples: dict[str, list[Any]] = {}
         """Of what is leased, by trajectory."""
+        self._streams = config.trainer.stream_groups != "off"
+        self._begun: set[str] = set()
+        """Groups that the step has begun with, or is about to."""
+        self._fresh: list[Any] = []
+        """Samples of those with which it has not begun yet."""
+        self._streamed_s = 0.0
         self._warned: set[tuple[str, str]] = set()
         """Constraints that were warned of."""
         self._name = secrets.token_hex(8)
@@ -156,6 +167,12 @@ class TrainWorker:
             )
         else:
             self._trainer = await asyncio.to_thread(self._make_trainer, self._config)
+        if self._streams and not hasattr(self._trainer, "begin"):
+            raise TrainError(
+                f"{type(self._trainer).__name__} has no begin(), see rose.train.protocol.Trainer",
+                field="trainer.stream_groups",
+                fix='set it to "off"',
+            )
         found, passed_over = await asyncio.to_thread(checkpoints.load_latest, self._directory)
         if found is None and passed_over:
             # Going on from nothing would drop them as its own come, and they may be readable tomorrow.
@@ -194,7 +211,7 @@ class TrainWorker:
         """Take one step, and return its metrics.
 
         Where groups are missing nothing is trained; what was leased stays with this step, and the answer is
-        ``{"missing": groups to lease still, "launch": groups to start for them}``.
+        ``{"missing": groups to lease still, "launch": groups to start for them, "held": groups of theirs that it has}``.
 
         Raises:
             TrainError: A trajectory cannot be trained on, or the gradient is not finite.
@@ -206,12 +223,18 @@ class TrainWorker:
 
     async def _train(self, learning_rate: float, single_update: bool) -> dict[str, Any]:
         await self._settle(wait=False)
-        await self._lease()
+        await self._lease(LEASE_WAIT_S)
         if missing := self._collected.num_missing:
             # What a synchronous step with alpha = 0 has too much of, no step may use.
             exact = self._config.alpha == 0 and self._config.rollout.mode == "synchronous"
             rate = self._informative if self._collected.num_starving else self._acceptance
-            return {"missing": missing, "launch": missing if exact else rate.to_launch(missing)}
+            launch = missing if exact else rate.to_launch(missing)
+            found = self._collected.round
+            return {
+                "missing": missing,
+                "launch": launch,
+                "held": found.num_seen if found.num_due else 0,
+            }
         trainer, step = self._trainer, self._trainer.step_index
         trajectories, batch_ids = self._collected.trajectories, list(self._collected.batch_ids)
         filtered = [] if not self._collected.kept else list(self._collected.filtered.values())
@@ -227,7 +250,7 @@ class TrainWorker:
         trained_s = time.monotonic()
         self._consumed[step] = self._collected.ids
         sampled_success = success_rate([*trajectories, *(one for group in filtered for one in group)])
-        num_starving = self._collected.num_leases_starved
+        num_starving, streamed_s = self._collected.num_leases_starved, self._streamed_s
         self._forget()
         self._unacknowledged += [(batch_id, step) for batch_id in batch_ids]
         self._successes.append(sampled_success)
@@ -255,6 +278,7 @@ class TrainWorker:
             "discards_by_length": await self._client.discards(self._config.job),
             "lr": learning_rate,
             "train_s": trained_s - started_s,
+            "streamed_s": streamed_s,
             "checkpoint_s": saved_s - trained_s,
             "publish_s": time.monotonic() - publish_started_s,
             "update": update,
@@ -331,8 +355,7 @@ class TrainWorker:
         """Hand back what was leased for a step that will be begun again."""
         async with self._busy:  # not of a step that is being trained on
             if self._collected.batch_ids:
-                self._forget()
-                await self._resume()
+                await self._give_back()
 
     async def note_success(self, success: float) -> None:
         """How well the present weights do: the best checkpoint is kept for as long as none is better."""
@@ -349,18 +372,29 @@ class TrainWorker:
         await self._client.set_version(job=job, attempt=self._attempt, version=version, run=self._run)
         return f"{self._attempt}.{version}"
 
-    async def _lease(self) -> None:
-        """Lease what the step lacks, as far as it is there."""
-        config, version = self._config, (self._attempt, self._trainer.step_index)
+    async def begin(self) -> int:
+        """Compute on the groups that are complete while others are played; the number that the step lacks.  Where steps are streamed."""
+        async with self._busy:
+            await self._settle(wait=False)
+            await self._lease(STREAM_WAIT_S, while_played=True)
+            return self._collected.num_missing
 
+    async def _lease(self, patience_s: float, *, while_played: bool = False) -> None:
+        """Lease what the step lacks, as far as it is there; where it is streamed, in parts, on which it computes."""
+        config, version = self._config, (self._attempt, self._trainer.step_index)
+        until_s = time.monotonic() + patience_s
         asynchronous = config.rollout.mode == "asynchronous"
         while missing := self._collected.num_missing:
+            num_groups, wait_s = missing, patience_s
+            if self._streams:  # in all no longer: the driver has groups to look after
+                num_groups, wait_s = 1, 0.0 if self._fresh else max(0.0, until_s - time.monotonic())
             # A synchronous refill has either been played by now, or is to be.
-            wait_s = LEASE_WAIT_S if asynchronous or not self._collected.batch_ids else 0.0
+            if not (asynchronous or while_played) and self._collected.num_rounds:
+                wait_s = 0.0
             try:
                 leased = await self._client.lease(
                     job=config.job,
-                    num_groups=missing,
+                    num_groups=num_groups,
                     attempt=version[0],
                     version=version[1],
                     ttl_s=config.scheduler.lease_ttl_s,
@@ -375,18 +409,40 @@ class TrainWorker:
                 self._num_leases += 1
                 continue
             if leased is None:
-                return
+                if not await self._begin():
+                    return
+                continue
             self._num_leases += 1
-            informative = self._collected.num_informative
             try:
-                kept, seen = self._collected.add(*leased, version, self._take_samples)
+                kept, seen = self._collected.add(*leased, version, self._take_samples, num_groups=num_groups)
             except RoseError:
-                self._forget()
-                await self._resume()
+                await self._give_back()
                 raise
-            if self._collected.params.dynamic_sampling:
-                self._acceptance.observe(kept, seen)
-            self._informative.observe(self._collected.num_informative - informative, seen)
+            if not self._collected.round.num_due:
+                if self._collected.params.dynamic_sampling:
+                    self._acceptance.observe(kept, seen)
+                self._informative.observe(self._collected.round.num_informative, seen)
+            if self._streams:
+                self._freshen()
+        await self._begin()
+
+    def _freshen(self) -> None:
+        """Note the groups that the step was not known to have.  One whose lease ran out may come a second time."""
+        for group_id, members in self._collected.kept.items():
+            if group_id not in self._begun:
+                self._begun.add(group_id)
+                self._fresh += [sample for one in members for sample in self._samples[one["id"]]]
+
+    async def _begin(self) -> bool:
+        """Have the trainer begin with the groups that are new; whether there were any."""
+        fresh, self._fresh = self._fresh, []
+        if not fresh:
+            return False
+        is_early, started_s = self._collected.num_missing > 0, time.monotonic()
+        await asyncio.to_thread(self._trainer.begin, fresh)
+        if is_early:
+            self._streamed_s += time.monotonic() - started_s
+        return True
 
     def _take_samples(self, trajectory: dict[str, Any]) -> None:
         """Raises:
@@ -416,10 +472,20 @@ class TrainWorker:
             self._warned.update((text, name) for name in new)
             logger.warning(text, ", ".join(new))
 
+    async def _give_back(self) -> None:
+        """What was leased is another step's."""
+        if self._begun:
+            await asyncio.to_thread(self._trainer.forget)
+        self._forget()
+        await self._resume()
+
     def _forget(self) -> None:
-        """What was leased is another step's, or has been trained on."""
+        """What was leased is no business of this step's any more."""
         self._collected.clear()
         self._samples.clear()
+        self._begun.clear()
+        self._fresh.clear()
+        self._streamed_s = 0.0
 
     async def _resume(self) -> None:
         if self._writing is not None:

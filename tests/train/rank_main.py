@@ -53,18 +53,21 @@ def run_steps(
     num_steps: int = 2,
     in_background: bool = False,
     lora: bool = False,
+    one_update: bool = False,
+    streamed: bool = False,
 ) -> None:
     # Minibatches of 5 over ranks: unequal shares, one of them empty in the smallest part; masters are compared, so the
     # rounding to bf16 is left out: it turns a last bit into a whole step.
     params = TrainerParams(
         learning_rate=1e-3,
-        minibatch_sequences=5,
+        minibatch_sequences=64 if one_update else 5,
         num_epochs=1,
         max_part_tokens=200,
         policy_dtype="float32",
         loss=LossParams(kl_weight=0.02, aggregation="sequence", entropy_weight=0.01),
         # Of whole models one that nothing reaches, which only has to be measured alike; of adapters one that takes updates back.
         guard=GuardParams(kl_target=2e-4 if lora else 100.0, adapt_rate=True),
+        streamed="gradients" if streamed else "off",
         lora=LoraParams(rank=3, alpha=6.0) if lora else None,
     )
     trainer = RecordingTrainer(model_path, params)
@@ -80,6 +83,10 @@ def run_steps(
             for one in random_batch(seed, num_groups=2, group_size=4)
             for sample in samples_of(one, vocab_size=trainer.vocab_size, max_tokens=trainer.max_tokens)
         ]
+        groups = {sample.group_id: None for sample in reversed(batch)} if streamed else {}
+        for group_id in groups:
+            group = in_order(sample for sample in batch if sample.group_id == group_id)
+            trainer.begin(share_of(group, rank, world_size) if rank else group)
         # As the actors are told: the first rank has all of it, the others their share.
         batch = share_of(in_order(batch), rank, world_size) if rank else batch
         reports.append(trainer.step(batch).to_dict())
@@ -124,6 +131,8 @@ if __name__ == "__main__":
         num_steps=int(sys.argv[4]) if len(sys.argv) > 4 else 2,
         in_background="in_background" in sys.argv,
         lora="lora" in sys.argv,
+        one_update="streamed" in sys.argv,
+        streamed="streamed" in sys.argv,
     )
     if dist.is_initialized():
         dist.destroy_process_group()

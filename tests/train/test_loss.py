@@ -23,8 +23,10 @@ from rose.train.loss import (
     mismatch,
     policy_loss,
     restricted_log_softmax,
-    token_shares,
+    share_divisor,
+    undivided_shares,
 )
+from rose.train.recipes import Aggregation
 
 
 def reference_loss(
@@ -175,8 +177,14 @@ def test_rloo_compares_with_the_others_alone() -> None:
 
 
 def test_shares_add_up_to_one_and_weigh_tokens_or_sequences_alike() -> None:
-    assert token_shares([1, 3], "token") == [0.25, 0.25]
-    assert token_shares([1, 3], "sequence") == pytest.approx([1 / 2, 1 / 6])
+    def shares(aggregation: Aggregation) -> list[float]:
+        return [
+            one / share_divisor([1, 3], aggregation) for one in undivided_shares([1, 3], aggregation, 100)
+        ]
+
+    assert shares("token") == [0.25, 0.25]
+    assert shares("sequence") == pytest.approx([1 / 2, 1 / 6])
+    assert shares("sum") == [1 / 200, 1 / 200]
 
 
 def test_length_costs_nothing_until_the_buffer_and_no_more_than_the_weight() -> None:

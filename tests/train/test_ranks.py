@@ -55,7 +55,11 @@ def both(policy_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 
 def test_gradients_of_two_ranks_equal_those_of_one(both: tuple[Path, Path]) -> None:
     """Of every update.  The norm would hide a wrong divisor under AdamW, whose step does not depend on the scale."""
-    one, two = (load_file(folder / "gradients.safetensors") for folder in both)
+    assert_same_gradients(*both)
+
+
+def assert_same_gradients(*folders: Path) -> None:
+    one, two = (load_file(folder / "gradients.safetensors") for folder in folders)
     assert one.keys() == two.keys()
     assert len(one) > 20
     for name, gradient in one.items():
@@ -64,6 +68,20 @@ def test_gradients_of_two_ranks_equal_those_of_one(both: tuple[Path, Path]) -> N
 
 
 def test_weights_and_reports_of_two_ranks_equal_those_of_one(both: tuple[Path, Path]) -> None:
+    assert_same_weights_and_reports(*both)
+
+
+def test_two_ranks_that_begin_with_a_group_each_time_equal_one_on_the_whole_batch(
+    policy_model: Path, tmp_path: Path
+) -> None:
+    """Two steps, the groups in another order than the batch's."""
+    run_steps(policy_model, tmp_path / "one", one_update=True)
+    run_ranks(policy_model, tmp_path / "two", 2, "", "2", "streamed")
+    assert_same_gradients(tmp_path / "one", tmp_path / "two")
+    assert_same_weights_and_reports(tmp_path / "one", tmp_path / "two")
+
+
+def assert_same_weights_and_reports(*both: Path) -> None:
     one, two = (load_file(folder / "weights.safetensors") for folder in both)
     for name, weight in one.items():
         assert torch.allclose(weight, two[name], atol=2e-5), name

@@ -18,7 +18,14 @@ from rose.config import validate
 from rose.errors import ConfigError
 from rose.train.advantages import group_advantages
 from rose.train.build import trainer_params
-from rose.train.loss import LossParams, correction, outside_fraction, policy_loss, token_shares
+from rose.train.loss import (
+    LossParams,
+    correction,
+    outside_fraction,
+    policy_loss,
+    share_divisor,
+    undivided_shares,
+)
 from rose.train.recipes import RECIPES, Algorithm
 from rose.train.train_config import TrainConfig
 
@@ -193,7 +200,8 @@ def ours(made: Answers, config: TrainConfig, *, engine_differs: bool = False) ->
         scale=params.scale_advantages,
     )
     advantages = torch.tensor([found[str(index)] for index in range(12)], dtype=torch.float64)
-    shares = token_shares(sizes, params.loss.aggregation, params.loss.sum_tokens)
+    undivided = undivided_shares(sizes, params.loss.aggregation, params.loss.sum_tokens)
+    shares = [share / share_divisor(sizes, params.loss.aggregation) for share in undivided]
     sequence_N = torch.repeat_interleave(torch.tensor(sizes))
     current_N = tokens(made.current).requires_grad_()
     loss, _ = policy_loss(
